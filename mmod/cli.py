@@ -23,11 +23,13 @@ class Command(NamedTuple):
         module: The module whose `main` runs it.
         purpose: What it does.
         example: A config that it takes, and options that go with it; empty for commands without a config.
+        kind: Kind of training, the second argument of `main`; empty for other commands.
     """
 
     module: str
     purpose: str
     example: str = ""
+    kind: str = ""
 
 
 _WEIGHTS = "digits/dense --model.checkpoint runs/digits/dense"
@@ -38,15 +40,15 @@ COMMANDS = {
     "tradeoff CONFIG": Command(
         "mmod.studies.command", "accuracy against FLOPs, time and memory, with controls", "digits"
     ),
-    "train image CONFIG": Command("mmod.training.image.command", "train an image classifier", "digits/dense"),
+    "train image CONFIG": Command("mmod.training.command", "train an image classifier", "digits/dense", "image"),
     "train pairs CONFIG": Command(
-        "mmod.training.pairs.command", "train a CLIP model on image-text pairs", "clip/scenes"
+        "mmod.training.command", "train a CLIP model on image-text pairs", "clip/scenes", "pairs"
     ),
     "train chat CONFIG": Command(
-        "mmod.training.chat.command", "fine-tune a vision-language model on conversations", "vlm/tiny-llava"
+        "mmod.training.command", "fine-tune a vision-language model on conversations", "vlm/tiny-llava", "chat"
     ),
     "train text CONFIG": Command(
-        "mmod.training.text.command", "train a causal language model on text, byte by byte", "text/mod"
+        "mmod.training.command", "train a causal language model on text, byte by byte", "text/mod", "text"
     ),
     "train open-clip [ROUTING] -- ARGUMENTS": Command(
         "mmod.training.pairs.open_clip_program", "run open_clip's own training program on a routed model"
@@ -122,7 +124,8 @@ def run(command: str, arguments: Sequence[str]) -> None:
     """Run a command; one that finds something out ends with a page of it."""
     with one_line_errors():
         _check_config(command, arguments)
-        folders = importlib.import_module(COMMANDS[command].module).main(list(arguments))
+        kind = (COMMANDS[command].kind,) if COMMANDS[command].kind else ()
+        folders = importlib.import_module(COMMANDS[command].module).main(list(arguments), *kind)
         if command in _REPORTED:
             from mmod.report.command import report_on
 

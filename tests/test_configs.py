@@ -25,7 +25,7 @@ def test_config_builds_and_routes_its_model(path: Path) -> None:
     with torch.device("meta"):
         model = create_dense_model(replace(config.model, pretrained=False))
     check_input(model, config.data, config.model.pretrained)
-    routing = config.routing_config()
+    routing = config.image_routing
     if routing is not None:
         mmod.route_(model, routing)
         assert mmod.routed_blocks(model)

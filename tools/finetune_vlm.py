@@ -7,9 +7,9 @@ interrupted. Under `torchrun --nproc-per-node N tools/finetune_vlm.py CONFIG` se
 
 import sys
 
-from mmod.training.chat.command import main
+from mmod.training.command import main
 from mmod.training.engine.command import one_line_errors
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(sys.argv[1:])
+        main(sys.argv[1:], "chat")

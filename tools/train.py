@@ -7,9 +7,9 @@ Under `torchrun --nproc-per-node N tools/train.py CONFIG` several processes trai
 
 import sys
 
+from mmod.training.command import main
 from mmod.training.engine.command import one_line_errors
-from mmod.training.image.command import main
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(sys.argv[1:])
+        main(sys.argv[1:], "image")

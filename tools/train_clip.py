@@ -7,9 +7,9 @@ Under `torchrun --nproc-per-node N tools/train_clip.py CONFIG` several processes
 
 import sys
 
+from mmod.training.command import main
 from mmod.training.engine.command import one_line_errors
-from mmod.training.pairs.command import main
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(sys.argv[1:])
+        main(sys.argv[1:], "pairs")

@@ -69,8 +69,9 @@ class Recipe(NamedTuple):
     def config(self, part: str, depth: int) -> str:
         """Return the key of a training config that applies it."""
         options = {"depth": depth, **self.options} if "preset" in self.options else dict(self.options)
-        values = options if part == ONLY else {part: options}
-        return f"{'method' if 'kind' in options else 'routing'}: {json.dumps(values)}"
+        if "kind" in options:
+            return f"methods: {json.dumps([options])}"
+        return f"routing: {json.dumps(options if part == ONLY else {part: options})}"
 
     def code(self, part: str, depth: int) -> str:
         """Return the line of Python that applies it."""

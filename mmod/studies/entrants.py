@@ -73,19 +73,19 @@ class Dense(Entrant):
 
 @dataclass(frozen=True, kw_only=True)
 class Changed(Entrant):
-    """The dense model with the `routing` of a training config, unless it is searched, with its `method`, or both."""
+    """The dense model with the `routing` of a training config, unless it is searched, with its `methods`, or both."""
 
     routing: Any = None
-    method: dict[str, Any] | None = None
+    methods: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_routed(self) -> bool:
         """Whether some of its blocks are routed."""
-        return self.method is None or self.routing is not None
+        return not self.methods or self.routing is not None
 
     def _change(self, dense: Any, tuned: Any) -> Any:
-        method = {} if self.method is None else {"method": self.method}
-        return dataclasses.replace(tuned, routing=self.routing, **method)
+        methods = {"methods": self.methods} if self.methods else {}
+        return dataclasses.replace(tuned, routing=self.routing, **methods)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,17 +95,17 @@ class Anew(Entrant):
     is_tuned: ClassVar[bool] = False
     epochs: int
     args: Mapping[str, Any] = field(default_factory=dict)
-    method: dict[str, Any] | None = None
+    methods: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def is_routed(self) -> bool:
         """Whether its blocks choose what they run on."""
-        return self.method is not None
+        return bool(self.methods)
 
     def _change(self, dense: Any, tuned: Any) -> Any:
         model = type(dense.model)(dense.model.name, {**dense.model.args, **self.args})
         config = dataclasses.replace(dense, model=model, epochs=self.epochs)
-        return config if self.method is None else dataclasses.replace(config, method=self.method)
+        return dataclasses.replace(config, methods=self.methods) if self.methods else config
 
 
 def create_rivals(
@@ -119,7 +119,7 @@ def create_rivals(
 
     Args:
         rivals: Series to capacity of the routed models that a rival is matched to, to its fields: `kind: resolution`
-            with `image_size`, `kind: smaller` with `args` and perhaps a `checkpoint`, or a training config's `method`;
+            with `image_size`, `kind: smaller` with `args` and perhaps a `checkpoint`, or an entry of a training config's `methods`;
             any may have `image_size` and `changes` of the training config. Experts take its `routing` too.
         controls: Name of a series to the one that it is compared with besides the dense model.
 
@@ -164,5 +164,5 @@ def _rival(common: dict[str, Any], fields: dict[str, Any], epochs: int, is_train
         return Anew(args=fields["args"], epochs=epochs, **common)
     routing = fields.pop("routing", None) if str(kind) in METHODS["routing"].follows else None
     if read_method(fields).starts_anew:
-        return Anew(method=fields, epochs=epochs, **common)
-    return Changed(method=fields, routing=routing, is_trained=is_trained, **common)
+        return Anew(methods=[fields], epochs=epochs, **common)
+    return Changed(methods=[fields], routing=routing, is_trained=is_trained, **common)

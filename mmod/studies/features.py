@@ -168,7 +168,7 @@ class FeaturesStudy(TimmStudy[Judged]):
         """Judge the features of the model that a run starts from, or return the evaluation of an earlier call."""
         study = self.config
         plain = portable({**config.to_dict(), "output": str(folder)})
-        names = ("model", "data", "routing", "method", "precision")
+        names = ("model", "data", "routing", "methods", "precision")
         record = {"feature": study.feature, **{name: plain[name] for name in names if name in plain}}
         claim_folder(folder, record, file="config.json", kind="features")
         settings = {"neighbours": study.neighbours, "strengths": study.strengths, "folds": study.folds}

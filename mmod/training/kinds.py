@@ -1,9 +1,10 @@
-"""The kinds of training by name: what their configs are, and which object does the work."""
+"""The kinds of training by name: their configs and recipes."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import typing
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -18,9 +19,12 @@ from mmod.training.text import config as text
 from mmod.values import one_of
 
 if TYPE_CHECKING:
+    from mmod.training.chat.recipe import FineTuneResult
     from mmod.training.engine.recipe import Recipe
-
-__all__ = ["CONFIGS", "kind_of", "recipe_of", "split_kind"]
+    from mmod.training.engine.run_folder import FitResult
+    from mmod.training.image.evaluate import EvalResult
+    from mmod.training.pairs.evaluate import EvalResult as PairsResult
+    from mmod.training.text.evaluate import EvalResult as TextResult
 
 CONFIGS: dict[str, type[RunConfig]] = {
     "image": image.TrainConfig,
@@ -28,11 +32,12 @@ CONFIGS: dict[str, type[RunConfig]] = {
     "chat": chat.TrainConfig,
     "text": text.TrainConfig,
 }
-"""Name of each kind to the config of its runs; imported without torch, so that `--help` is answered at once."""
+"""Configs by kind; imported without torch, so that `--help` is fast."""
+_RECIPES = {"image": "ImageRecipe", "pairs": "PairsRecipe", "chat": "ChatRecipe", "text": "TextRecipe"}
 
 
 def recipe_of(config: Any) -> Recipe[Any, Any]:
-    """Return the recipe of a run, importing the libraries of its kind.
+    """Return the recipe of a run; imports the libraries of its kind.
 
     Args:
         config: A config of one of the classes of `CONFIGS`, or derived from it.
@@ -40,30 +45,57 @@ def recipe_of(config: Any) -> Recipe[Any, Any]:
     Raises:
         TypeError: A config of no kind.
     """
-    if isinstance(config, image.TrainConfig):
-        from mmod.training.image.recipe import ImageRecipe
-
-        return ImageRecipe(config)
-    if isinstance(config, pairs.TrainConfig):
-        from mmod.training.pairs.recipe import PairsRecipe
-
-        return PairsRecipe(config)
-    if isinstance(config, chat.TrainConfig):
-        from mmod.training.chat.recipe import ChatRecipe
-
-        return ChatRecipe(config)
-    if isinstance(config, text.TrainConfig):
-        from mmod.training.text.recipe import TextRecipe
-
-        return TextRecipe(config)
+    for kind, cls in CONFIGS.items():
+        if isinstance(config, cls):
+            recipe: Recipe[Any, Any] = getattr(importlib.import_module(f"mmod.training.{kind}.recipe"), _RECIPES[kind])(
+                config
+            )
+            return recipe
     raise TypeError(f"a run's config must be one of {', '.join(CONFIGS)}, got {type(config).__name__}")
 
 
-def kind_of(fields: Mapping[str, Any]) -> str:
-    """Return the kind of training whose config has the keys of a file: the first of those that lack fewest of them.
+@typing.overload
+def fit(config: image.TrainConfig, *, streams: Any = None, progress: bool = True) -> FitResult[EvalResult]: ...
+@typing.overload
+def fit(config: pairs.TrainConfig, *, streams: Any = None, progress: bool = True) -> FitResult[PairsResult]: ...
+@typing.overload
+def fit(config: text.TrainConfig, *, streams: Any = None, progress: bool = True) -> FitResult[TextResult]: ...
+@typing.overload
+def fit(config: chat.TrainConfig, *, progress: bool = True) -> FineTuneResult: ...
+def fit(config: RunConfig, **options: Any) -> Any:
+    """Train a model of any kind, from scratch or from where the run in its folder stopped.
 
     Args:
-        fields: The file, nested.
+        config: The run's config.
+        options: `progress=False` hides bars; `streams` are training and evaluation batches to use instead of those that
+            `config.data` names.
+
+    Returns:
+        The result; that of the earlier run if the folder holds a finished run of the same config.
+
+    Raises:
+        ValueError: The folder belongs to another config, or the config does not fit the data or the model.
+        LockedError: Another process trains into the folder.
+        FloatingPointError: The loss is no longer finite.
+        SystemExit: SIGTERM or SIGINT; raised after the current step, which is saved.
+
+    Example:
+        >>> import tempfile
+        >>> from mmod.data.config import DataConfig
+        >>> folder = tempfile.mkdtemp()
+        >>> args = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
+        >>> model = image.ModelConfig("vit_tiny_patch16_224", {**args, "num_classes": 10})
+        >>> data = DataConfig("digits:tiny", root=f"{folder}/digits")
+        >>> config = image.TrainConfig(output=f"{folder}/run", model=model, data=data, epochs=1)
+        >>> result = fit(config, progress=False)
+        >>> result.steps, result.evaluation.samples
+        (4, 64)
+    """
+    return recipe_of(config).fit(**options)
+
+
+def kind_of(fields: Mapping[str, Any]) -> str:
+    """Return the kind of a config file: the first one whose config differs least in its keys.
 
     Example:
         >>> kind_of({"model": {"name": "vit_tiny_patch16_224"}, "data": {"source": "digits"}})
@@ -74,27 +106,27 @@ def kind_of(fields: Mapping[str, Any]) -> str:
     return min(CONFIGS, key=lambda kind: _misfit(fields, CONFIGS[kind]))
 
 
-def _misfit(fields: Mapping[str, Any], kind: type) -> int:
-    """Return how many keys of a file a config lacks, and how many that it needs the file lacks."""
-    hints, known = typing.get_type_hints(kind), {field.name: field for field in dataclasses.fields(kind)}
-    needed = [
+def _misfit(fields: Mapping[str, Any], config: type) -> int:
+    """Return the number of keys in a file that a config lacks, and of required keys that the file lacks."""
+    hints, known = typing.get_type_hints(config), {field.name: field for field in dataclasses.fields(config)}
+    required = {
         name
         for name, field in known.items()
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING and name != "output"
-    ]
+    }
     groups = ((value, dataclass_in(hints[name])) for name, value in fields.items() if name in known)
     inner = sum(_misfit(value, group) for value, group in groups if group is not None and isinstance(value, Mapping))
-    return len(set(fields) - set(known)) + len(set(needed) - set(fields)) + inner
+    return len(set(fields) - set(known)) + len(required - set(fields)) + inner
 
 
 def split_kind(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the kind that a command line is about, and the command line without `--kind`.
+    """Return the kind of a command line, and the command line without `--kind`.
 
     Args:
         arguments: `[CONFIG] [--kind NAME] [--key value]`; without `--kind` the keys of the files decide.
 
     Raises:
-        ValueError: A kind that there is not.
+        ValueError: An unknown kind.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--kind")

@@ -14,7 +14,7 @@ from mmod.analysis.audit.result import read_audit
 from mmod.audits.command import main
 from mmod.audits.config import ChatAuditConfig
 from mmod.audits.subjects import _roles
-from mmod.training.chat.recipe import fit
+from mmod.training import fit
 from tests.training.chat.configs import vlm_config
 
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]

@@ -17,8 +17,8 @@ from mmod.audits.command import audit_run, main
 from mmod.audits.config import AuditConfig, AuditOptions
 from mmod.audits.subjects import ImageSubject, _regions
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
+from mmod.training import fit
 from mmod.training.image.config import TrainConfig
-from mmod.training.image.recipe import fit
 from tests.sets import SETS
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
@@ -186,7 +186,7 @@ def test_an_early_exit_model_is_judged_beside(run: Path, tmp_path: Path) -> None
     fields = yaml.safe_load((run / "config.yaml").read_text())
     leaves = {"kind": "exit", "confidence": 0.105, "blocks": [0]}
     model = {**fields["model"], "checkpoint": str(run.parent / "moved")}
-    config = {"data": fields["data"], "epochs": 1, "epoch_steps": 1, "model": model, "method": leaves}
+    config = {"data": fields["data"], "epochs": 1, "epoch_steps": 1, "model": model, "methods": [leaves]}
     done = fit(TrainConfig.from_dict({**config, "output": str(tmp_path / "exit")}), progress=False)
     folders = f"[{tmp_path / 'exit'}, {run.parent / 'moved'}]"
     options = ["--audit.reference", str(run.parent / "moved"), "--audit.beside", folders]

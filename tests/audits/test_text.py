@@ -13,9 +13,9 @@ from mmod.analysis.audit.result import read_audit
 from mmod.audits.command import main
 from mmod.audits.config import TextAuditConfig
 from mmod.report.sources import read_sources
+from mmod.training import fit
 from mmod.training.text.evaluate import judge_text
 from mmod.training.text.model import create_dense
-from mmod.training.text.recipe import fit
 from tests.training.text.configs import PREDICTOR, text_config
 
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]

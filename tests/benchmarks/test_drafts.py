@@ -11,7 +11,7 @@ import pytest
 from mmod.benchmarks import DraftConfig, DraftRow, benchmark
 from mmod.benchmarks.command import main
 from mmod.speculation import DraftReport
-from mmod.training.text.recipe import fit
+from mmod.training import fit
 from tests.training.text.configs import PREDICTOR, text_config
 
 

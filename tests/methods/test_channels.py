@@ -18,7 +18,7 @@ from mmod.analysis import flops
 from mmod.methods import Channels, methods_of, read_method, undo_
 from mmod.methods.channels import ChannelBlock
 from mmod.training import evaluate
-from mmod.training.image.model import create_models
+from mmod.training.image.recipe import ImageRecipe
 from tests.training.engine.worker import TensorStream, run, tiny_config
 
 SMALL: dict[str, Any] = {"layers": (2, 3, 1, 4), "channels": (16, 32, 32, 64), "num_classes": 7}
@@ -190,17 +190,17 @@ def test_training_goes_on_from_a_run(tmp_path: Path) -> None:
     args = {"layers": [2, 1, 1, 1], "channels": [8, 8, 8, 8], "in_chans": 1, "num_classes": 4}
     model = {"name": "resnet18", "args": args}
     run(tiny_config(output=tmp_path / "dense", epochs=1, model=model))
-    narrow = tiny_config(output=tmp_path / "run", epochs=1, model=model, method=method)
+    narrow = tiny_config(output=tmp_path / "run", epochs=1, model=model, methods=[method])
     result = run(narrow)
     for folder, is_changed in (("dense", False), ("run", True)):
         start = replace(narrow, model=narrow.model.started_from(str(tmp_path / folder)))
-        changed, teacher = create_models(start)
+        changed, teacher = ImageRecipe(start).create_models()
         assert methods_of(changed)[0] == read_method(method)
         assert (teacher is None) == is_changed
     assert evaluate(changed, TensorStream(8, seed=None)) == result.evaluation
     asked = replace(start, distill=replace(start.distill, teacher="dense"))
     with pytest.raises(ValueError, match="holds no dense model"):
-        create_models(asked)
+        ImageRecipe(asked).create_models()
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from mmod.methods.experts import ExpertMlp
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import run
 from mmod.training.text.evaluate import evaluate
-from mmod.training.text.model import create_models
 from mmod.training.text.recipe import TextRecipe
 from tests.adapters.vlm_zoo import make_joint, make_language
 from tests.training.text.configs import PREDICTOR, text_config
@@ -214,14 +213,14 @@ SINGLE = Process(0, 1, torch.device("cpu"))
 @pytest.mark.parametrize("sampling", ["score", "predictor"])
 def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, sampling: str) -> None:
     method = {"kind": "experts", "experts": 2, "capacity": 0.5, "sampling": sampling, "membership": 0.1}
-    config = text_config(tmp_path / "run", method=method, epochs=1)
+    config = text_config(tmp_path / "run", methods=[method], epochs=1)
     found: Any = run(TextRecipe(config), progress=False).evaluation
     assert len(found.kept) == len(found.agreement) == 8
     assert found.kept["model.layers.3.mlp.expert2"] == 0.25
     assert found.causal_loss != found.loss
     assert 0 < found.mean_agreement <= 1
     start = {"config": None, "checkpoint": str(tmp_path / "run")}
-    again, _ = create_models(text_config(tmp_path / "next", model=start, method=method))
+    again, _ = TextRecipe(text_config(tmp_path / "next", model=start, methods=[method])).create_models()
     assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
     assert evaluate(again, TextRecipe(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(found.loss)
 
@@ -229,7 +228,7 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
 def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_path: Path) -> None:
     method = {"kind": "experts", "experts": 2, "sampling": "predictor"}
     staged: Any = run(
-        TextRecipe(text_config(tmp_path / "a", method=method, routing=PREDICTOR, epochs=1)), progress=False
+        TextRecipe(text_config(tmp_path / "a", methods=[method], routing=PREDICTOR, epochs=1)), progress=False
     )
     found = staged.evaluation
     # Experts inside routed layers share the tokens of these.
@@ -237,7 +236,7 @@ def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_p
     assert found.kept["model.layers.0.mlp.expert1"] == 0.5
     assert found.causal_loss != found.loss
     method = {"kind": "experts", "experts": 2, "choice": "tokens", "capacity": None}
-    tokens: Any = run(TextRecipe(text_config(tmp_path / "b", method=method, epochs=1)), progress=False).evaluation
+    tokens: Any = run(TextRecipe(text_config(tmp_path / "b", methods=[method], epochs=1)), progress=False).evaluation
     assert tokens.causal_loss == tokens.loss
     assert not tokens.agreement
     assert sum(tokens.kept.values()) == pytest.approx(4)

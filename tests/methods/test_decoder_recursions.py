@@ -19,7 +19,6 @@ from mmod.methods.cycle import Cycle
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import run
 from mmod.training.text.evaluate import evaluate
-from mmod.training.text.model import create_models
 from mmod.training.text.recipe import TextRecipe
 from tests.adapters.vlm_zoo import make_joint, make_language
 from tests.counting import flop_counter
@@ -281,14 +280,14 @@ SINGLE = Process(0, 1, torch.device("cpu"))
 @pytest.mark.parametrize("sampling", ["score", "predictor"])
 def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, sampling: str) -> None:
     method = {"kind": "recursions", "recursions": 2, "sampling": sampling, "membership": 0.1}
-    config = text_config(tmp_path / "run", method=method, epochs=1)
+    config = text_config(tmp_path / "run", methods=[method], epochs=1)
     found: Any = run(TextRecipe(config), progress=False).evaluation
     assert list(found.kept) == ["model.layers.1.recursion2"]
     assert found.mean_kept == 0.5
     assert found.causal_loss != found.loss
     assert 0 < found.mean_agreement <= 1
     start = {"config": None, "checkpoint": str(tmp_path / "run")}
-    again, teacher = create_models(text_config(tmp_path / "next", model=start, method=method))
+    again, teacher = TextRecipe(text_config(tmp_path / "next", model=start, methods=[method])).create_models()
     assert teacher is None
     assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
     assert evaluate(again, TextRecipe(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(found.loss)
@@ -296,7 +295,7 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
 
 def test_what_decides_in_one_way_has_one_loss(tmp_path: Path) -> None:
     tokens, best = (
-        run(TextRecipe(text_config(tmp_path / way["choice"], method=way, epochs=1)), progress=False).evaluation
+        run(TextRecipe(text_config(tmp_path / way["choice"], methods=[way], epochs=1)), progress=False).evaluation
         for way in ({"kind": "recursions", "choice": "tokens"}, {"kind": "recursions", "choice": "recursions"})
     )
     assert tokens.causal_loss == tokens.loss
@@ -329,4 +328,4 @@ def test_what_cannot_be_is_refused() -> None:
     routing = {"preset": "mod"}
     for changes in ({"routing": routing}, {"grad_checkpointing": True}):
         with pytest.raises(ValueError, match="method"):
-            text_config(Path("none"), method={"kind": "recursions"}, **changes)
+            text_config(Path("none"), methods=[{"kind": "recursions"}], **changes)

@@ -229,7 +229,7 @@ def test_what_does_not_go_together_is_refused() -> None:
         mmod.apply_(make_model("naflexvit_base_patch16_gap"), Experts())
     fields: dict[str, Any] = {"output": "run", "model": ModelConfig("test_vit"), "data": {"source": "digits"}}
     for kind, refused in (("experts", False), ("exit", True)):
-        given = {**fields, "model": {"name": "test_vit"}, "method": {"kind": kind}, "routing": {"router": "random"}}
+        given = {**fields, "model": {"name": "test_vit"}, "methods": [{"kind": kind}], "routing": {"router": "random"}}
         if refused:
             with pytest.raises(ValueError, match="routed or changed"):
                 TrainConfig.from_dict(given)

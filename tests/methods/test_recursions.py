@@ -18,7 +18,7 @@ import mmod
 from mmod.analysis import flops
 from mmod.methods import Prune, Recursions, methods_of, read_method, undo_
 from mmod.training import evaluate
-from mmod.training.image.model import create_models
+from mmod.training.image.recipe import ImageRecipe
 from tests.counting import flop_counter
 from tests.training.engine.worker import TensorStream, run, tiny_config
 from tests.zoo import make_images, make_model
@@ -228,9 +228,11 @@ def test_gradients_reach_routers_and_blocks_under_autocast_too(way: dict[str, An
 @pytest.mark.parametrize("way", [WAYS[0], WAYS[6]], ids=lambda way: "-".join(way.values()))
 def test_training_goes_on_from_a_run(tmp_path: Path, way: dict[str, Any]) -> None:
     method = {"kind": "recursions", "recursions": 2, **way}
-    config = tiny_config(output=tmp_path / "run", epochs=1, method=method)
+    config = tiny_config(output=tmp_path / "run", epochs=1, methods=[method])
     result = run(config)
-    model, teacher = create_models(replace(config, model=config.model.started_from(str(tmp_path / "run"))))
+    model, teacher = ImageRecipe(
+        replace(config, model=config.model.started_from(str(tmp_path / "run")))
+    ).create_models()
     assert methods_of(model)[0] == read_method(method)
     assert teacher is None
     assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation

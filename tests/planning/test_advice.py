@@ -14,10 +14,10 @@ import yaml
 from torch import Tensor, nn
 
 import mmod
-from mmod.methods import methods_of
+from mmod.methods import methods_of, read_method
 from mmod.planning import trials
 from mmod.planning.trials import Recipe
-from mmod.training.engine.config import resolve_method, resolve_routing
+from mmod.training.engine.config import resolve_routing
 from tests.adapters.clip_zoo import make_clip, make_images
 
 SIDE = 160
@@ -142,7 +142,7 @@ def test_the_line_for_a_training_config_applies_what_was_measured(clock: Callabl
         ((key, value),) = yaml.safe_load(row.config).items()
         model, other = make(), make()
         exec(row.code, {"mmod": mmod, "model": model})
-        mmod.apply_(other, resolve_method(value) if key == "method" else resolve_routing(value))
+        mmod.apply_(other, read_method(value[0]) if key == "methods" else resolve_routing(value))
         assert methods_of(model) == methods_of(other), row.name
 
 

@@ -10,11 +10,10 @@ import torch
 from mmod import flops
 from mmod.data.loader import create_eval_stream
 from mmod.studies.assess import assess
-from mmod.training import evaluate
+from mmod.training import evaluate, fit
 from mmod.training.engine.loop import seed_draws
 from mmod.training.image.config import TrainConfig
-from mmod.training.image.model import create_models
-from mmod.training.image.recipe import fit, sample_images, timed_images
+from mmod.training.image.recipe import ImageRecipe, sample_images, timed_images
 from tests.sets import SETS
 
 MODEL = {"patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 3, "num_heads": 2}
@@ -43,7 +42,7 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path) -> Non
     own = config(tmp_path, model=start, routing={"router": "random", "blocks": "late", "capacity": 0.25})
     routed = assess(own, progress=False)
     seed_draws(0, 0, 0)
-    model = create_models(own)[0].eval()
+    model = ImageRecipe(own).create_models()[0].eval()
     assert routed.evaluation == evaluate(model, create_eval_stream(own.data))
     assert routed.gflops == {"image": flops(model, (1, 32, 32)).routed / 1e9}
     assert routed.gflops["image"] < dense.gflops["image"]

@@ -140,7 +140,7 @@ def test_models_are_named_by_the_budget_whose_fields_they_have(study: ImageStudy
     plain = dataclasses.replace(study, routers=BUDGETS, rivals=PRUNE, isoflop="none", seeds=1)
     _, jobs = ImageStudy(plain).plan()
     assert [job.name for job in jobs[2:]] == ["a-mod-0.7", "a-mod-0.5", "prune-0.7", "prune-0.5"]
-    assert [job.config.routing_config().capacity for job in jobs[2:4]] == [0.6, 0.3]
+    assert [job.config.image_routing.capacity for job in jobs[2:4]] == [0.6, 0.3]
     _, jobs = ImageStudy(dataclasses.replace(plain, budgets=[0.5])).plan()
     assert [job.name for job in jobs[2:]] == ["a-mod-0.5", "prune-0.5"]
 
@@ -234,10 +234,10 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     assert CONTROLS.get(path.stem, {"random", "stride"}) <= controls | {
         fields.get("router") for fields in config.routers.values()
     }
-    routed = [job for job in planned if job.config.routing is not None and job.config.method is None]
+    routed = [job for job in planned if job.config.routing is not None and not job.config.methods]
     chosen = [name for name, _, fields in config.routed_models() if "search" not in fields]
     assert len(routed) == config.seeds * len(chosen)
-    assert all(job.config.model.has_weights and job.config.routing_config() for job in routed)
+    assert all(job.config.model.has_weights and job.config.image_routing for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
     assert re.search(rf"mmod tradeoff ({path}|{path.stem})\b", path.read_text())
     # Every rival fits the model that it is meant for.

@@ -95,6 +95,6 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     assert "random" in config.routers
     routed = [job for job in planned if job.config.routing is not None]
     assert len(routed) == config.seeds * len(config.routers) * len(config.capacities)
-    assert all(job.config.model.has_weights and job.config.routing_configs() for job in routed)
+    assert all(job.config.model.has_weights and job.config.routings for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
     assert f"mmod tradeoff {path}" in path.read_text()

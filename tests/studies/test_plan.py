@@ -9,9 +9,9 @@ import yaml
 
 import mmod
 from mmod.studies.plan import PlanOptions, main, plan_config, search_run
+from mmod.training import fit
 from mmod.training.chat.model import create_model
 from mmod.training.image.config import TrainConfig
-from mmod.training.image.recipe import fit
 from tests.sets import SETS
 from tests.training.chat.configs import vlm_config
 

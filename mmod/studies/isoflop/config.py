@@ -22,7 +22,7 @@ class IsoflopConfig:
             budget; warm-up takes some of them.
         sizes: Name of each size to the fields of `model.config` that differ.
         budgets: FLOPs of a training run, forward and backward passes, see `mmod.analysis.prefill.training_flops`.
-        routings: Name of a series to its routing, as in a training config; or to `method:`, and `routing:` where the
+        routings: Name of a series to its routing, as in a training config; or to `methods:`, and `routing:` where the
             model is routed as well; null is the dense model. The first series is what others are compared with.
         rates: Learning rates that are tried for every size, budget and routing; one needs no trial.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
@@ -48,6 +48,6 @@ class IsoflopConfig:
     def __post_init__(self) -> None:
         check_fields(self, "", budgets="(0, inf)", rates="(0, inf)", seeds="[1, inf)", processes="[1, inf)")
         check_distinct(self, "sizes", "budgets", "routings", "rates")
-        reserved = sorted({"output", "seed", "routing", "method", "epoch_steps"} & set(self.changes))
+        reserved = sorted({"output", "seed", "routing", "methods", "epoch_steps"} & set(self.changes))
         if reserved:
             raise ValueError(f"changes must not set {', '.join(reserved)}: the study sets them")

@@ -20,7 +20,8 @@ from mmod.studies.results import StudyResult, write_outcome
 from mmod.training.engine.loop import steps_of_epoch
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult
-from mmod.training.text.model import create_models, window_flops
+from mmod.training.text.model import window_flops
+from mmod.training.text.recipe import TextRecipe
 from mmod.training.text.recipe import TextRecipe
 
 
@@ -65,9 +66,9 @@ def plan(config: IsoflopConfig) -> list[Place]:
     places = []
     for series, routing in config.routings.items():
         for size, fields in config.sizes.items():
-            ways = routing if routing is not None and "method" in routing else {"routing": routing}
+            ways = routing if routing is not None and "methods" in routing else {"routing": routing}
             run = TrainConfig.from_dict(merged(recipe, {"model": {"config": fields}, **ways}))
-            model, _ = create_models(run)
+            model = TextRecipe(run).create()
             parameters = sum(parameter.numel() for parameter in model.parameters())
             forward, window = count_flops(model, run.data.length)
             for budget in config.budgets:

@@ -1,4 +1,4 @@
-"""The configuration of fine-tuning a vision-language model on image conversations."""
+"""The config of fine-tuning a vision-language model on image conversations."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmod.config import RoutingConfig
 from mmod.data.readers.conversations import ConversationsConfig
-from mmod.training.engine.config import RunConfig, check_sizes
+from mmod.training.engine.config import RunConfig, check_sizes, resolve_methods
 from mmod.values import check_fields, check_value
-
-__all__ = ["ModelConfig", "TrainConfig"]
 
 TOWERS = ("vision", "projector", "language")
 WITHOUT_WEIGHTS = ("dtype", "attn_implementation")
-"""Arguments of `from_pretrained` that a model of random weights takes, too."""
-# What the run itself decides.
+"""Arguments of `from_pretrained` that a model with random weights takes too."""
+# Set by the run.
 _TAKEN = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names", "eval_strategy", "do_train")
-# Arguments of the trainer that say how to watch and how to store, not what comes out.
+# Arguments of the trainer that do not affect the result.
 _FREE = ("logging_steps", "save_steps", "save_total_limit", "report_to", "disable_tqdm", "dataloader_num_workers")
-# Numbers that the trainer and peft take as they come, and what makes sense of them.
+# Ranges of numbers that the trainer and peft do not check.
 _TRAINER: dict[str, tuple[Any, str]] = {
     "learning_rate": (float, "[0, inf)"),
     "weight_decay": (float, "[0, inf)"),
@@ -49,17 +46,17 @@ _LORA: dict[str, tuple[Any, str]] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Which model is fine-tuned and from which weights.
+    """The model and its starting weights.
 
     Args:
-        checkpoint: Folder, or name on the hub, of a transformers model, dense or saved while it was routed.
+        checkpoint: Folder, or name on the hub, of a transformers model, dense or routed.
         config: Instead of a checkpoint, fields of a transformers config with its `model_type`: random weights.
         processor: Folder or name of the processor; None is the checkpoint's. "words" is that of the embedded questions,
-            which also gives `config` its vocabulary and special tokens.
+            which also sets the vocabulary and special tokens of `config`.
         args: Further arguments of `from_pretrained`, such as `dtype`, `attn_implementation` or `quantization_config`;
-            with `config` the first two.
-        image_size: Side in pixels of the images that a LLaVA-like model reads, whose number of image tokens falls with
-            it: position embeddings are resampled. None is the model's own.
+            with `config` only the first two.
+        image_size: Side in pixels of the images of a LLaVA-like model, which determines the number of image tokens;
+            position embeddings are resampled. None keeps the model's size.
     """
 
     checkpoint: str | None = None
@@ -85,30 +82,32 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig):
-    """Everything that decides the outcome of fine-tuning on image conversations.
+    """The config of fine-tuning on image conversations.
 
-    The run folder's `model/` gets the model, `checkpoints/` those of the trainer.
+    In the run folder, `model/` is the final model, and `checkpoints/` holds those of the trainer.
 
     Args:
         model: The model and its starting weights.
         data: The conversations.
-        routing: None trains the model as it is. Otherwise the name of each part to route (`language`, `vision`) to its
-            routing: fields of `mmod.RoutingConfig`, or `preset: NAME` with the fields to change; a preset is told the
-            part's depth.
-        lora: None trains the weights themselves. Otherwise fields of `peft.LoraConfig`: adapters are trained beside
-            the routers, and merged into the model that is saved at the end.
-        frozen: Parts whose weights stay as they are: "vision", "projector", "language". Routers always learn.
-        optim: Name of one of timm's optimisers, such as "muon", in place of the trainer's own. It gets the trainer's
-            learning rate and weight decay.
+        routing: The routing by part (`language`, `vision`): fields of `mmod.RoutingConfig`, or `preset: NAME` with the
+            fields to change; presets take the depth from the model. None trains the model as it is.
+        methods: Methods that make the model cheaper, in order: the `kind` and fields of each, see `mmod.methods`.
+            `routing` is the short form of the last one.
+        lora: Fields of `peft.LoraConfig`: adapters are trained with the routers, and merged into the saved model. None
+            trains the weights themselves.
+        frozen: Parts whose weights are not trained: "vision", "projector", "language". Routers always learn.
+        optim: Name of one of timm's optimisers, such as "muon", which takes the learning rate and weight decay of
+            `trainer`. None for the trainer's optimiser.
         trainer: Arguments of `transformers.TrainingArguments`: learning rate, batch size, epochs, `fsdp`,
             `deepspeed`, `gradient_checkpointing` and so on.
-        eval_batch_size: Questions answered at once in the evaluation after training.
+        eval_batch_size: Questions per batch in the evaluation after training.
         max_new_tokens: Longest answer, in tokens.
     """
 
     model: ModelConfig
     data: ConversationsConfig = field(default_factory=ConversationsConfig)
     routing: dict[str, dict[str, Any]] | None = None
+    methods: list[dict[str, Any]] = field(default_factory=list)
     lora: dict[str, Any] | None = None
     frozen: list[str] = field(default_factory=list)
     optim: str | None = None
@@ -119,9 +118,9 @@ class TrainConfig(RunConfig):
     def __post_init__(self) -> None:
         self.check(frozen=TOWERS, eval_batch_size="[1, inf)", max_new_tokens="[1, inf)")
         for group, limits in (("trainer", _TRAINER), ("lora", _LORA)):
-            given = getattr(self, group) or {}
-            for name in sorted(limits.keys() & given.keys()):
-                check_value(f"{group}.{name}", given[name], *limits[name])
+            options = getattr(self, group) or {}
+            for name in sorted(limits.keys() & options.keys()):
+                check_value(f"{group}.{name}", options[name], *limits[name])
         taken = sorted(set(_TAKEN) & set(self.trainer))
         if taken:
             raise ValueError(f"trainer must not set {', '.join(taken)}: the run sets them")
@@ -134,27 +133,28 @@ class TrainConfig(RunConfig):
                 raise ValueError("quantized weights are not trained: give lora, whose adapters are")
             if self.is_sharded:
                 raise ValueError("quantized weights are not split by fsdp or deepspeed here: use plain torchrun")
-        for fields in (self.routing or {}).values():
-            # A preset is told the depth of its part, which only the model says; a plan's file is read with the model.
-            if not {"preset", "plan"} & set(fields):
-                RoutingConfig.from_dict(fields)
+        # Only the model knows the depth that a preset takes; the file of a plan is read with the model too.
+        known = {part: fields for part, fields in (self.routing or {}).items() if not {"preset", "plan"} & set(fields)}
+        resolve_methods((), known)
         if self.routing is not None and not self.routing:
             raise ValueError("routing names no part; use `routing: null` for none")
 
     def at_size(self, side: int) -> TrainConfig:
-        """Return the same run on images of another size, see `ModelConfig`.
-
-        Args:
-            side: Side of the images in pixels.
-        """
+        """Return the same run on images of `side` pixels, see `ModelConfig`."""
         return dataclasses.replace(self, model=dataclasses.replace(self.model, image_size=side))
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the model's weights are split over processes."""
+        """Whether the model's weights are sharded over processes."""
         return bool(self.trainer.get("fsdp") or self.trainer.get("deepspeed"))
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Keys in which a continued run may differ; see `RunConfig.free_keys`."""
+        """Keys that a resumed run may change; see `RunConfig.free_keys`."""
         return super().free_keys | {"data.root", "eval_batch_size", *(f"trainer.{name}" for name in _FREE)}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as the run folder keeps them."""
+        plain = super().to_dict()
+        # Left out if empty, so that run folders without methods read the same.
+        return plain if self.methods else {name: value for name, value in plain.items() if name != "methods"}

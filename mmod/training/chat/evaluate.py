@@ -1,10 +1,10 @@
-"""How many questions a vision-language model answers, by their kind, and how many tokens it kept."""
+"""Answers of a vision-language model by kind of question, and kept shares."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import mean
 from typing import Any
@@ -23,21 +23,18 @@ from mmod.routing import TokenGroups
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import RoutedResult
 
-__all__ = ["EvalResult", "evaluate"]
-
-# Kinds that need no image count for themselves alone.
+# Kind of question that needs no image; it does not count in the mean.
 _BLIND = "text"
 
 
 @dataclass(frozen=True)
 class EvalResult(RoutedResult):
-    """The outcome of asking questions.
+    """The result of an evaluation on questions.
 
     Args:
-        right: Share of questions answered exactly, in percent, by kind.
+        right: Exact-match accuracy in percent, by kind of question.
         asked: Number of questions by kind.
-        kept: Name of each routed block to the share it kept of the tokens that could be skipped, in this process; empty
-            when dense.
+        kept: Kept share of the tokens that may be skipped, in this process, by routed block; empty for a dense model.
     """
 
     right: dict[str, float]
@@ -60,10 +57,7 @@ class EvalResult(RoutedResult):
 
 
 def mean_over_kinds(figures: Mapping[str, float]) -> float:
-    """Return the mean of figures over the kinds of questions that need an image, or over all if none does.
-
-    Args:
-        figures: Kind to figure.
+    """Return the mean of figures by kind over the kinds that need an image, or over all if none does.
 
     Example:
         >>> mean_over_kinds({"count": 90.0, "read": 70.0, "text": 100.0})
@@ -84,26 +78,23 @@ def evaluate(
     world: int = 1,
     progress: bool = False,
 ) -> EvalResult:
-    """Let a model generate the last answer of each conversation, greedily, and compare it with the one given.
+    """Generate the last answer of every conversation greedily and compare it with the reference.
 
-    Answers are compared without regard to case and spacing. With several processes each asks its own part of the
-    questions and all get the result of the whole.
+    The comparison ignores case and spacing. With several processes, each answers its share of the questions and all
+    return the result of all questions.
 
     Args:
         model: The model; its mode is restored at the end.
         collator: Encodes the prompts.
         conversations: The conversations.
-        batch_size: Questions answered at once.
+        batch_size: Questions per batch.
         max_new_tokens: Longest answer, in tokens.
-        rank: Number of this process.
+        rank: Rank of this process.
         world: Number of processes.
         progress: Show a bar.
 
-    Returns:
-        Shares by kind.
-
     Raises:
-        ValueError: If there are fewer conversations than processes.
+        ValueError: There are fewer conversations than processes, or logits are not finite.
     """
     if len(conversations) < world:
         raise ValueError(f"{len(conversations)} conversations for {world} processes")
@@ -116,8 +107,8 @@ def evaluate(
                 asked[talk.question_type] += 1
                 right[talk.question_type] += _plain(answer) == _plain(talk.answer)
         kept = {
-            name: own / free if free else 1.0
-            for name, (own, free) in ((name, sums.tolist()) for name, sums in counts.items())
+            name: ran / free if free else 1.0
+            for name, (ran, free) in ((name, sums.tolist()) for name, sums in counts.items())
         }
     sums = torch.tensor([[right[kind], asked[kind]] for kind in kinds], dtype=torch.float64)
     sums = sum_over_processes(sums.to(model.device)).cpu()
@@ -132,13 +123,10 @@ def generate(
 
     Args:
         model: The model, in evaluation mode.
-        collator: What encoded the prompts.
+        collator: The encoder of the prompts.
         prompts: The encoded prompts.
         max_new_tokens: Longest answer, in tokens.
-        exactly: Go on to the longest answer whatever is said.
-
-    Returns:
-        The answers as text.
+        exactly: Generate up to the longest answer, even after an end-of-sequence token.
     """
     tokenizer = collator.processor.tokenizer
     inputs = {name: value.to(model.device) for name, value in prompts.items()}
@@ -148,7 +136,7 @@ def generate(
         min_new_tokens=max_new_tokens if exactly else None,
         do_sample=False,
         pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        # An image token without an image would be an error in the next step.
+        # An image token without an image would fail in the next step.
         suppress_tokens=[collator.processor.image_token_id],
     )
     answers: list[str] = tokenizer.batch_decode(ids_BN[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -157,11 +145,15 @@ def generate(
 
 @contextmanager
 def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Count in each forward pass which tokens are kept, and which may be skipped, by name of the block that decides."""
+    """Context that counts kept and skippable tokens by module that decides, and checks the logits of every pass."""
     counts: dict[str, Tensor] = {}
-    if not methods_of(model):
-        yield counts
-        return
+    bad: list[Tensor] = []
+
+    def check(module: nn.Module, inputs: Any, output: Any) -> None:
+        # The last position predicts; the others may be padding.
+        logits = getattr(output, "logits", None)
+        if logits is not None:
+            bad.append((~logits[:, -1].isfinite()).sum())
 
     def count(*_: Any) -> None:
         for name, routing in decisions.take().items():
@@ -170,18 +162,24 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             kept_and_free = torch.stack([(keep_BN & free_BN).sum(), free_BN.sum()])
             counts[name] = counts.get(name, 0) + kept_and_free
 
-    with trace(model) as decisions:
-        handle = model.register_forward_hook(count)
-        try:
-            yield counts
-        finally:
-            handle.remove()
+    with ExitStack() as stack:
+        stack.callback(model.register_forward_hook(check).remove)
+        if methods_of(model):
+            decisions = stack.enter_context(trace(model))
+            stack.callback(model.register_forward_hook(count).remove)
+        yield counts
+    # One check at the end, because a check waits for the device.
+    if bad and int(torch.stack(bad).sum()):
+        raise ValueError(
+            f"the logits of an evaluation must be finite, got NaN or infinite ones in {sum(map(bool, bad))} of "
+            f"{len(bad)} forward passes"
+        )
 
 
 def _batches(
     conversations: ChatDataset, batch_size: int, rank: int, world: int, progress: bool
 ) -> Iterator[list[ChatSample]]:
-    """Yield this process's conversations, those of about equal length together."""
+    """Yield the conversations of this process in batches of similar length."""
     order = np.lexsort((conversations.letters, conversations.images))[rank::world]
     for start in progress_bar(range(0, len(order), batch_size), desc="answer", shown=progress, leave=False):
         yield [conversations[int(index)] for index in order[start : start + batch_size]]

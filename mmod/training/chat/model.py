@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod import RoutingConfig, is_routed, route_, routed_blocks
+from mmod import is_routed, routed_blocks
 from mmod.adapters import find_parts
 from mmod.adapters.transformers.loading import take_description
 from mmod.blocks import RoutedBlock, model_hooks
@@ -19,10 +20,8 @@ from mmod.pretrained import apply_again, load_pretrained
 from mmod.routing import BorrowedScore
 from mmod.training.chat.config import WITHOUT_WEIGHTS, ModelConfig, TrainConfig
 from mmod.training.chat.words import create_word_processor
-from mmod.training.engine.config import resolve_routing
+from mmod.training.engine.config import resolve_methods
 from mmod.values import refuse_unknown
-
-__all__ = ["check_routers_learn", "create_model", "create_processor", "router_parameters"]
 
 _WORDS = "words"
 # Where LLaVA-like models of transformers keep their parts.
@@ -34,27 +33,27 @@ _PREFIXES = {
 
 
 def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
-    """Make the model to train and its processor: weights, then routing, then frozen parts, then adapters.
+    """Create the model to train, in training mode, and its processor: weights, methods, frozen parts, then adapters.
 
     Args:
         config: The run's config.
-        on_meta: Make the model without weights, on the meta device.
-
-    Returns:
-        The model, in training mode, and the processor.
+        on_meta: Create the model without weights, on the meta device.
 
     Raises:
-        ValueError: If the checkpoint is damaged, the model is routed already, has no such part, an option of LoRA is
-            unknown, text is to be protected that no layer could skip, or routers would not learn.
+        ValueError: The checkpoint is damaged, the model is already routed or lacks a part, an option of LoRA is
+            unknown, text is protected although no layer may skip it, or routers would not learn.
     """
     processor = create_processor(config.model)
     model = _create_dense(config, processor, on_meta)
     if config.model.image_size is not None:
         resize_images(model, config.model.image_size)
-    if config.routing is not None:
-        if is_routed(model):
-            raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
-        route_(model, **resolve_parts(model, config.routing))
+    if config.routing is not None and is_routed(model):
+        raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
+    if config.routing is not None or config.methods:
+        parts = {*(config.routing or {}), *(part for method in config.methods for part in method.get("parts", ()))}
+        depths = {name: len(find().blocks) for name, find in find_parts(model).items() if name in parts}
+        for method in resolve_methods(config.methods, config.routing or {}, depths):
+            method.apply_(model)
     _check_protected(model, config.data.protected)
     _freeze(model, config.frozen)
     if config.lora is not None:
@@ -66,13 +65,10 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
 
 
 def create_processor(config: ModelConfig) -> Any:
-    """Make the processor that a model's config names.
-
-    Args:
-        config: The model's config.
+    """Create the processor of a model.
 
     Raises:
-        ValueError: If "words" is asked for and the config does not say how large images and patches are.
+        ValueError: "words" without the sizes of images and patches in the config.
     """
     from transformers import AutoProcessor
 
@@ -86,38 +82,34 @@ def create_processor(config: ModelConfig) -> Any:
 
 
 def _at_size(processor: Any, side: int) -> Any:
-    """Make a processor give images of another size."""
+    """Make a processor return images of another size."""
     images = processor.image_processor
     for name in ("size", "crop_size"):
-        given = dict(getattr(images, name, None) or {})
-        own = {key: side for key in ("height", "width", "shortest_edge") if given.get(key) is not None}
-        if name == "size" and not own:
-            raise ValueError(f"model.image_size: {type(images).__name__} takes images of any size, with size={given}")
-        setattr(images, name, own or given)
+        current = dict(getattr(images, name, None) or {})
+        changed = {key: side for key in ("height", "width", "shortest_edge") if current.get(key) is not None}
+        if name == "size" and not changed:
+            raise ValueError(f"model.image_size: {type(images).__name__} takes images of any size, with size={current}")
+        setattr(images, name, changed or current)
     return processor
 
 
 def resize_images(model: Any, side: int) -> None:
-    """Make a LLaVA-like model of transformers read images of another size, in place.
-
-    Args:
-        model: The model; its vision tower has one position embedding for each patch.
-        side: Side of its images in pixels.
+    """Make a LLaVA-like model read images of `side` pixels, in place.
 
     Raises:
-        ValueError: A tower without such embeddings, or a side that its patches do not divide.
+        ValueError: The vision tower has no position embedding per patch, or its patches do not divide the side.
     """
-    found: list[Any] = [module for module in model.modules() if hasattr(module, "interpolate_pos_encoding")]
-    towers = [module for module in found if isinstance(getattr(module, "position_embedding", None), nn.Embedding)]
+    resizable: list[Any] = [module for module in model.modules() if hasattr(module, "interpolate_pos_encoding")]
+    towers = [module for module in resizable if isinstance(getattr(module, "position_embedding", None), nn.Embedding)]
     if len(towers) != 1:
         raise ValueError(f"model.image_size: the tower of {type(model).__name__} has no position embedding of patches")
     tower, vision = towers[0], model.config.vision_config
     if side % tower.patch_size:
         raise ValueError(f"model.image_size must be a multiple of {tower.patch_size}, the side of a patch, got {side}")
-    patches, rest = (side // tower.patch_size) ** 2, tower.num_positions - tower.num_patches
+    patches, prefix = (side // tower.patch_size) ** 2, tower.num_positions - tower.num_patches
     weight = tower.position_embedding.weight
     with torch.no_grad():
-        table = tower.interpolate_pos_encoding(weight.new_empty(1, rest + patches, weight.shape[1]), side, side)[0]
+        table = tower.interpolate_pos_encoding(weight.new_empty(1, prefix + patches, weight.shape[1]), side, side)[0]
     tower.position_embedding = nn.Embedding.from_pretrained(table.clone(), freeze=not weight.requires_grad)
     tower.register_buffer("position_ids", torch.arange(len(table), device=weight.device)[None], persistent=False)
     tower.num_patches, tower.num_positions, tower.image_size, vision.image_size = patches, len(table), side, side
@@ -125,37 +117,12 @@ def resize_images(model: Any, side: int) -> None:
         model.config.image_seq_length = patches
 
 
-def resolve_parts(model: nn.Module, routing: Mapping[str, Mapping[str, Any]]) -> dict[str, RoutingConfig]:
-    """Make the routing config of each part; presets are told how deep the part is.
-
-    Args:
-        model: The model, not routed.
-        routing: Name of each part to fields of `RoutingConfig`, `preset: NAME` with changes, or `plan: FILE`.
-
-    Raises:
-        ValueError: If the model has no such part, or a field is unknown.
-    """
-    parts = find_parts(model)
-    unknown = sorted(set(routing) - set(parts))
-    if unknown:
-        raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(parts)}")
-    configs = {}
-    for name, fields in routing.items():
-        known = {"depth": len(parts[name]().blocks)} if "preset" in fields else {}
-        configs[name] = resolve_routing({**known, **fields})
-    return configs
-
-
 def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model's routers by name, a shared one once.
-
-    Args:
-        model: Any model.
-    """
+    """Return the parameters of a model's routers by name, shared ones once."""
     routers = [module.router for module in model.modules() if isinstance(module, RoutedBlock)]
     shared = [router.score.held for router in routers if isinstance(router.score, BorrowedScore)]
-    wanted = {id(parameter) for part in (*routers, *shared) for parameter in part.parameters()}
-    # peft keeps what it has copied to train as it was.
+    wanted = {id(parameter) for module in (*routers, *shared) for parameter in module.parameters()}
+    # peft keeps the originals of what it copies to train.
     return {
         name: parameter
         for name, parameter in model.named_parameters()
@@ -164,13 +131,10 @@ def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_routers_learn(model: nn.Module) -> None:
-    """Refuse to train a model whose routers would stay as they were drawn.
-
-    Args:
-        model: Any model.
+    """Refuse to train a model whose routers would stay random.
 
     Raises:
-        ValueError: All weights of its routers are frozen, or nothing sends a score a gradient.
+        ValueError: All weights of its routers are frozen, or no score receives a gradient.
     """
     weights = router_parameters(model)
     if weights and not any(weight.requires_grad for weight in weights.values()):
@@ -180,7 +144,7 @@ def check_routers_learn(model: nn.Module) -> None:
         )
     for name, block in routed_blocks(model).items() if is_routed(model) else ():
         config = block.router.config
-        # A network that predicts what is kept takes the loss in the score's place.
+        # A predictor of the kept tokens takes the loss in place of the score.
         losses = set(config.losses) - ({"membership"} if config.language.predictor else set())
         if config.router.learns and config.gate.name == "identity" and not losses:
             raise ValueError(
@@ -206,13 +170,13 @@ def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
             **_with_words(source.config, processor) if source.processor == _WORDS else source.config
         )
     routed = source.checkpoint is not None and _was_routed(source.checkpoint)
-    taken = take_description(described, str(source.checkpoint)) if routed else None
+    description = take_description(described, str(source.checkpoint)) if routed else None
     torch.manual_seed(config.seed)
     known = {name: source.args[name] for name in WITHOUT_WEIGHTS if name in source.args}
     with torch.device("meta" if on_meta else "cpu"):
         model = AutoModelForImageTextToText.from_config(described, **known)
-        if taken is not None:
-            apply_again(model, taken)
+        if description is not None:
+            apply_again(model, description)
     return model
 
 
@@ -222,19 +186,11 @@ def _was_routed(folder: str) -> bool:
 
 
 def _with_words(fields: Mapping[str, Any], processor: Any) -> dict[str, Any]:
-    """Fill in what the tokenizer decides."""
+    """Return a model's config with the tokenizer's vocabulary and special tokens."""
     tokenizer = processor.tokenizer
-    text = {
-        "vocab_size": len(tokenizer),
-        "pad_token_id": tokenizer.pad_token_id,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
-    return {
-        **fields,
-        "image_token_index": processor.image_token_id,
-        "text_config": {**text, **fields.get("text_config", {})},
-    }
+    text = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    text = {"vocab_size": len(tokenizer), **text, **fields.get("text_config", {})}
+    return {**fields, "image_token_index": processor.image_token_id, "text_config": text}
 
 
 def _check_protected(model: nn.Module, protected: str | None) -> None:
@@ -246,23 +202,24 @@ def _check_protected(model: nn.Module, protected: str | None) -> None:
 
 
 def _freeze(model: nn.Module, parts: list[str]) -> None:
+    owners = {name: _owner(name) for name, _ in model.named_parameters()}
     for part in parts:
-        frozen = 0
-        for name, parameter in model.named_parameters():
-            found = [kind for kind, prefixes in _PREFIXES.items() if any(f"{prefix}." in name for prefix in prefixes)]
-            # A projector can lie inside the tower; its longer prefix is the one that tells.
-            kind = "projector" if "projector" in found else next(iter(found), "language")
-            if kind == part:
-                parameter.requires_grad_(False)
-                frozen += 1
-        if not frozen:
+        if part not in owners.values():
             raise ValueError(f"{type(model).__name__} has no part {part!r} to freeze")
+    for name, parameter in model.named_parameters():
+        if owners[name] in parts:
+            parameter.requires_grad_(False)
+
+
+def _owner(name: str) -> str:
+    """Return the part that a parameter belongs to."""
+    matches = [part for part, prefixes in _PREFIXES.items() if any(f"{prefix}." in name for prefix in prefixes)]
+    # A projector can lie inside the tower.
+    return "projector" if "projector" in matches else next(iter(matches), "language")
 
 
 def _add_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
-    from dataclasses import fields as fields_of
-
     from peft import LoraConfig, get_peft_model
 
-    refuse_unknown("option of LoRA", fields, [item.name for item in fields_of(LoraConfig)])
+    refuse_unknown("option of LoRA", fields, [item.name for item in dataclasses.fields(LoraConfig)])
     return get_peft_model(model, LoraConfig(**fields))

@@ -34,11 +34,9 @@ from mmod.training.engine.run_folder import read_result, run_once, write_result
 from mmod.training.engine.signals import stop_signals
 from mmod.values import refuse_unknown
 
-__all__ = ["ChatRecipe", "FineTuneResult", "fit", "read_outcome", "training_arguments"]
-
 _CHECKPOINTS = "checkpoints"
 _GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
-# Prompts over whose length costs are means.
+# Prompts whose mean length costs are counted at.
 _COUNTED = 8
 MODEL = "model"
 """Folder of the final model in the run folder."""
@@ -46,16 +44,16 @@ MODEL = "model"
 
 @dataclass(frozen=True)
 class FineTuneResult:
-    """The outcome of fine-tuning.
+    """The result of fine-tuning.
 
     Args:
         folder: The run folder; `model/` holds the final model and its processor.
-        steps: Optimiser steps done.
-        answers: The final model on the evaluation questions; None without any.
-        prior: Share of them that each question's most frequent answer in training gets right, in percent, by kind.
-        history: What the trainer logged.
-        skipped: Number of records with a fault that were left out, by file.
-        reused: Whether the run had finished before and its result was read from the folder.
+        steps: Number of optimiser steps.
+        answers: The evaluation of the final model; None without questions.
+        prior: Accuracy in percent, by kind of question, of always giving the most frequent training answer to it.
+        history: The trainer's logs.
+        skipped: Number of damaged records that were left out, by file.
+        reused: The run had finished before, and its result was read from the folder.
     """
 
     folder: str
@@ -82,13 +80,10 @@ class FineTuneResult:
 
 
 def training_arguments(config: TrainConfig) -> Any:
-    """Make transformers' training arguments of a run.
-
-    Args:
-        config: The run's config.
+    """Return transformers' training arguments of a run.
 
     Raises:
-        ValueError: If an argument is unknown; the valid ones are named. If ZeRO-3 would leave the final model split.
+        ValueError: An unknown argument, or ZeRO-3 would leave the final model sharded.
 
     Example:
         >>> from mmod.training.chat.config import ModelConfig
@@ -100,9 +95,9 @@ def training_arguments(config: TrainConfig) -> Any:
 
     known = [item.name for item in dataclasses.fields(TrainingArguments) if item.init]
     refuse_unknown("argument of the trainer", config.trainer, known)
-    # A copy: what it is given for fsdp and deepspeed, the trainer completes in place.
-    given = copy.deepcopy(config.trainer)
-    chosen = {"report_to": "none", "disable_tqdm": True, "logging_nan_inf_filter": False, **given}
+    # A copy, because the trainer changes the options of fsdp and deepspeed in place.
+    options = copy.deepcopy(config.trainer)
+    chosen = {"report_to": "none", "disable_tqdm": True, "logging_nan_inf_filter": False, **options}
     # YAML reads the word no as False.
     chosen |= {name: "no" for name, value in chosen.items() if name.endswith("_strategy") and value is False}
     arguments = TrainingArguments(
@@ -119,26 +114,6 @@ def training_arguments(config: TrainConfig) -> Any:
     return arguments
 
 
-def fit(config: TrainConfig, *, progress: bool = True) -> FineTuneResult:
-    """Fine-tune a model, from the start or from the last checkpoint of a run that was interrupted.
-
-    Args:
-        config: The run's config.
-        progress: Show bars.
-
-    Returns:
-        What came out; read from the run folder when the run had finished before.
-
-    Raises:
-        ValueError: If the folder belongs to a run with another config, or a part of the config does not fit.
-        LockedError: If another process trains into the folder.
-        SystemExit: If SIGTERM or SIGINT asked to stop: after the step that was being done, which is saved.
-        FileNotFoundError: If the data or the checkpoint is not there.
-    """
-    rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-    return run_once(config, rank, world, read_outcome, partial(_fit, config, progress))
-
-
 class ChatRecipe(Recipe[TrainConfig, EvalResult]):
     """Image conversations with vision-language models of transformers, in its Trainer; see `Recipe`."""
 
@@ -151,7 +126,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         return self.config.model.checkpoint is not None
 
     def create(self) -> nn.Module:
-        """Make the model that the run starts from; see `mmod.training.chat.model.create_model`."""
+        """Create the model that the run starts from; see `mmod.training.chat.model.create_model`."""
         model: nn.Module = create_model(self.config)[0]
         return model
 
@@ -160,27 +135,32 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         return dataclasses.replace(self.config, lora=None, frozen=[])
 
     def started_from(self, folder: str) -> TrainConfig:
-        """Return the config of the same run from the final weights of a run; see `Recipe.started_from`."""
+        """Return the config of the same run, started from the final weights in a run folder."""
         model = ModelConfig(checkpoint=str(Path(folder) / MODEL), args=self.config.model.args)
         return dataclasses.replace(self.config, model=model)
 
     def finished(self, folder: str) -> TrainConfig:
-        """Return the config of a final model, which was saved routed and with its adapters merged."""
-        return dataclasses.replace(ChatRecipe(self.plain()).started_from(folder), routing=None)
+        """Return the config of a final model, which was saved with its methods and merged adapters."""
+        return dataclasses.replace(ChatRecipe(self.plain()).started_from(folder), routing=None, methods=[])
+
+    def fit(self, *, progress: bool = True) -> FineTuneResult:
+        """Train, or read the result of a finished run; see `mmod.training.fit`."""
+        rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        return run_once(self.config, rank, world, read_outcome, partial(_fit, self.config, progress))
 
     def train(self, tick: Tick) -> EvalResult:
-        """Train, or read the result of a finished run; the trainer tells no shares.
+        """Train, or read the result of a finished run; `tick` is not called.
 
         Raises:
-            ValueError: There are no questions to answer.
+            ValueError: There are no questions.
         """
-        answers = fit(self.config, progress=False).answers
+        answers = self.fit(progress=False).answers
         if answers is None:
             raise ValueError("there is nothing to ask: set data.val")
         return answers
 
     def assess(self, model: nn.Module, progress: bool = False) -> EvalResult:
-        """Let a model answer the evaluation questions; see `Recipe.assess`."""
+        """Generate answers to the evaluation questions; see `Recipe.assess`."""
         config = self.config
         return evaluate(
             model,
@@ -192,16 +172,16 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         )
 
     def judge(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the loss of each conversation's answers, and whether all of them are right."""
+        """Return the loss of every conversation's answers, and whether all of them are correct."""
         return judge_answers(model, batch)
 
-    def cost(self, model: nn.Module, found: EvalResult) -> dict[str, float]:
-        """Count the FLOPs of reading a prompt of mean length with one image."""
+    def cost(self, model: nn.Module, evaluation: EvalResult) -> dict[str, float]:
+        """Count the FLOPs of the prefill of a prompt of mean length with one image."""
         _, text, image = self.prompts(_COUNTED)
-        return {"prompt": prefill_flops(model, text, image, found.kept if is_routed(model) else None).routed}
+        return {"prompt": prefill_flops(model, text, image, evaluation.kept if is_routed(model) else None).routed}
 
     def readings(self, model: nn.Module, count: int) -> dict[str, Reading]:
-        """Return the prefill of prompts with one image each."""
+        """Return the prefill of prompts with one image."""
         prompts = self.prompts(count)[0]
         return {"prompt": Reading(partial(read_prompts, model, prompts), len(prompts["input_ids"]))}
 
@@ -214,7 +194,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
 
     @property
     def collator(self) -> ChatCollator:
-        """What encodes conversations for this model."""
+        """The encoder of conversations for this model."""
         return ChatCollator(create_processor(self.config.model), self.config.data.max_length)
 
     @property
@@ -229,10 +209,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         return open_conversations(self.config.data.val, self.config.data)
 
     def talks(self, count: int) -> list[ChatSample]:
-        """Return the first evaluation conversations with one image: their prompts are about equally long.
-
-        Args:
-            count: How many; there may be fewer.
+        """Return up to `count` evaluation conversations with one image, whose prompts have similar lengths.
 
         Raises:
             ValueError: There are none.
@@ -244,11 +221,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         return [questions[index] for index in places]
 
     def prompts(self, count: int) -> tuple[dict[str, Tensor], int, int]:
-        """Return encoded prompts of `talks`, and the text and image tokens of one on average.
-
-        Args:
-            count: How many; there may be fewer.
-        """
+        """Return the encoded prompts of `talks`, and the mean numbers of text and image tokens per prompt."""
         collator = self.collator
         prompts = collator.prompts(self.talks(count))
         rows = len(prompts["input_ids"])
@@ -257,15 +230,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
 
 
 class Calibration:
-    """Batches of conversations, encoded when they are asked for.
-
-    Args:
-        collator: Encodes them.
-        talks: The conversations.
-        chosen: Numbers of those that are used.
-        size: Conversations in a batch.
-        device: Where the batches go.
-    """
+    """Batches of `size` conversations with the chosen indices, encoded on demand."""
 
     def __init__(
         self, collator: ChatCollator, talks: ChatDataset, chosen: list[int], size: int, device: torch.device
@@ -282,18 +247,13 @@ class Calibration:
 
 
 def read_prompts(model: Any, prompts: Mapping[str, Tensor]) -> Any:
-    """Read prompts and return the cache of their keys and values.
-
-    Args:
-        model: A vision-language model.
-        prompts: The encoded prompts.
-    """
+    """Return the key-value cache of encoded prompts."""
     inputs = {name: value.to(model.device) for name, value in prompts.items()}
     return model(**inputs, use_cache=True, logits_to_keep=1).past_key_values
 
 
 def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> FineTuneResult:
-    """Train, evaluate and write the result, in a folder that no other process writes to."""
+    """Train, evaluate and write the result, in a locked folder."""
     folder = Path(config.output)
     arguments = training_arguments(config)
     train = open_conversations(config.data.train, config.data, progress)
@@ -314,7 +274,7 @@ def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> Fi
             processing_class=processor,
             callbacks=[callback],
         )
-        # What it prints, the bar shows.
+        # The bar shows what it prints.
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=last_checkpoint(folder / _CHECKPOINTS))
         if callback.stopped:
@@ -337,11 +297,7 @@ def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> Fi
 
 
 def read_outcome(folder: Path) -> FineTuneResult | None:
-    """Return the result of a finished run; None when the run in `folder` is not finished.
-
-    Args:
-        folder: The run folder.
-    """
+    """Return the result in a run folder; None if its run is not finished."""
 
     def make(fields: dict[str, Any]) -> FineTuneResult:
         return FineTuneResult(**{**fields, "answers": fields["answers"] and EvalResult(**fields["answers"])})
@@ -350,18 +306,18 @@ def read_outcome(folder: Path) -> FineTuneResult | None:
 
 
 def _save(trainer: RoutedTrainer, folder: Path, config: TrainConfig) -> Any:
-    """Save the final model, adapters merged, and return it: one that was split in the process that saves alone."""
+    """Save the final model with merged adapters and return it; a sharded one only exists in the saving process."""
     model: Any = None
     if not config.is_sharded:
         model = trainer.accelerator.unwrap_model(trainer.model)
     else:
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         if trainer.args.should_save:
-            model = _whole(config, state, trainer.model)
+            model = _gathered(config, state, trainer.model)
     if config.lora is not None and model is not None:
         model = model.merge_and_unload()
     if trainer.args.should_save:
-        # What a start before this one left, which ended between weights and result.
+        # An earlier start may have ended between weights and result.
         shutil.rmtree(folder, ignore_errors=True)
         with replacing(folder) as partial_folder:
             model.save_pretrained(partial_folder)
@@ -370,17 +326,17 @@ def _save(trainer: RoutedTrainer, folder: Path, config: TrainConfig) -> Any:
     return model
 
 
-def _whole(config: TrainConfig, state: dict[str, torch.Tensor], split: Any) -> Any:
-    """Make the model that was split from its gathered weights, in the type the config asks for."""
+def _gathered(config: TrainConfig, state: dict[str, torch.Tensor], sharded: Any) -> Any:
+    """Create a sharded model anew from its gathered weights, in the dtype of the config."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    # ZeRO-3 would otherwise split this model, too.
+    # Otherwise ZeRO-3 would shard this model too.
     unset_hf_deepspeed_config()
     model, _ = create_model(config, on_meta=True)
-    own = model.state_dict()
-    model.load_state_dict({name: value.to(own[name].dtype) for name, value in state.items()}, assign=True)
+    dtypes = {name: value.dtype for name, value in model.state_dict().items()}
+    model.load_state_dict({name: value.to(dtypes[name]) for name, value in state.items()}, assign=True)
     inner = model if config.lora is None else model.get_base_model()
-    # Weights that are one are gathered twice.
+    # Tied weights are gathered twice.
     inner.tie_weights()
-    inner.generation_config = split.generation_config
+    inner.generation_config = sharded.generation_config
     return model

@@ -1,7 +1,8 @@
-"""Checkpoints that are either whole or not there, and the reading of weights from files others wrote."""
+"""Atomic checkpoints with checksums, and weights from the files of others."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -15,44 +16,33 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mmod.io.files import DamagedFileError, replacing
+from mmod.io.files import DamagedFileError, read_json_object, replacing, write_atomically
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.values import one_of
 
-__all__ = [
-    "Checkpoint",
-    "find_weights",
-    "list_checkpoints",
-    "load_checkpoint",
-    "read_newest",
-    "read_weights",
-    "remove_checkpoints",
-    "save_checkpoint",
-    "set_aside",
-]
-
 Content = TypeVar("Content")
 
-# What a checkpoint is called; with a prefix or ending, one that was never finished or was found damaged.
+# With a prefix or suffix, a checkpoint that was never finished or is damaged.
 _NAME = re.compile(r"(?:\.|partial-|damaged-)?step-(\d{9,})-epoch-(\d{5,})(?:\.partial)?")
 _KEPT = 2
 _WEIGHTS = "model.safetensors"
-# What open_clip calls the weights in a folder of its own.
 _CLIP_WEIGHTS = "open_clip_model.safetensors"
 _AVERAGE = "ema.safetensors"
 _TRAINING = "training.pt"
 # Weights that come with the package.
 _SHIPPED, _SHIPPED_FOLDER = "mmod:", Path(__file__).parents[2] / "data" / "weights"
+_SUMS = "sha256.json"
+_SUMMED = (".safetensors", ".pt", ".pth", ".bin")
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a run needs to go on as if it had never stopped.
+    """The state from which a run resumes.
 
     Args:
         weights: The model's state dict.
-        average: The moving average's state dict; None when there is none.
-        training: Optimiser, loss scaler, position and metrics so far, of plain values and tensors.
+        average: The moving average's state dict; None without one.
+        training: Optimiser, loss scaler, position and metrics so far, as plain values and tensors.
     """
 
     weights: dict[str, Tensor]
@@ -61,23 +51,20 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> Path:
-    """Write a checkpoint beside the earlier ones, then remove all but the newest two.
-
-    It is written under a temporary name and renamed when it is on disk, so a process killed at any
-    moment leaves the earlier checkpoint whole.
+    """Write a checkpoint atomically, then remove all but the newest two.
 
     Args:
-        folder: Where the checkpoints of the run lie.
-        epoch: Epochs finished, their evaluation included.
-        step: Optimiser steps done.
-        checkpoint: What to write.
+        folder: The folder of the run's checkpoints.
+        epoch: Number of finished epochs, evaluation included.
+        step: Number of optimiser steps.
+        checkpoint: The content.
         metadata: Written as JSON into the header of the weight files, such as the routing config.
 
     Returns:
-        The checkpoint's folder. One that is there already stays as it is: position decides content.
+        The checkpoint's folder. An existing one is not written again: the position determines the content.
 
     Raises:
-        UnwrittenError: If the disk is full; the message names the checkpoint that is kept.
+        UnwrittenError: The disk is full; the message names the newest checkpoint.
     """
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step-{step:09d}-epoch-{epoch:05d}"
@@ -90,31 +77,65 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
         if checkpoint.average is not None:
             write_tensors(partial / _AVERAGE, checkpoint.average, header)
         torch.save(checkpoint.training, partial / _TRAINING)
-    unfinished = [path for path in _own(folder) if "partial" in path.name]
+        write_sums(partial)
+    unfinished = [path for path in _checkpoints(folder) if "partial" in path.name]
     for path in (*list_checkpoints(folder)[_KEPT:], *unfinished):
         shutil.rmtree(path)
     return target
 
 
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Return the whole checkpoints in a folder, the newest first.
+def write_sums(folder: Path) -> None:
+    """Write the checksums of the weight files in a folder beside them."""
+    sums = {path.name: _sum(path) for path in sorted(folder.iterdir()) if path.suffix in _SUMMED}
+    write_atomically(folder / _SUMS, json.dumps(sums, indent=2) + "\n")
+
+
+def check_sums(folder: Path, *names: str) -> None:
+    """Refuse files that differ from their checksums.
 
     Args:
-        folder: Where the checkpoints of the run lie. What else lies there is passed over.
+        folder: A folder; without checksums, as others write it, nothing is checked.
+        names: The files to check; all by default.
+
+    Raises:
+        DamagedFileError: A file is missing or differs.
     """
-    return sorted((path for path in _own(folder) if path.name.startswith("step-")), key=_place, reverse=True)
+    if not (folder / _SUMS).is_file():
+        return
+    try:
+        sums = read_json_object(folder / _SUMS)
+    except ValueError as error:
+        raise DamagedFileError(str(error)) from error
+    for name in set(names or sums) & set(sums):
+        path = folder / name
+        if not path.is_file() or _sum(path) != sums[name]:
+            state = "differs from its checksum" if path.is_file() else "is missing"
+            raise DamagedFileError(f"{str(path)!r} is damaged: it {state} in {_SUMS}")
+
+
+def _sum(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(2**22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the finished checkpoints in a folder, newest first; other files are ignored."""
+    return sorted((path for path in _checkpoints(folder) if path.name.startswith("step-")), key=_position, reverse=True)
 
 
 def remove_checkpoints(folder: Path) -> None:
-    """Remove the checkpoints in a folder, and the folder when nothing else is in it."""
-    for path in _own(folder):
+    """Remove the checkpoints in a folder, and the folder if it is then empty."""
+    for path in _checkpoints(folder):
         shutil.rmtree(path)
     if folder.is_dir() and not any(folder.iterdir()):
         folder.rmdir()
 
 
 def set_aside(folder: Path, chosen: Path) -> None:
-    """Rename the checkpoints that are newer than the one a run goes on from, so that it can write them again."""
+    """Rename the checkpoints that are newer than the chosen one, because the run will write them again."""
     for path in list_checkpoints(folder):
         if path == chosen:
             break
@@ -124,15 +145,16 @@ def set_aside(folder: Path, chosen: Path) -> None:
 
 
 def load_checkpoint(path: Path, *, averaged: bool = False) -> Checkpoint:
-    """Read a checkpoint that `save_checkpoint` wrote, onto the CPU.
+    """Read a checkpoint onto the CPU.
 
     Args:
         path: Its folder.
-        averaged: Whether it must hold a moving average.
+        averaged: It must have a moving average.
 
     Raises:
-        DamagedFileError: If a part is missing or cannot be read.
+        DamagedFileError: A file is missing, damaged or cannot be read.
     """
+    check_sums(path)
     average = path / _AVERAGE
     training = _load_pickle(path / _TRAINING)
     if not isinstance(training, dict):
@@ -148,25 +170,25 @@ def read_newest(paths: Iterable[Path], read: Callable[[Path], Content]) -> tuple
     """Read the newest checkpoint that can be read, and warn of those that cannot.
 
     Args:
-        paths: The checkpoints of a run, the newest first.
-        read: From a checkpoint's path to its content; raises a `DamagedFileError` when it cannot.
+        paths: The checkpoints of a run, newest first.
+        read: Reads a checkpoint; raises a `DamagedFileError` if it cannot.
 
     Returns:
-        Its path and its content; None when there is no checkpoint.
+        Its path and content; None without checkpoints.
 
     Raises:
-        DamagedFileError: If there are checkpoints and none can be read.
+        DamagedFileError: No checkpoint can be read.
     """
     faults: list[str] = []
     for path in paths:
         try:
-            found = read(path)
+            content = read(path)
         except DamagedFileError as error:
             faults.append(str(error))
             continue
         if faults:
             warnings.warn(f"going on from {str(path)!r}, because {'; '.join(faults)}", stacklevel=2)
-        return path, found
+        return path, content
     if faults:
         raise DamagedFileError(
             f"no checkpoint can be read, so the run cannot go on: {'; '.join(faults)}. Remove the damaged checkpoints "
@@ -176,20 +198,26 @@ def read_newest(paths: Iterable[Path], read: Callable[[Path], Content]) -> tuple
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:
-    """Read a state dict from a file or folder without running code from it.
+    """Read a state dict onto the CPU, without running code from the file.
 
     Args:
         path: A `.safetensors` file, a PyTorch file (a state dict, or one under `state_dict`, `model` or
-            `model_ema`), a folder that holds one `model.safetensors`, or a run folder.
+            `model_ema`), a folder with one `model.safetensors`, or a run folder.
 
     Returns:
-        Parameter names to CPU tensors; a `module.` prefix is removed.
+        Weights by name; a `module.` prefix is removed.
 
     Raises:
-        FileNotFoundError: If nothing is there.
-        ValueError: If the file is damaged, holds no state dict, or holds more than tensors and plain values.
+        FileNotFoundError: The path does not exist.
+        ValueError: The file is damaged, has no state dict, or has more than tensors and plain values.
     """
     file = find_weights(path)
+    try:
+        check_sums(file.parent, file.name)
+    except DamagedFileError as error:
+        others = [other for other in list_checkpoints(file.parent.parent) if other != file.parent]
+        hint = f". An earlier checkpoint is {str(others[0])!r}" if others else ""
+        raise DamagedFileError(f"{error}{hint}") from error
     if file.suffix == ".safetensors":
         return read_tensors(file)[0]
     content = _load_pickle(file)
@@ -214,7 +242,7 @@ def find_weights(path: str | Path) -> Path:
         path: A file, a folder, or `mmod:NAME` for weights that come with the package.
 
     Raises:
-        FileNotFoundError: If nothing is there.
+        FileNotFoundError: There is none.
     """
     if str(path).startswith(_SHIPPED):
         name = str(path).removeprefix(_SHIPPED)
@@ -232,23 +260,23 @@ def find_weights(path: str | Path) -> Path:
     raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
 
 
-def _own(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, those that were never finished included."""
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, finished or not."""
     return [path for path in folder.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
 
 
-def _place(path: Path) -> tuple[int, int]:
+def _position(path: Path) -> tuple[int, int]:
     """Return step and epoch of a checkpoint."""
-    found = _NAME.fullmatch(path.name)
-    assert found is not None
-    return int(found[1]), int(found[2])
+    match = _NAME.fullmatch(path.name)
+    assert match is not None
+    return int(match[1]), int(match[2])
 
 
 def _load_pickle(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may fail in any way
-        # Torch's advice, to read it with code allowed, is not handed on.
+        # Torch's message advises to allow code; this one does not.
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
         plain = str(error).strip().split("\n")[0] or type(error).__name__
         reason = f"it holds {code[1]} besides; save the state dict alone" if code else plain

@@ -1,4 +1,4 @@
-"""What configs of all kinds of training have in common: the run, its optimiser, its weights to start from."""
+"""What the configs of all kinds of training share: the run, its methods, its optimiser, its starting weights."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Self
@@ -16,30 +18,16 @@ from mmod.planning.presets import preset
 from mmod.values import Limit, check_fields, check_value
 
 if TYPE_CHECKING:
-    # By way of the package, which what reads the types of fields imports without torch.
-    from mmod import methods
-
-__all__ = [
-    "TeacherConfig",
-    "EmaConfig",
-    "LoopConfig",
-    "OptimConfig",
-    "RunConfig",
-    "ScheduleConfig",
-    "StartConfig",
-    "check_sizes",
-    "resolve_method",
-    "resolve_routing",
-]
-
+    # From the package, which can be imported without torch to read the types of fields.
+    from mmod import methods as package
 
 SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant", "none")
-"""Names of the learning-rate schedules that are functions of the step."""
-
+"""Learning-rate schedules that are functions of the step."""
 
 _SIZES = {"hidden_size", "intermediate_size", "head_dim"} | {
     f"num_{name}" for name in ("hidden_layers", "attention_heads", "key_value_heads")
 }
+_NO_DEPTHS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -49,8 +37,8 @@ class OptimConfig:
     Args:
         opt: A name of `timm.optim.list_optimizers`.
         lr: Learning rate.
-        lr_per: When given, `lr` is meant for this many images per optimiser step and is scaled linearly
-            to the actual number (all processes and accumulated batches together).
+        lr_per: Number of samples per optimiser step that `lr` refers to; the rate is scaled linearly to the actual
+            number, over all processes and accumulated batches. None uses `lr` as it is.
         weight_decay: Weight decay; biases and norms are exempt.
         momentum: Momentum of the optimisers that have one.
         layer_decay: Factor on the learning rate per layer, from the head down. None for no decay.
@@ -66,20 +54,13 @@ class OptimConfig:
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            "optim",
-            lr="[0, inf)",
-            lr_per="[1, inf)",
-            weight_decay="[0, inf)",
-            momentum="[0, 1)",
-            layer_decay="(0, 1]",
-        )
+        limits = {"lr": "[0, inf)", "lr_per": "[1, inf)", "weight_decay": "[0, inf)"}
+        check_fields(self, "optim", momentum="[0, 1)", layer_decay="(0, 1]", **limits)
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """The learning-rate schedule, stepped at each optimiser step: arguments of timm's `create_scheduler_v2`.
+    """The learning-rate schedule, updated at each optimiser step: arguments of timm's `create_scheduler_v2`.
 
     Args:
         sched: "cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant" or "none".
@@ -98,16 +79,11 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.sched == "plateau":
             raise ValueError("schedule.sched='plateau' depends on metrics; choose a function of the step")
-        check_fields(
-            self, "schedule", sched=SCHEDULES, warmup_epochs="[0, inf)", warmup_lr="[0, inf)", min_lr="[0, inf)"
-        )
+        limits = dict.fromkeys(("warmup_epochs", "warmup_lr", "min_lr"), "[0, inf)")
+        check_fields(self, "schedule", sched=SCHEDULES, **limits)
 
     def check_rate(self, lr: float) -> None:
-        """Raise a ValueError when the schedule would not end below where it starts.
-
-        Args:
-            lr: The learning rate that it starts at, or warms up to.
-        """
+        """Raise a ValueError if the schedule would not end below `lr`, its peak learning rate."""
         if self.sched not in ("constant", "none") and self.min_lr > lr:
             raise ValueError(f"schedule.min_lr must be at most the learning rate, {lr:g}, got {self.min_lr:g}")
         if self.warmup_epochs and self.warmup_lr > lr:
@@ -130,14 +106,9 @@ class EmaConfig:
         check_fields(self, "ema", decay="[0, 1)")
 
 
-def check_sizes(described: Mapping[str, Any], name: str) -> None:
-    """Raise unless the sizes among the fields of a transformers config are integers of at least 1.
-
-    Args:
-        described: The fields, or those of a part among them.
-        name: What they are called.
-    """
-    for key, value in described.items():
+def check_sizes(fields: Mapping[str, Any], name: str) -> None:
+    """Raise unless the sizes in a transformers config are integers of at least 1; `name` is for messages."""
+    for key, value in fields.items():
         if isinstance(value, Mapping):
             check_sizes(value, f"{name}.{key}")
         elif key in _SIZES:
@@ -146,7 +117,7 @@ def check_sizes(described: Mapping[str, Any], name: str) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class StartConfig:
-    """From which weights training starts.
+    """The weights that training starts from.
 
     Args:
         checkpoint: Starting weights, dense or routed: a file or a run folder. None starts from `pretrained` or from
@@ -170,22 +141,18 @@ class StartConfig:
         return self.pretrained not in (None, False) or self.checkpoint is not None
 
     def started_from(self, checkpoint: str) -> Self:
-        """Return the same model with the weights of a checkpoint.
-
-        Args:
-            checkpoint: A file or a run folder.
-        """
+        """Return the same model with the weights of a checkpoint, a file or a run folder."""
         return dataclasses.replace(self, checkpoint=checkpoint, pretrained=type(self).pretrained)
 
 
 @dataclass(frozen=True)
 class TeacherConfig:
-    """Distillation: what a teacher says of the same samples is imitated.
+    """Distillation: the model imitates a teacher's outputs on the same samples.
 
     Args:
-        teacher: "auto" is "dense" when a model with trained weights is routed or changed by a method, "none" otherwise;
-            "dense" is the unrouted copy of the starting weights; a path is a checkpoint of the same architecture. For
-            image classifiers anything else is a name of timm's registry, with its published weights.
+        teacher: "dense" is an unrouted copy of the starting weights; a path is a checkpoint of the same architecture;
+            "none" is no teacher. "auto" is "dense" if methods are applied to trained weights, and "none" otherwise. For
+            image classifiers any other text is a name of timm's registry, with its published weights.
         weight: Weight of the term.
     """
 
@@ -198,49 +165,39 @@ class TeacherConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """What every run is told.
+    """The config of every run.
 
     Args:
-        output: The run folder, made when absent.
-        seed: Decides every random draw together with the step and the process.
+        output: The run folder, created if missing.
+        seed: Together with step and process, it determines every random draw.
     """
 
     output: str
     seed: int = 0
 
     def check(self, **limits: Limit) -> None:
-        """Raise unless each field holds a valid value; see `mmod.values.check_fields`.
-
-        Args:
-            limits: What narrows the types of fields.
-        """
+        """Raise unless every field has a valid value; see `mmod.values.check_fields`."""
         check_fields(self, "", seed="[0, inf)", **limits)
         if not self.output:
             raise ValueError("output must name a folder, got ''")
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Keys that say where and how to watch, not what comes out: a run may go on with others."""
+        """Keys that a resumed run may change, because they do not affect its result."""
         return frozenset({"output"})
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values only, as the run folder keeps them."""
-        # Through JSON, so that tuples become lists as they do when the file is read again.
+        """Return plain values, as the run folder keeps them."""
+        # Through JSON, because tuples become lists when the file is read again.
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Make a config from plain nested values, as a YAML file holds them.
-
-        Args:
-            fields: Fields of the config.
-
-        Returns:
-            The checked config.
+        """Create a config from plain nested values.
 
         Raises:
-            ValueError: If a key is unknown (the valid ones are named) or a value does not fit its type.
+            ValueError: An unknown key, or a value of the wrong type.
 
         Example:
             >>> from mmod.training import TrainConfig
@@ -254,17 +211,14 @@ class RunConfig:
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:
-        """Read a config file and apply command-line overrides to it.
+        """Read a config file and apply command-line overrides.
 
         Args:
             path: A YAML file with the fields of this class.
             overrides: Arguments such as `["--epochs", "1", "--optim.lr=1e-4"]`.
 
-        Returns:
-            The checked config.
-
         Raises:
-            ValueError: If a key is unknown (the valid ones are named) or a value does not fit its type.
+            ValueError: An unknown key, or a value of the wrong type.
 
         Example:
             >>> import pathlib, tempfile
@@ -280,11 +234,11 @@ class RunConfig:
 
 
 def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
-    """Make a routing config from its fields, or from `preset: NAME` or `plan: FILE` with other fields.
+    """Create a routing config.
 
     Args:
-        fields: Fields of `RoutingConfig`; or a preset's name and arguments; or the file of a plan, which says blocks,
-            capacities, operators, contexts and mostly the router, and fields that it does not say or another router.
+        fields: Fields of `RoutingConfig`; or `preset: NAME` with its arguments; or `plan: FILE` with the fields that
+            the plan leaves open.
 
     Raises:
         ValueError: Both a preset and a plan.
@@ -298,50 +252,83 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
     return RoutingConfig.from_dict(fields) if name is None else preset(name, **fields)
 
 
-def resolve_method(fields: Mapping[str, Any] | None) -> methods.Method | None:
-    """Make a method from its kind and fields; None for none.
+def resolve_methods(
+    listed: Sequence[Mapping[str, Any]],
+    routing: Mapping[str, Mapping[str, Any] | None],
+    depths: Mapping[str, int] = _NO_DEPTHS,
+) -> tuple[package.Method, ...]:
+    """Create the methods of a config, in the order in which they are applied.
 
     Args:
-        fields: `kind`, and fields of a class in `mmod.methods`.
+        listed: The config's `methods`: the `kind` and fields of each.
+        routing: The config's `routing`, a routing of the parts that it names, applied last; None leaves a part dense.
+        depths: Number of blocks by part, for presets that depend on it.
+
+    Raises:
+        ValueError: An unknown kind or field, or a method that cannot follow an earlier one.
     """
-    if fields is None:
-        return None
-    # A command line that asks for help only is answered without torch.
+    short = {name: fields for name, fields in routing.items() if fields is not None}
+    entries = [*listed, *([{"kind": "routing", "parts": short}] if short else [])]
+    if not entries:
+        return ()
+    # Imported here, because `--help` runs without torch.
     from mmod.methods import read_method
 
-    return read_method(fields)
+    def resolved(name: str, fields: Mapping[str, Any]) -> RoutingConfig:
+        depth = {"depth": depths[name]} if "preset" in fields and name in depths else {}
+        return resolve_routing({**depth, **fields})
+
+    created: list[package.Method] = []
+    for entry in entries:
+        if entry.get("kind") == "routing" and isinstance(entry.get("parts"), Mapping):
+            entry = {**entry, "parts": {name: resolved(name, fields) for name, fields in entry["parts"].items()}}
+        method = read_method(entry)
+        refused = [earlier.kind for earlier in created if not earlier.precedes(method.kind)]
+        if refused:
+            raise ValueError(f"methods: {method.kind!r} cannot follow {', '.join(map(repr, refused))}: remove one")
+        created.append(method)
+    return tuple(created)
+
+
+def routings_of(applied: Sequence[package.Method]) -> dict[str, RoutingConfig]:
+    """Return the routing of each routed part."""
+    return {name: config for method in applied for name, config in getattr(method, "parts", {}).items()}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig(RunConfig):
-    """What a run of the training loop is told; other keys are those of `RunConfig`.
+    """The config of a run of the training loop; further keys are those of `RunConfig`.
 
     Args:
         model: The model and its starting weights.
         data: The data.
-        routing: How the model is routed; None trains the dense one.
+        routing: How the model is routed; None trains the dense model.
+        methods: Methods that make the model cheaper, in order: the `kind` and fields of each, see `mmod.methods`.
+            `routing` is the short form of the last one.
         distill: The teacher, if any.
         epochs: Passes over the training data.
-        epoch_steps: Optimiser steps after which an epoch ends, before the data does; None takes all data.
+        epoch_steps: Optimiser steps per epoch, if it ends before the data does; None uses all data.
         optim: The optimiser.
         schedule: The learning-rate schedule.
         ema: Moving average of the weights; None for none.
         precision: "fp32", "bf16" (autocast) or "fp16" (autocast with loss scaling, CUDA only).
         accumulate: Batches per optimiser step.
         grad_clip: Largest norm of the gradient; None for no clipping.
+        skip_nonfinite: Steps with a NaN or infinite loss that a run may skip; None stops at the first, saved before it.
         grad_checkpointing: Recompute activations in the backward pass to save memory.
         compile: Compile the model.
-        device: "auto" takes the GPU when there is one; otherwise "cpu", "cuda" or another torch device.
-        checkpoint_every: Optimiser steps between checkpoints, besides the one after each epoch; None
-            for the latter only.
+        device: "auto" is the GPU if there is one; otherwise "cpu", "cuda" or another torch device.
+        checkpoint_every: Optimiser steps between checkpoints, besides the one after each epoch; None for the latter
+            only.
         eval_every: Epochs between evaluations; the last epoch is always evaluated.
-        log_every: Optimiser steps between updates of the figures shown.
+        log_every: Optimiser steps between updates of the displayed figures.
         tensorboard: Also write TensorBoard logs into the run folder.
     """
 
     model: StartConfig
     data: Any
     routing: Any = None
+    methods: list[dict[str, Any]] = field(default_factory=list)
     distill: TeacherConfig = field(default_factory=TeacherConfig)
     epochs: int = 10
     epoch_steps: int | None = None
@@ -351,6 +338,7 @@ class LoopConfig(RunConfig):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: int = 1
     grad_clip: float | None = None
+    skip_nonfinite: int | None = None
     grad_checkpointing: bool = False
     compile: bool = False
     device: str = "auto"
@@ -360,38 +348,62 @@ class LoopConfig(RunConfig):
     tensorboard: bool = False
 
     def __post_init__(self) -> None:
-        self.check(
-            epochs="[1, inf)",
-            epoch_steps="[1, inf)",
-            accumulate="[1, inf)",
-            eval_every="[1, inf)",
-            log_every="[1, inf)",
-            checkpoint_every="[1, inf)",
-            grad_clip="(0, inf)",
-        )
+        counts = ("epochs", "epoch_steps", "accumulate", "eval_every", "log_every", "checkpoint_every")
+        self.check(grad_clip="(0, inf)", skip_nonfinite="[0, inf)", **dict.fromkeys(counts, "[1, inf)"))
         if self.optim.lr_per is None:
             self.schedule.check_rate(self.optim.lr)
         if self.distill.teacher == "dense" and not self.model.has_weights:
             raise ValueError("distill.teacher='dense' needs trained weights: set model.checkpoint or model.pretrained")
-        self.routing_configs()
+        others = [method.kind for method in self.applied if method.kind != "routing"]
+        if self.grad_checkpointing and others:
+            changed = ", ".join(map(repr, others))
+            raise ValueError(f"a model changed by {changed} cannot be trained with grad_checkpointing")
+
+    @cached_property
+    def applied(self) -> tuple[package.Method, ...]:
+        """The methods that the run applies to its model, in order."""
+        return resolve_methods(self.methods, self.routing_parts(), self.depths())
+
+    @property
+    def routings(self) -> dict[str, RoutingConfig]:
+        """The routing of each routed part; empty for a dense model."""
+        return routings_of(self.applied)
 
     @property
     def free_keys(self) -> frozenset[str]:
-        """Keys in which a continued run may differ; see `RunConfig.free_keys`."""
-        watching = {"data.workers", "data.pin_memory", "log_every", "checkpoint_every", "tensorboard"}
-        return super().free_keys | watching
+        """Keys that a resumed run may change; see `RunConfig.free_keys`."""
+        return super().free_keys | {
+            "data.workers",
+            "data.pin_memory",
+            "skip_nonfinite",
+            "log_every",
+            "checkpoint_every",
+            "tensorboard",
+        }
 
-    def routing_configs(self) -> dict[str, RoutingConfig]:
-        """Return the arguments of `mmod.route_`, presets resolved; empty for a dense model."""
+    def routing_parts(self) -> Mapping[str, Mapping[str, Any] | None]:
+        """Return the fields of `routing` by part of the model."""
         raise NotImplementedError
 
-    def method_config(self) -> methods.Method | None:
-        """Return by what other way than routing the model spends less; None for none."""
-        return None
+    def depths(self) -> Mapping[str, int]:
+        """Return the known numbers of blocks by part of the model."""
+        return {}
 
     def teacher(self) -> str | None:
-        """Return the teacher with "auto" resolved; None for no distillation."""
+        """Return the teacher, with "auto" resolved; None for no distillation."""
         if self.distill.teacher == "auto":
-            is_dense = self.routing is None and self.method_config() is None
-            return "dense" if not is_dense and self.model.has_weights else None
+            return "dense" if self.applied and self.model.has_weights else None
         return None if self.distill.teacher == "none" else self.distill.teacher
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values with resolved methods, as the run folder keeps them."""
+        plain = {**super().to_dict(), "routing": self.plain_routing()}
+        # Left out if empty, so that run folders without methods read the same.
+        plain.pop("methods")
+        listed = [method.to_dict() for method in self.applied[: len(self.methods)]]
+        return {**plain, "methods": listed} if listed else plain
+
+    def plain_routing(self) -> Any:
+        """Return `routing` resolved into plain values."""
+        short = [self.routings[name].to_dict() for name, fields in self.routing_parts().items() if fields is not None]
+        return short[0] if short else None

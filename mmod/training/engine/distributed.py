@@ -1,10 +1,11 @@
-"""One process or several: where this one stands, and sums over all of them."""
+"""The processes that train together: their ranks and devices, and sums over all of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -12,17 +13,15 @@ from torch import Tensor
 
 from mmod.data.corrupt import Fault
 
-__all__ = ["Process", "choose_device", "merge_faults", "process_group", "sum_over_processes", "wait_for_all"]
-
 
 @dataclass(frozen=True)
 class Process:
     """This process among those that train together.
 
     Args:
-        rank: Number of this process, from 0.
+        rank: Its number, from 0.
         world: Number of processes.
-        device: The device of this process.
+        device: Its device.
     """
 
     rank: int
@@ -36,13 +35,10 @@ class Process:
 
 
 def choose_device(device: str = "auto") -> torch.device:
-    """Return the device that a config asks for.
-
-    Args:
-        device: "auto" for the GPU when there is one, otherwise a torch device.
+    """Return the device of a config: "auto" is the GPU if there is one.
 
     Raises:
-        ValueError: If `device` is CUDA and no GPU is there, or is no device of torch.
+        ValueError: CUDA without a GPU, or no device of torch.
 
     Example:
         >>> choose_device("cpu")
@@ -60,16 +56,13 @@ def choose_device(device: str = "auto") -> torch.device:
 
 @contextmanager
 def process_group(device: str = "auto") -> Iterator[Process]:
-    """Join the processes that `torchrun` started, gloo on CPU and nccl on GPUs; alone without it.
+    """Join the processes that `torchrun` started, with gloo on CPUs and nccl on GPUs; a single process without it.
 
     Args:
-        device: "auto" for the GPU when there is one, otherwise a torch device.
+        device: See `choose_device`.
 
     Yields:
-        Where this process stands. A group made here is left at the end.
-
-    Raises:
-        ValueError: If `device` is CUDA and no GPU is there.
+        This process. A group that is created here is left at the end.
     """
     from timm.utils.distributed import init_distributed_device_so
 
@@ -79,16 +72,16 @@ def process_group(device: str = "auto") -> Iterator[Process]:
             chosen = torch.device("cuda", dist.get_node_local_rank(0))
         yield Process(dist.get_rank(), dist.get_world_size(), chosen)
         return
-    found = init_distributed_device_so(str(chosen))
+    joined = init_distributed_device_so(str(chosen))
     try:
-        yield Process(found["global_rank"], found["world_size"], torch.device(found["device"]))
+        yield Process(joined["global_rank"], joined["world_size"], torch.device(joined["device"]))
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 def merge_faults(faults: Iterable[Fault]) -> dict[Fault, None]:
-    """Return the faults of all processes, each once: several meet the same one where all read the same files."""
+    """Return the faults of all processes without duplicates: processes that read the same files meet the same ones."""
     parts: list[Iterable[Fault]] = [list(faults)]
     if dist.is_initialized():
         parts = [[]] * dist.get_world_size()
@@ -97,11 +90,7 @@ def merge_faults(faults: Iterable[Fault]) -> dict[Fault, None]:
 
 
 def sum_over_processes(values: Tensor) -> Tensor:
-    """Return the elementwise sum over all processes; the values themselves when there is one process.
-
-    Args:
-        values: The same shape and dtype in each process.
-    """
+    """Return the elementwise sum over all processes, whose tensors have the same shape and dtype."""
     if not dist.is_initialized():
         return values
     total = values.clone()
@@ -110,6 +99,15 @@ def sum_over_processes(values: Tensor) -> Tensor:
 
 
 def wait_for_all() -> None:
-    """Let all processes reach this point."""
+    """Wait until all processes reach this point."""
     if dist.is_initialized():
         dist.barrier()
+
+
+def check_agreement(path: Path | None) -> None:
+    """Raise a ValueError unless all processes would resume from the same checkpoint."""
+    if dist.is_initialized():
+        paths: list[Path | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(paths, path)
+        if len(set(paths)) > 1:
+            raise ValueError(f"the processes would go on from different checkpoints: {', '.join(map(str, paths))}")

@@ -1,4 +1,4 @@
-"""What evaluations share: a model in evaluation mode, and the tokens that its blocks kept."""
+"""What evaluations share: the pass over a stream in evaluation mode, and the shares of tokens that were kept."""
 
 from __future__ import annotations
 
@@ -6,20 +6,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.analysis import Trace, trace
+from mmod.analysis.modes import in_mode
+from mmod.data.stream import BatchStream
+from mmod.io.progress import progress_bar
 from mmod.training.engine.distributed import sum_over_processes
 
-__all__ = ["KeptShares", "RoutedResult"]
+Pair = tuple[Tensor, Tensor]
 
 
 class RoutedResult:
-    """What an evaluation found; subclasses are dataclasses of plain values, whose text is one line.
+    """The result of an evaluation; subclasses are dataclasses of plain values, whose text is one line.
 
     Attributes:
-        kept: Name of each place that decides to its mean kept share of tokens, in [0, 1]; where images leave a model
-            early, of each block to the share of images that it runs on.
+        kept: Mean kept share of tokens, in [0, 1], by module that decides; for early exit, the share of images that
+            each block runs on.
     """
 
     kept: dict[str, float]
@@ -30,33 +33,56 @@ class RoutedResult:
 
     @property
     def mean_kept(self) -> float:
-        """Mean kept share over the places that decide; 1 for a dense model."""
+        """Mean kept share over the modules that decide; 1 for a dense model."""
         return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
 
     def kept_columns(self) -> dict[str, float]:
-        """Return the mean share as a column of a run's history; none for a dense model."""
+        """Return the mean kept share as a column of a run's history; nothing for a dense model."""
         return {"kept": self.mean_kept} if self.kept else {}
 
 
-class KeptShares:
-    """The mean share that each place of a model keeps: of tokens, or of images where these leave early.
-
-    Shares are means over the samples of all processes.
+@contextmanager
+def evaluation_batches(
+    model: nn.Module, stream: BatchStream, device: torch.device, *, progress: bool
+) -> Iterator[Iterator[tuple[Pair, Pair]]]:
+    """Context in which a model is in evaluation mode and records no gradients.
 
     Args:
-        model: Any model; a dense one keeps no shares.
-        device: Where it is.
+        model: The model, on `device`; its mode is restored at the end.
+        stream: The evaluation batches.
+        device: Where batches go.
+        progress: Show a bar.
+
+    Yields:
+        An iterator over the batches, on the CPU and on the device.
+    """
+    bar = progress_bar(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False)
+
+    def move(batch: Pair) -> Pair:
+        first, second = batch
+        return first.to(device, non_blocking=True), second.to(device, non_blocking=True)
+
+    with in_mode(False, model), torch.no_grad():
+        yield ((batch, move(batch)) for batch in bar)
+
+
+class KeptShares:
+    """The mean kept share of each module that decides, over the samples of all processes.
+
+    Args:
+        model: Any model; a dense one has no shares.
+        device: Its device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._names = Trace(model).names
-        # Samples, then the sum of shares of each place.
+        # Samples, then the sum of shares of each module.
         self._sums = torch.zeros(1 + len(self._names), dtype=torch.float64, device=device)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Count what is kept in the forward pass of a batch."""
+        """Context that adds the decisions of one forward pass."""
         if not self._names:
             yield
             return
@@ -66,6 +92,6 @@ class KeptShares:
         self._sums += torch.stack([keeps[0].new_tensor(len(keeps[0])), *(keep_BN.mean(1).sum() for keep_BN in keeps)])
 
     def means(self) -> dict[str, float]:
-        """Return each block's share; all processes must ask."""
+        """Return the share by module; collective over processes."""
         count, *sums = sum_over_processes(self._sums).tolist()
         return {name: total / count for name, total in zip(self._names, sums, strict=True)}

@@ -1,13 +1,14 @@
 """The training loop: epochs, accumulation, averaging, evaluation, checkpoints and their resumption.
 
-Everything random in an optimiser step follows from (seed, step, process). A checkpoint therefore needs the
-weights, their average, the optimiser and the position alone, and a resumed run repeats the uninterrupted one.
+Every random draw of an optimiser step is a function of (seed, step, process). A checkpoint therefore needs only the
+weights, their average, the optimiser and the position, and a resumed run repeats the uninterrupted one.
 """
 
 from __future__ import annotations
 
 import random
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -17,7 +18,6 @@ from typing import Any, Generic
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -34,49 +34,41 @@ from mmod.training.engine.checkpoint import (
     remove_checkpoints,
     save_checkpoint,
     set_aside,
+    write_sums,
 )
 from mmod.training.engine.config import LoopConfig
-from mmod.training.engine.distributed import Process, merge_faults, process_group, wait_for_all
+from mmod.training.engine.distributed import (
+    Process,
+    check_agreement,
+    merge_faults,
+    process_group,
+    sum_over_processes,
+    wait_for_all,
+)
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
 from mmod.training.engine.logging import Meters, TensorBoard, write_csv
+from mmod.training.engine.nonfinite import all_finite, find_nonfinite
 from mmod.training.engine.optim import create_optimizer, create_schedule
-from mmod.training.engine.recipe import LoopRecipe, Streams
-from mmod.training.engine.run_folder import FitResult, Found, read_fit, run_once, write_result
+from mmod.training.engine.recipe import InLoop, LoopParts, Streams, Tick
+from mmod.training.engine.run_folder import FitResult, Result, read_fit, run_once, write_result
 from mmod.training.engine.signals import StopRequest, stop_signals
-from mmod.training.engine.task import Batch, Pass, Task, autocast
-
-__all__ = ["run", "seed_draws", "steps_of_epoch"]
+from mmod.training.engine.task import Batch, Task, autocast
+from mmod.training.engine.usage import Usage
 
 
 def run(
-    recipe: LoopRecipe[Any, Found],
+    recipe: LoopParts[Any, Result],
     *,
     streams: Streams | None = None,
     progress: bool = True,
     tick: Callable[[float], object] = lambda share: None,
-) -> FitResult[Found]:
-    """Train as a recipe and its config say, from the start or from where the run in its folder stopped.
-
-    Args:
-        recipe: The kind of training, with the run's config.
-        streams: Training and evaluation batches to use instead of the recipe's.
-        progress: Show bars.
-        tick: Told after each optimiser step the share of all of them that is done, in (0, 1].
-
-    Returns:
-        The outcome; that of the earlier run when the folder holds a finished run of the same config.
-
-    Raises:
-        ValueError: If the folder belongs to another config, or the config does not fit the data or model.
-        LockedError: If another process trains into the folder.
-        FloatingPointError: If the loss stops being finite.
-        SystemExit: If SIGTERM or SIGINT asked to stop: after the step that was being done, which is saved.
-    """
+) -> FitResult[Result]:
+    """Train; see `mmod.training.fit`. `tick` receives the share of steps that are done after each of them."""
     config = recipe.config
     with process_group(config.device) as process:
         autocast(process.device, config.precision)
 
-        def train(claim: Callable[[], object]) -> FitResult[Found]:
+        def train(claim: Callable[[], object]) -> FitResult[Result]:
             trainer = _Trainer(recipe, process, streams, claim, tick, progress=progress and process.is_first)
             with stop_signals() as trainer.stop:
                 return trainer.run()
@@ -85,14 +77,20 @@ def run(
         return run_once(config, process.rank, process.world, read, train)
 
 
-def seed_draws(seed: int, step: int, rank: int) -> None:
-    """Seed Python, NumPy and torch from the place in a run, so that its draws depend on nothing else.
+class LoopRecipe(LoopParts[InLoop, Result]):
+    """A kind of training that uses the loop; see `Recipe`."""
 
-    Args:
-        seed: The run's seed.
-        step: Optimiser steps begun; 0 for what is drawn before training.
-        rank: The process.
-    """
+    def fit(self, *, streams: Streams | None = None, progress: bool = True) -> FitResult[Result]:
+        """Train, or read the result of a finished run; see `run`."""
+        return run(self, streams=streams, progress=progress)
+
+    def train(self, tick: Tick) -> Result:
+        """Train, or read the result of a finished run; see `Recipe.train`."""
+        return run(self, progress=False, tick=tick).best
+
+
+def seed_draws(seed: int, step: int, rank: int) -> None:
+    """Seed Python, NumPy and torch by seed, optimiser step (from 1; 0 before training) and process."""
     word = int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0])
     random.seed(word)
     np.random.seed(word)  # noqa: NPY002 (timm's mixup draws from NumPy's global generator)
@@ -100,22 +98,17 @@ def seed_draws(seed: int, step: int, rank: int) -> None:
 
 
 def steps_of_epoch(config: LoopConfig, train: BatchStream) -> int:
-    """Return the optimiser steps of an epoch.
-
-    Args:
-        config: The run's config.
-        train: The training batches.
-    """
+    """Return the number of optimiser steps per epoch."""
     steps = -(-train.steps_per_epoch // config.accumulate)
     return steps if config.epoch_steps is None else min(steps, config.epoch_steps)
 
 
-class _Trainer(Generic[Found]):
-    """The state of one run: objects made once, then `run`."""
+class _Trainer(Generic[Result]):
+    """The state of one run."""
 
     def __init__(
         self,
-        recipe: LoopRecipe[Any, Found],
+        recipe: LoopParts[Any, Result],
         process: Process,
         streams: Streams | None,
         claim: Callable[[], object],
@@ -128,6 +121,7 @@ class _Trainer(Generic[Found]):
         self.claim, self.tick = claim, tick
         self.stop: StopRequest
         self.folder = Path(config.output)
+        self.usage = Usage(process.device)
         seed_draws(config.seed, 0, 0)
         self.model, teacher = recipe.create_models()
         train, test = streams or recipe.create_streams(process, self.model)
@@ -147,21 +141,20 @@ class _Trainer(Generic[Found]):
         self.steps_per_epoch = steps_of_epoch(config, train)
         if not self.steps_per_epoch:
             raise ValueError(f"the training data gives no batch of {config.data.batch_size} samples")
-        images = config.data.batch_size * config.accumulate * process.world
-        self.optimizer = create_optimizer(config.optim, self.model, images)
+        self.step_samples = config.data.batch_size * config.accumulate * process.world
+        self.optimizer = create_optimizer(config.optim, self.model, self.step_samples)
         self.scheduler, self.epochs = create_schedule(config, self.optimizer, self.steps_per_epoch)
         self.scaler = torch.amp.GradScaler("cuda", enabled=config.precision == "fp16")
         self.meters = Meters(process.device)
-        self.epoch = self.step = 0
+        self.epoch = self.step = self.skipped = 0
         self.history: list[dict[str, float]] = []
         self.routers: list[dict[str, Any]] = []
-        self.first_bad = torch.tensor(-1, device=process.device)
         self._resume()
         logs = self.folder / "tensorboard" if config.tensorboard and process.is_first else None
         self.board = TensorBoard(logs, self.step)
 
-    def run(self) -> FitResult[Found]:
-        """Train the epochs that are left and write the result."""
+    def run(self) -> FitResult[Result]:
+        """Train the remaining epochs and write the result."""
         evaluation = average = None
         while self.epoch < self.epochs:
             self.recipe.start_epoch([self.model, *([self.ema.module] if self.ema is not None else [])], self.epoch)
@@ -171,11 +164,12 @@ class _Trainer(Generic[Found]):
             row |= {f"train_{name}": value for name, value in self.meters.means().items()}
             if self._is_evaluated():
                 evaluation, average = self._evaluate()
-                for data, found in (("val", evaluation), ("ema", average)):
-                    if found is not None:
+                for data, result in (("val", evaluation), ("ema", average)):
+                    if result is not None:
                         prefix = "" if data == "val" else "ema_"
-                        row |= {f"{prefix}{name}": value for name, value in found.columns().items()}
-                        self.routers += evaluated(self.step, data, found.kept)
+                        row |= {f"{prefix}{name}": value for name, value in result.columns().items()}
+                        self.routers += evaluated(self.step, data, result.kept)
+            row |= self.usage.figures()
             self.history.append(row)
             self.meters = Meters(self.process.device)
             self.epoch += 1
@@ -190,17 +184,16 @@ class _Trainer(Generic[Found]):
         return self._finish(evaluation, average)
 
     def _train_epoch(self) -> None:
-        """Do the optimiser steps of the epoch that are not done yet."""
+        """Do the remaining optimiser steps of the epoch."""
         config = self.config
         self.wrapped.train()
         first, done = self.step + 1, self.step - self.epoch * self.steps_per_epoch
         start = min(done * config.accumulate, self.train_stream.steps_per_epoch)
-        batches = self.train_stream.batches(self.epoch, start)
-        images = config.data.batch_size * config.accumulate * self.process.world
+        batches = self.usage.waiting(self.train_stream.batches(self.epoch, start))
         bar = progress_bar(
             desc=f"epoch {self.epoch + 1}/{self.epochs}",
-            total=self.steps_per_epoch * images,
-            initial=done * images,
+            total=self.steps_per_epoch * self.step_samples,
+            initial=done * self.step_samples,
             unit="sample",
             unit_scale=True,
             shown=self.progress,
@@ -208,11 +201,13 @@ class _Trainer(Generic[Found]):
         with bar:
             for group in islice(_groups(batches, config.accumulate), self.steps_per_epoch - done):
                 logged = (self.step + 1) % config.log_every == 0
-                self._step(group, logged=logged)
-                bar.update(sum(len(targets) for _, targets in group) * self.process.world)
+                samples = sum(len(targets) for _, targets in group) * self.process.world
+                with self.usage.step(samples):
+                    self._step(group, logged=logged)
+                bar.update(samples)
                 self.tick(self.step / (self.epochs * self.steps_per_epoch))
                 if self.step == first and self.process.is_first:
-                    # A start that fails before its first step leaves the folder to another.
+                    # A start that fails before its first step leaves the folder free.
                     self.claim()
                 if logged:
                     self._log(bar)
@@ -221,26 +216,42 @@ class _Trainer(Generic[Found]):
                 if self.stop.agreed():
                     self._save()
                     self._leave()
-        self._check_finite()
 
     def _leave(self) -> None:
-        """End the program where everything is saved."""
+        """End the program; everything is saved."""
         self.board.close()
         self.stop.leave(self.folder, self.step, loud=self.process.is_first)
 
     def _step(self, group: list[Batch], *, logged: bool) -> None:
-        """Do one optimiser step on a list of batches; read the routers' health when `logged`."""
+        """Do one optimiser step on a list of batches; read the routers' health if `logged`."""
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
         if self.scheduler is not None:
             self.scheduler.step_update(self.step)
+        passes: list[tuple[dict[str, Tensor], int]] = []
         for index, work in enumerate(self.task.passes(group, self.process.device)):
             with ExitStack() as stack:
                 if isinstance(self.wrapped, DistributedDataParallel) and index + 1 < len(group):
                     stack.enter_context(self.wrapped.no_sync())
-                parts = self._forward(work)
+                parts: dict[str, Tensor] = self.wrapped(*work.arguments)
                 if logged and index + 1 == len(group):
                     self.health.read()
                 self.scaler.scale(parts["loss"] * work.weight).backward()
+            passes.append((parts, work.samples))
+        losses = torch.stack([parts["loss"].detach() for parts, _ in passes])
+        # Before the step changes the weights, in all processes at once.
+        if int(sum_over_processes((~losses.isfinite()).sum())):
+            self.optimizer.zero_grad()
+            self._refuse(group)
+        else:
+            for parts, samples in passes:
+                self.meters.update(parts, samples)
+            self._update()
+        self.step += 1
+        if self.ema is not None:
+            self.ema.update(self.model, step=self.step)
+
+    def _update(self) -> None:
+        """Change the weights by the gradients."""
         if self.config.grad_clip is not None:
             self.scaler.unscale_(self.optimizer)
             dispatch_clip_grad(self.model.parameters(), self.config.grad_clip)
@@ -248,20 +259,28 @@ class _Trainer(Generic[Found]):
         self.scaler.update()
         self.optimizer.zero_grad()
         self.task.after_step()
-        self.step += 1
-        if self.ema is not None:
-            self.ema.update(self.model, step=self.step)
 
-    def _forward(self, work: Pass) -> dict[str, Tensor]:
-        """Run one pass and count its figures."""
-        parts: dict[str, Tensor] = self.wrapped(*work.arguments)
-        bad = (self.first_bad < 0) & ~torch.isfinite(parts["loss"].detach())
-        self.first_bad = torch.where(bad, self.step + 1, self.first_bad)
-        self.meters.update(parts, work.samples)
-        return parts
+    def _refuse(self, group: list[Batch]) -> None:
+        """Skip a step whose loss is not finite, or save the state before it and raise."""
+        step, skipped, allowed = self.step + 1, self.skipped, self.config.skip_nonfinite or 0
+        usable = all_finite([*self.model.parameters(), *self.model.buffers()])
+        message = f"the loss stopped being finite at step {step} (epoch {self.epoch + 1})"
+        seed_draws(self.config.seed, step, self.process.rank)
+        place = f"first in {find_nonfinite(self.task, group, self.process.device)}"
+        if usable and skipped < allowed:
+            self.skipped += 1
+            warnings.warn(f"{message}; {place}; skipped, {self.skipped} of {allowed} allowed", stacklevel=2)
+            return
+        # Running statistics may hold what was not finite; the weights do not.
+        if usable and self.step:
+            self._save()
+        good = next(iter(list_checkpoints(self._checkpoints)), None)
+        raise FloatingPointError(
+            f"{message}; last good checkpoint: {good or 'none was written yet'}; {place}. A smaller optim.lr, "
+            f"grad_clip or precision fp32 may help; skip_nonfinite, now {allowed}, skips as many such steps"
+        )
 
     def _log(self, bar: Any) -> None:
-        self._check_finite()
         rows = self.health.take(self.step)
         self.routers += rows
         means = self.meters.means()
@@ -280,29 +299,17 @@ class _Trainer(Generic[Found]):
     def _is_evaluated(self) -> bool:
         return self.epoch + 1 == self.epochs or (self.epoch + 1) % self.config.eval_every == 0
 
-    def _evaluate(self) -> tuple[Found, Found | None]:
+    def _evaluate(self) -> tuple[Result, Result | None]:
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
         arguments = (self.test_stream, self.process, self.progress)
         result = self.recipe.evaluate(self.model, *arguments)
         return result, None if self.ema is None else self.recipe.evaluate(self.ema.module, *arguments)
-
-    def _check_finite(self) -> None:
-        """Raise when a loss was not finite, naming the first such step."""
-        step = int(self.first_bad)
-        if step >= 0:
-            good = next(iter(list_checkpoints(self._checkpoints)), None)
-            raise FloatingPointError(
-                f"the loss stopped being finite at step {step} (epoch {self.epoch + 1}); last good "
-                f"checkpoint: {good or 'none was written yet'}. A smaller optim.lr, grad_clip or precision "
-                "fp32 may help"
-            )
 
     @property
     def _checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
     def _save(self) -> None:
-        self._check_finite()
         self.meters.gather(keep=self.process.is_first)
         faults = {name: [tuple(fault) for fault in report.faults] for name, report in self._reports().items()}
         if self.process.is_first:
@@ -313,6 +320,9 @@ class _Trainer(Generic[Found]):
                 "history": self.history,
                 "routers": self.routers,
                 "faults": faults,
+                "skipped": self.skipped,
+                "steps_per_epoch": self.steps_per_epoch,
+                "usage": self.usage.state_dict(),
                 "epoch": self.epoch,
                 "step": self.step,
             }
@@ -323,18 +333,23 @@ class _Trainer(Generic[Found]):
         wait_for_all()
 
     def _resume(self) -> None:
-        """Go on from the newest checkpoint that can be read, if there is one."""
+        """Resume from the newest checkpoint that can be read, if there is one."""
         load = partial(load_checkpoint, averaged=self.ema is not None)
-        path, found = read_newest(list_checkpoints(self._checkpoints), load) or (None, None)
-        _agree(path)
-        if path is None or found is None:
+        path, checkpoint = read_newest(list_checkpoints(self._checkpoints), load) or (None, None)
+        check_agreement(path)
+        if path is None or checkpoint is None:
             return
         if self.process.is_first:
             set_aside(self._checkpoints, path)
-        self.model.load_state_dict(found.weights)
-        if self.ema is not None and found.average is not None:
-            self.ema.module.load_state_dict(found.average)
-        training = found.training
+        self.model.load_state_dict(checkpoint.weights)
+        if self.ema is not None and checkpoint.average is not None:
+            self.ema.module.load_state_dict(checkpoint.average)
+        training = checkpoint.training
+        if training["steps_per_epoch"] != self.steps_per_epoch:
+            raise ValueError(
+                f"{str(path)!r} is of a run with {training['steps_per_epoch']} steps per epoch, and these processes and "
+                f"batches make {self.steps_per_epoch}: choose others, or another output"
+            )
         self.optimizer.load_state_dict(training["optimizer"])
         self.scaler.load_state_dict(training["scaler"])
         for name, stream in (("train", self.train_stream), ("val", self.test_stream)):
@@ -342,19 +357,19 @@ class _Trainer(Generic[Found]):
         sums = training["meters"]
         self.meters.load_state_dict(sums if self.process.is_first else {name: [0.0, 0] for name in sums})
         self.history, self.epoch, self.step = training["history"], training["epoch"], training["step"]
-        # Not there in what earlier versions wrote.
-        self.routers = training.get("routers", [])
+        self.routers, self.skipped = training["routers"], training["skipped"]
+        self.usage.load_state_dict(training["usage"])
 
     def _reports(self) -> dict[str, CorruptReport]:
-        """Return what could not be read so far in any process, for each split."""
+        """Return what no process could read so far, by split."""
         streams = {"train": self.train_stream, "val": self.test_stream}
         return {
             name: CorruptReport(stream.report.on_corrupt, merge_faults(stream.report.faults))
             for name, stream in streams.items()
         }
 
-    def _finish(self, evaluation: Found, average: Found | None) -> FitResult[Found]:
-        """Write weights and result, and drop the checkpoints that only served to resume."""
+    def _finish(self, evaluation: Result, average: Result | None) -> FitResult[Result]:
+        """Write weights and result, and remove the checkpoints."""
         self.board.close()
         result = FitResult(
             folder=str(self.folder),
@@ -364,6 +379,8 @@ class _Trainer(Generic[Found]):
             average=average,
             history=self.history,
             skipped={name: report.counts for name, report in self._reports().items()},
+            skipped_steps=self.skipped,
+            usage=self.usage.figures(),
         )
         if self.process.is_first:
             self._export(self.model, "model")
@@ -377,23 +394,15 @@ class _Trainer(Generic[Found]):
         return result
 
     def _export(self, model: nn.Module, name: str) -> None:
-        """Write final weights, whole or not at all."""
-        # Those that a start before this one left, which ended between weights and result, may be damaged since.
+        """Write final weights atomically."""
+        # An earlier start may have ended between weights and result.
         shutil.rmtree(self.folder / name, ignore_errors=True)
         with replacing(self.folder / name) as folder:
             self.recipe.export(model, folder)
+            write_sums(folder)
 
 
 def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
     """Yield lists of `size` batches; the last may be shorter."""
     while group := list(islice(batches, size)):
         yield group
-
-
-def _agree(path: Path | None) -> None:
-    """Raise unless all processes found the same checkpoint."""
-    if dist.is_initialized():
-        found: list[Path | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, path)
-        if len(set(found)) > 1:
-            raise ValueError(f"the processes would go on from different checkpoints: {', '.join(map(str, found))}")

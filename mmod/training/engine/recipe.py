@@ -1,10 +1,11 @@
-"""A kind of training as one object: how a config becomes a model, and how that is trained, judged and counted."""
+"""A kind of training as one object: how a config becomes a model, and how that is trained, evaluated and counted."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -14,35 +15,37 @@ from torch import Tensor, nn
 from mmod.analysis import FlopReport
 from mmod.blocks import deciding_modules
 from mmod.data.loader import BatchStream
+from mmod.methods import Method, methods_of
+from mmod.methods.read import is_added
+from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.config import LoopConfig, RunConfig
 from mmod.training.engine.distributed import Process, choose_device
 from mmod.training.engine.evaluate import RoutedResult
-from mmod.training.engine.run_folder import Found
+from mmod.training.engine.model import load_weights, some
+from mmod.training.engine.run_folder import Result
 from mmod.training.engine.task import Task
-
-__all__ = ["LoopRecipe", "Reading", "Recipe", "Streams", "Tick", "by_data", "kept_shares"]
 
 Config = TypeVar("Config", bound=RunConfig)
 InLoop = TypeVar("InLoop", bound=LoopConfig)
 Streams = tuple[BatchStream, BatchStream]
 Tick = Callable[[float], object]
-"""Told the share of a run that is done, from 0 to 1."""
+"""Receives the share of a run that is done, from 0 to 1."""
 
 
 class Reading(NamedTuple):
-    """A forward pass that is timed.
+    """A forward pass to be timed.
 
     Attributes:
         call: Runs it.
-        samples: Samples that it reads.
+        samples: Number of samples that it reads.
     """
 
     call: Callable[[], object]
     samples: int
 
 
-class Recipe(ABC, Generic[Config, Found]):
-    """One kind of training. Every command that trains, judges, counts or searches a model works through it.
+class Recipe(ABC, Generic[Config, Result]):
+    """One kind of training. Every command that trains, evaluates, counts or searches a model uses it.
 
     Args:
         config: The run's config.
@@ -52,7 +55,7 @@ class Recipe(ABC, Generic[Config, Found]):
         part: The part of the model whose plan is searched.
     """
 
-    result: type[Found]
+    result: type[Result]
     part: ClassVar[str]
 
     def __init__(self, config: Config) -> None:
@@ -60,12 +63,12 @@ class Recipe(ABC, Generic[Config, Found]):
 
     @property
     def device(self) -> torch.device:
-        """Where the model runs."""
+        """The device of the model."""
         return choose_device(getattr(self.config, "device", "auto"))
 
     @property
     def work(self) -> float:
-        """How long a run takes, in any unit that runs of one study share."""
+        """Duration of a run, in any unit that the runs of a study share."""
         return 1.0
 
     @property
@@ -75,10 +78,10 @@ class Recipe(ABC, Generic[Config, Found]):
 
     @abstractmethod
     def create(self) -> nn.Module:
-        """Make the model that the run starts from, changed as its config says, on the CPU and in training mode."""
+        """Create the model that the run starts from, methods applied, on the CPU and in training mode."""
 
     def load(self) -> nn.Module:
-        """Make the model that the run starts from, on its device and in evaluation mode."""
+        """Create the model that the run starts from, on its device and in evaluation mode."""
         return self.create().to(self.device).eval()
 
     @abstractmethod
@@ -87,31 +90,23 @@ class Recipe(ABC, Generic[Config, Found]):
 
     @abstractmethod
     def started_from(self, folder: str) -> Config:
-        """Return the config of the same run from the final weights of a run.
-
-        Args:
-            folder: Its folder.
-        """
+        """Return the config of the same run, started from the final weights in a run folder."""
 
     def finished(self, folder: str) -> Config:
-        """Return the config of the final model of a run of this kind and these settings.
-
-        Args:
-            folder: Its folder.
-        """
+        """Return the config of the final model in a run folder of this kind and these settings."""
         return self.started_from(folder)
 
     @abstractmethod
-    def train(self, tick: Tick) -> Found:
-        """Train without a bar, or read the result of a finished run; return what is to be reported.
-
-        Args:
-            tick: Told how much is done.
-        """
+    def fit(self, *, progress: bool = True) -> Any:
+        """Train, or read the result of a finished run; see `mmod.training.fit`."""
 
     @abstractmethod
-    def assess(self, model: nn.Module, progress: bool = False) -> Found:
-        """Evaluate a model on the whole evaluation set, in this process.
+    def train(self, tick: Tick) -> Result:
+        """Train without a bar, or read the result of a finished run; return the evaluation to report."""
+
+    @abstractmethod
+    def assess(self, model: nn.Module, progress: bool = False) -> Result:
+        """Evaluate a model on the full evaluation set, in this process.
 
         Args:
             model: The model, on its device.
@@ -120,7 +115,7 @@ class Recipe(ABC, Generic[Config, Found]):
 
     @abstractmethod
     def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return loss and accuracy of each sample of a batch; see `mmod.analysis.audit.judges`.
+        """Return loss and accuracy of every sample of a batch; see `mmod.analysis.audit.judges`.
 
         Args:
             model: The model, in evaluation mode.
@@ -128,44 +123,40 @@ class Recipe(ABC, Generic[Config, Found]):
         """
 
     @abstractmethod
-    def cost(self, model: nn.Module, found: Found) -> dict[str, float]:
-        """Count the FLOPs of a sample by what is read: an "image", a caption ("text"), a "window" or a "prompt".
+    def cost(self, model: nn.Module, evaluation: Result) -> dict[str, float]:
+        """Count the FLOPs of a sample by input: an "image", a caption ("text"), a "window" or a "prompt".
 
         Args:
             model: The model.
-            found: Its evaluation, for models whose cost follows from the data.
+            evaluation: Its evaluation, for models whose cost depends on the data.
         """
 
     def report(self, model: nn.Module) -> FlopReport | None:
-        """Count the FLOPs of a sample by part; None for what `mmod.flops` does not count.
-
-        Args:
-            model: The model.
-        """
+        """Count the FLOPs of a sample by part; None for models that `mmod.flops` does not count."""
         return None
 
     @abstractmethod
     def readings(self, model: nn.Module, count: int) -> dict[str, Reading]:
-        """Return passes over the first evaluation samples, by what is read as in `cost`.
+        """Return forward passes over the first evaluation samples, by input as in `cost`.
 
         Args:
             model: The model, on its device.
-            count: Samples to read; there may be fewer.
+            count: Largest number of samples.
         """
 
     @abstractmethod
     def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[Any]:
-        """Return batches of training data as `mmod.search_plan` takes them, spread evenly over the set.
+        """Return batches of training data for `mmod.search_plan`, spread evenly over the set.
 
         Args:
             model: The model, on its device.
-            batches: How many.
-            size: Samples in each.
+            batches: Number of batches.
+            size: Samples per batch.
         """
 
 
-class LoopRecipe(Recipe[InLoop, Found]):
-    """A kind of training that the loop does, and the parts that the loop asks for; see `Recipe`."""
+class LoopParts(Recipe[InLoop, Result]):
+    """What the training loop needs of a kind of training; see `Recipe`."""
 
     @property
     def work(self) -> float:
@@ -178,7 +169,7 @@ class LoopRecipe(Recipe[InLoop, Found]):
         return self.config.model.has_weights
 
     def create(self) -> nn.Module:
-        """Make the model that the run starts from; see `Recipe.create`."""
+        """Create the model that the run starts from; see `Recipe.create`."""
         return self.create_models()[0]
 
     def plain(self) -> InLoop:
@@ -187,89 +178,143 @@ class LoopRecipe(Recipe[InLoop, Found]):
         return dataclasses.replace(self.config, distill=teacher, grad_checkpointing=False)
 
     def started_from(self, folder: str) -> InLoop:
-        """Return the config of the same run from the final weights of a run; see `Recipe.started_from`."""
+        """Return the config of the same run, started from the final weights in a run folder."""
         return dataclasses.replace(self.config, model=self.config.model.started_from(folder))
 
-    def assess(self, model: nn.Module, progress: bool = False) -> Found:
-        """Evaluate a model on the whole evaluation set; see `Recipe.assess`."""
+    def assess(self, model: nn.Module, progress: bool = False) -> Result:
+        """Evaluate a model on the full evaluation set; see `Recipe.assess`."""
         process = Process(0, 1, self.device)
         return self.evaluate(model, self.create_eval_stream(process, model), process, progress)
 
-    @abstractmethod
     def create_models(self) -> tuple[nn.Module, nn.Module | None]:
-        """Make the model to train and its frozen teacher, if any, on the CPU."""
+        """Create the model to train, on the CPU, and its frozen teacher in evaluation mode, if any.
+
+        Raises:
+            ValueError: The host library does not know the model, or the checkpoint does not fit it.
+            FileNotFoundError: The checkpoint is missing.
+        """
+        config, checkpoint = self.config, self.config.model.checkpoint
+        model: Any = self.create_dense()
+        added = {} if checkpoint is None else self.load_dense(model, checkpoint, config.applied)
+        # Copied before methods are applied: a dense teacher is the starting model itself.
+        teacher = self._create_teacher(model)
+        names = set(model.state_dict())
+        for method in config.applied[len(methods_of(model)) :]:
+            method.apply_(model)
+        if added:
+            expected = set(model.state_dict()) - names
+            if expected != set(added):
+                raise ValueError(
+                    f"checkpoint {checkpoint!r} was routed in another way: it lacks {some(expected - set(added))} and "
+                    f"has {some(set(added) - expected)} that the model does not know"
+                )
+            load_weights(model, {**model.state_dict(), **added}, checkpoint)
+        if config.grad_checkpointing:
+            self.checkpoint_gradients(model)
+        return model, teacher
+
+    def _create_teacher(self, model: nn.Module) -> nn.Module | None:
+        name = self.config.teacher()
+        if name == "dense" and methods_of(model):
+            if self.config.distill.teacher == "dense":
+                raise ValueError(
+                    f"checkpoint {self.config.model.checkpoint!r} holds no dense model that distill.teacher='dense' "
+                    "could be"
+                )
+            name = None
+        if name is None:
+            return None
+        teacher = copy.deepcopy(model) if name == "dense" else self.create_teacher(name, model)
+        return teacher.eval().requires_grad_(False)
+
+    def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
+        """Load the dense part of a checkpoint into a model; return the weights that methods added.
+
+        Args:
+            model: The dense model. Methods whose weights replace dense ones in the checkpoint are applied to it first.
+            checkpoint: A file or folder.
+            methods: The methods of the run.
+        """
+        state = read_weights(checkpoint)
+        replacing = [place for place, method in enumerate(methods) if method.replaced_in(state)]
+        for method in methods[: max(replacing, default=-1) + 1]:
+            method.apply_(model)
+        names = set(model.state_dict())
+        added = {name: value for name, value in state.items() if name not in names and is_added(name)}
+        dense = {name: value for name, value in state.items() if name not in added}
+        load_weights(model, self.adapted(model, dense, checkpoint), checkpoint)
+        return added
+
+    def adapted(self, model: Any, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
+        """Return the dense weights of a checkpoint by the model's names and in its shapes; unchanged by default."""
+        return state
+
+    def checkpoint_gradients(self, model: Any) -> None:
+        """Make a model recompute activations in the backward pass."""
+        model.set_grad_checkpointing(True)
+
+    def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
+        """Create the teacher of a model, by default the dense model of a checkpoint of the same architecture."""
+        teacher = self.create_bare()
+        if self.load_dense(teacher, name):
+            raise ValueError(f"teacher {name!r} is routed; distill from a dense model")
+        return teacher
+
+    @abstractmethod
+    def create_bare(self) -> nn.Module:
+        """Create the dense model with random weights, on the CPU."""
+
+    def create_dense(self) -> nn.Module:
+        """Create the dense model with the weights of the config other than its checkpoint's, on the CPU."""
+        return self.create_bare()
 
     @abstractmethod
     def create_train_stream(self, process: Process, model: nn.Module) -> BatchStream:
-        """Make the stream of training batches of one process.
-
-        Args:
-            process: This process.
-            model: The model to train.
-        """
+        """Create the stream of training batches of one process."""
 
     @abstractmethod
     def create_eval_stream(self, process: Process, model: nn.Module) -> BatchStream:
-        """Make the stream of evaluation batches of one process.
-
-        Args:
-            process: This process.
-            model: The model.
-        """
+        """Create the stream of evaluation batches of one process."""
 
     def create_streams(self, process: Process, model: nn.Module) -> Streams:
-        """Make the streams of training and evaluation batches of one process."""
+        """Create the streams of training and evaluation batches of one process."""
         return self.create_train_stream(process, model), self.create_eval_stream(process, model)
 
     @abstractmethod
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> Task:
-        """Make the module that the loop drives.
+        """Create the training objective of a model, on its device, and its frozen teacher."""
 
-        Args:
-            model: The model to train, on its device.
-            teacher: The frozen teacher.
-            process: This process.
-        """
+    def task_options(self, teacher: nn.Module | None) -> dict[str, Any]:
+        """Return the arguments that all tasks share; see `Task`."""
+        return {
+            "teacher": teacher,
+            "distill_weight": self.config.distill.weight,
+            "auxiliary": any(method.has_loss for method in self.config.applied),
+            "precision": self.config.precision,
+        }
 
     @abstractmethod
-    def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Found:
-        """Judge a model.
-
-        Args:
-            model: The model, on its device.
-            stream: The evaluation batches of this process.
-            process: This process.
-            progress: Show a bar.
-        """
+    def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Result:
+        """Evaluate a model, on its device, over the evaluation batches of this process."""
 
     @abstractmethod
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write final weights into a folder that is not there yet.
-
-        Args:
-            model: The model.
-            folder: Where they go.
-        """
+        """Write the final weights into a folder that does not exist yet."""
 
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
-        """Prepare the model and its moving average for an epoch; nothing by default.
-
-        Args:
-            models: The model, and its moving average where there is one.
-            epoch: Number of the epoch, from 0.
-        """
+        """Prepare the model, and its moving average if there is one, for an epoch (from 0); nothing by default."""
 
     def metadata(self) -> dict[str, Any]:
-        """Return what stands as JSON in the header of weight files."""
+        """Return what the header of weight files holds as JSON."""
         routing = self.config.to_dict().get("routing")
         return {} if routing is None else {"routing": routing}
 
 
 def by_data(model: nn.Module) -> bool:
-    """Return whether the data decides what a pass of a model costs."""
+    """Return whether the cost of a forward pass depends on the data."""
     return any(module.cost_follows_data for module in deciding_modules(model).values())
 
 
-def kept_shares(model: nn.Module, found: RoutedResult) -> dict[str, Any]:
-    """Return the argument `kept` of `mmod.flops` where what a model costs follows from the data."""
-    return {"kept": found.kept} if by_data(model) else {}
+def kept_shares(model: nn.Module, evaluation: RoutedResult) -> dict[str, Any]:
+    """Return the argument `kept` of `mmod.flops` if the cost of the model depends on the data."""
+    return {"kept": evaluation.kept} if by_data(model) else {}

@@ -1,4 +1,4 @@
-"""The run folder: which config it belongs to, whether the run is finished, and what came out of it."""
+"""The run folder: its config, whether its run is finished, and the result."""
 
 from __future__ import annotations
 
@@ -22,42 +22,45 @@ from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
 
-__all__ = ["FitResult", "portable", "read_fit", "read_result", "run_once", "write_result"]
-
 _CONFIG = "config.yaml"
 _RESULT = "result.json"
-Found = TypeVar("Found", bound=RoutedResult)
+# A resumed run may change them as long as their product is the same.
+_BATCH_KEYS = frozenset({"world_size", "accumulate", "data.batch_size"})
+Result = TypeVar("Result", bound=RoutedResult)
 Done = TypeVar("Done")
 
 
 @dataclass(frozen=True)
-class FitResult(Generic[Found]):
-    """The outcome of a training run.
+class FitResult(Generic[Result]):
+    """The result of a training run.
 
     Args:
         folder: The run folder. `model/` holds the final weights, `ema/` their moving average.
-        epochs: Epochs trained.
-        steps: Optimiser steps done.
-        evaluation: The final weights on the evaluation data.
-        average: Their moving average on it; None without one.
-        history: One row for each epoch, as in `metrics.csv`.
-        skipped: For "train" and "val", the files that were unreadable in part and passed over, with the
-            number of samples each.
-        reused: Whether the run had finished before and its result was read from the folder.
+        epochs: Number of epochs.
+        steps: Number of optimiser steps.
+        evaluation: The evaluation of the final weights.
+        average: The evaluation of their moving average; None without one.
+        history: One row per epoch, as in `metrics.csv`.
+        skipped: Number of unreadable samples by file, for "train" and "val".
+        skipped_steps: Steps that were skipped because their loss was not finite.
+        usage: Time, throughput and memory over all starts of the run, see `mmod.training.engine.usage.Usage`.
+        reused: The run had finished before, and its result was read from the folder.
     """
 
     folder: str
     epochs: int
     steps: int
-    evaluation: Found
-    average: Found | None
+    evaluation: Result
+    average: Result | None
     history: list[dict[str, float]]
     skipped: dict[str, dict[str, int]] = field(default_factory=dict)
+    skipped_steps: int = 0
+    usage: dict[str, float] = field(default_factory=dict)
     reused: bool = False
 
     @property
-    def best(self) -> Found:
-        """What is to be reported: the moving average where there is one."""
+    def best(self) -> Result:
+        """The evaluation to report: that of the moving average if there is one."""
         return self.average or self.evaluation
 
     def __str__(self) -> str:
@@ -80,30 +83,28 @@ def run_once(
     read: Callable[[Path], Done | None],
     train: Callable[[Callable[[], object]], Done],
 ) -> Done:
-    """Train unless the run in the config's folder has finished, in a folder that no other process writes to.
+    """Train in a locked folder, unless the run in it has finished.
 
     Args:
         config: The run's config.
-        rank: Number of this process; the first one holds the folder's lock.
+        rank: Rank of this process; the first one locks the folder.
         world: Number of processes.
-        read: From the folder to the result of a finished run; None when it is not finished.
-        train: Trains; what it is given writes the config into the folder.
-
-    Returns:
-        The result.
+        read: From the folder to the result of a finished run; None if it is not finished.
+        train: Runs the training; receives a function that writes the config to the folder.
 
     Raises:
-        ValueError: If the folder belongs to another config.
-        LockedError: If another process trains into the folder.
+        ValueError: The folder belongs to another config.
+        LockedError: Another process trains into the folder.
     """
     folder = Path(config.output)
     record = {**config.to_dict(), "world_size": world}
 
     def finished() -> Done | None:
-        found = read_claim(folder, _CONFIG)
-        if found is not None:
-            there, now = portable(found), portable(record)
-            check_same(folder, there, now, kind="a run", free_keys=config.free_keys)
+        existing = read_claim(folder, _CONFIG)
+        if existing is not None:
+            equal_steps = _step_samples(existing) is not None and _step_samples(existing) == _step_samples(record)
+            free_keys = config.free_keys | (_BATCH_KEYS if equal_steps else frozenset())
+            check_same(folder, portable(existing), portable(record), kind="a run", free_keys=free_keys)
         return read(folder)
 
     result = finished()
@@ -111,20 +112,23 @@ def run_once(
         return result
     with locked(folder, wait=False) if rank == 0 else nullcontext():
         wait_for_all()
-        # Another process may have finished the run since.
+        # Another process may have finished the run in the meantime.
         result = finished()
         if result is None:
             result = train(partial(_claim, folder, record))
         return result
 
 
+def _step_samples(record: Mapping[str, Any]) -> int | None:
+    """Return the samples of an optimiser step over all processes; None if the record does not say."""
+    size = (record.get("data") or {}).get("batch_size")
+    return None if size is None else size * record.get("accumulate", 1) * record.get("world_size", 1)
+
+
 def portable(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of a run with its checkpoint named by the way from the run folder to it.
+    """Return the plain values of a config with its checkpoint's path relative to the run folder.
 
-    Runs that start from one another can then be moved together, and named by relative or absolute paths.
-
-    Args:
-        record: The config as plain values.
+    Runs that start from one another can then be moved together.
 
     Example:
         >>> portable({"output": "/runs/tuned", "model": {"checkpoint": "/runs/base"}})["model"]
@@ -132,24 +136,23 @@ def portable(record: Mapping[str, Any]) -> dict[str, Any]:
     """
     output, model = record.get("output"), record.get("model") or {}
     checkpoint = model.get("checkpoint")
-    # There is no way between a relative path and an absolute one.
+    # A relative path and an absolute one cannot be related.
     if not checkpoint or not output or os.path.isabs(checkpoint) != os.path.isabs(output):
         return dict(record)
     return {**record, "model": {**model, "checkpoint": os.path.relpath(checkpoint, output)}}
 
 
 def _claim(folder: Path, record: dict[str, Any]) -> None:
-    """Write a config into its run folder unless it is there, perhaps as an earlier version wrote it."""
-    # Logs of this run may lie in the folder already.
+    """Write a config into its run folder unless it is there."""
     if not (folder / _CONFIG).exists():
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / _CONFIG, yaml.safe_dump(record, sort_keys=False))
 
 
-def read_fit(folder: Path, kind: type[Found]) -> FitResult[Found] | None:
-    """Return the result of a finished run; None when the run in `folder` is not finished."""
+def read_fit(folder: Path, kind: type[Result]) -> FitResult[Result] | None:
+    """Return the result in a run folder; None if its run is not finished."""
 
-    def make(fields: dict[str, Any]) -> FitResult[Found]:
+    def make(fields: dict[str, Any]) -> FitResult[Result]:
         average = fields["average"] and kind(**fields["average"])
         return FitResult(**{**fields, "evaluation": kind(**fields["evaluation"]), "average": average})
 
@@ -157,14 +160,14 @@ def read_fit(folder: Path, kind: type[Found]) -> FitResult[Found] | None:
 
 
 def read_result(folder: Path, make: Callable[[dict[str, Any]], Done]) -> Done | None:
-    """Return the result of a finished run; None when the run in `folder` is not finished.
+    """Return the result in a run folder; None if its run is not finished.
 
     Args:
         folder: The run folder.
         make: From the fields of the result to the result.
 
     Raises:
-        ValueError: If the file of the result holds something else, or weights of the run are damaged.
+        ValueError: The result cannot be read, or weights of the run are damaged.
     """
     path = folder / _RESULT
     if not path.exists():
@@ -187,5 +190,5 @@ def read_result(folder: Path, make: Callable[[dict[str, Any]], Done]) -> Done | 
 
 
 def write_result(folder: str | Path, result: Any) -> None:
-    """Mark a run as finished by writing its result."""
+    """Write the result of a run, which marks it as finished."""
     write_atomically(Path(folder) / _RESULT, json.dumps(dataclasses.asdict(result), indent=2) + "\n")

@@ -1,41 +1,34 @@
-"""How good a model is on a stream of images, and how many tokens it kept."""
+"""Accuracy and kept shares of an image classifier."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
-from mmod.io.progress import progress_bar
 from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.engine.evaluate import KeptShares, RoutedResult
+from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluation_batches
 from mmod.training.engine.task import autocast
 from mmod.training.image.task import answers, check_targets
 from mmod.values import check_value
 
-__all__ = ["EvalResult", "evaluate"]
-
 
 @dataclass(frozen=True)
 class EvalResult(RoutedResult):
-    """The outcome of an evaluation.
+    """The result of an evaluation.
 
     Args:
-        top1: Share of labels, of images or of patches, that are the first guess, in percent.
-        top5: Share of labels that are among the first five guesses, in percent.
+        top1: Accuracy on labels, of images or of patches, in percent.
+        top5: Share of labels among the first five guesses, in percent.
         loss: Mean cross entropy.
-        samples: Images seen.
-        kept: Name of each routed block to its mean kept share of tokens, in [0, 1].
-        objects: Share of patches of any class but 0, the background, that are the first guess, in percent; None where
-            images have the labels.
-        mean_iou: Intersection over union of where a class is and where it is guessed, the mean of all classes that
-            are either, in percent; None where images have the labels.
-        capacities: Capacity to the accuracies at it; None of a model that was not trained for several.
+        samples: Number of images.
+        kept: Mean kept share of tokens, in [0, 1], by routed block.
+        objects: Accuracy on patches of any class but 0, the background, in percent; None for labels of images.
+        mean_iou: Mean intersection over union of the classes, in percent; None for labels of images.
+        capacities: Accuracies by capacity; None for a model that was not trained for several.
     """
 
     top1: float
@@ -49,16 +42,16 @@ class EvalResult(RoutedResult):
 
     def columns(self) -> dict[str, float]:
         """Return the figures as columns of the run's history."""
-        each = self.capacities or {}
-        at = {f"{name}@{capacity}": figure for capacity, own in each.items() for name, figure in own.items()}
+        by_capacity = (self.capacities or {}).items()
+        at = {f"{name}@{capacity}": value for capacity, figures in by_capacity for name, value in figures.items()}
         return {"loss": self.loss, **self.accuracies(), **at, **self.kept_columns()}
 
     def accuracies(self) -> dict[str, float]:
-        """Return all that is in percent."""
+        """Return the figures in percent."""
         return {"top1": self.top1, "top5": self.top5, **self.patch_figures()}
 
     def patch_figures(self) -> dict[str, float]:
-        """Return what is known of patches alone; nothing where images have the labels."""
+        """Return the figures of patches; nothing for labels of images."""
         figures = {"objects": self.objects, "mean_iou": self.mean_iou}
         return {name: figure for name, figure in figures.items() if figure is not None}
 
@@ -70,7 +63,6 @@ class EvalResult(RoutedResult):
         )
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     stream: BatchStream,
@@ -79,24 +71,21 @@ def evaluate(
     *,
     progress: bool = False,
 ) -> EvalResult:
-    """Measure accuracy, loss and kept share over one pass of a stream.
+    """Measure accuracy, loss and kept shares over one pass of a stream.
 
-    With several processes each passes its own part of the data and all get the result of the whole.
+    With several processes, each evaluates its share of the data and all return the result of all data.
 
     Args:
         model: The model, on `device`; its mode is restored at the end.
         stream: The batches.
-        device: Where the model is.
+        device: The model's device.
         precision: "fp32", "bf16" or "fp16".
         progress: Show a bar.
 
-    Returns:
-        The figures.
-
     Raises:
-        TypeError: If the model returns integers or complex numbers.
-        ValueError: If the stream is empty, a label is not a class of the model, the loss is not finite, or grids do not
-            fit; see `answers`.
+        TypeError: The model returns integers or complex numbers.
+        ValueError: The stream is empty, a label is not a class of the model, the loss is not finite, or grids do not
+            match; see `answers`.
 
     Example:
         >>> import tempfile, timm
@@ -113,12 +102,8 @@ def evaluate(
     sums = torch.zeros(5, dtype=torch.float64, device=device)
     # Patches by class and first guess.
     confusion = torch.zeros(0, dtype=torch.float64, device=device)
-    batches: Iterable[tuple[Tensor, Tensor]] = stream.batches(0)
-    bar = progress_bar(batches, total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False)
-    with in_mode(False, model):
-        for images, targets in bar:
-            labels = targets
-            images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+    with evaluation_batches(model, stream, device, progress=progress) as batches:
+        for (_, labels), (images, targets) in batches:
             with autocast(device, precision), kept.watch():
                 logits = answers(model, images, targets)
             if not logits.is_floating_point():
@@ -131,7 +116,7 @@ def evaluate(
     first, five, loss, labels, samples = sum_over_processes(sums).tolist()
     if samples == 0:
         raise ValueError("the evaluation stream holds no images")
-    # Once for all batches, since each check waits for the device; one logit that is not finite makes the loss so.
+    # One check for all batches, because a check waits for the device; any non-finite logit makes the loss non-finite.
     check_value("the mean loss of an evaluation", loss / labels, float)
     objects, mean_iou = _patch_figures(sum_over_processes(confusion)) if len(confusion) else (None, None)
     return EvalResult(

@@ -1,41 +1,37 @@
-"""How well images and captions find each other, how well prompts classify, and how many tokens were kept."""
+"""Retrieval, zero-shot accuracy and kept shares of an image-text model."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
 from mmod.data.readers.pairs import Tokenizer, Transform
-from mmod.io.progress import progress_bar
-from mmod.training.engine.evaluate import KeptShares, RoutedResult
+from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluation_batches
 from mmod.training.engine.task import autocast
 from mmod.training.pairs.zero_shot import classify_folder, classify_scenes, share
-
-__all__ = ["EvalResult", "evaluate", "judge_pairs", "rank_matches"]
+from mmod.values import check_finite
 
 _ROWS = 1024
 
 
 @dataclass(frozen=True)
 class EvalResult(RoutedResult):
-    """The outcome of an evaluation on pairs; shares in percent.
+    """The result of an evaluation on pairs; shares in percent.
 
     Args:
-        image_to_text_r1: Images whose own caption is the first of all captions.
-        image_to_text_r5: Images whose own caption is among the first five.
-        text_to_image_r1: Captions whose own image is the first of all images.
-        text_to_image_r5: Captions whose own image is among the first five.
-        samples: Pairs seen; guessing finds one in so many first.
-        zero_shot_top1: Images whose class is the first guess from prompts; None without zero-shot classes.
+        image_to_text_r1: Images whose caption ranks first among all captions.
+        image_to_text_r5: Images whose caption ranks among the first five.
+        text_to_image_r1: Captions whose image ranks first among all images.
+        text_to_image_r5: Captions whose image ranks among the first five.
+        samples: Number of pairs.
+        zero_shot_top1: Zero-shot accuracy; None without zero-shot classes.
         zero_shot_top5: Images whose class is among the first five guesses.
-        kept: Name of each routed block to its mean kept share of tokens, in [0, 1].
+        kept: Mean kept share of tokens, in [0, 1], by routed block.
     """
 
     image_to_text_r1: float
@@ -74,7 +70,6 @@ class EvalResult(RoutedResult):
         )
 
 
-@torch.no_grad()
 def evaluate(
     model: Any,
     stream: BatchStream,
@@ -90,30 +85,37 @@ def evaluate(
 ) -> EvalResult:
     """Measure retrieval in both directions, zero-shot accuracy and kept shares over one pass of a stream.
 
-    A caption that belongs to several images is right for each of them. With several processes each passes its own
-    part of the data and all get the result of the whole.
+    A caption of several images matches each of them. With several processes, each evaluates its share of the data and
+    all return the result of all data.
 
     Args:
         model: An open_clip model, on `device`; its mode is restored at the end.
         stream: The batches of images and tokens.
         tokenizer: From prompts to tokens (B, L).
-        device: Where the model is.
+        device: The model's device.
         precision: "fp32", "bf16" or "fp16".
         zero_shot: "scenes", "imagenet:FOLDER" or None; see `TrainConfig`.
         transform: From a PIL image to a tensor, for the images of a folder.
         workers: Worker processes that read the images of a folder.
-        place: Number of this process and number of processes.
+        place: Rank of this process and number of processes.
         progress: Show a bar.
 
-    Returns:
-        The figures.
-
     Raises:
-        ValueError: If the stream is empty, or an image of it has no zero-shot class.
+        ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.
     """
     device = torch.device(device)
-    with in_mode(False, model):
-        images, texts, tokens, kept = _embed(model, stream, device, precision, progress)
+    kept, parts = KeptShares(model, device), []
+    with evaluation_batches(model, stream, device, progress=progress) as batches:
+        for _, (images, tokens) in batches:
+            with autocast(device, precision), kept.watch():
+                output = model(images, tokens)
+            parts.append([output["image_features"].float(), output["text_features"].float(), tokens])
+        gathered = _gather([torch.cat(column) for column in zip(*parts)] if parts else [])
+        if not gathered:
+            raise ValueError("the evaluation stream holds no pairs")
+        images, texts, tokens = gathered
+        for name, embeddings in (("image", images), ("text", texts)):
+            check_finite(f"the {name} embeddings of an evaluation", embeddings)
         top1 = top5 = None
         if zero_shot is not None:
             with autocast(device, precision):
@@ -134,17 +136,17 @@ def evaluate(
         samples=len(tokens),
         zero_shot_top1=top1,
         zero_shot_top5=top5,
-        kept=kept,
+        kept=kept.means(),
     )
 
 
-def rank_matches(queries: Tensor, found: Tensor, tokens: Tensor) -> Tensor:
-    """Return how many wrong entries come before the best right one of each query; a tie counts against the query.
+def rank_matches(queries: Tensor, entries: Tensor, tokens: Tensor) -> Tensor:
+    """Return the number of wrong entries before the best match of each query; a tie counts against the query.
 
     Args:
         queries: Embeddings (N, D), of length 1.
-        found: Embeddings (N, D) of the other kind; entry `i` belongs to query `i`.
-        tokens: The captions' tokens (N, L): entries whose caption equals the query's are right, too.
+        entries: Embeddings (N, D) of the other modality; entry `i` belongs to query `i`.
+        tokens: The captions' tokens (N, L); entries with the query's caption match too.
 
     Returns:
         Ranks from 0, int64 (N,).
@@ -156,7 +158,7 @@ def rank_matches(queries: Tensor, found: Tensor, tokens: Tensor) -> Tensor:
     same = torch.unique(tokens, dim=0, return_inverse=True)[1].to(queries.device)
     ranks = []
     for first in range(0, len(queries), _ROWS):
-        similarity = queries[first : first + _ROWS] @ found.T
+        similarity = queries[first : first + _ROWS] @ entries.T
         right = same[first : first + _ROWS, None] == same[None]
         best = similarity.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
         # Negated comparison: a NaN similarity ranks before the match.
@@ -165,9 +167,9 @@ def rank_matches(queries: Tensor, found: Tensor, tokens: Tensor) -> Tensor:
 
 
 def judge_pairs(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cross entropy and recall at 1 of each pair among those of a batch, the mean of both directions.
+    """Return cross entropy and recall at 1 of every pair among those of its batch, the mean of both directions.
 
-    Equal captions are right for each other's images, and a tie counts as a miss.
+    Images with equal captions match each other's, and a tie counts as a miss.
 
     Args:
         model: An open_clip model, made with `output_dict=True`.
@@ -177,10 +179,10 @@ def judge_pairs(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tenso
     """
     device = next(model.parameters()).device
     images, texts = (part.to(device) for part in batch)
-    found = model(images, texts)
-    image_BD, text_BD, scale = (found[name].float() for name in ("image_features", "text_features", "logit_scale"))
-    names = torch.unique(texts, dim=0, return_inverse=True)[1]
-    same_BB = names[:, None] == names[None]
+    output = model(images, texts)
+    image_BD, text_BD, scale = (output[name].float() for name in ("image_features", "text_features", "logit_scale"))
+    captions = torch.unique(texts, dim=0, return_inverse=True)[1]
+    same_BB = captions[:, None] == captions[None]
     loss_B, right_B = torch.zeros(len(images), device=device), torch.zeros(len(images), device=device)
     for queries, others in ((image_BD, text_BD), (text_BD, image_BD)):
         similarity_BB = scale * queries @ others.T
@@ -190,32 +192,11 @@ def judge_pairs(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tenso
     return loss_B, right_B
 
 
-def _embed(
-    model: nn.Module, stream: BatchStream, device: torch.device, precision: str, progress: bool
-) -> tuple[Tensor, Tensor, Tensor, dict[str, float]]:
-    """Return all processes' image and text embeddings, tokens and kept shares."""
-    kept = KeptShares(model, device)
-    parts: list[list[Tensor]] = []
-    batches: Iterable[tuple[Tensor, Tensor]] = stream.batches(0)
-    for images, texts in progress_bar(
-        batches, total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False
-    ):
-        moved = images.to(device, non_blocking=True), texts.to(device, non_blocking=True)
-        with autocast(device, precision), kept.watch():
-            found = model(*moved)
-        parts.append([found["image_features"].float(), found["text_features"].float(), moved[1]])
-    whole = _gather([torch.cat(column) for column in zip(*parts)] if parts else [])
-    if not whole:
-        raise ValueError("the evaluation stream holds no pairs")
-    images, texts, tokens = whole
-    return images, texts, tokens, kept.means()
-
-
 def _gather(parts: list[Tensor]) -> list[Tensor]:
-    """Concatenate each tensor over all processes, which may hold different numbers of rows."""
+    """Concatenate tensors over all processes, which may have different numbers of rows."""
     if not dist.is_initialized():
         return parts
-    everything: list[list[Tensor]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(everything, [part.cpu() for part in parts])
+    by_process: list[list[Tensor]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(by_process, [part.cpu() for part in parts])
     device = parts[0].device if parts else torch.device("cpu")
-    return [torch.cat(column).to(device) for column in zip(*(one for one in everything if one))]
+    return [torch.cat(column).to(device) for column in zip(*filter(None, by_process))]

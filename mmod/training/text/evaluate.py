@@ -1,4 +1,4 @@
-"""How well a causal language model predicts a text: by the top-k of whole windows, and token by token."""
+"""Losses of a causal language model: with joint decisions over a window, and token by token."""
 
 from __future__ import annotations
 
@@ -13,39 +13,34 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.analysis import Trace, trace
-from mmod.analysis.modes import in_mode
 from mmod.data.stream import BatchStream
-from mmod.io.progress import progress_bar
 from mmod.methods.base import decided_alone, deciding_together, methods_of
 from mmod.routing import Routing
 from mmod.speculation import every_token
 from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.engine.evaluate import RoutedResult, evaluation_batches
 from mmod.training.engine.task import autocast
 from mmod.training.text.model import logits_of
 from mmod.values import check_value
-
-__all__ = ["EvalResult", "evaluate", "judge_text"]
 
 _PARTS = 8
 
 
 @dataclass(frozen=True)
 class EvalResult(RoutedResult):
-    """The outcome of an evaluation on text; losses in nats a byte, each byte predicted from those before it.
+    """The result of an evaluation on text; losses in nats per byte.
 
     Args:
-        loss: Loss with the decisions of training: the top-k of each window, which sees tokens to come, where the model
-            is routed so.
-        samples: Windows seen.
-        kept: Name of each routed block, recursion or expert to its mean kept share of tokens with these decisions.
-        causal_loss: Loss where each token is decided from the tokens before it alone, as in generation: that of a dense
-            model, or of one that is routed by threshold, is `loss`. None where a token cannot be decided alone.
-        causal_kept: Name of each routed block to its mean kept share then.
-        agreement: Name of each routed block to the share of tokens that both ways decide alike, given the states that
-            follow from the top-k; empty where there are not two ways.
-        agreement_by_position: The same in each eighth of the window, mean over blocks.
-        full_loss: Loss where all tokens run through all layers, of models that were trained for it.
+        loss: Loss with the decisions of training; top-k routing compares all tokens of a window, later ones included.
+        samples: Number of windows.
+        kept: Mean kept share of tokens with these decisions, by routed block, recursion or expert.
+        causal_loss: Loss if each token is decided from earlier tokens alone, as in generation; equal to `loss` for a
+            dense model and for threshold routing. None if tokens cannot be decided alone.
+        causal_kept: Mean kept share then, by routed block.
+        agreement: Share of tokens that both ways decide alike, in the states of the joint decisions, by routed block;
+            empty if there is only one way.
+        agreement_by_position: The same by eighth of the window, mean over blocks.
+        full_loss: Loss with all tokens in all layers, for models trained for it.
     """
 
     loss: float
@@ -59,7 +54,7 @@ class EvalResult(RoutedResult):
 
     @property
     def mean_agreement(self) -> float | None:
-        """Mean agreement over the routed blocks; None where there are not two ways."""
+        """Mean agreement over the routed blocks; None if there is only one way."""
         return sum(self.agreement.values()) / len(self.agreement) if self.agreement else None
 
     def columns(self) -> dict[str, float]:
@@ -86,7 +81,6 @@ class EvalResult(RoutedResult):
         return f"{'; '.join(lines)} ({self.samples} windows)"
 
 
-@torch.no_grad()
 def evaluate(
     model: nn.Module,
     stream: BatchStream,
@@ -98,37 +92,32 @@ def evaluate(
 ) -> EvalResult:
     """Measure the loss of a model over one pass of a stream, in every way in which it can decide.
 
-    With several processes each passes its own part of the data and all get the result of the whole.
+    With several processes, each evaluates its share of the data and all return the result of all data.
 
     Args:
         model: A causal language model, on `device`; its mode is restored at the end.
-        stream: The batches of tokens and of those that follow them.
-        device: Where the model is.
+        stream: The batches.
+        device: The model's device.
         precision: "fp32", "bf16" or "fp16".
-        elastic: Also measure the loss where all tokens run through all layers.
+        elastic: Also measure the loss with all tokens in all layers.
         progress: Show a bar.
-
-    Returns:
-        The figures.
     """
     device = torch.device(device)
     methods = methods_of(model)
     two_ways = any(method.two_ways for method in methods)
-    trained, alone, full = (_Sums(model, device) for _ in range(3))
+    together, alone, full = (_Sums(model, device) for _ in range(3))
     agreement = _Agreement(device) if two_ways else None
-    bar = progress_bar(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False)
-    with in_mode(False, model), autocast(device, precision):
-        for batch in bar:
-            tokens, following = (part.to(device, non_blocking=True) for part in batch)
+    with evaluation_batches(model, stream, device, progress=progress) as batches, autocast(device, precision):
+        for _, (tokens, following) in batches:
             with deciding_together(model):
-                decisions = trained.add(tokens, following)
+                decisions = together.add(tokens, following)
             if agreement is not None:
                 agreement.add(decisions, decided_alone(model, decisions))
                 alone.add(tokens, following)
             if elastic:
                 with every_token(model):
                     full.add(tokens, following)
-    loss, kept, samples = trained.means()
+    loss, kept, samples = together.means()
     causal_loss, causal_kept, _ = alone.means() if two_ways else (loss, {}, samples)
     shares = {} if agreement is None else agreement.means()
     return EvalResult(
@@ -144,11 +133,11 @@ def evaluate(
 
 
 def judge_text(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cross entropy in nats a byte and the share of bytes that are the most likely ones, of each window.
+    """Return cross entropy in nats per byte and accuracy, of every window.
 
     Args:
         model: A causal language model of bytes.
-        batch: Bytes (B, N) and the byte after each of them (B, N).
+        batch: Bytes (B, N) and the following bytes (B, N).
     """
     device = next(model.parameters()).device
     tokens_BN, following_BN = (part.to(device) for part in batch)
@@ -158,16 +147,16 @@ def judge_text(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor
 
 
 class _Sums:
-    """Loss and kept shares of one way to decide, summed over batches."""
+    """Loss and kept shares of one way to decide."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
         self._names = Trace(model).names
-        # Samples, tokens and loss, then the sum of shares of each place.
+        # Samples, tokens and loss, then the sum of shares of each module.
         self._sums = torch.zeros(3 + len(self._names), dtype=torch.float64, device=device)
 
     def add(self, tokens: Tensor, following: Tensor) -> Mapping[str, Routing]:
-        """Pass a batch through the model; return what was decided."""
+        """Evaluate a batch; return the decisions."""
         tracing: AbstractContextManager[Mapping[str, Routing]] = trace(self._model) if self._names else nullcontext({})
         with tracing as decisions:
             logits = logits_of(self._model, tokens)
@@ -177,34 +166,29 @@ class _Sums:
         return decisions
 
     def means(self) -> tuple[float, dict[str, float], int]:
-        """Return loss a token, kept share of each block, and samples; all processes must ask."""
+        """Return loss per token, kept share by module, and samples; collective over processes."""
         samples, tokens, loss, *kept = sum_over_processes(self._sums).tolist()
         check_value("the mean loss of an evaluation", loss / tokens, float)
         return loss / tokens, {name: share / samples for name, share in zip(self._names, kept)}, int(samples)
 
 
 class _Agreement:
-    """How many tokens are decided alike by the top-k and one by one, by block and place in the window."""
+    """Share of tokens that are decided alike jointly and alone, by block and position in the window."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Samples, then those decided alike at each position, by place.
+        # Samples, then the number decided alike at each position, by module.
         self._sums: dict[str, Tensor] = {}
 
     def add(self, decisions: Mapping[str, Routing], alone: Mapping[str, Tensor]) -> None:
-        """Count the decisions on a batch.
-
-        Args:
-            decisions: Those of a pass that decided together, by place.
-            alone: Which tokens would run if each were decided alone, by place.
-        """
+        """Add a batch: its joint decisions, and the tokens (B, N) that would run if decided alone, by module."""
         for name, alone_BN in alone.items():
             same_N = (alone_BN == decisions[name].keep_BN).double().sum(0)
             counts = torch.cat([same_N.new_tensor([len(alone_BN)]), same_N]).to(self._device)
             self._sums[name] = self._sums.get(name, 0) + counts
 
     def means(self) -> dict[str, list[float]]:
-        """Return the shares of each place by eighths of the window; all processes must ask."""
+        """Return the shares by module and eighth of the window; collective over processes."""
         shares = {}
         for name, sums in self._sums.items():
             samples, *_ = total = sum_over_processes(sums)

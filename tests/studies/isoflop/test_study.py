@@ -17,7 +17,6 @@ from mmod.studies.isoflop.config import IsoflopConfig
 from mmod.studies.isoflop.study import count_flops, describe, plan, run_study
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.parse import load_config
-from mmod.training.text.model import create_models
 from mmod.training.text.recipe import TextRecipe
 from tests.counting import flop_counter
 from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
@@ -56,7 +55,7 @@ def test_the_config_that_comes_with_mmod_is_the_grid_of_its_header() -> None:
 
 @pytest.mark.parametrize("layers", [1, 4])
 def test_flops_of_a_dense_pass_are_those_that_torch_counts(tmp_path: Path, layers: int) -> None:
-    model, _ = create_models(text_config(tmp_path, model={"config": {"num_hidden_layers": layers}}))
+    model, _ = TextRecipe(text_config(tmp_path, model={"config": {"num_hidden_layers": layers}})).create_models()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, 48, dtype=torch.long))
     assert count_flops(model, 48)[0] == counter.get_total_flops()
@@ -71,9 +70,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "all": {"routing": {"router": "linear", "capacity": 0.25, "context": "all"}},
     "mlp": {"routing": {"router": "linear", "capacity": 0.25, "operator": "mlp"}},
     "shared": {"routing": {"router": {"name": "linear", "one_weight": True}, "blocks": "all"}},
-    "experts": {"method": {"kind": "experts", "sampling": "predictor"}},
-    "integrated": {"method": {"kind": "experts", "capacity": 0.5, "idle": 1, "sampling": "predictor"}},
-    "staged": {"method": {"kind": "experts", "sampling": "predictor"}, "routing": PREDICTOR},
+    "experts": {"methods": [{"kind": "experts", "sampling": "predictor"}]},
+    "integrated": {"methods": [{"kind": "experts", "capacity": 0.5, "idle": 1, "sampling": "predictor"}]},
+    "staged": {"methods": [{"kind": "experts", "sampling": "predictor"}], "routing": PREDICTOR},
 }
 
 
@@ -83,7 +82,7 @@ def test_a_training_step_spends_what_is_counted(tmp_path: Path, way: str, width:
     sizes = {"hidden_size": width, "intermediate_size": 2 * width}
     config = text_config(tmp_path, **WAYS[way], model={"config": sizes}, data={"length": 64})
     # In fp64 importance has products of its own on a CPU too.
-    model = create_models(config)[0].double().train()
+    model = TextRecipe(config).create_models()[0].double().train()
     task = TextRecipe(config).create_task(model, None, Process(0, 1, torch.device("cpu")))
     tokens = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
     with flop_counter() as counter:
@@ -92,11 +91,11 @@ def test_a_training_step_spends_what_is_counted(tmp_path: Path, way: str, width:
 
 
 def test_a_routed_pass_counts_what_training_keeps(tmp_path: Path) -> None:
-    dense, _ = create_models(text_config(tmp_path))
+    dense, _ = TextRecipe(text_config(tmp_path)).create_models()
     costs = []
     for capacity in (0.25, 0.5, 1.0):
         routing = {**PREDICTOR, "capacity": capacity}
-        costs.append(count_flops(create_models(text_config(tmp_path, routing=routing))[0], 48)[0])
+        costs.append(count_flops(TextRecipe(text_config(tmp_path, routing=routing)).create_models()[0], 48)[0])
     assert costs == sorted(costs)
     routers = costs[-1] - count_flops(dense, 48)[0]
     assert 0 < routers < 0.05 * costs[-1]

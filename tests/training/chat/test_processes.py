@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import mmod
-from mmod.training.chat.recipe import fit, read_outcome
+from mmod.training import fit
+from mmod.training.chat.recipe import read_outcome
 from tests.processes import run_processes
 from tests.training.chat.configs import P_MOD, same, vlm_config, weights
 from tests.training.chat.fsdp_worker import RUNS, run_config, train_split

@@ -22,12 +22,12 @@ from mmod.data.readers.conversations import open_conversations
 from mmod.io.files import DamagedFileError, UnwrittenError
 from mmod.io.locks import LockedError, locked
 from mmod.io.tensors import write_tensors
+from mmod.training import fit
 from mmod.training.chat.checkpoints import RunCallback, last_checkpoint
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
 from mmod.training.chat.evaluate import evaluate, mean_over_kinds
 from mmod.training.chat.model import create_model, create_processor, router_parameters
-from mmod.training.chat.recipe import fit
 from mmod.training.chat.trainer import RoutedTrainer
 from mmod.training.engine.health import FIGURES
 from tests.disk import small_disk

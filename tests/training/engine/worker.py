@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import os
 import signal
 from collections.abc import Iterator, Mapping
@@ -25,6 +26,7 @@ from mmod.training import (
     TrainConfig,
     fit,
 )
+from mmod.training.engine.usage import USAGE
 
 MODEL = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
 GROUPS = {
@@ -98,6 +100,18 @@ def run(config: TrainConfig, *, rank: int = 0, world: int = 1, **options: Any) -
     train = TensorStream(config.data.batch_size, seed=config.seed, rank=rank, world=world, **options)
     test = TensorStream(config.data.batch_size, seed=None, rank=rank, world=world)
     return fit(config, streams=(train, test), progress=False)
+
+
+def without_usage(result: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a result without its folder and without the figures that differ between equal runs."""
+    history = [{name: value for name, value in row.items() if name not in USAGE} for row in result["history"]]
+    return {**result, "folder": "", "usage": {}, "history": history}
+
+
+def read_metrics(folder: Path) -> list[dict[str, str]]:
+    """Read `metrics.csv` without the figures that differ between equal runs."""
+    rows = csv.DictReader((folder / "metrics.csv").open())
+    return [{name: value for name, value in row.items() if name not in USAGE} for row in rows]
 
 
 def weights(folder: Path) -> dict[str, Tensor]:

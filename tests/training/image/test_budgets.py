@@ -14,7 +14,6 @@ from torch import nn
 import mmod
 from mmod.training import ElasticConfig, EmaConfig, InTrainingConfig, LearnCapacityConfig, evaluate
 from mmod.training.image.elastic import ElasticTask
-from mmod.training.image.model import create_models
 from mmod.training.image.recipe import ImageRecipe
 from tests.training.engine.worker import TensorStream, run, tiny_config, weights
 
@@ -28,7 +27,7 @@ def elastic(output: Path, **changes: Any) -> Any:
 
 
 def test_others_learn_what_the_largest_says(tmp_path: Path) -> None:
-    model, _ = create_models(elastic(tmp_path))
+    model, _ = ImageRecipe(elastic(tmp_path)).create_models()
     nn.init.normal_(model.head.weight)  # type: ignore[union-attr,arg-type]
     images, targets = next(TensorStream(8, seed=None).batches(0))
     task = ElasticTask(model, nn.CrossEntropyLoss(), ElasticConfig(CAPACITIES), temperature=2.0)
@@ -51,7 +50,7 @@ def test_others_learn_what_the_largest_says(tmp_path: Path) -> None:
 
 
 def test_a_step_has_the_largest_the_smallest_and_some_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = create_models(elastic(tmp_path))
+    model, _ = ImageRecipe(elastic(tmp_path)).create_models()
     seen: list[float] = []
     monkeypatch.setattr("mmod.training.image.elastic.set_capacity_", lambda _, capacity: seen.append(capacity))
     task = ElasticTask(model, nn.CrossEntropyLoss(), ElasticConfig(CAPACITIES, samples=3))
@@ -65,7 +64,7 @@ def test_a_step_has_the_largest_the_smallest_and_some_between(tmp_path: Path, mo
 def test_an_elastic_run_is_judged_at_each_capacity(tmp_path: Path) -> None:
     done = run(elastic(tmp_path / "run", epochs=1, ema=EmaConfig(0.5)))
     again = elastic(tmp_path / "again", model={"checkpoint": str(tmp_path / "run")})
-    model, _ = create_models(again)
+    model, _ = ImageRecipe(again).create_models()
     for found in (done.evaluation, done.average):
         assert found is not None
         assert found.capacities is not None
@@ -79,9 +78,9 @@ def test_an_elastic_run_is_judged_at_each_capacity(tmp_path: Path) -> None:
 
 IN_TRAINING = [
     {"routing": RANDOM},
-    {"method": {"kind": "prune", "keep": 0.5, "blocks": [0]}},
-    {"method": {"kind": "merge", "r": 3}},
-    {"method": {"kind": "resize", "size": 8}},
+    {"methods": [{"kind": "prune", "keep": 0.5, "blocks": [0]}]},
+    {"methods": [{"kind": "merge", "r": 3}]},
+    {"methods": [{"kind": "resize", "size": 8}]},
 ]
 
 
@@ -94,9 +93,9 @@ def test_what_is_for_training_alone_leaves_a_dense_model(change: dict[str, Any],
     own, others = weights(tmp_path / "routed/model"), weights(tmp_path / "dense/model")
     assert own.keys() == others.keys()
     assert any(not torch.equal(own[name], others[name]) for name in own)
-    model, teacher = create_models(
+    model, teacher = ImageRecipe(
         tiny_config(output=tmp_path / "next", model={"checkpoint": str(tmp_path / "routed")})
-    )
+    ).create_models()
     assert teacher is None
     assert evaluate(model, TensorStream(8, seed=None)) == done.evaluation  # type: ignore[arg-type]
     assert "in_training" not in tiny_config(output=tmp_path).to_dict()
@@ -144,7 +143,7 @@ def test_the_first_epochs_are_routed(epochs: int | None, expected: list[bool], t
             "cannot be combined with routing",
         ),
         (
-            {"in_training": InTrainingConfig(method={"kind": "merge"}), "grad_checkpointing": True},
+            {"in_training": InTrainingConfig(methods=[{"kind": "merge"}]), "grad_checkpointing": True},
             "cannot be trained with grad_checkpointing",
         ),
         (
@@ -167,12 +166,12 @@ def test_wrong_values() -> None:
         ElasticConfig([0.25, 1.5], 2)
     with pytest.raises(ValueError, match="has the router 'linear', which the dense model cannot keep"):
         InTrainingConfig({"router": "linear"})
-    with pytest.raises(ValueError, match="adds weights as 'experts', which the dense model cannot keep"):
-        InTrainingConfig(method={"kind": "experts"})
+    with pytest.raises(ValueError, match="'experts' adds weights, which the dense model cannot keep"):
+        InTrainingConfig(methods=[{"kind": "experts"}])
     with pytest.raises(ValueError, match=r"in_training\.epochs must be an integer in \[1, 3\] or null, got 4"):
         tiny_config(output="o", epochs=3, in_training=InTrainingConfig(RANDOM, epochs=4))
-    for both in ({}, {"routing": RANDOM, "method": {"kind": "merge"}}):
-        with pytest.raises(ValueError, match="needs one of routing and method"):
+    for both in ({}, {"routing": RANDOM, "methods": [{"kind": "merge"}]}):
+        with pytest.raises(ValueError, match="needs one of routing and methods"):
             InTrainingConfig(**both)
 
 

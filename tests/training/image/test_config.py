@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-import mmod.training
 from mmod import RoutingConfig
 from mmod.training import TrainConfig
-from mmod.training.image.command import main
+from mmod.training.command import main
 from tests.scripts import run_script
 
 ROOT = Path(__file__).parents[3]
@@ -33,7 +32,7 @@ def test_overrides_reach_groups_and_free_mappings(path: Path) -> None:
     losses = ["--routing.losses", "{membership: 0.1, capacity: 0.2}"]
     config = TrainConfig.load(path, [*options, "--routing.router=linear", "--routing.capacity", "0.25", *losses])
     assert (config.epochs, config.optim.lr, config.model.args) == (3, 2e-4, {"num_classes": 10, "depth": 4})
-    routing = config.routing_config()
+    routing = config.image_routing
     assert routing is not None
     assert (routing.router.name, routing.capacity) == ("linear", 0.25)
     assert routing.losses == {"membership": 0.1, "capacity": 0.2}
@@ -44,7 +43,7 @@ def test_overrides_reach_groups_and_free_mappings(path: Path) -> None:
 def test_plain_values_are_as_strict_as_a_file(path: Path) -> None:
     fields = yaml.safe_load(path.read_text())
     assert TrainConfig.from_dict(fields) == TrainConfig.load(path)
-    assert TrainConfig.from_dict({**fields, "routing": {"blocks": [1, 3]}}).routing_config() == RoutingConfig(
+    assert TrainConfig.from_dict({**fields, "routing": {"blocks": [1, 3]}}).image_routing == RoutingConfig(
         blocks=(1, 3)
     )
     with pytest.raises(ValueError, match=r"unknown config key 'data\.sauce'; valid keys in group 'data': augment"):
@@ -98,7 +97,7 @@ def test_resolved_config_reads_back_as_itself(path: Path, tmp_path: Path) -> Non
     again = TrainConfig.load(copy)
     assert isinstance(again, TrainConfig)
     assert again.to_dict() == config.to_dict()
-    assert again.routing_config() == config.routing_config()
+    assert again.image_routing == config.image_routing
 
 
 def test_command_line_ends_with_an_error_that_names_valid_keys(path: Path) -> None:
@@ -106,13 +105,6 @@ def test_command_line_ends_with_an_error_that_names_valid_keys(path: Path) -> No
     assert done.returncode == 2
     assert "valid keys in group 'optim'" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-def test_functions_of_the_last_version_warn_and_do_as_before(path: Path) -> None:
-    with pytest.warns(DeprecationWarning, match=r"use TrainConfig\.load"):
-        assert mmod.training.load_config(path) == TrainConfig.load(path)
-    with pytest.warns(DeprecationWarning, match=r"use TrainConfig\.from_dict"):
-        assert mmod.training.train_config(TrainConfig.load(path).to_dict()) == TrainConfig.load(path)
 
 
 def test_help_and_print_config(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,9 +130,9 @@ def test_command_trains_and_says_when_it_had_finished(tmp_path: Path, capsys: py
     arguments = [str(ROOT / "configs/digits/a-mod.yaml"), "--model.checkpoint=null", "--epochs=1"]
     arguments += [f"--output={tmp_path / 'run'}", "--data.source=digits:tiny", f"--data.root={tmp_path / 'digits'}"]
     arguments += ["--model.args.embed_dim=12", "--model.args.depth=2", "--data.batch_size=128"]
-    main(arguments)
+    main(arguments, "image")
     assert "finished after 1 epochs, 2 steps" in capsys.readouterr().out
-    main(arguments)
+    main(arguments, "image")
     shown = capsys.readouterr().out
     assert "had finished before after 1 epochs" in shown
     assert "(64 images)" in shown

@@ -11,7 +11,7 @@ import pytest
 import mmod
 from mmod.methods import methods_of, read_method
 from mmod.training import ModelConfig, TrainConfig, evaluate
-from mmod.training.image.model import create_models
+from mmod.training.image.recipe import ImageRecipe
 from tests.training.engine.worker import TensorStream, run, tiny_config
 
 METHODS = [
@@ -24,11 +24,11 @@ METHODS = [
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method["kind"])
 def test_a_run_folder_gives_the_same_model_again(method: dict[str, Any], tmp_path: Path) -> None:
-    config = tiny_config(output=tmp_path / "run", epochs=1, method=method, args={"dynamic_img_size": True})
+    config = tiny_config(output=tmp_path / "run", epochs=1, methods=[method], args={"dynamic_img_size": True})
     result = run(config)
     assert run(TrainConfig.from_dict(config.to_dict())).reused
     start = ModelConfig(config.model.name, config.model.args, checkpoint=str(tmp_path / "run"))
-    model, teacher = create_models(replace(config, model=start))
+    model, teacher = ImageRecipe(replace(config, model=start)).create_models()
     assert methods_of(model)[0] == read_method(method)
     assert teacher is not None
     assert not methods_of(teacher)
@@ -38,8 +38,8 @@ def test_a_run_folder_gives_the_same_model_again(method: dict[str, Any], tmp_pat
 
 
 def test_what_does_not_go_together_is_refused() -> None:
-    with pytest.raises(ValueError, match="routing or method"):
-        tiny_config(output="run", method=METHODS[0], routing={"capacity": 0.5})
+    with pytest.raises(ValueError, match="'routing' cannot follow 'prune'"):
+        tiny_config(output="run", methods=[METHODS[0]], routing={"capacity": 0.5})
     with pytest.raises(ValueError, match="grad_checkpointing"):
-        tiny_config(output="run", method=METHODS[0], grad_checkpointing=True)
-    assert "method" not in tiny_config(output="run").to_dict()
+        tiny_config(output="run", methods=[METHODS[0]], grad_checkpointing=True)
+    assert "methods" not in tiny_config(output="run").to_dict()

@@ -29,7 +29,8 @@ from mmod.training import (
     evaluate,
     fit,
 )
-from mmod.training.image.model import check_input, create_models
+from mmod.training.image.model import check_input
+from mmod.training.image.recipe import ImageRecipe
 from mmod.training.image.task import answers
 from tests.zoo import make_model
 
@@ -156,8 +157,8 @@ def test_a_patch_counts_as_an_image_does(seed: int, images: int, patches: int) -
         {"routing": {"preset": "a-mod", "blocks": "late", "capacity": 0.25}},
         {"routing": {"router": "linear", "select": "threshold", "losses": {"membership": 0.1}}},
         {"routing": {"router": "random", "capacity": 0.5}},
-        {"method": {"kind": "prune", "keep": 0.5, "blocks": [1]}},
-        {"method": {"kind": "merge", "r": 3}},
+        {"methods": [{"kind": "prune", "keep": 0.5, "blocks": [1]}]},
+        {"methods": [{"kind": "merge", "r": 3}]},
     ],
     ids=str,
 )
@@ -175,12 +176,14 @@ def test_a_cheaper_run_from_a_dense_one(changes: dict[str, Any], data: DataConfi
     assert fit(config, progress=False).best == done.best
     # The run's weights in a model of their own are judged alike.
     own = replace(config, model=replace(config.model, checkpoint=str(tmp_path / "tuned")))
-    assert evaluate(create_models(own)[0], create_eval_stream(data)) == done.evaluation
+    assert evaluate(ImageRecipe(own).create_models()[0], create_eval_stream(data)) == done.evaluation
 
 
 def test_a_router_that_keeps_all_changes_no_answer(data: DataConfig, tmp_path: Path) -> None:
-    dense, _ = create_models(config_of(tmp_path, data))
-    routed, _ = create_models(config_of(tmp_path, data, routing={"router": "norm", "gate": "identity", "capacity": 1}))
+    dense, _ = ImageRecipe(config_of(tmp_path, data)).create_models()
+    routed, _ = ImageRecipe(
+        config_of(tmp_path, data, routing={"router": "norm", "gate": "identity", "capacity": 1})
+    ).create_models()
     routed.load_state_dict(dense.state_dict())
     stream = create_eval_stream(data)
     assert replace(evaluate(routed, stream), kept={}) == evaluate(dense, stream)
@@ -197,11 +200,11 @@ def test_models_that_answer_something_else(
     args: dict[str, Any], changes: dict[str, Any], message: str, data: DataConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        create_models(config_of(tmp_path, replace(data, **changes), args=args))
+        ImageRecipe(config_of(tmp_path, replace(data, **changes), args=args)).create_models()
 
 
 def test_mixed_images_have_no_labels_of_patches(data: DataConfig, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"mixup mixes labels of images: data\.label_patch"):
+    with pytest.raises(ValueError, match=r"mixup mixes the labels of images: with data\.label_patch"):
         config_of(tmp_path, data, mixup=MixupConfig(), distill=DistillConfig())
 
 

@@ -10,10 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from mmod.training import FitResult
+from mmod.training import FitResult, fit
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult
-from mmod.training.pairs.recipe import fit
 from mmod.training.pairs.task import PairsTask
 
 MODEL = {

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import mmod
-from mmod.training.text.model import create_models
-from mmod.training.text.recipe import fit
+from mmod.training import fit
+from mmod.training.text.recipe import TextRecipe
 from tests.training.text.configs import text_config
 
 SIZES: dict[str, Any] = {"data": {"length": 64, "batch_size": 16, "val_limit": 16}, "epochs": 1}
@@ -53,7 +53,9 @@ def test_the_load_stays_near_one_until_a_target_is_set(dense: Path) -> None:
 
 @torch.no_grad()
 def test_a_converted_model_starts_near_the_dense_one(dense: Path) -> None:
-    model, _ = create_models(text_config(dense.parent / "start", model={"config": None, "checkpoint": str(dense)}))
+    model, _ = TextRecipe(
+        text_config(dense.parent / "start", model={"config": None, "checkpoint": str(dense)})
+    ).create_models()
     ids = torch.randint(0, 256, (2, 40))
     before = model(input_ids=ids).logits.softmax(-1)
     gaps = []

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import mmod
+from mmod.training import fit
 from mmod.training.engine.loop import run
 from mmod.training.text.config import TrainConfig
-from mmod.training.text.model import create_models
-from mmod.training.text.recipe import TextRecipe, fit
+from mmod.training.text.recipe import TextRecipe
 from mmod.training.text.task import TextTask
 from tests.training.engine.worker import weights
 from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
@@ -60,7 +60,7 @@ def test_a_dense_run_is_where_a_routed_one_starts(tmp_path: Path, tied: bool) ->
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "dense" / "model")
     start = {"config": None, "checkpoint": str(tmp_path / "dense")}
     config = text_config(tmp_path / "routed", model=start, routing={**SCORE, "gate": "identity", "capacity": 1.0})
-    model, teacher = create_models(config)
+    model, teacher = TextRecipe(config).create_models()
     assert teacher is not None
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
     tokens = torch.arange(40)[None]
@@ -72,14 +72,14 @@ def test_a_dense_run_is_where_a_routed_one_starts(tmp_path: Path, tied: bool) ->
     again = mmod.load_pretrained(tmp_path / "routed" / "model")
     assert mmod.is_routed(again)
     continued = text_config(tmp_path / "on", model={**start, "checkpoint": str(tmp_path / "routed")}, routing=SCORE)
-    assert set(create_models(continued)[0].state_dict()) == set(again.state_dict())
+    assert set(TextRecipe(continued).create_models()[0].state_dict()) == set(again.state_dict())
     assert dense.evaluation.causal_loss == dense.evaluation.loss
 
 
 def test_the_parts_of_the_loss_are_what_they_are_said_to_be(tmp_path: Path) -> None:
-    model, _ = create_models(text_config(tmp_path, routing=SCORE))
+    model, _ = TextRecipe(text_config(tmp_path, routing=SCORE)).create_models()
     tokens, following = torch.randint(0, 256, (2, 3, 20)).unbind()
-    twin = {"teacher": create_models(text_config(tmp_path))[0].eval(), "distill_weight": 0.5}
+    twin = {"teacher": TextRecipe(text_config(tmp_path)).create_models()[0].eval(), "distill_weight": 0.5}
     plain = TextTask(model, auxiliary=True, **twin)(tokens, following)
     assert set(plain) == {"loss", "task", "auxiliary", "distillation"}
     both = TextTask(model, auxiliary=True, elastic=True)(tokens, following)
@@ -116,13 +116,13 @@ def test_weights_of_another_form_are_refused(tmp_path: Path) -> None:
     quiet(tmp_path / "dense", epochs=1, epoch_steps=1)
     model = {"config": {**LLAMA, "hidden_size": 16}, "checkpoint": str(tmp_path / "dense")}
     with pytest.raises(ValueError, match="does not fit the model"):
-        create_models(text_config(tmp_path / "other", model=model))
+        TextRecipe(text_config(tmp_path / "other", model=model)).create_models()
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "configs" / "text").glob("*.yaml")), ids=lambda path: path.stem)
 def test_configs_that_come_with_mmod_build_their_model(path: Path) -> None:
     config = TrainConfig.load(path)
     with torch.device("meta"):
-        model, _ = create_models(config)
+        model, _ = TextRecipe(config).create_models()
     assert mmod.is_routed(model) == (config.routing is not None)
     assert config.output == f"runs/text/{path.stem}"

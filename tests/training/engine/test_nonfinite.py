@@ -1,0 +1,86 @@
+"""A loss that is not finite is named within its step, and either stops the run, saved before it, or skips the step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from mmod.training import fit
+from mmod.training.engine.checkpoint import list_checkpoints, load_checkpoint
+from mmod.training.image.recipe import ImageRecipe
+from tests.training.engine.worker import TensorStream, run, tiny_config, weights
+
+ROUTED = {"router": "linear", "gate": "tanh", "capacity": 0.5}
+
+
+class Poisoned(TensorStream):
+    """Batches with NaN in those of some steps.
+
+    Args:
+        steps: Numbers of the poisoned batches.
+    """
+
+    def __init__(self, steps: set[int], **options: Any):
+        super().__init__(8, seed=0, **options)
+        self.steps = steps
+
+    def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+        for step, (images, targets) in enumerate(super().batches(epoch, start), start):
+            yield images * (torch.nan if epoch == 0 and step in self.steps else 1), targets
+
+
+def poisoned(config: Any, steps: set[int]) -> Any:
+    return fit(config, streams=(Poisoned(steps), TensorStream(8, seed=None)), progress=False)
+
+
+def test_the_state_before_the_step_is_saved_and_a_mended_run_ends_like_another(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1, log_every=50)
+    with pytest.raises(FloatingPointError, match=r"step 4 .*last good checkpoint: .*step-000000003"):
+        poisoned(config, {3})
+    assert all(
+        value.isfinite().all()
+        for value in load_checkpoint(*list_checkpoints(tmp_path / "run/checkpoints")[:1]).weights.values()
+    )
+    expected = run(replace(config, output=str(tmp_path / "other")))
+    assert run(config).evaluation == expected.evaluation
+    left, right = weights(tmp_path / "run/model"), weights(tmp_path / "other/model")
+    assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_as_many_steps_are_skipped_as_allowed(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1, skip_nonfinite=2)
+    with pytest.warns(UserWarning, match=r"step 3 .*skipped, 1 of 2 allowed"):
+        result = poisoned(config, {2, 4})
+    assert (result.steps, result.skipped_steps) == (6, 2)
+    assert all(value.isfinite().all() for value in weights(tmp_path / "run/model").values())
+    with pytest.warns(UserWarning, match="1 of 1 allowed"), pytest.raises(FloatingPointError, match="at step 5"):
+        poisoned(replace(config, output=str(tmp_path / "fewer"), skip_nonfinite=1), {2, 4})
+
+
+@pytest.mark.parametrize("name", ["blocks.1.router.score", "blocks.2.mlp.fc1"])
+def test_the_module_and_the_batch_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = ImageRecipe.create_models
+
+    def create_models(recipe: ImageRecipe) -> Any:
+        model, teacher = create(recipe)
+        calls = iter(range(10**6))
+
+        def poison(module: Any, inputs: Any, output: Tensor) -> Tensor | None:
+            # The second batch of the first step, and its repetition.
+            return output * torch.nan if next(calls) in (1, 3) else None
+
+        model.get_submodule(name).register_forward_hook(poison)
+        return model, teacher
+
+    monkeypatch.setattr(ImageRecipe, "create_models", create_models)
+    config = tiny_config(output=tmp_path / "run", epochs=1, routing=ROUTED, accumulate=2)
+    message = rf"at step 1 .*none was written yet; first in the output of {name}, batch 2 of 2"
+    with pytest.raises(FloatingPointError, match=message.replace(".score", r"\.score")):
+        run(config)
+    assert not (tmp_path / "run/config.yaml").exists()
