@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 from mmod.io.files import DamagedFileError, read_json_object
 from mmod.io.progress import progress_bar
 from mmod.io.tensors import check_complete
-from mmod.training.engine.checkpoint import read_newest
+from mmod.training.engine.checkpoint import check_sums, read_newest
 from mmod.training.engine.health import rows_of_logs, write_rows
 from mmod.training.engine.signals import StopRequest
 
@@ -66,29 +66,14 @@ class RunCallback(TrainerCallback):
 
 
 def last_checkpoint(folder: Path) -> str | None:
-    """Return the newest sound checkpoint that a trainer left in a folder, and warn of newer ones that are damaged.
-
-    A checkpoint's `trainer_state.json` is written last: one without it was never finished, and is passed over.
-
-    Args:
-        folder: The trainer's folder. What else lies there is passed over, too.
-
-    Returns:
-        Its path; None when no checkpoint was finished.
-
-    Raises:
-        DamagedFileError: If there are finished checkpoints and none is sound.
-    """
+    """Return the newest checkpoint in a trainer's folder, after checking it; None without finished ones."""
     newest = read_newest(finished_checkpoints(folder), _check)
     return None if newest is None else str(newest[0])
 
 
 def finished_checkpoints(folder: Path) -> list[Path]:
-    """Return the checkpoints in a trainer's folder that were written to their end, the newest first.
-
-    Args:
-        folder: The trainer's folder.
-    """
+    """Return the finished checkpoints in a trainer's folder, newest first; other files are ignored."""
+    # A checkpoint's `trainer_state.json` is written last.
     found = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]
     return sorted((path for path in found if (path / _STATE).is_file()), key=_step, reverse=True)
 
@@ -106,3 +91,4 @@ def _check(checkpoint: Path) -> None:
     if not is_written:
         raise DamagedFileError(f"{checkpoint / _STATE} holds no state")
     check_complete(checkpoint)
+    check_sums(checkpoint)

@@ -23,7 +23,9 @@ from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training.chat.checkpoints import finished_checkpoints
 from mmod.training.chat.model import check_routers_learn, router_parameters
 from mmod.training.chat.sampler import LengthSampler
+from mmod.training.engine.checkpoint import write_sums
 from mmod.training.engine.config import OptimConfig
+from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.health import RouterHealth, named
 from mmod.training.engine.optim import create_optimizer
 
@@ -123,6 +125,10 @@ class RoutedTrainer(Trainer):
         try:
             with writing(path, kept=next(iter(finished_checkpoints(folder)), None)):
                 super()._save_checkpoint(model, trial)
+                # Every process writes files of its own.
+                wait_for_all()
+                if self.args.should_save:
+                    write_sums(path)
         except UnwrittenError:
             shutil.rmtree(path, ignore_errors=True)
             raise

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import shutil
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,8 +20,8 @@ from mmod.values import one_of
 
 Content = TypeVar("Content")
 
-# With a prefix or suffix, a checkpoint that was never finished or is damaged.
-_NAME = re.compile(r"(?:\.|partial-|damaged-)?step-(\d{9,})-epoch-(\d{5,})(?:\.partial)?")
+# With a prefix and suffix, a checkpoint that was never finished.
+_NAME = re.compile(r"\.?step-(\d{9,})-epoch-(\d{5,})(?:\.partial)?")
 _KEPT = 2
 _WEIGHTS = "model.safetensors"
 _CLIP_WEIGHTS = "open_clip_model.safetensors"
@@ -134,16 +132,6 @@ def remove_checkpoints(folder: Path) -> None:
         folder.rmdir()
 
 
-def set_aside(folder: Path, chosen: Path) -> None:
-    """Rename the checkpoints that are newer than the chosen one, because the run will write them again."""
-    for path in list_checkpoints(folder):
-        if path == chosen:
-            break
-        aside = folder / f"damaged-{path.name}"
-        shutil.rmtree(aside, ignore_errors=True)
-        os.replace(path, aside)
-
-
 def load_checkpoint(path: Path, *, averaged: bool = False) -> Checkpoint:
     """Read a checkpoint onto the CPU.
 
@@ -166,8 +154,8 @@ def load_checkpoint(path: Path, *, averaged: bool = False) -> Checkpoint:
     )
 
 
-def read_newest(paths: Iterable[Path], read: Callable[[Path], Content]) -> tuple[Path, Content] | None:
-    """Read the newest checkpoint that can be read, and warn of those that cannot.
+def read_newest(paths: Sequence[Path], read: Callable[[Path], Content]) -> tuple[Path, Content] | None:
+    """Read the newest checkpoint of a run.
 
     Args:
         paths: The checkpoints of a run, newest first.
@@ -177,24 +165,18 @@ def read_newest(paths: Iterable[Path], read: Callable[[Path], Content]) -> tuple
         Its path and content; None without checkpoints.
 
     Raises:
-        DamagedFileError: No checkpoint can be read.
+        DamagedFileError: It cannot be read. An earlier one is used once the user has removed this one.
     """
-    faults: list[str] = []
-    for path in paths:
-        try:
-            content = read(path)
-        except DamagedFileError as error:
-            faults.append(str(error))
-            continue
-        if faults:
-            warnings.warn(f"going on from {str(path)!r}, because {'; '.join(faults)}", stacklevel=2)
-        return path, content
-    if faults:
+    if not paths:
+        return None
+    newest, *earlier = paths
+    try:
+        return newest, read(newest)
+    except DamagedFileError as error:
+        start = f"go on from {str(earlier[0])!r}" if earlier else "train from the start"
         raise DamagedFileError(
-            f"no checkpoint can be read, so the run cannot go on: {'; '.join(faults)}. Remove the damaged checkpoints "
-            "to train from the start, or choose another output"
-        )
-    return None
+            f"the run cannot go on: {error}. Remove the folder {str(newest)!r} to {start}, or choose another output"
+        ) from error
 
 
 def read_weights(path: str | Path) -> dict[str, Tensor]:

@@ -33,7 +33,6 @@ from mmod.training.engine.checkpoint import (
     read_newest,
     remove_checkpoints,
     save_checkpoint,
-    set_aside,
     write_sums,
 )
 from mmod.training.engine.config import LoopConfig
@@ -333,22 +332,20 @@ class _Trainer(Generic[Result]):
         wait_for_all()
 
     def _resume(self) -> None:
-        """Resume from the newest checkpoint that can be read, if there is one."""
+        """Resume from the newest checkpoint, if there is one."""
         load = partial(load_checkpoint, averaged=self.ema is not None)
         path, checkpoint = read_newest(list_checkpoints(self._checkpoints), load) or (None, None)
         check_agreement(path)
         if path is None or checkpoint is None:
             return
-        if self.process.is_first:
-            set_aside(self._checkpoints, path)
         self.model.load_state_dict(checkpoint.weights)
         if self.ema is not None and checkpoint.average is not None:
             self.ema.module.load_state_dict(checkpoint.average)
         training = checkpoint.training
         if training["steps_per_epoch"] != self.steps_per_epoch:
             raise ValueError(
-                f"{str(path)!r} is of a run with {training['steps_per_epoch']} steps per epoch, and these processes and "
-                f"batches make {self.steps_per_epoch}: choose others, or another output"
+                f"{str(path)!r} is of a run with {training['steps_per_epoch']} steps per epoch, and these processes "
+                f"and batches make {self.steps_per_epoch}: choose others, or another output"
             )
         self.optimizer.load_state_dict(training["optimizer"])
         self.scaler.load_state_dict(training["scaler"])
