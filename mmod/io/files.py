@@ -11,9 +11,10 @@ import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSED = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class DamagedFileError(ValueError):
@@ -25,7 +26,7 @@ class DuplicateKeyError(ValueError):
 
 
 class UnwrittenError(OSError):
-    """A file or folder could not be written because the disk is full."""
+    """A file or folder could not be written: the disk is full, or its folder is read-only or gone."""
 
 
 def check_regular(path: str | Path) -> None:
@@ -69,9 +70,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None]:
-    """Turn the errors of a full disk into an `UnwrittenError` that names the file.
+    """Turn the errors of a full disk and of a folder that is read-only or gone into an `UnwrittenError`.
 
-    Libraries raise different errors for a full disk, and most do not name the file.
+    Libraries raise different errors for them, and most do not name the file.
 
     Args:
         kept: Its previous version, for the message; by default `target` if it exists.
@@ -79,16 +80,19 @@ def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None
     try:
         yield
     except Exception as error:
-        reason = _disk_fault(error)
-        if reason is None:
-            raise
         target = Path(target)
-        folder = next(parent for parent in target.absolute().parents if parent.is_dir())
+        reason, remedy = _disk_fault(error), "make room"
+        if reason is not None:
+            folder = next(parent for parent in target.absolute().parents if parent.is_dir())
+            reason = f"{reason}; {shutil.disk_usage(folder).free / 1e6:.0f} MB are free on its disk"
+        elif _is_refused(error, target):
+            reason, remedy = os.strerror(error.errno), f"make {str(target.parent)!r} a folder that can be written"
+        else:
+            raise
         kept = target if kept is None and target.exists() else kept
         remains = "nothing was written" if kept is None else f"{str(kept)!r} is kept as it was"
         raise UnwrittenError(
-            f"{str(target)!r} could not be written: {reason}; {shutil.disk_usage(folder).free / 1e6:.0f} MB are free "
-            f"on its disk, {remains}; make room and start again"
+            f"{str(target)!r} could not be written: {reason}, {remains}; {remedy} and start again"
         ) from error
 
 
@@ -157,6 +161,13 @@ def _disk_fault(error: BaseException | None) -> str | None:
     if isinstance(error, RuntimeError) and re.search("PytorchStreamWriter|inline_container", str(error)):
         return "the file was written only partially"
     return _disk_fault(error.__cause__ or error.__context__)
+
+
+def _is_refused(error: Exception, target: Path) -> TypeGuard[OSError]:
+    """Return whether the system refused to write into the folder of a file."""
+    if not isinstance(error, OSError) or error.errno not in _REFUSED or not isinstance(error.filename, (str, Path)):
+        return False
+    return Path(error.filename).is_relative_to(target.parent)
 
 
 def _remove(path: Path) -> None:

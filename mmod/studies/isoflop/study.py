@@ -17,7 +17,7 @@ from mmod.studies.isoflop.report import draw, optima, point_of, table, verdict
 from mmod.studies.jobs import Job, Runner, Tick
 from mmod.studies.rates import best_rates, try_rates, with_rate
 from mmod.studies.results import StudyResult, write_outcome
-from mmod.training.engine.loop import steps_of_epoch
+from mmod.training.engine.recipe import steps_of_epoch
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult
 from mmod.training.text.model import window_flops

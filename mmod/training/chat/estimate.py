@@ -20,9 +20,8 @@ from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import open_conversations
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import create_model, router_parameters
-from mmod.training.chat.recipe import training_arguments
-
-__all__ = ["CostEstimate", "estimate"]
+from mmod.training.chat.trainer import training_arguments
+from mmod.training.engine.estimate import memory
 
 # Conversations that are encoded, evenly spread over the data.
 _SAMPLES = 64
@@ -81,8 +80,8 @@ class CostEstimate:
             f"forward GFLOPs of the language model for it: {self.flops.routed / 1e9:.4g}, dense "
             f"{self.flops.dense / 1e9:.4g}; a training step takes about three times as many",
             f"{self.parameters:,} parameters, {self.router_parameters:,} of them in routers; {self.trained:,} trained",
-            f"memory of one process, nothing split: weights {_size(self.weight_bytes)}, gradients and moments "
-            f"{_size(self.training_bytes)}, activations about {_size(self.activation_bytes)}",
+            "memory of one process, nothing split: "
+            + memory(self.weight_bytes, self.training_bytes, self.activation_bytes),
             f"{len(self.kept)} of {self.depth} layers are routed",
         ]
         lines += [
@@ -187,7 +186,3 @@ def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], trainer
         held = stack.dim * tokens + (0 if trainer.get("gradient_checkpointing") else kept.get(name, tokens) * width)
         total += held * (2 if is_half else next(block.parameters()).element_size())
     return total
-
-
-def _size(count: int) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import os
 import shutil
@@ -24,18 +23,16 @@ from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing
 from mmod.training.chat.checkpoints import RunCallback, last_checkpoint
 from mmod.training.chat.config import ModelConfig, TrainConfig
+from mmod.training.chat.estimate import CostEstimate, estimate
 from mmod.training.chat.evaluate import EvalResult, evaluate, mean_over_kinds
 from mmod.training.chat.model import create_model, create_processor
-from mmod.training.chat.trainer import RoutedTrainer
+from mmod.training.chat.trainer import CHECKPOINTS, RoutedTrainer, training_arguments
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.recipe import Reading, Recipe, Tick
 from mmod.training.engine.run_folder import read_result, run_once, write_result
 from mmod.training.engine.signals import stop_signals
-from mmod.values import refuse_unknown
 
-_CHECKPOINTS = "checkpoints"
-_GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 # Prompts whose mean length costs are counted at.
 _COUNTED = 8
 MODEL = "model"
@@ -77,41 +74,6 @@ class FineTuneResult:
             lines += [f"  {name} kept {share:.3f}" for name, share in self.answers.kept.items()]
         lines += [f"left out with a fault: {count} in {file}" for file, count in self.skipped.items()]
         return "\n".join(lines)
-
-
-def training_arguments(config: TrainConfig) -> Any:
-    """Return transformers' training arguments of a run.
-
-    Raises:
-        ValueError: An unknown argument, or ZeRO-3 would leave the final model sharded.
-
-    Example:
-        >>> from mmod.training.chat.config import ModelConfig
-        >>> run = TrainConfig(output="run", model=ModelConfig(checkpoint="x"), trainer={"learning_rate": 2e-5})
-        >>> training_arguments(run).learning_rate
-        2e-05
-    """
-    from transformers import TrainingArguments
-
-    known = [item.name for item in dataclasses.fields(TrainingArguments) if item.init]
-    refuse_unknown("argument of the trainer", config.trainer, known)
-    # A copy, because the trainer changes the options of fsdp and deepspeed in place.
-    options = copy.deepcopy(config.trainer)
-    chosen = {"report_to": "none", "disable_tqdm": True, "logging_nan_inf_filter": False, **options}
-    # YAML reads the word no as False.
-    chosen |= {name: "no" for name, value in chosen.items() if name.endswith("_strategy") and value is False}
-    arguments = TrainingArguments(
-        output_dir=str(Path(config.output) / _CHECKPOINTS),
-        seed=config.seed,
-        data_seed=config.seed,
-        remove_unused_columns=False,
-        label_names=["labels"],
-        **chosen,
-    )
-    deepspeed = getattr(arguments, "hf_deepspeed_config", None)
-    if deepspeed is not None and deepspeed.is_zero3() and not deepspeed.get_value(_GATHERED):
-        raise ValueError(f"ZeRO-3 would not gather the final model: set {_GATHERED} in trainer.deepspeed to true")
-    return arguments
 
 
 class ChatRecipe(Recipe[TrainConfig, EvalResult]):
@@ -158,6 +120,10 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         if answers is None:
             raise ValueError("there is nothing to ask: set data.val")
         return answers
+
+    def estimate(self) -> CostEstimate:
+        """Count what the run would cost; see `Recipe.estimate`."""
+        return estimate(self.config)
 
     def assess(self, model: nn.Module, progress: bool = False) -> EvalResult:
         """Generate answers to the evaluation questions; see `Recipe.assess`."""
@@ -276,7 +242,7 @@ def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> Fi
         )
         # The bar shows what it prints.
         trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=last_checkpoint(folder / _CHECKPOINTS))
+        trainer.train(resume_from_checkpoint=last_checkpoint(folder / CHECKPOINTS))
         if callback.stopped:
             stop.leave(folder, trainer.state.global_step, loud=arguments.should_save)
     model = _save(trainer, folder / MODEL, config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import functools
 import shutil
 from pathlib import Path
@@ -11,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 
 from mmod import auxiliary_loss, is_routed, routed_blocks
 from mmod.adapters import find_stacks
@@ -21,6 +23,7 @@ from mmod.data.readers.conversations import ChatDataset
 from mmod.io.files import UnwrittenError, writing
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training.chat.checkpoints import finished_checkpoints
+from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import check_routers_learn, router_parameters
 from mmod.training.chat.sampler import LengthSampler
 from mmod.training.engine.checkpoint import write_sums
@@ -28,10 +31,45 @@ from mmod.training.engine.config import OptimConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.health import RouterHealth, named
 from mmod.training.engine.optim import create_optimizer
+from mmod.values import refuse_unknown
 
-__all__ = ["RoutedTrainer"]
-
+CHECKPOINTS = "checkpoints"
+"""Folder of the trainer's checkpoints in the run folder."""
 _ROUTERS = "routers.safetensors"
+_GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+
+
+def training_arguments(config: TrainConfig) -> Any:
+    """Return transformers' training arguments of a run.
+
+    Raises:
+        ValueError: An unknown argument, or ZeRO-3 would leave the final model sharded.
+
+    Example:
+        >>> from mmod.training.chat.config import ModelConfig
+        >>> run = TrainConfig(output="run", model=ModelConfig(checkpoint="x"), trainer={"learning_rate": 2e-5})
+        >>> training_arguments(run).learning_rate
+        2e-05
+    """
+    known = [item.name for item in dataclasses.fields(TrainingArguments) if item.init]
+    refuse_unknown("argument of the trainer", config.trainer, known)
+    # A copy, because the trainer changes the options of fsdp and deepspeed in place.
+    options = copy.deepcopy(config.trainer)
+    chosen = {"report_to": "none", "disable_tqdm": True, "logging_nan_inf_filter": False, **options}
+    # YAML reads the word no as False.
+    chosen |= {name: "no" for name, value in chosen.items() if name.endswith("_strategy") and value is False}
+    arguments = TrainingArguments(
+        output_dir=str(Path(config.output) / CHECKPOINTS),
+        seed=config.seed,
+        data_seed=config.seed,
+        remove_unused_columns=False,
+        label_names=["labels"],
+        **chosen,
+    )
+    deepspeed = getattr(arguments, "hf_deepspeed_config", None)
+    if deepspeed is not None and deepspeed.is_zero3() and not deepspeed.get_value(_GATHERED):
+        raise ValueError(f"ZeRO-3 would not gather the final model: set {_GATHERED} in trainer.deepspeed to true")
+    return arguments
 
 
 class RoutedTrainer(Trainer):
@@ -122,6 +160,9 @@ class RoutedTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(str(self.args.output_dir))
         path = folder / f"checkpoint-{self.state.global_step}"
+        if not folder.parent.is_dir():
+            # transformers would create it anew, with this checkpoint alone.
+            raise UnwrittenError(f"{str(path)!r} could not be written: the folder {str(folder.parent)!r} is gone")
         try:
             with writing(path, kept=next(iter(finished_checkpoints(folder)), None)):
                 super()._save_checkpoint(model, trial)

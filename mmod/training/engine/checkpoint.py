@@ -62,14 +62,15 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
         The checkpoint's folder. An existing one is not written again: the position determines the content.
 
     Raises:
-        UnwrittenError: The disk is full; the message names the newest checkpoint.
+        UnwrittenError: The disk is full, or the folder is gone; the message names the newest checkpoint.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     target = folder / f"step-{step:09d}-epoch-{epoch:05d}"
     if target.exists():
         return target
     header = {key: json.dumps(value) for key, value in metadata.items()}
     with replacing(target, kept=next(iter(list_checkpoints(folder)), None)) as partial:
+        # Without parents: a run folder that is gone is not created anew.
+        folder.mkdir(exist_ok=True)
         partial.mkdir()
         write_tensors(partial / _WEIGHTS, checkpoint.weights, header)
         if checkpoint.average is not None:

@@ -1,4 +1,4 @@
-"""Routers that have collapsed: how the figures of logged steps show it, and what to change in the config."""
+"""Collapsed routers: how the figures of logged steps show it, and what to change in the config."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Mapping
 
 from mmod.config import RoutingConfig, Threshold
 
-__all__ = ["Collapse"]
-
-# A single batch may look like a collapse, and routers start with scores that are all the same.
+# A single batch may look like a collapse, and routers start with equal scores.
 _PATIENCE = 3
 # Below this share of their size, scores differ by rounding alone.
 _CONSTANT = 1e-5
@@ -17,29 +15,19 @@ _CONTENT = "'attention', 'norm' or 'linear'"
 
 
 class Collapse:
-    """Tells of each block once for each reason that its router has collapsed, when three logged steps in a row say so.
-
-    Args:
-        configs: Name of each routed block to how it is routed.
-    """
+    """Reports collapsed routers: once per block and reason, after three logged steps in a row that show it."""
 
     def __init__(self, configs: Mapping[str, RoutingConfig]) -> None:
         self._configs = configs
         self._since: dict[tuple[str, str], list[int]] = {}
 
-    def told(self, block: str, figures: Mapping[str, float | None], step: int) -> list[str]:
-        """Return what is to be said of a block after a logged step.
-
-        Args:
-            block: Its name.
-            figures: What was read of it, see `mmod.training.engine.health.Figures`.
-            step: Optimiser steps done.
-        """
+    def messages(self, block: str, figures: Mapping[str, float | None], step: int) -> list[str]:
+        """Return the messages about a block after a logged step; `figures` are those of `Figures` in `health.py`."""
         config, reason = self._configs[block], _reason(self._configs[block], figures)
-        for own in [key for key in self._since if key[0] == block and key[1] != reason]:
-            # What was told stays told.
-            if len(self._since[own]) < _PATIENCE:
-                del self._since[own]
+        for key in [key for key in self._since if key[0] == block and key[1] != reason]:
+            # A complete list stays: it was reported.
+            if len(self._since[key]) < _PATIENCE:
+                del self._since[key]
         if reason is None:
             return []
         steps = self._since.setdefault((block, reason), [])
@@ -63,7 +51,7 @@ _SAYS = {
 
 
 def _reason(config: RoutingConfig, figures: Mapping[str, float | None]) -> str | None:
-    """Return how a block looks, None for healthy; the first reason explains those after it."""
+    """Return the reason of a collapse, None for a healthy block; the first that applies explains the others."""
     load, spread, same = figures["load"], figures["spread"], figures["same_places"]
     reads = not config.router.positional
     if config.router.learns and load and figures["gradient"] == 0:
@@ -76,23 +64,22 @@ def _reason(config: RoutingConfig, figures: Mapping[str, float | None]) -> str |
 
 
 def _advice(reason: str, config: RoutingConfig) -> str:
-    """Return which fields of the routing config to change, and to what."""
     threshold = config.select.threshold if isinstance(config.select, Threshold) else None
     if reason == "all":
-        # What MoDification (arXiv 2410.14268) itself ends with, where its loss on the load stands alone.
-        held = f"losses={{'capacity': 1.0}} pulls the share to capacity={config.capacity}"
-        held = f"the loss 'load' alone may leave it there, and {held}" if "load" in config.losses else held
-        return f"Raise select.threshold above {threshold:g}" + (f"; {held}." if config.router.learns else ".")
+        # MoDification (arXiv 2410.14268) ends there with its loss on the load alone.
+        pull = f"losses={{'capacity': 1.0}} pulls the share to capacity={config.capacity}"
+        pull = f"the loss 'load' alone may leave it there, and {pull}" if "load" in config.losses else pull
+        return f"Raise select.threshold above {threshold:g}" + (f"; {pull}." if config.router.learns else ".")
     if reason == "nothing":
-        held = " and, for a score that learns, losses={'capacity': 1.0}" if config.router.learns else ""
-        return f"Lower select.threshold below {threshold:g}; select.min_tokens keeps a few in any case{held}."
+        loss = " and, for a score that learns, losses={'capacity': 1.0}" if config.router.learns else ""
+        return f"Lower select.threshold below {threshold:g}; select.min_tokens keeps a few in any case{loss}."
     if reason == "gradient":
         if config.gate.name != "identity" and config.gate.scale:
-            # As in a last block of which the class token alone is read, which is never weighed.
+            # As in a last block of which only the class token is read, which has no gate.
             why = "Nothing reads what its gate weighs: leave the block out of blocks"
         else:
-            own = f"gate={config.gate.name!r} of scale {config.gate.scale:g}"
-            why = f"{own} sends none: set 'tanh', 'sigmoid' or 'linear'"
+            gate = f"gate={config.gate.name!r} of scale {config.gate.scale:g}"
+            why = f"{gate} sends none: set 'tanh', 'sigmoid' or 'linear'"
         return f"{why}, or set losses such as {{'importance': 1.0}}."
     if not config.router.learns:
         return f"router={config.router.name!r} does not tell these tokens apart: try another of {_CONTENT}."

@@ -1,4 +1,4 @@
-"""How the tools end: with one line where something is refused, and with the exit codes that shells expect."""
+"""How commands end: with one line if something is refused, and with the exit codes that shells expect."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from pathlib import Path
 
 from mmod.extras import name_missing_extra
 
-__all__ = ["one_line_errors"]
-
 _PACKAGE = Path(__file__).parents[2]
 _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, ModuleNotFoundError)
 
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the program with one line when mmod refuses something; any other error keeps its traceback.
+    """Context that ends the program with one line if mmod refuses something; other errors keep their traceback.
 
     Raises:
         SystemExit: With code 1 after a refusal, 130 after an interrupt.
@@ -44,12 +42,12 @@ def one_line_errors() -> Iterator[None]:
 
 
 def _is_refusal(error: BaseException) -> bool:
-    """Return whether mmod raised an error itself, or the system named the file that it concerns."""
+    """Return whether mmod itself raised an error, or the system named its file."""
     if isinstance(error, OSError) and error.filename is not None:
         return True
     cause = error.__cause__
     if type(cause).__name__ == "_RemoteTraceback" or " in DataLoader worker process " in str(cause):
-        # Raised in a process of a pool or a loader, whose traceback comes as text.
+        # Raised in a worker process, whose traceback comes as text.
         raised = re.findall(r'^  File "(.+)", line \d+, in ', str(cause), flags=re.MULTILINE)[-1]
     else:
         raised = traceback.extract_tb(error.__traceback__)[-1].filename

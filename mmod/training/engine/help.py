@@ -1,4 +1,4 @@
-"""What `--help` says of a config: every field, those of optional groups and of routing included."""
+"""The `--help` of configs: every field, including those of optional groups and of routing."""
 
 from __future__ import annotations
 
@@ -17,22 +17,20 @@ from mmod.config import PRESETS, Gate, LanguageRouting, Merged, RoutingConfig, T
 from mmod.io.yaml import STRICT
 from mmod.values import describe
 
-__all__ = ["create_parser", "dataclass_in"]
-
 
 class _ConfigParser(jsonargparse.ArgumentParser):
-    """A parser whose help goes on with the fields that are no options of their own."""
+    """A parser whose help also lists the fields that are no options."""
 
     kind: type | None = None
 
     def format_help(self, *arguments: Any, **options: Any) -> str:
-        """Return the help with the fields of groups that are null unless they are given."""
+        """Return the help, with the fields of groups that are null by default."""
         sections = [] if self.kind is None else list(_sections(self.kind))
         return "\n\n".join([super().format_help(*arguments, **options).rstrip(), *sections]) + "\n"
 
 
 def create_parser(kind: type, **options: Any) -> jsonargparse.ArgumentParser:
-    """Make a parser with one option for each field of a config, named as in the YAML file."""
+    """Create a parser with one option per field of a config, named as in the YAML file."""
     parser = _ConfigParser(exit_on_error=False, parser_mode=STRICT, **options)
     parser.kind = kind
     parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
@@ -41,7 +39,7 @@ def create_parser(kind: type, **options: Any) -> jsonargparse.ArgumentParser:
 
 
 def dataclass_in(hint: Any) -> type | None:
-    """Return the dataclass that a field's type is or allows; None when its keys are free."""
+    """Return the dataclass that a field's type is or allows; None if its keys are free."""
     for item in (hint, *typing.get_args(hint)):
         if isinstance(item, type) and dataclasses.is_dataclass(item):
             return item
@@ -75,7 +73,7 @@ def _optional_groups(kind: type, prefix: str = "") -> Iterator[tuple[str, type]]
 
 
 def _describe(kind: Any, key: str) -> str:
-    """Return the fields of a dataclass with their meanings, types and defaults, as options under a key."""
+    """Return the fields of a dataclass with descriptions, types and defaults, as options under a key."""
     document = parse(kind.__doc__ or "")
     meanings = {item.arg_name: item.description or "" for item in document.params}
     hints, signature = typing.get_type_hints(kind.__init__), inspect.signature(kind)

@@ -1,4 +1,4 @@
-"""What a run shows and writes while it goes: the bar, running means, the CSV file and TensorBoard."""
+"""Running means, the CSV files and TensorBoard logs of a run."""
 
 from __future__ import annotations
 
@@ -15,44 +15,28 @@ from torch import Tensor
 from mmod.io.files import write_atomically
 from mmod.training.engine.distributed import sum_over_processes
 
-__all__ = ["Meters", "TensorBoard", "write_csv"]
-
 
 class Meters:
-    """Running means over samples that stay on the device until they are read.
-
-    Args:
-        device: Where the figures are made.
-    """
+    """Running means over samples that stay on the device until they are read."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # Name to the sum of its values and their count.
+        # Sum of the values, and their count, by name.
         self._sums: dict[str, Tensor] = {}
 
     def update(self, values: Mapping[str, Tensor], count: int) -> None:
-        """Add the means of a batch.
-
-        Args:
-            values: Names to scalars.
-            count: Samples of the batch.
-        """
+        """Add the means, scalars by name, of a batch of `count` samples."""
         for name, value in values.items():
             value = value.detach().double()
-            found = torch.stack([value * count, torch.full_like(value, count)])
-            self._sums[name] = self._sums[name] + found if name in self._sums else found
+            sums = torch.stack([value * count, torch.full_like(value, count)])
+            self._sums[name] = self._sums[name] + sums if name in self._sums else sums
 
     def means(self) -> dict[str, float]:
         """Return the means so far."""
         return {name: total / count for name, (total, count) in self.state_dict().items()}
 
     def gather(self, keep: bool) -> None:
-        """Replace the sums by those over all processes.
-
-        Args:
-            keep: Whether this process holds the total from now on; the others start again from zero, so
-                that a later call does not count anything twice.
-        """
+        """Replace the sums by those over all processes if `keep`, otherwise by zero, so that nothing counts twice."""
         for name, sums in self._sums.items():
             total = sum_over_processes(sums)
             self._sums[name] = total if keep else torch.zeros_like(total)
@@ -62,21 +46,18 @@ class Meters:
         return {name: sums.tolist() for name, sums in self._sums.items()}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Take up sums and counts again."""
+        """Restore sums and counts."""
         self._sums = {
             name: torch.tensor(sums, dtype=torch.float64, device=self._device) for name, sums in state.items()
         }
 
 
 class TensorBoard:
-    """TensorBoard's writer, or nothing when it is not wanted.
+    """TensorBoard's writer; a no-op without a folder.
 
     Args:
-        folder: Where the logs go; None for no logs.
-        step: Optimiser steps done; what an interrupted run wrote beyond it is hidden.
-
-    Raises:
-        ModuleNotFoundError: If it is wanted and the tensorboard package is not installed.
+        folder: Folder of the logs.
+        step: Optimiser steps done; later ones that an interrupted run wrote are hidden.
     """
 
     def __init__(self, folder: Path | None, step: int) -> None:
@@ -91,7 +72,7 @@ class TensorBoard:
             self._open = functools.partial(SummaryWriter, str(folder), purge_step=step)
 
     def write(self, values: Mapping[str, float], step: int) -> None:
-        """Write scalars under their names."""
+        """Write scalars by name."""
         if self._writer is None and self._open is not None:
             self._writer = self._open()
         if self._writer is not None:
@@ -105,12 +86,7 @@ class TensorBoard:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows under the names of all their columns; rows may lack some.
-
-    Args:
-        path: The file, replaced as a whole so that it never disagrees with what is written beside it.
-        rows: One mapping of column to value for each row.
-    """
+    """Write rows, which may lack columns, atomically."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, lineterminator="\n")

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mmod.data.corrupt import CorruptReport, Fault
-from mmod.data.stream import BatchStream
 from mmod.io.files import replacing
 from mmod.io.progress import progress_bar
 from mmod.training.engine.checkpoint import (
@@ -35,7 +34,6 @@ from mmod.training.engine.checkpoint import (
     save_checkpoint,
     write_sums,
 )
-from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.distributed import (
     Process,
     check_agreement,
@@ -44,11 +42,12 @@ from mmod.training.engine.distributed import (
     sum_over_processes,
     wait_for_all,
 )
+from mmod.training.engine.estimate import RunEstimate, estimate
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
 from mmod.training.engine.logging import Meters, TensorBoard, write_csv
 from mmod.training.engine.nonfinite import all_finite, find_nonfinite
 from mmod.training.engine.optim import create_optimizer, create_schedule
-from mmod.training.engine.recipe import InLoop, LoopParts, Streams, Tick
+from mmod.training.engine.recipe import InLoop, LoopParts, Streams, Tick, steps_of_epoch
 from mmod.training.engine.run_folder import FitResult, Result, read_fit, run_once, write_result
 from mmod.training.engine.signals import StopRequest, stop_signals
 from mmod.training.engine.task import Batch, Task, autocast
@@ -87,6 +86,10 @@ class LoopRecipe(LoopParts[InLoop, Result]):
         """Train, or read the result of a finished run; see `Recipe.train`."""
         return run(self, progress=False, tick=tick).best
 
+    def estimate(self) -> RunEstimate:
+        """Count what the run would cost; see `Recipe.estimate`."""
+        return estimate(self)
+
 
 def seed_draws(seed: int, step: int, rank: int) -> None:
     """Seed Python, NumPy and torch by seed, optimiser step (from 1; 0 before training) and process."""
@@ -94,12 +97,6 @@ def seed_draws(seed: int, step: int, rank: int) -> None:
     random.seed(word)
     np.random.seed(word)  # noqa: NPY002 (timm's mixup draws from NumPy's global generator)
     torch.manual_seed(word)
-
-
-def steps_of_epoch(config: LoopConfig, train: BatchStream) -> int:
-    """Return the number of optimiser steps per epoch."""
-    steps = -(-train.steps_per_epoch // config.accumulate)
-    return steps if config.epoch_steps is None else min(steps, config.epoch_steps)
 
 
 class _Trainer(Generic[Result]):

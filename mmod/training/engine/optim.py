@@ -17,22 +17,17 @@ from torch import nn
 from mmod.io.names import near_names
 from mmod.training.engine.config import LoopConfig, OptimConfig
 
-__all__ = ["create_optimizer", "create_schedule", "single_precision"]
-
 
 def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: int = 1) -> torch.optim.Optimizer:
-    """Make timm's optimiser with its parameter groups.
+    """Create timm's optimiser with its parameter groups.
 
     Args:
         config: The optimiser's config.
-        model: The model to train, on its device.
+        model: The model, on its device.
         samples_per_step: Samples per optimiser step over all processes, for `lr_per`.
 
-    Returns:
-        The optimiser.
-
     Raises:
-        ValueError: If timm does not know it; similar names are listed.
+        ValueError: timm does not know it; similar names are listed.
     """
     names = [str(name) for name in list_optimizers()]
     # The part before an underscore names a wrapper of timm's, such as lookahead.
@@ -55,16 +50,7 @@ def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: in
 def create_schedule(
     config: LoopConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> tuple[Scheduler | None, int]:
-    """Make timm's schedule, a function of the optimiser step.
-
-    Args:
-        config: The run's config.
-        optimizer: What it steers.
-        steps_per_epoch: Optimiser steps of one epoch.
-
-    Returns:
-        The schedule (None for "none") and the epochs to train, cool-down and the like included.
-    """
+    """Create timm's schedule (None for "none"); also return the epochs to train, those of a cool-down included."""
     schedule = config.schedule
     schedule.check_rate(max(float(group["lr"]) for group in optimizer.param_groups))
     scheduler, epochs = create_scheduler_v2(
@@ -82,10 +68,9 @@ def create_schedule(
 
 
 def single_precision(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Let timm's Muon on a CPU make updates orthogonal in fp32, in place; return any other optimiser as it is.
+    """Let timm's Muon orthogonalise updates in fp32 on a CPU, in place; return other optimisers unchanged.
 
-    timm does it in bf16. CPUs without instructions for bf16 take ten times as long for that as in fp32, which for
-    small models is more than the rest of a training step.
+    timm uses bf16, which takes ten times as long on CPUs without bf16 instructions.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.eye(8))
@@ -106,7 +91,6 @@ class _SingleMuon(Muon):
 
 @contextmanager
 def _orthogonal_in(dtype: torch.dtype) -> Iterator[None]:
-    """Change the precision that timm's optimiser has no option for."""
     plain = timm_muon.zeropower_via_newtonschulz
     timm_muon.zeropower_via_newtonschulz = partial(plain, dtype=dtype)
     try:

@@ -18,9 +18,7 @@ from mmod.io.yaml import stack_configs
 from mmod.training.engine.help import create_parser, dataclass_in
 from mmod.values import check_value, describe
 
-__all__ = ["config_from", "load_config", "make_config", "parse_config"]
-
-# What the parser itself says of a value, apart from what the config's classes say.
+# Messages of the parser itself, not of the config's classes.
 _OF_PARSER = ("- Expected a", "- Problem with given class_path")
 _PARSER_OPTIONS = ("--config", "--help", "--print_config", "--print_shtab")
 
@@ -47,17 +45,10 @@ def config_from(fields: Mapping[str, Any], kind: type[Config]) -> Config:
 
 
 def parse_config(arguments: Sequence[str], kind: type[Config]) -> Config:
-    """Turn the command line `CONFIG [--key.sub value ...]` into a config; print errors and end the program.
-
-    Args:
-        arguments: The command line without the program's name.
-        kind: The dataclass whose fields the keys are.
-
-    Returns:
-        The checked config.
+    """Create a config of class `kind` from the command line `CONFIG [--key.sub value ...]`.
 
     Raises:
-        SystemExit: With code 2 if a key is unknown or a value does not fit its type.
+        SystemExit: With code 2 and one line if a key is unknown or a value is refused.
     """
     parser = _create_parser(kind)
     with _refusing(parser):
@@ -65,23 +56,13 @@ def parse_config(arguments: Sequence[str], kind: type[Config]) -> Config:
 
 
 def make_config(parser: jsonargparse.ArgumentParser, kind: type[Config], fields: Mapping[str, Any]) -> Config:
-    """Make a config from parsed values, ending the program with one line when they do not fit each other.
-
-    Args:
-        parser: What read the command line.
-        kind: The dataclass whose fields the keys are.
-        fields: The values.
-
-    Raises:
-        SystemExit: The config refuses a value.
-    """
+    """Create a config from parsed values; end the program with code 2 and one line if it refuses them."""
     with _refusing(parser):
         return kind(**fields)
 
 
 @contextmanager
 def _refusing(parser: jsonargparse.ArgumentParser) -> Iterator[None]:
-    """End the program with one line where a config is refused."""
     try:
         yield
     except (ValueError, TypeError, OSError) as error:
@@ -114,7 +95,6 @@ def _parse(parser: jsonargparse.ArgumentParser, arguments: list[str], kind: type
 def _instantiate(
     parser: jsonargparse.ArgumentParser, parse: Callable[[], jsonargparse.Namespace], kind: type[Config]
 ) -> Config:
-    """Make the dataclasses from what the parser reads."""
     try:
         fields = parser.instantiate(parse())
         return kind(**{item.name: fields[item.name] for item in dataclasses.fields(kind)})
@@ -125,16 +105,16 @@ def _instantiate(
 
 
 def _one_line(message: str, kind: type[AnyConfig]) -> str:
-    """Return one line in place of the several in which the parser says what does not fit."""
+    """Return a message of the parser in one line."""
     lines = [line.strip() for line in message.splitlines()]
-    own = [line[2:] for line in lines if line.startswith("- ") and not line.startswith(_OF_PARSER)]
+    of_config = [line[2:] for line in lines if line.startswith("- ") and not line.startswith(_OF_PARSER)]
     keys = re.findall(r'Parser key "([^"]+)":', message)
-    given = re.search(r"(?:Got|Given) value: (.*)", message)
+    value = re.search(r"(?:Got|Given) value: (.*)", message)
     hint = _find_hint(".".join(keys), kind) if keys else None
-    if own:
-        return own[0]
-    if hint is not None and given is not None:
-        return f"{'.'.join(keys)} must be {describe(hint)}, got {given[1]}"
+    if of_config:
+        return of_config[0]
+    if hint is not None and value is not None:
+        return f"{'.'.join(keys)} must be {describe(hint)}, got {value[1]}"
     return " ".join(lines)
 
 
@@ -156,7 +136,7 @@ def _check_tree(fields: Any, kind: type[AnyConfig], prefix: str = "") -> None:
 
 
 def _check_options(names: Iterable[str], kind: type[AnyConfig]) -> None:
-    """Raise at the first option that is no field of the config, naming the fields there are."""
+    """Raise at the first option that is no field of the config."""
     for key in names:
         owner: type | None = kind
         group = ""
@@ -180,7 +160,7 @@ def _unknown(key: str, group: str, hints: Iterable[str]) -> str:
 
 
 def _find_hint(key: str, kind: type | None) -> Any:
-    """Return the type of the field with a dotted key; None when there is no such field."""
+    """Return the type of the field with a dotted key; None without such a field."""
     hint: Any = None
     for part in key.split("."):
         if kind is None:

@@ -105,6 +105,10 @@ class Recipe(ABC, Generic[Config, Result]):
         """Train without a bar, or read the result of a finished run; return the evaluation to report."""
 
     @abstractmethod
+    def estimate(self) -> Any:
+        """Count what the run would cost, without training; the result's text is for the terminal."""
+
+    @abstractmethod
     def assess(self, model: nn.Module, progress: bool = False) -> Result:
         """Evaluate a model on the full evaluation set, in this process.
 
@@ -308,6 +312,12 @@ class LoopParts(Recipe[InLoop, Result]):
         """Return what the header of weight files holds as JSON."""
         routing = self.config.to_dict().get("routing")
         return {} if routing is None else {"routing": routing}
+
+
+def steps_of_epoch(config: LoopConfig, train: BatchStream) -> int:
+    """Return the number of optimiser steps per epoch."""
+    steps = -(-train.steps_per_epoch // config.accumulate)
+    return steps if config.epoch_steps is None else min(steps, config.epoch_steps)
 
 
 def by_data(model: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT end a run after the step that is being done, with a checkpoint."""
+"""SIGTERM and SIGINT end a run after the current step, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,32 +14,25 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["StopRequest", "stop_signals"]
-
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequest:
-    """The first signal that asked to stop, in any of the processes that train together."""
+    """The first stop signal in any of the processes that train together."""
 
     def __init__(self) -> None:
         self._number = 0
-        # Beside the group that trains, so that no step waits for a GPU.
+        # A separate group, so that no step waits for a GPU.
         self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def note(self, number: int, frame: FrameType | None = None) -> None:
-        """Take note of a signal; the next one ends the process as if nobody listened.
-
-        Args:
-            number: The signal's number.
-            frame: Unused: what Python calls a handler with.
-        """
+        """Handle a signal; the next one ends the process at once."""
         self._number = number
-        for heard in _SIGNALS:
-            signal.signal(heard, signal.SIG_DFL)
+        for handled in _SIGNALS:
+            signal.signal(handled, signal.SIG_DFL)
 
     def agreed(self) -> bool:
-        """Return whether any process was asked to stop; all processes must ask after the same step."""
+        """Return whether any process was asked to stop; collective over processes."""
         if self._group is not None:
             number = torch.tensor(self._number)
             dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group)
@@ -47,16 +40,7 @@ class StopRequest:
         return self._number > 0
 
     def leave(self, folder: str | Path, step: int, *, loud: bool) -> None:
-        """End the program with the exit code of the signal.
-
-        Args:
-            folder: The run folder.
-            step: Steps done, all of them saved.
-            loud: Whether this process says so.
-
-        Raises:
-            SystemExit: Always.
-        """
+        """Exit with code 128 + signal after `step` saved steps; print a message if `loud`."""
         if loud:
             name = signal.Signals(self._number).name
             print(f"{folder}: {name} after step {step}, which is saved; the same command goes on", file=sys.stderr)
@@ -65,11 +49,7 @@ class StopRequest:
 
 @contextmanager
 def stop_signals() -> Iterator[StopRequest]:
-    """Listen to SIGTERM and SIGINT in place of those who did so before.
-
-    Yields:
-        What was heard. Outside the main thread, which alone may listen, nothing is.
-    """
+    """Context that handles SIGTERM and SIGINT; outside the main thread it handles nothing."""
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
         yield request

@@ -1,4 +1,4 @@
-"""The training objective as a module: a model, its teacher, and the passes of an optimiser step."""
+"""The training objective as a module: a model, its teacher and the passes of an optimiser step."""
 
 from __future__ import annotations
 
@@ -12,22 +12,12 @@ from typing_extensions import Self
 
 from mmod.values import one_of
 
-__all__ = ["Batch", "Pass", "Task", "autocast"]
-
 Batch = tuple[Tensor, Tensor]
 _PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def autocast(device: torch.device, precision: str) -> AbstractContextManager[object]:
-    """Return the context in which a forward pass runs at `precision`.
-
-    Args:
-        device: Where the model is.
-        precision: "fp32", "bf16" or "fp16".
-
-    Raises:
-        ValueError: If the precision is unknown, or is "fp16" on another device than CUDA.
-    """
+    """Return the context of a forward pass in "fp32", "bf16" or, on CUDA, "fp16"; ValueError for others."""
     one_of("precision", precision, tuple(_PRECISIONS))
     if precision == "fp16" and device.type != "cuda":
         raise ValueError(f"precision 'fp16' needs a CUDA device, got {device}; use 'bf16' or 'fp32'")
@@ -38,9 +28,9 @@ class Pass(NamedTuple):
     """One forward and backward pass of an optimiser step.
 
     Attributes:
-        arguments: What the task's forward takes.
-        weight: What its loss is weighed with.
-        samples: Samples of the batch.
+        arguments: Arguments of the task's forward.
+        weight: Weight of its loss.
+        samples: Samples in the batch.
     """
 
     arguments: tuple[Any, ...]
@@ -49,19 +39,19 @@ class Pass(NamedTuple):
 
 
 class Task(nn.Module):
-    """A model with its objective: what the training loop drives, and what distributed training wraps.
+    """A model with its objective, which the loop trains and distributed training wraps.
 
-    Its forward returns the "loss" of a pass, the parts it is made of, and figures worth a mean over the epoch.
+    Its forward returns the "loss" of a pass, its terms, and further figures to average over the epoch.
 
     Args:
-        model: The model to train.
-        teacher: A frozen model that is imitated, or None.
+        model: The model.
+        teacher: A frozen model to imitate; None for none.
         distill_weight: Weight of that term.
-        auxiliary: Whether the routed model's auxiliary objectives are added.
+        auxiliary: Add the auxiliary losses of the routed model.
         precision: "fp32", "bf16" or "fp16".
 
     Attributes:
-        shown: Names of the figures that the progress bar shows.
+        shown: Names of the figures in the progress bar.
     """
 
     shown: tuple[str, ...] = ("loss",)
@@ -90,13 +80,8 @@ class Task(nn.Module):
         return self
 
     def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
-        """Yield the passes of an optimiser step, as many as there are batches.
-
-        Args:
-            group: The step's batches, on the CPU.
-            device: Where the model is.
-        """
+        """Yield the passes of an optimiser step, one per batch of the group, which is on the CPU."""
         raise NotImplementedError
 
     def after_step(self) -> None:
-        """Do what an optimiser step leaves to be done; nothing by default."""
+        """Called after each optimiser step; does nothing by default."""

@@ -57,7 +57,7 @@ def train_split(folder: Path) -> None:
     recipe.training_arguments, recipe.RoutedTrainer = on_cpu, Watching  # type: ignore[assignment,misc]
     for name in RUNS:
         config = run_config(folder, name, 2)
-        recipe.fit(config, progress=False)
+        recipe.ChatRecipe(config).fit(progress=False)
         run = Path(config.output)
         state = PartialState()
         if state.is_main_process:
@@ -66,6 +66,6 @@ def train_split(folder: Path) -> None:
             shutil.rmtree(run / "model")
             shutil.rmtree(run / "checkpoints" / "checkpoint-4")
         state.wait_for_everyone()
-        assert not recipe.fit(config, progress=False).reused
+        assert not recipe.ChatRecipe(config).fit(progress=False).reused
     if PartialState().is_main_process:
         (folder / "split.json").write_text(json.dumps(split))

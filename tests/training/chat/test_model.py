@@ -15,8 +15,7 @@ from mmod.data.readers.conversations import open_conversations
 from mmod.io.files import DamagedFileError
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.model import create_model, resize_images
-from mmod.training.chat.recipe import training_arguments
-from mmod.training.chat.trainer import RoutedTrainer
+from mmod.training.chat.trainer import RoutedTrainer, training_arguments
 from tests.adapters.vlm_zoo import make_joint
 from tests.training.chat.configs import GAMMA, MASKED, MODEL, P_MOD, VISION, vlm_config
 

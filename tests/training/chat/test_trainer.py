@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,10 @@ from hypothesis import strategies as st
 import mmod
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
+from mmod.io.files import UnwrittenError
 from mmod.training.chat.model import create_model
-from mmod.training.chat.recipe import training_arguments
 from mmod.training.chat.sampler import LengthSampler
-from mmod.training.chat.trainer import RoutedTrainer
+from mmod.training.chat.trainer import RoutedTrainer, training_arguments
 from mmod.training.engine.health import RouterHealth
 from tests.training.chat.configs import vlm_config
 
@@ -44,6 +45,15 @@ def test_auxiliary_losses_are_added_once(folder: Path, accumulate: int) -> None:
     assert any("router" in name for name in gradients[0])
     for name, value in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_a_run_folder_that_is_gone_is_not_created_anew(tmp_path: Path) -> None:
+    trainer: Any = SimpleNamespace(
+        args=SimpleNamespace(output_dir=tmp_path / "run/checkpoints"), state=SimpleNamespace(global_step=3)
+    )
+    with pytest.raises(UnwrittenError, match=rf"checkpoint-3' could not be .*: the folder '{tmp_path}/run' is gone"):
+        RoutedTrainer._save_checkpoint(trainer, torch.nn.Identity(), None)
+    assert not (tmp_path / "run").exists()
 
 
 def test_health_counts_what_blocks_keep(folder: Path) -> None:

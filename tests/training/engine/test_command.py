@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 import mmod
 from mmod.data.corrupt import original_errors
 from mmod.training.engine.command import one_line_errors
+from tests.scripts import run_script
 
 
 def refuse() -> None:
@@ -20,6 +21,30 @@ def refuse() -> None:
 
 def fail() -> None:
     int("seven")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["configs", "digits/dense"], 0, ""),
+        (["train", "image", "digits/dense", "--model.checkpoint", "nowhere"], 1, "error: no checkpoint at 'nowhere'"),
+        (["train", "image"], 2, "CONFIG is missing"),
+        (["train", "image", "digits/dense", "--epochz", "3"], 2, "unknown config key 'epochz'"),
+        (["train", "image", "digits/dense", "--epochs", "0"], 2, "epochs must be an integer of at least 1"),
+        (["trian"], 2, "unknown command 'trian'"),
+    ],
+)
+def test_exit_codes(arguments: list[str], code: int, message: str) -> None:
+    ended = run_script("-m mmod", *arguments)
+    assert ended.returncode == code
+    assert message in ended.stderr
+
+
+def test_an_interrupt_ends_with_code_130(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end, one_line_errors():
+        raise KeyboardInterrupt
+    assert end.value.code == 130
+    assert capsys.readouterr().err.startswith("interrupted: ")
 
 
 def test_refusals_end_in_one_line_and_faults_keep_their_traceback() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -27,10 +28,13 @@ from mmod.training.engine.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
+from mmod.training.engine.loop import run as run_loop
 from mmod.training.engine.run_folder import run_once
+from mmod.training.kinds import recipe_of
 from tests.disk import small_disk
 from tests.processes import run_processes
-from tests.training.engine.worker import main, read_metrics, run, tiny_config, weights, without_usage
+from tests.scripts import run_script
+from tests.training.engine.worker import TensorStream, main, read_metrics, run, tiny_config, weights, without_usage
 from tests.trap import Trap
 
 
@@ -269,6 +273,57 @@ def test_a_full_disk_leaves_the_earlier_checkpoint_and_names_it(tmp_path: Path, 
         save_checkpoint(tmp_path, 0, 2, Checkpoint(**large), {})
     assert list(tmp_path.iterdir()) == [kept]
     assert load_checkpoint(kept).training["x"].tolist() == [1, 1]
+
+
+def test_a_read_only_folder_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    content = Checkpoint({"x": torch.ones(2)}, None, {"step": 1})
+    kept = save_checkpoint(tmp_path, 0, 1, content, {})
+
+    def refuse(path: Path, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    message = rf"step-000000002.*: Read-only file system, '{kept}' is kept as it was; make '{tmp_path}' a folder that"
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "mkdir", refuse)
+        with pytest.raises(UnwrittenError, match=message):
+            save_checkpoint(tmp_path, 0, 2, content, {})
+    assert load_checkpoint(kept).training == {"step": 1}
+
+
+def test_a_run_whose_folder_is_removed_ends_with_its_path_and_creates_nothing(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1, checkpoint_every=2)
+
+    def remove(share: float) -> None:
+        if share == 0.5:
+            shutil.rmtree(tmp_path / "run")
+
+    streams = TensorStream(8, seed=0), TensorStream(8, seed=None)
+    message = r"run/checkpoints/step-000000004-epoch-00000' could not be written: No such file or directory"
+    with pytest.raises(UnwrittenError, match=message):
+        run_loop(recipe_of(config), streams=streams, progress=False, tick=remove)  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_goes_on_with_other_batches_of_the_same_sum(tmp_path: Path, world: int) -> None:
+    options: dict[str, Any] = {"epochs": 1, "routing": {"router": "linear", "gate": "tanh", "capacity": 0.5}}
+    run(tiny_config(output=tmp_path / "whole", **options))
+    config = tiny_config(output=tmp_path / "split", **options)
+    with pytest.raises(SystemExit):
+        run(config, signals={3: signal.SIGTERM})
+    options |= {"output": str(tmp_path / "split"), "batch_size": 4, "accumulate": 2 // world}
+    assert run_processes(main, options, world=world) == [0] * world
+    left, right = weights(tmp_path / "whole/model"), weights(tmp_path / "split/model")
+    for name, value in left.items():
+        torch.testing.assert_close(
+            right[name], value, rtol=1e-3, atol=1e-4, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_random_kills_leave_the_weights_of_an_undisturbed_run() -> None:
+    ended = run_script("scripts/kill_runs.py", "--kills", "2")
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.startswith("2 kills, ")
 
 
 def test_a_finished_run_whose_weights_were_damaged_since_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,115 @@
+"""The cost of a run of the training loop, before it starts: steps, parameters, FLOPs and memory."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mmod.analysis.memory import ActivationMemory
+from mmod.training.engine.distributed import Process
+from mmod.training.engine.evaluate import KeptShares, RoutedResult
+from mmod.training.engine.optim import create_optimizer, create_schedule
+from mmod.training.engine.recipe import LoopParts, steps_of_epoch
+
+# Mixup needs a pair of samples.
+_SAMPLES = 2
+
+
+@dataclass(frozen=True)
+class RunEstimate:
+    """The cost of a run; its text has several lines.
+
+    Args:
+        epochs: Number of epochs.
+        steps: Optimiser steps.
+        batch: Samples per step over all processes.
+        flops: Forward FLOPs of a sample, by input.
+        parameters: Number of parameters.
+        trained: Number of those that are trained.
+        weight_bytes: Memory of the weights, with those of the teacher and the moving average.
+        training_bytes: Memory of gradients and of two moments.
+        activation_bytes: Memory held for the backward pass of one batch of one process.
+    """
+
+    epochs: int
+    steps: int
+    batch: int
+    flops: dict[str, float]
+    parameters: int
+    trained: int
+    weight_bytes: int
+    training_bytes: int
+    activation_bytes: int
+
+    @property
+    def step_flops(self) -> float:
+        """FLOPs of an optimiser step; a backward pass counts as two forward passes."""
+        return 3 * self.batch * sum(self.flops.values())
+
+    def __str__(self) -> str:
+        by_input = ", ".join(f"{name} {count / 1e9:.4g}" for name, count in self.flops.items())
+        return "\n".join(
+            [
+                f"{self.epochs} epochs, {self.steps} steps of {self.batch} samples",
+                f"forward GFLOPs of a sample: {by_input}; about {self.step_flops / 1e12:.4g} TFLOPs a step",
+                f"{self.parameters:,} parameters, {self.trained:,} trained",
+                f"memory of one process: {memory(self.weight_bytes, self.training_bytes, self.activation_bytes)}",
+            ]
+        )
+
+
+def memory(weights: int, training: int, activations: int) -> str:
+    """Return the text of an estimate of memory in bytes."""
+    return f"weights {_size(weights)}, gradients and moments {_size(training)}, activations about {_size(activations)}"
+
+
+def _size(count: int) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
+
+
+class _Observed(RoutedResult):
+    def __init__(self, kept: dict[str, float]) -> None:
+        self.kept = kept
+
+
+def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
+    """Create the model and the data of a run, and count what training would cost.
+
+    Activations are measured in one forward pass of two samples, and the shares of tokens that a threshold keeps, too.
+    """
+    config, world = recipe.config, int(os.environ.get("WORLD_SIZE", 1))
+    torch.manual_seed(config.seed)
+    model, teacher = recipe.create_models()
+    model.to(recipe.device)
+    stream = recipe.create_train_stream(Process(0, world, recipe.device), model)
+    batch = config.data.batch_size * config.accumulate * world
+    epoch_steps = steps_of_epoch(config, stream)
+    epochs = create_schedule(config, create_optimizer(config.optim, model, batch), epoch_steps)[1]
+
+    task = recipe.create_task(model, teacher, Process(0, 1, recipe.device)).to(recipe.device).train()
+    inputs, targets = next(iter(stream.batches(0)))[:2]
+    work = next(iter(task.passes([(inputs[:_SAMPLES], targets[:_SAMPLES])], recipe.device)))
+    shares = KeptShares(model, recipe.device)
+    known = [value for value in work.arguments if isinstance(value, torch.Tensor)]
+    with shares.watch(), ActivationMemory([*known, *task.parameters(), *task.buffers()]) as held:
+        output = task(*work.arguments)
+        activations = held.live * config.data.batch_size // len(inputs[:_SAMPLES])
+    del output
+
+    weights = [parameter.numel() * parameter.element_size() for parameter in task.parameters()]
+    average = [value.numel() * value.element_size() for value in model.parameters() if config.ema is not None]
+    trained = [value for value in model.parameters() if value.requires_grad]
+    return RunEstimate(
+        epochs=epochs,
+        steps=epochs * epoch_steps,
+        batch=batch,
+        flops=recipe.cost(model.eval(), _Observed(shares.means())),
+        parameters=sum(value.numel() for value in model.parameters()),
+        trained=sum(value.numel() for value in trained),
+        weight_bytes=sum(weights) + sum(average),
+        training_bytes=3 * sum(value.numel() * value.element_size() for value in trained),
+        activation_bytes=activations,
+    )

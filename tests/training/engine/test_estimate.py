@@ -1,0 +1,66 @@
+"""Estimates before a run: equal to what the run then does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import mmod
+from mmod.analysis.memory import ActivationMemory
+from mmod.data.config import DataConfig
+from mmod.data.loader import create_train_stream
+from mmod.training import EmaConfig, ModelConfig, TrainConfig
+from mmod.training.command import main
+from mmod.training.kinds import recipe_of
+from tests.training.engine.worker import MODEL
+
+
+@pytest.mark.parametrize("routing", [None, {"router": "linear", "gate": "tanh", "capacity": 0.5}], ids=["dense", "mod"])
+def test_an_estimate_of_an_image_run_is_what_the_run_does(tmp_path: Path, routing: Any) -> None:
+    config = TrainConfig(
+        output=str(tmp_path / "run"),
+        model=ModelConfig("vit_tiny_patch16_224", {**MODEL, "img_size": 32, "num_classes": 10}),
+        data=DataConfig("digits:tiny", root=str(tmp_path / "digits"), workers=0),
+        routing=routing,
+        epochs=2,
+        accumulate=3,
+        ema=EmaConfig(),
+        device="cpu",
+    )
+    recipe: Any = recipe_of(config)
+    estimate = recipe.estimate()
+    assert not (tmp_path / "run").exists()
+
+    model = recipe.create().train()
+    images = next(iter(create_train_stream(config.data, 0).batches(0)))[0]
+    with ActivationMemory([images, *model.parameters(), *model.buffers()]) as memory:
+        logits = model(images)
+        held = memory.live
+    del logits
+    assert estimate.activation_bytes == pytest.approx(held, rel=0.02)
+    assert estimate.parameters == sum(weight.numel() for weight in model.parameters())
+    assert estimate.weight_bytes == 2 * 4 * estimate.parameters
+    image_flops = mmod.flops(model, (1, 32, 32)).routed
+    assert estimate.flops == {"image": image_flops}
+    assert estimate.step_flops == 3 * 3 * 32 * image_flops
+    result = recipe.fit(progress=False)
+    assert (estimate.epochs, estimate.steps) == (result.epochs, result.steps)
+
+
+def test_a_dry_run_of_pairs_prints_the_cost_and_writes_no_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"output": "run", "data.train": "scenes:tiny/train", "data.val": "scenes:tiny/val", "data.root": "data"}
+    words = [
+        f"--{name}={tmp_path / value if name in ('output', 'data.root') else value}" for name, value in options.items()
+    ]
+    torch.manual_seed(0)
+    main(["configs/clip/scenes.yaml", *words, "--dry-run"], "pairs")
+    printed = capsys.readouterr().out
+    assert "20 steps of 64 samples" in printed
+    assert "forward GFLOPs of a sample: image 0.02482, text 0.004874; about 0.005701 TFLOPs a step" in printed
+    assert "3,686,017 parameters, 3,686,017 trained" in printed
+    assert not (tmp_path / "run").exists()
