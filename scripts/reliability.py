@@ -28,8 +28,7 @@ from mmod.data.corrupt import CorruptReport
 from mmod.data.loader import create_eval_stream, create_train_stream
 from mmod.data.readers.shards import ShardSource
 from mmod.data.stream import BatchStream
-from mmod.training import ModelConfig, TrainConfig
-from mmod.training.image.recipe import fit
+from mmod.training import ModelConfig, TrainConfig, fit
 
 ROOT = Path(__file__).parents[1]
 PAGE, RESULTS = ROOT / "docs/reliability.md", ROOT / "runs/reliability"

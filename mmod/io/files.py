@@ -86,7 +86,7 @@ def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None
             folder = next(parent for parent in target.absolute().parents if parent.is_dir())
             reason = f"{reason}; {shutil.disk_usage(folder).free / 1e6:.0f} MB are free on its disk"
         elif _is_refused(error, target):
-            reason, remedy = os.strerror(error.errno), f"make {str(target.parent)!r} a folder that can be written"
+            reason, remedy = os.strerror(error.errno or 0), f"make {str(target.parent)!r} a folder that can be written"
         else:
             raise
         kept = target if kept is None and target.exists() else kept

@@ -119,8 +119,8 @@ def create_rivals(
 
     Args:
         rivals: Series to capacity of the routed models that a rival is matched to, to its fields: `kind: resolution`
-            with `image_size`, `kind: smaller` with `args` and perhaps a `checkpoint`, or an entry of a training config's `methods`;
-            any may have `image_size` and `changes` of the training config. Experts take its `routing` too.
+            with `image_size`, `kind: smaller` with `args` and perhaps a `checkpoint`, or one of a training config's
+            `methods`; any may have `image_size` and `changes` of the training config. Experts take its `routing` too.
         controls: Name of a series to the one that it is compared with besides the dense model.
 
     Example:

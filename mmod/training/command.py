@@ -11,11 +11,6 @@ _DRY = "--dry-run"
 
 
 def main(arguments: Sequence[str], kind: str) -> None:
-    """Train as the command line `CONFIG [--key value] [--dry-run]` says and print the result, or the run's cost.
-
-    Args:
-        arguments: The command line.
-        kind: A key of `CONFIGS`.
-    """
+    """Train as the command line `CONFIG [--key value] [--dry-run]` says and print the result, or the run's cost."""
     recipe = recipe_of(parse_config([word for word in arguments if word != _DRY], CONFIGS[kind]))
     print(recipe.estimate() if _DRY in arguments else recipe.fit())

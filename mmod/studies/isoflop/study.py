@@ -22,7 +22,6 @@ from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult
 from mmod.training.text.model import window_flops
 from mmod.training.text.recipe import TextRecipe
-from mmod.training.text.recipe import TextRecipe
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The checkpoints of transformers' Trainer in a run folder: which are sound, and when they are written."""
+"""The checkpoints of transformers' Trainer in a run folder."""
 
 from __future__ import annotations
 
@@ -15,19 +15,15 @@ from mmod.training.engine.checkpoint import check_sums, read_newest
 from mmod.training.engine.health import rows_of_logs, write_rows
 from mmod.training.engine.signals import StopRequest
 
-__all__ = ["RunCallback", "finished_checkpoints", "last_checkpoint"]
-
 _STATE = "trainer_state.json"
 
 
 class RunCallback(TrainerCallback):
-    """Claims the run folder after the first step, writes the routers' figures into it, and stops when a signal asks.
-
-    It also shows how far the training is.
+    """Claims the run folder after the first step, writes `routers.csv`, shows a bar, and stops after a signal.
 
     Args:
-        claim: Writes the config into the run folder; None in processes that do not.
-        stop: What signals asked for.
+        claim: Writes the config into the run folder; None in all processes but the first.
+        stop: Whether a signal came.
         progress: Show a bar.
     """
 
@@ -43,15 +39,15 @@ class RunCallback(TrainerCallback):
         self._bar = progress_bar(desc="train", shown=self._progress and state.is_world_process_zero, **steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Show the figures."""
+        """Show the logged values."""
         self._bar.set_postfix(logs, refresh=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """End the bar."""
+        """Close the bar."""
         self._bar.close()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Claim the folder once; see what signals ask for."""
+        """Claim the folder once; stop after a signal."""
         self._bar.update(state.global_step - self._bar.n)
         if self._claim is not None:
             self._claim()
@@ -60,7 +56,7 @@ class RunCallback(TrainerCallback):
             self.stopped = control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write what routers logged into the run folder, above that of the checkpoints."""
+        """Write `routers.csv` into the run folder."""
         if args.should_save:
             write_rows(Path(args.output_dir).parent, rows_of_logs(state.log_history))
 
@@ -74,8 +70,8 @@ def last_checkpoint(folder: Path) -> str | None:
 def finished_checkpoints(folder: Path) -> list[Path]:
     """Return the finished checkpoints in a trainer's folder, newest first; other files are ignored."""
     # A checkpoint's `trainer_state.json` is written last.
-    found = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]
-    return sorted((path for path in found if (path / _STATE).is_file()), key=_step, reverse=True)
+    paths = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]
+    return sorted((path for path in paths if (path / _STATE).is_file()), key=_step, reverse=True)
 
 
 def _step(checkpoint: Path) -> int:
@@ -83,7 +79,7 @@ def _step(checkpoint: Path) -> int:
 
 
 def _check(checkpoint: Path) -> None:
-    """Raise a DamagedFileError at the first file of a checkpoint that is not whole."""
+    """Raise a DamagedFileError if a file of a checkpoint is damaged."""
     try:
         is_written = bool(read_json_object(checkpoint / _STATE))
     except ValueError as error:

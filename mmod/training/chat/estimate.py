@@ -1,4 +1,4 @@
-"""What fine-tuning a vision-language model costs, before it starts: tokens, FLOPs, memory, layers routed."""
+"""The cost of fine-tuning a vision-language model, before it starts: tokens, FLOPs, memory, routed layers."""
 
 from __future__ import annotations
 
@@ -23,35 +23,35 @@ from mmod.training.chat.model import create_model, router_parameters
 from mmod.training.chat.trainer import training_arguments
 from mmod.training.engine.estimate import memory
 
-# Conversations that are encoded, evenly spread over the data.
+# Encoded conversations, evenly spread over the data.
 _SAMPLES = 64
-# Arguments of the trainer that ask for devices and packages of the run, and not of its estimate.
+# Arguments of the trainer that need devices and packages which an estimate does not.
 _DEVICES = ("bf16", "fp16", "tf32", "fsdp", "fsdp_config", "deepspeed")
 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """What a run would cost; `print` shows it.
+    """The cost of a run; its text has several lines.
 
     Args:
         samples: Training conversations.
         steps: Optimiser steps.
-        batch: Conversations of one step over all processes.
-        processes: Processes that train together, those that were started now.
+        batch: Conversations per step over all processes.
+        processes: Number of processes.
         tokens: Mean tokens of a conversation, image tokens included.
-        image_tokens: Mean image tokens among them.
-        longest: Most tokens of a conversation that was encoded.
+        image_tokens: Mean image tokens.
+        longest: Tokens of the longest encoded conversation.
         answers: Mean number of tokens with a label.
         flops: FLOPs of the language model for a conversation of mean length.
-        kept: Name of each routed block to the share it keeps; None where that follows from the scores.
-        depth: Blocks of the parts that are routed; those of the language model when none is.
+        kept: Kept share by routed block; None for a threshold.
+        depth: Number of blocks in the routed parts, or in the language model if none is routed.
         parameters: Parameters, routers included.
-        router_parameters: Those of routers.
-        trained: Parameters that are trained.
+        router_parameters: Parameters of routers.
+        trained: Trained parameters.
         weight_bytes: Memory of the weights.
-        training_bytes: Memory of gradients and of two moments, in the parameters' type.
-        activation_bytes: What blocks hold for the backward pass of one process's batch: inputs and outputs of their
-            linear layers, or with gradient checkpointing their inputs alone.
+        training_bytes: Memory of gradients and two moments, in the dtype of the parameters.
+        activation_bytes: Memory held for the backward pass of one batch of one process: inputs and outputs of linear
+            layers, or with gradient checkpointing the inputs of blocks.
     """
 
     samples: int
@@ -91,17 +91,7 @@ class CostEstimate:
 
 
 def estimate(config: TrainConfig) -> CostEstimate:
-    """Say what a run would cost, without weights and without training.
-
-    Args:
-        config: The run's config.
-
-    Returns:
-        Counts from shapes and from some of the data.
-
-    Raises:
-        ValueError: As `mmod.training.chat.recipe.fit` does for a config that does not fit.
-    """
+    """Count what a run would cost from shapes and some of the data, without weights."""
     trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
     arguments = training_arguments(replace(config, trainer=trainer))
     train = open_conversations(config.data.train, config.data)
@@ -152,7 +142,7 @@ def estimate(config: TrainConfig) -> CostEstimate:
 
 
 def _weight_bytes(model: Any, quantization: Mapping[str, Any] | None) -> int:
-    """Return the memory of the weights, those of linear layers in as many bits as bitsandbytes would store."""
+    """Return the memory of the weights, with linear layers quantized as bitsandbytes does it."""
     total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     if quantization is None:
         return total
@@ -162,14 +152,14 @@ def _weight_bytes(model: Any, quantization: Mapping[str, Any] | None) -> int:
     inner = model.get_base_model()
     skipped = quantization.get("llm_int8_skip_modules") or get_keys_to_not_convert(inner)
     for name, module in inner.named_modules():
-        # Adapters are not quantized, and nor are routers, whose layers are of a class of their own.
+        # Adapters are not quantized, nor are routers, whose layers are a subclass.
         if type(module) is nn.Linear and ".lora_" not in name and should_convert_module(name, skipped):
             total -= module.weight.numel() * (8 * module.weight.element_size() - bits) // 8
     return total
 
 
 def _patches(model: Any, batch: Mapping[str, Tensor]) -> int:
-    """Return the tokens that enter the vision tower's layers for a conversation."""
+    """Return the number of tokens in the vision tower's layers for a conversation."""
     if "image_grid_thw" in batch:
         return int(batch["image_grid_thw"].prod(-1).sum())
     if "pixel_values" not in batch:

@@ -86,7 +86,6 @@ def evaluate(
     Args:
         model: The model; its mode is restored at the end.
         collator: Encodes the prompts.
-        conversations: The conversations.
         batch_size: Questions per batch.
         max_new_tokens: Longest answer, in tokens.
         rank: Rank of this process.
@@ -119,15 +118,7 @@ def evaluate(
 def generate(
     model: Any, collator: ChatCollator, prompts: Mapping[str, Tensor], max_new_tokens: int, exactly: bool = False
 ) -> list[str]:
-    """Generate answers greedily.
-
-    Args:
-        model: The model, in evaluation mode.
-        collator: The encoder of the prompts.
-        prompts: The encoded prompts.
-        max_new_tokens: Longest answer, in tokens.
-        exactly: Generate up to the longest answer, even after an end-of-sequence token.
-    """
+    """Generate answers greedily."""
     tokenizer = collator.processor.tokenizer
     inputs = {name: value.to(model.device) for name, value in prompts.items()}
     ids_BN: Tensor = model.generate(

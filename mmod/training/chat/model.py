@@ -33,16 +33,7 @@ _PREFIXES = {
 
 
 def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
-    """Create the model to train, in training mode, and its processor: weights, methods, frozen parts, then adapters.
-
-    Args:
-        config: The run's config.
-        on_meta: Create the model without weights, on the meta device.
-
-    Raises:
-        ValueError: The checkpoint is damaged, the model is already routed or lacks a part, an option of LoRA is
-            unknown, text is protected although no layer may skip it, or routers would not learn.
-    """
+    """Create the model to train, in training mode, and its processor: weights, methods, frozen parts, then adapters."""
     processor = create_processor(config.model)
     model = _create_dense(config, processor, on_meta)
     if config.model.image_size is not None:
@@ -65,11 +56,7 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
 
 
 def create_processor(config: ModelConfig) -> Any:
-    """Create the processor of a model.
-
-    Raises:
-        ValueError: "words" without the sizes of images and patches in the config.
-    """
+    """Create the processor of a model."""
     from transformers import AutoProcessor
 
     if config.processor != _WORDS:
@@ -94,11 +81,7 @@ def _at_size(processor: Any, side: int) -> Any:
 
 
 def resize_images(model: Any, side: int) -> None:
-    """Make a LLaVA-like model read images of `side` pixels, in place.
-
-    Raises:
-        ValueError: The vision tower has no position embedding per patch, or its patches do not divide the side.
-    """
+    """Make a LLaVA-like model read images of `side` pixels, in place."""
     resizable: list[Any] = [module for module in model.modules() if hasattr(module, "interpolate_pos_encoding")]
     towers = [module for module in resizable if isinstance(getattr(module, "position_embedding", None), nn.Embedding)]
     if len(towers) != 1:
@@ -131,11 +114,7 @@ def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def check_routers_learn(model: nn.Module) -> None:
-    """Refuse to train a model whose routers would stay random.
-
-    Raises:
-        ValueError: All weights of its routers are frozen, or no score receives a gradient.
-    """
+    """Refuse to train a model whose routers would stay random."""
     weights = router_parameters(model)
     if weights and not any(weight.requires_grad for weight in weights.values()):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The order of conversations in training: shuffled, those of a batch about equally long, an image in each batch."""
+"""The order of conversations in training: shuffled, with batches of similar lengths and an image in each."""
 
 from __future__ import annotations
 
@@ -7,25 +7,20 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from torch.utils.data import Sampler
 
-__all__ = ["LengthSampler"]
-
-# Batches that are sorted by length together: enough that a batch is even, few enough that an epoch stays shuffled.
+# Batches that are sorted by length together: enough for even batches, few enough that an epoch stays shuffled.
 _WINDOW = 8
 
 
 class LengthSampler(Sampler[int]):
-    """Shuffles samples so that those of a batch are about equally long; a function of seed and epoch.
+    """Shuffles samples so that batches have similar lengths; a function of seed and epoch.
 
     Args:
         lengths: Length of each sample.
         batch: Samples of one step over all processes.
         seed: Seed of the order.
-        images: Images of each sample, where each batch of a process must have one while any sample has; else None.
-            Processes that train one model wait for each other's gradients, those of the vision tower included.
-        share: Samples of a batch of one process.
-
-    Raises:
-        ValueError: If fewer samples have an image than there are batches.
+        images: Images of each sample, if each batch of a process needs one: processes wait for each other's gradients
+            of the vision tower. None otherwise.
+        share: Samples in a batch of one process.
 
     Example:
         >>> order = list(LengthSampler([1, 9, 1, 9], batch=2, seed=0))
@@ -55,7 +50,7 @@ class LengthSampler(Sampler[int]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next."""
+        """Set the next epoch."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -73,22 +68,22 @@ class LengthSampler(Sampler[int]):
         for start in range(0, len(order), self.batch * _WINDOW):
             window = order[start : start + self.batch * _WINDOW]
             window = window[np.argsort(self.lengths[window], kind="stable")]
-            whole = len(window) // self.batch * self.batch
-            for place in rng.permutation(whole // self.batch):
+            full = len(window) // self.batch * self.batch
+            for place in rng.permutation(full // self.batch):
                 yield from window[place * self.batch : (place + 1) * self.batch].tolist()
-            yield from window[whole:].tolist()
+            yield from window[full:].tolist()
 
 
 def _spread(order: list[int], seeing: np.ndarray, share: int) -> list[int]:
-    """Exchange as few samples as it takes for each batch to have one with an image."""
+    """Swap the fewest samples such that every batch has one with an image."""
     batches = [order[start : start + share] for start in range(0, len(order), share)]
     donors = [batch for batch in batches if seeing[batch].sum() > 1]
     for batch in batches:
         if seeing[batch].any():
             continue
         donor = donors[-1]
-        given = int(np.flatnonzero(seeing[donor])[-1])
-        batch[-1], donor[given] = donor[given], batch[-1]
+        place = int(np.flatnonzero(seeing[donor])[-1])
+        batch[-1], donor[place] = donor[place], batch[-1]
         if seeing[donor].sum() == 1:
             donors.pop()
     return [sample for batch in batches for sample in batch]

@@ -1,4 +1,4 @@
-"""transformers' Trainer with the losses of routers, their figures in its logs, and their weights in its checkpoints."""
+"""transformers' Trainer for routed models."""
 
 from __future__ import annotations
 
@@ -42,9 +42,6 @@ _GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 def training_arguments(config: TrainConfig) -> Any:
     """Return transformers' training arguments of a run.
 
-    Raises:
-        ValueError: An unknown argument, or ZeRO-3 would leave the final model sharded.
-
     Example:
         >>> from mmod.training.chat.config import ModelConfig
         >>> run = TrainConfig(output="run", model=ModelConfig(checkpoint="x"), trainer={"learning_rate": 2e-5})
@@ -75,16 +72,12 @@ def training_arguments(config: TrainConfig) -> Any:
 class RoutedTrainer(Trainer):
     """A Trainer for dense and routed vision-language models.
 
-    Auxiliary losses of the routing configs are added to the model's loss; each log says how healthy the router of every
-    routed layer is, on the last batch of this process; checkpoints hold the weights of routers beside adapters.
+    It adds the auxiliary losses of routing to the model's loss, the statistics of routers to the logs, and the weights
+    of routers to checkpoints of adapters.
 
     Args:
-        optim: Name of one of timm's optimisers, or None for the trainer's own.
+        optim: Name of one of timm's optimisers; None for the trainer's own.
         options: Arguments of `transformers.Trainer`.
-
-    Raises:
-        ValueError: If several GPUs would share one process, fsdp is asked for and cannot split the model, or routers
-            would not learn.
     """
 
     def __init__(self, optim: str | None = None, **options: Any) -> None:
@@ -107,7 +100,7 @@ class RoutedTrainer(Trainer):
             module.register_forward_hook(self._losses)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """Make the optimiser; see `transformers.Trainer.create_optimizer`."""
+        """Create the optimiser; see `transformers.Trainer.create_optimizer`."""
         if self.optim is None or self.optimizer is not None:
             return super().create_optimizer(model)
         config = OptimConfig(self.optim, lr=self.args.learning_rate, weight_decay=self.args.weight_decay)
@@ -122,7 +115,7 @@ class RoutedTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Return the model's loss with the routers' own; see `transformers.Trainer.compute_loss`."""
+        """Return the model's loss with the auxiliary losses; see `transformers.Trainer.compute_loss`."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if model.training and self._is_logged(self.state.global_step + 1):
             self._health.read()
@@ -135,12 +128,11 @@ class RoutedTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log the routers' figures with the rest."""
+        """Log, with the statistics of routers."""
         logs |= named(self._health.take(self.state.global_step))
         super().log(logs, start_time)
 
     def _is_logged(self, step: int) -> bool:
-        """Return whether figures are logged after a step; where only the trainer knows, each step counts as such."""
         return self.args.logging_strategy != "steps" or step == 1 or step % self.state.logging_steps == 0
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
@@ -151,7 +143,7 @@ class RoutedTrainer(Trainer):
         together = self.args.world_size > 1 and bool(waits)
         if not isinstance(dataset, ChatDataset) or not (grouped or together):
             return super()._get_train_sampler(train_dataset)
-        # Letters only: images have an even length in most models, and several of them weigh the most.
+        # Letters only: images have the same length in most models; the number of images weighs most.
         lengths = dataset.images * (1 + int(dataset.letters.max())) + dataset.letters
         share, seed = self.args.train_batch_size, int(self.args.seed)
         lengths = lengths if grouped else np.zeros_like(lengths)
@@ -202,10 +194,10 @@ class RoutedTrainer(Trainer):
         path = Path(resume_from_checkpoint) / _ROUTERS
         if path.exists():
             module: Any = self.model if model is None else model
-            own = router_parameters(module)
+            weights = router_parameters(module)
             with torch.no_grad():
                 for name, value in read_tensors(path)[0].items():
-                    weight = own[name]
+                    weight = weights[name]
                     if isinstance(weight, DTensor):
                         value = distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
                     weight.copy_(value)
@@ -221,10 +213,10 @@ class RoutedTrainer(Trainer):
 
 
 class _RouterLosses:
-    """A forward hook that collects the routers' losses, and lets the model's loss depend on them with weight 0.
+    """A forward hook that collects the auxiliary losses, and makes the model's loss depend on them with weight 0.
 
-    Data parallelism asks the outputs which weights a pass has used. A router that only its own loss reaches would be
-    reported as unused, and its gradient, which comes all the same, as a second one.
+    Data parallelism derives the used weights from the outputs. It would report a router that only its auxiliary loss
+    reaches as unused, and its gradient as a second one.
     """
 
     def __init__(self) -> None:
@@ -238,14 +230,14 @@ class _RouterLosses:
         return output
 
     def take(self) -> Tensor:
-        """Return the losses of the last pass, for once."""
+        """Return the losses of the last pass, once."""
         assert self._loss is not None
         loss, self._loss = self._loss, None
         return loss
 
 
 def _complete_states(optimizer: Any) -> None:
-    """Give parameters that no gradient has reached an empty state: a split one is loaded only when it has all."""
+    """Give parameters without a gradient so far an empty state: a sharded state is loaded only if it is complete."""
     for group in optimizer.param_groups:
         weights = [weight for weight in group["params"] if weight.requires_grad]
         reached = next((weight for weight in weights if optimizer.state.get(weight)), None)
@@ -263,22 +255,22 @@ def _complete_states(optimizer: Any) -> None:
 
 
 def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
-    """Return the classes of layers that are split one by one: all that can be routed, or those of some host classes.
+    """Return the classes of layers that are sharded one by one: all that can be routed, or those of some host classes.
 
-    What models say themselves does not serve: LLaVA names layers that it does not have.
+    The names in the models are no use: LLaVA names layers that it does not have.
     """
     if names is None:
         layers = [block for stack in find_stacks(model).values() for block in stack.blocks]
         return sorted({type(layer).__name__ for layer in layers})
-    found: set[str] = set()
+    classes: set[str] = set()
     for name in names.split(","):
-        own = [type(m).__name__ for m in model.modules() if name in (type(m).__name__, host_class(m).__name__)]
-        found |= set(own or [name])
-    return sorted(found)
+        matches = [type(m).__name__ for m in model.modules() if name in (type(m).__name__, host_class(m).__name__)]
+        classes |= set(matches or [name])
+    return sorted(classes)
 
 
 def _save_routers(model: nn.Module, folder: str, state: dict[str, Tensor]) -> None:
-    """Write the weights of routers, which adapters are not saved with."""
+    """Write the weights of routers, which are not saved with adapters."""
     routers = router_parameters(model)
     if routers:
         write_tensors(Path(folder) / _ROUTERS, {name: state.get(name, value) for name, value in routers.items()})

@@ -7,8 +7,6 @@ from typing import Any
 from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import WORDS
 
-__all__ = ["create_word_processor"]
-
 _ROLES = ("<user>", "<assistant>")
 _TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<' + message['role'] + '> ' }}{% for part in message['content'] %}"
@@ -19,14 +17,11 @@ _TEMPLATE = (
 
 
 def create_word_processor(image_size: int, patch_size: int) -> Any:
-    """Make a processor for the embedded questions: one token a word, one image token a patch.
+    """Create a `LlavaProcessor` of the embedded questions: one token per word, one image token per patch.
 
     Args:
         image_size: Side of an image, in pixels.
         patch_size: Side of a patch, in pixels.
-
-    Returns:
-        A `LlavaProcessor` with a chat template.
 
     Example:
         >>> processor = create_word_processor(image_size=12, patch_size=6)

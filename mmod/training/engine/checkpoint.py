@@ -52,17 +52,10 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
     """Write a checkpoint atomically, then remove all but the newest two.
 
     Args:
-        folder: The folder of the run's checkpoints.
-        epoch: Number of finished epochs, evaluation included.
-        step: Number of optimiser steps.
-        checkpoint: The content.
         metadata: Written as JSON into the header of the weight files, such as the routing config.
 
     Returns:
         The checkpoint's folder. An existing one is not written again: the position determines the content.
-
-    Raises:
-        UnwrittenError: The disk is full, or the folder is gone; the message names the newest checkpoint.
     """
     target = folder / f"step-{step:09d}-epoch-{epoch:05d}"
     if target.exists():
@@ -93,11 +86,7 @@ def check_sums(folder: Path, *names: str) -> None:
     """Refuse files that differ from their checksums.
 
     Args:
-        folder: A folder; without checksums, as others write it, nothing is checked.
         names: The files to check; all by default.
-
-    Raises:
-        DamagedFileError: A file is missing or differs.
     """
     if not (folder / _SUMS).is_file():
         return
@@ -137,11 +126,7 @@ def load_checkpoint(path: Path, *, averaged: bool = False) -> Checkpoint:
     """Read a checkpoint onto the CPU.
 
     Args:
-        path: Its folder.
         averaged: It must have a moving average.
-
-    Raises:
-        DamagedFileError: A file is missing, damaged or cannot be read.
     """
     check_sums(path)
     average = path / _AVERAGE
@@ -159,14 +144,7 @@ def read_newest(paths: Sequence[Path], read: Callable[[Path], Content]) -> tuple
     """Read the newest checkpoint of a run.
 
     Args:
-        paths: The checkpoints of a run, newest first.
         read: Reads a checkpoint; raises a `DamagedFileError` if it cannot.
-
-    Returns:
-        Its path and content; None without checkpoints.
-
-    Raises:
-        DamagedFileError: It cannot be read. An earlier one is used once the user has removed this one.
     """
     if not paths:
         return None
@@ -186,13 +164,6 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
     Args:
         path: A `.safetensors` file, a PyTorch file (a state dict, or one under `state_dict`, `model` or
             `model_ema`), a folder with one `model.safetensors`, or a run folder.
-
-    Returns:
-        Weights by name; a `module.` prefix is removed.
-
-    Raises:
-        FileNotFoundError: The path does not exist.
-        ValueError: The file is damaged, has no state dict, or has more than tensors and plain values.
     """
     file = find_weights(path)
     try:
@@ -223,9 +194,6 @@ def find_weights(path: str | Path) -> Path:
 
     Args:
         path: A file, a folder, or `mmod:NAME` for weights that come with the package.
-
-    Raises:
-        FileNotFoundError: There is none.
     """
     if str(path).startswith(_SHIPPED):
         name = str(path).removeprefix(_SHIPPED)

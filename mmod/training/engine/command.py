@@ -19,9 +19,6 @@ _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, Modu
 def one_line_errors() -> Iterator[None]:
     """Context that ends the program with one line if mmod refuses something; other errors keep their traceback.
 
-    Raises:
-        SystemExit: With code 1 after a refusal, 130 after an interrupt.
-
     Example:
         >>> from mmod.config import RoutingConfig
         >>> with one_line_errors():

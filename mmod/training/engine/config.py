@@ -194,10 +194,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Create a config from plain nested values.
-
-        Raises:
-            ValueError: An unknown key, or a value of the wrong type.
+        """Create a config from plain nested values; a ValueError names an unknown key or a value of the wrong type.
 
         Example:
             >>> from mmod.training import TrainConfig
@@ -216,17 +213,6 @@ class RunConfig:
         Args:
             path: A YAML file with the fields of this class.
             overrides: Arguments such as `["--epochs", "1", "--optim.lr=1e-4"]`.
-
-        Raises:
-            ValueError: An unknown key, or a value of the wrong type.
-
-        Example:
-            >>> import pathlib, tempfile
-            >>> from mmod.training import TrainConfig
-            >>> path = pathlib.Path(tempfile.mkdtemp()) / "config.yaml"
-            >>> _ = path.write_text("{output: run, model: {name: deit_tiny_patch16_224}, data: {source: digits}}")
-            >>> TrainConfig.load(path, ["--optim.lr", "2e-4"]).optim.lr
-            0.0002
         """
         from mmod.training.engine.parse import load_config
 
@@ -239,9 +225,6 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
     Args:
         fields: Fields of `RoutingConfig`; or `preset: NAME` with its arguments; or `plan: FILE` with the fields that
             the plan leaves open.
-
-    Raises:
-        ValueError: Both a preset and a plan.
     """
     fields = dict(fields)
     name, plan = fields.pop("preset", None), fields.pop("plan", None)
@@ -263,9 +246,6 @@ def resolve_methods(
         listed: The config's `methods`: the `kind` and fields of each.
         routing: The config's `routing`, a routing of the parts that it names, applied last; None leaves a part dense.
         depths: Number of blocks by part, for presets that depend on it.
-
-    Raises:
-        ValueError: An unknown kind or field, or a method that cannot follow an earlier one.
     """
     short = {name: fields for name, fields in routing.items() if fields is not None}
     entries = [*listed, *([{"kind": "routing", "parts": short}] if short else [])]

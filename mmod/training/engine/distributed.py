@@ -21,7 +21,6 @@ class Process:
     Args:
         rank: Its number, from 0.
         world: Number of processes.
-        device: Its device.
     """
 
     rank: int
@@ -36,9 +35,6 @@ class Process:
 
 def choose_device(device: str = "auto") -> torch.device:
     """Return the device of a config: "auto" is the GPU if there is one.
-
-    Raises:
-        ValueError: CUDA without a GPU, or no device of torch.
 
     Example:
         >>> choose_device("cpu")
@@ -57,9 +53,6 @@ def choose_device(device: str = "auto") -> torch.device:
 @contextmanager
 def process_group(device: str = "auto") -> Iterator[Process]:
     """Join the processes that `torchrun` started, with gloo on CPUs and nccl on GPUs; a single process without it.
-
-    Args:
-        device: See `choose_device`.
 
     Yields:
         This process. A group that is created here is left at the end.

@@ -47,12 +47,6 @@ def evaluation_batches(
 ) -> Iterator[Iterator[tuple[Pair, Pair]]]:
     """Context in which a model is in evaluation mode and records no gradients.
 
-    Args:
-        model: The model, on `device`; its mode is restored at the end.
-        stream: The evaluation batches.
-        device: Where batches go.
-        progress: Show a bar.
-
     Yields:
         An iterator over the batches, on the CPU and on the device.
     """
@@ -71,7 +65,6 @@ class KeptShares:
 
     Args:
         model: Any model; a dense one has no shares.
-        device: Its device.
     """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:

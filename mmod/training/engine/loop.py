@@ -180,7 +180,6 @@ class _Trainer(Generic[Result]):
         return self._finish(evaluation, average)
 
     def _train_epoch(self) -> None:
-        """Do the remaining optimiser steps of the epoch."""
         config = self.config
         self.wrapped.train()
         first, done = self.step + 1, self.step - self.epoch * self.steps_per_epoch
@@ -214,7 +213,6 @@ class _Trainer(Generic[Result]):
                     self._leave()
 
     def _leave(self) -> None:
-        """End the program; everything is saved."""
         self.board.close()
         self.stop.leave(self.folder, self.step, loud=self.process.is_first)
 
@@ -247,7 +245,6 @@ class _Trainer(Generic[Result]):
             self.ema.update(self.model, step=self.step)
 
     def _update(self) -> None:
-        """Change the weights by the gradients."""
         if self.config.grad_clip is not None:
             self.scaler.unscale_(self.optimizer)
             dispatch_clip_grad(self.model.parameters(), self.config.grad_clip)
@@ -355,7 +352,6 @@ class _Trainer(Generic[Result]):
         self.usage.load_state_dict(training["usage"])
 
     def _reports(self) -> dict[str, CorruptReport]:
-        """Return what no process could read so far, by split."""
         streams = {"train": self.train_stream, "val": self.test_stream}
         return {
             name: CorruptReport(stream.report.on_corrupt, merge_faults(stream.report.faults))
@@ -363,7 +359,6 @@ class _Trainer(Generic[Result]):
         }
 
     def _finish(self, evaluation: Result, average: Result | None) -> FitResult[Result]:
-        """Write weights and result, and remove the checkpoints."""
         self.board.close()
         result = FitResult(
             folder=str(self.folder),
@@ -388,7 +383,6 @@ class _Trainer(Generic[Result]):
         return result
 
     def _export(self, model: nn.Module, name: str) -> None:
-        """Write final weights atomically."""
         # An earlier start may have ended between weights and result.
         shutil.rmtree(self.folder / name, ignore_errors=True)
         with replacing(self.folder / name) as folder:

@@ -9,16 +9,7 @@ from torch import Tensor, nn
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
-    """Load a state dict strictly.
-
-    Args:
-        model: The model to fill.
-        state: Weights by name.
-        source: Where they came from, for messages.
-
-    Raises:
-        ValueError: Names or shapes differ; a different number of classes is named as such.
-    """
+    """Load a state dict strictly."""
     expected = model.state_dict()
     missing, unknown = set(expected) - set(state), set(state) - set(expected)
     if missing or unknown:
@@ -44,7 +35,6 @@ def converted(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor
 
     Args:
         state: Weights by name, perhaps of another image or patch size, or by the names of their source.
-        model: The model.
     """
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)

@@ -20,13 +20,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def find_nonfinite(task: Task, group: Sequence[Batch], device: torch.device) -> str:
-    """Repeat the forward passes of a step; name the batch and the module that were not finite first.
-
-    Args:
-        task: The objective.
-        group: The batches of the step.
-        device: The device of the model.
-    """
+    """Repeat the forward passes of a step; name the batch and the module that were not finite first."""
     places = []
     # All passes in every process, because some tasks gather features between them.
     for number, work in enumerate(task.passes(group, device), 1):

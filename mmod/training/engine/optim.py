@@ -19,16 +19,7 @@ from mmod.training.engine.config import LoopConfig, OptimConfig
 
 
 def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: int = 1) -> torch.optim.Optimizer:
-    """Create timm's optimiser with its parameter groups.
-
-    Args:
-        config: The optimiser's config.
-        model: The model, on its device.
-        samples_per_step: Samples per optimiser step over all processes, for `lr_per`.
-
-    Raises:
-        ValueError: timm does not know it; similar names are listed.
-    """
+    """Create timm's optimiser with its parameter groups."""
     names = [str(name) for name in list_optimizers()]
     # The part before an underscore names a wrapper of timm's, such as lookahead.
     if config.opt.lower().split("_")[-1] not in names:

@@ -36,7 +36,6 @@ class FitResult(Generic[Result]):
 
     Args:
         folder: The run folder. `model/` holds the final weights, `ema/` their moving average.
-        epochs: Number of epochs.
         steps: Number of optimiser steps.
         evaluation: The evaluation of the final weights.
         average: The evaluation of their moving average; None without one.
@@ -86,15 +85,7 @@ def run_once(
     """Train in a locked folder, unless the run in it has finished.
 
     Args:
-        config: The run's config.
-        rank: Rank of this process; the first one locks the folder.
-        world: Number of processes.
         read: From the folder to the result of a finished run; None if it is not finished.
-        train: Runs the training; receives a function that writes the config to the folder.
-
-    Raises:
-        ValueError: The folder belongs to another config.
-        LockedError: Another process trains into the folder.
     """
     folder = Path(config.output)
     record = {**config.to_dict(), "world_size": world}
@@ -160,15 +151,7 @@ def read_fit(folder: Path, kind: type[Result]) -> FitResult[Result] | None:
 
 
 def read_result(folder: Path, make: Callable[[dict[str, Any]], Done]) -> Done | None:
-    """Return the result in a run folder; None if its run is not finished.
-
-    Args:
-        folder: The run folder.
-        make: From the fields of the result to the result.
-
-    Raises:
-        ValueError: The result cannot be read, or weights of the run are damaged.
-    """
+    """Return the result in a run folder; None if its run is not finished."""
     path = folder / _RESULT
     if not path.exists():
         return None

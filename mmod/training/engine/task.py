@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import Self
 
@@ -22,6 +23,19 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[obj
     if precision == "fp16" and device.type != "cuda":
         raise ValueError(f"precision 'fp16' needs a CUDA device, got {device}; use 'bf16' or 'fp32'")
     return torch.autocast(device.type, dtype=_PRECISIONS[precision], enabled=precision != "fp32")
+
+
+def divergence(logits: Tensor, taught: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return KL(teacher || student), mean over rows of logits (..., C); T^2 keeps the scale of its gradient."""
+    student, target = (
+        F.log_softmax(values.float().flatten(0, -2) / temperature, dim=-1) for values in (logits, taught)
+    )
+    return temperature**2 * F.kl_div(student, target, reduction="batchmean", log_target=True)
+
+
+def total(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the terms of a loss with their sum as "loss"."""
+    return {"loss": torch.stack([part.float() for part in parts.values()]).sum(), **parts}
 
 
 class Pass(NamedTuple):
@@ -44,7 +58,6 @@ class Task(nn.Module):
     Its forward returns the "loss" of a pass, its terms, and further figures to average over the epoch.
 
     Args:
-        model: The model.
         teacher: A frozen model to imitate; None for none.
         distill_weight: Weight of that term.
         auxiliary: Add the auxiliary losses of the routed model.

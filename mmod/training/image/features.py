@@ -1,4 +1,4 @@
-"""Features of images: what a model says of each before its classifier, computed once and kept in a folder."""
+"""Features of images before the classifier, computed once and kept in a folder."""
 
 from __future__ import annotations
 
@@ -19,20 +19,18 @@ from mmod.planning.divergence import resized
 from mmod.training.engine.loop import seed_draws
 from mmod.training.engine.task import autocast
 
-__all__ = ["FeatureKind", "Features", "extract", "feature_of", "read_features"]
-
 FeatureKind = Literal["head", "class", "mean", "patches"]
 # Batches whose features are written together.
 _CHUNK = 4
 
 
 class Features(NamedTuple):
-    """What a model says of some images.
+    """Features of images.
 
     Attributes:
-        x_ND: Features, float32 (images, channels); of patches, float16 (images times patches, channels).
-        label_N: Classes, int64 (images,) or (images times patches,).
-        kept_NL: Share of tokens that each routed block keeps of each image (images, routed blocks).
+        x_ND: Float32 (images, channels); of patches, float16 (images * patches, channels).
+        label_N: Classes, int64 (images,) or (images * patches,).
+        kept_NL: Kept share of tokens (images, routed blocks).
     """
 
     x_ND: Tensor
@@ -49,23 +47,14 @@ def extract(
     precision: str = "fp32",
     tick: Callable[[float], object] = lambda share: None,
 ) -> Features:
-    """Compute the features of a stream's images, or go on where an earlier call stopped.
+    """Compute the features of a stream's images, or resume where an earlier call stopped.
 
-    A batch's draws follow from its number alone, so that features do not depend on interruptions.
+    Random draws are a function of the batch's number, so that features do not depend on interruptions.
 
     Args:
-        model: A timm model; its mode is restored at the end.
-        stream: The images, in evaluation order.
-        folder: Where features are kept, a file for every few batches. It must be that of this model, stream and kind.
+        folder: Folder of the features of this model, stream and kind: a file for every few batches.
         kind: See `feature_of`.
-        precision: "fp32", "bf16" or "fp16".
-        tick: Told the share that is done.
-
-    Returns:
-        The features of all images.
-
-    Raises:
-        ValueError: If the model has no such feature.
+        tick: Receives the share that is done.
     """
     folder, device = Path(folder), next(model.parameters()).device
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,19 +65,15 @@ def extract(
     batches = enumerate(stream.batches(0, min(done * _CHUNK, stream.steps_per_epoch)), done * _CHUNK)
     with in_mode(False, model), torch.no_grad():
         for number, path in enumerate(paths[done:], done):
-            found = list(_read_chunk(model, read, batches, device, precision))
+            columns = zip(*_read_chunk(model, read, batches, device, precision))
             with replacing(path) as partial:
-                write_tensors(partial, {name: torch.cat(parts) for name, parts in zip(Features._fields, zip(*found))})
+                write_tensors(partial, {name: torch.cat(parts) for name, parts in zip(Features._fields, columns)})
             tick((number + 1) / chunks)
     return read_features(folder)
 
 
 def read_features(folder: str | Path) -> Features:
-    """Read the features that `extract` kept in a folder.
-
-    Args:
-        folder: The folder.
-    """
+    """Read the features that `extract` kept in a folder."""
     states = [read_tensors(path)[0] for path in sorted(Path(folder).glob("*.safetensors"))]
     return Features(*(torch.cat([state[name] for state in states]) for name in Features._fields))
 
@@ -97,12 +82,8 @@ def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor
     """Return the function from images (B, C, H, W) to features (B, D), or (B, N, D) of patches.
 
     Args:
-        model: A timm model.
-        kind: "head" for what the classifier would read, "class" for the class token, "mean" for the mean over patches,
-            "patches" for each patch.
-
-    Raises:
-        ValueError: If the model has no class token, or does not give its tokens.
+        kind: "head" is the input of the classifier, "class" the class token, "mean" the mean over patches, "patches"
+            each patch.
 
     Example:
         >>> import timm

@@ -20,12 +20,7 @@ from mmod.training.image.config import LossConfig, MixupConfig, ModelConfig
 
 
 def create_dense_model(config: ModelConfig) -> nn.Module:
-    """Create a timm model without its checkpoint, in training mode.
-
-    Raises:
-        ValueError: timm does not know the name; similar names are listed.
-        ConnectionError: See `check_published`.
-    """
+    """Create a timm model without its checkpoint, in training mode."""
     if "/" not in config.name and not timm.is_model(config.name):
         hint = near_names(config.name.split(".")[0], timm.list_models(), "timm.list_models()")
         raise ValueError(f"timm knows no model {config.name!r}; {hint}")
@@ -35,11 +30,7 @@ def create_dense_model(config: ModelConfig) -> nn.Module:
 
 
 def check_published(config: ModelConfig) -> None:
-    """Raise if published weights are asked for and neither cached nor available.
-
-    Raises:
-        ConnectionError: The hub does not answer.
-    """
+    """Raise if published weights are asked for and neither cached nor available."""
     hub = getattr(timm.get_pretrained_cfg(config.name), "hf_hub_id", None) if "/" not in config.name else None
     if not config.pretrained or hub is None or any(name.startswith("pretrained_cfg") for name in config.args):
         return
@@ -60,13 +51,7 @@ def check_published(config: ModelConfig) -> None:
 
 
 def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
-    """Raise a ValueError if a timm model cannot read the images of `data`.
-
-    Args:
-        model: The model.
-        data: The data's config.
-        pretrained: The model has timm's published weights, which expect their normalisation.
-    """
+    """Raise a ValueError if a timm model cannot read the images of `data`."""
     patch_embed = getattr(model, "patch_embed", None)
     projection = getattr(patch_embed, "proj", None)
     if isinstance(projection, nn.Conv2d) and projection.in_channels != data.channels:
@@ -110,12 +95,7 @@ def _check_normalisation(data: DataConfig, published: Mapping[str, Any]) -> None
 
 
 def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:
-    """Create timm's criterion, which maps logits (B, C) and targets to a scalar.
-
-    Args:
-        loss: Its kind and smoothing.
-        mixed: Targets are mixed class distributions, smoothed already, instead of class numbers.
-    """
+    """Create timm's criterion, which maps logits (B, C) and targets to a scalar."""
     if loss.kind == "bce":
         return BinaryCrossEntropy(smoothing=0.0 if mixed else loss.smoothing)
     if mixed:
@@ -131,17 +111,7 @@ def create_mixup(mixup: MixupConfig | None, smoothing: float, num_classes: int) 
 def adapt_weights(
     model: nn.Module, state: dict[str, Tensor], checkpoint: str, *, fresh_head: bool
 ) -> dict[str, Tensor]:
-    """Return the dense weights of a checkpoint in the form of a timm model.
-
-    Args:
-        model: The model.
-        state: The weights.
-        checkpoint: The checkpoint, for messages.
-        fresh_head: Take the model's classifier instead of the checkpoint's.
-
-    Raises:
-        ValueError: Only one of model and checkpoint has a classifier.
-    """
+    """Return the dense weights of a checkpoint in the form of a timm model."""
     current, head = model.state_dict(), classifier_names(model)
     state = converted(state, model)
     if fresh_head:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,26 +13,20 @@ from torch import Tensor, nn
 
 from mmod import auxiliary_loss
 from mmod.planning.divergence import resized
-from mmod.training.engine.task import Batch, Pass, Task, autocast
-
-__all__ = ["ClassificationTask", "answers", "check_targets"]
+from mmod.training.engine.task import Batch, Pass, Task, autocast, divergence, total
 
 
 class ClassificationTask(Task):
-    """A model with its criterion and, where there is one, its teacher and auxiliary objectives.
-
-    Where labels are those of patches, each patch counts as an image does otherwise.
+    """A classifier of images, or of patches, with its objective.
 
     Args:
-        model: The model to train; see `answers`.
-        criterion: Logits (B, C) and targets to a scalar.
-        teacher: A frozen model whose logits are imitated, or None.
-        distill_weight: Weight of that term.
-        temperature: Divisor of both logits in that term.
-        feature_weight: Weight of a term in which the teacher's final tokens are imitated; None for no such term.
-        auxiliary: Whether the routed model's auxiliary objectives are added.
-        precision: "fp32", "bf16" or "fp16".
+        model: The model; see `answers`.
+        criterion: From logits (B, C) and targets to a scalar.
+        distill_weight: Weight of distillation.
+        temperature: Divisor of the logits in distillation.
+        feature_weight: Weight of a term that imitates the teacher's final tokens; None for no such term.
         mixup: Mixes images and targets of a batch; None for no mixing.
+        options: Those of `Task`.
 
     Example:
         >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
@@ -48,95 +43,63 @@ class ClassificationTask(Task):
         model: nn.Module,
         criterion: nn.Module,
         *,
-        teacher: nn.Module | None = None,
         distill_weight: float = 0.5,
         temperature: float = 1.0,
         feature_weight: float | None = None,
-        auxiliary: bool = False,
-        precision: str = "fp32",
         mixup: Mixup | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            model, teacher=teacher, distill_weight=distill_weight, auxiliary=auxiliary, precision=precision
-        )
+        super().__init__(model, distill_weight=distill_weight, **options)
         self.criterion = criterion
         self.temperature = temperature
         self.feature_weight = feature_weight
-        self.final = None if teacher is None or feature_weight is None else (_Final(model), _Final(teacher))
+        self.final = None
+        if self.teacher is not None and feature_weight is not None:
+            self.final = _FinalTokens(model), _FinalTokens(self.teacher)
         self.mixup = mixup
 
     def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
-        """Yield one pass for each batch, weighed by its share of the step's images; see `Task.passes`."""
-        total = sum(len(targets) for _, targets in group)
+        """Yield one pass per batch, weighted by its share of the step's images; see `Task.passes`."""
+        step_images = sum(len(targets) for _, targets in group)
         for images, targets in group:
             check_targets(targets, getattr(self.model, "num_classes", None))
             count = len(targets)
             images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
             if self.mixup is not None:
-                # timm mixes in place, and the images may be a view of what the stream keeps.
+                # timm mixes in place, and the stream may keep the images.
                 images, targets = self.mixup(images.clone(), targets)
-            yield Pass((images, targets), count / total, count)
+            yield Pass((images, targets), count / step_images, count)
 
     def forward(self, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
-        """Compute the loss of a batch.
+        """Return the "loss" of a batch, its terms, and "top1", the accuracy in percent.
 
         Args:
-            images: (B, C, H, W).
-            targets: Class numbers, (B) or (B, N) of N patches each, or class distributions (B, classes), as the
-                criterion takes them.
-
-        Returns:
-            "loss" to differentiate; its parts "task", "distillation", "features" and "auxiliary" as far as they
-            exist; and "top1", the share of right first guesses in percent.
+            images: Images (B, C, H, W).
+            targets: Class numbers (B) or, of N patches, (B, N), or class distributions (B, classes).
         """
         labels = targets if targets.is_floating_point() else targets.flatten()
         with autocast(images.device, self.precision):
             logits, parts = self.objective(images, targets, labels)
-        loss = torch.stack([part.float() for part in parts.values()]).sum()
         hard = labels if labels.ndim == 1 else labels.argmax(1)
-        return {"loss": loss, **parts, "top1": accuracy(logits.detach(), hard)[0]}
+        return {**total(parts), "top1": accuracy(logits.detach(), hard)[0]}
 
     def objective(self, images: Tensor, targets: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return a model's logits, one row a label, and the parts of the loss.
-
-        Args:
-            images: (B, C, H, W).
-            targets: What the stream gives with them.
-            labels: The same, one row a label.
-        """
+        """Return the logits, one row per label, and the terms of the loss."""
         logits = answers(self.model, images, targets)
         parts = {"task": self.criterion(logits.float(), labels)}
         if self.teacher is not None:
             with torch.no_grad():
                 taught = answers(self.teacher, images, targets)
-            parts["distillation"] = self.distill_weight * self.divergence(logits, taught)
+            parts["distillation"] = self.distill_weight * divergence(logits, taught, self.temperature)
         if self.final is not None and self.feature_weight is not None:
             parts["features"] = self.feature_weight * _distance(*(final.take() for final in self.final))
         if self.auxiliary:
             parts["auxiliary"] = auxiliary_loss(self.model)
         return logits, parts
 
-    def divergence(self, logits: Tensor, taught: Tensor) -> Tensor:
-        """Return KL(teacher || student) per label; the squared temperature keeps its gradient's scale.
 
-        Args:
-            logits: Those of the student, one row a label.
-            taught: Those of the teacher.
-        """
-        target = F.log_softmax(taught.float() / self.temperature, dim=-1)
-        student = F.log_softmax(logits.float() / self.temperature, dim=-1)
-        return self.temperature**2 * F.kl_div(student, target, reduction="batchmean", log_target=True)
-
-
-class _Final:
-    """The final tokens of a model, as its last pass left them.
-
-    Args:
-        model: A timm model; its `norm` is what tokens pass last, an identity where pooled ones are normalised.
-
-    Raises:
-        ValueError: If it has no such module.
-    """
+class _FinalTokens:
+    """Keeps the final tokens of a timm model's last pass: the output of its `norm`."""
 
     def __init__(self, model: nn.Module) -> None:
         norm = getattr(model, "norm", None)
@@ -149,37 +112,27 @@ class _Final:
         self._tokens = output
 
     def take(self) -> Tensor:
-        """Return them, (B, N, D), once."""
+        """Return the tokens (B, N, D), once."""
         tokens, self._tokens = self._tokens, None
         assert tokens is not None
         return tokens
 
 
-def _distance(own_BND: Tensor, taught_BND: Tensor) -> Tensor:
-    """Return the mean over tokens of one minus the cosine."""
-    if own_BND.shape != taught_BND.shape:
+def _distance(student_BND: Tensor, taught_BND: Tensor) -> Tensor:
+    """Return one minus the cosine, mean over tokens."""
+    if student_BND.shape != taught_BND.shape:
         raise ValueError(
-            f"distill.features compares final tokens one by one: the model's are {tuple(own_BND.shape)}, the teacher's "
-            f"{tuple(taught_BND.shape)}"
+            f"distill.features compares final tokens one by one: the model's are {tuple(student_BND.shape)}, the "
+            f"teacher's {tuple(taught_BND.shape)}"
         )
-    return 1 - F.cosine_similarity(own_BND.float(), taught_BND.float(), dim=-1).mean()
+    return 1 - F.cosine_similarity(student_BND.float(), taught_BND.float(), dim=-1).mean()
 
 
 def answers(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-    """Return what a model says of each label.
+    """Return the logits of a timm model, one row per label: (B, classes), or (B * N, classes) for patches.
 
-    Args:
-        model: A timm model, or one called alike. One that does not pool (`global_pool=''`) answers every token, of
-            which the prefix tokens are left out here.
-        images: (B, C, H, W).
-        targets: Class numbers (B), or (B, N) of a square grid of patches. From a grid of its own, as of images of lower
-            resolution, a model's logits are interpolated to that of the labels.
-
-    Returns:
-        Logits, one row a label: (B, classes) of images or (B * N, classes) of patches.
-
-    Raises:
-        ValueError: If grids differ and one is not square.
+    A model that does not pool (`global_pool=''`) classifies every token; prefix tokens are left out. If its grid is not
+    that of the targets (B, N), as for images of lower resolution, the logits are interpolated.
     """
     logits: Tensor = model(images)
     if logits.ndim == 2:
@@ -189,12 +142,7 @@ def answers(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
 
 
 def check_targets(targets: Tensor, classes: int | None) -> None:
-    """Raise a ValueError when a label is not a class of the model.
-
-    Args:
-        targets: Class numbers (B) or (B, N), on the CPU.
-        classes: Number of classes; None where it is not known.
-    """
+    """Raise a ValueError if a label is not a class of the model; None classes are unknown."""
     if classes is not None and len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < classes:
         raise ValueError(
             f"labels run from {int(targets.min())} to {int(targets.max())} and the model has {classes} "

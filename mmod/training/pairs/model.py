@@ -26,12 +26,7 @@ from mmod.values import refuse_unknown
 
 
 def create_model(config: ModelConfig) -> Any:
-    """Create a dense open_clip model without its checkpoint, in training mode.
-
-    Raises:
-        FileNotFoundError: The JSON file of its config is missing.
-        ValueError: open_clip does not know the name; similar names are listed.
-    """
+    """Create a dense open_clip model without its checkpoint, in training mode."""
     if config.config is not None:
         path = find_config(config.config)
         if not path.is_file():
@@ -50,12 +45,7 @@ def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> 
     """Create open_clip's transforms and tokeniser of a model.
 
     Args:
-        model: The model.
-        name: Its name.
         augment: Fields of `AugmentationCfg`; None prepares training images as for evaluation.
-
-    Returns:
-        Transform of training images, transform of evaluation images, tokeniser.
     """
     preprocess = PreprocessCfg(**model.visual.preprocess_cfg)
     refuse_unknown("field of augment", augment or {}, [field.name for field in dataclasses.fields(AugmentationCfg)])

@@ -1,4 +1,4 @@
-"""open_clip's own training program with a routed model: nothing of it is copied, two of its parts are prepared."""
+"""open_clip's training program with a routed model: two of its functions are prepared, none is copied."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 from mmod.config import RoutingConfig
 from mmod.io.yaml import parse_yaml
 from mmod.training.engine.config import resolve_routing
-
-__all__ = ["main", "train_open_clip"]
 
 _DESCRIPTION = """Run open_clip's training program on a routed model: everything after `--` is open_clip's own.
 
@@ -44,20 +42,12 @@ def main(arguments: Sequence[str]) -> None:
 def train_open_clip(
     arguments: Sequence[str], config: RoutingConfig | None = None, *, models: str | None = None, **parts: RoutingConfig
 ) -> None:
-    """Run `open_clip_train.main` so that the model it builds is routed.
+    """Run `open_clip_train.main` so that the model that it creates is routed.
 
-    The program reads webdataset shards with any version of webdataset from 0.2.96 on, which its own reader does not.
+    It then also reads webdataset shards with webdataset 0.2.96 and later.
 
     Args:
-        arguments: The program's own command line.
-        config: How to route both towers, as in `mmod.route_`.
         models: A JSON file, or a folder of them, with further model configs of open_clip's form.
-        parts: How to route one tower, `image` or `text`, instead.
-
-    Raises:
-        FileNotFoundError: If `models` is not there.
-        ModuleNotFoundError: If pandas is not installed, which the program needs.
-        ValueError: If the program would build a teacher, which would be routed, too.
     """
     if any(argument.startswith("--distill") for argument in arguments):
         raise ValueError("--distill-model would be routed like the model: distill with mmod train pairs instead")
@@ -77,11 +67,7 @@ def train_open_clip(
 
 @contextlib.contextmanager
 def readable_shards() -> Iterator[None]:
-    """Let open_clip's reader ask webdataset for no end-of-shard marks, which it would take for members of a shard.
-
-    Raises:
-        ModuleNotFoundError: If pandas is not installed.
-    """
+    """Let open_clip's reader ask webdataset for no end-of-shard marks, which it would take for members of a shard."""
     try:
         from open_clip_train import data
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Zero-shot classification: images are told apart by the embeddings of prompts."""
+"""Zero-shot classification by the embeddings of prompts."""
 
 from __future__ import annotations
 
@@ -13,24 +13,9 @@ from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.io.progress import progress_bar
 from mmod.training.engine.distributed import sum_over_processes
 
-__all__ = ["classify_folder", "classify_scenes", "share"]
-
 
 def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Tensor) -> tuple[float, float]:
-    """Guess the first digit of each scene; its class is that of the prompt that equals its caption.
-
-    Args:
-        model: An open_clip model in evaluation mode.
-        tokenizer: From prompts to tokens (B, L).
-        images: Embeddings of the scenes (N, D), of length 1.
-        tokens: Tokens of their captions (N, L).
-
-    Returns:
-        Shares of scenes whose digit is the first guess and among the first five, in percent.
-
-    Raises:
-        ValueError: If a caption is of another kind.
-    """
+    """Return top-1 and top-5 accuracy in percent on the first digit of each scene, read from its caption."""
     names, templates = zero_shot_prompts()
     prompts = tokenizer([template.format(name) for name in names for template in templates])
     places = {tuple(row): place // len(templates) for place, row in enumerate(prompts.tolist())}
@@ -51,19 +36,9 @@ def classify_folder(
     place: tuple[int, int],
     bar: bool,
 ) -> tuple[float, float]:
-    """Classify the images in FOLDER/CLASS/ by open_clip's ImageNet names and templates.
+    """Return top-1 and top-5 accuracy in percent on the images in FOLDER/CLASS/, over all processes.
 
-    Args:
-        model: An open_clip model in evaluation mode.
-        tokenizer: From prompts to tokens (B, L).
-        transform: From a PIL image to a tensor.
-        folder: The folder, with ImageNet's classes.
-        workers: Worker processes that read the images.
-        place: Number of this process, which classifies its part, and number of processes.
-        bar: Show a bar.
-
-    Returns:
-        Shares of all processes' images whose class is the first guess and among the first five, in percent.
+    Prompts are open_clip's ImageNet names and templates.
     """
     from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
     from torch.utils.data import DataLoader, Subset
@@ -101,9 +76,5 @@ def _top(logits: Tensor, classes: Tensor) -> tuple[float, float]:
 
 
 def share(hits: Tensor) -> float:
-    """Return the share that is true, in percent.
-
-    Args:
-        hits: Truth values.
-    """
+    """Return the share that is true, in percent."""
     return 100 * float(hits.double().mean())

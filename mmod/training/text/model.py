@@ -47,12 +47,7 @@ def window_flops(model: Any, length: int, kept: Mapping[str, float] | None = Non
     """Count the forward pass of a window in training: top-k in routed layers, and the logits of every byte.
 
     Args:
-        model: A causal language model.
-        length: Bytes of the window.
         kept: Kept share by routed layer, for threshold routing, whose cost depends on the text.
-
-    Raises:
-        ValueError: A model routed by threshold, without `kept`.
     """
     with deciding_together(model):
         counts = prefill_flops(model, text_tokens=length, kept=kept)

@@ -1,4 +1,4 @@
-"""The objective of text: the next byte, what a teacher says of it, and auxiliary losses."""
+"""The objective of text: the next byte, distillation and auxiliary losses."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ from torch import Tensor, nn
 
 from mmod import auxiliary_loss
 from mmod.speculation import every_token
-from mmod.training.engine.task import Batch, Pass, Task, autocast
+from mmod.training.engine.task import Batch, Pass, Task, autocast, divergence, total
 from mmod.training.text.model import logits_of
-
-__all__ = ["TextTask", "divergence"]
 
 
 class TextTask(Task):
     """A causal language model with its objective; see `Task`.
 
     Args:
-        model: The model.
         elastic: Each step also passes all tokens through all layers; see `TrainConfig.elastic`.
         options: Those of `Task`.
     """
@@ -32,29 +29,19 @@ class TextTask(Task):
 
     def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
         """Yield one pass for each batch, weighed by its share of the step's windows; see `Task.passes`."""
-        total = sum(len(tokens) for tokens, _ in group)
+        windows = sum(len(tokens) for tokens, _ in group)
         for tokens, following in group:
             moved = tokens.to(device, non_blocking=True), following.to(device, non_blocking=True)
-            yield Pass(moved, len(tokens) / total, len(tokens))
+            yield Pass(moved, len(tokens) / windows, len(tokens))
 
     def forward(self, tokens: Tensor, following: Tensor) -> dict[str, Tensor]:
-        """Compute the loss of a batch.
-
-        Args:
-            tokens: Bytes (B, L).
-            following: The byte after each of them (B, L).
-
-        Returns:
-            "loss" to differentiate and its parts, in nats a byte: "task", "distillation", "elastic" and "auxiliary" as
-            far as they exist.
-        """
+        """Return the "loss" of bytes (B, L) and the bytes after them, and its terms, in nats per byte."""
         with autocast(tokens.device, self.precision):
             parts, logits = {}, None
             if self.elastic:
                 with every_token(self.model):
                     logits = logits_of(self.model, tokens)
-                own = logits_of(self.model, tokens)
-                parts["elastic"] = divergence(own, logits.detach())
+                parts["elastic"] = divergence(logits_of(self.model, tokens), logits.detach())
             else:
                 logits = logits_of(self.model, tokens)
             if self.auxiliary:
@@ -64,16 +51,4 @@ class TextTask(Task):
                 with torch.no_grad():
                     taught = logits_of(self.teacher, tokens)
                 parts["distillation"] = self.distill_weight * divergence(logits, taught)
-        loss = torch.stack([part.float() for part in parts.values()]).sum()
-        return {"loss": loss, **parts}
-
-
-def divergence(logits: Tensor, taught: Tensor) -> Tensor:
-    """Return KL(teacher || student), mean over tokens.
-
-    Args:
-        logits: Those of the student (B, L, C).
-        taught: Those of the teacher (B, L, C).
-    """
-    own, target = (F.log_softmax(each.float().flatten(0, 1), dim=-1) for each in (logits, taught))
-    return F.kl_div(own, target, reduction="batchmean", log_target=True)
+        return total(parts)

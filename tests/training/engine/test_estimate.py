@@ -45,7 +45,7 @@ def test_an_estimate_of_an_image_run_is_what_the_run_does(tmp_path: Path, routin
     assert estimate.weight_bytes == 2 * 4 * estimate.parameters
     image_flops = mmod.flops(model, (1, 32, 32)).routed
     assert estimate.flops == {"image": image_flops}
-    assert estimate.step_flops == 3 * 3 * 32 * image_flops
+    assert estimate.step_flops == 3 * 3 * 64 * image_flops
     result = recipe.fit(progress=False)
     assert (estimate.epochs, estimate.steps) == (result.epochs, result.steps)
 

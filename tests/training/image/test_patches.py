@@ -128,7 +128,7 @@ def test_another_grid_is_interpolated(own: int, asked: int) -> None:
     assert torch.equal(same, torch.full_like(same, 3.0))
     assert torch.equal(rising, rising[:, :1].expand_as(rising))
     assert own == 1 or (rising.diff(dim=0) >= 0).all()
-    with pytest.raises(ValueError, match=f"{own**2} answers to {asked**2 + 1} labels: grids that differ must both be"):
+    with pytest.raises(ValueError, match=f"{own**2} outputs for {asked**2 + 1} patches: grids that differ must both"):
         answers(Table(table), torch.zeros(1, 1, 1, 1), torch.zeros(1, asked**2 + 1).long())
 
 
