@@ -48,11 +48,10 @@ class Fault(NamedTuple):
 
 @dataclass
 class CorruptReport:
-    """The distinct faults so far.
+    """The distinct faults so far, in order.
 
     Args:
         on_corrupt: "raise" raises the first fault; "skip" counts faults.
-        faults: The faults, in order of occurrence.
         limit: Maximum number of faults that are skipped; None for any number.
         retried: Number of reads of remote files that were repeated.
 

@@ -19,13 +19,11 @@ from mmod.data.readers.source import ImageSource, UnreadableSampleError
 
 
 class Batch(NamedTuple):
-    """One batch, and the faults of its samples.
+    """One batch, and the faults of samples that could not be read.
 
     Attributes:
         images: Normalised images, float32, (B, C, H, W); for text, tokens, int64, (B, L).
-        labels: Classes, int64, (B,), or (B, N) for N patches; caption tokens, int64, (B, L); for text, next tokens,
-            int64, (B, L).
-        faults: The samples that could not be read.
+        labels: Classes (B,) or (B, N) for N patches, caption tokens (B, L) or next tokens (B, L), all int64.
     """
 
     images: Tensor
@@ -54,8 +52,6 @@ class ImageReader:
     """Decodes and transforms the samples of a source, with one augmentation seed per sample.
 
     Args:
-        source: The samples.
-        mode: PIL mode, "L" or "RGB".
         transform: From a PIL image to a tensor (C, H, W); may draw from the global random states.
         replace: Replace an unreadable sample by the next readable one, instead of leaving it out.
         collate: From the classes or captions of a batch to a tensor (B, ...).
@@ -98,16 +94,7 @@ class ImageReader:
 
 
 class MemoryReader:
-    """Holds the decoded images of a source in memory, and normalises per batch.
-
-    Args:
-        source: The samples; all are read here, and unreadable ones left out.
-        mode: PIL mode, "L" or "RGB".
-        transform: From a PIL image to a uint8 tensor (C, H, W).
-        mean: Mean per channel, in [0, 1], (C,).
-        std: Standard deviation per channel on that scale, (C,).
-        report: Counts unreadable samples.
-    """
+    """Holds the readable images of a source in memory as uint8, and normalises per batch."""
 
     def __init__(
         self,

@@ -23,12 +23,6 @@ class Journal:
         identity: Plain values that describe the work: a file of other work is refused. None reads any.
         work: Name of the work in messages, such as "search".
 
-    Attributes:
-        records: The records, the oldest first.
-
-    Raises:
-        ValueError: The file is damaged, or belongs to other work; the message names what differs.
-
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "journal.jsonl"

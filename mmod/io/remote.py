@@ -57,13 +57,7 @@ def is_remote(url: str) -> bool:
 
 
 class RemoteFiles:
-    """Reads files by URL; processes share the count of retries.
-
-    Args:
-        config: Time limit and retries.
-
-    Attributes:
-        retried: Number of retries in all processes, a tensor in shared memory.
+    """Reads files by URL; processes share the count of retries, a tensor.
 
     Example:
         >>> import fsspec

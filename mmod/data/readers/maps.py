@@ -19,9 +19,6 @@ class MapSource:
 
     Both are cropped to the central square and scaled to `side`. A map is a PNG file whose values or palette indices are
     classes; a patch of `patch` pixels gets its most frequent one.
-
-    Raises:
-        ValueError: A folder is missing or holds no image, or an image has no map.
     """
 
     def __init__(self, root: str | Path, split: str, side: int, patch: int) -> None:

@@ -33,14 +33,8 @@ class ShardFiles:
     """The shards of a list, read by number.
 
     Args:
-        urls: Local paths and URLs.
         cache: Folder for copies of remote shards; also for indices, by default beside the shards.
         report: Counts shards that cannot be read, and retries.
-        config: How remote shards are read.
-
-    Raises:
-        ValueError: A remote shard has no cache folder.
-        ModuleNotFoundError: The package for a URL is missing; the message says how to install it.
     """
 
     def __init__(
@@ -81,12 +75,7 @@ class ShardFiles:
         return self._files.open(self.urls[number]) if path is None else open(path, "rb")
 
     def read(self, number: int, spans: list[tuple[int, int]]) -> list[bytes]:
-        """Read several spans, offset and size each, of a shard.
-
-        Raises:
-            OSError: The shard cannot be read.
-            ValueError: It is shorter than when it was indexed.
-        """
+        """Read several spans, offset and size each; a ValueError if the shard is shorter than when it was indexed."""
         path = self.path(number)
         if path is not None:
             with open(path, "rb") as file:

@@ -77,10 +77,7 @@ def parse_patches(data: bytes, side: int) -> list[int]:
 
 
 def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
-    """Return the class of each patch of a square label map, row by row.
-
-    It is the most frequent class of the patch's pixels, the lowest in a tie.
-    """
+    """Return the most frequent class of each patch of a square label map, row by row; the lowest in a tie."""
     steps = len(labels_HH) // side
     patches = labels_HH.reshape(steps, side, steps, side).swapaxes(1, 2).reshape(steps**2, side**2)
     counts = [(patches == label).sum(1) for label in range(int(patches.max()) + 1)]
@@ -138,14 +135,7 @@ class ShardSource:
         pattern: See `expand_pattern`.
         report: Counts damaged shards and incomplete samples.
         cache: Folder for copies of remote shards, and for the indices of shards, which else lie beside them.
-        progress: Show a progress bar while the shards are indexed.
         target: The label member: `CLASS`, `CAPTION` or a `label_map`.
-        remote: How remote shards are read.
-
-    Raises:
-        ValueError: The pattern matches nothing, a shard is compressed, a remote shard has no cache folder, or no sample
-            is left.
-        CorruptDataError: A shard is damaged or a sample incomplete, unless the report says "skip".
 
     Example:
         >>> import tempfile

@@ -20,18 +20,7 @@ class TimmSource:
     """The samples of a timm data set.
 
     timm replaces an unreadable image by the next one and only logs it. This class uses timm's readers directly, so that
-    unreadable images are counted.
-
-    Args:
-        name: Name for `timm.data.create_dataset`: "" or "folder" for an image folder, "torch/...", "hfds/...".
-        root: Folder of the data set.
-        split: The split; for an image folder, a folder in `root` ("" for `root`).
-        options: Further arguments of `create_dataset`, such as `class_map`.
-        train_split: The training split, whose class numbers all splits of an image folder must share.
-
-    Raises:
-        ValueError: The name is unknown, the split's folder is missing, a folder holds no image, or the class numbers
-            differ from those of the training split.
+    unreadable images are counted. All splits of an image folder must share the class numbers of `train_split`.
     """
 
     def __init__(

@@ -93,11 +93,7 @@ class Painter:
 
     Args:
         config: Parameters of a set; its seed determines the splits.
-        split: One of `SPLITS`.
         grid: Random positions are multiples of this, in pixels.
-
-    Raises:
-        ValueError: The split is unknown.
     """
 
     def __init__(self, config: DrawnConfig, split: str, grid: int = 1) -> None:
