@@ -296,8 +296,10 @@ def _shards_section(result: dict[str, Any]) -> str:
 | first batch of an epoch | {result["epoch"]:.3f} |
 | first batch of an epoch that resumes in its middle | {result["middle"]:.3f} |
 
-Remote shards (`s3://`, `gs://`, `https://`, `hf://`) have a time limit, retries with backoff and the same indices; one
-process of a machine copies each while training reads it. See `mmod.io.remote.RemoteConfig`."""
+Shards may lie elsewhere (`s3://`, `gs://`, `https://`, `hf://` and other protocols of fsspec; a missing package is
+named before anything is read). One process of a machine copies each to `data.root` while training reads it, or none
+with `data.remote.copy: false`. `data.remote.timeout`, `retries` and `backoff` say when an attempt ends and how often it
+is repeated. What still cannot be read stops the run, or is counted with `on_corrupt: skip`, up to `max_corrupt`."""
 
 
 def _loader_section(result: dict[str, Any]) -> str:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-__all__ = ["html_table", "text_table"]
-
 
 def text_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return an aligned table; columns of numbers are set to the right.
