@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -144,20 +145,18 @@ def _first_batch(stream: BatchStream, start: int) -> float:
     return time.perf_counter() - before
 
 
-def loader(rounds: int = 7, images: int = 1024) -> dict[str, Any]:
+def loader(rounds: int = 9, images: int = 512) -> dict[str, Any]:
     """Compare reading shards of JPEG images with timm's own loaders, in turns."""
     with tempfile.TemporaryDirectory() as folder:
         _write_photos(Path(folder), 2 * images)
-        rates: dict[str, list[float]] = {name: [] for name in ("mmod", "folder", "wds")}
+        found: dict[str, list[tuple[float, float]]] = {name: [] for name in ("mmod", "folder", "wds")}
         for turn in range(rounds):
-            for name, times in rates.items():
-                times.append(_rate(_open(name, Path(folder), turn), images))
-    pairs = {name: [own / other for own, other in zip(rates["mmod"], rates[name])] for name in ("folder", "wds")}
-    return {
-        "rates": {name: statistics.median(times) for name, times in rates.items()},
-        "ratios": {name: [statistics.median(ratio), min(ratio), max(ratio)] for name, ratio in pairs.items()},
-        "rounds": rounds,
-    }
+            for name, measured in found.items():
+                measured.append(_cost(_open(name, Path(folder), turn), images))
+    costs = {name: np.array(measured) for name, measured in found.items()}
+    ratios = {name: np.median(costs[name] / costs["mmod"], axis=0).tolist() for name in ("folder", "wds")}
+    medians = {name: np.median(cost, axis=0).tolist() for name, cost in costs.items()}
+    return {"seconds": medians, "ratios": ratios, "rounds": rounds, "load": os.getloadavg()[1]}
 
 
 def _open(name: str, folder: Path, seed: int) -> Iterable[Any]:
@@ -184,14 +183,23 @@ def _open(name: str, folder: Path, seed: int) -> Iterable[Any]:
     )
 
 
-def _rate(batches: Iterable[Any], images: int) -> float:
-    """Return images per second after the first batch, when the workers have started."""
+def _cost(batches: Iterable[Any], images: int) -> tuple[float, float]:
+    """Return wall and CPU seconds per image after the first batch, when the workers have started."""
     iterator = iter(batches)
     next(iterator)
-    count, start = 0, time.perf_counter()
+    count, wall, cpu = 0, time.perf_counter(), _cpu_seconds()
     while count < images:
         count += len(next(iterator)[0])
-    return count / (time.perf_counter() - start)
+    return (time.perf_counter() - wall) / count, (_cpu_seconds() - cpu) / count
+
+
+def _cpu_seconds() -> float:
+    """Return the CPU time of this process and of its workers so far."""
+    ticks = 0
+    for worker in multiprocessing.active_children():
+        fields = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return time.process_time() + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _write_photos(folder: Path, count: int, shards: int = 4) -> None:
@@ -303,20 +311,20 @@ is repeated. What still cannot be read stops the run, or is counted with `on_cor
 
 
 def _loader_section(result: dict[str, Any]) -> str:
-    names = {"folder": "timm's loader, image folder", "wds": "timm's loader, `wds/` shards"}
-    rows = [
-        f"| {label} | {result['rates'][name]:.0f} | {ratio:.2f} ({low:.2f} to {high:.2f}) |"
-        for name, label in names.items()
-        for ratio, low, high in [result["ratios"][name]]
-    ]
+    names = {"mmod": "mmod, shards", "folder": "timm, image folder", "wds": "timm, `wds/` shards"}
+    rows = []
+    for name, label in names.items():
+        (wall, cpu), ratio = result["seconds"][name], result["ratios"].get(name)
+        ratios = ["", ""] if ratio is None else [f"{value:.2f}" for value in ratio]
+        rows.append(f"| {label} | {1 / wall:.0f} | {ratios[0]} | {1e3 * cpu:.2f} | {ratios[1]} |")
     return f"""## Reading images
 
 JPEG images of 256 pixels, augmented to 224 with timm's transforms, batches of 64, 2 workers: {result["rounds"]} rounds
-in turns, medians, and the range of the ratio.
+in turns, medians. Ratios above 1 are in favour of mmod. The CPU time of process and workers is the fairer figure where
+the machine has other work; its load was {result["load"]:.0f} on {os.cpu_count()} cores.
 
-| reader | images per second | mmod divided by it |
-|---|---|---|
-| mmod, shards | {result["rates"]["mmod"]:.0f} | |
+| reader | images per second | mmod divided by it | CPU milliseconds per image | it divided by mmod |
+|---|---|---|---|---|
 {chr(10).join(rows)}"""
 
 
