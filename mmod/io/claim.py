@@ -28,14 +28,6 @@ def claim_folder(
     Args:
         folder: The folder, created if missing.
         write: False only checks.
-
-    Example:
-        >>> import tempfile
-        >>> folder = tempfile.mkdtemp()
-        >>> claim_folder(folder, {"optim": {"lr": 0.1}}, file="config.json", kind="a run")
-        False
-        >>> claim_folder(folder, {"optim": {"lr": 0.1}}, file="config.json", kind="a run")
-        True
     """
     existing = read_claim(folder, file)
     if existing is not None:

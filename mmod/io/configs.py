@@ -20,10 +20,6 @@ def find_config(path: str | Path) -> Path:
     """Return the config file for a path or a name, such as `tradeoff/digits`, or `digits` where only one has that name.
 
     An unknown path is returned unchanged.
-
-    Example:
-        >>> find_config("digits-smallest").name
-        'digits-smallest.yaml'
     """
     path = Path(path)
     return path if path.exists() else shipped_config(path) or path

@@ -36,13 +36,7 @@ def check_regular(path: str | Path) -> None:
 
 
 def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any:
-    """Parse JSON in any Unicode encoding; of duplicate keys the last wins if they are allowed.
-
-    Example:
-        >>> parse_json(b"[1,", "line 3")
-        Traceback (most recent call last):
-        ValueError: line 3 is no JSON: Expecting value: line 1 column 4 (char 3)
-    """
+    """Parse JSON in any Unicode encoding; of duplicate keys the last wins if they are allowed."""
     try:
         return json.loads(data, object_pairs_hook=_object if unique_keys else None)
     except DuplicateKeyError as error:

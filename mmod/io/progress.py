@@ -21,10 +21,6 @@ def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **op
     """Return a tqdm bar with these options; without a terminal it prints lines without carriage returns.
 
     A line is printed every 30 seconds, and at the end unless `leave=False`.
-
-    Example:
-        >>> [number**2 for number in progress_bar([1, 2, 3], shown=False)]
-        [1, 4, 9]
     """
     return (tqdm if sys.stderr.isatty() else _Lines)(items, disable=not shown, **options)
 

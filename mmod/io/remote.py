@@ -57,14 +57,7 @@ def is_remote(url: str) -> bool:
 
 
 class RemoteFiles:
-    """Reads files by URL; processes share the count of retries, a tensor.
-
-    Example:
-        >>> import fsspec
-        >>> fsspec.filesystem("memory").pipe("/example/a.txt", b"0123456789")
-        >>> RemoteFiles(RemoteConfig()).read("memory://example/a.txt", 2, 3)
-        b'234'
-    """
+    """Reads files by URL; processes share the count of retries, a tensor."""
 
     def __init__(self, config: RemoteConfig) -> None:
         import torch
@@ -76,31 +69,30 @@ class RemoteFiles:
     def describe(self, url: str) -> tuple[int | None, str | None]:
         """Return size and version (such as an ETag) of a file, each None if its file system does not state it."""
 
-        def ask() -> Iterator[dict[str, Any]]:
-            files, path = open_filesystem(url)
+        def ask(files: Any, path: str) -> dict[str, Any]:
             # A listing that another process has changed since is not used.
             files.invalidate_cache()
-            yield files.info(path)
+            info: dict[str, Any] = files.info(path)
+            return info
 
-        info = self._retry(url, lambda: next(self._items(ask)))
+        info = self._ask(url, ask)
         tag = next((str(info[name]) for name in _TAGS if info.get(name) is not None), None)
         return info.get("size"), tag
 
     def read(self, url: str, offset: int, size: int) -> bytes:
         """Read `size` bytes from an offset. A file that failed fails again at once until `timeout` has passed."""
 
-        def ask() -> Iterator[bytes]:
-            files, path = open_filesystem(url)
-            data = files.cat_file(path, start=offset, end=offset + size)
+        def ask(files: Any, path: str) -> bytes:
+            data: bytes = files.cat_file(path, start=offset, end=offset + size)
             if len(data) != size:
                 raise OSError(f"got {len(data)} bytes for {size} from byte {offset}")
-            yield data
+            return data
 
         since, error = self._failed.get(url, (0.0, None))
         if error is not None and time.monotonic() - since < self.config.timeout:
             raise error
         try:
-            return self._retry(url, lambda: next(self._items(ask)))
+            return self._ask(url, ask)
         except RemoteError as failure:
             # A shard has thousands of samples, and each would wait for all retries.
             self._failed[url] = time.monotonic(), failure
@@ -108,15 +100,12 @@ class RemoteFiles:
 
     def read_all(self, url: str) -> bytes | None:
         """Read a small file; None if it does not exist."""
-
-        def ask() -> Iterator[bytes | None]:
-            files, path = open_filesystem(url)
-            try:
-                yield files.cat_file(path)
-            except FileNotFoundError:
-                yield None
-
-        return self._retry(url, lambda: next(self._items(ask)))
+        try:
+            return self._ask(url, lambda files, path: files.cat_file(path))
+        except RemoteError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
 
     def copy(self, url: str, path: Path) -> None:
         """Copy a file to a local path, where it appears complete; the caller holds a lock."""
@@ -133,6 +122,14 @@ class RemoteFiles:
     def open(self, url: str) -> io.BufferedReader:
         """Open a file for reading at any place, in steps of 8 MiB."""
         return io.BufferedReader(_Ranges(self, url), 8 * _CHUNK)
+
+    def _ask(self, url: str, question: Callable[[Any, str], Result]) -> Result:
+        """Return what a function says of a file system and the path in it."""
+
+        def produce() -> Iterator[Result]:
+            yield question(*open_filesystem(url))
+
+        return self._retry(url, lambda: next(self._items(produce)))
 
     def _retry(self, url: str, attempt: Callable[[], Result]) -> Result:
         for number in range(self.config.retries + 1):

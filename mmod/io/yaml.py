@@ -59,13 +59,7 @@ class _Composer(yaml.SafeLoader):
 
 
 def parse_yaml(text: str, source: str = "the value") -> Any:
-    """Parse a YAML document into plain values.
-
-    Example:
-        >>> parse_yaml("{lr: 1e-4, lr: 1e-3}", "run.yaml")
-        Traceback (most recent call last):
-        ValueError: run.yaml, line 1: the key 'lr' occurs twice
-    """
+    """Parse a YAML document into plain values."""
     try:
         return _load(text)
     except yaml.MarkedYAMLError as error:

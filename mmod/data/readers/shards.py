@@ -136,14 +136,6 @@ class ShardSource:
         report: Counts damaged shards and incomplete samples.
         cache: Folder for copies of remote shards, and for the indices of shards, which else lie beside them.
         target: The label member: `CLASS`, `CAPTION` or a `label_map`.
-
-    Example:
-        >>> import tempfile
-        >>> from mmod.data.synthetic.digits import DIGITS
-        >>> root = tempfile.mkdtemp()
-        >>> _ = DIGITS.build(root, "tiny")
-        >>> len(ShardSource(f"{root}/train-*.tar", CorruptReport()))
-        256
     """
 
     def __init__(

@@ -58,13 +58,7 @@ class Subset:
 
 
 def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:
-    """Draw `count` indices, ascending: equally many of each class, as long as a class has more.
-
-    Example:
-        >>> labels = [0] * 8 + [1, 2]
-        >>> [labels[index] for index in spread(labels, 4)]
-        [0, 0, 1, 2]
-    """
+    """Draw `count` indices, ascending: equally many of each class, as long as a class has more."""
     classes = np.asarray(labels)
     order = np.random.default_rng(seed).permutation(len(classes))
     order = order[np.argsort(classes[order], kind="stable")]

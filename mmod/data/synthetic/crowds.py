@@ -98,13 +98,7 @@ class Crowd(NamedTuple):
 
 
 def compose_crowds(config: CrowdsConfig, split: str) -> Iterator[Crowd]:
-    """Compose the scenes of a split.
-
-    Example:
-        >>> scene = next(compose_crowds(DIFFICULTIES["tiny"], "test"))
-        >>> scene.image.shape == scene.labels.shape, len(scene.boxes) in (1, 2)
-        (True, True)
-    """
+    """Compose the scenes of a split."""
     painter = Painter(config, split, config.grid)
     for index in range(config.scenes[split]):
         yield _compose(config, painter, np.random.default_rng([*painter.seeds, index, 3]))

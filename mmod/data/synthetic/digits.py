@@ -82,13 +82,7 @@ class DigitScene(NamedTuple):
 
 
 def compose_scenes(config: DigitsConfig, split: str) -> Iterator[DigitScene]:
-    """Compose the scenes of a split; every source image of the split is a target equally often.
-
-    Example:
-        >>> scene = next(compose_scenes(DIFFICULTIES["tiny"], "test"))
-        >>> scene.image.shape, 0 <= scene.label <= 9
-        ((32, 32), True)
-    """
+    """Compose the scenes of a split; every source image of the split is a target equally often."""
     painter = Painter(config, split, config.grid)
     targets = np.random.default_rng(painter.seeds).permutation(painter.pool)
     for index in range(config.scenes[split]):

@@ -30,13 +30,7 @@ class SourceDigits(NamedTuple):
 
 @lru_cache(maxsize=2)
 def load_sources(seed: int = 0) -> SourceDigits:
-    """Load the source images, split 70/10/20 and stratified by class; cached per seed.
-
-    Example:
-        >>> sources = load_sources()
-        >>> {name: len(indices) for name, indices in sources.splits.items()}
-        {'train': 1258, 'val': 180, 'test': 359}
-    """
+    """Load the source images, split 70/10/20 and stratified by class; cached per seed."""
     from sklearn.datasets import load_digits
 
     digits = load_digits()

@@ -108,12 +108,7 @@ class SyntheticChat(NamedTuple):
 
 
 def compose_chats(config: QuestionsConfig, split: str) -> Iterator[SyntheticChat]:
-    """Compose the conversations of a split.
-
-    Example:
-        >>> next(compose_chats(DIFFICULTIES["tiny"], "test")).turns[0].question_type
-        'count'
-    """
+    """Compose the conversations of a split."""
     painter = Painter(config, split)
     for index in range(config.conversations[split]):
         rng = np.random.default_rng([*painter.seeds, index, 2])
@@ -260,10 +255,6 @@ def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, st
     """Return the accuracy, by question type, of the most frequent training answer to a question.
 
     For a question without a training example, the most frequent answer of its type is used.
-
-    Example:
-        >>> prior_of([("a", "q", "yes"), ("a", "q", "no"), ("a", "q", "yes")], [("a", "q", "no"), ("a", "q", "yes")])
-        {'a': 0.5}
     """
     by_question: dict[str, Counter[str]] = defaultdict(Counter)
     by_type: dict[str, Counter[str]] = defaultdict(Counter)

@@ -101,12 +101,7 @@ def zero_shot_prompts() -> tuple[list[str], list[str]]:
 
 
 def compose_pairs(config: ScenesConfig, split: str) -> Iterator[Pair]:
-    """Compose the scenes of a split, with contents as evenly frequent as possible.
-
-    Example:
-        >>> next(compose_pairs(DIFFICULTIES["tiny"], "test")).content.caption
-        'a small 1 above a large 0 on clutter'
-    """
+    """Compose the scenes of a split, with contents as evenly frequent as possible."""
     painter, contents = Painter(config, split), all_contents()
     for index in range(config.scenes[split]):
         turn, place = divmod(index, len(contents))
