@@ -77,7 +77,7 @@ def test_a_study_off_a_terminal_says_what_is_done_in_lines(clock: Clock, capsys:
     assert len(list(Runner().run(jobs, do))) == 4
     said = capsys.readouterr().err
     assert "\r" not in said
-    assert said.splitlines()[-1].startswith("study: 100 % mod, seed 1, ")
+    assert said.splitlines()[-1].startswith("study: 100 % mod, ")
 
 
 def test_every_bar_is_made_in_one_place() -> None:
