@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, default_collate
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, original_errors
@@ -82,7 +82,8 @@ class ImageReader:
                 labels.append(label)
         if not images:
             return Batch(torch.empty(0), torch.empty(0, dtype=torch.int64), faults)
-        return Batch(torch.stack(images), self.collate(labels), faults)
+        # In a worker, torch's collate stacks in shared memory, which saves a copy.
+        return Batch(default_collate(images), self.collate(labels), faults)
 
     def _read_one(self, index: int, faults: list[Fault]) -> tuple[object, Any] | None:
         for attempt in range(len(self) if self.replace else 1):
