@@ -147,11 +147,7 @@ def apply_again(model: nn.Module, methods: Sequence[Mapping[str, Any]]) -> None:
 
 
 def described_methods(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the methods of a model in plain values, in order.
-
-    Raises:
-        ValueError: No method changed it.
-    """
+    """Return the methods of a model in plain values, in order."""
     methods = methods_of(model)
     if not methods:
         raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")

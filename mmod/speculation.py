@@ -43,9 +43,6 @@ def full_pass(model: Model) -> Model:
     Returns:
         A second model in the same mode, with shared parameters: training one trains the other.
 
-    Raises:
-        ValueError: Nothing in the model is routed, or routing does not go with a threshold.
-
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
@@ -117,9 +114,6 @@ def judge_drafts(
         new_tokens: Tokens to generate.
         rounds: Number of timed rounds; the first one counts too.
         draft_tokens: Drafted tokens per full pass; None follows transformers, at most 20.
-
-    Raises:
-        ValueError: More than one prompt, or a model that `full_pass` refuses.
     """
     if input_ids.shape[0] != 1:
         raise ValueError(f"drafts need a batch of one sample, got {input_ids.shape[0]}")

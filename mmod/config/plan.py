@@ -56,11 +56,6 @@ class Plan:
         gate: How the score weighs the update, see `RoutingConfig.gate`; None means its default.
         protect_prefix: Always keep class, distillation and register tokens.
 
-    Raises:
-        TypeError: A value of the wrong type.
-        ValueError: No block, an index outside the model or named twice, counts that differ, or an operator, context or
-            score that does not exist.
-
     Example:
         >>> plan = Plan((1, 2, 4), (0.5, 0.5, 0.25), depth=5, operators=("block", "block", "mlp"), router="norm")
         >>> print(plan)
@@ -159,11 +154,7 @@ class Plan:
         return html_table(_HEADER, *self._table())
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields as plain JSON values.
-
-        Raises:
-            ValueError: The router is a function, which JSON cannot hold.
-        """
+        """Return all fields as plain JSON values."""
         if self.router is not None:
             # A score that JSON cannot hold raises here.
             self.router.to_dict()
@@ -178,12 +169,7 @@ class Plan:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Plan:
-        """Build a plan from what `to_dict` returned.
-
-        Raises:
-            TypeError: A value of the wrong type.
-            ValueError: An unknown or missing field, or an invalid value.
-        """
+        """Build a plan from what `to_dict` returned."""
         check_value("a plan", values, Mapping)
         refuse_unknown("field of a plan", values, [item.name for item in dataclasses.fields(cls)])
         missing = [name for name in ("blocks", "capacities", "depth") if name not in values]
@@ -195,23 +181,14 @@ class Plan:
         return cls(**fields)
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
-        """Write the plan as JSON.
-
-        Raises:
-            FileExistsError: The file exists and `overwrite` is not set.
-        """
+        """Write the plan as JSON."""
         if Path(path).exists() and not overwrite:
             raise FileExistsError(f"{str(path)!r} exists; pass overwrite=True to replace it")
         write_atomically(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan that `save` wrote.
-
-        Raises:
-            FileNotFoundError: The file does not exist.
-            ValueError: It holds no plan, see `from_dict`.
-        """
+        """Read a plan that `save` wrote."""
         check_regular(path)
         values = parse_json(Path(path).read_bytes(), repr(str(path)))
         try:

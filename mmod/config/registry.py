@@ -120,9 +120,6 @@ def register_preset(name: str) -> Callable[[Added], Added]:
     Args:
         name: What presets and configs call it; no preset has it yet.
 
-    Raises:
-        ValueError: The name is taken.
-
     Example:
         >>> @register_preset("half-norm")
         ... def half_norm():

@@ -63,10 +63,6 @@ class RoutingConfig:
             the selection by importance. Others are registered losses.
         language: Options that only the layers of a language model have, see `LanguageRouting`.
 
-    Raises:
-        TypeError: A value of the wrong type.
-        ValueError: A value outside its range, or two that exclude each other.
-
     Example:
         >>> config = RoutingConfig(router="linear", capacity=0.25, blocks=(2, 4), select=Threshold(0.3))
         >>> config
@@ -259,10 +255,6 @@ class RoutingConfig:
                 options of the plan's router. A plan without a router takes "stride" where every capacity is 0 or 1,
                 since nothing is chosen there.
 
-        Raises:
-            TypeError: A field that the plan sets.
-            ValueError: A capacity between 0 and 1, and no router.
-
         Example:
             >>> RoutingConfig.from_plan(Plan((2, 3), (0.0, 0.0), 4, contexts=("all", "all"))).router.name
             'stride'
@@ -290,9 +282,6 @@ class RoutingConfig:
 
     def replace(self, **changes: Any) -> RoutingConfig:
         """Return a copy with some fields changed; a mapping for a part changes some of its options.
-
-        Raises:
-            ValueError: An unknown field; the message names the valid ones.
 
         Example:
             >>> RoutingConfig(router="linear").replace(gate={"scale": 0.1}).gate
@@ -341,11 +330,7 @@ class RoutingConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> RoutingConfig:
-        """Build a config from plain values; missing fields have their defaults.
-
-        Raises:
-            ValueError: An unknown key; the message names the valid ones.
-        """
+        """Build a config from plain values; missing fields have their defaults."""
         check_value("a routing config", values, Mapping)
         refuse_unknown("routing option", values, ROUTING_FIELDS)
         return cls(**values)

@@ -15,10 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_part
+from mmod.adapters import find_part
 from mmod.config import Plan
 from mmod.extras import name_missing_extra
 from mmod.io.progress import progress_bar
+from mmod.io.tables import text_table
 from mmod.ops.intercept import AttentionCall, AttentionIntercept, inside
 from mmod.values import check_value
 
@@ -49,9 +50,6 @@ class LayerRanks:
             below: Route the layers with a rank below this.
             budget: Route layers, lowest rank first, until the mean capacity of all layers is at most this.
 
-        Raises:
-            ValueError: Not exactly one of `below` and `budget`, no layer to route, or a budget out of reach.
-
         Example:
             >>> ranks = LayerRanks(("0", "1", "2", "3"), (9.0, 3.0, 5.0, 8.0), 10.0, 4, None)
             >>> ranks.plan(0.5, below=6).blocks, ranks.plan(0.5, budget=0.8).blocks
@@ -81,36 +79,28 @@ class LayerRanks:
 
     def __str__(self) -> str:
         """Return the ranks as a table, lowest first."""
-        width = max(map(len, self.names))
-        order = sorted(range(len(self.ranks)), key=lambda layer: self.ranks[layer])
-        lines = [f"{'layer':<{width}}  {'rank':>8}  {'share':>6}"]
-        lines += [
-            f"{self.names[i]:<{width}}  {self.ranks[i]:>8.1f}  {self.ranks[i] / self.tokens:>6.3f}" for i in order
-        ]
-        tolerance = "fp32 epsilon times tokens" if self.tolerance is None else f"{self.tolerance:g}"
-        lines.append(
-            f"mean over heads and {self.samples} samples of {self.tokens:.1f} tokens on average; singular values below "
-            f"{tolerance} of the largest do not count"
+        rows = sorted(zip(self.names, self.ranks), key=lambda row: row[1])
+        table = text_table(
+            ["layer", "rank", "share"], [(name, f"{rank:.1f}", f"{rank / self.tokens:.3f}") for name, rank in rows]
         )
-        return "\n".join(lines)
+        tolerance = "fp32 epsilon times tokens" if self.tolerance is None else f"{self.tolerance:g}"
+        return (
+            f"{table}\nmean over heads and {self.samples} samples of {self.tokens:.1f} tokens on average; singular "
+            f"values below {tolerance} of the largest do not count"
+        )
 
     @name_missing_extra()
     def plot(self, path: str | Path) -> None:
-        """Draw the rank over depth.
-
-        Raises:
-            FileExistsError: The path exists.
-        """
-        from matplotlib.figure import Figure
+        """Draw the rank over depth."""
+        from mmod.analysis.style import new_figure
 
         if Path(path).exists():
             raise FileExistsError(f"{str(path)!r} exists")
-        figure = Figure(figsize=(6, 3), layout="constrained")
+        figure = new_figure(6, 3)
         axes = figure.subplots()
         axes.bar(range(len(self.ranks)), self.ranks)
-        axes.set_xlabel("layer")
-        axes.set_ylabel("rank of attention")
-        axes.set_title(f"{self.samples} samples, {self.tokens:.0f} tokens on average")
+        title = f"{self.samples} samples, {self.tokens:.0f} tokens on average"
+        axes.set(xlabel="layer", ylabel="rank of attention", title=title)
         figure.savefig(path)
 
 
@@ -134,9 +124,6 @@ def attention_ranks(
         tolerance: Singular values below this share of the largest do not count; None means fp32 epsilon times tokens.
         diagonal: Keep the diagonal, with which every causal map has full rank.
 
-    Raises:
-        ValueError: No batch, several parts and none named, or a layer without attention over all tokens.
-
     Source: gamma-MoD, arXiv 2410.13859, section 3 (mean over heads and samples). The released code takes the first
     sample only, drops the diagonal, and leaves the tolerance to torch, as `tolerance=None` does.
 
@@ -153,7 +140,8 @@ def attention_ranks(
         keywords = batch if isinstance(batch, Mapping) else {}
         mask = keywords.get("attention_mask")
         modes = [_Ranks(mask, tolerance, diagonal) for _ in stack.blocks]
-        _run_inside(model, stack, modes, batch)
+        with inside(list(zip(stack.blocks, modes))), torch.no_grad():
+            model(**batch) if isinstance(batch, Mapping) else model(batch)
         for place, mode in enumerate(modes):
             if not mode.ranks:
                 raise ValueError(f"{stack.names[place]} ran no attention over all tokens: use sdpa or eager attention")
@@ -167,16 +155,7 @@ def attention_ranks(
     return LayerRanks(stack.names, ranks, tokens / maps, samples, tolerance)
 
 
-@torch.no_grad()
-def _run_inside(model: nn.Module, stack: BlockStack, modes: list[_Ranks], batch: Any) -> None:
-    """Run a batch, with a separate intercept for every block."""
-    with inside(list(zip(stack.blocks, modes))):
-        model(**batch) if isinstance(batch, Mapping) else model(batch)
-
-
 class _Ranks(AttentionIntercept):
-    """Measures the rank of every attention map computed inside it."""
-
     def __init__(self, mask: Tensor | None, tolerance: float | None, diagonal: bool) -> None:
         super().__init__()
         self.mask_BN = mask
@@ -187,7 +166,6 @@ class _Ranks(AttentionIntercept):
         self.samples = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend, and measure ranks."""
         query, key, mask = call.query, call.key, call.attn_mask
         group = query.shape[1] // key.shape[1]
         scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
@@ -206,7 +184,7 @@ class _Ranks(AttentionIntercept):
         return call.run()
 
     def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        """Measure ranks of maps that a host computes with softmax (eager attention)."""
+        # Hosts compute the maps of eager attention with softmax.
         if func in (torch.softmax, torch.Tensor.softmax, F.softmax) and result.ndim == 4:
             self._take(result.shape[0], result.shape[1], lambda sample, head: result[sample, head].float())
 

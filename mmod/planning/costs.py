@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.analysis.flop_report import BlockFlops
+from mmod.analysis.flop_report import FlopCounts
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import prefill_flops
 from mmod.config import RoutingConfig, Score
@@ -132,43 +132,34 @@ def block_costs(
 
     The cost of reading importance is left out: how many blocks read it depends on the plan.
     """
-    read = _read_prefill if stack.language else _read_flops
     columns: list[list[float]] = []
     dense: tuple[float, ...] = ()
     total = 0.0
     for option in options:
         route_(model, **{part: option.config(range(rule.first, len(stack.blocks)), rule)})
         try:
-            rows, outside = read(model, lengths, batch)
+            report = _count(model, stack.language, lengths, batch)
         finally:
             unroute_(model)
-        blocks = [row for row in rows if row.name in stack.names]
+        blocks = [row for row in report.blocks if row.name in stack.names]
         columns.append([float(row.cached if cost == "cache" else row.routed - row.importance) for row in blocks])
         dense = tuple(float(row.tokens if cost == "cache" else row.dense) for row in blocks)
-        total = sum(dense) if cost == "cache" else float(outside.dense + sum(row.dense for row in rows))
+        total = sum(dense) if cost == "cache" else float(report.dense)
     costs = BlockCosts(tuple(zip(*columns)), dense, total)
-    return _less_text(costs, model, lengths) if cost == "image_flops" else costs
-
-
-def _less_text(costs: BlockCosts, model: nn.Module, lengths: PromptLengths) -> BlockCosts:
-    """Return costs minus the costs of the prompt's text alone."""
+    if cost != "image_flops":
+        return costs
+    # What image tokens add is the cost minus that of the prompt's text alone.
     text = prefill_flops(model, lengths.means[0])
     text_costs = [row.dense for row in text.blocks]
-    options = tuple(tuple(cost - less for cost in row) for row, less in zip(costs.options, text_costs))
-    dense = tuple(cost - less for cost, less in zip(costs.dense, text_costs))
-    return BlockCosts(options, dense, costs.total - text.dense)
+    added = tuple(tuple(share - less for share in row) for row, less in zip(costs.options, text_costs))
+    dense = tuple(share - less for share, less in zip(costs.dense, text_costs))
+    return BlockCosts(added, dense, costs.total - text.dense)
 
 
-def _read_prefill(model: nn.Module, lengths: PromptLengths, batch: Any) -> tuple[Sequence[BlockFlops], BlockFlops]:
-    text, images = lengths.means
-    report = prefill_flops(model, text, images)
-    return report.blocks, report.rest
-
-
-def _read_flops(model: nn.Module, lengths: PromptLengths, batch: Any) -> tuple[Sequence[BlockFlops], BlockFlops]:
+def _count(model: nn.Module, language: bool, lengths: PromptLengths, batch: Any) -> FlopCounts:
+    if language:
+        return prefill_flops(model, *lengths.means)
     if isinstance(batch, Mapping):
-        report = flops(model, {name: value[:1] for name, value in batch.items() if isinstance(value, Tensor)})
-    else:
-        channels, height, width = batch.shape[1:]
-        report = flops(model, (channels, height, width))
-    return report.blocks, report.rest
+        return flops(model, {name: value[:1] for name, value in batch.items() if isinstance(value, Tensor)})
+    channels, height, width = batch.shape[1:]
+    return flops(model, (channels, height, width))

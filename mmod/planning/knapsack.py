@@ -14,9 +14,6 @@ STEPS = 20_000
 def best_choices(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float) -> list[int]:
     """Return the index of the chosen item in each class: the lowest sum of losses with costs within the budget.
 
-    Raises:
-        ValueError: The cheapest items cost more than the budget.
-
     Example:
         >>> best_choices([[0.0, 1.0], [0.0, 3.0]], [[5, 1], [5, 1]], budget=6)
         [1, 0]

@@ -18,6 +18,7 @@ from mmod.analysis.flops import flops
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
 from mmod.config import Plan, RoutingConfig, spelled
 from mmod.extras import name_missing_extra
+from mmod.io.tables import text_table
 from mmod.model import capacities, routed_blocks, routing_configs, set_capacity_, unroute_
 from mmod.ops.select import kept_count
 from mmod.planning.costs import BlockCosts
@@ -41,17 +42,14 @@ HUNDREDTHS = tuple(Fraction(number, 100) for number in range(101))
 
 
 class LearnedCapacity(nn.Module):
-    """Capacities of a model's routed blocks, one parameter each; see `learn_capacity_`.
+    """Capacities of a model's routed blocks, one parameter each.
 
     Args:
         costs: Cost of each block at each quarter, ascending, as a share of the dense model's cost (L, G). Five quarters
-            start at capacity 0; four start at 1/4, the minimum then.
+            start at capacity 0, four at 1/4.
         fixed: Share of everything outside these blocks.
         budget: Share of the complete model.
         rate: Factor of the parameters.
-
-    Raises:
-        ValueError: The budget is out of reach.
     """
 
     costs_LG: Tensor
@@ -229,24 +227,22 @@ class LearnedPlan:
 
     def __str__(self) -> str:
         """Return the capacities as a table, and the share of the cost."""
-        width = max(map(len, self.names))
-        lines = [f"{'block':<{width}}  {'learned':>8}  {'capacity':>8}  {'share of the cost':>17}"]
         rows = zip(self.names, self.learned, self.plan.capacities, self.shares)
-        lines += [
-            f"{name:<{width}}  {capacity:>8.4f}  {kept:>8g}  {share:>17.4f}" for name, capacity, kept, share in rows
-        ]
-        return "\n".join([
-            *lines,
-            f"{len(self.names)} of {self.plan.depth} blocks are routed",
-            f"{self.share:.4f} of the dense model's {self.cost}, for a budget of {self.budget:.4g}",
-        ])  # fmt: skip
+        table = text_table(
+            ["block", "learned", "capacity", "share of the cost"],
+            [(name, f"{capacity:.4f}", f"{kept:g}", f"{share:.4f}") for name, capacity, kept, share in rows],
+        )
+        return (
+            f"{table}\n{len(self.names)} of {self.plan.depth} blocks are routed\n{self.share:.4f} of the dense model's "
+            f"{self.cost}, for a budget of {self.budget:.4g}"
+        )
 
     @name_missing_extra()
     def plot(self, path: str | Path) -> None:
-        """Draw capacity over depth, learned and planned."""
-        from matplotlib.figure import Figure
+        """Draw learned and planned capacities over depth."""
+        from mmod.analysis.style import new_figure
 
-        figure = Figure(figsize=(6, 3), layout="constrained")
+        figure = new_figure(6, 3)
         axes = figure.subplots()
         axes.bar(self.plan.blocks, self.plan.capacities, label="plan")
         axes.plot(self.plan.blocks, self.learned, "k_", markersize=14, label="learned")
@@ -280,9 +276,6 @@ def learn_capacity_(
 
     Returns:
         The same model.
-
-    Raises:
-        ValueError: The model is not routed, its capacities cannot be learned, or the budget is out of reach.
 
     Source: DiffRate, arXiv 2305.17997 (compression rates per block by the gradient of the loss); DSA, arXiv 2004.02164
         (shares per layer under one budget by gradient). Partial weights and the budget level are this library's.
@@ -326,12 +319,6 @@ def settle_capacity_(model: nn.Module) -> LearnedPlan:
 
     Args:
         model: A model whose capacities `mmod.learn_capacity_` learns; it is changed.
-
-    Returns:
-        The learned capacities and the plan.
-
-    Raises:
-        ValueError: The model learns no capacities.
     """
     hook = capacity_hook(model)
     if hook is None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from mmod.config import Plan, RoutingConfig
 from mmod.extras import name_missing_extra
+from mmod.io.tables import text_table
 from mmod.planning.costs import BlockCosts, Option, SelectionRule
 from mmod.planning.knapsack import best_choices
 from mmod.planning.scoring import plan_of
@@ -58,11 +59,7 @@ class PlanSearch:
         return best_plan(self.scores, self.costs, self.options, budget, self.rule)
 
     def share(self, plan: Plan) -> float:
-        """Return a plan's cost as a share of the dense model's.
-
-        Raises:
-            ValueError: The plan has other options or belongs to another model.
-        """
+        """Return a plan's cost as a share of the dense model's."""
         option_of = self._option_of(plan).items()
         saved = sum(self.costs.dense[block] - self.costs.options[block][item] for block, item in option_of)
         return 1 - saved / self.costs.total
@@ -91,29 +88,23 @@ class PlanSearch:
 
     def __str__(self) -> str:
         """Return the scores as a table, and the plan."""
-        width, columns = max(map(len, self.names)), [max(10, len(str(option))) for option in self.options]
-        lines = ["  ".join([f"{'block':<{width}}", *(f"{option!s:>{w}}" for option, w in zip(self.options, columns))])]
-        for name, row in zip(self.names, self.scores):
-            lines.append("  ".join([f"{name:<{width}}", *(f"{score:>{w}.3e}" for score, w in zip(row, columns))]))
+        rows = [(name, *(f"{score:.3e}" for score in row)) for name, row in zip(self.names, self.scores)]
         plan = self.plan
         share = f"{self.share(plan):.4f} of the dense model's {self.cost}"
         if self.time is not None:
             share = f"{self.time:.4g} of the dense model's {self.costs.total:.4g} milliseconds"
         measured = "" if self.divergence is None else f", of the complete plan {self.divergence:.4g}"
-        return "\n".join([
-            *lines,
-            f"divergence added by each option, mean over {self.rows} rows",
-            "",
-            str(plan),
-            f"{share}, sum of divergences {self.score(plan):.4g}{measured}",
-        ])  # fmt: skip
+        return (
+            f"{text_table(['block', *map(str, self.options)], rows)}\ndivergence added by each option, mean over "
+            f"{self.rows} rows\n\n{plan}\n{share}, sum of divergences {self.score(plan):.4g}{measured}"
+        )
 
     @name_missing_extra()
     def plot(self, path: str | Path) -> None:
         """Draw the scores of all options, with the plan's marked, and the Pareto front."""
-        from matplotlib.figure import Figure
+        from mmod.analysis.style import new_figure
 
-        figure = Figure(figsize=(11, 4), layout="constrained")
+        figure = new_figure(11, 4)
         left, right = figure.subplots(1, 2)
         option_of = self._option_of(self.plan)
         negative = min(map(min, self.scores)) < 0

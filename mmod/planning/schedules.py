@@ -26,9 +26,6 @@ def ratio_decay(
         floor: Minimum capacity.
         shape: "cosine" or "linear".
 
-    Raises:
-        ValueError: Depth below 2, bounds outside (0, 1], or no block left to route.
-
     Source: p-MoD, arXiv 2412.04449, and its released code (`shiftedcos_decay_0.85_0.15`).
 
     Example:
@@ -66,9 +63,6 @@ def stage_drop(depth: int, *, stages: int = 4, keep: float = 0.5) -> Plan:
         stages: Number of stages S, at least 2.
         keep: Share of tokens kept from one stage to the next, in (0, 1).
 
-    Raises:
-        ValueError: Fewer blocks than stages, fewer than 2 stages, or a share outside (0, 1).
-
     Source: PyramidDrop, Xing et al., arXiv 2410.17247, section 3.2 (four stages, keep=0.5).
 
     Example:
@@ -96,9 +90,6 @@ def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> Plan:
         after: Number of dense blocks at the start; 0 works only with a score that reads no attention.
         keep: Share of tokens kept, in (0, 1).
 
-    Raises:
-        ValueError: No block left to route, or a share outside (0, 1).
-
     Source: FastV, Chen et al., arXiv 2403.06764, section 4 (after=2, keep=0.5).
 
     Example:
@@ -121,9 +112,6 @@ def falling(depth: int, mean: float = 0.6, *, steps: int = 5) -> Plan:
         depth: Number of blocks.
         mean: Mean capacity of the routed blocks, if all steps have the same length.
         steps: Number of steps S, less than depth.
-
-    Raises:
-        ValueError: Steps outside [1, depth), or a mean at which the last step keeps nothing.
 
     Example:
         >>> plan = falling(11, 0.6)

@@ -58,9 +58,6 @@ def in_time(search: PlanSearch, measure: Measure) -> PlanSearch:
     Block times do not add up exactly. So the plan for the estimated budget is measured, and the estimate is corrected
     until the measured time fits or no other plan lies between. Among the measured plans within 5 % above the budget,
     the one with the lowest sum of scores wins.
-
-    Raises:
-        ValueError: All measured plans exceed the budget.
     """
     budget, low, high = search.budget, search.costs.least_share, 1.0
     target, shares = budget, dict[Plan, float]()

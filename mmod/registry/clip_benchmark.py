@@ -35,9 +35,6 @@ def load_routed(
 
     Returns:
         The model, what makes its input of a picture, and its tokenizer.
-
-    Raises:
-        ValueError: A folder that holds no routed model.
     """
     import open_clip
     from open_clip.transform import PreprocessCfg, image_transform_v2

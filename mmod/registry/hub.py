@@ -53,9 +53,6 @@ def push_to_hub(
 
     Returns:
         The address of the commit.
-
-    Raises:
-        ValueError: A model that is not routed or cannot be saved.
     """
     from huggingface_hub import HfApi
 
@@ -99,11 +96,6 @@ def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "
         repo: What it is called.
         flops: What it costs.
         about: What else the card says.
-
-    Raises:
-        TypeError: `about` or `repo` is no text.
-        ValueError: Nothing is routed, the model is of no supported library, the count is not of this routing, or the
-            hub takes no such name.
     """
     from huggingface_hub import ModelCard, ModelCardData
     from huggingface_hub.utils import validate_repo_id

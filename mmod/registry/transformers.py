@@ -57,9 +57,6 @@ def auto_class(name: str) -> type:
 
     Args:
         name: Name of the Auto class.
-
-    Raises:
-        AttributeError: There is no such class.
     """
     if not name.startswith("AutoModel"):
         raise AttributeError(name)

@@ -28,10 +28,6 @@ def routed(config: RoutingConfig | None = None, **parts: RoutingConfig | None) -
         config: How to route both towers, as in `mmod.route_`.
         parts: How to route one tower, `image` or `text`, instead; None leaves it dense.
 
-    Raises:
-        TypeError: Not a `RoutingConfig`, when a model is built.
-        ValueError: A tower that does not exist or cannot be routed, or a plan that does not fit, when a model is built.
-
     Example:
         >>> import mmod, open_clip
         >>> sizes = {"width": 32, "heads": 2, "layers": 2, "context_length": 8, "vocab_size": 64}
