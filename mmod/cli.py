@@ -13,8 +13,6 @@ from typing import NamedTuple
 from mmod.io.configs import config_names, existing_config
 from mmod.training.engine.command import one_line_errors
 
-__all__ = ["COMMANDS", "main"]
-
 
 class Command(NamedTuple):
     """What a command runs.
@@ -67,7 +65,7 @@ COMMANDS = {
     "plan CONFIG": Command(
         "mmod.studies.plan", "which tokens may miss which operator, searched without training", _WEIGHTS
     ),
-    "report FOLDER...": Command("mmod.report.command", "one page of what studies and audits found, for a browser"),
+    "report FOLDER...": Command("mmod.report.command", "one page of studies and audits, for a browser"),
     "benchmark MODE": Command("mmod.benchmarks.command", "time models, ops, generation, drafts, a suite, or a GPU"),
     "data SET": Command("mmod.data.commands", "build an embedded data set, or draw a picture of it"),
     "configs [NAME]": Command("mmod.io.configs", "list the configs that come with mmod, or print one"),
@@ -79,8 +77,7 @@ _REPORTED = ("tradeoff CONFIG", "isoflop CONFIG", "audit CONFIG_OR_RUN")
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command that a command line names; only that command's modules are imported.
 
-    Raises:
-        SystemExit: With code 2 where the command line does not fit, 1 where a command refuses something.
+    It exits with code 2 if the command line is invalid, and with 1 if the command fails.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
     if words == ["--version"]:
@@ -89,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if words[:1] == ["--complete"]:
         print("\n".join(completions(os.environ.get("COMP_LINE", ""))))
         return
-    found = next((command for command in COMMANDS if words[: len(_words(command))] == _words(command)), None)
-    if found is None:
+    named = next((command for command in COMMANDS if words[: len(_words(command))] == _words(command)), None)
+    if named is None:
         group = [command for command in COMMANDS if words and _words(command)[0] == words[0]]
         if words and words[-1] in ("-h", "--help"):
             print(_usage(group or COMMANDS))
@@ -98,9 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         unknown = f"error: unknown command {' '.join(words)!r}\n\n" if words[len(group[:1]) :] else ""
         print(f"{unknown}{_usage(group or COMMANDS)}", file=sys.stderr)
         sys.exit(2)
-    rest = words[len(_words(found)) :]
-    sys.argv[0] = " ".join(["mmod", *_words(found)])
-    run(found, rest)
+    sys.argv[0] = " ".join(["mmod", *_words(named)])
+    run(named, words[len(_words(named)) :])
 
 
 def completions(line: str) -> list[str]:
@@ -121,7 +117,7 @@ def completions(line: str) -> list[str]:
 
 
 def run(command: str, arguments: Sequence[str]) -> None:
-    """Run a command; one that finds something out ends with a page of it."""
+    """Run a command; studies and audits end with a report page."""
     with one_line_errors():
         _check_config(command, arguments)
         kind = (COMMANDS[command].kind,) if COMMANDS[command].kind else ()

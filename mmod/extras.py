@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["EXTRAS", "name_missing_extra"]
-
 EXTRAS = {
     "train": (
         "PIL",

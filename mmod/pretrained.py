@@ -33,21 +33,19 @@ def save_pretrained(
 ) -> None:
     """Save the weights of a model that `mmod` changed, and everything needed to build it again.
 
-    The folder gets `model.safetensors` and `mmod.json`; the JSON also stands in the header of the weights. Each file
-    is written under another name and renamed when it is whole.
+    The folder gets `model.safetensors` and `mmod.json`; the JSON is also in the header of the weights. An interrupted
+    call leaves neither file half-written.
 
     Args:
         model: A model that `timm.create_model` or open_clip made and that `mmod.route_` or `mmod.apply_` changed;
             neither wrapped nor compiled.
-        folder: Where to save; made when it is not there.
-        overwrite: Replace the two files if they are there.
+        folder: Where to save; created if missing.
+        overwrite: Replace the two files if they exist.
         architecture: For open_clip, whose models do not know it: the name they were created by, or their config.
 
     Raises:
         FileExistsError: The folder holds a saved model and `overwrite` is not set.
-        ValueError: Nothing is routed, the router is a function, or the model could not be built again: not made by
-            `timm.create_model`, of another architecture than named, wrapped, compiled, quantized, or with parts
-            exchanged since.
+        ValueError: No method changed the model, the router is a function, or the model cannot be built again.
 
     Example:
         >>> import tempfile, timm, mmod
@@ -86,10 +84,9 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
         The model in evaluation mode, of the dtype it was saved in.
 
     Raises:
-        FileNotFoundError: The folder or one of its two files is not there.
-        ValueError: A file that `save_pretrained` did not write, of a format this version does not know, that belongs
-            to another one, or whose content does not fit: an unknown routing option, a weight that is missing, not
-            known or of another shape.
+        FileNotFoundError: The folder or one of its two files does not exist.
+        ValueError: A file that `save_pretrained` did not write, of another format version, or that does not fit the
+            other file.
     """
     folder = _local(folder)
     if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
@@ -109,7 +106,7 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
         )
     try:
         with torch.device("meta"):
-            # Its shapes first: a model of another size than its weights takes no memory.
+            # Compare shapes first: a model of another size than its weights takes no memory.
             shapes = _build(config).state_dict()
     except (TypeError, ValueError) as error:
         raise ValueError(f"{str(folder / CONFIG)!r} describes no model that can be built: {error}") from error
@@ -234,12 +231,12 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
     if not _saving(config["library"]).needs_architecture:
         return
     # The same weights may belong to another architecture than the caller says.
-    found, wanted = _settings(rebuilt), _settings(model)
-    if found != wanted:
-        name = next(name for name in {**wanted, **found} if wanted.get(name) != found.get(name))
+    present, wanted = _settings(rebuilt), _settings(model)
+    if present != wanted:
+        name = next(name for name in {**wanted, **present} if wanted.get(name) != present.get(name))
         raise ValueError(
             f"cannot save this {type(model).__name__}: built again from {_brief(config)} its {name} is "
-            f"{found.get(name)!r}, the model's is {wanted.get(name)!r}"
+            f"{present.get(name)!r}, the model's is {wanted.get(name)!r}"
         )
 
 
@@ -261,10 +258,11 @@ def _settings(model: nn.Module) -> dict[str, object]:
 
 def _read_config(path: Path) -> dict[str, Any]:
     config = parse_json(path.read_bytes(), repr(str(path)))
-    found = config.get("format_version") if isinstance(config, dict) else None
-    if found != FORMAT_VERSION:
+    format_version = config.get("format_version") if isinstance(config, dict) else None
+    if format_version != FORMAT_VERSION:
         raise ValueError(
-            f"{str(path)!r} has format version {found!r}; this mmod ({_version('mmod')}) reads version {FORMAT_VERSION}"
+            f"{str(path)!r} has format version {format_version!r}; this mmod ({_version('mmod')}) reads version "
+            f"{FORMAT_VERSION}"
         )
     if set(config) != set(_KEYS) or config["library"] not in ADAPTERS:
         raise ValueError(
@@ -273,15 +271,15 @@ def _read_config(path: Path) -> dict[str, Any]:
     return dict(config)
 
 
-def _check_fits(state: dict[str, Tensor], own: dict[str, Tensor], folder: Path) -> None:
-    missing, unknown = sorted(set(own) - set(state)), sorted(set(state) - set(own))
+def _check_fits(state: dict[str, Tensor], model_state: dict[str, Tensor], folder: Path) -> None:
+    shapes, expected = ({name: tuple(value.shape) for name, value in values.items()} for values in (state, model_state))
+    missing, unknown = sorted(set(expected) - set(shapes)), sorted(set(shapes) - set(expected))
     if missing or unknown:
         raise ValueError(f"the weights in {str(folder)!r} do not fit: missing {missing}, not known {unknown}")
-    for name, value in state.items():
-        if value.shape != own[name].shape:
+    for name, shape in shapes.items():
+        if shape != expected[name]:
             raise ValueError(
-                f"the weights in {str(folder)!r} do not fit: {name} has shape {tuple(value.shape)}, "
-                f"the model's is {tuple(own[name].shape)}"
+                f"the weights in {str(folder)!r} do not fit: {name} has shape {shape}, the model's is {expected[name]}"
             )
 
 

@@ -18,8 +18,6 @@ from torch import Tensor, nn
 from mmod.config import RoutingConfig, Threshold
 from mmod.model import deciding_by, route_, routing_configs, unroute_
 
-__all__ = ["DraftReport", "every_token", "full_pass", "judge_drafts"]
-
 Model = TypeVar("Model", bound=nn.Module)
 
 

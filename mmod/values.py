@@ -16,19 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = [
-    "brief",
-    "check_distinct",
-    "check_fields",
-    "check_finite",
-    "check_module",
-    "check_value",
-    "describe",
-    "from_plain",
-    "one_of",
-    "refuse_unknown",
-]
-
 Config = TypeVar("Config")
 
 _NAMES: dict[Any, str] = {

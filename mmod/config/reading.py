@@ -17,7 +17,7 @@ _CHOICES: dict[str, tuple[type[Any], tuple[str, ...]]] = {
     "select": (Threshold, ("topk",)),
     "skipped": (Merged, ("pass", "scale", "follow")),
 }
-Part = TypeVar("Part")
+Value = TypeVar("Value")
 
 
 def score(name: str, **options: Any) -> Score:
@@ -31,7 +31,7 @@ def score(name: str, **options: Any) -> Score:
         >>> score("attention", importance="class_token")
         Attention(importance='class_token')
     """
-    return _part("router", SCORES[name], options)
+    return _read("router", SCORES[name], options)
 
 
 def read_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -43,9 +43,9 @@ def read_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "router": router,
         "select": _choice("select", fields.get("select", "topk")),
-        "gate": _part("gate", Gate, {"name": gate} if isinstance(gate, str) else gate),
+        "gate": _read("gate", Gate, {"name": gate} if isinstance(gate, str) else gate),
         "skipped": _choice("skipped", fields.get("skipped", "pass")),
-        "language": _part("language", LanguageRouting, {} if language is None else language),
+        "language": _read("language", LanguageRouting, {} if language is None else language),
     }
 
 
@@ -64,9 +64,9 @@ def revised(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
     for name in PARTS:
         options = changes.get(name)
         if isinstance(options, Mapping) and "name" not in options:
-            part = read_parts(fields)[name]
-            kind, present = (_CHOICES[name][0], {}) if isinstance(part, str) else (type(part), vars(part))
-            revised_fields[name] = _part(name, kind, {**present, **options})
+            value = read_parts(fields)[name]
+            cls, present = (_CHOICES[name][0], {}) if isinstance(value, str) else (type(value), vars(value))
+            revised_fields[name] = _read(name, cls, {**present, **options})
     return revised_fields
 
 
@@ -84,26 +84,26 @@ def _score(router: Any) -> Score:
 
 def _choice(field: str, value: Any) -> Any:
     """Return a part that is a plain name or a value with options, which has a name too."""
-    kind, names = _CHOICES[field]
+    cls, names = _CHOICES[field]
     if isinstance(value, Mapping):
         options = dict(value)
-        name = options.pop("name", kind.name)
-        if name == kind.name:
-            return _part(field, kind, options)
+        name = options.pop("name", cls.name)
+        if name == cls.name:
+            return _read(field, cls, options)
         if options:
-            raise ValueError(f"{field}={name!r} has no options, got {', '.join(options)}; {kind.name!r} has some")
+            raise ValueError(f"{field}={name!r} has no options, got {', '.join(options)}; {cls.name!r} has some")
         return _choice(field, name)
-    if isinstance(value, kind):
+    if isinstance(value, cls):
         return value
-    one_of(field, value, (*names, kind.name))
-    return kind() if value == kind.name else value
+    one_of(field, value, (*names, cls.name))
+    return cls() if value == cls.name else value
 
 
-def _part(name: str, kind: type[Part], value: Any) -> Part:
-    """Return a part from a value of its kind or a mapping of its options."""
-    if isinstance(value, kind):
+def _read(name: str, cls: type[Value], value: Any) -> Value:
+    """Return a part from a value of its class or a mapping of its options."""
+    if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a name or options of {kind.__name__}, got {value!r}")
-    refuse_unknown(f"option of {name}", value, [item.name for item in dataclasses.fields(kind)])  # type: ignore[arg-type]
-    return kind(**value)
+        raise TypeError(f"{name} must be a name or options of {cls.__name__}, got {value!r}")
+    refuse_unknown(f"option of {name}", value, [item.name for item in dataclasses.fields(cls)])  # type: ignore[arg-type]
+    return cls(**value)

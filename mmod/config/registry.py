@@ -21,13 +21,13 @@ class Registry(Generic[Entry]):
     """Entries by name.
 
     Args:
-        kind: What a name is called in messages.
+        noun: What a name is called in messages.
         home: The module that registers the entries of this package; it is imported when a name is first looked up.
         register: The function by which others add an entry.
     """
 
-    def __init__(self, kind: str, home: str, register: str) -> None:
-        self._kind = kind
+    def __init__(self, noun: str, home: str, register: str) -> None:
+        self._noun = noun
         self._home = home
         self._register = register
         self._entries: dict[str, Entry] = {}
@@ -40,7 +40,7 @@ class Registry(Generic[Entry]):
             importlib.import_module(self._home)
         taken = self._places.setdefault(name, place)
         if taken != place:
-            raise ValueError(f"{self._kind} {name!r} is {taken} already; choose another name for {place}")
+            raise ValueError(f"{self._noun} {name!r} is {taken} already; choose another name for {place}")
         self._entries[name] = entry
 
     def __getitem__(self, name: str) -> Entry:
@@ -52,7 +52,7 @@ class Registry(Generic[Entry]):
         if not isinstance(name, str) or (name not in self._entries and name not in list(self)):
             valid = ", ".join(map(repr, sorted(self)))
             raise ValueError(
-                f"{self._kind} must be one of {valid}, got {name!r}; for a name of another package, import the module "
+                f"{self._noun} must be one of {valid}, got {name!r}; for a name of another package, import the module "
                 f"that calls mmod.{self._register}"
             )
 

@@ -17,8 +17,6 @@ from torch import nn
 
 from mmod.pretrained import load_pretrained
 
-__all__ = ["load_routed", "main", "register"]
-
 NAME = "mmod"
 
 
@@ -28,13 +26,12 @@ def load_routed(
     """Load a routed model as CLIP_benchmark asks for it.
 
     Args:
-        model_name: Its architecture, as open_clip calls it.
+        model_name: Architecture in open_clip.
         pretrained: A folder of `mmod.save_pretrained`, or "hf-hub:owner/name".
-        cache_dir: Taken since others take it; the hub has its own.
-        device: Where the model goes.
+        cache_dir: Ignored; the hub has its cache.
 
     Returns:
-        The model, what makes its input of a picture, and its tokenizer.
+        Model, image transform and tokenizer.
     """
     import open_clip
     from open_clip.transform import PreprocessCfg, image_transform_v2

@@ -21,8 +21,6 @@ from mmod.values import check_value
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
 
-__all__ = ["model_card", "push_to_hub", "write_hub_folder"]
-
 _LOADING = 'import mmod\n\nmodel = mmod.load_pretrained("hf-hub:{repo}")'
 
 
@@ -42,14 +40,14 @@ def push_to_hub(
 
     Args:
         model: A routed model of timm, open_clip or transformers.
-        repo: Where to: "owner/name". Made if it is not there.
-        flops: What the model costs, as `mmod.flops` or `mmod.prefill_flops` counts it for an input of your choice.
-        about: What else the card says, in Markdown: data, training, results with the command that makes them.
+        repo: "owner/name"; created if missing.
+        flops: FLOPs by `mmod.flops` or `mmod.prefill_flops` for an input of your choice.
+        about: Markdown for the card: data, training, results with the command that makes them.
         architecture: For open_clip, see `mmod.save_pretrained`.
-        private: Whether the repository is private, if it is made.
-        token: Of the hub; None takes the one you have logged in with.
+        private: Whether a new repository is private.
+        token: Token of the hub; None takes that of the login.
         revision: Branch.
-        message: Of the commit.
+        message: Message of the commit.
 
     Returns:
         The address of the commit.
@@ -72,12 +70,7 @@ def write_hub_folder(
     """Write what `push_to_hub` uploads: the saved model and its card, README.md.
 
     Args:
-        model: A routed model.
-        folder: Where to; it must hold no saved model.
-        repo: What the card calls it.
-        flops: What the model costs.
-        about: What else the card says.
-        architecture: For open_clip.
+        folder: An empty folder.
     """
     card = model_card(model, repo, flops, about=about)
     if find_library(model) == "transformers":
@@ -91,11 +84,7 @@ def write_hub_folder(
 def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "") -> ModelCard:
     """Return the card of a changed model: its methods, FLOPs and how they were counted.
 
-    Args:
-        model: The routed model.
-        repo: What it is called.
-        flops: What it costs.
-        about: What else the card says.
+    `push_to_hub` explains the arguments.
     """
     from huggingface_hub import ModelCard, ModelCardData
     from huggingface_hub.utils import validate_repo_id

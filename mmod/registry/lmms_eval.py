@@ -12,8 +12,6 @@ from typing import Any
 
 from mmod.registry.transformers import open_routed_folders
 
-__all__ = ["manifests"]
-
 
 def manifests() -> list[Any]:
     """Let lmms-eval's own models take routed folders, and return no further ones."""

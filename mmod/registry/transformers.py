@@ -11,8 +11,6 @@ import functools
 import inspect
 from typing import Any
 
-__all__ = ["auto_class", "open_routed_folders"]
-
 # Where a config is looked for.
 _PLACE = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -53,11 +51,7 @@ class _Opened:
 
 
 def auto_class(name: str) -> type:
-    """Return what opens routed folders for an Auto class of transformers.
-
-    Args:
-        name: Name of the Auto class.
-    """
+    """Return the class that opens routed folders for an Auto class of transformers."""
     if not name.startswith("AutoModel"):
         raise AttributeError(name)
     import transformers
@@ -81,9 +75,9 @@ def open_routed_folders() -> None:
 
     @functools.wraps(plain, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
-        given = signature.bind_partial(cls, *args, **options).arguments
-        folder: Any = given.get("pretrained_model_name_or_path")
-        if "routes_itself" in vars(cls) or not _describes_routing(folder, given.get("config"), options):
+        arguments = signature.bind_partial(cls, *args, **options).arguments
+        folder: Any = arguments.get("pretrained_model_name_or_path")
+        if "routes_itself" in vars(cls) or not _describes_routing(folder, arguments.get("config"), options):
             return plain(cls, *args, **options)
         from mmod.adapters.transformers.loading import load
         from mmod.pretrained import apply_again

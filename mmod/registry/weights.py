@@ -9,8 +9,6 @@ from torch import nn
 
 from mmod.model import routed_blocks
 
-__all__ = ["keep_new_routers"]
-
 
 def keep_new_routers(model: nn.Module, state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return weights for a routed model: dense ones with the model's own routers added, others as they are.
@@ -20,5 +18,5 @@ def keep_new_routers(model: nn.Module, state: Mapping[str, Any], prefix: str = "
     routers = tuple(f"{name}.router." for name in routed_blocks(model))
     if any(name.startswith(tuple(prefix + router for router in routers)) for name in state):
         return dict(state)
-    own = {prefix + name: value for name, value in model.state_dict().items() if name.startswith(routers)}
-    return {**state, **own}
+    new = {prefix + name: value for name, value in model.state_dict().items() if name.startswith(routers)}
+    return {**state, **new}

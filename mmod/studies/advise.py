@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mmod.values import check_value
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-__all__ = ["main"]
 
 OPEN_CLIP = "open_clip:"
 MEASURES = ("top1", "features", "patches")
@@ -32,6 +32,8 @@ def main(arguments: Sequence[str]) -> None:
     import mmod
     from mmod.training.engine.distributed import choose_device
 
+    check_value("--number", options.number, int, "[1, inf)")
+    check_value("--image_size", options.image_size, int | None, "[1, inf)")
     if options.threads:
         torch.set_num_threads(options.threads)
     model, transform = load_model(
@@ -132,6 +134,8 @@ def load_model(
     if measure in ("features", "patches"):
         host.reset_classifier(0, *([""] if measure == "patches" else []))
     side = getattr(getattr(host, "patch_embed", None), "img_size", None)
+    if side is not None and any(length % patch for length, patch in zip(side, host.patch_embed.patch_size)):
+        raise ValueError(f"--image_size must be a multiple of the model's patches, {host.patch_embed.patch_size[0]} px")
     data = resolve_data_config(
         {} if side is None else {"input_size": (host.patch_embed.proj.in_channels, *side)}, model=host
     )
@@ -149,7 +153,11 @@ def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module
         flexible = {**arguments, "dynamic_img_size": True}
         return create_dense_model(ModelConfig(name=name, pretrained=pretrained, args=flexible))
     except TypeError:
+        pass
+    try:
         return create_dense_model(ModelConfig(name=name, pretrained=pretrained, args=arguments))
+    except TypeError as error:
+        raise ValueError(f"{name} takes no {' or '.join(arguments)}: {error}") from error
 
 
 def read_images(
@@ -197,6 +205,6 @@ def read_images(
     notes = [f"{len(report.faults)} broken images were skipped."] if report.faults else []
     if classes > 1 and classes == known:
         return (torch.stack(pixels), torch.tensor(labels)), " ".join(notes)
-    if classes > 1:
+    if classes > 1 and known:
         notes.append(f"Labels are not used: the images are in {classes} folders, and the model has {known} classes.")
     return torch.stack(pixels), " ".join(notes)

@@ -120,6 +120,22 @@ def test_models_that_cannot_be_are_refused(model: str, message: str, tmp_path: P
         main(["advise", model, "--no_pretrained", "--images", str(folder), "--output", str(tmp_path / "advice")])
 
 
+@pytest.mark.parametrize(
+    ("model", "more", "message"),
+    [
+        ("test_vit", ("--number", "0"), "--number must be an integer of at least 1, got 0"),
+        ("test_vit", ("--image_size", "-3"), "--image_size must be .*got -3"),
+        ("test_vit", ("--image_size", "100"), "--image_size must be a multiple of the model's patches, 16 px"),
+        ("resnet10t", ("--image_size", "96"), "resnet10t takes no img_size"),
+        ("test_vit", ("--tolerance", "2"), r"tolerance must be a number in \[0, 1\), got 2"),
+    ],
+)
+def test_options_out_of_range_are_refused(model: str, more: tuple[str, str], message: str, tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "images", 1, 1)
+    with pytest.raises(SystemExit, match=message):
+        main(["advise", model, "--no_pretrained", "--images", str(folder), "--output", str(tmp_path / "out"), *more])
+
+
 def test_folders_without_images_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     with pytest.raises(SystemExit, match=r"error: .*empty"):

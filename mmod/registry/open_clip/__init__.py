@@ -14,8 +14,6 @@ from mmod.config import RoutingConfig
 from mmod.model import is_routed, route_
 from mmod.registry.weights import keep_new_routers
 
-__all__ = ["accept_dense_weights", "routed"]
-
 
 @contextlib.contextmanager
 def routed(config: RoutingConfig | None = None, **parts: RoutingConfig | None) -> Iterator[None]:
@@ -58,12 +56,9 @@ def routed(config: RoutingConfig | None = None, **parts: RoutingConfig | None) -
 
 
 def accept_dense_weights(model: nn.Module) -> None:
-    """Let a routed model load dense weights strictly: its new routers then stay as they are.
+    """Let a routed model load dense weights strictly and keep its new routers.
 
     Weights with routers must still have all of them.
-
-    Args:
-        model: A routed model.
     """
     model.register_load_state_dict_pre_hook(_complete)
 

@@ -25,8 +25,8 @@ def routed_name(dense: str) -> str:
         >>> routed_name("deit_small_patch16_224")
         'deit_small_patch16_mod_224'
     """
-    named, found = re.subn(r"_patch\d+", r"\g<0>_mod", dense, count=1)
-    return named if found else f"{dense}_mod"
+    named, matches = re.subn(r"_patch\d+", r"\g<0>_mod", dense, count=1)
+    return named if matches else f"{dense}_mod"
 
 
 def routed_cfgs(dense: Iterable[str]) -> dict[str, Any]:
