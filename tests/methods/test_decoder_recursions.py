@@ -325,7 +325,9 @@ def test_what_cannot_be_is_refused() -> None:
         mmod.apply_(make_language("gemma2"), Recursions(recursions=2))
     with pytest.raises(ValueError, match="several parts"):
         mmod.apply_(make_joint("llava"), Recursions(recursions=2))
-    routing = {"preset": "mod"}
-    for changes in ({"routing": routing}, {"grad_checkpointing": True}):
-        with pytest.raises(ValueError, match="method"):
+    for changes, message in (
+        ({"routing": {"preset": "mod"}}, "'routing' cannot follow 'recursions'"),
+        ({"grad_checkpointing": True}, "changed by 'recursions' cannot be trained with grad_checkpointing"),
+    ):
+        with pytest.raises(ValueError, match=message):
             text_config(Path("none"), methods=[{"kind": "recursions"}], **changes)
