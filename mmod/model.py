@@ -141,6 +141,9 @@ def unroute_(model: Model) -> Model:
     Args:
         model: The routed model; it is changed.
 
+    Raises:
+        ValueError: Nothing in it is routed.
+
     Example:
         >>> import timm
         >>> model = unroute_(route_(timm.create_model("test_vit")))
@@ -159,6 +162,9 @@ def freeze_dense_(model: Model) -> Model:
 
     Args:
         model: A routed model, possibly wrapped. `model.requires_grad_(True)` unfreezes it.
+
+    Raises:
+        ValueError: Nothing in it is routed, or its routers have no parameters.
 
     Source: Router-Tuning, He et al., arXiv 2410.13184.
 

@@ -124,6 +124,9 @@ def attention_ranks(
         tolerance: Singular values below this share of the largest do not count; None means fp32 epsilon times tokens.
         diagonal: Keep the diagonal, with which every causal map has full rank.
 
+    Returns:
+        The mean rank of every layer's maps, over heads and samples.
+
     Source: gamma-MoD, arXiv 2410.13859, section 3 (mean over heads and samples). The released code takes the first
     sample only, drops the diagonal, and leaves the tolerance to torch, as `tolerance=None` does.
 

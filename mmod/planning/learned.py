@@ -319,6 +319,9 @@ def settle_capacity_(model: nn.Module) -> LearnedPlan:
 
     Args:
         model: A model whose capacities `mmod.learn_capacity_` learns; it is changed.
+
+    Raises:
+        ValueError: The capacities of the model are not learned.
     """
     hook = capacity_hook(model)
     if hook is None:
