@@ -37,10 +37,10 @@ def main(arguments: list[str] | None = None) -> None:
         begin = time.perf_counter()
         start(replace(undisturbed, output=str(folder / "timed"))).join()
         seconds = time.perf_counter() - begin
-        kills = saving = runs = 0
+        kills = saving = runs = resumed = 0
         while kills < options.kills:
             run = replace(undisturbed, output=str(folder / f"killed-{runs}"))
-            finished = False
+            finished, before = False, kills
             while not finished:
                 # Half of the kills come while a checkpoint is written.
                 in_save = draws.random() < 0.5
@@ -52,7 +52,8 @@ def main(arguments: list[str] | None = None) -> None:
             if process.exitcode != 0 or weights(Path(run.output)) != weights(Path(undisturbed.output)):
                 sys.exit(f"after {kills} kills: {run.output} ended with code {process.exitcode} or other weights")
             runs += 1
-    print(f"{kills} kills, {saving} of them while saving: {runs} resumed runs have the weights of an undisturbed run")
+            resumed += kills > before
+    print(f"{kills} kills, {saving} of them while saving: {resumed} resumed runs have the undisturbed weights")
 
 
 def config(output: Path) -> TrainConfig:
