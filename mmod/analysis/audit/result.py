@@ -165,7 +165,9 @@ def _cells(own: Condition) -> list[str]:
 
 def read_audit(fields: Mapping[str, Any]) -> Audit:
     """Return the audit that `Audit.to_dict` wrote."""
-    return read_published(Audit, fields)
+    # Earlier versions wrote one share for each decision here.
+    information = {name: known for name, known in fields["across"]["information"].items() if isinstance(known, Mapping)}
+    return read_published(Audit, {**fields, "across": {**fields["across"], "information": information}})
 
 
 def compare(
