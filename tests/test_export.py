@@ -118,7 +118,7 @@ def test_unbounded_threshold_cannot_be_exported() -> None:
         torch.export.export(model, (images(2),), strict=False)
 
 
-@pytest.mark.parametrize("routing", ["attention", "linear", "threshold", "context"])
+@pytest.mark.parametrize("routing", ["attention", "threshold"])
 def test_onnx_runs_in_onnx_runtime(routing: str, tmp_path: Path) -> None:
     onnxruntime = pytest.importorskip("onnxruntime")
     model = routed(routing)

@@ -40,7 +40,7 @@ ZOO = (
     "custom-blocks",
 )
 # Only the text tower can.
-TEXT_ONLY = ("RN50", "convnext_base", "swin_base_patch4_window7_224", "MobileCLIP-S1")
+TEXT_ONLY = ("RN50", "convnext_base", "MobileCLIP-S1")
 
 _CUSTOM = {"qk_norm": True, "scale_heads": True, "scale_attn_inner": True, "scale_attn": True, "scale_fc": True}
 _TRUNK = {"img_size": 56, "embed_dim": 48, "depth": 4, "num_heads": 4}

@@ -18,7 +18,7 @@ from tests.analysis.audit.planted import PATCH, SIDE, TOKENS, batches_of, conten
 from tests.zoo import make_images, make_model
 
 SMALL = "vit_tiny_patch16_224"
-SEEDS = 4
+SEEDS = 2
 # The share of objects that stand in the middle.
 DATA = {"centred": 0.95, "even": 0.0}
 
