@@ -1,7 +1,6 @@
 """Calibration of thresholds to the kept count of top-k.
 
-Axes: B images, N tokens.
-"""
+Axes: B images, N tokens."""
 
 from __future__ import annotations
 

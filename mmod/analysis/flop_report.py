@@ -38,12 +38,7 @@ class BlockFlops:
 
 @dataclass(frozen=True)
 class FlopCounts:
-    """FLOPs of a model by block; `print` shows a summary and a table, notebooks the same as HTML.
-
-    Args:
-        blocks: One row per block, in order.
-        rest: Everything outside the blocks: embedding, head, pooling.
-    """
+    """FLOPs of a model by block; `print` shows a summary and a table, notebooks the same as HTML."""
 
     blocks: tuple[BlockFlops, ...]
     rest: BlockFlops

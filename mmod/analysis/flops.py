@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,6 @@ from mmod.analysis.trace import Trace
 from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
 from mmod.methods.base import methods_of, undo_
 from mmod.values import check_module
-
-if TYPE_CHECKING:
-    pass
-
-Shape = Sequence[int]
 
 
 def flops(
@@ -73,12 +68,17 @@ def flops(
                 "mmod.analysis.prefill_flops(model, text_tokens, image_tokens)"
             )
     inputs, cache = _inputs(dense, stacks, input_size), ShapeCache()
+
+    def count(counted: nn.Module) -> PassCounts:
+        blocks = {name: block for stack in stacks.values() for name, block in _blocks(counted, stack).items()}
+        return count_pass(counted, blocks, inputs, cache)
+
     try:
-        dense_count = count_pass(dense, _all_blocks(dense, stacks), inputs, cache)
+        dense_count = count(dense)
     except AssertionError as error:
         shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in inputs.items())
         raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
-    routed_count = dense_count if dense is routed else count_pass(routed, _all_blocks(routed, stacks), inputs, cache)
+    routed_count = dense_count if dense is routed else count(routed)
     rows = [
         _row(name, block, dense_names, dense_count, routed_count, images.get(name))
         for stack in stacks.values()
@@ -104,10 +104,6 @@ def _blocks(model: nn.Module, stack: BlockStack) -> dict[str, nn.Module]:
     """Return the blocks of a model by name, from the stack of its dense version."""
     container = stack.names[0].rpartition(".")[0]
     return {f"{container}.{name}": block for name, block in model.get_submodule(container).named_children()}
-
-
-def _all_blocks(model: nn.Module, stacks: Mapping[str, BlockStack]) -> dict[str, nn.Module]:
-    return {name: block for stack in stacks.values() for name, block in _blocks(model, stack).items()}
 
 
 def _outside(count: PassCounts) -> int:
@@ -177,10 +173,7 @@ def _meta_copy(model: nn.Module) -> nn.Module:
 
 
 def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> dict[str, float]:
-    """Fix the kept shares of modules whose cost depends on the data; return the shares of images by module.
-
-    Modules that skip images run all of them instead, and those that keep nothing run one token.
-    """
+    """Fix the kept shares of modules whose cost depends on the data; return the shares of images by module."""
     by_data = {name: module for name, module in deciding_modules(model).items() if module.cost_follows_data}
     if not by_data:
         if kept is not None:

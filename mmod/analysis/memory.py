@@ -25,13 +25,6 @@ class ActivationMemory(TorchDispatchMode):
     Attributes:
         live: Bytes allocated inside and still held.
         peak: The largest `live` so far.
-
-    Example:
-        >>> x = torch.zeros(256, device="meta")
-        >>> with ActivationMemory([x]) as memory:
-        ...     y = (x + 1) * 2
-        >>> memory.live, memory.peak
-        (1024, 2048)
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -78,11 +71,6 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
 
     Every allocation of torch counts, also inside custom ops; scratch memory of libraries (oneDNN, MKL, cuBLAS) does
     not. The allocator counts on a GPU, the profiler elsewhere.
-
-    Example:
-        >>> x = torch.zeros(1024)
-        >>> peak_bytes(lambda: (x + 1) * 2, torch.device("cpu")) // 1024
-        8
     """
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -95,14 +95,7 @@ class RoutingMaps(NamedTuple):
 
 
 def sample_maps(model: nn.Module, images: Tensor) -> RoutingMaps:
-    """Return what the routed blocks of an image model keep of some images.
-
-    Example:
-        >>> import timm, mmod
-        >>> model = mmod.route_(timm.create_model("test_vit").eval())
-        >>> sample_maps(model, torch.rand(2, 3, 160, 160)).kept["blocks.1"].shape
-        torch.Size([2, 10, 10])
-    """
+    """Return what the routed blocks of an image model keep of some images."""
     prefix = find_stack(model).prefix
     with torch.inference_mode(), trace(model) as decisions:
         model(images.to(next(model.parameters()).device))

@@ -1,7 +1,6 @@
 """Redundancy of images: share of flat patches, and share of patches that hold most of the variance.
 
-Axes: B images, C channels, N patches, P pixels of a patch.
-"""
+Axes: B images, C channels, N patches, P pixels of a patch."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """Confidence intervals by the bootstrap, the jackknife or Student's t; permutation tests with Holm's correction.
 
-Axes: I or N images, B images of a batch, C columns, S draws.
-"""
+Axes: I or N images, B images of a batch, C columns, S draws."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         >>> looks(["mod", "random"])["mod"] == looks(["mod", "p-mod", "dense"])["mod"]
         True
     """
-    found: dict[str, dict[str, Any]] = {}
+    styles: dict[str, dict[str, Any]] = {}
     taken: set[tuple[str, str]] = set()
     for name in sorted(names):
         control = _CONTROLS.get(name.partition(",")[0].partition("-")[0])
@@ -60,9 +60,9 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
         if (colour, marker) in taken:
             marker = next((other for other in MARKERS if (colour, other) not in taken), marker)
         taken.add((colour, marker))
-        found[name] = {"color": colour, "marker": marker, "markersize": 12 if name == "dense" else 7}
-        found[name] |= {"linestyle": "" if name == "dense" else "--" if control else "-", "linewidth": 1.5}
-    return found
+        styles[name] = {"color": colour, "marker": marker, "markersize": 12 if name == "dense" else 7}
+        styles[name] |= {"linestyle": "" if name == "dense" else "--" if control else "-", "linewidth": 1.5}
+    return styles
 
 
 @name_missing_extra()
@@ -149,14 +149,7 @@ def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequenc
 
 @name_missing_extra()
 def svg_of(figure: Figure) -> str:
-    """Return a figure as SVG: texts stay texts, and hints are titles that browsers show.
-
-    Example:
-        >>> figure = new_figure(2, 2)
-        >>> add_hint(figure.subplots().plot([1, 2])[0], "rising")
-        >>> "<title>rising</title>" in svg_of(figure)
-        True
-    """
+    """Return a figure as SVG: texts stay texts, and hints are titles that browsers show."""
     import matplotlib
 
     file = io.StringIO()

@@ -80,11 +80,6 @@ def interleave(
     Returns:
         Milliseconds of every call by name and round. On a CPU with one thread this is the CPU time of the thread,
         otherwise wall time.
-
-    Example:
-        >>> times = interleave({"a": lambda: None}, seconds=0, rounds=3, device=torch.device("cpu"))
-        >>> len(times["a"])
-        3
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")

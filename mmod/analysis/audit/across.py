@@ -1,7 +1,6 @@
 """How the decisions of a model's blocks hang together: who is kept again, who never, and what tells it beforehand.
 
-Axes: B images, N tokens.
-"""
+Axes: B images, N tokens."""
 
 from __future__ import annotations
 
@@ -31,15 +30,13 @@ class Across:
         decisions: Names of the blocks whose routers decide, in order.
         blocks: For each of them the routed blocks that keep its tokens.
         kept: Share of tokens that each decision keeps.
-        again: P(kept at j | kept at i) in row i and column j. Where decisions are independent it is `kept` of j. None
-            between parts of a model that have tokens of their own.
+        again: P(kept at j | kept at i) in row i and column j: `kept` of j where decisions are independent, None between
+            parts of a model with different tokens.
         never: Share of tokens that no decision keeps, by the first block of their part.
-        returning: How often a token is kept that an earlier decision has dropped, over the share that is kept: 0 where
-            tokens leave for good, as in early exit, 1 where decisions are independent. None with one decision.
-        information: For each decision what is known of tokens and says of whether they are kept: their "position", and
-            what else an audit was told of them.
-        kind: "early exit", "block-specific", "one decision", or "cannot be told".
-        verdict: The same in a sentence.
+        returning: How often a token is kept that an earlier decision dropped, over the share that is kept: 0 in early
+            exit, 1 where decisions are independent. None with one decision.
+        information: By decision, what the "position" of a token and its other known properties say of it.
+        verdict: `kind` in a sentence.
     """
 
     decisions: list[str]
@@ -54,11 +51,7 @@ class Across:
 
 
 class Counter:
-    """Counts of what is kept, by position and across decisions; they do not grow with the images.
-
-    Args:
-        routed: Names of all routed blocks, in order.
-    """
+    """Counts of what is kept, by position and across decisions, of the routed blocks of these names."""
 
     def __init__(self, routed: Sequence[str]) -> None:
         self._routed = list(routed)
@@ -119,11 +112,11 @@ class Counter:
         return {
             "decisions": self.decisions,
             "images": self._images,
-            "pairs": [[*names, own.sums] for names, own in self._pairs.items()],
-            "never": {name: own.sums for name, own in self._never.items()},
+            "pairs": [[*names, counts.sums] for names, counts in self._pairs.items()],
+            "never": {name: counts.sums for name, counts in self._never.items()},
             "returning": self._returning.sums,
             "kinds": {
-                name: {known: [own.names, own.counts_G2K.numpy()] for known, own in kinds.items()}
+                name: {known: [counts.names, counts.counts_G2K.numpy()] for known, counts in kinds.items()}
                 for name, kinds in self._kinds.items()
             },
         }
@@ -135,7 +128,8 @@ class Counter:
         self._never = {name: RunningMean(sums) for name, sums in state["never"].items()}
         self._returning = RunningMean(state["returning"])
         self._kinds = {
-            name: {known: KindCounts(*own) for known, own in kinds.items()} for name, kinds in state["kinds"].items()
+            name: {known: KindCounts(*counts) for known, counts in kinds.items()}
+            for name, kinds in state["kinds"].items()
         }
 
     def frequency(self, name: str, tokens: int) -> Tensor:
@@ -167,12 +161,12 @@ class Counter:
 
     def _followers(self) -> dict[str, list[str]]:
         """Return for each decision the blocks that keep its tokens, itself first."""
-        found: dict[str, list[str]] = {}
+        followers: dict[str, list[str]] = {}
         for name in self._routed:
             if name in self.decisions:
-                latest = found.setdefault(name, [])
+                latest = followers.setdefault(name, [])
             latest.append(name)
-        return found
+        return followers
 
 
 def _judge(
@@ -181,18 +175,18 @@ def _judge(
     if returning is None:
         what = "One router decides for all routed blocks" if decisions == 1 else "Each part decides once"
         return "one decision", f"{what}: tokens are kept by all of them or by none."
-    told = (
+    rate = (
         f"a token that was dropped is kept later {returning:.2f} times as often as where decisions are independent "
         "(95 % interval)"
     )
     if returning.high < _HALF:
-        return "early exit", f"Tokens leave for good, as in early exit: {told}."
+        return "early exit", f"Tokens leave for good, as in early exit: {rate}."
     if returning.low > _HALF:
-        return "block-specific", f"Blocks choose tokens of their own: {told}."
-    return "cannot be told", f"Whether tokens leave for good or blocks choose their own cannot be told: {told}."
+        return "block-specific", f"Blocks choose tokens of their own: {rate}."
+    return "cannot be told", f"Whether tokens leave for good or blocks choose their own cannot be told: {rate}."
 
 
 def _informed(counts: Mapping[str, KindCounts]) -> dict[str, Information]:
     """Return what is known of tokens and says something; nothing where all are of one kind."""
-    found = {known: own.information() for known, own in counts.items()}
-    return {known: own for known, own in found.items() if own is not None}
+    information = {known: kinds.information() for known, kinds in counts.items()}
+    return {known: bits for known, bits in information.items() if bits is not None}

@@ -1,12 +1,11 @@
 """Evaluation of a batch in an audit: with the learned decisions, then with every counterfactual choice.
 
-Axes: B images, N tokens, D channels.
-"""
+Axes: B images, N tokens, D channels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,42 +49,24 @@ class _EvaluatedBatch(NamedTuple):
     reference: Reference | None = None
 
 
+@dataclass
 class Auditor:
-    """Evaluates batches with all choices of tokens.
+    """Evaluates batches of a routed model with all choices of tokens, and models beside it on the same batches."""
 
-    Args:
-        model: A routed model in evaluation.
-        judge: Runs it on a batch.
-        made: The choices by name.
-        draws: Random choices per image.
-        grid: Rows and columns of the tokens that may be skipped; None takes the model's grid.
-        shifts: Functions by name that return a changed batch, from a batch and the indices of its images.
-        beside: Other models that are evaluated on the same batches, by name.
-        reference: The dense model, or None.
+    model: nn.Module
+    judge: Judge
+    made: Mapping[str, Choice]
+    draws: int
+    fixed_grid: tuple[int, int] | None
+    shifts: Mapping[str, Shift]
+    beside: Mapping[str, nn.Module]
+    reference: nn.Module | None
 
-    Attributes:
-        at: Description of the current batch, for messages.
-        positions: Kept counts by position.
-        across: Counts across decisions.
-        influence: Counts under moved content.
-        worth: Leave-one-out results.
-    """
-
-    def __init__(
-        self, model: nn.Module, judge: Judge, made: Mapping[str, Choice], draws: int, grid: tuple[int, int] | None,
-        shifts: Mapping[str, Shift], beside: Mapping[str, nn.Module], reference: nn.Module | None,
-    ) -> None:  # fmt: skip
-        self.model = model
-        self.judge = judge
-        self.made = made
-        self.draws = draws
-        self.shifts = shifts
-        self.beside = beside
-        self.reference = reference
-        self.given_grid = grid
-        self.grid = grid or getattr(getattr(model, "patch_embed", None), "grid_size", None)
+    def __post_init__(self) -> None:
+        self.grid = self.fixed_grid or getattr(getattr(self.model, "patch_embed", None), "grid_size", None)
+        # The current batch, in messages.
         self.at = "the first batch"
-        self.blocks = routed_blocks(model)
+        self.blocks = routed_blocks(self.model)
         self.positions, self.across = Counter(list(self.blocks)), Counter(list(self.blocks))
         self.influence, self.worth = InfluenceCounts(), TokenValues()
         # By name of a set ("" for the audited one): the decisions on its last image, and its number of images.
@@ -113,10 +94,14 @@ class Auditor:
         for name, choice in self.made.items():
             self._note((name, ""), *self._judge(evaluated, choice))
         if leave_one_out:
-            judged = partial(self._loss_of, evaluated)
             # Tokens that an earlier block of the span dropped cannot be chosen.
-            free = {name: own & (evaluated.learned[name].score_BN > -torch.inf) for name, own in evaluated.free.items()}
-            self.worth.add(judged, loss_B, evaluated.learned, free, self.made[RANDOM])
+            free = {
+                name: free_BN & (evaluated.learned[name].score_BN > -torch.inf)
+                for name, free_BN in evaluated.free.items()
+            }
+            self.worth.add(
+                lambda choice: self._replaced(evaluated, choice)[0], loss_B, evaluated.learned, free, self.made[RANDOM]
+            )
         for name, shift in self.shifts.items():
             shifted, _ = self._see(shift(batch, evaluated.images), name, evaluated.partners)
             self._note((RANDOM, name), *self._judge(shifted, self.made[RANDOM]))
@@ -135,12 +120,12 @@ class Auditor:
         """Return intermediate results as plain values and arrays."""
         last = {
             of: {
-                name: [own.cpu().numpy() for own in (kept.keep_BF, kept.score_BF.float())]
+                name: [values.cpu().numpy() for values in (kept.keep_BF, kept.score_BF.float())]
                 for name, kept in decisions.items()
             }
             for of, decisions in self._last.items()
         }
-        outcomes = [[*names, *map(np.concatenate, zip(*own))] for names, own in self._outcomes.items()]
+        outcomes = [[*names, *map(np.concatenate, zip(*values))] for names, values in self._outcomes.items()]
         parts = {name: getattr(self, name).state() for name in _PARTS}
         return {"images": self._images, "last": last, "outcomes": outcomes, **parts}
 
@@ -148,7 +133,7 @@ class Auditor:
         """Resume from intermediate results."""
         self._images = state["images"]
         self._last = {
-            of: {name: Kept(*map(torch.from_numpy, own)) for name, own in decisions.items()}
+            of: {name: Kept(*map(torch.from_numpy, values)) for name, values in decisions.items()}
             for of, decisions in state["last"].items()
         }
         self._outcomes = {(choice, shift): [(loss, right)] for choice, shift, loss, right in state["outcomes"]}
@@ -161,17 +146,17 @@ class Auditor:
         losses: dict[str, Any] = {"model and data": None}
         if first is not None:
             losses["model and data"] = _mean_loss(self._as_learned(first)[0])
-            for part, own in models.items():
-                losses[part] = {name: _mean_loss(self._outcome(model, first)[0]) for name, model in own.items()}
+            for part, others in models.items():
+                losses[part] = {name: _mean_loss(self._outcome(model, first)[0]) for name, model in others.items()}
         names = {"conditions": list(self.made), "shifts": list(self.shifts)}
-        return names | {"draws": self.draws, "grid": self.given_grid and list(self.given_grid)} | losses
+        return names | {"draws": self.draws, "grid": self.fixed_grid and list(self.fixed_grid)} | losses
 
     def outcomes(self, choice: str, shift: str = "") -> tuple[Values, Values]:
         """Return accuracy and loss of the images with a choice of tokens."""
         images = self._images.get("", 0)
         if images < 2:
             raise ValueError(f"an audit needs two images or more, got {images}")
-        loss_I, accuracy_I = (np.concatenate(own) for own in zip(*self._outcomes[choice, shift]))
+        loss_I, accuracy_I = (np.concatenate(batches) for batches in zip(*self._outcomes[choice, shift]))
         return accuracy_I, loss_I
 
     def against_random(self, shift: str = "") -> Outcomes:
@@ -219,10 +204,7 @@ class Auditor:
         """Return loss and accuracy with a counterfactual choice, averaged over draws if it is random."""
         draws = range(self.draws if choice.family == "random" else 1)
         judged = [self._replaced(evaluated, choice, draw) for draw in draws]
-        return [torch.stack(own).double().mean(0) for own in zip(*judged)]
-
-    def _loss_of(self, evaluated: _EvaluatedBatch, choice: Choice) -> Tensor:
-        return self._replaced(evaluated, choice)[0]
+        return [torch.stack(values).double().mean(0) for values in zip(*judged)]
 
     def _as_learned(self, batch: Any) -> tuple[Tensor, Tensor, dict[str, Routing]]:
         """Evaluate a batch with the learned decisions, and return loss, accuracy and decisions."""
@@ -268,9 +250,9 @@ class Auditor:
         """Return which tokens may be skipped, by decision; raise if the user's grid fits no decision."""
         free = {name: free_tokens(routing, self.blocks[name].router.prefix) for name, routing in learned.items()}
         tokens = sorted({int(free_BN.sum(1).max()) for free_BN in free.values()})
-        if self.given_grid is not None and self.given_grid[0] * self.given_grid[1] not in tokens:
+        if self.fixed_grid is not None and self.fixed_grid[0] * self.fixed_grid[1] not in tokens:
             raise ValueError(
-                f"grid={self.given_grid} must have as many places as tokens may be skipped, "
+                f"grid={self.fixed_grid} must have as many places as tokens may be skipped, "
                 f"{' or '.join(map(str, tokens))}: pass rows and columns of that many patches"
             )
         return free
@@ -307,9 +289,9 @@ class Auditor:
         partners: dict[str, Kept] = {}
         for name, routing in learned.items():
             kept = Kept(only_free(routing.keep_BN, free[name]), only_free(routing.score_BN, free[name]))
-            before = last.get(name, Kept(*(own[1:2] if len(own) > 1 else own for own in kept)))
-            last[name] = Kept(*(own[-1:].clone() for own in kept))
-            before = Kept(*(own.to(kept.keep_BF.device) for own in before))
+            before = last.get(name, Kept(*(value_BF[1:2] if len(value_BF) > 1 else value_BF for value_BF in kept)))
+            last[name] = Kept(*(value_BF[-1:].clone() for value_BF in kept))
+            before = Kept(*(value_BF.to(kept.keep_BF.device) for value_BF in before))
             fits = before.keep_BF.shape[1] == kept.keep_BF.shape[1]
             partners[name] = Kept(*(torch.cat([b, k[:-1]]) for b, k in zip(before, kept))) if fits else before
         return partners

@@ -1,7 +1,6 @@
 """Counterfactual choices of tokens: each ranks the tokens of a batch, and the highest ranks are kept.
 
-Axes: B images, N tokens, F tokens of an image that may be skipped, D channels.
-"""
+Axes: B images, N tokens, F tokens of an image that may be skipped, D channels."""
 
 from __future__ import annotations
 
@@ -34,10 +33,8 @@ class DecisionContext:
         images: Indices of the images in the set.
         frequency_F: How often the router keeps a token, by its index among tokens that may be skipped, in [0, 1].
         grid: Rows and columns of the tokens that may be skipped.
-        attention_BN: Mean attention that tokens receive in the same block of the dense model, over heads and queries;
-            None without a dense model.
-        entropy_BN: Entropy of the dense model at every token, see `mmod.analysis.audit.reference.token_entropy`; None
-            without a dense model.
+        attention_BN: Mean attention that tokens receive in the same block of the dense model; None without one.
+        entropy_BN: Entropy of the dense model at every token; None without one.
         draw: Index of the random draw.
     """
 
@@ -162,12 +159,7 @@ _OF_REFERENCE = (DENSE_ATTENTION, REFERENCE_ENTROPY)
 
 
 def default_choices(has_reference: bool) -> list[str]:
-    """Return the names of an audit's default conditions.
-
-    Example:
-        >>> sorted(set(default_choices(True)) - set(default_choices(False)))
-        ['dense attention', 'reference entropy']
-    """
+    """Return the names of an audit's default conditions."""
     return [name for name in CHOICES if has_reference or name not in _OF_REFERENCE]
 
 

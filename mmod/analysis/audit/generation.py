@@ -1,7 +1,6 @@
 """Decisions of a language model token by token, beside the top-k that it was trained with, while a text grows long.
 
-Axes: B texts, N tokens.
-"""
+Axes: B texts, N tokens."""
 
 from __future__ import annotations
 
@@ -63,10 +62,10 @@ class Generation:
 
     def __str__(self) -> str:
         header, *rows = generation_rows(self)
-        told = "; ".join(f"{own:+.3f} in {text} text" for text, own in self.decay.items())
+        decay = "; ".join(f"{change:+.3f} in {text} text" for text, change in self.decay.items())
         return (
             f"The {self.by} decides token by token, beside the top-k of windows of {self.window}; {self.texts} texts."
-            f"\n\n{markdown_table(header, rows)}\n\nFrom the first window to the last the agreement changes by {told}."
+            f"\n\n{markdown_table(header, rows)}\n\nFrom the first window to the last the agreement changes by {decay}."
         )
 
 
@@ -74,8 +73,7 @@ class Generation:
 def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) -> Generation:
     """Compare decisions token by token with the top-k, in texts and in what the model writes behind their first window.
 
-    The states are those that the decisions token by token lead to; so are the scores whose top-k is taken, within each
-    window, as in training. What the model writes is drawn from what it foretells.
+    The top-k is taken within each window, as in training, of the scores that the decisions token by token lead to.
 
     Args:
         model: A routed language model of transformers, in evaluation mode, with an `inference_threshold`.
@@ -87,7 +85,7 @@ def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) 
         Loss, kept share and agreement window by window.
 
     Raises:
-        ValueError: Texts of another length, or a model that takes no top-k or decides in one way alone.
+        ValueError: Texts of another length, or a model without `inference_threshold`.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -100,7 +98,8 @@ def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) 
         [('written', 0, 9), ('written', 10, 19), ('generated', 0, 9), ('generated', 10, 19)]
     """
     routers = [block.router for block in routed_blocks(model).values()]
-    if any(own.config.language.inference_threshold is None or own.config.select != "topk" for own in routers):
+    configs = [router.config for router in routers]
+    if any(config.language.inference_threshold is None or config.select != "topk" for config in configs):
         raise ValueError(
             "agreement over a generation needs a model that takes the top-k in training and decides each token alone "
             "in generation: route it with language={'inference_threshold': 0.5}"
@@ -115,12 +114,12 @@ def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) 
         mask = torch.ones_like(prompt_BN)
         generated_BN = model.generate(input_ids=prompt_BN, attention_mask=mask, pad_token_id=0, **new)
     stretches, decay = [], {}
-    for text, own_BN in zip(_TEXTS, (tokens_BN, generated_BN)):
-        figures = _figures(model, own_BN, window)
+    for text, text_BN in zip(_TEXTS, (tokens_BN, generated_BN)):
+        figures = _figures(model, text_BN, window)
         means = {name: [_mean(value_B) for value_B in value_BW.unbind(1)] for name, value_BW in figures.items()}
         for number in range(length // window):
-            own = {name: values[number] for name, values in means.items()}
-            stretches.append(Stretch(text, number * window, (number + 1) * window - 1, **own))
+            by_name = {name: values[number] for name, values in means.items()}
+            stretches.append(Stretch(text, number * window, (number + 1) * window - 1, **by_name))
         agreement_BW = figures["agreement"]
         decay[text] = _mean(agreement_BW[:, -1] - agreement_BW[:, 0])
     by = "score" if routers[0].predictor is None else "predictor"
@@ -163,10 +162,10 @@ def _mean(value_B: Tensor) -> Estimate:
     return sums.mean()
 
 
-def generation_rows(found: Generation) -> Sequence[list[str]]:
+def generation_rows(generation: Generation) -> Sequence[list[str]]:
     """Return what was found as a table, its header first."""
     return [["text", "tokens", "nats a token", "kept", "as the top-k", "above chance"]] + [
-        [own.text, f"{own.first} to {own.last}", f"{own.loss:.3f}", f"{own.kept:.3f}", f"{own.agreement:.3f}",
-         f"{own.above_chance:.2f}"]
-        for own in found.stretches
+        [row.text, f"{row.first} to {row.last}", f"{row.loss:.3f}", f"{row.kept:.3f}", f"{row.agreement:.3f}",
+         f"{row.above_chance:.2f}"]
+        for row in generation.stretches
     ]  # fmt: skip

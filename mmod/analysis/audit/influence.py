@@ -1,7 +1,6 @@
 """What a router's choice depends on, content or position, found by moving the content of images over the patches.
 
-Axes: B images, F tokens of an image that may be skipped, G groups of images, K kinds of tokens.
-"""
+Axes: B images, F tokens of an image that may be skipped, G groups of images, K kinds of tokens."""
 
 from __future__ import annotations
 
@@ -41,7 +40,7 @@ class Influence:
     position_share: Estimate
 
     def __str__(self) -> str:
-        content, position = (100 * own for own in (self.content, self.position))
+        content, position = (100 * share for share in (self.content, self.position))
         return (
             f"where images are rolled by whole patches, content decides {content:.0f} % of what is kept and position "
             f"{position:.0f} %"
@@ -72,7 +71,7 @@ class InfluenceCounts:
         shifts = torch.from_numpy(np.stack(np.unravel_index(np.stack(places, axis=1), grid), axis=-1))
         rolled = [roll_patches(batch, shift_B2, grid) for shift_B2 in shifts]
         self._grid = self._grid or grid
-        if grid != self._grid or any(own is None for own in rolled):
+        if grid != self._grid or any(moved is None for moved in rolled):
             return
         first, second = map(decide, rolled)
         self._images += len(images)
@@ -82,22 +81,22 @@ class InfluenceCounts:
             free_BF = torch.ones_like(kept[0])
             for keep_BF in kept:
                 by_place.add(torch.arange(keep_BF.shape[1]).expand(keep_BF.shape), keep_BF, free_BF, images)
-            was_BF, is_BF = (_rolled_back(*own, grid) for own in zip(kept, shifts))
+            was_BF, is_BF = (_rolled_back(*pair, grid) for pair in zip(kept, shifts))
             again.add(was_BF.long(), is_BF, free_BF, images)
 
     def result(self) -> Influence | None:
         """Return what decides, the mean over decisions; None where nothing was moved."""
         if not self._counts:
             return None
-        content_G, position_G = torch.stack([_shares(*own) for own in self._counts.values()]).mean(0)
+        content_G, position_G = torch.stack([_shares(*counts) for counts in self._counts.values()]).mean(0)
         both_G = position_G + content_G
         share_G = torch.where(both_G > 0, position_G / both_G, 0.0)
-        found = (pseudo_mean(float(own[0]), own[1:]) for own in (content_G, position_G, share_G))
-        return Influence(self._images, *found)
+        estimates = (pseudo_mean(float(share[0]), share[1:]) for share in (content_G, position_G, share_G))
+        return Influence(self._images, *estimates)
 
     def state(self) -> dict[str, Any]:
         """Return the counts as plain values and arrays."""
-        counts = {name: [own.counts_G2K.numpy() for own in both] for name, both in self._counts.items()}
+        counts = {name: [kinds.counts_G2K.numpy() for kinds in both] for name, both in self._counts.items()}
         return {"images": self._images, "grid": self._grid, "counts": counts}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -111,40 +110,37 @@ class InfluenceCounts:
 
 
 def roll_patches(batch: Any, shift_B2: Tensor, grid: tuple[int, int]) -> Any:
-    """Return a batch whose images are rolled by whole patches; None where it has none that the grid divides.
-
-    Example:
-        >>> roll_patches(torch.arange(4.0).view(1, 1, 2, 2), torch.tensor([[0, 1]]), (2, 2)).flatten().tolist()
-        [1.0, 0.0, 3.0, 2.0]
-    """
-    found = False
+    """Return a batch whose images are rolled by whole patches; None where it has none that the grid divides."""
+    is_rolled = False
 
     def move(value: Any) -> Any:
-        nonlocal found
+        nonlocal is_rolled
         if not isinstance(value, Tensor) or value.ndim != 4 or not value.is_floating_point():
             return value
         sides = value.shape[2:]
         if len(value) != len(shift_B2) or any(side % count for side, count in zip(sides, grid)):
             return value
-        found = True
-        steps = [[int(shift) * side // count for shift, side, count in zip(own, sides, grid)] for own in shift_B2]
+        is_rolled = True
+        steps = [
+            [int(shift) * side // count for shift, side, count in zip(shift_2, sides, grid)] for shift_2 in shift_B2
+        ]
         return torch.stack([image.roll(step, (1, 2)) for image, step in zip(value, steps)])
 
     moved = tree_map(move, batch)
-    return moved if found else None
+    return moved if is_rolled else None
 
 
 def _rolled_back(keep_BF: Tensor, shift_B2: Tensor, grid: tuple[int, int]) -> Tensor:
     """Return what is kept by the place where its content was before (B, F)."""
     maps = zip(keep_BF.unflatten(1, grid), (-shift_B2).tolist())
-    return torch.stack([own.roll(shift, (0, 1)).flatten() for own, shift in maps])
+    return torch.stack([keep.roll(shift, (0, 1)).flatten() for keep, shift in maps])
 
 
 def _left_out(counts: KindCounts) -> Tensor:
     """Return the counts of all images, and then those without each group of them (1 + G, 2, K)."""
     counts_G2K = counts.counts_G2K
-    whole_2K, filled_G = counts_G2K.sum(0), counts_G2K[:, 1].sum(1) > 0
-    return torch.cat([whole_2K[None], whole_2K - counts_G2K[filled_G]])
+    total_2K, filled_G = counts_G2K.sum(0), counts_G2K[:, 1].sum(1) > 0
+    return torch.cat([total_2K[None], total_2K - counts_G2K[filled_G]])
 
 
 def _shares(places: KindCounts, again: KindCounts) -> Tensor:

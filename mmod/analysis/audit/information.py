@@ -1,7 +1,6 @@
 """What is known of a token says of whether it is kept: mutual information, from counts that do not grow with images.
 
-Axes: B images, N tokens, G groups of images, K kinds of tokens.
-"""
+Axes: B images, N tokens, G groups of images, K kinds of tokens."""
 
 from __future__ import annotations
 
@@ -49,13 +48,6 @@ class KindCounts:
     Args:
         names: Names of the kinds; numbers without names are those of positions.
         counts: How many were kept, and how many there were, in each group (G, 2, K); None for none.
-
-    Example:
-        >>> counts = KindCounts()
-        >>> kinds = torch.tensor([[0, 1, 1]] * 40)
-        >>> counts.add(kinds, keep_BN=kinds == 0, free_BN=kinds >= 0, images=range(40))
-        >>> print(counts.information().share)
-        1.0 [1.0, 1.0]
     """
 
     def __init__(self, names: Sequence[str] = (), counts: ArrayLike | None = None) -> None:
@@ -71,8 +63,8 @@ class KindCounts:
         group_B1 = torch.tensor([image % _GROUPS for image in images], device=kind_BN.device).unsqueeze(1)
         place_BN = group_B1 * kinds + kind_BN
         counts = [
-            torch.bincount(place_BN[own], minlength=_GROUPS * kinds).view(_GROUPS, kinds)
-            for own in (keep_BN & free_BN, free_BN)
+            torch.bincount(place_BN[counted_BN], minlength=_GROUPS * kinds).view(_GROUPS, kinds)
+            for counted_BN in (keep_BN & free_BN, free_BN)
         ]
         self.counts_G2K += torch.stack(counts, dim=1).to(self.counts_G2K)
 
@@ -91,13 +83,13 @@ class KindCounts:
 
     def information(self) -> Information | None:
         """Return what kinds say of being kept; None where there are not two."""
-        whole_2K = self.counts_G2K.sum(0)
-        there_K = whole_2K[1] > 0
+        total_2K = self.counts_G2K.sum(0)
+        there_K = total_2K[1] > 0
         if int(there_K.sum()) < 2:
             return None
         filled_G = self.counts_G2K[:, 1].sum(1) > 0
-        without_G2K = whole_2K - self.counts_G2K[filled_G]
-        bits, share = _shares(whole_2K[None])
+        without_G2K = total_2K - self.counts_G2K[filled_G]
+        bits, share = _shares(total_2K[None])
         bits_G, share_G = _shares(without_G2K)
         share_K = self.frequency(len(there_K))
         kept = {name: float(share_K[number]) for number, name in enumerate(self.names) if there_K[number]}
@@ -123,7 +115,7 @@ def information_rows(information: Mapping[str, Mapping[str, Information]]) -> Se
     """Return a table of what is known of tokens and says of decisions, its header first."""
     rows = [["decision", "known of a token", "bits", "% of the decision's entropy", "kept"]]
     for decision, known in information.items():
-        for name, own in known.items():
-            kept = ", ".join(f"{kind} {share:.2f}" for kind, share in own.kept.items())
-            rows.append([decision, name, f"{own.bits:.4f}", f"{100 * own.share:.1f}", kept])
+        for name, entry in known.items():
+            kept = ", ".join(f"{kind} {share:.2f}" for kind, share in entry.kept.items())
+            rows.append([decision, name, f"{entry.bits:.4f}", f"{100 * entry.share:.1f}", kept])
     return rows

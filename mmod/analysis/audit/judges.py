@@ -1,7 +1,6 @@
 """Judges: functions that return a model's loss and accuracy per image or sample.
 
-Axes: B images or samples, N patches or tokens, C channels.
-"""
+Axes: B images or samples, N patches or tokens, C channels."""
 
 from __future__ import annotations
 

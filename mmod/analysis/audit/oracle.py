@@ -1,7 +1,6 @@
 """What each single token is worth to a decision, by leaving it out, and whether scores agree with that.
 
-Axes: B images, N tokens, F tokens of an image that may be skipped.
-"""
+Axes: B images, N tokens, F tokens of an image that may be skipped."""
 
 from __future__ import annotations
 
@@ -32,8 +31,7 @@ class LeaveOneOut:
             images: 1 where the order is the same, 0 where there is none in common.
         norm: The same of the norms of the tokens.
         loss: Mean loss with the learned choice.
-        oracle: How much the loss is above that where the tokens that are worth most are kept instead, picked with the
-            answers at hand: below 0 where that helps.
+        oracle: Loss less that, with the tokens that are worth most: below 0 where such a choice helps.
     """
 
     images: int
@@ -71,8 +69,8 @@ class TokenValues:
             worth[name] = _worth(judged, loss_B, name, routing, free[name], norms)
             norm_BN = norms[name]
             for what, score_BN in (("agreement", routing.score_BN), ("norm", norm_BN)):
-                found_B = rank_agreement(score_BN, worth[name], free[name])
-                self._sums[what].setdefault(name, RunningMean()).add(found_B)
+                agreement_B = rank_agreement(score_BN, worth[name], free[name])
+                self._sums[what].setdefault(name, RunningMean()).add(agreement_B)
         oracle_B = judged(Choice("other", lambda place: worth[place.block]))
         losses = self._sums["losses"]
         losses["loss"].add(loss_B)
@@ -84,19 +82,19 @@ class TokenValues:
         """Return what was gathered, None where nothing was."""
         if not self._images:
             return None
-        means = {what: {name: own.mean() for name, own in sums.items()} for what, sums in self._sums.items()}
+        means = {what: {name: running.mean() for name, running in sums.items()} for what, sums in self._sums.items()}
         return LeaveOneOut(self._images, means["agreement"], means["norm"], **means["losses"])
 
     def state(self) -> dict[str, Any]:
         """Return what was gathered as plain values and arrays."""
-        sums = {what: {name: own.sums for name, own in sums.items()} for what, sums in self._sums.items()}
+        sums = {what: {name: running.sums for name, running in sums.items()} for what, sums in self._sums.items()}
         return {"images": self._images, "sums": sums}
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from what was gathered."""
         self._images = state["images"]
         self._sums = {
-            what: {name: RunningMean(own) for name, own in sums.items()} for what, sums in state["sums"].items()
+            what: {name: RunningMean(saved) for name, saved in sums.items()} for what, sums in state["sums"].items()
         }
 
 
@@ -110,12 +108,12 @@ def _worth(
         flipped_BN = (order_BN == token) & free_BN
 
         def rank(place: DecisionContext, flipped_BN: Tensor = flipped_BN) -> Tensor:
-            own_BN = first(place.learned.keep_BN, place.learned.score_BN).double()
+            rank_BN = first(place.learned.keep_BN, place.learned.score_BN).double()
             if place.block != name:
-                return own_BN
+                return rank_BN
             norms[name] = place.x_BND.float().norm(dim=-1)
-            turned_BN = torch.where(place.learned.keep_BN, -1.0, float(own_BN.shape[1] * 2))
-            return torch.where(flipped_BN, turned_BN, own_BN)
+            turned_BN = torch.where(place.learned.keep_BN, -1.0, float(rank_BN.shape[1] * 2))
+            return torch.where(flipped_BN, turned_BN, rank_BN)
 
         change_B = judged(Choice("other", rank)).double() - loss_B.double()
         sign_BN = torch.where(routing.keep_BN, 1.0, -1.0).double()
@@ -127,15 +125,10 @@ def rank_agreement(one_BN: Tensor, other_BN: Tensor, free_BN: Tensor) -> Tensor:
     """Return the rank correlation of two values of the tokens of each image, NaN where either is all the same (B,).
 
     Source: Spearman, The American Journal of Psychology 15 (1904).
-
-    Example:
-        >>> one, other = torch.tensor([[1.0, 5.0, 2.0, 9.0]]), torch.tensor([[3.0, 9.0, 4.0, 0.0]])
-        >>> rank_agreement(one, other, torch.tensor([[True, True, True, False]])).round(decimals=3).tolist()
-        [1.0]
     """
-    ranks = [_ranks(own, free_BN) for own in (one_BN, other_BN)]
+    ranks = [_ranks(value_BN, free_BN) for value_BN in (one_BN, other_BN)]
     count_B1 = free_BN.sum(1, keepdim=True)
-    centred = [torch.where(free_BN, own - own.sum(1, keepdim=True) / count_B1, 0.0) for own in ranks]
+    centred = [torch.where(free_BN, rank_BN - rank_BN.sum(1, keepdim=True) / count_B1, 0.0) for rank_BN in ranks]
     lengths_B = centred[0].norm(dim=1) * centred[1].norm(dim=1)
     return (centred[0] * centred[1]).sum(1) / torch.where(lengths_B > 0, lengths_B, torch.nan)
 

@@ -33,17 +33,6 @@ class Partial:
 
     Attributes:
         done: Batches that were done, by the name of what is done with them.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "partial.json"
-        >>> partial = Partial(path)
-        >>> partial.read({"draws": 2})
-        >>> partial.add("audit", lambda: {})
-        >>> partial.write(lambda: {"losses": np.array([0.1, 0.2])})
-        >>> again = Partial(path)
-        >>> again.read({"draws": 2}), again.done
-        ({'losses': array([0.1, 0.2])}, {'audit': 1})
     """
 
     def __init__(self, path: str | Path | None) -> None:
@@ -61,17 +50,17 @@ class Partial:
             return None
         try:
             check_regular(self.path)
-            found = parse_json(Path(self.path).read_bytes(), "its content")
+            saved = parse_json(Path(self.path).read_bytes(), "its content")
         except ValueError as error:
             raise self._refused(f"is damaged: {error}") from error
-        if not isinstance(found, dict) or found.get("format") != _FORMAT:
+        if not isinstance(saved, dict) or saved.get("format") != _FORMAT:
             raise self._refused(f"is not the progress of an audit in format {_FORMAT}")
-        if found.pop("check", None) != zlib.crc32(json.dumps(found).encode()):
+        if saved.pop("check", None) != zlib.crc32(json.dumps(saved).encode()):
             raise self._refused("is damaged: its content was changed after it was written, by its checksum")
         try:
-            differing = [name for name, value in identity.items() if found["of"].get(name) != value]
-            self.done, self._checks = dict(found["done"]), dict(found["checks"])
-            state: dict[str, Any] = {**_unpacked(found["state"])}
+            differing = [name for name, value in identity.items() if saved["of"].get(name) != value]
+            self.done, self._checks = dict(saved["done"]), dict(saved["checks"])
+            state: dict[str, Any] = {**_unpacked(saved["state"])}
         except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise self._refused(f"is damaged: {type(error).__name__}: {error}") from error
         if differing:
@@ -100,8 +89,8 @@ class Partial:
     def write(self, state: Callable[[], Mapping[str, Any]]) -> None:
         """Write what is known by now."""
         if self.path is not None:
-            own = {"of": self._identity, "done": self.done, "checks": self._checks, "state": state()}
-            content = json.dumps({"format": _FORMAT, **own}, default=_packed)
+            progress = {"of": self._identity, "done": self.done, "checks": self._checks, "state": state()}
+            content = json.dumps({"format": _FORMAT, **progress}, default=_packed)
             write_atomically(self.path, f'{{"check": {zlib.crc32(content.encode())}, {content[1:]}')
             self._written = time.monotonic()
 
@@ -125,9 +114,9 @@ def _packed(array: np.ndarray) -> dict[str, str]:
 
 def _unpacked(value: Any) -> Any:
     if isinstance(value, list):
-        return [_unpacked(own) for own in value]
+        return [_unpacked(item) for item in value]
     if not isinstance(value, dict):
         return value
     if set(value) == {_ARRAY}:
         return np.load(io.BytesIO(zlib.decompress(base64.b64decode(value[_ARRAY]))), allow_pickle=False)
-    return {name: _unpacked(own) for name, own in value.items()}
+    return {name: _unpacked(item) for name, item in value.items()}

@@ -91,9 +91,9 @@ def draw_flops(report: Mapping[str, Any]) -> Figure:
     for number, (part, both) in enumerate(flops_by_part(report).items()):
         millions = [flops / 1e6 for flops in both]
         handles[part] = axis.barh(["dense", "routed"], millions, left=left, color=PALETTE[number])
-        for model, own, bar in zip(("dense", "routed"), millions, handles[part]):
-            add_hint(bar, f"{model}, {part}: {own:.3f} MFLOPs")
-        left = [start + own for start, own in zip(left, millions)]
+        for model, width, bar in zip(("dense", "routed"), millions, handles[part]):
+            add_hint(bar, f"{model}, {part}: {width:.3f} MFLOPs")
+        left = [start + width for start, width in zip(left, millions)]
     axis.invert_yaxis()
     axis.set_xlabel("MFLOPs per sample")
     tidy(axis, "x")
@@ -103,10 +103,10 @@ def draw_flops(report: Mapping[str, Any]) -> Figure:
 
 def _draw_intervals(axis: Axes, names: Sequence[str], estimates: Sequence[Estimate], colours: Sequence[str]) -> None:
     """Draw intervals below each other."""
-    for place, (name, own, colour) in enumerate(zip(names, estimates, colours)):
-        axis.plot([own.low, own.high], [place, place], color=colour, linewidth=1.6)
-        (mark,) = axis.plot(own.value, place, marker="o", color=colour)
-        add_hint(mark, f"{name}: {own.value:.2f} [{own.low:.2f}, {own.high:.2f}]")
+    for place, (name, estimate, colour) in enumerate(zip(names, estimates, colours)):
+        axis.plot([estimate.low, estimate.high], [place, place], color=colour, linewidth=1.6)
+        (mark,) = axis.plot(estimate.value, place, marker="o", color=colour)
+        add_hint(mark, f"{name}: {estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]")
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.5, -0.5)
 
@@ -116,12 +116,12 @@ def _draw_matrix(axis: Axes, across: Across) -> None:
 
     names = across.decisions
     for i, row in enumerate(across.again):
-        for j, own in enumerate(row):
+        for j, share in enumerate(row):
             # Nothing is shared where nothing was kept.
-            if own is not None and math.isfinite(own.value):
-                axis.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, color=PALETTE[0], alpha=own.value, linewidth=0))
-                colour = PAPER if own.value > 0.6 else INK
-                axis.text(j, i, f"{own.value:.2f}", ha="center", va="center", color=colour, fontsize=9)
+            if share is not None and math.isfinite(share.value):
+                axis.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, color=PALETTE[0], alpha=share.value, linewidth=0))
+                colour = PAPER if share.value > 0.6 else INK
+                axis.text(j, i, f"{share.value:.2f}", ha="center", va="center", color=colour, fontsize=9)
     axis.set(xlim=(-0.5, len(names) - 0.5), ylim=(len(names) - 0.5, -0.5), aspect="equal")
     by_chance = [f"{name} ({across.kept[name].value:.2f})" for name in names]
     axis.set_xticks(range(len(names)), by_chance, rotation=45, ha="right", rotation_mode="anchor")

@@ -1,7 +1,6 @@
 """What a dense model says of a batch: its loss, which tokens it attends to, and of which it is unsure.
 
-Axes: B images, N tokens, D channels, C classes or tokens of a vocabulary.
-"""
+Axes: B images, N tokens, D channels, C classes or tokens of a vocabulary."""
 
 from __future__ import annotations
 
@@ -47,11 +46,11 @@ def consult(
         }
     entropies: list[Tensor] = []
     with ExitStack() as stack:
-        stack.enter_context(inside([(modules[name], own) for name, own in captured.items()]))
+        stack.enter_context(inside([(modules[name], capture) for name, capture in captured.items()]))
         if REFERENCE_ENTROPY in wanted:
             entropies = stack.enter_context(token_entropy(model))
         loss_B = judged()
-    attention = {name: own.importance_BN for name, own in captured.items() if own.importance_BN is not None}
+    attention = {name: capture.importance_BN for name, capture in captured.items() if capture.importance_BN is not None}
     entropy_BN = entropies[-1] if entropies else None
     for name, routing in learned.items():
         shape = routing.score_BN.shape
@@ -76,30 +75,22 @@ def token_entropy(model: nn.Module) -> Iterator[list[Tensor]]:
     A language model, or a classifier of patches, answers for each token: it is the entropy of that answer, of a
     language model that of what it expects next. An image classifier's own head answers for one image: it is given each
     token's final state in the place of a whole image.
-
-    Example:
-        >>> import timm
-        >>> model = timm.create_model("test_vit", num_classes=3).eval()
-        >>> with torch.no_grad(), token_entropy(model) as found:
-        ...     _ = model(torch.randn(2, 3, 160, 160))
-        >>> found[0].shape, bool((found[0] <= torch.tensor(3.0).log() + 1e-5).all())
-        (torch.Size([2, 101]), True)
     """
     host: Any = adapted_model(model)
-    found: list[Tensor] = []
+    entropies: list[Tensor] = []
 
     def read(_: nn.Module, inputs: tuple[Any, ...], answer: Any) -> None:
-        found.append(_entropy(answer.logits))
+        entropies.append(_entropy(answer.logits))
 
     if find_library(model) == "transformers" and host.get_output_embeddings() is not None:
         handle = host.register_forward_hook(read)
         try:
-            yield found
+            yield entropies
         finally:
             handle.remove()
     elif find_library(model) == "timm" and bool(getattr(host, "num_classes", 0)):
-        with _head_watched(host, found):
-            yield found
+        with _head_watched(host, entropies):
+            yield entropies
     else:
         raise ValueError(
             f"{type(host).__name__} has no head that answers for single tokens, as language models of transformers and "
@@ -108,7 +99,7 @@ def token_entropy(model: nn.Module) -> Iterator[list[Tensor]]:
 
 
 @contextmanager
-def _head_watched(host: Any, found: list[Tensor]) -> Iterator[None]:
+def _head_watched(host: Any, entropies: list[Tensor]) -> Iterator[None]:
     """Record the entropies of what a classifier's own head makes of each token."""
     head, prefix = host.forward_head, find_stack(host).prefix
 
@@ -117,9 +108,9 @@ def _head_watched(host: Any, found: list[Tensor]) -> Iterator[None]:
         alone = x_BND.flatten(0, 1).unsqueeze(1).expand(-1, prefix + 1, -1)
         answer = head(alone)
         logits = answer[:, -1] if answer.ndim == 3 else answer
-        found.append(_entropy(logits).view(x_BND.shape[:2]))
-        whole: Tensor = head(x_BND, *args, **kwargs)
-        return whole
+        entropies.append(_entropy(logits).view(x_BND.shape[:2]))
+        out: Tensor = head(x_BND, *args, **kwargs)
+        return out
 
     # The host calls it by name; an attribute of its own stands before the method of its class.
     host.forward_head = forward_head

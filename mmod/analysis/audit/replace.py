@@ -1,7 +1,6 @@
 """Decisions of a routed model replaced by others: which tokens are kept changes, how many does not.
 
-Axes: B images, N tokens, K kept slots per image, D channels.
-"""
+Axes: B images, N tokens, K kept slots per image, D channels."""
 
 from __future__ import annotations
 
@@ -28,7 +27,7 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
     """Replace what routers decide, in forward passes inside the block.
 
     Blocks that share a decision ask one router, so that it is replaced once for all of them. Where tokens join others,
-    they join by the router's own rule, and later blocks of a span choose among those that the replaced one keeps.
+    they join by the router's rule, and later blocks of a span choose among those that the replaced one keeps.
 
     """
     blocks = routed_blocks(model)
@@ -80,7 +79,7 @@ def only_free(value_BN: Tensor, free_BN: Tensor) -> Tensor:
 
 
 def keep_best(
-    rank_BN: Tensor, learned: Routing, own: Routing, router: Router, left_BN: Tensor | None = None
+    rank_BN: Tensor, learned: Routing, routing: Routing, router: Router, left_BN: Tensor | None = None
 ) -> Routing:
     """Return a decision that keeps the highest ranks, as many of each image and group as another one keeps.
 
@@ -113,17 +112,17 @@ def keep_best(
     valid_BK = learned.kept.valid_BK
     if valid_BK is not None:
         valid_BK = places[:, :slots] < keep_BN.sum(dim=1, keepdim=True)
-    return own._replace(
-        kept=own.kept._replace(index_BK=index_BK, valid_BK=valid_BK, total=learned.kept.total, inverse_BN=None),
-        weights=own.weights._replace(gate_BK=_weights(own, index_BK, router)),
+    return routing._replace(
+        kept=routing.kept._replace(index_BK=index_BK, valid_BK=valid_BK, total=learned.kept.total, inverse_BN=None),
+        weights=routing.weights._replace(gate_BK=_weights(routing, index_BK, router)),
     )
 
 
-def _weights(own: Routing, index_BK: Tensor, router: Router) -> Tensor | None:
+def _weights(routing: Routing, index_BK: Tensor, router: Router) -> Tensor | None:
     gate = router.config.gate
-    weight_BN = apply_gate(own.score_BN, gate.name, gate.scale)
+    weight_BN = apply_gate(routing.score_BN, gate.name, gate.scale)
     if weight_BN is None:
         return None
-    if isinstance(own.evidence.tokens, TokenGroups):
-        weight_BN = torch.where(own.evidence.tokens.gated_BN, weight_BN, 1.0)
+    if isinstance(routing.evidence.tokens, TokenGroups):
+        weight_BN = torch.where(routing.evidence.tokens.gated_BN, weight_BN, 1.0)
     return weight_BN.gather(1, index_BK)

@@ -41,7 +41,7 @@ class Condition:
         family: "learned", "random", "position" or "other".
         accuracy: Accuracy in percent.
         loss: Mean loss.
-        accuracy_change: What accuracy is above that with the learned choice, paired by image; None for that itself.
+        accuracy_change: Accuracy less that with the learned choice, paired by image; None for that itself.
         accuracy_p: How likely such a change is by chance, corrected for all tests of the audit.
         effect: Change of the loss over its standard deviation among images.
     """
@@ -68,15 +68,13 @@ class Audit:
         gap: Accuracy of the learned choice above the random one.
         position: Name of the fixed position that scores highest.
         explained: Share of the gap that this position reaches; None without a clear gap or a position.
-        kind: What the router uses: "content", "position" or "both"; "no better than random" where it uses neither; or
-            "cannot be told".
+        kind: What the router uses, or "no better than random" where it uses neither content nor position.
         verdict: The same in sentences, with what its choice is worth and what a fixed position would reach on the data.
         across: How the decisions of the blocks hang together.
-        strata: The learned against the random choice in parts of the set, where any were asked for.
-        leave_one_out: What single tokens are worth, where that was asked for.
-        beside: The model against others, on all images and in parts of the set, where there were any.
-        influence: What decides which patches are kept where content is moved, from which `kind` is found; None where
-            the batches have no images on a known grid of patches.
+        strata: The learned against the random choice in parts of the set.
+        leave_one_out: What single tokens are worth.
+        beside: The model against others, on all images and in parts of the set.
+        influence: What decides which patches are kept where content is moved; None without a known grid of patches.
     """
 
     images: int
@@ -114,7 +112,8 @@ class Audit:
     def __str__(self) -> str:
         across, names = self.across, self.across.decisions
         again = [
-            [name, *("" if own is None else f"{own:.2f}" for own in row)] for name, row in zip(names, across.again)
+            [name, *("" if share is None else f"{share:.2f}" for share in row)]
+            for name, row in zip(names, across.again)
         ]
         kept = ["kept by chance", *(f"{across.kept[name]:.2f}" for name in names)]
         matrix = markdown_table(["kept in", *(f"again in {name}" for name in names)], [*again, kept])
@@ -150,17 +149,26 @@ class Audit:
             ]
         if self.leave_one_out is not None:
             single = self.leave_one_out
-            rows = [[name, f"{own:.2f}", f"{single.norm[name]:.2f}"] for name, own in single.agreement.items()]
+            rows = [[name, f"{score:.2f}", f"{single.norm[name]:.2f}"] for name, score in single.agreement.items()]
             parts += [markdown_table(["decision", "score and worth of a token", "norm and worth"], rows), single.told()]
         return "".join(f"\n\n{part}" for part in parts)
 
 
-def _cells(own: Condition) -> list[str]:
-    changes = [own.accuracy_change, own.loss_change]
-    shown = ["" if change is None else f"{change:{form}}" for change, form in zip(changes, ("+.1f", "+.3f"))]
-    accuracy_p, loss_p = ("" if p is None else f"{p:.3g}" for p in (own.accuracy_p, own.loss_p))
-    effect = "" if own.effect is None else f"{own.effect:.2f}"
-    return [own.name, f"{own.accuracy:.1f}", f"{own.loss:.3f}", shown[0], accuracy_p, shown[1], loss_p, effect]
+def _cells(row: Condition) -> list[str]:
+    changes = zip((row.accuracy_change, row.loss_change), ("+.1f", "+.3f"))
+    accuracy_change, loss_change = ("" if change is None else f"{change:{form}}" for change, form in changes)
+    accuracy_p, loss_p = ("" if p is None else f"{p:.3g}" for p in (row.accuracy_p, row.loss_p))
+    effect = "" if row.effect is None else f"{row.effect:.2f}"
+    return [
+        row.name,
+        f"{row.accuracy:.1f}",
+        f"{row.loss:.3f}",
+        accuracy_change,
+        accuracy_p,
+        loss_change,
+        loss_p,
+        effect,
+    ]
 
 
 def read_audit(fields: Mapping[str, Any]) -> Audit:

@@ -1,7 +1,6 @@
 """The audit of a routed model: the same images, evaluated with different choices of tokens.
 
-Axes: B images, N tokens, D channels.
-"""
+Axes: B images, N tokens, D channels."""
 
 from __future__ import annotations
 
@@ -67,8 +66,7 @@ def audit(
       "reference entropy", the tokens at which that model is least certain.
 
     The best fixed position is chosen on the audited images. Where batches have images on a grid, the influence of
-    content and position is measured on the same images rolled by full patches, see `Influence`. Memory grows by two
-    numbers per image and condition.
+    content and position is measured on the same images rolled by full patches, see `Influence`.
 
     Args:
         model: A routed model; its mode is restored at the end.
@@ -81,25 +79,21 @@ def audit(
             ranks are kept.
         draws: Random choices per image, over which results are averaged.
         grid: Rows and columns of the tokens that may be skipped; None takes the model's grid, or else a square.
-        margin: Points of accuracy. If the gain over random tokens is not significant and its interval ends below the
-            margin, the verdict is no better than random.
+        margin: A gain over random tokens that is not significant, and whose interval ends below so many points of
+            accuracy, is no better than random.
         resamples: Number of bootstrap resamples and of sign draws.
         strata: Returns labels of a batch's images, such as `{"kind": ["a", "b"], "size": [3, 9]}`. The learned choice
             is compared with the random one among images with the same label, or in terciles of numbers.
         token_kinds: Returns labels of a batch's tokens, including prefix and padding, such as
-            `{"region": [["class token", "object", "background"]]}` (B, N). The audit reports their mutual information
-            with the decisions, as for positions.
-        reference: The dense baseline, or a model with the same blocks. Its loss defines strata of difficulty, and
-            it adds two conditions.
-        shifts: Functions by name that return changed batches, from a batch and the indices of its images; the
-            comparison is repeated on them. `mmod.analysis.audit.SHIFTS` has some for images.
+            `{"region": [["class token", "object", "background"]]}` (B, N); reported is what they say of the decisions.
+        reference: The dense baseline. Its loss defines strata of difficulty, and it adds two conditions.
+        shifts: Functions by name that return changed batches, from a batch and the indices of its images, such as
+            those in `mmod.analysis.audit.SHIFTS`; the comparison is repeated on them.
         others: Further sets by name, on which the comparison is repeated.
-        leave_one_out: Number of batches on which every token is left out of every decision once, to compare its effect
-            with its score. Needs one forward pass per token that may be skipped.
-        beside: Baseline models by name, such as early exit at the same budget. The audited model is compared with each
-            of them, on all images and in each stratum.
-        progress_file: File with intermediate results, from which an interrupted audit resumes on the same batches. It
-            is kept at the end.
+        leave_one_out: Number of batches on which every token is left out of every decision once, one forward pass per
+            token, to compare its effect with its score.
+        beside: Baselines by name, such as early exit at the same budget, to compare on all images and by strata.
+        progress_file: Intermediate results, from which an interrupted audit resumes on the same batches.
         progress: Show a progress bar.
 
     Returns:
@@ -108,9 +102,8 @@ def audit(
 
     Raises:
         TypeError: Batches are not iterable, or can be iterated only once.
-        ValueError: Nothing in the model is routed, tokens are merged by a score ("cells"), no router runs, an unknown
-            or duplicate condition, a grid that fits no decision, inputs or losses that are not finite, fewer than two
-            images, a shift and a set with the same name, or a progress file that is damaged or of another audit.
+        ValueError: A model that cannot be audited, conditions, a grid or sets that do not fit, inputs or losses that
+            are not finite, fewer than two images, or a progress file that is damaged or of another audit.
 
     Example:
         >>> import timm, torch, mmod
@@ -120,7 +113,10 @@ def audit(
         >>> report.images, [condition.name for condition in report.conditions]
         (8, ['as learned', 'random', 'stride'])
     """
-    _check_options(draws=draws, resamples=resamples, leave_one_out=leave_one_out, margin=margin, grid=grid)
+    for name, count, least in ("draws", draws, 1), ("resamples", resamples, 100), ("leave_one_out", leave_one_out, 0):
+        check_value(name, count, int, f"[{least}, inf)")
+    check_value("margin", margin, float, "[0, inf)")
+    check_value("grid", grid, tuple[int, int] | None, "[1, inf)")
     _check_sets(
         {"batches": batches} | ({} if positions_from is None else {"positions_from": positions_from}), twice=True
     )
@@ -157,20 +153,6 @@ def audit(
         leave_one_out=auditor.worth.result(),
         beside=compare_strata(models, resamples),
     )
-
-
-_OPTIONS: Mapping[str, tuple[Any, str]] = {
-    "draws": (int, "[1, inf)"),
-    "resamples": (int, "[100, inf)"),
-    "leave_one_out": (int, "[0, inf)"),
-    "margin": (float, "[0, inf)"),
-    "grid": (tuple[int, int] | None, "[1, inf)"),
-}
-
-
-def _check_options(**options: Any) -> None:
-    for name, value in options.items():
-        check_value(name, value, *_OPTIONS[name])
 
 
 def _check_sets(sets: Mapping[str, Any], *, twice: bool) -> None:

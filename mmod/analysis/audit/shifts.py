@@ -1,7 +1,6 @@
 """Shifts: images changed as those of another set may be, each image in the same way whatever else is in its batch.
 
-Axes: B images, C channels, H rows and W columns of pixels.
-"""
+Axes: B images, C channels, H rows and W columns of pixels."""
 
 from __future__ import annotations
 
@@ -46,13 +45,13 @@ def _low_resolution(x_BCHW: Tensor, images: range) -> Tensor:
 
 def _clutter(x_BCHW: Tensor, images: range) -> Tensor:
     """Paste four squares of an image, a fifth of its side each, at other places of it."""
-    found, side = x_BCHW.clone(), max(1, round(_FRAGMENT * min(x_BCHW.shape[-2:])))
+    cluttered, side = x_BCHW.clone(), max(1, round(_FRAGMENT * min(x_BCHW.shape[-2:])))
     limits = torch.tensor(x_BCHW.shape[-2:]) - side + 1
-    for own, image, draw in zip(found, x_BCHW, _draws(images)):
+    for pasted, image, draw in zip(cluttered, x_BCHW, _draws(images)):
         corners = (torch.rand(_FRAGMENTS, 2, 2, generator=draw) * limits).long().tolist()
         for (top, left), (row, column) in corners:
-            own[:, row : row + side, column : column + side] = image[:, top : top + side, left : left + side]
-    return found
+            pasted[:, row : row + side, column : column + side] = image[:, top : top + side, left : left + side]
+    return cluttered
 
 
 def _draws(images: range) -> Iterator[torch.Generator]:

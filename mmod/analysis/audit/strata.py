@@ -32,15 +32,12 @@ class Stratum:
     """Some of the images, or all of them changed in one way, under the learned and the random choice of tokens.
 
     Args:
-        group: What the images are sorted by; or the name of another model, which then takes the place of the random
-            choice.
+        group: What the images are sorted by; or another model, which then takes the place of the random choice.
         name: Which of them these are.
         accuracy: Accuracy in percent with the learned choice.
-        gap: How much the first is above the second; the interval is one of those of 95 % that hold for all strata of
-            a comparison together.
-        loss_gap: How much the loss is above that with the learned choice where the choice is random; the interval is
-            of the same kind.
-        accuracy_p: How likely such a gap is by chance, corrected for all strata.
+        gap: Learned less random; the intervals of a comparison hold for all its strata together.
+        loss_gap: Random less learned, in the same way.
+        accuracy_p: P-value of such a gap, corrected for all strata.
     """
 
     group: str
@@ -65,18 +62,13 @@ class Outcomes:
 
     def of(self, chosen: Any) -> Outcomes:
         """Return those of some images."""
-        return Outcomes(*(own[chosen] for own in (self.accuracy, self.loss, self.random_accuracy, self.random_loss)))
+        return Outcomes(
+            *(values[chosen] for values in (self.accuracy, self.loss, self.random_accuracy, self.random_loss))
+        )
 
 
 class Strata:
-    """What images are sorted by, gathered batch by batch.
-
-    Example:
-        >>> strata = Strata()
-        >>> strata.add({"kind": ["count", "read", "count"]}, 3)
-        >>> {name: chosen.tolist() for (_, name), chosen in strata.members().items()}
-        {'count': [True, False, True], 'read': [False, True, False]}
-    """
+    """What images are sorted by, gathered batch by batch."""
 
     def __init__(self) -> None:
         self._values: dict[str, list[Any]] = {}
@@ -86,11 +78,11 @@ class Strata:
         """Add a batch."""
         if self._images and values.keys() != self._values.keys():
             raise ValueError(f"strata name {', '.join(values)} and named {', '.join(self._values)} before")
-        for name, own in values.items():
-            own = own.tolist() if isinstance(own, torch.Tensor) else list(own)
-            if len(own) != images:
-                raise ValueError(f"strata give {len(own)} values of {name!r} for {images} images")
-            self._values.setdefault(name, []).extend(own)
+        for name, labels in values.items():
+            labels = labels.tolist() if isinstance(labels, torch.Tensor) else list(labels)
+            if len(labels) != images:
+                raise ValueError(f"strata give {len(labels)} values of {name!r} for {images} images")
+            self._values.setdefault(name, []).extend(labels)
         self._images += images
 
     def state(self) -> dict[str, Any]:
@@ -103,7 +95,7 @@ class Strata:
 
     def members(self) -> dict[tuple[str, str], Any]:
         """Return for each group and stratum where an image is in it (I,); groups of one stratum are left out."""
-        found = {}
+        members = {}
         for group, values in self._values.items():
             names = np.asarray([value if isinstance(value, str) else _THIRDS[0] for value in values])
             if not all(isinstance(value, str) for value in values):
@@ -112,19 +104,21 @@ class Strata:
                 names = np.asarray(_THIRDS)[thirds]
             there = set(names.tolist())
             order = [name for name in _THIRDS if name in there] if there <= set(_THIRDS) else sorted(there)
-            found.update({(group, name): names == name for name in order if len(order) > 1})
-        return found
+            members.update({(group, name): names == name for name in order if len(order) > 1})
+        return members
 
 
 def compare_strata(strata: Mapping[tuple[str, str], Outcomes], resamples: int) -> list[Stratum]:
     """Compare the learned with the random choice in each stratum; those of one image are left out."""
-    kept = {names: own for names, own in strata.items() if len(own.loss) > 1}
+    kept = {names: outcomes for names, outcomes in strata.items() if len(outcomes.loss) > 1}
     if not kept:
         return []
     gaps, drawn, p = [], [], []
     rows: list[tuple[Estimate, Estimate]] = []
-    for seed, own in enumerate(kept.values()):
-        value_IC = np.stack([100 * own.accuracy, 100 * own.random_accuracy, own.loss, own.random_loss], axis=1)
+    for seed, outcomes in enumerate(kept.values()):
+        value_IC = np.stack(
+            [100 * outcomes.accuracy, 100 * outcomes.random_accuracy, outcomes.loss, outcomes.random_loss], axis=1
+        )
         gap_IC = np.stack([value_IC[:, 0] - value_IC[:, 1], value_IC[:, 3] - value_IC[:, 2]], axis=1)
         means = resampled_means(value_IC, resamples, seed)
         learned, random = (estimate_of(value_IC[:, column].mean(), means[:, column]) for column in (0, 1))
@@ -133,58 +127,58 @@ def compare_strata(strata: Mapping[tuple[str, str], Outcomes], resamples: int) -
         drawn += [means[:, 0] - means[:, 1], means[:, 3] - means[:, 2]]
         p += sign_test(gap_IC, resamples, seed).tolist()
     wide, corrected = simultaneous(np.asarray(gaps), np.stack(drawn, axis=1)), adjusted(p)
-    found = []
-    for place, ((group, name), own) in enumerate(kept.items()):
+    compared = []
+    for place, ((group, name), outcomes) in enumerate(kept.items()):
         learned, random = rows[place]
         (gap, loss_gap), (accuracy_p, loss_p) = wide[2 * place : 2 * place + 2], corrected[2 * place : 2 * place + 2]
-        found.append(Stratum(group, name, len(own.loss), learned, random, gap, loss_gap, accuracy_p, loss_p))
-    return found
+        compared.append(Stratum(group, name, len(outcomes.loss), learned, random, gap, loss_gap, accuracy_p, loss_p))
+    return compared
 
 
 def strata_rows(strata: Sequence[Stratum], other: str) -> list[list[str]]:
     """Return a table of strata, its header first."""
     header = ["by", "stratum", "images", "accuracy %", f"{other} %", "gap", "p", "loss gap", "p of loss"]
     return [header] + [
-        [own.group, own.name, str(own.images), f"{own.accuracy:.1f}", f"{own.random:.1f}", f"{own.gap:+.1f}",
-         f"{own.accuracy_p:.3g}", f"{own.loss_gap:+.3f}", f"{own.loss_p:.3g}"]
-        for own in strata
+        [row.group, row.name, str(row.images), f"{row.accuracy:.1f}", f"{row.random:.1f}", f"{row.gap:+.1f}",
+         f"{row.accuracy_p:.3g}", f"{row.loss_gap:+.3f}", f"{row.loss_p:.3g}"]
+        for row in strata
     ]  # fmt: skip
 
 
 def strata_told(strata: Sequence[Stratum]) -> list[str]:
     """Return a sentence for each group: where the learned choice is worth most and least, and if that can be told."""
-    told = []
-    for group in dict.fromkeys(own.group for own in strata):
-        ends = _ends([own for own in strata if own.group == group])
+    sentences = []
+    for group in dict.fromkeys(stratum.group for stratum in strata):
+        ends = _ends([stratum for stratum in strata if stratum.group == group])
         if ends is not None:
             most, least, apart = ends
-            told.append(
+            sentences.append(
                 f"By {group}, the learned choice is worth most in {most.name!r}, {most.gap:+.1f} points over random "
                 f"tokens, and least in {least.name!r}, {least.gap:+.1f}: {apart}."
             )
-    return told
+    return sentences
 
 
 def beside_told(strata: Sequence[Stratum]) -> list[str]:
     """Return a sentence for each other model: how far this one is above it, and where most and least."""
-    told = []
-    for group in dict.fromkeys(own.group for own in strata):
-        whole, *parts = (own for own in strata if own.group == group)
-        is_clear = whole.gap.low > 0 or whole.gap.high < 0
-        sentence = f"Beside {group}, the model is at {whole.gap:+.1f} points"
+    sentences = []
+    for group in dict.fromkeys(stratum.group for stratum in strata):
+        overall, *parts = (stratum for stratum in strata if stratum.group == group)
+        is_clear = overall.gap.low > 0 or overall.gap.high < 0
+        sentence = f"Beside {group}, the model is at {overall.gap:+.1f} points"
         sentence += ", so that they differ" if is_clear else ", so that they cannot be told apart"
         # Where both are asked for, whether hard images are another matter than easy ones.
-        ends = _ends([own for own in parts if own.name.startswith(DIFFICULTY)] or parts)
+        ends = _ends([stratum for stratum in parts if stratum.name.startswith(DIFFICULTY)] or parts)
         if ends is not None:
             most, least, apart = ends
             sentence += f"; most in {most.name!r}, {most.gap:+.1f}, least in {least.name!r}, {least.gap:+.1f}: {apart}"
-        told.append(f"{sentence}.")
-    return told
+        sentences.append(f"{sentence}.")
+    return sentences
 
 
 def _ends(strata: Sequence[Stratum]) -> tuple[Stratum, Stratum, str] | None:
     """Return the strata of the largest and the smallest gap, and whether these are apart; None for fewer than two."""
-    ordered = sorted(strata, key=lambda own: own.gap.value)
+    ordered = sorted(strata, key=lambda stratum: stratum.gap.value)
     if len(ordered) < 2:
         return None
     least, most = ordered[0], ordered[-1]
