@@ -117,9 +117,8 @@ def audit(
         check_value(name, count, int, f"[{least}, inf)")
     check_value("margin", margin, float, "[0, inf)")
     check_value("grid", grid, tuple[int, int] | None, "[1, inf)")
-    _check_sets(
-        {"batches": batches} | ({} if positions_from is None else {"positions_from": positions_from}), twice=True
-    )
+    twice_read = {"batches": batches} | ({} if positions_from is None else {"positions_from": positions_from})
+    _check_sets(twice_read, twice=True)
     _check_sets({f"others[{name!r}]": dataset for name, dataset in (others or {}).items()}, twice=False)
     by_name = choices(None if conditions is None else tuple(conditions), custom, has_reference=reference is not None)
     beside, shifts, others = beside or {}, shifts or {}, others or {}
