@@ -155,7 +155,7 @@ def test_configs_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
 @pytest.mark.parametrize(
     ("package", "code"),
     [
-        ("timm", "from mmod.training import fit"),
+        ("timm", "from mmod.training import EvalResult"),
         ("matplotlib", "from mmod.analysis.style import new_figure; new_figure(2, 2)"),
     ],
 )
