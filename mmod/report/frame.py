@@ -22,6 +22,7 @@ a { color: var(--link); }
 :focus-visible { outline: 3px solid var(--link); outline-offset: 2px; }
 h1 { font-size: 1.6rem; }
 h2 { font-size: 1.25rem; margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: 1rem; }
+.finding { white-space: pre-line; }
 figure { margin: 1.5rem 0; } .chart { overflow-x: auto; } .chart svg { max-width: 100%; height: auto; }
 @media (max-width: 40rem) { .chart svg { min-width: 34rem; } }
 g:has(> title):hover { stroke-width: 4; filter: brightness(1.25); }
@@ -48,7 +49,7 @@ def frame(sections: Sequence[tuple[str, str, str]]) -> str:
     links, body = "", ""
     for number, (title, finding, content) in enumerate(sections, 1):
         name = f"section-{number}"
-        links += f'<li><a href="#{name}">{escape(title)}</a>{escape(finding and ": " + finding)}</li>'
+        links += f'<li><a href="#{name}">{escape(title)}</a><div class="finding">{escape(finding)}</div></li>'
         body += f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2>{content}</section>'
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
