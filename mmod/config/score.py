@@ -115,12 +115,12 @@ class WithImportance(Score):
 
     Args:
         importance: Which queries count in the attention that a token receives. "per_viewer" averages over the queries
-            that can see the token, each weighed by the number of keys that it sees, so that causal attention does not
-            rank tokens by position. "mean" counts all queries alike (A-MoD); the two differ only where queries see
-            different keys. "class_token" reads the query of the class token alone (EViT). In language models,
-            "last_token" reads the last query of each prompt (FastV, arXiv 2403.06764), and "vision_tower" takes what
-            each patch receives in a LLaVA's vision tower, from the class token where there is one (VisionZip, arXiv
-            2412.04467), so that no layer of the language model has to stay dense.
+            that can see the token. Each is weighed by the number of keys that it sees, so that causal attention does
+            not rank tokens by position. "mean" counts all queries alike (A-MoD); the two differ only where queries see
+            different keys. "class_token" reads the query of the class token alone (EViT). "last_token", for language
+            models, reads the last query of each prompt (FastV, arXiv 2403.06764). "vision_tower", for a LLaVA, reads
+            the attention that each patch receives in the vision tower, from the class token where there is one
+            (VisionZip, arXiv 2412.04467); no layer of the language model has to stay dense then.
     """
 
     importance: str = IMPORTANCE[0]
