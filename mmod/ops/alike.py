@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops import tiles
-from mmod.ops.backend import FLOAT, Backend, Version, choose, exporting, register, transforming
+from mmod.ops.backend import Kernel, exporting, op, transforming
 from mmod.ops.casting import without_autocast
 from mmod.ops.merging import held_slots
-from mmod.ops.reference import gather_rows
+from mmod.ops.rows import take_rows
 
 
 def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
@@ -47,75 +47,6 @@ def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
     if dim % channels:
         signed_BND = F.pad(signed_BND, (0, -dim % channels))
     return signed_BND.unflatten(-1, (-1, channels)).sum(dim=-2)
-
-
-def unit_rows(x_BND: Tensor, channels: int | None = None) -> Tensor:
-    """Return rows of norm 1, whose products are cosines.
-
-    Args:
-        x_BND: Rows (B, N, D); they get no gradient.
-        channels: Project to this many channels first, see `signed_sums`; None keeps all.
-
-    Returns:
-        The rows (B, N, E), fp32; rows of zeros stay zeros.
-
-    Example:
-        >>> unit_rows(torch.tensor([[[3.0, 4.0]]]))
-        tensor([[[0.6000, 0.8000]]])
-    """
-    channels = x_BND.shape[-1] if channels is None else min(channels, x_BND.shape[-1])
-    with torch.no_grad():
-        unit_BNE: Tensor = choose("unit_rows", x_BND, channels=channels).run(x_BND.detach(), channels)
-        return unit_BNE
-
-
-def redundancy_scores(unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None = None) -> Tensor:
-    """Return how far each row is from those before it in an evenly spread order: the smallest cosine distance.
-
-    The order is that of `spread_evenly`. Of several rows that are alike, only the first in this order scores high.
-
-    Args:
-        unit_BNE: Rows of norm 1 (B, N, E), see `unit_rows`.
-        prefix: Leading rows, which take no part and score 2.
-        valid_BN: False where a row is padding (B, N), or None. The order then counts valid rows only.
-
-    Returns:
-        Distances (B, N) in [0, 2]; 2 for the first row.
-
-    Example:
-        >>> redundancy_scores(unit_rows(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [1.0, 0.0]]])))
-        tensor([[2.0000, 0.9005, 0.0050, 0.0000]])
-    """
-    version = choose("redundancy_scores", unit_BNE, padding=int(valid_BN is not None))
-    with without_autocast(unit_BNE):
-        score_BN: Tensor = version.run(unit_BNE, prefix, valid_BN)
-    return score_BN
-
-
-def nearest_rows(
-    unit_BNE: Tensor, row_BK: Tensor, prefix: int = 0, valid_BK: Tensor | None = None, real_BN: Tensor | None = None
-) -> Tensor:
-    """Return for every row the slot of the most similar kept row; a kept row has its own slot.
-
-    Args:
-        unit_BNE: Rows of norm 1 (B, N, E), see `unit_rows`.
-        row_BK: Row of each slot (B, K).
-        prefix: Leading slots that no other row joins.
-        valid_BK: False where a slot is empty (B, K), or None.
-        real_BN: False where a row is padding (B, N), or None.
-
-    Returns:
-        Slots (B, N), -1 for padding and where no slot is available.
-
-    Example:
-        >>> unit = unit_rows(torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.8]]]))
-        >>> nearest_rows(unit, torch.tensor([[0, 2]]))
-        tensor([[0, 0, 1, 1]])
-    """
-    version = choose("nearest_rows", unit_BNE, padding=int(valid_BK is not None))
-    with without_autocast(unit_BNE):
-        slot_BN: Tensor = version.run(unit_BNE, row_BK, prefix, valid_BK)
-    return slot_BN if real_BN is None else torch.where(real_BN, slot_BN, -1)
 
 
 def spread_evenly(tokens: int, device: torch.device) -> Tensor:
@@ -180,9 +111,10 @@ def _cut(images: int, rows: int, columns: int, most: int | None = None) -> Itera
             yield slice(image, image + together), slice(row, min(row + height, rows))
 
 
-def _normalized(x_BND: Tensor, channels: int) -> Tensor:
-    sums_BNE = signed_sums(x_BND, channels)
-    return sums_BNE / torch.linalg.vector_norm(sums_BNE, dim=-1, keepdim=True).clamp_min(1e-12)
+def _writes_in_place(rows: Tensor) -> bool:
+    """Return whether tiles may be written in place: on a CPU, not in graphs, nor under torch.func transforms."""
+    graph = torch.compiler.is_compiling() or exporting()
+    return rows.device.type == "cpu" and not graph and not transforming()
 
 
 def _redundancy_by_rank(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor:
@@ -224,7 +156,7 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None)
 def _nearest_of_all(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> Tensor:
     """Definition: every row is compared with every kept one."""
     images, tokens, _ = unit_BNE.shape
-    kept_BKE = gather_rows(unit_BNE, row_BK[:, prefix:])
+    kept_BKE = take_rows(unit_BNE, row_BK[:, prefix:])
     nearest = []
     for image, row in _cut(images, tokens, row_BK.shape[1]):
         alike = unit_BNE[image, row] @ kept_BKE[image].transpose(1, 2)
@@ -243,47 +175,113 @@ def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: 
     slot_BN = row_BK.new_full((images, tokens), -1)
     slot_BN.scatter_(1, row_BK, torch.arange(slots).expand(images, -1))
     other_BR = (slot_BN < 0).nonzero()[:, 1].view(images, tokens - slots)
-    kept_BKE = gather_rows(unit_BNE, row_BK[:, prefix:])
-    other_BRE = gather_rows(unit_BNE, other_BR)
+    kept_BKE = take_rows(unit_BNE, row_BK[:, prefix:])
+    other_BRE = take_rows(unit_BNE, other_BR)
     nearest_BR = torch.empty_like(other_BR)
     for image, row in _cut(images, tokens - slots, slots):
         nearest_BR[image, row] = (other_BRE[image, row] @ kept_BKE[image].transpose(1, 2)).max(dim=-1).indices
     return slot_BN.scatter_(1, other_BR, nearest_BR + prefix)
 
 
-def _by_kernel(name: str) -> Callable[..., Tensor]:
-    def run(*args: Tensor | int | None) -> Tensor:
-        from mmod.ops.triton import alike
+def _unit_by_kernel(x_BND: Tensor, channels: int) -> Tensor:
+    from mmod.ops.triton import alike
 
-        result: Tensor = getattr(alike, name)(*args)
-        return result
-
-    return run
+    return alike.unit_rows(x_BND, channels)
 
 
-def _is_plain(x_BND: Tensor, facts: Mapping[str, int]) -> bool:
-    """Return whether tiles may be written in place: not in graphs, nor under torch.func transforms."""
-    return not torch.compiler.is_compiling() and not exporting() and not transforming()
+def _redundancy_by_kernel(unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None = None) -> Tensor:
+    from mmod.ops.triton import alike
+
+    return alike.redundancy(unit_BNE, prefix, valid_BN)
 
 
-_kernel = functools.partial(Version, how="a kernel", backend=Backend.TRITON, dtypes=FLOAT)
-_eager = functools.partial(
-    Version, devices=("cpu",), limits={"padding": 0}, when=_is_plain, where="not compiled or transformed"
+def _nearest_by_kernel(
+    unit_BNE: Tensor, row_BK: Tensor, prefix: int = 0, valid_BK: Tensor | None = None, real_BN: Tensor | None = None
+) -> Tensor:
+    from mmod.ops.triton import alike
+
+    slot_BN = alike.nearest_rows(unit_BNE, row_BK, prefix, valid_BK)
+    return slot_BN if real_BN is None else torch.where(real_BN, slot_BN, -1)
+
+
+_kernel = functools.partial(Kernel, how="a kernel", why="not yet measured; reason: products of all pairs stay on chip")
+
+
+@op(
+    Kernel(_unit_by_kernel, "a kernel", "not yet measured; reason: one launch, one read", limits={"channels": 4096}),
+    how="torch's product, sum and norm",
+    name="unit_rows",
+    facts=lambda x_BND, channels: {"channels": channels},
 )
-register(
-    "unit_rows",
-    _kernel(_by_kernel("unit_rows"), limits={"channels": 4096}, why="not yet measured; reason: one launch, one read"),
-    Version(_normalized, "torch's product, sum and norm"),
-)
-register(
-    "redundancy_scores",
-    _kernel(_by_kernel("redundancy"), why="not yet measured; reason: products of all pairs stay on chip"),
-    _eager(_redundancy_in_order, "tiles of rows in spread order, each compared with rows before it"),
-    Version(_redundancy_by_rank, "the definition, in tiles"),
-)
-register(
-    "nearest_rows",
-    _kernel(_by_kernel("nearest_rows"), why="not yet measured; reason: products of all pairs stay on chip"),
-    _eager(_nearest_of_others, "tiles of rows that are not kept"),
-    Version(_nearest_of_all, "the definition, in tiles"),
-)
+def _unit_rows(x_BND: Tensor, channels: int) -> Tensor:
+    sums_BNE = signed_sums(x_BND, channels)
+    return sums_BNE / torch.linalg.vector_norm(sums_BNE, dim=-1, keepdim=True).clamp_min(1e-12)
+
+
+def unit_rows(x_BND: Tensor, channels: int | None = None) -> Tensor:
+    """Return rows of norm 1, whose products are cosines.
+
+    Args:
+        x_BND: Rows (B, N, D); they get no gradient.
+        channels: Project to this many channels first, see `signed_sums`; None keeps all.
+
+    Returns:
+        The rows (B, N, E), fp32; rows of zeros stay zeros.
+
+    Example:
+        >>> unit_rows(torch.tensor([[[3.0, 4.0]]]))
+        tensor([[[0.6000, 0.8000]]])
+    """
+    channels = x_BND.shape[-1] if channels is None else min(channels, x_BND.shape[-1])
+    with torch.no_grad():
+        return _unit_rows(x_BND.detach(), channels)
+
+
+@op(_kernel(_redundancy_by_kernel), how="tiles of rows in spread order, each compared with rows before it")
+def redundancy_scores(unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None = None) -> Tensor:
+    """Return how far each row is from those before it in an evenly spread order: the smallest cosine distance.
+
+    The order is that of `spread_evenly`. Of several rows that are alike, only the first in this order scores high.
+
+    Args:
+        unit_BNE: Rows of norm 1 (B, N, E), see `unit_rows`.
+        prefix: Leading rows, which take no part and score 2.
+        valid_BN: False where a row is padding (B, N), or None. The order then counts valid rows only.
+
+    Returns:
+        Distances (B, N) in [0, 2]; 2 for the first row.
+
+    Example:
+        >>> redundancy_scores(unit_rows(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [1.0, 0.0]]])))
+        tensor([[2.0000, 0.9005, 0.0050, 0.0000]])
+    """
+    compare = _redundancy_in_order if valid_BN is None and _writes_in_place(unit_BNE) else _redundancy_by_rank
+    with without_autocast(unit_BNE):
+        return compare(unit_BNE, prefix, valid_BN)
+
+
+@op(_kernel(_nearest_by_kernel), how="tiles of rows that are not kept")
+def nearest_rows(
+    unit_BNE: Tensor, row_BK: Tensor, prefix: int = 0, valid_BK: Tensor | None = None, real_BN: Tensor | None = None
+) -> Tensor:
+    """Return for every row the slot of the most similar kept row; a kept row has its own slot.
+
+    Args:
+        unit_BNE: Rows of norm 1 (B, N, E), see `unit_rows`.
+        row_BK: Row of each slot (B, K).
+        prefix: Leading slots that no other row joins.
+        valid_BK: False where a slot is empty (B, K), or None.
+        real_BN: False where a row is padding (B, N), or None.
+
+    Returns:
+        Slots (B, N), -1 for padding and where no slot is available.
+
+    Example:
+        >>> unit = unit_rows(torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.8]]]))
+        >>> nearest_rows(unit, torch.tensor([[0, 2]]))
+        tensor([[0, 0, 1, 1]])
+    """
+    compare = _nearest_of_others if valid_BK is None and _writes_in_place(unit_BNE) else _nearest_of_all
+    with without_autocast(unit_BNE):
+        slot_BN = compare(unit_BNE, row_BK, prefix, valid_BK)
+    return slot_BN if real_BN is None else torch.where(real_BN, slot_BN, -1)

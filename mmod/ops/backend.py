@@ -1,7 +1,6 @@
 """Dispatch: which implementation of an op runs, how to force one, and why it was taken.
 
-Ops register their versions with `register`, and a call asks `choose`. Installed packages are detected on the first call
-and cached.
+The definition of an op, in torch operations, takes every input; `op` registers it with its kernels.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import importlib
 from collections.abc import Callable, Mapping
 from enum import Enum
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -33,83 +32,124 @@ class Backend(Enum):
     XFORMERS = "xformers"
 
 
+P = ParamSpec("P")
 Result = TypeVar("Result")
 HALF = (torch.float16, torch.bfloat16)
 FLOAT = (torch.float32, *HALF)
 
 
-class Version(NamedTuple):
-    """One implementation of an op, and the inputs that it supports.
+class Kernel(NamedTuple):
+    """An implementation of an op that needs another backend than torch, and the inputs that it supports.
 
     Args:
-        run: Computes the op; all versions of an op take the same arguments.
+        run: Computes the op, with the arguments of its definition.
         how: What it does, in words.
+        why: The measurement or the reason why AUTO prefers it.
         backend: The backend that it needs.
         dtypes: Supported dtypes; None means all.
-        limits: Upper bounds of facts that `choose` receives, such as a head dimension; 0 excludes a feature.
-        devices: Supported device types; None means all, or those that Triton supports for a Triton kernel.
+        limits: Upper bounds of facts about the inputs, such as a head dimension; 0 excludes a feature.
+        devices: Supported device types; None means those that Triton supports.
         when: Further condition on the op's main input and facts, or None.
         where: That condition in words.
         auto: Dtypes for which AUTO takes it; None means all supported ones.
         compiled: Whether AUTO takes it inside compiled graphs too.
-        why: The measurement or the reason why AUTO prefers it.
     """
 
     run: Callable[..., Any]
     how: str
-    backend: Backend = Backend.TORCH
-    dtypes: tuple[torch.dtype, ...] | None = None
+    why: str = ""
+    backend: Backend = Backend.TRITON
+    dtypes: tuple[torch.dtype, ...] | None = FLOAT
     limits: Mapping[str, int] = {}
     devices: tuple[str, ...] | None = None
     when: Callable[[Tensor, Mapping[str, int]], bool] | None = None
     where: str = ""
     auto: tuple[torch.dtype, ...] | None = None
     compiled: bool = True
-    why: str = ""
 
 
 class Op(NamedTuple):
-    """The versions of an op; within a backend, the first one that supports the inputs runs.
+    """An op: how its definition computes it, and its kernels in order of preference."""
 
-    Args:
-        kernels: Versions that need another backend than torch.
-        plain: Versions in torch operations; the last one supports every input.
-    """
+    how: str
+    kernels: tuple[Kernel, ...]
 
-    kernels: tuple[Version, ...]
-    plain: tuple[Version, ...]
-
-    def of(self, backend: Backend) -> tuple[Version, ...]:
-        """Return the versions of one backend."""
-        return self.plain if backend is Backend.TORCH else tuple(v for v in self.kernels if v.backend is backend)
+    def of(self, backend: Backend) -> tuple[Kernel, ...]:
+        """Return the kernels of one backend."""
+        return tuple(kernel for kernel in self.kernels if kernel.backend is backend)
 
     @property
     def backends(self) -> list[Backend]:
         """Backends that have a version of the op."""
-        return [*dict.fromkeys([Backend.TORCH, *(version.backend for version in self.kernels)])]
+        return [*dict.fromkeys([Backend.TORCH, *(kernel.backend for kernel in self.kernels)])]
 
 
 OPS: dict[str, Op] = {}
 _forced: Mapping[str, Backend] = {}
 
 
-def register(name: str, *versions: Version) -> None:
-    """Register an op for `use`, `choose` and `choices`.
+def op(
+    *kernels: Kernel, how: str, name: str = "", facts: Callable[..., Mapping[str, int]] | None = None
+) -> Callable[[Callable[P, Result]], Callable[P, Result]]:
+    """Decorate the definition of an op, so that a kernel runs instead where one is chosen.
 
     Args:
-        name: Name of the op.
-        versions: Its versions in order of preference; the last one uses torch operations and supports every input.
+        kernels: In order of preference.
+        how: How the definition computes the op, in words.
+        name: Name of the op; by default that of the function.
+        facts: From the op's arguments to the facts that bound its kernels, see `Kernel.limits`.
 
     Raises:
-        ValueError: The name is taken, or the last version has a restriction.
+        ValueError: The name is taken.
     """
-    if name in OPS:
-        raise ValueError(f"op {name!r} is already registered: choose another name")
-    plain = tuple(version for version in versions if version.backend is Backend.TORCH)
-    last = plain[-1] if plain else None
-    if last is None or last.limits or (last.dtypes, last.devices, last.when) != (None, None, None):
-        raise ValueError(f"the last version of {name!r} must use torch operations and support every input")
-    OPS[name] = Op(tuple(version for version in versions if version.backend is not Backend.TORCH), plain)
+
+    def register(definition: Callable[P, Result]) -> Callable[P, Result]:
+        key = name or definition.__name__
+        if key in OPS:
+            raise ValueError(f"op {key!r} is already registered: choose another name")
+        OPS[key] = Op(how, kernels)
+
+        @functools.wraps(definition)
+        def run(*args: P.args, **kwargs: P.kwargs) -> Result:
+            main: Any = args[0] if args else next(iter(kwargs.values()))
+            if not _forced and main.device.type == "cpu":
+                return definition(*args, **kwargs)
+            kernel = choose(key, main, **(facts(*args, **kwargs) if facts else {}))
+            result: Result = (definition if kernel is None else kernel.run)(*args, **kwargs)
+            return result
+
+        return run
+
+    return register
+
+
+def kernel_op(
+    path: str,
+    schema: str,
+    fake: Callable[..., Any],
+    save: Callable[..., None] | None = None,
+    backward: Callable[..., Any] | None = None,
+) -> Any:
+    """Register a torch operation that launches a kernel.
+
+    Args:
+        path: Its launcher in `mmod.ops.triton`, "module.function", imported when it first runs; the operation is
+            `mmod::function`.
+        schema: Arguments and results, as torch declares them.
+        fake: Returns empty results, from the operation's arguments.
+        save: Saves what the gradient needs, from a context, the arguments and the results.
+        backward: Returns a gradient for each argument, from the context and the gradients of the results.
+    """
+    module, _, name = path.partition(".")
+
+    def launch(*args: Any) -> Any:
+        return getattr(importlib.import_module(f"mmod.ops.triton.{module}"), name)(*args)
+
+    made = torch.library.custom_op(f"mmod::{name}", launch, mutates_args=(), schema=schema)
+    made.register_fake(fake)
+    if backward is not None:
+        made.register_autograd(backward, setup_context=save)
+    return made
 
 
 class use:
@@ -126,10 +166,9 @@ class use:
         ValueError: Unknown backend or op, a backend that is not available, or an op without a version for it.
 
     Example:
-        >>> x, index = torch.zeros(1, 4, 2), torch.tensor([[0, 3]])
+        >>> x = torch.zeros(1, 4, 2, device="meta")
         >>> with use("torch", "gather_rows"):
-        ...     choose("gather_rows", x).backend
-        <Backend.TORCH: 'torch'>
+        ...     choose("gather_rows", x)
     """
 
     def __init__(self, backend: Backend | str, *ops: str) -> None:
@@ -137,14 +176,14 @@ class use:
         if not isinstance(backend, Backend) and backend not in names:
             raise ValueError(f"unknown backend {backend!r}; valid are {', '.join(names)}")
         self.backend = Backend(backend)
-        unknown = [op for op in ops if op not in OPS]
+        unknown = [name for name in ops if name not in OPS]
         if unknown:
             raise ValueError(f"unknown ops {unknown}; valid are {', '.join(OPS)}")
         problem = _problem(self.backend.value)
         if problem is not None:
             raise ValueError(f"{problem}; {_alternatives([Backend.TORCH])}")
-        supported = [name for name, op in OPS.items() if self.backend in (Backend.AUTO, *op.backends)]
-        unsupported = [op for op in ops if op not in supported]
+        supported = [name for name, entry in OPS.items() if self.backend in (Backend.AUTO, *entry.backends)]
+        unsupported = [name for name in ops if name not in supported]
         if unsupported:
             raise ValueError(f"{self.backend.value} has no version of {unsupported}; it has {', '.join(supported)}")
         self.ops = ops or tuple(supported)
@@ -153,7 +192,7 @@ class use:
         global _forced
         self._previous = _forced
         chosen = {**_forced, **dict.fromkeys(self.ops, self.backend)}
-        _forced = {op: backend for op, backend in chosen.items() if backend is not Backend.AUTO}
+        _forced = {name: backend for name, backend in chosen.items() if backend is not Backend.AUTO}
         return self
 
     def __exit__(
@@ -163,87 +202,68 @@ class use:
         _forced = self._previous
 
 
-def choose(name: str, tensor: Tensor, backend: Backend = Backend.AUTO, **facts: int) -> Version:
-    """Return the version of an op that runs.
+def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
+    """Return the kernel of an op that runs, or None for its definition in torch operations.
 
     Args:
         name: Name of the op.
         tensor: Its main input, for device and dtype.
-        backend: Takes precedence over `use`; AUTO follows `use`, then the order of the versions.
-        facts: Other properties of the inputs, by the names in `Version.limits`.
+        facts: Other properties of the inputs, by the names in `Kernel.limits`.
 
     Returns:
-        The first version of the backend that supports the inputs. With AUTO, kernels come first on CUDA devices, and
-        torch operations run everywhere else.
+        The first kernel of the forced backend, see `use`, that supports the inputs; without one, the first on CUDA
+        devices that AUTO takes, and None everywhere else.
 
     Raises:
         ValueError: The forced backend does not support these inputs; the message says why and which backends do.
 
     Example:
-        >>> choose("gather_rows", torch.zeros(1, 4, 2)).how
-        'copies of rows'
+        >>> choose("gather_rows", torch.zeros(1, 4, 2))
     """
-    op = OPS[name]
+    entry, backend = OPS[name], _forced.get(name, Backend.AUTO)
+    if backend is Backend.TORCH:
+        return None
     if backend is Backend.AUTO:
-        backend = _forced.get(name, Backend.AUTO)
-    # Exported programs must run without this library, and kernels have no rules for torch.func transforms.
-    if backend is Backend.AUTO and tensor.device.type == "cuda" and not exporting() and not transforming():
-        for version in op.kernels:
-            if _preferred(version, tensor.dtype) and _refusal(version, tensor, facts) is None:
-                return version
-    if backend in (Backend.AUTO, Backend.TORCH):
-        for version in op.plain[:-1]:
-            if _supports(version, tensor, facts):
-                return version
-        return op.plain[-1]
+        # Exported programs must run without this library, and kernels have no rules for torch.func transforms.
+        if tensor.device.type == "cuda" and not exporting() and not transforming():
+            for kernel in entry.kernels:
+                if _preferred(kernel, tensor.dtype) and _refusal(kernel, tensor, facts) is None:
+                    return kernel
+        return None
     reasons = []
-    for version in op.of(backend):
-        reason = _refusal(version, tensor, facts)
+    for kernel in entry.of(backend):
+        reason = _refusal(kernel, tensor, facts)
         if reason is None:
-            return version
+            return kernel
         reasons.append(reason)
-    able = [b for b in op.backends if any(_refusal(version, tensor, facts) is None for version in op.of(b))]
-    raise ValueError(f"{name} cannot run on {backend.value}: {reasons[-1]}; {_alternatives(able)}")
+    able = [b for b in entry.backends[1:] if any(_refusal(kernel, tensor, facts) is None for kernel in entry.of(b))]
+    raise ValueError(f"{name} cannot run on {backend.value}: {reasons[-1]}; {_alternatives([Backend.TORCH, *able])}")
 
 
-def _preferred(version: Version, dtype: torch.dtype) -> bool:
+def _preferred(kernel: Kernel, dtype: torch.dtype) -> bool:
     """Return whether AUTO takes a kernel for a dtype, in eager mode or in a compiled graph."""
-    return (version.auto is None or dtype in version.auto) and (version.compiled or not torch.compiler.is_compiling())
+    return (kernel.auto is None or dtype in kernel.auto) and (kernel.compiled or not torch.compiler.is_compiling())
 
 
-def _supports(version: Version, tensor: Tensor, facts: Mapping[str, int]) -> bool:
-    """Return whether a version in torch operations supports these inputs."""
-    if version.devices is not None and tensor.device.type not in version.devices:
-        return False
-    if version.dtypes is not None and tensor.dtype not in version.dtypes:
-        return False
-    for fact, limit in version.limits.items():
-        if facts.get(fact, 0) > limit:
-            return False
-    return version.when is None or version.when(tensor, facts)
-
-
-def _refusal(version: Version, tensor: Tensor, facts: Mapping[str, int]) -> str | None:
-    """Return why a version does not support these inputs, or None if it does."""
-    if version.backend is Backend.TORCH:
-        return None if _supports(version, tensor, facts) else "it does not support these inputs"
-    reason = _machine_refusal(version, tensor.device, tensor.dtype)
+def _refusal(kernel: Kernel, tensor: Tensor, facts: Mapping[str, int]) -> str | None:
+    """Return why a kernel does not support these inputs, or None if it does."""
+    reason = _machine_refusal(kernel, tensor.device, tensor.dtype)
     if reason is not None:
         return reason
-    for fact, limit in version.limits.items():
+    for fact, limit in kernel.limits.items():
         if facts.get(fact, 0) > limit:
             return f"it takes {fact} up to {limit}, not {facts[fact]}"
-    return None if version.when is None or version.when(tensor, facts) else f"it needs {version.where}"
+    return None if kernel.when is None or kernel.when(tensor, facts) else f"it needs {kernel.where}"
 
 
-def _machine_refusal(version: Version, device: torch.device, dtype: torch.dtype) -> str | None:
-    problem = _problem(version.backend.value)
+def _machine_refusal(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
+    problem = _problem(kernel.backend.value)
     if problem is not None:
         return problem
-    if version.dtypes is not None and dtype not in version.dtypes:
-        return f"it takes {', '.join(str(t) for t in version.dtypes)}, not {dtype}"
-    if device.type == "cpu" and version.backend is Backend.TRITON and version.devices is None:
-        if not _interprets(version.backend.value):
+    if kernel.dtypes is not None and dtype not in kernel.dtypes:
+        return f"it takes {', '.join(str(t) for t in kernel.dtypes)}, not {dtype}"
+    if device.type == "cpu" and kernel.backend is Backend.TRITON and kernel.devices is None:
+        if not _interprets(kernel.backend.value):
             return "it takes CUDA tensors, and those of a CPU only if TRITON_INTERPRET=1 was set from the start"
         if dtype == torch.bfloat16:
             return "Triton's interpreter computes wrongly in bfloat16"
@@ -266,34 +286,29 @@ def transforming() -> bool:
 
 
 def choices(device: torch.device | str, dtype: torch.dtype = torch.float32) -> str:
-    """Return as text which versions of each op AUTO takes on a device, in order, and why.
+    """Return as text which kernels of each op AUTO takes on a device, in order, and why; last what torch does.
 
     Example:
         >>> print(choices("cpu").splitlines()[-1])
-        select_topk: torch (the definition, in torch operations)
+        select_topk: torch (a stable sort by score, and a sort of the kept indices)
     """
     device = torch.device(device)
     lines = []
-    for name, op in OPS.items():
-        for version in op.kernels if device.type == "cuda" else ():
-            if dtype in ((version.dtypes or ()) if version.auto is None else version.auto):
-                refusal = _machine_refusal(version, device, dtype)
-                why = f"{version.how}; {version.why}" if refusal is None else f"not taken: {refusal}"
-                lines.append(_line(name, version, why))
-        for version in op.plain:
-            if version.devices in (None, (device.type,)) and (version.dtypes is None or dtype in version.dtypes):
-                lines.append(_line(name, version, version.how))
+    for name, entry in OPS.items():
+        for kernel in entry.kernels if device.type == "cuda" else ():
+            dtypes = kernel.dtypes if kernel.auto is None else kernel.auto
+            if dtypes is None or dtype in dtypes:
+                refusal = _machine_refusal(kernel, device, dtype)
+                why = f"{kernel.how}; {kernel.why}" if refusal is None else f"not taken: {refusal}"
+                where = f" where {', '.join(_conditions(kernel))}" if _conditions(kernel) else ""
+                lines.append(f"{name}: {kernel.backend.value}{where} ({why})")
+        lines.append(f"{name}: torch ({entry.how})")
     return "\n".join(lines)
 
 
-def _line(name: str, version: Version, why: str) -> str:
-    conditions = _conditions(version)
-    return f"{name}: {version.backend.value}{' where ' * bool(conditions)}{', '.join(conditions)} ({why})"
-
-
-def _conditions(version: Version) -> list[str]:
-    bounds = [f"{fact} <= {limit}" if limit else f"no {fact}" for fact, limit in version.limits.items()]
-    return [*bounds, *([version.where] if version.when else []), *([] if version.compiled else ["not compiled"])]
+def _conditions(kernel: Kernel) -> list[str]:
+    bounds = [f"{fact} <= {limit}" if limit else f"no {fact}" for fact, limit in kernel.limits.items()]
+    return [*bounds, *([kernel.where] if kernel.when else []), *([] if kernel.compiled else ["not compiled"])]
 
 
 def _alternatives(backends: list[Backend]) -> str:

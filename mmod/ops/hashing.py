@@ -8,10 +8,38 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mmod.ops import reference
-from mmod.ops.backend import FLOAT, Backend, Version, choose, register
+from mmod.ops.backend import Kernel, kernel_op, op
+
+HASH_CHANNELS = 8
+# Odd 32-bit multipliers, one for each channel of the fingerprint.
+MULTIPLIERS = (
+    0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5, 0xB55A4F09,
+)  # fmt: skip
+MIX = 0x45D9F3B
+_random_scores = kernel_op(
+    "hashing.random_scores",
+    "(Tensor x, SymInt salt, Tensor? valid) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape[:2], dtype=torch.float32),
+)
 
 
+def mix(value: Tensor) -> Tensor:
+    """Scatter the low 32 bits of an int64 tensor; multiplications stay below 2**63."""
+    value = value & 0xFFFFFFFF
+    value = ((value >> 16) ^ value) * MIX & 0xFFFFFFFF
+    value = ((value >> 16) ^ value) * MIX & 0xFFFFFFFF
+    return (value >> 16) ^ value
+
+
+def _by_kernel(x_BND: Tensor, salt: int, valid_BN: Tensor | None = None) -> Tensor:
+    score_BN: Tensor = _random_scores(x_BND.detach(), salt, valid_BN)
+    return score_BN
+
+
+@op(
+    Kernel(_by_kernel, "a kernel", "not yet measured; reason: one launch instead of about 40"),
+    how="about 40 torch operations",
+)
 def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None = None) -> Tensor:
     """Return a random number for every token, uniform in [0, 1).
 
@@ -33,21 +61,19 @@ def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None = None) -> T
         True
     """
     with torch.no_grad():
-        score_BN: Tensor = choose("random_scores", x_BND, tokens=x_BND.shape[1]).run(x_BND.detach(), salt, valid_BN)
-        return score_BN
-
-
-def _by_kernel(x_BND: Tensor, salt: int, valid_BN: Tensor | None) -> Tensor:
-    from mmod.ops.triton import hashing
-
-    score_BN: Tensor = hashing.random_scores(x_BND, salt, valid_BN)
-    return score_BN
-
-
-register(
-    "random_scores",
-    Version(
-        _by_kernel, "a kernel", Backend.TRITON, FLOAT, why="not yet measured; reason: one launch instead of about 40"
-    ),
-    Version(reference.random_scores, "the definition, in torch operations"),
-)
+        x_BND = x_BND[..., :HASH_CHANNELS].float()
+        tokens, channels = x_BND.shape[1:]
+        count_B1: Tensor | int = tokens
+        if valid_BN is not None:
+            x_BND = x_BND * valid_BN.unsqueeze(-1)
+            count_B1 = valid_BN.sum(dim=1, keepdim=True).clamp(min=1)
+        mean_BD = x_BND.sum(dim=1) / count_B1
+        square_B1 = x_BND.square().sum(dim=(1, 2)).unsqueeze(1) / (count_B1 * channels)
+        deviation_B1 = (square_B1 / count_B1).clamp(min=1e-30).sqrt()
+        step_B1 = torch.exp2(torch.floor(torch.log2(deviation_B1)) - 2)
+        coarse_BD = (mean_BD / step_B1).round().to(torch.int64)
+        multiplier_D = torch.tensor(MULTIPLIERS[:channels], device=x_BND.device)
+        # Steps fit in 31 bits, so that no product overflows.
+        key_B1 = mix(((coarse_BD & 0x7FFFFFFF) * multiplier_D & 0xFFFFFFFF).sum(dim=1, keepdim=True) + salt)
+        bits_BN = mix(key_B1 + torch.arange(tokens, device=x_BND.device))
+        return (bits_BN & 0xFFFFFF).float() / 2.0**24

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops import tiles
-from mmod.ops.backend import FLOAT, Backend, Version, choose, exporting, register, transforming
+from mmod.ops.backend import Kernel, exporting, op, transforming
 from mmod.ops.casting import cast_alike
 from mmod.ops.shared_map import attend_and_sum, register_flops
 from mmod.ops.tiles import Tile, cut_map, hide_later
@@ -118,45 +118,13 @@ def attention_with_importance(
         True
     """
     q_BHNE, k_BHNE, v_BHNE = cast_alike(q_BHNE, k_BHNE, v_BHNE)
-    pairwise = mask is not None and (mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1))
-    version = choose(
-        "attention_with_importance", q_BHNE, head_dim=q_BHNE.shape[-1], dropout=int(dropout > 0),
-        mask=int(mask is not None), mask_of_pairs=int(pairwise), padding=int(valid_BN is not None),
-        grouped_queries=int(is_grouped(q_BHNE, k_BHNE)), other_lengths=int(not _alike(q_BHNE, k_BHNE, v_BHNE)),
-    )  # fmt: skip
     scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
-    out, importance_BN = version.run(q_BHNE, k_BHNE, v_BHNE, mask, dropout, is_causal, scale, valid_BN, per_viewer)
-    return out, importance_BN
+    return _attend(q_BHNE, k_BHNE, v_BHNE, mask, dropout, is_causal, scale, valid_BN, per_viewer)
 
 
 def _alike(q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor) -> bool:
     """Return whether queries, keys and values have one length and width; a plain bool, see `is_grouped`."""
     return True if q_BHNE.shape[2:] == k_BHNE.shape[2:] == v_BHNE.shape[2:] else False  # noqa: SIM210
-
-
-def _in_two_passes(
-    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float,
-    valid_BN: Tensor | None, per_viewer: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    out = F.scaled_dot_product_attention(
-        q_BHNE, k_BHNE, v_BHNE, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale,
-        enable_gqa=is_grouped(q_BHNE, k_BHNE),
-    )  # fmt: skip
-    return out, attention_importance(
-        q_BHNE, k_BHNE, mask, is_causal=is_causal, scale=scale, valid_BN=valid_BN, per_viewer=per_viewer
-    )
-
-
-def _with_shared_map(
-    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float,
-    valid_BN: Tensor | None, per_viewer: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    _, heads, tokens, _ = q_BHNE.shape
-    views = count_views(None, is_causal, tokens, None, q_BHNE.device) if per_viewer else None
-    weight_N = None if views is None else views.keys_BHN[0, 0].to(q_BHNE.dtype)
-    out, total_BN = attend_and_sum(q_BHNE, _keys(q_BHNE, k_BHNE), _keys(q_BHNE, v_BHNE), is_causal, scale, weight_N)
-    total_BN = total_BN if views is None else total_BN / views.viewers_BHN[:, 0]
-    return out, _mean(total_BN, heads, tokens, None)
 
 
 def class_token_importance(
@@ -352,35 +320,64 @@ def _with_kernels(
     return out, _mean(total_BN, heads, tokens, valid_BN)
 
 
-_PLAIN = {"dropout": 0, "mask": 0, "other_lengths": 0}
-_kernels = partial(
-    Version, backend=Backend.TRITON, dtypes=FLOAT, why="not yet measured; reason: probabilities stay on chip"
-)
-register(
-    "attention_with_importance",
-    _kernels(
+def _facts(
+    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float,
+    valid_BN: Tensor | None, per_viewer: bool,
+) -> dict[str, int]:  # fmt: skip
+    pairwise = mask is not None and (mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1))
+    return {
+        "head_dim": q_BHNE.shape[-1], "dropout": int(dropout > 0), "mask": int(mask is not None),
+        "mask_of_pairs": int(pairwise), "grouped_queries": int(is_grouped(q_BHNE, k_BHNE)),
+        "other_lengths": int(not _alike(q_BHNE, k_BHNE, v_BHNE)),
+    }  # fmt: skip
+
+
+def _with_shared_map(
+    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, is_causal: bool, scale: float, per_viewer: bool
+) -> tuple[Tensor, Tensor]:
+    _, heads, tokens, _ = q_BHNE.shape
+    views = count_views(None, is_causal, tokens, None, q_BHNE.device) if per_viewer else None
+    weight_N = None if views is None else views.keys_BHN[0, 0].to(q_BHNE.dtype)
+    out, total_BN = attend_and_sum(q_BHNE, _keys(q_BHNE, k_BHNE), _keys(q_BHNE, v_BHNE), is_causal, scale, weight_N)
+    total_BN = total_BN if views is None else total_BN / views.viewers_BHN[:, 0]
+    return out, _mean(total_BN, heads, tokens, None)
+
+
+_kernel = partial(Kernel, why="not yet measured; reason: probabilities stay on chip")
+
+
+@op(
+    _kernel(
         partial(_with_kernels, fused=True),
         "torch's fused attention, which returns log-sum-exps, and a kernel that sums columns",
-        limits={"head_dim": 128, **_PLAIN, "grouped_queries": 0},
+        limits={"head_dim": 128, "dropout": 0, "mask": 0, "other_lengths": 0, "grouped_queries": 0},
         devices=("cuda",),
         when=lambda q_BHNE, facts: facts["head_dim"] % 8 == 0,
         where="head_dim divisible by 8",
     ),
-    _kernels(
+    _kernel(
         partial(_with_kernels, fused=False),
         "a kernel that attends, and one that sums columns",
         limits={"head_dim": 128, "dropout": 0, "mask_of_pairs": 0},
     ),
-    # Measured on two CPU threads, ViT-S, fp32: at N = 197 importance adds 1 to 2 % to a block against 7 % for a second
-    # pass, at N = 1025 6 to 7 % against 27 %.
-    Version(
-        _with_shared_map,
-        "one map in tiles for output and importance",
-        dtypes=(torch.float32,),
-        limits={**_PLAIN, "padding": 0},
-        devices=("cpu",),
-        when=lambda q_BHNE, facts: not exporting() and not transforming(),
-        where="not exported or transformed",
-    ),
-    Version(_in_two_passes, "fused attention, and the map again in tiles"),
+    how="fused attention, and the map again in tiles; on a CPU in fp32 one map in tiles for output and importance",
+    name="attention_with_importance",
+    facts=_facts,
 )
+def _attend(
+    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float,
+    valid_BN: Tensor | None, per_viewer: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    # Measured on two CPU threads, ViT-S, fp32: at N = 197 a shared map adds 1 to 2 % to a block, a second pass 7 %; at
+    # N = 1025 6 to 7 % and 27 %.
+    plain = mask is None and valid_BN is None and not dropout and _alike(q_BHNE, k_BHNE, v_BHNE)
+    in_place = q_BHNE.device.type == "cpu" and not exporting() and not transforming()
+    if plain and in_place and q_BHNE.dtype == torch.float32:
+        return _with_shared_map(q_BHNE, k_BHNE, v_BHNE, is_causal, scale, per_viewer)
+    out = F.scaled_dot_product_attention(
+        q_BHNE, k_BHNE, v_BHNE, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale,
+        enable_gqa=is_grouped(q_BHNE, k_BHNE),
+    )  # fmt: skip
+    return out, attention_importance(
+        q_BHNE, k_BHNE, mask, is_causal=is_causal, scale=scale, valid_BN=valid_BN, per_viewer=per_viewer
+    )

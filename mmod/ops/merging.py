@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
-from mmod.ops.backend import FLOAT, Backend, Version, choose, register, transforming
+from mmod.ops.backend import Kernel, kernel_op, op, transforming
 
 
 def first_rows(first_N: Tensor, row_BK: Tensor, valid_BK: Tensor | None = None) -> Tensor:
@@ -57,6 +56,97 @@ def group_sizes(slot_BN: Tensor, slots: int, *, all_join: bool = False) -> Tenso
     return one.new_zeros(len(slot_BN), slots).scatter_add(1, slot_BN, joined_BN)
 
 
+def _aligned(bias_BK: Tensor) -> Tensor:
+    """Return a bias of keys (B, 1, 1, K), whose rows start at multiples of eight elements on a GPU."""
+    slots = bias_BK.shape[1]
+    if bias_BK.device.type == "cuda":
+        bias_BK = torch.nn.functional.pad(bias_BK, (0, -slots % 8))
+    return bias_BK.view(len(bias_BK), 1, 1, -1)[..., :slots]
+
+
+def _flat(slot_BN: Tensor, slots: int, all_join: bool) -> Tensor:
+    """Return slots numbered over the batch (B N)."""
+    slot_BN = slot_BN if all_join else slot_BN.clamp(min=0)
+    if len(slot_BN) == 1:
+        return slot_BN.flatten()
+    return (slot_BN + torch.arange(0, len(slot_BN) * slots, slots, device=slot_BN.device).unsqueeze(1)).flatten()
+
+
+def _spread(update_BKD: Tensor, slot_BN: Tensor, all_join: bool) -> Tensor:
+    """Return the update of each row's slot, zeros for rows without one (B, N, D)."""
+    index = _flat(slot_BN, update_BKD.shape[1], all_join)
+    added_BND = update_BKD.flatten(0, 1).index_select(0, index).unflatten(0, slot_BN.shape)
+    return added_BND if all_join else torch.where((slot_BN >= 0).unsqueeze(-1), added_BND, 0.0)
+
+
+def _size_by_kernel(
+    slot_BN: Tensor, slots: int, dtype: torch.dtype = torch.float32, *, all_join: bool = False
+) -> tuple[Tensor, Tensor]:
+    size_BK, bias = _size_op(slot_BN, slots, dtype)
+    return size_BK, bias[..., :slots]
+
+
+def _empty_sizes(slot: Tensor, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    size = slot.new_empty(slot.shape[0], slots, dtype=torch.float32)
+    return size, slot.new_empty(slot.shape[0], 1, 1, -(-slots // 8) * 8, dtype=dtype)
+
+
+def _mean_by_kernel(
+    x_BND: Tensor, slot_BN: Tensor, size_BK: Tensor, weight_BN: Tensor | None = None, *, all_join: bool = False
+) -> Tensor:
+    mean_BKD: Tensor = _mean_op(x_BND, slot_BN, size_BK.shape[1], size_BK, weight_BN)
+    return mean_BKD
+
+
+def _mean_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    slot, size, weight = ctx.saved_tensors
+    if size is not None:
+        grad = grad / size.clamp(min=1).unsqueeze(-1).to(grad.dtype)
+    grad = _spread(grad, slot, False)
+    return grad if weight is None else grad * weight.unsqueeze(-1).to(grad.dtype), None, None, None, None
+
+
+def _add_by_kernel(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor, *, all_join: bool = False) -> Tensor:
+    rows: Tensor = _add_op(x_BND, update_BKD, slot_BN)
+    return rows
+
+
+def _save_for_add(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _x, update, slot = inputs
+    ctx.slots, ctx.dtype = update.shape[1], update.dtype
+    ctx.save_for_backward(slot)
+
+
+def _add_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad, _mean_op(grad, ctx.saved_tensors[0], ctx.slots, None, None).to(ctx.dtype), None
+
+
+_size_op = kernel_op(
+    "merging.size_groups", "(Tensor slot, SymInt slots, ScalarType dtype) -> (Tensor, Tensor)", _empty_sizes
+)
+# Means of groups, or their sums where no size is given.
+_mean_op = kernel_op(
+    "merging.mean_rows",
+    "(Tensor x, Tensor slot, SymInt slots, Tensor? size, Tensor? weight) -> Tensor",
+    lambda x, slot, slots, *_: x.new_empty(x.shape[0], slots, x.shape[2]),
+    lambda ctx, inputs, output: ctx.save_for_backward(inputs[1], *inputs[3:]),
+    _mean_backward,
+)
+_add_op = kernel_op(
+    "merging.add_updates",
+    "(Tensor x, Tensor update, Tensor slot) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+    _save_for_add,
+    _add_backward,
+)
+# Not inside compiled graphs, where Inductor fuses torch's operations with their neighbours.
+_kernel = functools.partial(Kernel, how="a kernel", compiled=False)
+
+
+@op(
+    _kernel(_size_by_kernel, dtypes=None, why="not yet measured; reason: one launch instead of nine"),
+    how="torch's scatter_add and log",
+)
 def size_groups(
     slot_BN: Tensor, slots: int, dtype: torch.dtype = torch.float32, *, all_join: bool = False
 ) -> tuple[Tensor, Tensor]:
@@ -78,10 +168,20 @@ def size_groups(
         >>> size_groups(torch.tensor([[0, 0, 1, -1]]), 2)
         (tensor([[2., 1.]]), tensor([[[[0.6931, 0.0000]]]]))
     """
-    weights: tuple[Tensor, Tensor] = choose("size_groups", slot_BN).run(slot_BN, slots, dtype, all_join)
-    return weights
+    size_BK = group_sizes(slot_BN, slots, all_join=all_join)
+    return size_BK, _aligned(size_BK.clamp(min=1).log().to(dtype))
 
 
+@op(
+    _kernel(
+        _mean_by_kernel,
+        # Every slot is compared with every token: the work is quadratic.
+        limits={"tokens": 4096},
+        why="not yet measured; reason: one launch instead of eight",
+    ),
+    how="torch's scatter_add",
+    facts=lambda x_BND, *_, **__: {"tokens": x_BND.shape[1]},
+)
 def mean_rows(
     x_BND: Tensor, slot_BN: Tensor, size_BK: Tensor, weight_BN: Tensor | None = None, *, all_join: bool = False
 ) -> Tensor:
@@ -102,11 +202,19 @@ def mean_rows(
         tensor([[[2.],
                  [5.]]])
     """
-    version = choose("mean_rows", x_BND, tokens=x_BND.shape[1])
-    mean_BKD: Tensor = version.run(x_BND, slot_BN, size_BK, weight_BN, all_join)
-    return mean_BKD
+    images, slots = size_BK.shape
+    rows_BND = x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
+    if not all_join:
+        rows_BND = torch.where((slot_BN >= 0).unsqueeze(-1), rows_BND, 0.0)
+    # Torch adds rows where the index is expanded over channels, element by element where it is not flat.
+    index = _flat(slot_BN, slots, all_join).unsqueeze(-1).expand(-1, x_BND.shape[2])
+    total = x_BND.new_zeros(images * slots, x_BND.shape[2])
+    # Transforms have no rule for a tensor that becomes a batch in place.
+    total = (total.scatter_add if transforming() else total.scatter_add_)(0, index, rows_BND.flatten(0, 1))
+    return total.view(images, slots, -1).div_(size_BK.clamp(min=1).unsqueeze(-1).to(x_BND.dtype))
 
 
+@op(_kernel(_add_by_kernel, why="not yet measured; reason: one launch instead of six"), how="torch's index_select")
 def add_updates(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor, *, all_join: bool = False) -> Tensor:
     """Add to each row the update of the slot that represents it.
 
@@ -120,149 +228,5 @@ def add_updates(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor, *, all_join:
         >>> add_updates(torch.zeros(1, 3, 1), torch.tensor([[[1.0], [2.0]]]), torch.tensor([[0, 1, -1]])).flatten()
         tensor([1., 2., 0.])
     """
-    rows: Tensor = choose("add_updates", x_BND).run(x_BND, update_BKD, slot_BN, all_join)
-    return rows
-
-
-def _sizes(slot_BN: Tensor, slots: int, dtype: torch.dtype, all_join: bool) -> tuple[Tensor, Tensor]:
-    size_BK = group_sizes(slot_BN, slots, all_join=all_join)
-    return size_BK, _aligned(size_BK.clamp(min=1).log().to(dtype))
-
-
-def _aligned(bias_BK: Tensor) -> Tensor:
-    """Return a bias of keys (B, 1, 1, K), whose rows start at multiples of eight elements on a GPU."""
-    slots = bias_BK.shape[1]
-    if bias_BK.device.type == "cuda":
-        bias_BK = torch.nn.functional.pad(bias_BK, (0, -slots % 8))
-    return bias_BK.view(len(bias_BK), 1, 1, -1)[..., :slots]
-
-
-def _mean(x_BND: Tensor, slot_BN: Tensor, size_BK: Tensor, weight_BN: Tensor | None, all_join: bool) -> Tensor:
-    """Definition: rows are added to zeros, then divided."""
-    images, slots = size_BK.shape
-    rows_BND = x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
-    if not all_join:
-        rows_BND = torch.where((slot_BN >= 0).unsqueeze(-1), rows_BND, 0.0)
-    # Torch adds rows where the index is expanded over channels, element by element where it is not flat.
-    index = _flat(slot_BN, slots, all_join).unsqueeze(-1).expand(-1, x_BND.shape[2])
-    total = x_BND.new_zeros(images * slots, x_BND.shape[2])
-    # Transforms have no rule for a tensor that becomes a batch in place.
-    total = (total.scatter_add if transforming() else total.scatter_add_)(0, index, rows_BND.flatten(0, 1))
-    return total.view(images, slots, -1).div_(size_BK.clamp(min=1).unsqueeze(-1).to(x_BND.dtype))
-
-
-def _add(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor, all_join: bool) -> Tensor:
-    """Definition: a row takes the update of its slot."""
-    index = _flat(slot_BN, update_BKD.shape[1], all_join)
-    added_BND = update_BKD.flatten(0, 1).index_select(0, index).view_as(x_BND)
-    if not all_join:
-        added_BND = torch.where((slot_BN >= 0).unsqueeze(-1), added_BND, 0.0)
+    added_BND = _spread(update_BKD, slot_BN, all_join)
     return x_BND + added_BND if transforming() or added_BND.dtype != x_BND.dtype else added_BND.add_(x_BND)
-
-
-def _flat(slot_BN: Tensor, slots: int, all_join: bool) -> Tensor:
-    """Return slots numbered over the batch (B N)."""
-    slot_BN = slot_BN if all_join else slot_BN.clamp(min=0)
-    if len(slot_BN) == 1:
-        return slot_BN.flatten()
-    return (slot_BN + torch.arange(0, len(slot_BN) * slots, slots, device=slot_BN.device).unsqueeze(1)).flatten()
-
-
-@custom_op("mmod::size_groups", mutates_args=())
-def _size_op(slot: Tensor, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    from mmod.ops.triton import merging
-
-    return merging.size_groups(slot, slots, dtype)
-
-
-@_size_op.register_fake
-def _(slot: Tensor, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    size = slot.new_empty(slot.shape[0], slots, dtype=torch.float32)
-    return size, slot.new_empty(slot.shape[0], 1, 1, -(-slots // 8) * 8, dtype=dtype)
-
-
-@custom_op("mmod::mean_rows", mutates_args=())
-def _mean_op(x: Tensor, slot: Tensor, slots: int, size: Tensor | None, weight: Tensor | None) -> Tensor:
-    """Return means of groups, or their sums where no size is given."""
-    from mmod.ops.triton import merging
-
-    return merging.mean_rows(x, slot, slots, size, weight)
-
-
-@_mean_op.register_fake
-def _(x: Tensor, slot: Tensor, slots: int, *unused: Any) -> Tensor:
-    return x.new_empty(x.shape[0], slots, x.shape[2])
-
-
-def _save_for_mean(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1], *inputs[3:])
-
-
-def _mean_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    slot, size, weight = ctx.saved_tensors
-    if size is not None:
-        grad = grad / size.clamp(min=1).unsqueeze(-1).to(grad.dtype)
-    grad = _add(grad.new_zeros(*slot.shape, grad.shape[2]), grad, slot, False)
-    return grad if weight is None else grad * weight.unsqueeze(-1).to(grad.dtype), None, None, None, None
-
-
-_mean_op.register_autograd(_mean_backward, setup_context=_save_for_mean)
-
-
-@custom_op("mmod::add_updates", mutates_args=())
-def _add_op(x: Tensor, update: Tensor, slot: Tensor) -> Tensor:
-    from mmod.ops.triton import merging
-
-    return merging.add_updates(x, update, slot)
-
-
-@_add_op.register_fake
-def _(x: Tensor, *unused: Any) -> Tensor:
-    return x.new_empty(x.shape)
-
-
-def _save_for_add(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _x, update, slot = inputs
-    ctx.slots, ctx.dtype = update.shape[1], update.dtype
-    ctx.save_for_backward(slot)
-
-
-def _add_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return grad, _mean_op(grad, ctx.saved_tensors[0], ctx.slots, None, None).to(ctx.dtype), None
-
-
-_add_op.register_autograd(_add_backward, setup_context=_save_for_add)
-
-
-def _size_by_kernel(slot_BN: Tensor, slots: int, dtype: torch.dtype, all_join: bool) -> tuple[Tensor, Tensor]:
-    size_BK, bias = _size_op(slot_BN, slots, dtype)
-    return size_BK, bias[..., :slots]
-
-
-# Not inside compiled graphs, where Inductor fuses torch's operations with their neighbours.
-_kernel = functools.partial(Version, how="a kernel", backend=Backend.TRITON, compiled=False)
-register(
-    "size_groups",
-    _kernel(_size_by_kernel, why="not yet measured; reason: one launch instead of nine"),
-    Version(_sizes, "torch's scatter_add and log"),
-)
-register(
-    "mean_rows",
-    _kernel(
-        lambda x, slot, size, weight, all_join: _mean_op(x, slot, size.shape[1], size, weight),
-        dtypes=FLOAT,
-        # Every slot is compared with every token: the work is quadratic.
-        limits={"tokens": 4096},
-        why="not yet measured; reason: one launch instead of eight",
-    ),
-    Version(_mean, "torch's scatter_add"),
-)
-register(
-    "add_updates",
-    _kernel(
-        lambda x, update, slot, all_join: _add_op(x, update, slot),
-        dtypes=FLOAT,
-        why="not yet measured; reason: one launch instead of six",
-    ),
-    Version(_add, "torch's index_select"),
-)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.ops.backend import FLOAT, HALF, Backend, Version, choose, exporting, register
+from mmod.ops.backend import HALF, Backend, Kernel, exporting, op
 from mmod.ops.casting import cast_alike
 from mmod.ops.importance import is_grouped
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
@@ -107,12 +107,7 @@ def packed_attention(
     """
     scale = 1 / math.sqrt(q_THE.shape[-1]) if scale is None else scale
     q_THE, k_THE, v_THE = cast_alike(q_THE, k_THE, v_THE)
-    version = choose(
-        "packed_attention", q_THE, head_dim=q_THE.shape[-1], dropout=int(dropout > 0),
-        grouped_queries=int(is_grouped(q_THE, k_THE)), rows=q_THE.shape[0], images=cu_seqlens.shape[0] - 1,
-    )  # fmt: skip
-    out: Tensor = version.run(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, dropout, is_causal, scale)
-    return out
+    return _attend(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, dropout, is_causal, scale)
 
 
 class attend_within(AttentionIntercept):
@@ -166,6 +161,22 @@ def _by_kernel(
     from mmod.ops.triton.attend import attend_rows
 
     return attend_rows(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, None, is_causal, scale)[0]
+
+
+def _by_xformers(
+    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
+    scale: float,
+) -> Tensor:  # fmt: skip
+    from xformers.ops import fmha
+
+    mask = fmha.attn_bias.BlockDiagonalMask.from_seqlens([n for n in cu_seqlens.diff().tolist() if n])
+    group = q_THE.shape[1] // k_THE.shape[1]
+    keys, values = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k_THE, v_THE))
+    out: Tensor = fmha.memory_efficient_attention(
+        q_THE.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
+        attn_bias=mask.make_causal() if is_causal else mask, scale=scale,
+    )  # fmt: skip
+    return out.squeeze(0)
 
 
 def _by_varlen(
@@ -222,53 +233,34 @@ def _padded(
     return out_BHKE.transpose(1, 2).flatten(0, 1).index_select(0, slot_T)
 
 
-def _by_xformers(
+@op(
+    Kernel(
+        _by_kernel,
+        "a variable-length kernel",
+        "torch's variable-length kernel takes half precision only",
+        limits={"head_dim": 128, "dropout": 0},
+        auto=(torch.float32,),
+    ),
+    Kernel(
+        _by_xformers,
+        "the attention of xformers",
+        backend=Backend.XFORMERS,
+        limits={"head_dim": 256, "dropout": 0},
+        auto=(),
+    ),
+    how="padding and a mask of keys; torch's varlen_attn on CUDA in half precision; a call of fused attention for each "
+    f"image on a CPU, from {ROWS_WORTH_A_CALL} rows an image on",
+    name="packed_attention",
+    facts=lambda q_THE, *others: {"head_dim": q_THE.shape[-1], "dropout": int(others[4] > 0)},
+)
+def _attend(
     q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    from xformers.ops import fmha
-
-    mask = fmha.attn_bias.BlockDiagonalMask.from_seqlens([n for n in cu_seqlens.diff().tolist() if n])
-    group = q_THE.shape[1] // k_THE.shape[1]
-    keys, values = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k_THE, v_THE))
-    out: Tensor = fmha.memory_efficient_attention(
-        q_THE.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
-        attn_bias=mask.make_causal() if is_causal else mask, scale=scale,
-    )  # fmt: skip
-    return out.squeeze(0)
-
-
-register(
-    "packed_attention",
-    Version(
-        _by_kernel,
-        "a variable-length kernel",
-        Backend.TRITON,
-        FLOAT,
-        {"head_dim": 128, "dropout": 0},
-        auto=(torch.float32,),
-        why="torch's variable-length kernel takes half precision only",
-    ),
-    Version(
-        _by_xformers, "the attention of xformers", Backend.XFORMERS, FLOAT, {"head_dim": 256, "dropout": 0}, auto=()
-    ),
-    Version(
-        _by_varlen,
-        "torch's varlen_attn",
-        dtypes=HALF,
-        limits={"dropout": 0, "grouped_queries": 0},
-        devices=("cuda",),
-        when=lambda q_THE, facts: facts["head_dim"] % 8 == 0 and not exporting(),
-        where="head_dim divisible by 8, not exported",
-    ),
-    Version(
-        _image_by_image,
-        "a call of fused attention for each image",
-        devices=("cpu",),
-        when=lambda q_THE, facts: (
-            not torch.compiler.is_compiling() and facts["rows"] >= ROWS_WORTH_A_CALL * max(1, facts["images"])
-        ),
-        where=f"{ROWS_WORTH_A_CALL} rows an image, not compiled",
-    ),
-    Version(_padded, "padding and a mask of keys"),
-)
+    if q_THE.device.type == "cpu":
+        worth = q_THE.shape[0] >= ROWS_WORTH_A_CALL * max(1, cu_seqlens.shape[0] - 1)
+        run = _image_by_image if worth and not torch.compiler.is_compiling() else _padded
+    else:
+        plain = not dropout and not is_grouped(q_THE, k_THE) and q_THE.shape[-1] % 8 == 0 and not exporting()
+        run = _by_varlen if q_THE.device.type == "cuda" and q_THE.dtype in HALF and plain else _padded
+    return run(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, dropout, is_causal, scale)

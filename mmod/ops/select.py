@@ -13,9 +13,8 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
-from mmod.ops.backend import FLOAT, Backend, Version, choose, exporting, register
+from mmod.ops.backend import Kernel, exporting, kernel_op, op
 from mmod.ops.gate import apply_gate
 
 
@@ -52,6 +51,67 @@ def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
     return max(minimum, kept) if isinstance(kept, int) else cast(int, torch.sym_max(minimum, kept))
 
 
+def _empty_selection(score: Tensor, count: int, prefix: int, valid: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
+    shape, gate = (score.shape[0], count), others[3]
+    return (
+        score.new_empty((0,) if gate == "identity" else shape),
+        score.new_empty(shape, dtype=torch.int64),
+        score.new_empty((0,) if valid is None else shape, dtype=torch.bool),
+        score.new_empty(score.shape, dtype=torch.int32),
+    )
+
+
+def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.gate, ctx.scale = inputs[7:]
+    ctx.save_for_backward(inputs[0], output[3])
+
+
+def _gate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+    score, inverse = ctx.saved_tensors
+    grad = None if ctx.gate == "identity" else _gate_grad(grads[0], score, inverse, ctx.gate, ctx.scale)
+    return grad, *(None,) * 8
+
+
+# Gates (empty for identity), indices, valid slots (empty without padding) and the inverse map.
+_select_topk = kernel_op(
+    "select.select_topk",
+    "(Tensor score, SymInt count, SymInt prefix, Tensor? valid, Tensor? protect, SymInt numerator, "
+    "SymInt denominator, str gate, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    _empty_selection,
+    _save_for_gate,
+    _gate_backward,
+)
+_gate_grad = kernel_op(
+    "select.gate_grad",
+    "(Tensor grad, Tensor score, Tensor inverse, str gate, float scale) -> Tensor",
+    lambda grad, score, *_: score.new_empty(score.shape),
+)
+
+
+def _by_kernel(
+    score_BN: Tensor, capacity: Fraction, prefix: int = 0, valid_BN: Tensor | None = None,
+    protect_BN: Tensor | None = None, *, gate: str = "identity", scale: float = 1.0,
+) -> Selection:  # fmt: skip
+    count, share = kept_count(score_BN.shape[1], capacity, prefix), (capacity.numerator, capacity.denominator)
+    gate_BK, index_BK, valid_BK, inverse_BN = _select_topk(
+        score_BN, count, prefix, valid_BN, protect_BN, *share, gate, scale
+    )
+    return Selection(
+        index_BK, None if valid_BN is None else valid_BK, None if gate == "identity" else gate_BK, inverse_BN
+    )
+
+
+@op(
+    Kernel(
+        _by_kernel,
+        "a kernel",
+        "not yet measured; reason: one launch instead of six, which small batches outside graphs may not repay",
+        # The longest sequence whose sort keys fit in one program.
+        limits={"tokens": 8192},
+    ),
+    how="a stable sort by score, and a sort of the kept indices",
+    facts=lambda score_BN, *_, **__: {"tokens": score_BN.shape[1]},
+)
 def select_topk(
     score_BN: Tensor,
     capacity: Fraction,
@@ -83,18 +143,7 @@ def select_topk(
         >>> select_topk(torch.tensor([[0.1, 0.9, 0.9, 0.5]]), Fraction(1, 2)).index_BK
         tensor([[1, 2]])
     """
-    count = kept_count(score_BN.shape[1], capacity, prefix)
-    version = choose("select_topk", score_BN, tokens=score_BN.shape[1])
-    selection: Selection = version.run(score_BN, count, capacity, prefix, valid_BN, protect_BN, gate, scale)
-    return selection
-
-
-def _by_sorting(
-    score_BN: Tensor, count: int, capacity: Fraction, prefix: int, valid_BN: Tensor | None, protect_BN: Tensor | None,
-    gate: str, scale: float,
-) -> Selection:  # fmt: skip
-    """Definition of the kernel: a stable sort by score, then a sort of the kept indices."""
-    valid_BK = None
+    count, valid_BK = kept_count(score_BN.shape[1], capacity, prefix), None
     if valid_BN is None:
         index_BK = _ascending(_best(score_BN, count, prefix, protect_BN))
     else:
@@ -104,19 +153,6 @@ def _by_sorting(
         index_BK, valid_BK = _ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
     gate_BK = None if gate == "identity" else apply_gate(score_BN.gather(1, index_BK), gate, scale)
     return Selection(index_BK, valid_BK, gate_BK, None)
-
-
-def _by_kernel(
-    score_BN: Tensor, count: int, capacity: Fraction, prefix: int, valid_BN: Tensor | None, protect_BN: Tensor | None,
-    gate: str, scale: float,
-) -> Selection:  # fmt: skip
-    share = capacity.numerator, capacity.denominator
-    gate_BK, index_BK, valid_BK, inverse_BN = _select_topk(
-        score_BN, count, prefix, valid_BN, protect_BN, *share, gate, scale
-    )
-    return Selection(
-        index_BK, None if valid_BN is None else valid_BK, None if gate == "identity" else gate_BK, inverse_BN
-    )
 
 
 def select_threshold(
@@ -252,77 +288,3 @@ def _ascending_valid(index_BK: Tensor, count_B: Tensor, tokens: int) -> tuple[Te
     valid_BK = torch.arange(index_BK.shape[1], device=index_BK.device) < count_B.unsqueeze(1)
     index_BK = _ascending(torch.where(valid_BK, index_BK, index_BK + tokens))
     return torch.where(index_BK < tokens, index_BK, index_BK - tokens), valid_BK
-
-
-@custom_op("mmod::select_topk", mutates_args=())
-def _select_topk(
-    score: Tensor,
-    count: int,
-    prefix: int,
-    valid: Tensor | None,
-    protect: Tensor | None,
-    numerator: int,
-    denominator: int,
-    gate: str,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return gates (empty for identity), indices, valid slots (empty without padding) and the inverse map."""
-    from mmod.ops.triton import select
-
-    return select.select(score, count, prefix, valid, protect, numerator, denominator, gate, scale)
-
-
-@_select_topk.register_fake
-def _(
-    score: Tensor, count: int, prefix: int, valid: Tensor | None, protect: Tensor | None, numerator: int,
-    denominator: int, gate: str, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    shape = (score.shape[0], count)
-    return (
-        score.new_empty((0,) if gate == "identity" else shape),
-        score.new_empty(shape, dtype=torch.int64),
-        score.new_empty((0,) if valid is None else shape, dtype=torch.bool),
-        score.new_empty(score.shape, dtype=torch.int32),
-    )
-
-
-def _save_for_gate(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.gate, ctx.scale = inputs[7:]
-    ctx.save_for_backward(inputs[0], output[3])
-
-
-def _gate_backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-    score, inverse = ctx.saved_tensors
-    grad = None if ctx.gate == "identity" else _gate_grad(grads[0], score, inverse, ctx.gate, ctx.scale)
-    return grad, *(None,) * 8
-
-
-_select_topk.register_autograd(_gate_backward, setup_context=_save_for_gate)
-
-
-@custom_op("mmod::gate_grad", mutates_args=())
-def _gate_grad(grad: Tensor, score: Tensor, inverse: Tensor, gate: str, scale: float) -> Tensor:
-    """Return the gradient of the scores (B, N) from that of the gates (B, K)."""
-    from mmod.ops.triton import select
-
-    return select.gate_grad(grad, score, inverse, gate, scale)
-
-
-@_gate_grad.register_fake
-def _(grad: Tensor, score: Tensor, inverse: Tensor, gate: str, scale: float) -> Tensor:
-    return score.new_empty(score.shape)
-
-
-register(
-    "select_topk",
-    Version(
-        _by_kernel,
-        "a kernel",
-        Backend.TRITON,
-        FLOAT,
-        # The longest sequence whose sort keys fit in one program.
-        limits={"tokens": 8192},
-        why="not yet measured; reason: one launch instead of six, which small batches outside graphs may not repay",
-    ),
-    Version(_by_sorting, "the definition, in torch operations"),
-)

@@ -102,9 +102,9 @@ def _off_by_one(score_BN: torch.Tensor, *args: Any, **kwargs: Any) -> Selection:
 @pytest.mark.parametrize(
     ("target", "wrong", "message"),
     [
-        ("mmod.ops.reference.scatter_rows", _shift_rows, "capacity 1 and gate 1 against dense"),
+        ("mmod.ops.rows.put_rows", _shift_rows, "capacity 1 and gate 1 against dense"),
         ("mmod.routing.router.select_topk", _off_by_one, "against dense|by its scores it must keep"),
-        ("mmod.ops.reference.lerp_rows", lambda z, y, gate: y, "against a loop over images|against a single image's"),
+        ("mmod.ops.rows.lerp_rows", lambda z, y, gate: y, "against a loop over images|against a single image's"),
     ],
 )
 def test_a_wrong_path_is_never_timed(

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mmod.ops import Backend, attention_with_importance, choices, gather_rows, packed_attention, use
+from mmod.ops import Backend, choices, gather_rows, use
 from mmod.ops import backend as backend_module
-from mmod.ops.backend import OPS, Version, choose, register
+from mmod.ops.backend import OPS, Kernel, choose, op
 from tests.ops.kernels import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
@@ -23,32 +23,37 @@ def on_gpu(dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(2, 9, 8, dtype=dtype, device="cuda")
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_a_cpu_runs_torch(op: str) -> None:
-    assert choose(op, torch.zeros(1, 2, 3), rows=1, images=1).backend is Backend.TORCH
+def backend_of(name: str, tensor: torch.Tensor, **facts: int) -> Backend:
+    kernel = choose(name, tensor, **facts)
+    return Backend.TORCH if kernel is None else kernel.backend
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_every_choice_is_one_that_can_serve(op: str) -> None:
+@pytest.mark.parametrize("name", OPS)
+def test_a_cpu_runs_torch(name: str) -> None:
+    assert choose(name, torch.zeros(1, 2, 3)) is None
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_every_choice_is_one_that_can_serve(name: str) -> None:
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64):
-        chosen = choose(op, on_gpu(dtype), tokens=9, channels=8, head_dim=8, rows=9, images=1)
-        assert chosen in (*OPS[op].kernels, *OPS[op].plain)
-        assert chosen.dtypes is None or dtype in chosen.dtypes
+        chosen = choose(name, on_gpu(dtype), tokens=9, channels=8, head_dim=8)
+        assert chosen is None or chosen in OPS[name].kernels
+        assert chosen is None or chosen.dtypes is None or dtype in chosen.dtypes
 
 
 def test_a_gpu_runs_kernels_up_to_their_limits() -> None:
-    assert choose("select_topk", on_gpu(), tokens=8192).backend is Backend.TRITON
-    assert choose("select_topk", on_gpu(), tokens=8193).backend is Backend.TORCH
-    assert choose("gather_norm", on_gpu(torch.float64), channels=8).backend is Backend.TORCH
+    assert backend_of("select_topk", on_gpu(), tokens=8192) is Backend.TRITON
+    assert choose("select_topk", on_gpu(), tokens=8193) is None
+    assert choose("gather_norm", on_gpu(torch.float64), channels=8) is None
 
 
 def test_rows_are_left_to_the_compiler_and_exported_programs_to_torch() -> None:
     def move(x: torch.Tensor) -> torch.Tensor:
-        return x + (1 if choose("merge_rows", x).backend is Backend.TRITON else 2)
+        return x + (2 if choose("merge_rows", x) is None else 1)
 
     with FakeTensorMode():
         x = torch.empty(2, 9, 8, device="cuda")
-        assert choose("merge_rows", x).backend is Backend.TRITON
+        assert backend_of("merge_rows", x) is Backend.TRITON
         graphs: list[torch.fx.GraphModule] = []
 
         def keep(graph: torch.fx.GraphModule, _: list[torch.Tensor]) -> torch.fx.GraphModule:
@@ -60,40 +65,47 @@ def test_rows_are_left_to_the_compiler_and_exported_programs_to_torch() -> None:
 
 
 def test_every_version_says_how_and_every_preferred_kernel_why() -> None:
-    for op in OPS.values():
-        assert all(version.how for version in (*op.kernels, *op.plain))
-        assert all(version.why for version in op.kernels if version.auto != ())
+    for entry in OPS.values():
+        assert entry.how
+        assert all(kernel.how for kernel in entry.kernels)
+        assert all(kernel.why for kernel in entry.kernels if kernel.auto != ())
 
 
 def test_an_op_registers_once_and_serves_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "OPS", {})
-    kernel = Version(torch.neg, "a kernel", Backend.TRITON, (torch.float32,), why="it is quicker")
-    with pytest.raises(ValueError, match="must use torch operations and support every input"):
-        register("negate", kernel, Version(torch.neg, "torch's neg", dtypes=(torch.float32,)))
-    register("negate", kernel, Version(torch.neg, "torch's neg"))
-    assert choices("cpu") == "negate: torch (torch's neg)"
-    assert choose("negate", torch.ones(1)).run(torch.ones(1)).item() == -1
+    kernel = Kernel(lambda x, by=1: -by * x - 1, "a kernel", "it is quicker")
+
+    def negate(x: torch.Tensor, by: int = 1) -> torch.Tensor:
+        return -by * x
+
+    run = op(kernel, how="torch's product")(negate)
+    assert choices("cpu") == "negate: torch (torch's product)"
+    assert run(torch.ones(1)).item() == run(x=torch.ones(1), by=1).item() == -1
+    monkeypatch.setattr(backend_module, "choose", lambda name, tensor, **facts: kernel)
+    assert run(torch.ones(1)).item() == -1
+    monkeypatch.setattr(backend_module, "_forced", {"negate": Backend.TRITON})
+    assert run(torch.ones(1)).item() == run(x=torch.ones(1), by=1).item() == -2
     with pytest.raises(ValueError, match="'negate' is already registered"):
-        register("negate", Version(torch.neg, "torch's neg"))
+        op(how="torch's product")(negate)
 
 
 def test_a_forced_backend_holds_for_the_named_ops_only_and_ends_with_its_context() -> None:
     x = torch.zeros(1, 4, 2)
     with use("triton", "select_topk"):
-        assert choose("gather_rows", x).backend is Backend.TORCH
+        assert choose("gather_rows", x) is None
         with use(Backend.TORCH):
-            assert choose("select_topk", x).backend is Backend.TORCH
+            assert choose("select_topk", x) is None
         if INTERPRETED:
-            assert choose("select_topk", x).backend is Backend.TRITON
+            assert backend_of("select_topk", x) is Backend.TRITON
         with use("auto"):
-            assert choose("select_topk", x).backend is Backend.TORCH
-    assert choose("select_topk", x).backend is Backend.TORCH
+            assert choose("select_topk", x) is None
+    assert choose("select_topk", x) is None
 
 
 def test_an_error_inside_ends_the_forcing_too() -> None:
     with pytest.raises(KeyError), use("triton"):
         raise KeyError
-    assert choose("gather_rows", torch.zeros(1, 4, 2)).backend is Backend.TORCH
+    assert choose("gather_rows", torch.zeros(1, 4, 2)) is None
 
 
 @pytest.mark.parametrize(
@@ -154,33 +166,9 @@ def test_the_choices_can_be_printed(device: str) -> None:
     assert ("triton" in text) == (device == "cuda")
 
 
-def test_what_is_printed_as_the_choice_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-
-    def noted(version: Version) -> Version:
-        return version._replace(run=lambda *args: ran.append(version.how) or version.run(*args))
-
-    for name, op in OPS.items():
-        monkeypatch.setitem(OPS, name, op._replace(plain=tuple(map(noted, op.plain))))
-    q, rows, ends = torch.randn(1, 2, 40, 8), torch.randn(40, 2, 8), torch.tensor([0, 40])
-    for run, how in (
-        (lambda: attention_with_importance(q, q, q), "one map in tiles for output and importance"),
-        (lambda: attention_with_importance(q, q, q, dropout=0.1), "fused attention, and the map again in tiles"),
-        (
-            lambda: packed_attention(rows, rows, rows, ends, 40),
-            "a call of fused attention for each image",
-        ),
-        (lambda: gather_rows(rows, torch.tensor([[0]] * 40)), "copies of rows"),
-        (lambda: gather_rows(rows.transpose(1, 2), torch.tensor([[0]] * 40)), "torch's gather"),
-    ):
-        run()
-        assert ran.pop() == how
-        assert f"({how})" in choices("cpu")
-
-
 def test_a_choice_under_the_compiler_follows_what_is_forced() -> None:
     def branch(x: torch.Tensor) -> torch.Tensor:
-        return x + (1 if choose("gather_rows", x).backend is Backend.TRITON else 2)
+        return x + (2 if choose("gather_rows", x) is None else 1)
 
     compiled = torch.compile(branch, backend="eager", fullgraph=True)
     x = torch.zeros(1)

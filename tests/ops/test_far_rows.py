@@ -57,7 +57,7 @@ def normal(*shape: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def gather(x: Tensor) -> tuple[Tensor, ...]:
-    return (rows.gather(x, INDEX.to(x.device)),)
+    return (rows.gather_rows(x, INDEX.to(x.device), None),)
 
 
 def gather_norm(x: Tensor) -> tuple[Tensor, ...]:
@@ -66,18 +66,17 @@ def gather_norm(x: Tensor) -> tuple[Tensor, ...]:
 
 def merge(x: Tensor, z: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     weight = normal(1, 2, device=x.device).float()
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    return (rows.merge(x, INVERSE.to(x.device), z, y, weight, None, out),)
+    return (rows.merge_rows(x, INDEX.to(x.device), z, y, weight, None, INVERSE.to(x.device)),)
 
 
 def merge_grad(grad: Tensor, z: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     index, weight = INDEX.to(grad.device), normal(1, 2, device=grad.device).float()
-    return rows.merge_grad(grad, index, z, y, weight, None)
+    return rows.merge_rows_grad(grad, index, z, y, weight, None)
 
 
 def select_topk(score: Tensor) -> tuple[Tensor, ...]:
     half = Fraction(1, 2)
-    found = select.select(score, 2, 0, None, None, half.numerator, half.denominator, "tanh", 0.2)
+    found = select.select_topk(score, 2, 0, None, None, half.numerator, half.denominator, "tanh", 0.2)
     return *found, select.gate_grad(found[0], score, found[3], "tanh", 0.2)
 
 

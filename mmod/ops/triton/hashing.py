@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmod.ops.reference import HASH_CHANNELS, MIX, MULTIPLIERS
+from mmod.ops.hashing import HASH_CHANNELS, MIX, MULTIPLIERS
 from mmod.ops.triton.compat import load_float, on_device
 
 _MIX = tl.constexpr(MIX)
@@ -68,7 +68,6 @@ def random_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + image * tokens + token, bits.to(tl.float32) / 16777216.0, mask=token < tokens)
 
 
-@torch.library.custom_op("mmod::random_scores", mutates_args=())
 def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None) -> Tensor:
     """Return `mmod.ops.random_scores`."""
     images, tokens, channels = x_BND.shape
@@ -81,8 +80,3 @@ def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None) -> Tensor:
                 HAS_VALID=valid_BN is not None, BLOCK=256, CHANNELS=HASH_CHANNELS,
             )  # fmt: skip
     return out
-
-
-@random_scores.register_fake
-def _(x_BND: Tensor, salt: int, valid_BN: Tensor | None) -> Tensor:
-    return x_BND.new_empty(x_BND.shape[:2], dtype=torch.float32)

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from mmod.ops.rows import inverse_rows
 from mmod.ops.triton.compat import load_float, on_device
 
 # Elements of a tile: 128 threads move 32 bytes of bf16 each.
@@ -180,13 +181,8 @@ def gather_norm_grad_kernel(  # type: ignore[no-untyped-def]
     tl.store(grad_bias + place, total_bias, mask=across)
 
 
-def gather(x_BND: Tensor, index_BK: Tensor) -> Tensor:
-    """Return the rows of x that the index names (B, K, D).
-
-    Args:
-        x_BND: Tokens (B, N, D).
-        index_BK: Indices into N (B, K).
-    """
+def gather_rows(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
+    """Return the rows of x that the index names (B, K, D)."""
     images, slots, channels = *index_BK.shape, x_BND.shape[2]
     out = torch.empty(images, slots, channels, dtype=x_BND.dtype, device=x_BND.device)
     rows, (tile_rows, tile_channels) = images * slots, tile_of(channels)
@@ -199,55 +195,49 @@ def gather(x_BND: Tensor, index_BK: Tensor) -> Tensor:
     return out
 
 
-def merge(
-    x_BND: Tensor | None,
-    inverse_BN: Tensor,
-    z_BKD: Tensor | None,
-    y_BKD: Tensor | None,
-    gate_BK: Tensor | None,
-    valid_BK: Tensor | None,
-    out_BND: Tensor,
-) -> Tensor:
-    """Write kept rows from lerp(z, y, gate), all others from x; zeros where x or y is None.
+def spread_rows(y: Tensor, index: Tensor, inverse: Tensor | None, tokens: int) -> Tensor:
+    """Return y at the rows that the index names, and zeros at all others (B, N, D)."""
+    return _merge(y.new_empty(y.shape[0], tokens, y.shape[2]), index, inverse, y=y)
 
-    Args:
-        x_BND: Rows of the tokens that are not kept, or None.
-        inverse_BN: Slot of each token, -1 where it has none (B, N), int32.
-        z_BKD: Kept rows before the block; needed with a gate.
-        y_BKD: Kept rows after the block, or None.
-        gate_BK: Weight of the update, or None for 1.
-        valid_BK: False where a slot is empty, or None.
-        out_BND: Where to write, contiguous.
-    """
-    images, tokens, channels = out_BND.shape
-    x, z, y = (out_BND if value is None else value for value in (x_BND, z_BKD, y_BKD))
-    gate = out_BND if gate_BK is None else gate_BK.contiguous()
-    valid = inverse_BN if valid_BK is None else valid_BK.contiguous().view(torch.uint8)
-    slots = next((value.shape[1] for value in (y_BKD, valid_BK) if value is not None), 0)
+
+def blank_rows(x: Tensor, index: Tensor, valid: Tensor | None, inverse: Tensor | None) -> Tensor:
+    """Return x with zeros at the rows that valid slots name."""
+    return _merge(x.new_empty(x.shape), index, inverse, x=x, valid=valid)
+
+
+def merge_rows(
+    x: Tensor, index: Tensor, z: Tensor | None, y: Tensor, gate: Tensor | None, valid: Tensor | None,
+    inverse: Tensor | None,
+) -> Tensor:  # fmt: skip
+    """Return lerp(z, y, gate) at the rows that valid slots name, and x at all others."""
+    return _merge(x.new_empty(x.shape), index, inverse, x, z, y, gate, valid)
+
+
+def _merge(
+    out: Tensor, index: Tensor, inverse: Tensor | None, x: Tensor | None = None, z: Tensor | None = None,
+    y: Tensor | None = None, gate: Tensor | None = None, valid: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """Write every row of `out`, see `merge_kernel`."""
+    images, tokens, channels = out.shape
+    inverse = inverse_rows(index, tokens) if inverse is None else inverse.contiguous()
+    x_, z_, y_ = (out if value is None else value for value in (x, z, y))
+    gate_ = out if gate is None else gate.contiguous()
+    valid_ = inverse if valid is None else valid.contiguous().view(torch.uint8)
     rows, (tile_rows, tile_channels) = images * tokens, tile_of(channels)
-    if out_BND.numel():
-        with on_device(out_BND):
+    if out.numel():
+        with on_device(out):
             merge_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)](
-                x, inverse_BN.contiguous(), z, y, gate, valid, out_BND, rows, tokens, slots, channels,
-                *x.stride(), *z.stride(), *y.stride(), HAS_X=x_BND is not None, HAS_Y=y_BKD is not None,
-                HAS_GATE=gate_BK is not None, HAS_VALID=valid_BK is not None, ROWS=tile_rows, CHANNELS=tile_channels,
+                x_, inverse, z_, y_, gate_, valid_, out, rows, tokens, index.shape[1], channels,
+                *x_.stride(), *z_.stride(), *y_.stride(), HAS_X=x is not None, HAS_Y=y is not None,
+                HAS_GATE=gate is not None, HAS_VALID=valid is not None, ROWS=tile_rows, CHANNELS=tile_channels,
             )  # fmt: skip
-    return out_BND
+    return out
 
 
-def merge_grad(
+def merge_rows_grad(
     grad_BND: Tensor, index_BK: Tensor, z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor, valid_BK: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of z, y (B, K, D) and gate (B, K).
-
-    Args:
-        grad_BND: Gradient of the merged rows (B, N, D).
-        index_BK: Token of each slot (B, K).
-        z_BKD: Kept rows before the block.
-        y_BKD: Kept rows after the block.
-        gate_BK: Weight of the update.
-        valid_BK: False where a slot is empty, or None.
-    """
+    """Return the gradients of z, y (B, K, D) and gate (B, K)."""
     images, slots, channels = z_BKD.shape
     grad_z = torch.empty(z_BKD.shape, dtype=z_BKD.dtype, device=z_BKD.device)
     grad_y = torch.empty(y_BKD.shape, dtype=y_BKD.dtype, device=y_BKD.device)
@@ -267,16 +257,7 @@ def merge_grad(
 def gather_norm(
     x_BND: Tensor, index_BK: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the named rows, the same normalised (B, K, D), and their means and factors in fp32 (B, K).
-
-    Args:
-        x_BND: Tokens (B, N, D).
-        index_BK: Indices into N (B, K).
-        weight: Weight of the norm (D), or None.
-        bias: Bias of the norm (D), or None.
-        eps: Added to the variance.
-        centred: Subtract the mean first.
-    """
+    """Return the named rows, the same normalised (B, K, D), and their means and factors in fp32 (B, K)."""
     images, slots, channels = *index_BK.shape, x_BND.shape[2]
     out = torch.empty(images, slots, channels, dtype=x_BND.dtype, device=x_BND.device)
     normed = torch.empty_like(out)
@@ -299,19 +280,7 @@ def gather_norm_grad(
     grad_z: Tensor, grad_normed: Tensor, z_BKD: Tensor, index_BK: Tensor, weight: Tensor | None,
     mean_BK: Tensor, scale_BK: Tensor, tokens: int, centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of x (B, N, D), and of weight and bias (D) in fp32.
-
-    Args:
-        grad_z: Gradient of the rows (B, K, D).
-        grad_normed: Gradient of the normalised rows (B, K, D).
-        z_BKD: The rows.
-        index_BK: Token of each slot (B, K).
-        weight: Weight of the norm (D), or None.
-        mean_BK: Means of the rows.
-        scale_BK: Factors of the rows.
-        tokens: All tokens N of an image.
-        centred: The mean was subtracted.
-    """
+    """Return the gradients of x (B, N, D), and of weight and bias (D) in fp32."""
     images, slots, channels = z_BKD.shape
     grad_x = torch.zeros(images, tokens, channels, dtype=z_BKD.dtype, device=z_BKD.device)
     rows, span = images * slots, triton.next_power_of_2(channels)

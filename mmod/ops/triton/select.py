@@ -116,23 +116,11 @@ def gate_grad_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + place, tl.where(slot >= 0, change, 0.0).to(out.dtype.element_ty), mask=inside)
 
 
-def select(
+def select_topk(
     score_BN: Tensor, count: int, prefix: int, valid_BN: Tensor | None, protect_BN: Tensor | None,
     numerator: int, denominator: int, gate: str, scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return gates, indices, filled slots (B, K) and inverse map (B, N); what is not asked for is empty.
-
-    Args:
-        score_BN: Raw scores (B, N).
-        count: Slots K.
-        prefix: Number of tokens that are always kept.
-        valid_BN: False where a token is padding (B, N), or None.
-        protect_BN: True where a token is always kept (B, N), or None for the leading ones.
-        numerator: Of the share of valid tokens that is kept.
-        denominator: Of the same.
-        gate: Name of the gate.
-        scale: Factor of the gate.
-    """
+    """Return gates, indices, filled slots (B, K) and inverse map (B, N); what is not asked for is empty."""
     images, tokens = score_BN.shape
     device = score_BN.device
     index = torch.empty(images, count, dtype=torch.int64, device=device)
@@ -154,15 +142,7 @@ def select(
 
 
 def gate_grad(grad_BK: Tensor, score_BN: Tensor, inverse_BN: Tensor, gate: str, scale: float) -> Tensor:
-    """Return the gradient of the scores (B, N).
-
-    Args:
-        grad_BK: Gradient of the gates (B, K).
-        score_BN: Raw scores (B, N).
-        inverse_BN: Slot of each token, -1 where it has none (B, N).
-        gate: Name of the gate.
-        scale: Factor of the gate.
-    """
+    """Return the gradient of the scores (B, N)."""
     out = torch.empty(score_BN.shape, dtype=score_BN.dtype, device=score_BN.device)
     total, block = score_BN.numel(), 1024
     if total:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from mmod.config import Placement, Score, register_score
 from mmod.ops import random_scores
-from mmod.ops.reference import mix
+from mmod.ops.hashing import mix
 from mmod.values import check_fields
 
 
