@@ -28,10 +28,11 @@ from mmod.data.corrupt import CorruptReport
 from mmod.data.loader import create_eval_stream, create_train_stream
 from mmod.data.readers.shards import ShardSource
 from mmod.data.stream import BatchStream
+from mmod.io.files import write_atomically
 from mmod.training import ModelConfig, TrainConfig, fit
 
 ROOT = Path(__file__).parents[1]
-PAGE, RESULTS = ROOT / "docs/reliability.md", ROOT / "runs/reliability"
+PAGE, RESULTS = ROOT / "docs/reliability.md", ROOT / "docs/results/reliability.json"
 _MIB = 1 << 20
 
 
@@ -53,6 +54,13 @@ def hostile() -> dict[str, Any]:
             "mebibytes": max(outcome.mebibytes for outcome in outcomes),
         }
     return {"groups": groups}
+
+
+def kills() -> dict[str, Any]:
+    """Kill runs and studies 20 times each, and compare what the resumed ones come to."""
+    from scripts.kills import WORK, count_kills
+
+    return {"rows": [count_kills(name) for name in WORK]}
 
 
 class Watched:
@@ -225,9 +233,9 @@ def _write_shard(path: Path, samples: list[tuple[bytes, int]]) -> None:
 
 def write_page() -> None:
     """Write the page from the last result of each measurement."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))}
-    sections = [_SECTIONS[name](found[name]) for name in MEASUREMENTS if name in found]
-    machine = next(iter(found.values()))["machine"]
+    results = json.loads(RESULTS.read_text())
+    sections = [_SECTIONS[name](results[name]) for name in MEASUREMENTS if name in results]
+    machine = next(iter(results.values()))["machine"]
     PAGE.write_text("\n\n".join([_HEAD.format(machine=machine), *sections]) + "\n")
 
 
@@ -266,6 +274,22 @@ header of such a file, of which its library takes the last. The state of an audi
 fits it is checked for its form alone. Weights that are not finite load, and the first evaluation refuses their loss.
 
 Configs have at most 256 KiB; `scripts/README.md` says which images are read."""
+
+
+def _kills_section(result: dict[str, Any]) -> str:
+    rows = [
+        f"| {row['name']} | {row['kills']} | {row['saving']} | {row['equal']} of {row['resumed']} |"
+        for row in result["rows"]
+    ]
+    return f"""## Kills
+
+Small runs and studies are killed (SIGKILL) at random moments, half of them at the first file that is being written
+after it, and started again until they finish. A run has the weights of an undisturbed one, bit by bit; a study also
+its table but for times. `python -m scripts.kills` repeats it.
+
+| what | kills | while a file was written | equal to the undisturbed |
+|---|---|---|---|
+{chr(10).join(rows)}"""
 
 
 def _steps_section(result: dict[str, Any]) -> str:
@@ -318,8 +342,14 @@ process and workers is the fairer figure where the machine has other work; its l
 {chr(10).join(rows)}"""
 
 
-MEASUREMENTS = {"hostile": hostile, "steps": steps, "shards": shards, "loader": loader}
-_SECTIONS = {"hostile": _hostile_section, "steps": _steps_section, "shards": _shards_section, "loader": _loader_section}
+MEASUREMENTS = {"hostile": hostile, "kills": kills, "steps": steps, "shards": shards, "loader": loader}
+_SECTIONS = {
+    "hostile": _hostile_section,
+    "kills": _kills_section,
+    "steps": _steps_section,
+    "shards": _shards_section,
+    "loader": _loader_section,
+}
 
 
 def main() -> None:
@@ -327,10 +357,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*MEASUREMENTS, []], metavar="NAME", help=", ".join(MEASUREMENTS))
     torch.set_num_threads(1)
-    RESULTS.mkdir(parents=True, exist_ok=True)
     for name in parser.parse_args().names or MEASUREMENTS:
         machine = f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}"
-        (RESULTS / f"{name}.json").write_text(json.dumps({"machine": machine, **MEASUREMENTS[name]()}, indent=1))
+        measured = {"machine": machine, **MEASUREMENTS[name]()}
+        results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+        write_atomically(RESULTS, json.dumps({**results, name: measured}, indent=1) + "\n")
     write_page()
 
 

@@ -320,8 +320,9 @@ def test_a_run_goes_on_with_other_batches_of_the_same_sum(tmp_path: Path, world:
         )
 
 
-def test_random_kills_leave_the_weights_of_an_undisturbed_run() -> None:
-    ended = run_script("scripts/kill_runs.py", "--kills", "2")
+@pytest.mark.parametrize("name", ["runs", pytest.param("studies", marks=pytest.mark.slow)])
+def test_random_kills_leave_the_outcome_of_an_undisturbed_start(name: str) -> None:
+    ended = run_script("scripts/kills.py", name, "--kills", "2")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("2 kills, ")
 
