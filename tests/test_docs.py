@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import functools
 import importlib
 import inspect
@@ -10,6 +11,7 @@ import re
 import shlex
 import textwrap
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote
 
 import pytest
@@ -19,6 +21,7 @@ import yaml
 import mmod
 from mmod import cli
 from mmod.studies import advise
+from scripts import doc_tables
 from tests.scripts import ROOT, run_script
 
 PAGES = {
@@ -126,14 +129,42 @@ def test_every_page_is_in_the_menu() -> None:
 
 
 def words_in(text: str) -> int:
-    """Count the words of a page without its tables and fenced blocks."""
-    return sum(len(line.split()) for line in FENCE.sub("", text).splitlines() if not line.lstrip().startswith("|"))
+    """Count the words of a page without its tables, the marks around them, and fenced blocks."""
+    lines = FENCE.sub("", text).splitlines()
+    return sum(len(line.split()) for line in lines if not line.lstrip().startswith(("|", "<!-- ")))
 
 
 def test_pages_stay_short() -> None:
     assert len(PAGES["README.md"].split()) <= 900
     docs = [text for page, text in PAGES.items() if page.startswith("docs/") and not page.startswith("docs/api/")]
     assert sum(map(words_in, docs)) < 25_000
+
+
+def test_tables_of_figures_are_those_of_the_json_beside_the_pages() -> None:
+    done = run_script("scripts/doc_tables.py", "--check")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_changed_figure_and_a_table_without_a_place_are_noticed() -> None:
+    path, tables = next(doc_tables.pages())
+    text = path.read_text()
+    assert doc_tables.written(text, tables) == text
+    assert not doctest.testmod(doc_tables).failed
+    table = next(iter(tables.values()))
+    table["rows"][0][0] = "another model"
+    assert "another model" in doc_tables.written(text, tables)
+    with pytest.raises(ValueError, match=r"without a place .*'unplaced'"):
+        doc_tables.written(text, {**tables, "unplaced": table})
+
+
+@pytest.mark.parametrize(("path", "tables"), list(doc_tables.pages()), ids=lambda value: getattr(value, "stem", ""))
+def test_every_table_of_figures_names_its_command(path: Path, tables: dict[str, dict[str, Any]]) -> None:
+    page = path.read_text()
+    stated = [re.sub(r"\s+", " ", text) for text in (page, *commands_of(page))]
+    for name, table in tables.items():
+        assert table.get("how") or table["commands"], name
+        for command in table.get("commands", []):
+            assert any(command in text for text in stated), f"{name}: {command}"
 
 
 PYTHON = [

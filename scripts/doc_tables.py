@@ -1,0 +1,82 @@
+"""Write the tables of figures in the docs from the JSON files beside them: `python scripts/doc_tables.py [--check]`.
+
+`docs/results/PAGE.json` holds the tables of `docs/PAGE.md` by name: the `commands` that measure the figures, or `how`
+they were measured where no command does, the titles of the `columns`, and the `rows`. A cell is a number, several
+numbers (a mean and its deviation, a difference and the ends of its interval), text, or null. `formats` say how the
+numbers of each column are written, `row_formats` those of each row. In the page a table stands between
+`<!-- table NAME -->` and `<!-- end -->`.
+"""
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parents[1] / "docs"
+PLACE = re.compile(r"(?<=^<!-- table )(\S+) -->\n.*?(?=^<!-- end -->$)", re.MULTILINE | re.DOTALL)
+
+
+def markdown(table: dict[str, Any]) -> str:
+    """Return a table in Markdown.
+
+    Example:
+        >>> print(markdown({"columns": ["", "top-1"], "formats": ["", "{:.1f} ± {:.1f}"], "rows": [["a", [92, 0.8]]]}))
+        | | top-1 |
+        |---|---|
+        | a | 92.0 ± 0.8 |
+    """
+    columns = table["columns"]
+    lines = [columns, ["---"] * len(columns)]
+    for number, row in enumerate(table["rows"]):
+        forms = table["formats"] if "formats" in table else [table["row_formats"][number]] * len(columns)
+        lines.append([_cell(value, form) for value, form in zip(row, forms, strict=True)])
+    text = ["".join(f" {cell} |" if cell else " |" for cell in line) for line in lines]
+    text[1] = text[1].replace(" ", "")
+    return "\n".join(f"|{line}" for line in text)
+
+
+def _cell(value: Any, form: str) -> str:
+    if value is None or isinstance(value, str):
+        return value or ""
+    return form.format(*value) if isinstance(value, list) else form.format(value)
+
+
+def written(page: str, tables: dict[str, Any]) -> str:
+    """Return the text of a page with its tables written anew.
+
+    Raises:
+        ValueError: A table has no place in the page, or a place no table.
+    """
+    places = [place[1] for place in PLACE.finditer(page)]
+    if sorted(places) != sorted(tables):
+        raise ValueError(f"tables without a place or places without a table: {sorted(set(places) ^ set(tables))}")
+    return PLACE.sub(lambda place: f"{place[1]} -->\n\n{markdown(tables[place[1]])}\n\n", page)
+
+
+def pages() -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Yield the path of every page with tables of figures, and the tables."""
+    for path in sorted((DOCS / "results").glob("*.json")):
+        yield DOCS / f"{path.stem}.md", json.loads(path.read_text())
+
+
+def main() -> None:
+    """Write the pages, or end with an error where one differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
+    check, changed = parser.parse_args().check, []
+    for path, tables in pages():
+        before = path.read_text()
+        if (text := written(before, tables)) != before:
+            changed.append(path.name)
+            if not check:
+                path.write_text(text)
+    if check and changed:
+        sys.exit(f"tables differ from docs/results: {', '.join(changed)}; run `python scripts/doc_tables.py`")
+    print("written:", ", ".join(changed) or "nothing, all tables are as in docs/results")
+
+
+if __name__ == "__main__":
+    main()
