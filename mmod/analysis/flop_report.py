@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmod.analysis.tables import html_table, text_table
+from mmod.io.tables import html_table, text_table
 
 REST = ""
 
@@ -87,10 +87,12 @@ class FlopCounts:
         return [*rows, ["total MFLOPs", "", "", *map(_mega, totals)]]
 
     def __str__(self) -> str:
-        return "\n".join([*self.summary(), text_table(self.rows())])
+        header, *rows = self.rows()
+        return "\n".join([*self.summary(), text_table(header, rows)])
 
     def _repr_html_(self) -> str:
-        return html_table(self.rows(), self.summary())
+        header, *rows = self.rows()
+        return html_table(header, rows, self.summary())
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,13 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from mmod.analysis.tables import html_table, text_table
 from mmod.blocks import deciding_modules
+from mmod.io.tables import html_table, text_table
 from mmod.methods.base import methods_of
 from mmod.routing import Routing
 from mmod.values import check_module
+
+_HEADER = ("decision", "tokens", "kept")
 
 
 class Trace(Mapping[str, Routing]):
@@ -113,14 +115,15 @@ class Trace(Mapping[str, Routing]):
 
     def _rows(self) -> list[list[str]]:
         tokens = {name: routing.keep_BN.shape[1] for name, routing in self.items()}
-        shares = [[name, str(tokens[name]), f"{share:.3f}"] for name, share in self.kept_shares().items()]
-        return [["decision", "tokens", "kept"], *shares]
+        return [[name, str(tokens[name]), f"{share:.3f}"] for name, share in self.kept_shares().items()]
 
     def __str__(self) -> str:
-        return f"{self._summary()}\n{text_table(self._rows())}"
+        return f"{self._summary()}\n{text_table(_HEADER, self._rows())}"
+
+    __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return html_table(self._rows(), [self._summary()])
+        return html_table(_HEADER, self._rows(), [self._summary()])
 
 
 def _name(module: str, place: str) -> str:

@@ -59,10 +59,10 @@ class Plan:
     Example:
         >>> plan = Plan((1, 2, 4), (0.5, 0.5, 0.25), depth=5, operators=("block", "block", "mlp"), router="norm")
         >>> print(plan)
+        3 of 5 blocks are routed by norm, mean capacity of all blocks 0.65
         blocks  capacity  operator  context
         1-2          0.5  block     kept
         4           0.25  mlp       kept
-        3 of 5 blocks are routed by norm, mean capacity of all blocks 0.65
         >>> Plan.from_dict(plan.to_dict()) == plan
         True
     """
@@ -148,10 +148,11 @@ class Plan:
     def __str__(self) -> str:
         """Return the plan as a table; other blocks are dense."""
         rows, sentence = self._table()
-        return f"{text_table(_HEADER, rows)}\n{sentence}"
+        return f"{sentence}\n{text_table(_HEADER, rows)}"
 
     def _repr_html_(self) -> str:
-        return html_table(_HEADER, *self._table())
+        rows, sentence = self._table()
+        return html_table(_HEADER, rows, [sentence])
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain JSON values."""

@@ -301,7 +301,8 @@ class RoutingConfig:
 
     def _repr_html_(self) -> str:
         rows = [(name, repr(spelled(value))) for name, value in self._differing().items()]
-        return html_table(["RoutingConfig", ""], rows, "all other fields have their defaults")
+        above = f"RoutingConfig, {'other' if rows else 'all'} fields at their defaults"
+        return html_table(["field", "value"], rows, [above])
 
     def to_dict(self, settled: bool = False) -> dict[str, Any]:
         """Return plain JSON values.

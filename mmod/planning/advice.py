@@ -9,10 +9,10 @@ from pathlib import Path
 
 from mmod.analysis.redundancy import Redundancy
 from mmod.analysis.statistics import Estimate
-from mmod.analysis.tables import markdown_table
 from mmod.analysis.timing import Spread
 from mmod.extras import name_missing_extra
 from mmod.io.files import write_atomically
+from mmod.io.tables import markdown_table
 
 AGREEMENT = "agreement"
 # A speed-up below this is within the noise of a machine.
@@ -134,6 +134,8 @@ class Advice:
         if self.best:
             lines.append(f"\n```python\n{self.code}\n```\n\nIn a training config:\n\n```yaml\n{self.best.config}\n```")
         return "\n".join(lines)
+
+    _repr_markdown_ = __str__  # Notebooks show it.
 
     def save(self, folder: str | Path) -> None:
         """Write `advice.json`, `advice.md` and `advice.png`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 
 from mmod.config import Plan, RoutingConfig
@@ -87,7 +88,7 @@ class PlanSearch:
         return [(self.share(plan), self.score(plan)) for plan in plans]
 
     def __str__(self) -> str:
-        """Return the scores as a table, and the plan."""
+        """Return the plan, its cost, and the scores as a table."""
         rows = [(name, *(f"{score:.3e}" for score in row)) for name, row in zip(self.names, self.scores)]
         plan = self.plan
         share = f"{self.share(plan):.4f} of the dense model's {self.cost}"
@@ -95,9 +96,13 @@ class PlanSearch:
             share = f"{self.time:.4g} of the dense model's {self.costs.total:.4g} milliseconds"
         measured = "" if self.divergence is None else f", of the complete plan {self.divergence:.4g}"
         return (
-            f"{text_table(['block', *map(str, self.options)], rows)}\ndivergence added by each option, mean over "
-            f"{self.rows} rows\n\n{plan}\n{share}, sum of divergences {self.score(plan):.4g}{measured}"
+            f"{plan}\n{share}, sum of divergences {self.score(plan):.4g}{measured}\n\n"
+            f"divergence added by each option, mean over {self.rows} rows\n"
+            f"{text_table(['block', *map(str, self.options)], rows)}"
         )
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(str(self))}</pre>"
 
     @name_missing_extra()
     def plot(self, path: str | Path) -> None:

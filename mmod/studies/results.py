@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.analysis.statistics import Estimate, published
 from mmod.analysis.style import svg_of
-from mmod.analysis.tables import markdown_table
 from mmod.analysis.timing import Spread
 from mmod.io.files import write_atomically
+from mmod.io.tables import markdown_table
 from mmod.studies.paired import spread
 from mmod.training.engine.logging import write_csv
 

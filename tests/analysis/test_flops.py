@@ -339,6 +339,7 @@ def test_reports_and_traces_say_what_matters_first() -> None:
     assert second == f"3 of 6 blocks compute {50 / 101:.3f} of their tokens"
     with trace(model) as decisions:
         model(torch.rand(1, 3, 160, 160))
+    assert repr(decisions) == str(decisions)
     for shown, texts in (
         (report, [first, second, "blocks.5"]),
         (decisions, [str(decisions).splitlines()[0], "blocks.5"]),

@@ -78,6 +78,7 @@ def test_nothing_is_advised_where_nothing_pays(clock: Callable[..., None]) -> No
     assert not any(row.on_front for row in others)
     slow = mmod.advise(make(), [pictures(8)], recipes=[Recipe("stride", {"router": "stride"})], progress=False)
     assert "Nothing here pays at a tolerance of 2 %" in str(slow)
+    assert slow._repr_markdown_() == str(slow)
     assert slow.code == ""
 
 

@@ -61,6 +61,7 @@ def test_the_time_is_that_of_the_budget(
     assert found.time == pytest.approx(total * clock([found.config])[1][0])
     assert found.time == pytest.approx(budget * total, rel=0.1)
     assert f"{found.time:.4g} of the dense model's 20 milliseconds" in str(found)
+    assert str(found.plan) in found._repr_html_()
 
 
 def test_budgets_of_time_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

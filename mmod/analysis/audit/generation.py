@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.analysis.statistics import Estimate, RunningMean
-from mmod.analysis.tables import markdown_table
 from mmod.analysis.trace import trace
+from mmod.io.tables import markdown_table
 from mmod.model import routed_blocks
 from mmod.routing.groups import assign_groups, select_within
 

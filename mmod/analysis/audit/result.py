@@ -26,7 +26,7 @@ from mmod.analysis.statistics import (
     resampled_means,
     sign_test,
 )
-from mmod.analysis.tables import markdown_table
+from mmod.io.tables import markdown_table
 
 LEARNED = "as learned"
 _LEVEL = 0.05
@@ -122,6 +122,8 @@ class Audit:
             "95 %, by resampling images; p-values are of paired tests by random signs, corrected by Holm's method.\n\n"
             f"{across.verdict}\n\n{matrix}\n\nNever kept: {self.never()}.{self._more()}"
         )
+
+    _repr_markdown_ = __str__  # Notebooks show it.
 
     def _more(self) -> str:
         """Return what is known of tokens, and what was found in strata and about single ones."""

@@ -72,6 +72,7 @@ def test_findings_are_plain_values_and_a_page() -> None:
     assert json.loads(json.dumps(found.to_dict()))["conditions"][0]["name"] == "as learned"
     assert [condition.name for condition in found.conditions] == ["as learned", *default_choices(False)]
     page = str(found)
+    assert found._repr_markdown_() == page
     assert page.startswith(found.verdict)
     assert all(f"| {name}" in page for name in default_choices(False))
 
