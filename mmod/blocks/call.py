@@ -93,13 +93,7 @@ class BlockCall(Protocol):
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
         z_BKD: Tensor, routing: Routing,
     ) -> Any:  # fmt: skip
-        """Return the output of the host's forward, of the block or its attention, for kept tokens that attend to all.
-
-        Args:
-            arguments: The arguments for all tokens.
-            x_BND: All tokens.
-            z_BKD: The kept tokens.
-        """
+        """Return what the host's forward, of the block or its attention, makes of kept tokens that attend to all."""
         ...
 
 
@@ -134,8 +128,6 @@ class DecoderCall(BlockCall, Protocol):
 
         Args:
             routing: The decision; None keeps all tokens.
-            packing: The sources of packed rows.
-            whole: The cache receives all tokens, also the skipped ones.
         """
         ...
 

@@ -79,9 +79,6 @@ class Deciding(nn.Module):
     def assume_kept(self, share: float) -> float:
         """Make a copy whose FLOPs are counted keep a share of its tokens.
 
-        Args:
-            share: In [0, 1].
-
         Returns:
             The factor of the module's FLOPs; 1 if the share shows in shapes.
         """

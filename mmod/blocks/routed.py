@@ -40,7 +40,6 @@ class BlockState:
         span: First block of the span whose scores the block reads or writes; None if it shares none.
         writes: The block computes those scores.
         begins: The block begins a forward pass.
-        ends: The block ends it.
         captioned: The forward pass knows padding and protected tokens.
         training_only: Importance serves a loss only, and is computed in training only.
         shares: The block reads or writes what a forward pass shares.

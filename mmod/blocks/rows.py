@@ -51,7 +51,6 @@ def enter_rows(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None) -
     """Return the rows of a decision: kept tokens or means of merged ones (B, K, D), or kept images (S, N, D).
 
     Args:
-        x_BND: All tokens (B, N, D).
         norm: The block's first norm, computed in the gather's kernel if it is a `FusedNorm` and there is one.
     """
     kept, (slot_BN, size_BK, all_join, _) = routing.kept, routing.joined

@@ -22,16 +22,13 @@ from mmod.ops.rows import take_rows
 
 
 def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
-    """Return tokens projected to fewer channels; distances are kept to a relative error of about `sqrt(2 / channels)`.
+    """Return tokens projected to fewer channels (B, N, E), fp32, without a gradient.
 
-    Channel c goes to sum c modulo `channels`, with a sign that a fixed hash of c decides.
+    Distances are kept to a relative error of about `sqrt(2 / channels)`. Channel c goes to sum c modulo `channels`,
+    with a sign that a fixed hash of c decides.
 
     Args:
-        x_BND: Tokens (B, N, D); they get no gradient.
         channels: Project to this many channels E; None, or at least D, returns the tokens unchanged.
-
-    Returns:
-        The sums (B, N, E), fp32.
 
     Source: Johnson and Lindenstrauss, 1984, with the sparse signs of Weinberger et al., arXiv 0902.2206.
 
@@ -50,12 +47,7 @@ def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
 
 
 def spread_evenly(tokens: int, device: torch.device) -> Tensor:
-    """Return numbers in (0, 1], the largest K of which are evenly spread, whatever K is: the van der Corput sequence.
-
-    Args:
-        tokens: Length of the sequence.
-        device: Device of the result.
-    """
+    """Return the van der Corput sequence: numbers in (0, 1] whose largest K are evenly spread, whatever K is."""
     position_N1 = torch.arange(tokens, device=device).unsqueeze(1)
     power_W = 2 ** torch.arange(20, device=device)
     # The bits of a position in reverse order, as integers, so that sums are exact.
@@ -219,14 +211,10 @@ def _unit_rows(x_BND: Tensor, channels: int) -> Tensor:
 
 
 def unit_rows(x_BND: Tensor, channels: int | None = None) -> Tensor:
-    """Return rows of norm 1, whose products are cosines.
+    """Return rows of norm 1 (B, N, E), fp32, without a gradient; rows of zeros stay zeros.
 
     Args:
-        x_BND: Rows (B, N, D); they get no gradient.
         channels: Project to this many channels first, see `signed_sums`; None keeps all.
-
-    Returns:
-        The rows (B, N, E), fp32; rows of zeros stay zeros.
 
     Example:
         >>> unit_rows(torch.tensor([[[3.0, 4.0]]]))
@@ -239,17 +227,14 @@ def unit_rows(x_BND: Tensor, channels: int | None = None) -> Tensor:
 
 @op(_kernel(_redundancy_by_kernel), how="tiles of rows in spread order, each compared with rows before it")
 def redundancy_scores(unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None = None) -> Tensor:
-    """Return how far each row is from those before it in an evenly spread order: the smallest cosine distance.
+    """Return how far each row is from those before it in an evenly spread order: the smallest cosine distance (B, N).
 
     The order is that of `spread_evenly`. Of several rows that are alike, only the first in this order scores high.
 
     Args:
-        unit_BNE: Rows of norm 1 (B, N, E), see `unit_rows`.
-        prefix: Leading rows, which take no part and score 2.
+        unit_BNE: Rows of norm 1, see `unit_rows`.
+        prefix: Leading rows, which take no part; these and the first row score 2.
         valid_BN: False where a row is padding (B, N), or None. The order then counts valid rows only.
-
-    Returns:
-        Distances (B, N) in [0, 2]; 2 for the first row.
 
     Example:
         >>> redundancy_scores(unit_rows(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [1.0, 0.0]]])))
@@ -264,17 +249,14 @@ def redundancy_scores(unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None
 def nearest_rows(
     unit_BNE: Tensor, row_BK: Tensor, prefix: int = 0, valid_BK: Tensor | None = None, real_BN: Tensor | None = None
 ) -> Tensor:
-    """Return for every row the slot of the most similar kept row; a kept row has its own slot.
+    """Return for every row the slot of the most similar kept row (B, N); a kept row has its own slot.
 
     Args:
-        unit_BNE: Rows of norm 1 (B, N, E), see `unit_rows`.
-        row_BK: Row of each slot (B, K).
+        unit_BNE: Rows of norm 1, see `unit_rows`.
+        row_BK: Row of each slot.
         prefix: Leading slots that no other row joins.
         valid_BK: False where a slot is empty (B, K), or None.
-        real_BN: False where a row is padding (B, N), or None.
-
-    Returns:
-        Slots (B, N), -1 for padding and where no slot is available.
+        real_BN: False where a row is padding, which gets -1 (B, N), or None.
 
     Example:
         >>> unit = unit_rows(torch.tensor([[[1.0, 0.0], [0.9, 0.1], [0.0, 1.0], [0.1, 0.8]]]))

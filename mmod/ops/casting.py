@@ -13,9 +13,6 @@ def cast_alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
     Under autocast, norms of queries and keys return fp32, while values come from a linear layer in half precision.
 
-    Raises:
-        ValueError: Their dtypes differ outside autocast.
-
     Example:
         >>> q = k = v = torch.zeros(1, 1, 2, 8)
         >>> with torch.autocast("cpu", torch.bfloat16):

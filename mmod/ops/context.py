@@ -35,19 +35,7 @@ class Projection(NamedTuple):
 def keys_and_values(
     forward: Callable[[], object], projections: Sequence[Projection], calls: int = 1
 ) -> list[tuple[Tensor, Tensor]]:
-    """Return the keys and values of a host's attention; queries and all later steps are not computed.
-
-    Args:
-        forward: Runs the host block on all tokens.
-        projections: The block's projections before attention.
-        calls: Number of attention calls in the block.
-
-    Returns:
-        Keys and values (B, H, N, E) of each call.
-
-    Raises:
-        RuntimeError: The block made fewer attention calls.
-    """
+    """Return the keys and values of a host's attention; queries and all later steps are not computed."""
     capture = _KeysAndValues(projections, calls)
     try:
         with capture:

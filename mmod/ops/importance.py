@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -64,15 +65,15 @@ def attention_importance(
     _, heads, tokens, _ = q_BHNE.shape
     with torch.no_grad():
         views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device) if per_viewer else None
-        if exporting() or transforming():
-            everything = (slice(None), slice(None), slice(None))
-            total_BN = _received(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, views, everything)
-        elif torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and not exporting():
             total_BN = received_attention(
                 q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, *(views or (None, None)), chunk_elements
             )
         else:
-            total_BN = _received_by_tiles(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, views, chunk_elements)
+            attention = _Map(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, views)
+            at_once = exporting() or transforming()
+            everything = (slice(None), slice(None), slice(None))
+            total_BN = attention.received(everything) if at_once else attention.received_by_tiles(chunk_elements)
         return _mean(total_BN, heads, tokens, valid_BN)
 
 
@@ -212,46 +213,38 @@ def _keys(q_BHNE: Tensor, k_BHNE: Tensor) -> Tensor:
     return k_BHNE.repeat_interleave(q_BHNE.shape[1] // k_BHNE.shape[1], dim=1) if is_grouped(q_BHNE, k_BHNE) else k_BHNE
 
 
-def _received(
-    q_BHNE: Tensor,
-    k_BHNE: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    valid_BN: Tensor | None,
-    views: Views | None,
-    tile: Tile,
-) -> Tensor:
-    """Return the attention that keys receive from one tile of rows, summed (images of the tile, visible keys)."""
-    images, heads, queries = tile
-    keys = slice(queries.stop) if is_causal else slice(None)
-    score = (q_BHNE[images, heads, queries] * scale) @ k_BHNE[images, heads, keys].transpose(-2, -1)
-    score = _masked(score.to(_accumulator(score)), mask, is_causal, (*tile, keys))
-    attention = torch.softmax(score, dim=-1)
-    if valid_BN is not None:
-        attention = attention.masked_fill_(~valid_BN[images, None, queries, None], 0.0)
-    if views is not None:
-        views = Views(_slice(views.keys_BHN, tile), _slice(views.viewers_BHN, (images, heads, keys)))
-    return _column_sums(attention, views)
+class _Map(NamedTuple):
+    """An attention map whose columns are summed; the keys are those of every head."""
 
+    q_BHNE: Tensor
+    k_BHNE: Tensor
+    mask: Tensor | None
+    is_causal: bool
+    scale: float
+    valid_BN: Tensor | None
+    views: Views | None
 
-def _received_by_tiles(
-    q_BHNE: Tensor,
-    k_BHNE: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    valid_BN: Tensor | None,
-    views: Views | None,
-    chunk_elements: int,
-) -> Tensor:
-    images, heads, tokens, _ = q_BHNE.shape
-    k_BHNE = _keys(q_BHNE, k_BHNE)
-    total_BN = torch.zeros(images, tokens, dtype=_accumulator(q_BHNE), device=q_BHNE.device)
-    for tile in cut_map(images, heads, tokens, chunk_elements, is_causal):
-        received = _received(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, views, tile)
-        total_BN[tile[0], : received.shape[1]] += received
-    return total_BN
+    def received(self, tile: Tile) -> Tensor:
+        """Return the attention that keys receive from one tile of rows, summed (images of the tile, visible keys)."""
+        images, heads, queries = tile
+        keys = slice(queries.stop) if self.is_causal else slice(None)
+        score = (self.q_BHNE[images, heads, queries] * self.scale) @ self.k_BHNE[images, heads, keys].transpose(-2, -1)
+        score = _masked(score.to(_accumulator(score)), self.mask, self.is_causal, (*tile, keys))
+        attention, views = torch.softmax(score, dim=-1), self.views
+        if self.valid_BN is not None:
+            attention = attention.masked_fill_(~self.valid_BN[images, None, queries, None], 0.0)
+        if views is not None:
+            views = Views(_slice(views.keys_BHN, tile), _slice(views.viewers_BHN, (images, heads, keys)))
+        return _column_sums(attention, views)
+
+    def received_by_tiles(self, chunk_elements: int) -> Tensor:
+        """Return the attention that keys receive from all rows (B, N)."""
+        images, heads, tokens, _ = self.q_BHNE.shape
+        total_BN = torch.zeros(images, tokens, dtype=_accumulator(self.q_BHNE), device=self.q_BHNE.device)
+        for tile in cut_map(images, heads, tokens, chunk_elements, self.is_causal):
+            received = self.received(tile)
+            total_BN[tile[0], : received.shape[1]] += received
+        return total_BN
 
 
 def _slice(values: Tensor, slices: tuple[slice, ...]) -> Tensor:
@@ -288,7 +281,8 @@ def received_attention(
     The arguments are those of `attention_importance`, with the fields of its `Views`, or None for the plain mean.
     """
     views = None if keys_BHN is None or viewers_BHN is None else Views(keys_BHN, viewers_BHN)
-    return _received_by_tiles(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, views, chunk_elements)
+    attention = _Map(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, views)
+    return attention.received_by_tiles(chunk_elements)
 
 
 @received_attention.register_fake

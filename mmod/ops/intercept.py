@@ -80,11 +80,7 @@ class AttentionIntercept(TorchFunctionMode):
 
 @contextmanager
 def inside(modes: Sequence[tuple[nn.Module, AttentionIntercept]]) -> Iterator[None]:
-    """Run modules inside function modes, in forward passes within the context.
-
-    Args:
-        modes: Pairs of a module and its mode; no module contains another one.
-    """
+    """Run modules inside function modes, in forward passes within the context."""
     handles = []
     try:
         for module, mode in modes:

@@ -15,15 +15,12 @@ from mmod.ops.backend import Kernel, kernel_op, op, transforming
 
 
 def first_rows(first_N: Tensor, row_BK: Tensor, valid_BK: Tensor | None = None) -> Tensor:
-    """Return for every row the slot of its group's first row; a kept row has its own slot.
+    """Return for every row the slot of its group's first row (B, N); a kept row has its own slot.
 
     Args:
-        first_N: First row of each row's group, which is kept (N,).
-        row_BK: Row of each slot (B, K).
+        first_N: First row of each row's group, which is kept.
+        row_BK: Row of each slot.
         valid_BK: False where a slot is empty (B, K), or None.
-
-    Returns:
-        Slots (B, N).
 
     Example:
         >>> first_rows(torch.tensor([0, 0, 2, 2]), torch.tensor([[0, 2, 3]]))
@@ -47,7 +44,6 @@ def group_sizes(slot_BN: Tensor, slots: int, *, all_join: bool = False) -> Tenso
 
     Args:
         slot_BN: Slot of each token, -1 for none (B, N).
-        slots: K.
         all_join: Promise that no slot is -1, which skips the check.
     """
     one = torch.ones((), device=slot_BN.device)
@@ -154,8 +150,6 @@ def size_groups(
 
     Args:
         slot_BN: Slot of each token, -1 for none (B, N).
-        slots: K.
-        dtype: Dtype of the bias.
         all_join: Promise that no slot is -1, which skips the check.
 
     Returns:
@@ -185,17 +179,13 @@ def size_groups(
 def mean_rows(
     x_BND: Tensor, slot_BN: Tensor, size_BK: Tensor, weight_BN: Tensor | None = None, *, all_join: bool = False
 ) -> Tensor:
-    """Return the mean row of each group.
+    """Return the mean row of each group (B, K, D), zeros for an empty group.
 
     Args:
-        x_BND: Rows (B, N, D).
         slot_BN: Slot of each row, -1 for none (B, N).
-        size_BK: Sum of the weights of each slot's rows (B, K); no gradient.
+        size_BK: Sum of the weights of each slot's rows; no gradient.
         weight_BN: Weight of each row (B, N), or None for 1; no gradient.
         all_join: Promise that no slot is -1, which skips the check.
-
-    Returns:
-        Means (B, K, D); zeros where a group is empty.
 
     Example:
         >>> mean_rows(torch.tensor([[[1.0], [3.0], [5.0]]]), torch.tensor([[0, 0, 1]]), torch.tensor([[2.0, 1.0]]))
@@ -219,8 +209,6 @@ def add_updates(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor, *, all_join:
     """Add to each row the update of the slot that represents it.
 
     Args:
-        x_BND: Rows (B, N, D).
-        update_BKD: The update of each slot (B, K, D).
         slot_BN: Slot of each row, -1 for none (B, N).
         all_join: Promise that no slot is -1, which skips the check.
 

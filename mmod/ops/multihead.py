@@ -38,33 +38,9 @@ def multihead_attention(
 ) -> tuple[Tensor, None]:
     """Compute `torch.nn.functional.multi_head_attention_forward` through calls that can be replaced.
 
-    A function mode is off while it handles a call, so it would not see the attention inside torch's function.
-
-    Args:
-        call: Receives `linear` and `scaled_dot_product_attention`, with their arguments.
-        query_LBD: Queries before projection (L, B, D).
-        key_SBD: Keys before projection (S, B, D).
-        value_SBD: Values before projection (S, B, D).
-        channels: D.
-        heads: H.
-        in_weight: Fused weight of the three projections (3 D, D).
-        in_bias: Their bias (3 D), or None.
-        key_bias: Must be None.
-        value_bias: Must be None.
-        add_zero_attn: Must be False.
-        dropout: Share of probabilities dropped in training.
-        out_weight: Weight of the output projection (D, D).
-        out_bias: Its bias (D), or None.
-        training: Apply dropout.
-        attn_mask: Bias to add, or True where a pair may not attend, (L, S) or (B H, L, S).
-        need_weights: Must be False.
-        options: Further arguments of torch's function, which must all be off.
-
-    Returns:
-        The output (L, B, D), and None in place of the map.
-
-    Raises:
-        ValueError: An unsupported option.
+    A function mode is off while it handles a call, so it would not see the attention inside torch's function. `call`
+    receives `linear` and `scaled_dot_product_attention` with their arguments; all others are those of torch's function,
+    of which several must be off. In place of the map, None is returned.
 
     Example:
         >>> attention = torch.nn.MultiheadAttention(8, 2)

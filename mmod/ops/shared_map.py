@@ -21,11 +21,6 @@ def attend_and_sum(
     """Return attention's output with its gradient, and the attention that keys receive.
 
     Args:
-        q: Queries (B, H, N, E).
-        k: Keys, of the same shape.
-        v: Values, of the same shape.
-        is_causal: A query sees keys up to its own position.
-        scale: Factor of the products.
         weight_N: Weight of each query in the sums (N), or None for 1.
 
     Returns:
@@ -82,12 +77,6 @@ def shared_attention(
     """Return attention's output, the map's column sums and the rows' log-sum-exp; the map is never stored.
 
     Args:
-        q: Queries (B, H, N, E), fp32, on a CPU.
-        k: Keys, of the same shape.
-        v: Values, of the same shape.
-        scale: Factor of the products.
-        keeps_lse: Return the log-sum-exp, which the gradient needs.
-        is_causal: A query sees keys up to its own position.
         weight_N: Weight of each query in the sums (N), or None for 1.
 
     Returns:

@@ -22,18 +22,7 @@ CAUSAL_QUERIES = 128
 
 
 def cut_map(images: int, heads: int, tokens: int, elements: int, is_causal: bool) -> Iterator[Tile]:
-    """Cut the rows of a map into tiles: full images where they fit, else heads of one image, else queries of one head.
-
-    Args:
-        images: B.
-        heads: H.
-        tokens: N.
-        elements: Size of a tile in elements.
-        is_causal: A query sees keys up to its own position.
-
-    Yields:
-        Slices of images, heads and queries.
-    """
+    """Yield slices of images, heads and queries: full images where `elements` hold them, else heads, else queries."""
     rows = min(tokens, CAUSAL_QUERIES) if is_causal else tokens
     steps = [max(1, elements // max(1, size)) for size in (heads * rows * tokens, rows * tokens, tokens)]
     rows = min(rows, steps[2])
@@ -46,11 +35,7 @@ def cut_map(images: int, heads: int, tokens: int, elements: int, is_causal: bool
 
 
 def hide_later(score: Tensor) -> None:
-    """Mask the keys after each query, in place; the last key and the last query are the same token.
-
-    Args:
-        score: Products of queries and keys (..., queries, keys).
-    """
+    """Mask the keys after each query, in place; the last key and the last query are the same token."""
     queries = score.shape[-2]
     later = torch.ones(queries, queries, dtype=torch.bool, device=score.device).triu(1)
     score[..., -queries:].masked_fill_(later, -torch.inf)

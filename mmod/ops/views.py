@@ -34,10 +34,6 @@ def count_views(
 
     Args:
         mask: True where a pair may attend, or a bias to add, broadcastable to (B, H, N, N).
-        is_causal: A query sees keys up to its own position.
-        tokens: N.
-        valid_BN: False where a token is padding: its query is not counted (B, N).
-        device: Where the counts are made.
 
     Example:
         >>> count_views(None, True, 3, None, torch.device("cpu"))
@@ -74,7 +70,6 @@ def views_of_scores(score: Tensor, valid_BN: Tensor | None) -> Views:
     """Return the visibility counts from the scores before a host's softmax.
 
     Args:
-        score: Masked scores (B, H, N, N).
         valid_BN: False where a token is padding (B, N), or None.
     """
     counted = torch.ones_like(score[:1, :1, :, 0], dtype=torch.bool) if valid_BN is None else valid_BN[:, None]

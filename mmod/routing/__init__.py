@@ -8,7 +8,6 @@ from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, 
 from mmod.routing.decoder import DecoderRouter, Predictor
 from mmod.routing.groups import assign_groups, decoded_groups, select_within
 from mmod.routing.router import Router
-from mmod.routing.score.coin import CoinScore
 from mmod.routing.score.diversity import DiversityScore
 from mmod.routing.score.function import FunctionScore
 from mmod.routing.score.linear import LinearScore

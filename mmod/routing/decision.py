@@ -21,8 +21,7 @@ class TokenMarks(NamedTuple):
 
     Args:
         valid_BN: False at padding (B, N); None without padding.
-        protect_BN: True at tokens that are always kept (B, N), at most the router's prefix per image; None for the
-            leading ones.
+        protect_BN: True at tokens that are always kept, at most the router's prefix per image; None for the leading.
     """
 
     valid_BN: Tensor | None = None

@@ -25,10 +25,6 @@ class Predictor(nn.Module):
     """Predict from a token alone whether it will be kept; the token receives no gradient.
 
     Source: Raposo et al., arXiv 2404.02258, section 3.5 (a small network with a stopped gradient).
-
-    Example:
-        >>> Predictor(8)(torch.randn(2, 5, 8)).shape
-        torch.Size([2, 5])
     """
 
     def __init__(self, dim: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
@@ -46,17 +42,7 @@ class Predictor(nn.Module):
 
 
 class DecoderRouter(Router):
-    """A router of decoder layers, which selects within groups of tokens.
-
-    Its capacity is the share kept of the tokens that may be skipped.
-
-    Example:
-        >>> from mmod.routing import assign_groups
-        >>> router = DecoderRouter(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5)
-        >>> free = torch.tensor([[False] + [True] * 4])
-        >>> router(torch.randn(1, 5, 8), tokens=assign_groups(free, free, torch.ones_like(free))).kept.index_BK.shape
-        torch.Size([1, 3])
-    """
+    """A router that selects within groups of tokens; its capacity is the share kept of those that may be skipped."""
 
     chooses_among = TokenGroups
 

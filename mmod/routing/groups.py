@@ -27,11 +27,7 @@ def assign_groups(
     """Assign every token to its group, with one host synchronisation, or two for spans and packed rows.
 
     Args:
-        free_BN: True at tokens that may be skipped (B, N).
-        gated_BN: True where the gate weighs a kept token's update (B, N).
-        valid_BN: False at padding (B, N).
         frames: Groups: None for one per sample, "span" for one per span, or a number of tokens.
-        strict: A capacity that keeps no token of a group is an error.
         segment_BN: Sample of each token in rows that pack several, from 0 (B, N); else None.
         first_BN: True at the first token of every span (B, N); None takes unbroken runs of tokens that may be skipped.
 
@@ -69,15 +65,7 @@ def assign_groups(
 
 
 def decoded_groups(valid_BN: Tensor) -> TokenGroups:
-    """Assign the next token of every sample, which may be skipped without a change of shapes.
-
-    Args:
-        valid_BN: False for samples without one (B, 1).
-
-    Example:
-        >>> decoded_groups(torch.tensor([[True], [False]])).group_BN.tolist()
-        [[1], [-1]]
-    """
+    """Assign the next token of every sample, which may be skipped without a change of shapes; `valid_BN` is (B, 1)."""
     samples = len(valid_BN)
     group_BN = valid_BN * 2 - 1
     sizes, always = ((1,),) * samples, (0,) * samples

@@ -27,15 +27,7 @@ class PartialSlots(NamedTuple):
     share: Tensor
 
     def weigh(self, routing: Routing, prefix: int) -> Routing:
-        """Return a decision at the larger capacity with the weights of the capacity between.
-
-        Example:
-            >>> scores, kept = torch.tensor([[0.1, 0.9, 0.5, 0.2]]), torch.tensor([[1, 2]])
-            >>> from mmod.routing import Evidence, Kept
-            >>> routing = Routing(Kept(kept), Evidence(scores))
-            >>> PartialSlots(Fraction(1, 4), torch.tensor(0.3)).weigh(routing, prefix=0).weights.gate_BK
-            tensor([[1.0000, 0.3000]])
-        """
+        """Return a decision at the larger capacity with the weights of the capacity between."""
         score_BN, kept, tokens = routing.score_BN, routing.kept, routing.evidence.tokens
         assert isinstance(tokens, TokenMarks)
         level_BN = score_BN.detach().masked_fill(tokens.protected(score_BN, prefix), torch.inf)

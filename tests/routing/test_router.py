@@ -2,14 +2,17 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import mmod
 from mmod import RoutingConfig
-from mmod.ops import signed_sums
+from mmod.ops import signed_sums, tiles
 from mmod.routing import LinearScore, RandomScore, RedundancyScore, Router, StrideScore, apply_gate
 from tests.zoo import make_images, make_model
 
@@ -257,3 +260,28 @@ def test_redundancy_keeps_what_no_token_before_can_stand_for() -> None:
 def test_redundancy_ranks_tokens_among_those_that_count() -> None:
     x, valid = torch.randn(1, 9, 16), torch.tensor([[False, True, True, False, True, True, False, False, True]])
     torch.testing.assert_close(RedundancyScore()(x, valid)[valid], RedundancyScore()(x[valid][None])[0])
+
+
+class Largest(TorchDispatchMode):
+    """Records the most elements that a tensor holds which an operation returns."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        sizes = [leaf.untyped_storage().nbytes() // 4 for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        self.elements = max([self.elements, *sizes])
+        return result
+
+
+@pytest.mark.parametrize("skipped", ["merge", "follow"])
+@pytest.mark.parametrize("channels", [None, 16])
+def test_a_decision_by_similarity_holds_no_map_of_pairs(channels: int | None, skipped: str) -> None:
+    router = make(
+        RoutingConfig(router=mmod.score("redundancy", channels=channels), skipped=skipped, capacity=0.5), dim=32
+    )
+    for tokens in (1025, 6145):
+        with torch.no_grad(), Largest() as largest:
+            router(torch.randn(1, tokens, 32))
+        # A tile of the map, or rows and their indices.
+        assert largest.elements <= max(tiles.CHUNK_ELEMENTS, 20 * tokens * 32), tokens

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from mmod.ops.triton.compat import load_float, on_device
+from mmod.ops.triton.compat import launch, load_float
 
 _OPTIONS = {"ROWS": 32, "COLUMNS": 64, "CHANNELS": 32}
 
@@ -137,12 +137,11 @@ def unit_rows(x_BND: Tensor, channels: int) -> Tensor:
     out = torch.empty(images, tokens, channels, dtype=torch.float32, device=x_BND.device)
     span = triton.next_power_of_2(channels)
     rows, tile_rows = images * tokens, max(1, 2048 // span)
-    if out.numel():
-        with on_device(x_BND):
-            unit_kernel[(triton.cdiv(rows, tile_rows),)](
-                x_BND, out, rows, tokens, dim, channels, *x_BND.stride(),
-                SIGNED=channels < dim, ROWS=tile_rows, CHANNELS=span,
-            )  # fmt: skip
+    launch(
+        unit_kernel, (triton.cdiv(rows, tile_rows),),
+        x_BND, out, rows, tokens, dim, channels, *x_BND.stride(),
+        SIGNED=channels < dim, ROWS=tile_rows, CHANNELS=span,
+    )  # fmt: skip
     return out
 
 
@@ -164,20 +163,10 @@ def redundancy(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor
         place = torch.nn.functional.pad(place_BN, (prefix, 0)).contiguous()
         valid = valid_BN.contiguous().view(torch.uint8)
     blocks = triton.cdiv(tokens, _OPTIONS["ROWS"])
-    if out.numel():
-        with on_device(unit_BNE):
-            redundancy_kernel[(images * blocks,)](
-                unit_BNE,
-                place,
-                valid,
-                out,
-                tokens,
-                channels,
-                prefix,
-                blocks,
-                HAS_VALID=valid_BN is not None,
-                **_OPTIONS,
-            )
+    launch(
+        redundancy_kernel, (images * blocks,),
+        unit_BNE, place, valid, out, tokens, channels, prefix, blocks, HAS_VALID=valid_BN is not None, **_OPTIONS,
+    )  # fmt: skip
     return out
 
 
@@ -194,12 +183,11 @@ def nearest_rows(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor
     out = torch.empty(images, tokens, dtype=torch.int64, device=unit_BNE.device)
     valid = row_BK if valid_BK is None else valid_BK.contiguous().view(torch.uint8)
     blocks = triton.cdiv(tokens, _OPTIONS["ROWS"])
-    if out.numel():
-        with on_device(unit_BNE):
-            nearest_kernel[(images * blocks,)](
-                unit_BNE, row_BK, valid, out, tokens, row_BK.shape[1], channels, prefix, blocks,
-                HAS_VALID=valid_BK is not None, **_OPTIONS,
-            )  # fmt: skip
+    launch(
+        nearest_kernel, (images * blocks,),
+        unit_BNE, row_BK, valid, out, tokens, row_BK.shape[1], channels, prefix, blocks,
+        HAS_VALID=valid_BK is not None, **_OPTIONS,
+    )  # fmt: skip
     return out
 
 

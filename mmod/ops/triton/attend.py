@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from mmod.ops.triton.attention import forward_kernel, key_gradient_kernel, query_gradient_kernel, tiles
-from mmod.ops.triton.compat import on_device
+from mmod.ops.triton.compat import launch
 
 
 @torch.library.custom_op("mmod::attend_rows", mutates_args=())
@@ -30,14 +30,8 @@ def attend_rows(
     """Attend within sequences.
 
     Args:
-        q_THE: Queries (T, H, E).
         k_THE: Keys, of as many heads or of a divisor of that (T, H or fewer, E).
-        v_THE: Values, like keys.
-        start: Where each sequence starts and, last, ends (S + 1).
-        longest: Rows of the longest sequence, or more.
         valid: False for keys that nobody attends to (T), or None.
-        is_causal: A query sees keys of rows up to its own row.
-        scale: Factor of the products.
 
     Returns:
         The output, zero where a query sees no key (T, H, E), and the binary logarithm of each row's sum of
@@ -48,14 +42,13 @@ def attend_rows(
     heads, width = q_THE.shape[1:]
     tile = tiles(width, q_THE.dtype, backward=False)
     blocks = triton.cdiv(longest, tile.queries)
-    programs = blocks * heads * (start.shape[0] - 1)
-    if programs and out.shape[0]:
-        with on_device(q_THE):
-            forward_kernel[(programs,)](
-                q_THE, k_THE, v_THE, out, lse, start, valid,
-                *_strides(q_THE, k_THE, v_THE), heads, heads // k_THE.shape[1], blocks, out.shape[0], scale,
-                width=width, CAUSAL=is_causal, **tile.options(),
-            )  # fmt: skip
+    programs = blocks * heads * (start.shape[0] - 1) * (out.shape[0] > 0)
+    launch(
+        forward_kernel, (programs,),
+        q_THE, k_THE, v_THE, out, lse, start, valid,
+        *_strides(q_THE, k_THE, v_THE), heads, heads // k_THE.shape[1], blocks, out.shape[0], scale,
+        width=width, CAUSAL=is_causal, **tile.options(),
+    )  # fmt: skip
     return out, lse
 
 
@@ -73,21 +66,7 @@ def attend_rows_backward(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `attend_rows`.
-
-    Args:
-        grad_out: Gradient of its output.
-        q_THE: As there.
-        k_THE: As there.
-        v_THE: As there.
-        out: What it returned.
-        lse: What it returned.
-        start: As there.
-        longest: As there.
-        valid: As there.
-        is_causal: As there.
-        scale: As there.
-    """
+    """Return the gradients of `attend_rows`."""
     q_THE, k_THE, v_THE = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THE, k_THE, v_THE))
     grad_out = grad_out.contiguous()
     grads = q_THE.new_empty(q_THE.shape), k_THE.new_empty(k_THE.shape), v_THE.new_empty(v_THE.shape)
@@ -100,15 +79,14 @@ def attend_rows_backward(
     options: dict[str, Any] = {"width": width, "CAUSAL": is_causal, **tile.options()}
     queries = out.shape[0]
     blocks_q, blocks_k = triton.cdiv(longest, tile.queries), triton.cdiv(longest, tile.keys)
-    with on_device(q_THE):
-        if sequences and blocks_q and queries:
-            query_gradient_kernel[(blocks_q * heads * sequences,)](
-                q_THE, k_THE, v_THE, out, lse, grad_out, delta, grads[0], *sources, blocks_q, queries, scale, **options
-            )
-        if sequences and blocks_k and k_THE.shape[0]:
-            key_gradient_kernel[(blocks_k * shared * sequences,)](
-                q_THE, k_THE, v_THE, lse, grad_out, delta, *grads[1:], *sources, blocks_k, queries, scale, **options
-            )
+    launch(
+        query_gradient_kernel, (blocks_q * heads * sequences * (queries > 0),),
+        q_THE, k_THE, v_THE, out, lse, grad_out, delta, grads[0], *sources, blocks_q, queries, scale, **options,
+    )  # fmt: skip
+    launch(
+        key_gradient_kernel, (blocks_k * shared * sequences * (k_THE.shape[0] > 0),),
+        q_THE, k_THE, v_THE, lse, grad_out, delta, *grads[1:], *sources, blocks_k, queries, scale, **options,
+    )  # fmt: skip
     return grads
 
 

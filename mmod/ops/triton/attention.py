@@ -205,8 +205,6 @@ class Tiles(NamedTuple):
     """Tile sizes: the part of a head that one program takes at a time.
 
     Args:
-        queries: Rows of queries.
-        keys: Rows of keys.
         channels: Channels, a power of two.
         warps: Warps of a program.
         stages: Loads in flight.
@@ -230,11 +228,6 @@ def tiles(width: int, dtype: torch.dtype, backward: bool) -> Tiles:
     """Choose tiles that fit the shared memory of every GPU since sm_80 (99 KiB on the smallest).
 
     They are the customary ones for attention and not yet tuned by measurement: no GPU was at hand.
-
-    Args:
-        width: Channels of a head.
-        dtype: Type of queries, keys and values.
-        backward: For a gradient kernel.
     """
     channels = max(16, triton.next_power_of_2(width))
     wide = channels > 64

@@ -7,19 +7,16 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 # Triton reads this when a function is decorated, hence once for all kernels of a process.
 INTERPRET: bool = triton.knobs.runtime.interpret
 
 
-def on_device(tensor: Tensor) -> Any:
-    """Return a context in which launches go to a tensor's device, which need not be the current one.
-
-    Args:
-        tensor: An argument of the kernel.
-    """
-    return torch.cuda.device_of(tensor)
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+    """Launch a kernel on the device of its first argument, which need not be the current one; skip an empty grid."""
+    if all(grid):
+        with torch.cuda.device_of(args[0]):
+            kernel[grid](*args, **options)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmod.ops.hashing import HASH_CHANNELS, MIX, MULTIPLIERS
-from mmod.ops.triton.compat import load_float, on_device
+from mmod.ops.triton.compat import launch, load_float
 
 _MIX = tl.constexpr(MIX)
 _M0, _M1, _M2, _M3, _M4, _M5, _M6, _M7 = (tl.constexpr(value) for value in MULTIPLIERS)
@@ -73,10 +73,9 @@ def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None) -> Tensor:
     images, tokens, channels = x_BND.shape
     out = torch.empty(images, tokens, dtype=torch.float32, device=x_BND.device)
     valid = out if valid_BN is None else valid_BN.view(torch.uint8)
-    if out.numel():
-        with on_device(x_BND):
-            random_kernel[(images,)](
-                x_BND, valid, out, tokens, min(HASH_CHANNELS, channels), salt, *x_BND.stride(), *valid.stride(),
-                HAS_VALID=valid_BN is not None, BLOCK=256, CHANNELS=HASH_CHANNELS,
-            )  # fmt: skip
+    launch(
+        random_kernel, (images,),
+        x_BND, valid, out, tokens, min(HASH_CHANNELS, channels), salt, *x_BND.stride(), *valid.stride(),
+        HAS_VALID=valid_BN is not None, BLOCK=256, CHANNELS=HASH_CHANNELS,
+    )  # fmt: skip
     return out

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from mmod.ops.triton.attend import attend_rows
 from mmod.ops.triton.attention import LOG2_E, load_rows, tiles
-from mmod.ops.triton.compat import on_device
+from mmod.ops.triton.compat import launch
 
 
 @triton.jit
@@ -75,16 +75,10 @@ def column_sums(
     Heads are summed last, so that few images still fill a GPU; that takes H numbers for each token.
 
     Args:
-        q_BHNE: Queries (B, H, N, E).
         k_BHNE: Keys, of as many heads or of a divisor of that (B, H or fewer, N, E).
         lse_BHN: Natural logarithm of each row's sum of exponentials (B, H, N or more).
         valid_q_BN: False for queries that do not count (B, N), or None.
         valid_k_BN: False for keys that nobody attends to (B, N), or None.
-        is_causal: A query sees keys up to its own position.
-        scale: Factor of the products.
-
-    Returns:
-        Sums (B, N), fp32, without a gradient.
     """
     q_BHNE, k_BHNE = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHNE, k_BHNE))
     lse_BHN = lse_BHN if lse_BHN.stride(-1) == 1 else lse_BHN.contiguous()
@@ -95,15 +89,14 @@ def column_sums(
     # Keys stay in registers and queries stream by, so the longer side is the keys'.
     options = {**tile.options(), "BLOCK_M": tile.keys, "BLOCK_N": tile.queries}
     blocks = triton.cdiv(tokens, tile.queries)
-    if sums_BHN.numel():
-        with on_device(q_BHNE):
-            column_kernel[(blocks * heads * images,)](
-                q_BHNE, k_BHNE, lse_BHN, valid_q_BN, valid_k_BN, sums_BHN,
-                *q_BHNE.stride()[:3], *k_BHNE.stride()[:3], *lse_BHN.stride()[:2],
-                0 if valid_q_BN is None else valid_q_BN.stride(0), 0 if valid_k_BN is None else valid_k_BN.stride(0),
-                tokens, heads, heads // k_BHNE.shape[1], blocks, scale,
-                width=width, CAUSAL=is_causal, **options,
-            )  # fmt: skip
+    launch(
+        column_kernel, (blocks * heads * images,),
+        q_BHNE, k_BHNE, lse_BHN, valid_q_BN, valid_k_BN, sums_BHN,
+        *q_BHNE.stride()[:3], *k_BHNE.stride()[:3], *lse_BHN.stride()[:2],
+        0 if valid_q_BN is None else valid_q_BN.stride(0), 0 if valid_k_BN is None else valid_k_BN.stride(0),
+        tokens, heads, heads // k_BHNE.shape[1], blocks, scale,
+        width=width, CAUSAL=is_causal, **options,
+    )  # fmt: skip
     return sums_BHN.sum(dim=1)
 
 
@@ -123,13 +116,6 @@ def attend_fused(
 ) -> tuple[Tensor, Tensor]:
     """Attend by torch's fused kernel that returns the rows' log-sum-exp.
 
-    Args:
-        q_BHNE: Queries (B, H, N, E), on a CUDA device, E divisible by 8.
-        k_BHNE: Keys, of the same shape.
-        v_BHNE: Values, of the same shape.
-        is_causal: A query sees keys up to its own position.
-        scale: Factor of the products.
-
     Returns:
         The output (B, H, N, E), and the natural logarithm of each row's sum of exponentials (B, H, N or more).
     """
@@ -146,12 +132,8 @@ def attend_batch(
     """Attend by our own kernel and return the rows' log-sum-exp.
 
     Args:
-        q_BHNE: Queries (B, H, N, E).
         k_BHNE: Keys, of as many heads or of a divisor of that (B, H or fewer, N, E).
-        v_BHNE: Values, like keys.
         visible_BN: False for keys that nobody attends to (B, N), or None.
-        is_causal: A query sees keys up to its own position.
-        scale: Factor of the products.
 
     Returns:
         The output (B, H, N, E), and the natural logarithm of each row's sum of exponentials (B, H, N).

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmod.ops.triton.compat import load_float, on_device
+from mmod.ops.triton.compat import launch, load_float
 from mmod.ops.triton.rows import tile_of
 
 _TILE = 32
@@ -89,11 +89,10 @@ def size_groups(slot_BN: Tensor, slots: int, dtype: torch.dtype) -> tuple[Tensor
     images, width = len(slot_BN), triton.cdiv(slots, 8) * 8
     size = torch.empty(images, slots, dtype=torch.float32, device=slot_BN.device)
     bias = torch.empty(images, 1, 1, width, dtype=dtype, device=slot_BN.device)
-    if size.numel():
-        with on_device(slot_BN):
-            size_kernel[images, triton.cdiv(width, _TILE)](
-                slot_BN, size, bias, slot_BN.shape[1], slots, width, *slot_BN.stride(), SLOTS=_TILE, TOKENS=128
-            )
+    launch(
+        size_kernel, (images, triton.cdiv(width, _TILE)),
+        slot_BN, size, bias, slot_BN.shape[1], slots, width, *slot_BN.stride(), SLOTS=_TILE, TOKENS=128
+    )  # fmt: skip
     return size, bias
 
 
@@ -102,14 +101,13 @@ def mean_rows(x_BND: Tensor, slot_BN: Tensor, slots: int, size_BK: Tensor | None
     images, tokens, channels = x_BND.shape
     out = torch.empty(images, slots, channels, dtype=x_BND.dtype, device=x_BND.device)
     blocks = triton.cdiv(slots, _TILE)
-    if out.numel():
-        with on_device(x_BND):
-            mean_kernel[images * blocks, triton.cdiv(channels, 64)](
-                x_BND, slot_BN.contiguous(), out if size_BK is None else size_BK.contiguous(),
-                out if weight_BN is None else weight_BN.contiguous(), out, tokens, slots, channels, blocks,
-                *x_BND.stride(), HAS_SIZE=size_BK is not None, HAS_WEIGHT=weight_BN is not None,
-                SLOTS=_TILE, TOKENS=_TILE, CHANNELS=64,
-            )  # fmt: skip
+    launch(
+        mean_kernel, (images * blocks, triton.cdiv(channels, 64)),
+        x_BND, slot_BN.contiguous(), out if size_BK is None else size_BK.contiguous(),
+        out if weight_BN is None else weight_BN.contiguous(), out, tokens, slots, channels, blocks,
+        *x_BND.stride(), HAS_SIZE=size_BK is not None, HAS_WEIGHT=weight_BN is not None,
+        SLOTS=_TILE, TOKENS=_TILE, CHANNELS=64,
+    )  # fmt: skip
     return out
 
 
@@ -118,10 +116,9 @@ def add_updates(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor) -> Tensor:
     images, tokens, channels = x_BND.shape
     out = torch.empty(x_BND.shape, dtype=x_BND.dtype, device=x_BND.device)
     rows, (tile_rows, tile_channels) = images * tokens, tile_of(channels)
-    if out.numel():
-        with on_device(x_BND):
-            add_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)](
-                x_BND, update_BKD, slot_BN.contiguous(), out, rows, tokens, channels, *x_BND.stride(),
-                *update_BKD.stride(), ROWS=tile_rows, CHANNELS=tile_channels,
-            )  # fmt: skip
+    launch(
+        add_kernel, (triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)),
+        x_BND, update_BKD, slot_BN.contiguous(), out, rows, tokens, channels, *x_BND.stride(),
+        *update_BKD.stride(), ROWS=tile_rows, CHANNELS=tile_channels,
+    )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mmod.ops.rows import inverse_rows
-from mmod.ops.triton.compat import load_float, on_device
+from mmod.ops.triton.compat import launch, load_float
 
 # Elements of a tile: 128 threads move 32 bytes of bf16 each.
 TILE = 2048
@@ -186,12 +186,11 @@ def gather_rows(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = Non
     images, slots, channels = *index_BK.shape, x_BND.shape[2]
     out = torch.empty(images, slots, channels, dtype=x_BND.dtype, device=x_BND.device)
     rows, (tile_rows, tile_channels) = images * slots, tile_of(channels)
-    if out.numel():
-        with on_device(x_BND):
-            gather_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)](
-                x_BND, index_BK, out, rows, slots, channels, *x_BND.stride(), *index_BK.stride(),
-                ROWS=tile_rows, CHANNELS=tile_channels,
-            )  # fmt: skip
+    launch(
+        gather_kernel, (triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)),
+        x_BND, index_BK, out, rows, slots, channels, *x_BND.stride(), *index_BK.stride(),
+        ROWS=tile_rows, CHANNELS=tile_channels,
+    )  # fmt: skip
     return out
 
 
@@ -224,13 +223,12 @@ def _merge(
     gate_ = out if gate is None else gate.contiguous()
     valid_ = inverse if valid is None else valid.contiguous().view(torch.uint8)
     rows, (tile_rows, tile_channels) = images * tokens, tile_of(channels)
-    if out.numel():
-        with on_device(out):
-            merge_kernel[triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)](
-                x_, inverse, z_, y_, gate_, valid_, out, rows, tokens, index.shape[1], channels,
-                *x_.stride(), *z_.stride(), *y_.stride(), HAS_X=x is not None, HAS_Y=y is not None,
-                HAS_GATE=gate is not None, HAS_VALID=valid is not None, ROWS=tile_rows, CHANNELS=tile_channels,
-            )  # fmt: skip
+    launch(
+        merge_kernel, (triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)),
+        x_, inverse, z_, y_, gate_, valid_, out, rows, tokens, index.shape[1], channels,
+        *x_.stride(), *z_.stride(), *y_.stride(), HAS_X=x is not None, HAS_Y=y is not None,
+        HAS_GATE=gate is not None, HAS_VALID=valid is not None, ROWS=tile_rows, CHANNELS=tile_channels,
+    )  # fmt: skip
     return out
 
 
@@ -244,13 +242,12 @@ def merge_rows_grad(
     grad_gate = torch.empty(gate_BK.shape, dtype=gate_BK.dtype, device=gate_BK.device)
     valid = index_BK if valid_BK is None else valid_BK.contiguous().view(torch.uint8)
     rows, (tile_rows, tile_channels) = images * slots, tile_of(channels)
-    if grad_z.numel():
-        with on_device(grad_BND):
-            merge_grad_kernel[(triton.cdiv(rows, tile_rows),)](
-                grad_BND, index_BK.contiguous(), z_BKD, y_BKD, gate_BK.contiguous(), valid, grad_z, grad_y, grad_gate,
-                rows, slots, channels, *grad_BND.stride(), *z_BKD.stride(), *y_BKD.stride(),
-                HAS_VALID=valid_BK is not None, ROWS=tile_rows, CHANNELS=tile_channels,
-            )  # fmt: skip
+    launch(
+        merge_grad_kernel, (triton.cdiv(rows, tile_rows),),
+        grad_BND, index_BK.contiguous(), z_BKD, y_BKD, gate_BK.contiguous(), valid, grad_z, grad_y, grad_gate,
+        rows, slots, channels, *grad_BND.stride(), *z_BKD.stride(), *y_BKD.stride(),
+        HAS_VALID=valid_BK is not None, ROWS=tile_rows, CHANNELS=tile_channels,
+    )  # fmt: skip
     return grad_z, grad_y, grad_gate
 
 
@@ -265,14 +262,13 @@ def gather_norm(
     mean = torch.empty_like(scale) if centred else torch.zeros_like(scale)
     rows, span = images * slots, triton.next_power_of_2(channels)
     tile_rows = max(1, TILE // span)
-    if out.numel():
-        with on_device(x_BND):
-            gather_norm_kernel[(triton.cdiv(rows, tile_rows),)](
-                x_BND, index_BK, out if weight is None else weight, out if bias is None else bias,
-                out, normed, mean, scale, rows, slots, channels, eps, *x_BND.stride(), *index_BK.stride(),
-                CENTRED=centred, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-                ROWS=tile_rows, CHANNELS=span, num_warps=_warps(span),
-            )  # fmt: skip
+    launch(
+        gather_norm_kernel, (triton.cdiv(rows, tile_rows),),
+        x_BND, index_BK, out if weight is None else weight, out if bias is None else bias,
+        out, normed, mean, scale, rows, slots, channels, eps, *x_BND.stride(), *index_BK.stride(),
+        CENTRED=centred, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
+        ROWS=tile_rows, CHANNELS=span, num_warps=_warps(span),
+    )  # fmt: skip
     return out, normed, mean, scale
 
 
@@ -288,14 +284,13 @@ def gather_norm_grad(
     grad_weight, grad_bias = (
         torch.empty(parts, channels, dtype=torch.float32, device=z_BKD.device) for _ in range(2)
     )  # fmt: skip
-    if z_BKD.numel():
-        with on_device(z_BKD):
-            gather_norm_grad_kernel[(parts,)](
-                grad_z.contiguous(), grad_normed.contiguous(), z_BKD.contiguous(), index_BK.contiguous(),
-                z_BKD if weight is None else weight, mean_BK, scale_BK, grad_x, grad_weight, grad_bias,
-                rows, tokens, slots, channels, CENTRED=centred, HAS_WEIGHT=weight is not None,
-                CHUNK=NORM_CHUNK, ROWS=min(NORM_CHUNK, max(1, TILE // span)), CHANNELS=span, num_warps=_warps(span),
-            )  # fmt: skip
+    launch(
+        gather_norm_grad_kernel, (parts,),
+        grad_z.contiguous(), grad_normed.contiguous(), z_BKD.contiguous(), index_BK.contiguous(),
+        z_BKD if weight is None else weight, mean_BK, scale_BK, grad_x, grad_weight, grad_bias,
+        rows, tokens, slots, channels, CENTRED=centred, HAS_WEIGHT=weight is not None,
+        CHUNK=NORM_CHUNK, ROWS=min(NORM_CHUNK, max(1, TILE // span)), CHANNELS=span, num_warps=_warps(span),
+    )  # fmt: skip
     return grad_x, grad_weight.sum(dim=0), grad_bias.sum(dim=0)
 
 

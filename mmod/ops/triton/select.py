@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mmod.ops.triton.compat import load_float, on_device
+from mmod.ops.triton.compat import launch, load_float
 
 GATES = {"identity": 0, "linear": 1, "sigmoid": 2, "tanh": 3}
 # Keys of what is always kept, of NaN and of padding; no bits of a score come out as one of them.
@@ -129,15 +129,14 @@ def select_topk(
     weight = torch.empty((0,) if gate == "identity" else (images, count), dtype=score_BN.dtype, device=device)
     valid, protect = (inverse if mask is None else mask.view(torch.uint8) for mask in (valid_BN, protect_BN))
     block = triton.next_power_of_2(tokens)
-    if images:
-        with on_device(score_BN):
-            select_kernel[(images,)](
-                score_BN, valid, protect, index, filled.view(torch.uint8), inverse, weight,
-                tokens, count, prefix, numerator, denominator, scale,
-                *score_BN.stride(), *valid.stride(), *protect.stride(),
-                HAS_VALID=valid_BN is not None, HAS_PROTECT=protect_BN is not None, GATE=GATES[gate], BLOCK=block,
-                num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,
-            )  # fmt: skip
+    launch(
+        select_kernel, (images,),
+        score_BN, valid, protect, index, filled.view(torch.uint8), inverse, weight,
+        tokens, count, prefix, numerator, denominator, scale,
+        *score_BN.stride(), *valid.stride(), *protect.stride(),
+        HAS_VALID=valid_BN is not None, HAS_PROTECT=protect_BN is not None, GATE=GATES[gate], BLOCK=block,
+        num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,
+    )  # fmt: skip
     return weight, index, filled, inverse
 
 
@@ -145,10 +144,9 @@ def gate_grad(grad_BK: Tensor, score_BN: Tensor, inverse_BN: Tensor, gate: str, 
     """Return the gradient of the scores (B, N)."""
     out = torch.empty(score_BN.shape, dtype=score_BN.dtype, device=score_BN.device)
     total, block = score_BN.numel(), 1024
-    if total:
-        with on_device(score_BN):
-            gate_grad_kernel[(triton.cdiv(total, block),)](
-                grad_BK.contiguous(), score_BN, inverse_BN, out, total, score_BN.shape[1], grad_BK.shape[1], scale,
-                *score_BN.stride(), GATE=GATES[gate], BLOCK=block,
-            )  # fmt: skip
+    launch(
+        gate_grad_kernel, (triton.cdiv(total, block),),
+        grad_BK.contiguous(), score_BN, inverse_BN, out, total, score_BN.shape[1], grad_BK.shape[1], scale,
+        *score_BN.stride(), GATE=GATES[gate], BLOCK=block,
+    )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""A score without parameters: how unlike the tokens of a cell of the grid are, which else become one."""
+"""A score without parameters: the variance within each cell of the grid."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ from mmod.values import check_fields
 @register_score("cells")
 @dataclass(frozen=True, kw_only=True)
 class Cells(Score):
-    """How unlike the tokens of a cell are, see `CellScore`: with `skipped="merge"`, even cells of the image become one
-    token each, and the others stay as fine as they are.
+    """Variance within each cell of the grid: with `skipped="merge"`, uniform cells are merged into one token each.
 
-    Consecutive routed blocks share it. Tokens join none but the first of their cell.
+    Consecutive routed blocks share it. Tokens join only the first of their cell.
 
     Args:
         side: Tokens along a side of a cell.
@@ -44,16 +43,11 @@ class Cells(Score):
 
 
 class CellScore(Grouping):
-    """Score tokens so that those of even cells come last.
+    """Score tokens so that those of uniform cells come last.
 
     A cell is a square of `side` times `side` tokens of the grid, smaller at the right and lower edges where the grid is
     no multiple of it. The variance v of its tokens, the mean over tokens and channels, makes a score of v / (1 + v) for
-    each of them but the first, which stands for those that join it and has the score 2.
-
-    Args:
-        prefix: Leading tokens, which are in no cell; they have the score 2.
-        side: As for `Cells`.
-        width: As for `Cells`.
+    each of them but the first, which stands for those that join it and has the score 2, as `prefix` tokens have.
 
     Example:
         >>> CellScore()(torch.tensor([[[1.0], [1.0], [5.0], [7.0]]])).shape, CellScore().first(16, torch.device("cpu"))
@@ -65,11 +59,7 @@ class CellScore(Grouping):
         self.prefix, self.side, self.width = prefix, side, width
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-        """Return the scores (B, N) for tokens (B, N, D).
-
-        Raises:
-            ValueError: The tokens are no grid, or some of them are padding.
-        """
+        """Return the scores (B, N) for tokens (B, N, D)."""
         if valid_BN is not None:
             raise ValueError(
                 "router 'cells' needs a full grid of tokens in every image; some of these are padding or text"

@@ -17,10 +17,7 @@ from mmod.routing.grouping import Comparing
 @register_score("diversity")
 @dataclass(frozen=True)
 class Diversity(Score):
-    """How far a token is from those that are chosen before it, see `DiversityScore`.
-
-    Consecutive routed blocks share it.
-    """
+    """How far a token is from those chosen before it, which consecutive routed blocks share, see `DiversityScore`."""
 
     shared: ClassVar[bool] = True
     compares: ClassVar[bool] = True
@@ -52,10 +49,7 @@ class DiversityScore(Comparing):
 
     Selection takes the token i with the largest `w_i min_j d(i, j)`, where d is the cosine distance and j runs over the
     tokens that are taken, or over all others before any is. That value is its score; the first token has twice the
-    largest w, which none exceeds. w is importance, or 1. One small step for each token, on distances (B, N, N).
-
-    Args:
-        prefix: Leading tokens, which take no part and have the score 2.
+    largest w, which none exceeds. w is importance, or 1. `prefix` tokens take no part and have the score 2.
 
     Source: DivPrune, Alvar et al., arXiv 2503.02175, algorithm 1, with w = 1; there the tokens are the language model's
         inputs. The weight is this library's.

@@ -14,7 +14,7 @@ from mmod.config import Placement, WithImportance, register_score
 @register_score("function")
 @dataclass(frozen=True)
 class Function(WithImportance):
-    """A function of the user's, which may learn; configs that hold one cannot be saved. See `FunctionScore`.
+    """A function of the user's, which may learn; configs that hold one cannot be saved.
 
     Args:
         function: Maps tokens (B, N, D) to scores (B, N).
@@ -42,11 +42,7 @@ class Function(WithImportance):
 
 
 class FunctionScore(nn.Module):
-    """Score tokens by a function of the user's.
-
-    Args:
-        function: Maps tokens (B, N, D) to scores (B, N).
-    """
+    """Score tokens by a function of the user's."""
 
     def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
@@ -54,11 +50,7 @@ class FunctionScore(nn.Module):
         self.function = function
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
-        """Return the scores (B, N) of tokens (B, N, D).
-
-        Raises:
-            ValueError: The function returned another shape.
-        """
+        """Return the scores (B, N) of tokens (B, N, D)."""
         score = self.function(x_BND)
         if score.shape != x_BND.shape[:2]:
             raise ValueError(

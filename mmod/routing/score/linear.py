@@ -76,14 +76,8 @@ class LinearScore(nn.Module):
     """Score tokens by a learned vector: `score = w . x / rms(x) + b`, computed in fp32 under autocast too.
 
     Args:
-        dim: Channels D of a token.
-        bias: Add a bias, which starts at 0.
-        normalize: Divide the input by its root mean square first.
-        init_std: Standard deviation of the initial weight.
         initial: Value around which the scores start; other than 0 it needs the bias.
         whole: Give each token the mean score of its image.
-        device: Where the weight is created.
-        dtype: Type of the weight; the score is fp32 whatever it is.
 
     Source: Raposo et al., arXiv 2404.02258, section 3.4 (linear, no bias, raw input). A normalised input keeps the
     size of the score apart from the growth of the residual stream with depth.
@@ -141,7 +135,6 @@ def mean_score(score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
     """Return the mean score of each image, for each of its tokens (B, N).
 
     Args:
-        score_BN: Scores of tokens (B, N).
         valid_BN: False where a token does not count (B, N), or None.
     """
     if valid_BN is None:
@@ -155,9 +148,5 @@ def near_dense_std(dim: int, gate_scale: float) -> float:
 
     A weight of exactly zero would tie every score, and ties keep the lowest positions of every image: the router
     would start with the upper rows of the picture and only ever see a gradient from there.
-
-    Args:
-        dim: Channels D of a token.
-        gate_scale: The gate's factor.
     """
     return 0.01 / (2.5 * max(gate_scale, 0.01) * math.sqrt(dim))

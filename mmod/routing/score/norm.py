@@ -13,7 +13,7 @@ from mmod.config import Placement, Score, register_score
 @register_score("norm")
 @dataclass(frozen=True)
 class Norm(Score):
-    """The norm of a token, see `NormScore`. A threshold is compared with it relative to the image's mean."""
+    """The Euclidean norm of a token. A threshold is compared with it relative to the image's mean."""
 
     relative: ClassVar[bool] = True
 

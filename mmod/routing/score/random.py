@@ -35,6 +35,32 @@ class Random(Score):
         return RandomScore(self.seed, place.block)
 
 
+@register_score("coin")
+@dataclass(frozen=True)
+class Coin(Score):
+    """A number drawn uniformly from [0, 1) for a whole image, in each routed block another.
+
+    A threshold t keeps the share 1 - t of the images: the control of scores that decide per sequence.
+
+    Args:
+        seed: Chooses the draw.
+    """
+
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self, "router")
+
+    @property
+    def whole(self) -> bool:
+        """Whether all tokens of an image have one score."""
+        return True
+
+    def make(self, place: Placement) -> nn.Module:
+        """Return the module that scores tokens."""
+        return RandomScore(self.seed, place.block, whole=True)
+
+
 class RandomScore(nn.Module):
     """Score tokens uniformly at random in [0, 1), differently for every image: the control of every experiment.
 
@@ -42,22 +68,19 @@ class RandomScore(nn.Module):
     scores again, in any batch and however often it is recomputed.
 
     Args:
-        seed: Chooses the draw.
         block: Index of the block, so that blocks draw independently.
-
-    Example:
-        >>> x = torch.randn(2, 6, 4)
-        >>> torch.equal(RandomScore(0, 1)(x)[1:], RandomScore(0, 1)(x[1:]))
-        True
+        whole: Give all tokens of an image the number of its first token.
     """
 
-    def __init__(self, seed: int, block: int) -> None:
+    def __init__(self, seed: int, block: int, whole: bool = False) -> None:
         super().__init__()
         self.salt = _mix_number(_mix_number(seed) + block)
+        self.whole = whole
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, leaves no fingerprint."""
-        return random_scores(x_BND, self.salt, valid_BN)
+        score_BN = random_scores(x_BND, self.salt, valid_BN)
+        return score_BN[:, :1].expand_as(score_BN) if self.whole else score_BN
 
 
 def _mix_number(value: int) -> int:

@@ -16,9 +16,7 @@ from mmod.values import check_fields
 @register_score("redundancy")
 @dataclass(frozen=True, kw_only=True)
 class Redundancy(Score):
-    """How unlike a token is to those that would be kept before it, see `RedundancyScore`.
-
-    Consecutive routed blocks share it.
+    """How unlike a token is to those before it in an evenly spread order, which consecutive routed blocks share.
 
     Args:
         channels: Compare tokens by so many sums of their channels, which costs less; see `mmod.ops.signed_sums`. None
@@ -43,21 +41,7 @@ class Redundancy(Score):
 
 
 class RedundancyScore(Comparing):
-    """Score tokens so that those which another token can stand for come last.
-
-    Tokens are ordered as `StrideScore` ranks them, evenly spread at any length. The score of a token is the smallest
-    cosine distance to one before it, in [0, 2], so that of several that are alike the first alone has a high one.
-
-    Args:
-        prefix: Leading tokens, which can stand for no other; they have the score 2.
-        channels: As for `Redundancy`.
-
-    Example:
-        >>> import torch
-        >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [1.0, 0.0]]])
-        >>> RedundancyScore()(x)
-        tensor([[2.0000, 0.9005, 0.0050, 0.0000]])
-    """
+    """Score tokens by `redundancy_scores`, so that those which another token can stand for come last."""
 
     def __init__(self, prefix: int = 0, channels: int | None = None) -> None:
         super().__init__()
@@ -65,9 +49,6 @@ class RedundancyScore(Comparing):
         self.channels = channels
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None, unit_BNE: Tensor | None = None) -> Tensor:
-        """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, stands for nothing.
-
-        `unit_BNE` are `unit_rows` of the tokens, if they were computed before.
-        """
+        """Return the scores (B, N) for tokens (B, N, D); `unit_BNE` are their `unit_rows`, if computed before."""
         unit_BNE = unit_rows(x_BND, self.channels) if unit_BNE is None else unit_BNE
         return redundancy_scores(unit_BNE, self.prefix, valid_BN)

@@ -14,7 +14,7 @@ from mmod.ops import spread_evenly
 @register_score("stride")
 @dataclass(frozen=True)
 class Stride(Score):
-    """Scores in (0, 1] whose best are evenly spread, see `StrideScore`."""
+    """Scores in (0, 1], the same for every image, whose best K are evenly spread whatever K is: a control."""
 
     shared: ClassVar[bool] = True
     positional: ClassVar[bool] = True
@@ -25,15 +25,7 @@ class Stride(Score):
 
 
 class StrideScore(nn.Module):
-    """Score tokens so that the best K are spread evenly over the sequence, whatever K is: a control.
-
-    The scores are the van der Corput sequence, the same for every image.
-
-    Example:
-        >>> import torch
-        >>> StrideScore()(torch.zeros(1, 4, 1)).tolist()
-        [[1.0, 0.5, 0.75, 0.25]]
-    """
+    """Score tokens by the van der Corput sequence, see `spread_evenly`."""
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D)."""
