@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 import mmod
+from mmod.data.loader import _transform
 from mmod.training import TrainConfig
 from mmod.training.image.model import check_input, create_dense_model
 
@@ -39,3 +42,20 @@ def test_header_holds_the_exact_command(path: Path) -> None:
         assert sum(entry in line for line in header) == 1, entry
     assert any(f"mmod train image {path.relative_to(ROOT)}" in line for line in header)
     assert any("Time:" in line or "Hours:" in line for line in header)
+
+
+def test_every_operation_of_the_recipes_augmentation_runs_at_every_magnitude() -> None:
+    image, counts = Image.effect_noise((32, 32), 64).convert("RGB"), []
+    for path in PATHS:
+        data = TrainConfig.load(path).data
+        if data.augment is None or data.augment.auto_augment is None:
+            continue
+        steps: list[Any] = _transform(data, True, torch.zeros(3), torch.ones(3)).transforms
+        operations = [operation for step in steps for operation in getattr(step, "ops", [])]
+        counts.append(len(operations))
+        for operation in operations:
+            operation.prob, operation.magnitude_std = 1.0, 0.0
+            for operation.magnitude in range(11):
+                assert operation(image).size == image.size
+    assert counts
+    assert min(counts) > 0
