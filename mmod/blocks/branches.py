@@ -25,7 +25,6 @@ class BranchRows(NamedTuple):
 
     Args:
         attend_to_all: Runs the branch if kept tokens attend to all tokens; None if they attend to each other.
-        in_tuple: The branch returns a tuple of two, its output first.
     """
 
     routing: Routing
@@ -72,11 +71,7 @@ class WeighedBranch(NamedTuple):
 
 
 class Branch(nn.Module):
-    """Mixin of a residual branch, which runs as the running block wants; compilers cannot trace a hook for one call.
-
-    Attributes:
-        mod_state: Finds the running block's branches.
-    """
+    """Mixin of a residual branch, which runs as the running block wants; compilers cannot trace a hook for one call."""
 
     mod_state: PassTracker
 

@@ -33,68 +33,55 @@ class BlockCall(Protocol):
     @property
     def contexts(self) -> tuple[str, ...]:
         """What kept tokens can attend to, see `RoutingConfig.context`."""
-        ...
 
     @property
     def operators(self) -> Mapping[str, str]:
         """Names of the block's residual branches by `RoutingConfig.operator`."""
-        ...
 
     @property
     def tuples(self) -> tuple[str, ...]:
         """Operators whose branch returns a tuple, its output first."""
-        ...
 
     @property
     def halves(self) -> Halves | None:
         """The block's halves, or None if they cannot run separately."""
-        ...
 
     @property
     def fused_norm(self) -> str:
         """Name of the block's first norm if it can be fused with gathering rows, else empty."""
-        ...
 
     @property
     def weighs_keys(self) -> bool:
         """Whether attention takes a bias, by which a row can count as several tokens."""
-        ...
 
     @property
     def needs_prefix(self) -> bool:
         """Whether the block always needs its prefix tokens first."""
-        ...
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the block's arguments after the tokens by name; raise for those that cannot be narrowed."""
-        ...
 
     def marks(
         self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None
     ) -> TokenMarks | TokenGroups:
         """Return which tokens are padding and which are always kept, from the arguments or the forward pass."""
-        ...
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether the block can run on packed rows of many images, each of which attends to itself."""
-        ...
 
     def pack(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing
     ) -> Mapping[str, Any]:
         """Return the arguments for the packed rows."""
-        ...
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
         """Return the arguments for the kept tokens; not called without arguments if every slot is filled."""
-        ...
 
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
         z_BKD: Tensor, routing: Routing,
     ) -> Any:  # fmt: skip
         """Return what the host's forward, of the block or its attention, makes of kept tokens that attend to all."""
-        ...
 
 
 class DecoderCall(BlockCall, Protocol):
@@ -102,23 +89,18 @@ class DecoderCall(BlockCall, Protocol):
 
     def groups(self, arguments: Mapping[str, Any]) -> TokenGroups | None:
         """Return the groups of the tokens, or None if all of them run."""
-        ...
 
     def hides_nothing(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether all tokens run and see all earlier ones, so that the arguments need no change."""
-        ...
 
     def has_static_cache(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the cache also holds empty slots of future tokens."""
-        ...
 
     def open_cache(self, arguments: Mapping[str, Any]) -> None:
         """Replace the layer's cache, if any, by one of kept tokens."""
-        ...
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
         """Return the arguments for the kept tokens, or for all tokens without a decision."""
-        ...
 
     def begin_update(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None,
@@ -129,16 +111,12 @@ class DecoderCall(BlockCall, Protocol):
         Args:
             routing: The decision; None keeps all tokens.
         """
-        ...
 
     def record_no_attention(self, x_BND: Tensor) -> None:
         """Record an empty attention map for a layer that keeps no token, if the host collects maps."""
-        ...
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
         """Return the modules whose outputs are added to the residual stream: the "mlp" branch, or all "branches"."""
-        ...
 
     def first_norm(self, layer: nn.Module) -> nn.Module:
         """Return the norm at the entry of the layer."""
-        ...

@@ -78,12 +78,9 @@ class ForwardPass:
     Attributes:
         begun: False for the empty pass between two others.
         scores: Shared scores by the first block of their span, kept to the end for recomputed segments.
-        tokens: Padding and protected tokens of captions; None for images.
         holds_rows: Blocks of a span may pass on rows instead of all tokens.
-        next_holds_rows: The same, of the pass that begins next.
         held: The `Rows` that the previous block passed on, or None.
         task: The backward pass that last used it, -1 for none.
-        normed: Kept rows of the running block, and their first norm.
         branch: How branches of the running block run, a `BranchRows` or `WeighedBranch`; None as in the host.
     """
 

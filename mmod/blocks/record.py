@@ -18,8 +18,7 @@ class Record:
     Attributes:
         traced: A trace records decisions, in evaluation too.
         together: Decide jointly as in training, in any mode.
-        decisions: The last decision of each place in the module.
-        fresh: The losses of that decision were not collected yet.
+        fresh: The losses of the last decision were not collected yet.
         losses: Weighted losses of the last pass in training mode.
     """
 
@@ -48,11 +47,7 @@ class Records(PerThread[Record]):
 
 
 class Deciding(nn.Module):
-    """Mixin of a module that decides which tokens, images or channels run: what traces and FLOP counts read.
-
-    Attributes:
-        mod_state: Plain state with `records`, a `Records`.
-    """
+    """Mixin of a module that decides which tokens, images or channels run: what traces and FLOP counts read."""
 
     mod_state: Any
 

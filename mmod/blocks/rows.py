@@ -30,11 +30,7 @@ from mmod.routing import Router, Routing
 
 
 class FusedNorm(nn.Module):
-    """Mixin of a block's first norm, for rows that were normalised in the kernel that gathered them.
-
-    Attributes:
-        mod_state: Finds the rows of the running block.
-    """
+    """Mixin of a block's first norm, for rows that were normalised in the kernel that gathered them."""
 
     mod_state: PassTracker
 
@@ -105,7 +101,6 @@ class Rows:
     Blocks of a span pass on one object: each enters the rows of its decision, and the last block leaves all of them.
 
     Args:
-        x_BND: All tokens before the first block.
         norm: The first norm of the first block, see `enter_rows`.
         weighs: The gate weighs what is written back; False if it weighs branches inside the block.
 
@@ -250,13 +245,7 @@ class Way:
         return AllTokens(x)
 
     def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return the rows after the block.
-
-        Args:
-            host: The forward of the block's host class.
-            z: The rows that `rows.enter` returned.
-            arguments: The block's arguments for all tokens.
-        """
+        """Return the rows after the block, from those that `rows.enter` returned; `host` is the host's forward."""
         raise NotImplementedError
 
 

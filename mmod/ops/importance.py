@@ -96,15 +96,8 @@ def attention_with_importance(
     kernels store the rows' log-sum-exp and sum the map's columns in a second pass.
 
     Args:
-        q_BHNE: Queries (B, H, N, E).
-        k_BHNE: Keys, of as many heads or of a divisor of that (grouped queries) (B, H or fewer, N, E).
-        v_BHNE: Values, like keys.
-        mask: True where a pair may attend, or a bias to add, broadcastable to (B, H, N, N).
+        v_BHNE: Values, like keys; other arguments are those of `attention_importance`.
         dropout: Share of probabilities dropped in the output.
-        is_causal: A query sees keys up to its own position.
-        scale: Factor of the products; None means 1 / sqrt(E).
-        valid_BN: False where a token is padding: its query is not counted (B, N).
-        per_viewer: See `attention_importance`.
 
     Returns:
         The output (B, H, N, E) and importance (B, N).
@@ -133,14 +126,7 @@ def class_token_importance(
 ) -> Tensor:
     """Return the attention of the first token to all tokens, averaged over heads, without a gradient.
 
-    Args:
-        q_BHNE: Queries, of which the first counts (B, H, N, E).
-        k_BHNE: Keys, of as many heads or of a divisor of that (grouped queries) (B, H or fewer, N, E).
-        mask: True where a pair may attend, or a bias to add, broadcastable to (B, H, N, N).
-        scale: Factor of the products; None means 1 / sqrt(E).
-
-    Returns:
-        Importance (B, N), fp32 or better; it sums to 1 over the tokens of an image.
+    The arguments are those of `attention_importance`; the result (B, N) sums to 1 over the tokens of an image.
 
     Source: EViT, Liang et al., arXiv 2202.07800, section 3.2.
 
@@ -167,15 +153,12 @@ def class_token_attention(
 
 
 def importance_of_map(attention: Tensor, valid_BN: Tensor | None = None, views: Views | None = None) -> Tensor:
-    """Return the mean attention each token receives, from a map that the host computed.
+    """Return the mean attention each token receives (B, N), from a map that the host computed, without a gradient.
 
     Args:
         attention: Probabilities after softmax, rows are queries (B, H, N, N).
         valid_BN: False where a token is padding (B, N).
         views: Visibility counts for importance per viewer; None takes the plain mean.
-
-    Returns:
-        Importance (B, N), without a gradient.
     """
     attention = attention.detach()
     attention = attention.to(_accumulator(attention))
