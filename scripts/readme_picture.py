@@ -1,4 +1,4 @@
-"""Draw the README's picture from the main job's results: `scripts/readme_picture.py runs/tradeoff/digits`.
+"""Draw the README's picture from the main job's results: `scripts/readme_picture.py runs/tradeoff/digits [PICTURE]`.
 
 Six of its series stand in the picture; the table has all of them.
 """
@@ -18,11 +18,13 @@ def main() -> None:
     """Read the study's table and draw it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("study", type=Path, help="folder of the main job")
-    with open(parser.parse_args().study / "tradeoff.csv", newline="") as file:
+    parser.add_argument("picture", type=Path, nargs="?", default=PICTURE, help="file to write; that of the README")
+    options = parser.parse_args()
+    with open(options.study / "tradeoff.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["series"] in SERIES]
     measured = [{**row, **{key: float(row[key]) for key in ("top1", *COSTS)}} for row in rows]
-    draw_tradeoff(measured, costs=COSTS).savefig(PICTURE, dpi=150)
-    print(PICTURE)
+    draw_tradeoff(measured, costs=COSTS).savefig(options.picture, dpi=150)
+    print(options.picture)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import functools
 import importlib
 import inspect
 import re
+import runpy
 import shlex
 import textwrap
 from pathlib import Path
@@ -28,6 +29,7 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md")]
 }
+SCRIPTS = (ROOT / "scripts/README.md").read_text()
 # A fenced block with its language, or lines indented by four or more after an empty one.
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # The same with its indent, as in lists.
@@ -165,6 +167,24 @@ def test_every_table_of_figures_names_its_command(path: Path, tables: dict[str, 
         assert table.get("how") or table["commands"], name
         for command in table.get("commands", []):
             assert any(command in text for text in stated), f"{name}: {command}"
+
+
+def test_the_picture_of_the_readme_is_drawn_from_the_table_of_a_study(tmp_path: Path) -> None:
+    series = runpy.run_path(str(ROOT / "scripts/readme_picture.py"))["SERIES"]
+    (shown,) = (
+        table for path, tables in doc_tables.pages() for name, table in tables.items() if name == "the-main-job"
+    )
+    assert set(series) < {row[0].rpartition("-")[0] or row[0] for row in shown["rows"]}
+    rows = [f"{name},{name},0.5,1,{90 - number},0.1,{1 + number}" for number, name in enumerate((*series, "left out"))]
+    (tmp_path / "tradeoff.csv").write_text("\n".join(["name,series,capacity,seeds,top1,gflops,latency_ms", *rows]))
+    done = run_script("scripts/readme_picture.py", str(tmp_path), str(tmp_path / "picture.png"))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_every_picture_is_shown_on_a_page() -> None:
+    shown = {path for text in (*PAGES.values(), SCRIPTS) for path in re.findall(r"images/([\w.]+)\)", text)}
+    assert {path.name for path in (ROOT / "docs/images").iterdir()} == shown
 
 
 PYTHON = [

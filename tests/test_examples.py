@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import runpy
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.scripts import run_script
+from tests.test_docs import FENCE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PRINTED = {
@@ -36,6 +40,19 @@ def test_programs_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert all(text in printed for text in PRINTED[name]), printed
     if name == "route_timm_vit.py":
         assert Path("routing_maps.png").stat().st_size > 1000
+
+
+def test_the_first_notebook_is_the_page_whose_code_runs() -> None:
+    assert run_script("scripts/notebook.py", "--check").returncode == 0
+    page = (EXAMPLES.parent / "docs/get_started.md").read_text()
+    cells = json.loads((EXAMPLES / "get_started.ipynb").read_text())["cells"]
+    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
+    # The code of the page runs in `tests/test_docs.py`.
+    assert code == [body.strip() for language, body in FENCE.findall(page) if language == "python"]
+    text = "".join(line for cell in cells if cell["cell_type"] == "markdown" for line in cell["source"])
+    links = [link.partition("#")[0] for link in re.findall(r"\]\(([^)\s]+)\)", text)]
+    assert links
+    assert all((EXAMPLES / link).exists() for link in links)
 
 
 def test_the_notebook_runs_cell_by_cell(capsys: pytest.CaptureFixture[str]) -> None:
