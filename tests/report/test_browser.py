@@ -67,6 +67,8 @@ def test_a_phone_scrolls_one_way_and_dark_is_dark(browser: Any) -> None:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.refresh()
     assert browser.execute_script("return document.scrollingElement.scrollWidth") <= 360
+    charts = "return [...document.querySelectorAll('.chart')].every(chart => chart.scrollWidth <= chart.clientWidth)"
+    assert browser.execute_script(charts)
     paper = "return getComputedStyle(document.body).backgroundColor"
     ink = "return getComputedStyle(document.querySelector('figure text')).fill"
     light = browser.execute_script(paper), browser.execute_script(ink)
