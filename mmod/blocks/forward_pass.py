@@ -112,16 +112,7 @@ class _Current:
 
 
 class PassTracker:
-    """Finds the forward pass that a module of a stack runs in, see `ForwardPass`; copies and pickles start anew.
-
-    Example:
-        >>> tracker, x = PassTracker(), torch.zeros(1)
-        >>> begun = tracker.begin()
-        >>> tracker.of(x) is begun
-        True
-        >>> tracker.leave(None)
-        >>> tracker.of(x)
-    """
+    """Finds the forward pass that a module of a stack runs in, see `ForwardPass`; copies and pickles start anew."""
 
     def __init__(self) -> None:
         self.thread = PerThread(_Current)

@@ -1,12 +1,14 @@
-"""Forward pre-hooks that belong to a model's routing."""
+"""Forward pre-hooks that belong to a model's routing, and the one that lets blocks of a span pass on rows."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
+from mmod.blocks.forward_pass import PassTracker
 from mmod.values import check_module
 
 
@@ -57,3 +59,65 @@ def detach_hooks(model: nn.Module, only: ModelHook | None = None) -> None:
                     module._forward_hooks_always_called,
                 ):
                     hooks.pop(key, None)
+
+
+class SpanHook(ModelHook):
+    """Ends each forward pass of a stack, and lets its blocks pass on rows if nothing reads the tokens between them.
+
+    This holds without gradients, in a call of the module that holds the blocks, if the host library's code runs exactly
+    the routed blocks in sequence, without hooks. Any other caller (a subclass with another forward,
+    `forward_intermediates`, extracted features, a user's loop) gets all tokens from each block.
+
+    Args:
+        name: Name of the list of blocks in the module.
+        host: Package whose code may run blocks that pass on rows; empty for none.
+    """
+
+    def __init__(self, tracker: PassTracker, name: str, blocks: Sequence[nn.Module], host: str) -> None:
+        self.tracker = tracker
+        self.name = name
+        self.blocks = tuple(blocks)
+        self.host = host
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decide whether blocks pass on rows in this call."""
+        holds_rows = bool(self.host) and not torch.is_grad_enabled() and self._runs(module) and not self._is_watched()
+        self.tracker.running.next_holds_rows = holds_rows
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """End the pass, which a call that fails leaves open."""
+        self.tracker.leave(None)
+
+    def _runs(self, module: nn.Module) -> bool:
+        """Return whether the host's code runs the routed blocks in order."""
+        if not all(_runs_code_of(self.host, module, name) for name in _RUNNING if hasattr(type(module), name)):
+            return False
+        blocks: Any = module.get_submodule(self.name)
+        if type(blocks) not in (nn.Sequential, nn.ModuleList) or "forward" in vars(blocks):
+            return False
+        return len(blocks) == len(self.blocks) and all(a is b for a, b in zip(blocks, self.blocks))
+
+    def _is_watched(self) -> bool:
+        """Return whether a hook or a replaced forward reads the tokens between blocks."""
+        hooks = torch.nn.modules.module
+        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+            return True
+        for block in self.blocks:
+            if block._forward_hooks or block._forward_pre_hooks:
+                return True
+            if "mod_state" in vars(block) and not _runs_code_of("mmod", block, "forward"):
+                return True
+        return False
+
+
+# The functions of hosts between a call of the module that holds the blocks and those of the blocks.
+_RUNNING = ("forward", "forward_features")
+
+
+def _runs_code_of(package: str, module: nn.Module, name: str) -> bool:
+    """Return whether a module's method is a package's code, not replaced by a subclass or on the instance."""
+    if name in vars(module):
+        return False
+    # A decorator copies `__module__`, but not the globals.
+    code = getattr(type(module), name)
+    return getattr(code, "__globals__", {}).get("__name__", "").partition(".")[0] == package

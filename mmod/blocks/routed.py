@@ -39,7 +39,7 @@ class BlockState:
         tracker: Finds the forward pass of the block's stack.
         span: First block of the span whose scores the block reads or writes; None if it shares none.
         writes: The block computes those scores.
-        begins: The block begins a forward pass.
+        begins: The block begins a forward pass; one that `ends` it is the last.
         captioned: The forward pass knows padding and protected tokens.
         training_only: Importance serves a loss only, and is computed in training only.
         shares: The block reads or writes what a forward pass shares.
@@ -235,11 +235,7 @@ class ConvertedBlock(nn.Module):
 
 
 class RoutedBlock(Deciding, ConvertedBlock):
-    """Mixin that runs a host block on the tokens that its router keeps; other tokens do not change.
-
-    Attributes:
-        router: Decides which tokens run; the only module added to the host's.
-    """
+    """Mixin that runs a host block on the tokens that its router keeps; other tokens do not change."""
 
     router: Router
     mod_state: RoutedState

@@ -18,8 +18,7 @@ from mmod.adapters import find_library
 from mmod.blocks import Deciding, Records, StandingModule, convert
 from mmod.methods.base import Method, register_method
 from mmod.ops import gather_rows, scatter_rows, select_topk
-from mmod.routing import Evidence, Kept, Routing, Weights
-from mmod.routing.score.random import RandomScore
+from mmod.routing import Evidence, Kept, RandomScore, Routing, Weights
 from mmod.values import check_fields
 
 

@@ -1,5 +1,8 @@
 """Ops on rows and attention: a definition in torch, and registered kernels."""
 
+# The one list of this package's names.
+# ruff: noqa: F401
+
 import importlib
 import pkgutil
 
@@ -23,41 +26,3 @@ from mmod.ops.select import Selection, select_topk
 for _module in pkgutil.iter_modules(__path__):
     if not _module.ispkg:
         importlib.import_module(f"{__name__}.{_module.name}")
-
-__all__ = [
-    "Backend",
-    "Packing",
-    "PartialProjections",
-    "Projection",
-    "Selection",
-    "add_updates",
-    "attend_to_all",
-    "attend_within",
-    "attention_importance",
-    "attention_with_importance",
-    "capture_importance",
-    "choices",
-    "class_token_importance",
-    "first_rows",
-    "gather_norm",
-    "gather_rows",
-    "group_sizes",
-    "importance_of_map",
-    "inverse_rows",
-    "keys_and_values",
-    "lerp_rows",
-    "mean_rows",
-    "merge_rows",
-    "nearest_rows",
-    "pack_rows",
-    "packed_attention",
-    "random_scores",
-    "redundancy_scores",
-    "scatter_rows",
-    "select_topk",
-    "signed_sums",
-    "size_groups",
-    "spread_evenly",
-    "unit_rows",
-    "use",
-]

@@ -41,17 +41,6 @@ def multihead_attention(
     A function mode is off while it handles a call, so it would not see the attention inside torch's function. `call`
     receives `linear` and `scaled_dot_product_attention` with their arguments; all others are those of torch's function,
     of which several must be off. In place of the map, None is returned.
-
-    Example:
-        >>> attention = torch.nn.MultiheadAttention(8, 2)
-        >>> x = torch.randn(5, 3, 8)
-        >>> separate, _ = multihead_attention(
-        ...     lambda function, *args, **kwargs: function(*args, **kwargs), x, x, x, 8, 2,
-        ...     attention.in_proj_weight, attention.in_proj_bias, None, None, False, 0.0,
-        ...     attention.out_proj.weight, attention.out_proj.bias, need_weights=False,
-        ... )
-        >>> bool(torch.allclose(separate, attention(x, x, x)[0], atol=1e-6))
-        True
     """
     options |= {"need_weights": need_weights, "add_zero_attn": add_zero_attn, "bias_k": key_bias, "bias_v": value_bias}
     refused = [n for n, value in options.items() if value is not None and value is not False and n not in _HARMLESS]

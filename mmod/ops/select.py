@@ -216,17 +216,9 @@ def select_threshold(
 def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Keep images whose squashed score reaches a threshold, with one host synchronisation.
 
-    Args:
-        level_B: Squashed scores (B); NaN is never kept.
-        threshold: An image is kept when its level is at least this.
-        tokens: Tokens N of an image.
-
     Returns:
         The kept images, ascending (S); and the same as slots: token indices (B, K), and which slots are valid
         (B, K). K is N, or 0 where no image is kept and no gradient is recorded.
-
-    Raises:
-        ValueError: Under `torch.export`.
 
     Example:
         >>> image_S, index_BK, valid_BK = select_images(torch.tensor([0.2, 0.7]), 0.5, 2)
@@ -243,16 +235,9 @@ def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tenso
 
 
 def slots_for(counts: Sequence[int]) -> int:
-    """Return the number of slots K for a batch: the largest count, and at least 1 where gradients are recorded.
+    """Return the number of slots K for counts of kept tokens: the largest, and at least 1 where gradients are recorded.
 
     With an empty slot the block runs, and its parameters get the zero gradients that distributed training waits for.
-
-    Args:
-        counts: Kept tokens of each image.
-
-    Example:
-        >>> slots_for([0, 0])
-        1
     """
     slots = max(counts, default=0)
     return 1 if counts and not slots and torch.is_grad_enabled() else slots

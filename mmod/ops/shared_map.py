@@ -18,13 +18,9 @@ from mmod.ops.tiles import cut_map, hide_later
 def attend_and_sum(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, weight_N: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return attention's output with its gradient, and the attention that keys receive.
+    """Return attention's output with its gradient, and the attention received, summed over heads and queries (B, N).
 
-    Args:
-        weight_N: Weight of each query in the sums (N), or None for 1.
-
-    Returns:
-        The output (B, H, N, E), and the attention received, summed over heads and queries (B, N).
+    `weight_N` is the weight of each query in the sums, or None for 1.
     """
     keeps_lse = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if torch.compiler.is_compiling():
@@ -74,14 +70,9 @@ def _empty_shared(q: Tensor, keeps_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
 def shared_attention(
     q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool, is_causal: bool, weight_N: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return attention's output, the map's column sums and the rows' log-sum-exp; the map is never stored.
+    """Return attention's output, the map's column sums and the rows' log-sum-exp, empty without `keeps_lse`.
 
-    Args:
-        weight_N: Weight of each query in the sums (N), or None for 1.
-
-    Returns:
-        The output (B, H, N, E), column sums over heads and queries (B, N), and each row's log-sum-exp (B, H, N), empty
-        without `keeps_lse`. The gradient is that of the output alone.
+    The map is never stored. The gradient is that of the output alone.
     """
     return _attend_by_tiles(q, k, v, scale, keeps_lse, is_causal, weight_N)
 

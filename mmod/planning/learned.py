@@ -25,8 +25,7 @@ from mmod.planning.costs import BlockCosts
 from mmod.planning.knapsack import best_choices
 from mmod.planning.stopwatch import stopwatch
 from mmod.routing import Router
-from mmod.routing.partial import PartialSlots
-from mmod.routing.rule import Rule
+from mmod.routing.rule import PartialSlots, Rule
 from mmod.values import check_value, one_of
 
 Model = TypeVar("Model", bound=nn.Module)

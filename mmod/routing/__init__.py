@@ -8,11 +8,9 @@ from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, 
 from mmod.routing.decoder import DecoderRouter, Predictor
 from mmod.routing.groups import assign_groups, decoded_groups, select_within
 from mmod.routing.router import Router
+from mmod.routing.score.controls import NormScore, RandomScore, StrideScore
 from mmod.routing.score.diversity import DiversityScore
 from mmod.routing.score.function import FunctionScore
 from mmod.routing.score.linear import LinearScore
-from mmod.routing.score.norm import NormScore
-from mmod.routing.score.random import RandomScore
 from mmod.routing.score.redundancy import RedundancyScore
-from mmod.routing.score.stride import StrideScore
 from mmod.routing.shared import BorrowedScore, share_score, unshare_score

@@ -24,11 +24,9 @@ class Router(nn.Module):
     """Decide which tokens of a block run: score, then select, then gate.
 
     Args:
-        dim: Channels D of a token.
         block: Index of the block in its model.
         capacity: Share of tokens kept.
         prefix: Number of tokens that are always kept: the leading ones, unless a call marks others.
-        device: Device of the parameters.
         dtype: Dtype of the parameters; scores are fp32.
 
     Example:

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mmod.ops import spread_evenly
 from mmod.routing import Routing
-from mmod.routing.score.stride import spread_evenly
 
 Family = Literal["random", "position", "other"]
 RANDOM, DENSE_ATTENTION, REFERENCE_ENTROPY = "random", "dense attention", "reference entropy"

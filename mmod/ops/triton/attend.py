@@ -27,15 +27,10 @@ def attend_rows(
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Attend within sequences.
+    """Attend within sequences; keys where `valid` is False are attended to by nobody.
 
-    Args:
-        k_THE: Keys, of as many heads or of a divisor of that (T, H or fewer, E).
-        valid: False for keys that nobody attends to (T), or None.
-
-    Returns:
-        The output, zero where a query sees no key (T, H, E), and the binary logarithm of each row's sum of
-        exponentials, fp32 (H, T).
+    Returns the output, zero where a query sees no key (T, H, E), and the binary logarithm of each row's sum of
+    exponentials, fp32 (H, T).
     """
     q_THE, k_THE, v_THE = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THE, k_THE, v_THE))
     out, lse = _empty_results(q_THE)

@@ -70,15 +70,10 @@ def column_sums(
     is_causal: bool,
     scale: float,
 ) -> Tensor:
-    """Return the attention each key receives, summed over heads and queries.
+    """Return the attention each key receives, summed over heads and queries (B, N), fp32, without a gradient.
 
-    Heads are summed last, so that few images still fill a GPU; that takes H numbers for each token.
-
-    Args:
-        k_BHNE: Keys, of as many heads or of a divisor of that (B, H or fewer, N, E).
-        lse_BHN: Natural logarithm of each row's sum of exponentials (B, H, N or more).
-        valid_q_BN: False for queries that do not count (B, N), or None.
-        valid_k_BN: False for keys that nobody attends to (B, N), or None.
+    `lse_BHN` is the natural logarithm of each row's sum of exponentials. Heads are summed last, so that few images
+    still fill a GPU; that takes H numbers for each token.
     """
     q_BHNE, k_BHNE = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHNE, k_BHNE))
     lse_BHN = lse_BHN if lse_BHN.stride(-1) == 1 else lse_BHN.contiguous()
@@ -129,15 +124,7 @@ def attend_fused(
 def attend_batch(
     q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, visible_BN: Tensor | None, is_causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    """Attend by our own kernel and return the rows' log-sum-exp.
-
-    Args:
-        k_BHNE: Keys, of as many heads or of a divisor of that (B, H or fewer, N, E).
-        visible_BN: False for keys that nobody attends to (B, N), or None.
-
-    Returns:
-        The output (B, H, N, E), and the natural logarithm of each row's sum of exponentials (B, H, N).
-    """
+    """Attend to visible keys by our own kernel; return the output and the rows' log-sum-exp (B, H, N)."""
     images, _, tokens, _ = q_BHNE.shape
     rows = (x.transpose(1, 2).flatten(0, 1) for x in (q_BHNE, k_BHNE, v_BHNE))
     start = torch.arange(images + 1, dtype=torch.int32, device=q_BHNE.device) * tokens

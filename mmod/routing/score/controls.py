@@ -1,4 +1,4 @@
-"""The control that draws tokens at random."""
+"""The controls: random draws of tokens and of images, the norm of a token, and evenly spread tokens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import Placement, Score, register_score
-from mmod.ops import random_scores
+from mmod.ops import random_scores, spread_evenly
 from mmod.ops.hashing import mix
 from mmod.values import check_fields
 
@@ -85,3 +85,44 @@ class RandomScore(nn.Module):
 
 def _mix_number(value: int) -> int:
     return int(mix(torch.tensor(value + 1, dtype=torch.int64, device="cpu")))
+
+
+@register_score("norm")
+@dataclass(frozen=True)
+class Norm(Score):
+    """The Euclidean norm of a token. A threshold is compared with it relative to the image's mean."""
+
+    relative: ClassVar[bool] = True
+
+    def make(self, place: Placement) -> nn.Module:
+        """Return the module that scores tokens."""
+        return NormScore()
+
+
+class NormScore(nn.Module):
+    """Score tokens by their Euclidean norm: a control without parameters."""
+
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Return the norms (B, N) of tokens (B, N, D)."""
+        return x_BND.detach().float().norm(dim=-1)
+
+
+@register_score("stride")
+@dataclass(frozen=True)
+class Stride(Score):
+    """Scores in (0, 1], the same for every image, whose best K are evenly spread whatever K is: a control."""
+
+    shared: ClassVar[bool] = True
+    positional: ClassVar[bool] = True
+
+    def make(self, place: Placement) -> nn.Module:
+        """Return the module that scores tokens."""
+        return StrideScore()
+
+
+class StrideScore(nn.Module):
+    """Score tokens by the van der Corput sequence, see `spread_evenly`."""
+
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Return the scores (B, N) for tokens (B, N, D)."""
+        return spread_evenly(x_BND.shape[1], x_BND.device).unsqueeze(0).expand(x_BND.shape[0], -1)
