@@ -19,23 +19,13 @@ IGNORED = -100
 
 
 def kl_divergence(dense_RF: Tensor, changed_RF: Tensor) -> Tensor:
-    """Return the Kullback-Leibler divergence of a changed model's logits from the dense model's, per row (R).
-
-    Example:
-        >>> kl_divergence(torch.zeros(1, 2), torch.zeros(1, 2)).tolist()
-        [0.0]
-    """
+    """Return the Kullback-Leibler divergence of a changed model's logits from the dense model's, per row (R)."""
     dense_RF, changed_RF = dense_RF.float().log_softmax(-1), changed_RF.float().log_softmax(-1)
     return (dense_RF.exp() * (dense_RF - changed_RF)).sum(-1).clamp(min=0)
 
 
 def cosine_divergence(dense_RF: Tensor, changed_RF: Tensor) -> Tensor:
-    """Return one minus the cosine of a changed model's features and the dense model's, per row (R).
-
-    Example:
-        >>> cosine_divergence(torch.ones(1, 2), 3 * torch.ones(1, 2)).round(decimals=4).tolist()
-        [0.0]
-    """
+    """Return one minus the cosine of a changed model's features and the dense model's, per row (R)."""
     return 1 - torch.cosine_similarity(dense_RF.float(), changed_RF.float(), dim=-1)
 
 
@@ -83,7 +73,7 @@ def _rows(model: nn.Module, batch: Any, part: str, image_token: int | None) -> T
     else:
         arguments, output = {}, model(batch)
     if "input_ids" in arguments and hasattr(output, "logits"):
-        logits_RF: Tensor = output.logits[_positions(batch, image_token)]
+        logits_RF: Tensor = output.logits[_compared(batch, image_token)]
         return logits_RF
     if isinstance(output, (tuple, list)):
         output = output[1 if part == "text" else 0]
@@ -94,15 +84,19 @@ def _rows(model: nn.Module, batch: Any, part: str, image_token: int | None) -> T
     return output.flatten(0, -2)
 
 
-def _positions(batch: Mapping[str, Any], image_token: int | None) -> Tensor:
+def _compared(batch: Mapping[str, Any], image_token: int | None) -> Tensor:
     """Return the mask of tokens whose logits are compared (B, N)."""
     ids_BN = batch["input_ids"]
-    labels_BN = batch.get("labels")
-    if labels_BN is not None:
+    if batch.get("labels") is not None:
         # Logits at a token predict the next token.
-        return F.pad(labels_BN[:, 1:] != IGNORED, (0, 1))
-    text_BN = torch.ones_like(ids_BN, dtype=torch.bool)
+        return F.pad(batch["labels"][:, 1:] != IGNORED, (0, 1))
+    text_BN = real_tokens(batch)
+    return text_BN if image_token is None else text_BN & (ids_BN != image_token)
+
+
+def real_tokens(batch: Mapping[str, Any]) -> Tensor:
+    """Return the mask of tokens that are no padding (B, N)."""
     mask_BN = batch.get("attention_mask")
     if isinstance(mask_BN, Tensor) and mask_BN.ndim == 2:
-        text_BN = mask_BN.bool()
-    return text_BN if image_token is None else text_BN & (ids_BN != image_token)
+        return mask_BN.bool()
+    return torch.ones_like(batch["input_ids"], dtype=torch.bool)

@@ -21,9 +21,7 @@ from mmod.extras import name_missing_extra
 from mmod.io.tables import text_table
 from mmod.model import capacities, routed_blocks, routing_configs, set_capacity_, unroute_
 from mmod.ops.select import kept_count
-from mmod.planning.costs import BlockCosts
-from mmod.planning.knapsack import best_choices
-from mmod.planning.stopwatch import stopwatch
+from mmod.planning.costs import BlockCosts, best_choices, stopwatch
 from mmod.routing import Router
 from mmod.routing.rule import PartialSlots, Rule
 from mmod.values import check_value, one_of
@@ -300,7 +298,7 @@ def learn_capacity_(
         measure = stopwatch(unroute_(copy.deepcopy(model)).eval(), part, example)
         with torch.no_grad():
             dense, shares = measure([config.replace(capacity=float(capacity)) for capacity in grid])
-        costs, fixed = costs.timed(dense, [share * dense for share in shares]), 0.0
+        costs, fixed = costs.timed(dense, shares), 0.0
     # Measured times are noisy: more tokens must not cost less.
     rising = (np.maximum.accumulate(costs.options, axis=1) / costs.total).tolist()
     share = budget / costs.total if cost == "milliseconds" else budget

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from mmod.config import Plan, RoutingConfig
+from mmod.config import Plan, RoutingConfig, Score
 from mmod.extras import name_missing_extra
 from mmod.io.tables import text_table
-from mmod.planning.costs import BlockCosts, Option, SelectionRule
-from mmod.planning.knapsack import best_choices
-from mmod.planning.scoring import plan_of
+from mmod.planning.costs import BlockCosts, Clock, Option, best_choices
+
+_CORRECTIONS = 6
+# Relative error of a plan's time at which the search for a better fit stops.
+_TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,7 @@ class PlanSearch:
         budget: Requested share of the dense model's cost.
         cost: Unit of the costs: "flops", "image_flops", "cache" or "milliseconds".
         rows: Number of output rows (images, or text tokens) that scores are means of.
-        rule: How a capacity above 0 selects tokens.
+        router: The score by which a capacity above 0 selects tokens.
         plan: The best plan under the budget.
         divergence: Divergence of the complete plan, if a scoring round measured it.
         time: Milliseconds of one forward pass with the plan, for a time budget.
@@ -41,7 +44,7 @@ class PlanSearch:
     budget: float
     cost: str
     rows: int
-    rule: SelectionRule
+    router: Score
     plan: Plan
     divergence: float | None = None
     time: float | None = None
@@ -57,7 +60,7 @@ class PlanSearch:
         Args:
             budget: Share of the dense model's cost, in (0, 1); for milliseconds it is an estimate.
         """
-        return best_plan(self.scores, self.costs, self.options, budget, self.rule)
+        return best_plan(self.scores, self.costs, self.options, budget, self.router)
 
     def share(self, plan: Plan) -> float:
         """Return a plan's cost as a share of the dense model's."""
@@ -73,9 +76,8 @@ class PlanSearch:
         """Return the option's index for each routed block of a plan."""
         options = {block: Option(capacity, operator, context) for block, capacity, operator, context in plan.rows}
         unknown = [f"{option} in block {block}" for block, option in options.items() if option not in self.options]
-        router = self.rule.config.router
-        if plan.router not in (None, router):
-            raise ValueError(f"this search uses the router {router.name!r}, and the plan {plan.router.name!r}")
+        if plan.router not in (None, self.router):
+            raise ValueError(f"this search uses the router {self.router.name!r}, and the plan {plan.router.name!r}")
         if unknown or plan.depth != len(self.names):
             raise ValueError(f"this search has no {', '.join(unknown) or f'plan of {plan.depth} blocks'}")
         return {block: self.options.index(option) for block, option in options.items()}
@@ -127,7 +129,7 @@ class PlanSearch:
 
 
 def best_plan(
-    scores: Sequence[Sequence[float]], costs: BlockCosts, options: Sequence[Option], budget: float, rule: SelectionRule
+    scores: Sequence[Sequence[float]], costs: BlockCosts, options: Sequence[Option], budget: float, router: Score
 ) -> Plan:
     """Return the plan with the lowest sum of scores under a budget."""
     costs.check(budget)
@@ -135,4 +137,41 @@ def best_plan(
     losses = [(0.0, *row) for row in scores]
     sizes = [(dense, *row) for dense, row in zip(costs.dense, costs.options)]
     chosen = best_choices(losses, sizes, budget * costs.total - outside)
-    return plan_of({block: options[item - 1] for block, item in enumerate(chosen) if item}, len(scores), rule)
+    return plan_of({block: options[item - 1] for block, item in enumerate(chosen) if item}, len(scores), router)
+
+
+def plan_of(option_of: Mapping[int, Option], depth: int, router: Score) -> Plan:
+    """Return the plan of the options of single blocks."""
+    rows = [(block, *option_of[block]) for block in sorted(option_of)]
+    blocks, capacities, operators, contexts = zip(*rows)
+    return Plan(blocks, capacities, depth, operators, contexts, router)
+
+
+def in_time(search: PlanSearch, measure: Clock) -> PlanSearch:
+    """Return a search whose plan meets the time budget as measured.
+
+    Block times do not add up exactly. So the plan for the estimated budget is measured, and the estimate is corrected
+    until the measured time fits or no other plan lies between. Among the measured plans within 5 % above the budget,
+    the one with the lowest sum of scores wins.
+    """
+    budget, low, high = search.budget, search.costs.least_share, 1.0
+    target, shares = budget, dict[Plan, float]()
+    for _ in range(_CORRECTIONS):
+        plan = search.plan_for(target)
+        if plan not in shares:
+            shares[plan] = measure([RoutingConfig.from_plan(plan)])[1][0]
+        share = shares[plan]
+        if abs(share / budget - 1) <= _TOLERANCE:
+            break
+        low, high = (low, target) if share > budget else (target, high)
+        # Scale the saving by the observed error; bisect if that leaves the bracket.
+        target = 1 - (1 - target) * (1 - budget) / (1 - share) if share < 1 else low
+        target = target if low < target < high else (low + high) / 2
+    fitting = [plan for plan, share in shares.items() if share <= budget * (1 + _TOLERANCE)]
+    if not fitting:
+        total, least = search.costs.total, min(shares.values())
+        raise ValueError(
+            f"a budget of {budget * total:.4g} ms is out of reach: the fastest plan took {least * total:.4g} ms"
+        )
+    best = min(fitting, key=search.score)
+    return dataclasses.replace(search, plan=best, divergence=None, time=shares[best] * search.costs.total)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_part
 from mmod.analysis.modes import in_mode
-from mmod.config import Plan, RoutingConfig, Score
+from mmod.config import Plan, RoutingConfig, Score, spelled
+from mmod.io.journal import Journal
+from mmod.io.progress import progress_bar
 from mmod.model import is_routed, route_, unroute_
-from mmod.planning.costs import COSTS, BlockCosts, Option, SelectionRule, block_costs
-from mmod.planning.divergence import divergence_of
-from mmod.planning.plan_search import PlanSearch, best_plan
-from mmod.planning.scoring import Scoring
-from mmod.planning.stopwatch import in_time, stopwatch
+from mmod.planning.costs import COSTS, BlockCosts, Option, block_costs, routed, stopwatch
+from mmod.planning.divergence import divergence_of, outputs, real_tokens
+from mmod.planning.plan_search import PlanSearch, best_plan, in_time, plan_of
 from mmod.values import check_value, one_of
+
+Choices = dict[int, Option]
+"""Option of each routed block, by the block's index."""
 
 
 def search_plan(
@@ -89,25 +94,24 @@ def search_plan(
     check_value("rounds", rounds, int, "[0, inf)")
     if rounds and iter(batches) is batches:
         raise ValueError(f"rounds={rounds} read the batches again: pass a list, not an iterator")
-    part, stack = _part(model, part)
+    part, stack = _dense_part(model, part)
     if cost in ("cache", "image_flops") and not stack.language:
         raise ValueError(f"cost={cost!r} is for language models only; {stack.names[0]} belongs to another model")
-    rule = SelectionRule(router)
-    chosen = default_options(stack, rule) if options is None else tuple(options)
-    _check_options(chosen, stack, rule)
-    scoring = Scoring(model, part, stack.names, chosen, rule, divergence_of(divergence, model), progress_file)
+    score = RoutingConfig(router=router).router
+    chosen = default_options(stack, score) if options is None else tuple(options)
+    _check_options(chosen, stack, score)
+    scoring = _Scoring(model, part, stack.names, chosen, score, divergence_of(divergence, model), progress_file)
     with in_mode(False, model), torch.no_grad():
-        configs = [option.config(range(rule.first, len(stack.blocks)), rule) for option in chosen]
+        configs = [option.config(range(scoring.first, len(stack.blocks)), score) for option in chosen]
         # Fail on an option that a block does not support before the first trial.
         for config in configs:
             unroute_(route_(model, **{part: config}))
         counted: list[tuple[BlockCosts, float]] = []
 
         def count() -> None:
-            costs = block_costs(model, stack, part, chosen, rule, cost, scoring.lengths, scoring.example)
+            costs = block_costs(model, part, stack, configs, cost, scoring.lengths, scoring.example)
             if cost == "milliseconds":
-                total, shares = stopwatch(model, part, scoring.example)(configs)
-                costs = costs.timed(total, [total * share for share in shares])
+                costs = costs.timed(*stopwatch(model, part, scoring.example)(configs))
             share = budget / costs.total if cost == "milliseconds" else budget
             costs.check(share)
             counted.append((costs, share))
@@ -117,20 +121,131 @@ def search_plan(
             # Prompts of later batches may be longer.
             count()
         costs, share = counted[-1]
-        plan = best_plan(scores, costs, chosen, share, rule)
-        search = PlanSearch(stack.names, chosen, scores, costs, share, cost, scoring.rows, rule, plan)
+        plan = best_plan(scores, costs, chosen, share, score)
+        search = PlanSearch(stack.names, chosen, scores, costs, share, cost, scoring.rows, score, plan)
         search = _refine(search, scoring, batches, rounds)
         return in_time(search, stopwatch(model, part, scoring.example)) if cost == "milliseconds" else search
 
 
-def _refine(search: PlanSearch, scoring: Scoring, batches: Iterable[Any], rounds: int) -> PlanSearch:
+class _Scoring:
+    """Scores every option in every block, alone or combined with a base plan."""
+
+    def __init__(
+        self, model: nn.Module, part: str, names: Sequence[str], options: Sequence[Option], router: Score,
+        compare: Callable[[Tensor, Tensor], Tensor], progress_file: str | Path | None,
+    ) -> None:  # fmt: skip
+        self.model, self.part, self.options, self.router, self.compare = model, part, options, router, compare
+        self.first, self.depth = first_block(router), len(names)
+        token = getattr(getattr(model, "config", None), "image_token_id", None)
+        self.image_token = None if token is None else int(token)
+        self.samples = self.tokens = self.images = self.rows = 0
+        self.example: Any = None
+        identity: dict[str, Any] = {
+            "blocks": list(names), "options": [list(option) for option in options], "part": part,
+            "router": str(spelled(router)), "divergence": compare.__name__,
+        }  # fmt: skip
+        self.journal = Journal(progress_file, identity, "search")
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """Mean text and image tokens of a prompt so far, rounded; zeros for models of images."""
+        images = round(self.images / max(self.samples, 1))
+        return round(self.tokens / max(self.samples, 1)) - images, images
+
+    def run(
+        self, batches: Iterable[Any], base: Choices, begin: Callable[[], object] = lambda: None
+    ) -> tuple[tuple[tuple[float, ...], ...], float]:
+        """Return the score of each option in each block, and the divergence of the base plan.
+
+        A score is the divergence with the option in its block minus the divergence with that block dense. All other
+        blocks are as in the base plan.
+        """
+        blocks = range(self.first, self.depth)
+        trials = [{**base, block: option} for block in blocks for option in self.options]
+        # The base plan without each of its blocks is the reference of that block's scores.
+        trials += [{at: option for at, option in base.items() if at != block} for block in base]
+        trials.append(base)
+        configs = {
+            _key(trial): RoutingConfig.from_plan(plan_of(trial, self.depth, self.router)) for trial in trials if trial
+        }
+        distinct = list(configs)
+        total = len(batches) * len(distinct) if isinstance(batches, Sized) else None
+        kept = [record for record in self.journal.records if record["base"] == _key(base)]
+        totals, rows, place = [0.0] * len(distinct), 0, -1
+        with progress_bar(desc="search plan", total=total, leave=False) as bar:
+            for place, batch in enumerate(batches):
+                self.example = batch if self.example is None else self.example
+                if not base and isinstance(batch, Mapping) and "input_ids" in batch:
+                    self.samples += len(batch["input_ids"])
+                    self.tokens += int(real_tokens(batch).sum())
+                    if self.image_token is not None:
+                        self.images += int((batch["input_ids"] == self.image_token).sum())
+                dense_RF = outputs(self.model, batch, self.part, self.image_token)
+                size = f"{float(dense_RF.double().abs().mean()):.6e}"
+                if not place:
+                    begin()
+                if place < len(kept):
+                    self.journal.check(kept[place]["size"] == size, f"of other weights, or another batch {place}")
+                    divergences = kept[place]["divergences"]
+                    bar.update(len(distinct))
+                else:
+                    divergences = []
+                    for text in distinct:
+                        divergences.append(self._divergence(dense_RF, configs[text], batch))
+                        bar.update()
+                    self.journal.add({"base": _key(base), "size": size, "divergences": divergences})
+                totals = [total + divergence for total, divergence in zip(totals, divergences, strict=True)]
+                rows += len(dense_RF)
+        _check_rows(rows)
+        self.journal.check(len(kept) <= place + 1, f"it has {len(kept)} batches, and there are {place + 1}")
+        self.rows = rows
+        means = {text: total / rows for text, total in zip(distinct, totals)} | {_key({}): 0.0}
+        dense = {block: means[_key({at: option for at, option in base.items() if at != block})] for block in blocks}
+        scores = tuple(
+            tuple(means[_key({**base, block: option})] - dense[block] for option in self.options) for block in blocks
+        )
+        # Blocks before the first one that can be routed must stay dense.
+        scores = ((math.inf,) * len(self.options),) * self.first + scores
+        return scores, means[_key(base)]
+
+    def plan_divergence(self, batches: Iterable[Any], config: Plan | RoutingConfig) -> float:
+        """Return the mean divergence of the outputs when the model is routed by a plan or config."""
+        total, rows = 0.0, 0
+        for batch in batches:
+            dense_RF = outputs(self.model, batch, self.part, self.image_token)
+            total += self._divergence(dense_RF, config, batch)
+            rows += len(dense_RF)
+        _check_rows(rows)
+        return total / rows
+
+    def _divergence(self, dense_RF: Tensor, config: Plan | RoutingConfig, batch: Any) -> float:
+        with routed(self.model, self.part, config):
+            changed_RF = outputs(self.model, batch, self.part, self.image_token)
+        return float(self.compare(dense_RF, changed_RF).double().sum())
+
+
+def _check_rows(rows: int) -> None:
+    if not rows:
+        raise ValueError("no calibration samples: batches is empty, or has no outputs to compare")
+
+
+def _key(choices: Choices) -> str:
+    return json.dumps({str(block): list(choices[block]) for block in sorted(choices)})
+
+
+def first_block(router: Score) -> int:
+    """Return the index of the first block that can be routed: importance is read in the dense block before it."""
+    return int(RoutingConfig(router=router).reads_importance(training=False))
+
+
+def _refine(search: PlanSearch, scoring: _Scoring, batches: Iterable[Any], rounds: int) -> PlanSearch:
     """Score the options on top of the current plan and plan again; return the round with the lowest divergence."""
     tried: list[PlanSearch] = []
     for _ in range(rounds):
         base = {block: Option(capacity, *options) for block, capacity, *options in search.plan.rows}
         scores, divergence = scoring.run(batches, base)
         tried.append(dataclasses.replace(search, divergence=divergence))
-        plan = best_plan(scores, search.costs, search.options, search.budget, search.rule)
+        plan = best_plan(scores, search.costs, search.options, search.budget, search.router)
         if plan in [earlier.plan for earlier in tried]:
             break
         search = dataclasses.replace(search, scores=scores, plan=plan)
@@ -153,18 +268,18 @@ def plan_divergence(
         part: The part to route.
         divergence: As for `search_plan`.
     """
-    part, stack = _part(model, part)
-    scoring = Scoring(model, part, stack.names, (), SelectionRule(), divergence_of(divergence, model), None)
+    part, stack = _dense_part(model, part)
+    scoring = _Scoring(model, part, stack.names, (), RoutingConfig().router, divergence_of(divergence, model), None)
     with in_mode(False, model), torch.no_grad():
         return scoring.plan_divergence(batches, config)
 
 
-def default_options(stack: BlockStack, rule: SelectionRule) -> tuple[Option, ...]:
+def default_options(stack: BlockStack, router: Score) -> tuple[Option, ...]:
     """Return the options that the blocks of a part support, see `search_plan`."""
     call = stack.call_of(stack.blocks[-1], None)
     if stack.reads_images:
         # Only image tokens may all be skipped.
-        capacities: tuple[float, ...] = (0.0, 0.25) if rule.first else (0.0,)
+        capacities: tuple[float, ...] = (0.0, 0.25) if first_block(router) else (0.0,)
     else:
         # Capacity 0 needs tokens that always run, such as a class token.
         capacities = (0.0 if stack.prefix and not stack.language else 0.25, 0.5)
@@ -178,7 +293,7 @@ def default_options(stack: BlockStack, rule: SelectionRule) -> tuple[Option, ...
     )
 
 
-def _part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
+def _dense_part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
     if is_routed(model):
         raise ValueError(f"this {type(model).__name__} is routed already: call mmod.unroute_ first")
     part, stack = find_part(model, part)
@@ -187,10 +302,11 @@ def _part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
     return part, stack
 
 
-def _check_options(options: Sequence[Option], stack: BlockStack, rule: SelectionRule) -> None:
+def _check_options(options: Sequence[Option], stack: BlockStack, router: Score) -> None:
     if not options:
         raise ValueError(f"no options to choose from for {stack.names[0]}")
     check_value("options", options, tuple[Option, ...])
-    score = rule.config.router
-    if score.learns:
-        raise ValueError(f"router {score.name!r} is learned, but the search trains nothing: use one without parameters")
+    if router.learns:
+        raise ValueError(
+            f"router {router.name!r} is learned, but the search trains nothing: use one without parameters"
+        )

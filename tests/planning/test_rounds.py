@@ -14,15 +14,14 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.planning import search
-from mmod.planning.costs import BlockCosts, SelectionRule
-from mmod.planning.plan_search import PlanSearch, best_plan
-from mmod.planning.scoring import plan_of
-from mmod.planning.stopwatch import in_time, stopwatch
+from mmod.planning.costs import BlockCosts, stopwatch
+from mmod.planning.plan_search import PlanSearch, best_plan, in_time, plan_of
 from tests.adapters.vlm_zoo import make_joint, prompt
 from tests.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 FEW = (mmod.Option(0.5), mmod.Option(0.25, "mlp"))
+STRIDE = mmod.score("stride")
 DEPTH = 12
 
 
@@ -48,16 +47,14 @@ def test_the_time_is_that_of_the_budget(
 ) -> None:
     clock = pretend(overhead, exponent)
     flops = BlockCosts(((0.5, 0.55),) * DEPTH, (1.0,) * DEPTH, DEPTH * 1.1)
-    every = [option.config(range(DEPTH), SelectionRule()) for option in FEW]
+    every = [option.config(range(DEPTH), STRIDE) for option in FEW]
     total, shares = clock(every)
-    costs = flops.timed(total, [total * share for share in shares])
+    costs = flops.timed(total, shares)
     # What every option takes in all blocks is what was measured.
     assert [sum(column) for column in zip(*costs.options)] == pytest.approx([total * share for share in shares])
-    plan = best_plan(scores, costs, FEW, budget, SelectionRule())
+    plan = best_plan(scores, costs, FEW, budget, STRIDE)
     names = tuple(map(str, range(DEPTH)))
-    found = in_time(
-        PlanSearch(names, FEW, tuple(scores), costs, budget, "milliseconds", 1, SelectionRule(), plan), clock
-    )
+    found = in_time(PlanSearch(names, FEW, tuple(scores), costs, budget, "milliseconds", 1, STRIDE, plan), clock)
     assert found.time == pytest.approx(total * clock([found.config])[1][0])
     assert found.time == pytest.approx(budget * total, rel=0.1)
     assert f"{found.time:.4g} of the dense model's 20 milliseconds" in str(found)
@@ -104,16 +101,16 @@ def test_rounds_score_choices_beside_those_of_the_plan() -> None:
     assert found.share(found.plan) <= 0.7
     # What one round scores: the whole divergence with a choice, less that with the block dense.
     base = {block: mmod.Option(*own) for block, *own in first.plan.rows}
-    scoring = search.Scoring(
-        model, "language", first.names, options, SelectionRule(), search.divergence_of(None, model), progress_file=None
+    scoring = search._Scoring(
+        model, "language", first.names, options, STRIDE, search.divergence_of(None, model), progress_file=None
     )
     with torch.no_grad():
         scores, of_base = scoring.run(batches, base)
     assert of_base == pytest.approx(whole(first.plan))
     for block, item in ((0, 0), (3, 1), (first.plan.blocks[0], 1)):
         without = {at: option for at, option in base.items() if at != block}
-        dense = whole(plan_of(without, 4, SelectionRule())) if without else 0.0
-        changed = whole(plan_of({**base, block: options[item]}, 4, SelectionRule()))
+        dense = whole(plan_of(without, 4, STRIDE)) if without else 0.0
+        changed = whole(plan_of({**base, block: options[item]}, 4, STRIDE))
         assert scores[block][item] == pytest.approx(changed - dense, abs=1e-6)
 
 

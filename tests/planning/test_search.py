@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mmod
-from mmod.planning.costs import BlockCosts, SelectionRule
+from mmod.planning.costs import BlockCosts, best_choices
 from mmod.planning.divergence import outputs
-from mmod.planning.knapsack import best_choices
 from mmod.planning.plan_search import PlanSearch, best_plan
 from tests.adapters import clip_zoo
 from tests.adapters.vlm_zoo import IMAGE, make_joint, make_language, prompt
@@ -26,6 +25,7 @@ from tests.zoo import make_images, make_model
 NAME = "vit_tiny_patch16_224"
 # Counting FLOPs takes longest: once for every option.
 FEW = (mmod.Option(0.5), mmod.Option(0.25, "mlp"))
+STRIDE = mmod.score("stride")
 
 
 @given(
@@ -64,7 +64,7 @@ def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
     assert len(found.scores) == 4
     model.eval()
     for block, option in ((0, 1), (2, 3)):
-        alone = found.options[option].config([block], found.rule)
+        alone = found.options[option].config([block], found.router)
         score = mmod.plan_divergence(model, batches, alone, part="language")
         assert found.scores[block][option] == pytest.approx(score)
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
@@ -85,12 +85,10 @@ def test_the_frontier_reaches_to_the_least(blocks: list[tuple[float, float]], re
     dense = tuple(size for size, _ in blocks)
     costs = BlockCosts(tuple((size * share,) for size, share in blocks), dense, sum(dense) + rest)
     plan, names = (
-        best_plan([[0.1]] * len(dense), costs, FEW[:1], costs.least_share, SelectionRule()),
+        best_plan([[0.1]] * len(dense), costs, FEW[:1], costs.least_share, STRIDE),
         tuple("abcd"[: len(dense)]),
     )
-    found = PlanSearch(
-        names, FEW[:1], ((0.1,),) * len(dense), costs, costs.least_share, "flops", 1, SelectionRule(), plan
-    )
+    found = PlanSearch(names, FEW[:1], ((0.1,),) * len(dense), costs, costs.least_share, "flops", 1, STRIDE, plan)
     shares = [share for share, _ in found.frontier()]
     assert shares[-1] == pytest.approx(costs.least_share)
     assert shares == sorted(shares, reverse=True)
@@ -137,7 +135,7 @@ def test_tokens_that_importance_chooses(name: str, importance: str, options: Any
     # A score is what the choice does where the block before is dense and read.
     block, *choice = found.plan.rows[-1]
     option = mmod.Option(*choice)
-    alone = option.config([block], found.rule)
+    alone = option.config([block], found.router)
     expected = mmod.plan_divergence(model, batches, alone, part=part)
     assert found.scores[block][found.options.index(option)] == pytest.approx(expected)
 

@@ -70,7 +70,7 @@ def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("scored again")
 
-    monkeypatch.setattr("mmod.planning.scoring.Scoring._divergence", refuse)
+    monkeypatch.setattr("mmod.planning.search._Scoring._divergence", refuse)
     again = type(study)(config).run(progress=False)
     assert [point.figures for point in again.points] == [point.figures for point in result.points]
     assert json.loads((Path(config.output) / "tradeoff.json").read_text())["points"]
