@@ -97,13 +97,11 @@ _RAISED = re.compile(r"^(?:(?P<module>[\w.]+)\.)?(?P<name>\w+)(?:: (?P<message>.
 
 @contextmanager
 def original_errors() -> Iterator[None]:
-    """Raise errors of a loader's worker processes with their original class, or its nearest base with one argument.
-
-    torch replaces the message by the worker's traceback, and errors with several arguments by a RuntimeError.
-    """
+    """Raise errors of a loader's worker processes with their original class, or its nearest base with one argument."""
     try:
         yield
     except Exception as error:
+        # torch replaces the message by the worker's traceback, and errors with several arguments by a RuntimeError.
         text = str(error.args[0]) if error.args else ""
         # The error follows the last frame of the traceback.
         raised = _RAISED.search(text, text.rfind('\n  File "')) if _WORKER.match(text) else None

@@ -1,8 +1,7 @@
 """Batches as a pure function of (seed, epoch, step).
 
-The transforms are timm's, the loaders are not: timm's draw order and augmentation from the workers' random state, so a
-run resumed in the middle of an epoch would see other batches. Here the order of an epoch is one permutation, and every
-sample has its own augmentation seed.
+The transforms are timm's, the loaders are not: those draw order and augmentation from the workers' random state, so a
+run resumed in the middle of an epoch would see other batches.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from mmod.data.stream import BatchStream, ImageReader, MemoryReader
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.crowds import CROWDS
 from mmod.data.synthetic.digits import DIGITS
-
-__all__ = ["BatchStream", "create_eval_stream", "create_train_stream", "normalisation"]
 
 _SETS: dict[str, SyntheticSet[Any]] = {"digits": DIGITS, "crowds": CROWDS}
 # Mean and standard deviation of the embedded sets' grey values; approximate, for all difficulties.

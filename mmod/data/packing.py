@@ -29,8 +29,6 @@ from mmod.io.files import open_shard, read_json_object, write_atomically
 from mmod.io.progress import progress_bar
 from mmod.io.yaml import STRICT
 
-__all__ = ["DROPPED", "PackConfig", "check_image", "pack_shards", "run_conversion", "write_report"]
-
 SETTINGS, REPORT, DROPPED = "conversion.json", "report.json", "dropped.csv"
 _STATS = "_stats.json"
 
@@ -75,21 +73,20 @@ def pack_shards(
 
     Args:
         config: The settings, which a resumed conversion must share.
-        items: The items of the source, in order.
         total: Number of items.
         convert: From an item's number and the item to the members of its sample; raises an `UnusableError`.
         label: From an item to its name in the report.
         shards: File name of a shard, with `{}` for its number; None writes no shards.
         free_keys: Fields of the config that may change when the conversion resumes.
-        progress: Show a progress bar.
 
     Returns:
         Samples by shard number (five digits), and for each dropped item its number, label, reason and details.
-
-    Raises:
-        FileExistsError: If the output holds other files, or a conversion of another source or with other settings.
     """
-    folder, numbered = _claim(config, free_keys), enumerate(items)
+    source = Path(config.source).stat()
+    # Size and time of the source: a changed table must not resume into shards of the old one.
+    settings = {**dataclasses.asdict(config), "bytes": source.st_size, "modified": source.st_mtime_ns}
+    claim_folder(config.output, settings, file=SETTINGS, kind="a conversion", free_keys=free_keys)
+    folder, numbered = Path(config.output), enumerate(items)
 
     def attempt(entry: tuple[int, Item]) -> dict[str, bytes] | UnusableError:
         try:
@@ -166,11 +163,3 @@ def run_conversion(
         print(json.dumps(convert(config), indent=2))
     except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"error: {error}")
-
-
-def _claim(config: PackConfig, free_keys: Sequence[str]) -> Path:
-    source = Path(config.source).stat()
-    # Size and time of the source: a changed table must not resume into shards of the old one.
-    settings = {**dataclasses.asdict(config), "bytes": source.st_size, "modified": source.st_mtime_ns}
-    claim_folder(config.output, settings, file=SETTINGS, kind="a conversion", free_keys=free_keys)
-    return Path(config.output)

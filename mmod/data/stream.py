@@ -181,11 +181,6 @@ class BatchStream:
 
         `batches(e, s)` equals `batches(e)` without its first `s` batches, for any number of workers. The first batches
         are not read, and the caller's random state is neither used nor changed.
-
-        Raises:
-            ValueError: The epoch is negative or has no batch `start`.
-            CorruptDataError: A sample cannot be read, unless the report says "skip"; or no sample of a batch can be
-                read.
         """
         if epoch < 0 or not 0 <= start <= self.steps_per_epoch:
             raise ValueError(f"epoch={epoch} must be >= 0 and start={start} in [0, {self.steps_per_epoch}]")

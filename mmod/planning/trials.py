@@ -1,7 +1,4 @@
-"""Which way of saving compute pays for a model, measured without training on its images and this machine.
-
-Axes: B images of a batch, N images, R rows of outputs, F classes or features.
-"""
+"""Which way of saving compute pays for a model, measured on its images. N: images, R: rows of outputs, F: features."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from mmod.adapters import BlockStack, find_part
 from mmod.analysis.modes import in_mode
 from mmod.analysis.redundancy import redundancy
 from mmod.analysis.statistics import Estimate, estimate_of, resampled_means
-from mmod.analysis.timing import Spread, interleave, ratios
+from mmod.analysis.timing import interleave, ratios
 from mmod.config import RoutingConfig
 from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
@@ -174,9 +171,10 @@ def advise(
     patch = sides[0] if isinstance(sides, tuple) else None
     if recipes is None:
         recipes = default_recipes(stack, pixels.shape[-1], patch)
+    depth = len(stack.blocks)
     with in_mode(False, model), torch.no_grad():
         trials = _Trials(model, part, stack.prefix, pixels, labels, batch_size)
-        trials.prepare(recipes, len(stack.blocks))
+        trials.prepare(recipes, depth)
         identity = {
             "model": type(model).__name__, "images": len(pixels), "batch_size": batch_size, "part": part,
             "recipes": {name: recipe.code(part, 0) for name, recipe in trials.recipes.items()},
@@ -185,7 +183,7 @@ def advise(
         journal = Journal(None if folder is None else Path(folder) / "journal.jsonl", identity, "advice")
         trials.run(journal, progress)
     advice = Advice(
-        tuple(trials.rows(len(stack.blocks))),
+        tuple(trials.rows(depth)),
         trials.refused,
         trials.measure,
         None if trials.labels is None else float(trials.correct[DENSE].mean()),
@@ -298,27 +296,25 @@ class _Trials:
 
     def _points(self) -> dict[str, tuple[float, float]]:
         """Return speed-up and mean score by recipe, the dense model included."""
-        return {name: (self.speedup(name).median, float(self.scores[name].mean())) for name in self.times}
-
-    def speedup(self, name: str) -> Spread:
-        """Return the speed-up of a recipe over the dense model."""
-        return ratios(self.times[DENSE], self.times[name])
+        dense = self.times[DENSE]
+        return {
+            name: (ratios(dense, times).median, float(self.scores[name].mean())) for name, times in self.times.items()
+        }
 
     def rows(self, depth: int) -> Iterable[Row]:
         """Return the rows of the table, the fastest first."""
         points = self._points()
         for name in sorted(self.models, key=lambda name: -points[name][0]):
-            (speed, score), count = points[name], len(self.scores[name])
-            change = self.correct[name] - self.correct[DENSE][:count] if self.labels is not None else None
+            (speed, score), count, recipe = points[name], len(self.scores[name]), self.recipes[name]
             yield Row(
                 name,
-                self.speedup(name),
+                ratios(self.times[DENSE], self.times[name]),
                 _mean(self.scores[name]),
-                None if change is None else _mean(change),
+                None if self.labels is None else _mean(self.correct[name] - self.correct[DENSE][:count]),
                 count,
-                self.recipes[name].code(self.part, depth),
-                self.recipes[name].config(self.part, depth),
-                self.recipes[name].advice,
+                recipe.code(self.part, depth),
+                recipe.config(self.part, depth),
+                recipe.advice,
                 not any(
                     fast >= speed and high >= score and (fast, high) != (speed, score) for fast, high in points.values()
                 ),

@@ -17,15 +17,7 @@ MEASURES = ("top1", "features", "patches")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the recipes of `mmod.advise` on a folder of images and print what it advises.
-
-    Args:
-        arguments: The command line without the program's name.
-
-    Raises:
-        SystemExit: The command line asks for help or does not fit.
-        ValueError: The model is unknown or cannot be routed, the folder holds no images, or an image is broken.
-    """
+    """Run the recipes of `mmod.advise` on a folder of images and print what it advises."""
     options = _parser().parse_args(arguments)
     import torch
 
@@ -97,8 +89,6 @@ def load_model(
 
     Args:
         name: A name of timm, a folder that timm saved, or an architecture of open_clip, see `--help`.
-        checkpoint: File or folder of weights, in place of the published ones.
-        pretrained: Whether published weights are loaded without a checkpoint.
         image_size: Side of images in pixels; None takes the model's.
         measure: One of `MEASURES`, for models of timm: "features" and "patches" take off the head.
     """
@@ -167,17 +157,10 @@ def read_images(
 
     Args:
         folder: The folder; its folders are classes if there are as many as classes of the model.
-        transform: Prepares an image for the model.
         number: Images to read, at most.
-        on_corrupt: "raise" or "skip" for broken images.
-        model: The model.
 
     Returns:
         Images (N, C, H, W), with labels (N,) where the folders are classes, and a sentence about them.
-
-    Raises:
-        FileNotFoundError: The folder does not exist.
-        ValueError: It holds no images, or a broken one.
     """
     import torch
 

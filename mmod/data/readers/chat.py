@@ -51,12 +51,7 @@ class ChatCollator:
         self.protected = protected
 
     def __call__(self, chats: Sequence[ChatSample]) -> dict[str, Any]:
-        """Encode a batch.
-
-        Returns:
-            The processor's output, `labels` (B, N), and `protected_mask` (B, N) if tokens are protected. Packed batches
-            have one row, `position_ids`, and no `attention_mask`.
-        """
+        """Return the processor's output, `labels` (B, N), and `protected_mask` (B, N) if tokens are protected."""
         texts = [self._render(chat.messages) for chat in chats]
         spans = [self._answers(text, chat) for text, chat in zip(texts, chats)]
         batch = self._process(texts, chats, "right")

@@ -1,8 +1,4 @@
-"""Image conversations in LLaVA's format, from JSON files or webdataset shards.
-
-Opening a source checks every record and the existence of every image file. Images are decoded when a conversation is
-read.
-"""
+"""Image conversations in LLaVA's format, from JSON files or webdataset shards; images are decoded when read."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Image formats, and decoding to 8 bits per channel.
-
-All readers and converters decode here, so they accept the same images.
-"""
+"""Image formats, and decoding to 8 bits per channel, the same for all readers and converters."""
 
 from __future__ import annotations
 
@@ -32,13 +29,10 @@ _WHITE_IS_ZERO, _BITS_PER_SAMPLE, _PHOTOMETRIC = 0, 258, 262
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Decode an image completely, in its stored mode.
-
-    Only the formats in `EXTENSIONS` are tried, because Pillow starts other programs for some formats. Of an animation
-    or a multi-page file the first image is read. As in timm, torchvision and open_clip, EXIF orientation is ignored.
-    """
+    """Decode an image completely, in its stored mode; of a file with several the first, without EXIF orientation."""
     Image.init()
     try:
+        # Only the formats in `EXTENSIONS`, because Pillow starts other programs for some formats.
         image = Image.open(io.BytesIO(data), formats=[name for name in EXTENSIONS if name in Image.OPEN])
         image.load()
     except UnidentifiedImageError as error:
@@ -52,12 +46,10 @@ def open_image(data: bytes) -> Image.Image:
 
 
 def convert_image(image: Image.Image, mode: str) -> Image.Image:
-    """Convert an image to 8 bits per channel, mode "L" or "RGB".
-
-    Of 16 bits the upper 8 are kept, as Pillow does for colour. For grey, Pillow would turn all values above 255 white.
-    """
+    """Convert an image to 8 bits per channel, mode "L" or "RGB"."""
     bits = _grey_bits(image)
     if bits is not None:
+        # The upper 8 bits, as Pillow does for colour. For grey, Pillow would turn all values above 255 white.
         pixels = (np.asarray(image).astype(np.int64) >> (bits - 8)).astype(np.uint8)
         image = Image.fromarray(255 - pixels if _is_inverted(image) else pixels)
     return image.convert(mode)

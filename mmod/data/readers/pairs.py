@@ -1,8 +1,4 @@
-"""Image-text pairs in batches, from webdataset shards as open_clip and LAION-style tools write them.
-
-Every sample has one image and one `.txt` caption; other members are ignored. Batches are a pure function of
-(seed, epoch, step).
-"""
+"""Image-text pairs in batches, from webdataset shards: one image and one `.txt` caption a sample, others ignored."""
 
 from __future__ import annotations
 
@@ -26,16 +22,7 @@ def create_train_pairs(
     """Create the stream of shuffled training batches of one process: images (B, C, H, W) and tokens (B, L).
 
     Args:
-        config: The data set.
         transform: From a PIL image to a tensor (C, H, W), as `open_clip.image_transform` makes it.
-        tokenizer: From captions to tokens (B, L), as `open_clip.get_tokenizer` makes it.
-        seed: Seed of order and augmentation, the same in all processes.
-        rank: Index of this process.
-        world: Number of processes.
-
-    Raises:
-        ValueError: A pattern matches no shard, or an epoch has no batch.
-        CorruptDataError: A shard is damaged, unless `config.on_corrupt` is "skip".
 
     Example:
         >>> import tempfile, torch

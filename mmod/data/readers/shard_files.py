@@ -90,11 +90,7 @@ class ShardFiles:
     def indices(
         self, suffix: str, make: Callable[[BinaryIO, str], Index], progress: bool
     ) -> Iterator[tuple[int, Index]]:
-        """Yield number and index of every shard that can be read, in order.
-
-        A kept index is used while its shard has the same size, and the same time or ETag. One process of a node makes
-        and keeps those that are missing.
-        """
+        """Yield number and index of every shard that can be read, in order; missing indices are made and kept."""
 
         def find(number: int) -> Index | RemoteError:
             try:

@@ -1,8 +1,6 @@
-"""Webdataset shards with random access instead of in stream order.
+"""Webdataset shards with random access: one pass over the headers of an uncompressed tar file indexes its samples.
 
-A shard is an uncompressed tar file. A sample is a run of members that share the name up to the first dot, such as
-`000017.jpg`, `000017.cls`. One pass over the headers indexes the offsets of all samples. So shuffling is global, an
-epoch is exact for any number of workers and shards, and a stream resumes anywhere. See `shard_files` for remote shards.
+A sample is a run of members that share the name up to the first dot, such as `000017.jpg`, `000017.cls`.
 """
 
 from __future__ import annotations
@@ -94,14 +92,10 @@ CAPTION = Target("txt", parse_caption)
 
 
 def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
-    """List the shards of a pattern.
+    """Return the paths and URLs of a pattern, sorted within each glob, in the order of the braces.
 
-    Args:
-        pattern: A path or URL with brace ranges (`{000..127}`), glob characters (`*`, `?`, `[...]`; local paths
-            only) or both; several can be joined by `::` or given as a list.
-
-    Returns:
-        Paths and URLs, sorted within each glob, in the order of the braces.
+    A pattern is a path or URL with brace ranges (`{000..127}`), glob characters (`*`, `?`, `[...]`; local paths only)
+    or both; several can be joined by `::`, or are a list.
 
     Example:
         >>> expand_pattern("https://example.org/train-{08..10}.tar")[-1]
@@ -199,13 +193,9 @@ class ShardSource:
             return f"member at byte {offset}"
 
     def _make_index(self, file: BinaryIO, path: str) -> Index:
-        rows, faults = [], []
-        for entry in read_samples(file, path, self._choose):
-            if isinstance(entry, Fault):
-                faults.append(entry)
-            else:
-                rows.append(entry)
-        return np.array(rows, np.int64).reshape(-1, 4), faults
+        entries = list(read_samples(file, path, self._choose))
+        rows = [entry for entry in entries if not isinstance(entry, Fault)]
+        return np.array(rows, np.int64).reshape(-1, 4), [entry for entry in entries if isinstance(entry, Fault)]
 
     def _choose(self, key: str, members: Members) -> tuple[int, int, int, int]:
         """Return offset and size of the image, and of the target."""
@@ -218,14 +208,9 @@ class ShardSource:
 
 
 def read_samples(file: BinaryIO, path: str, choose: Callable[[str, Members], Sample]) -> Iterator[Sample | Fault]:
-    """Iterate over the samples of an uncompressed shard.
+    """Yield an entry for each sample of a shard; faults replace incomplete ones, and end damaged or empty shards.
 
-    Args:
-        choose: From a sample's key and its members by lower-case extension to an entry for it; raises a ValueError for
-            an incomplete sample.
-
-    Yields:
-        The entries. Faults take the place of incomplete samples, and end damaged or empty shards.
+    `choose` makes the entry from a sample's key and members, and raises a ValueError for an incomplete sample.
     """
     ends: list[Fault] = []
     keys: set[str] = set()
@@ -268,10 +253,7 @@ def _group(file: BinaryIO, path: str, ends: list[Fault]) -> Iterator[tuple[str, 
 
 
 def _read_members(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo | Fault]:
-    """Yield the complete regular members of a tar file, then the fault that ended it early, if any.
-
-    `tarfile` stops silently at an invalid header, so the end-of-archive mark is checked here.
-    """
+    """Yield the complete regular members of a tar file, then the fault that ended it early, if any."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     if file.read(6).startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
@@ -296,6 +278,7 @@ def _read_members(file: BinaryIO, path: str) -> Iterator[tarfile.TarInfo | Fault
     except _DAMAGE as error:
         yield Fault(path, "", f"damaged tar file: {error}; later samples are lost")
         return
+    # `tarfile` stops silently at an invalid header, so the end-of-archive mark is checked here.
     file.seek(end)
     if file.read(_BLOCK) != bytes(_BLOCK):
         yield Fault(path, "", f"damaged tar file: no valid header at byte {end} of {size}; later samples are lost")

@@ -20,10 +20,7 @@ class UnreadableSampleError(Exception):
 
 
 class ImageSource(Protocol):
-    """Images with a class or caption each, with random access from any process.
-
-    So a stream can be shuffled globally, split between processes, and resumed at any batch without reading others.
-    """
+    """Images with a class or caption each, with random access from any process."""
 
     def __len__(self) -> int:
         """Return the number of samples."""

@@ -1,8 +1,4 @@
-"""Crowded digits: images of several handwritten digits, with the class of every pixel.
-
-A few digits that do not overlap lie among fragments of others. The labels are dense: a small and fast test of dense
-prediction, in which most pixels are background. As in cluttered digits, splits share no handwriting.
-"""
+"""Crowded digits: handwritten digits that do not overlap, among fragments of others, with the class of every pixel."""
 
 from __future__ import annotations
 
@@ -10,7 +6,6 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
 from typing import NamedTuple
 
 import numpy as np
@@ -82,19 +77,13 @@ one patch of seventeen shows a digit, where patches are those of `grid`."""
 
 
 class Crowd(NamedTuple):
-    """A scene, with the class of each pixel (of `CLASSES`, uint8), and its provenance.
-
-    Attributes:
-        sources: Index of each digit among the source images.
-        boxes: Boxes of the digits; no two overlap.
-        clutter: Indices of the fragments' source images.
-    """
+    """A scene, with the class of each pixel (of `CLASSES`, uint8), and its provenance."""
 
     image: np.ndarray
     labels: np.ndarray
-    sources: tuple[int, ...]
+    sources: tuple[int, ...]  # Index of each digit among the source images.
     boxes: tuple[Box, ...]
-    clutter: tuple[int, ...]
+    clutter: tuple[int, ...]  # Indices of the fragments' source images.
 
 
 def compose_crowds(config: CrowdsConfig, split: str) -> Iterator[Crowd]:
@@ -110,28 +99,11 @@ def _compose(config: CrowdsConfig, painter: Painter, rng: np.random.Generator) -
     count = int(rng.integers(config.digits[0], config.digits[1] + 1))
     chosen = tuple(int(source) for source in rng.choice(painter.pool, count))
     digits = [painter.digit(source, config.digit_size, rng) for source in chosen]
-    boxes = _place([len(digit) for digit in digits], config, rng)
+    boxes = tuple(painter.apart([len(digit) for digit in digits], config.grid, rng))
     for source, digit, (left, top, right, bottom) in zip(chosen, digits, boxes):
         paste(canvas, digit, left, top)
         labels[top:bottom, left:right][digit >= 255 * config.ink] = painter.sources.labels[source] + 1
     return Crowd(canvas, labels, chosen, boxes, clutter)
-
-
-def _place(sides: list[int], config: CrowdsConfig, rng: np.random.Generator) -> tuple[Box, ...]:
-    """Draw boxes of these sides at random, until none overlap."""
-    while True:
-        boxes: list[Box] = []
-        for side in sides:
-            left, top = (
-                config.grid * int(step) for step in rng.integers(0, (config.canvas - side) // config.grid + 1, 2)
-            )
-            boxes.append((left, top, left + side, top + side))
-        if all(_apart(first, second) for first, second in combinations(boxes, 2)):
-            return tuple(boxes)
-
-
-def _apart(first: Box, second: Box) -> bool:
-    return first[2] <= second[0] or second[2] <= first[0] or first[3] <= second[1] or second[3] <= first[1]
 
 
 def _encode(key: str, scene: Crowd) -> dict[str, bytes]:

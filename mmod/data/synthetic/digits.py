@@ -1,8 +1,7 @@
-"""Cluttered digits: images of one handwritten digit (from scikit-learn) on a background of clutter.
+"""Cluttered digits: one handwritten digit (from scikit-learn) of random place and size among fragments of others.
 
-The target digit has a random position and scale on a larger canvas, among fragments of other digits. Most tokens are
-background, so the set is a small and fast test for models that choose where to compute. The source images are split
-before scenes are composed, so splits share no handwriting, not even as clutter.
+Most tokens are background, so the set is a small and fast test for models that choose where to compute. The source
+images are split before scenes are composed, so splits share no handwriting, not even as clutter.
 """
 
 from __future__ import annotations
@@ -66,19 +65,13 @@ DIFFICULTIES: dict[str, DigitsConfig] = {
 
 
 class DigitScene(NamedTuple):
-    """An image, the class of its target digit, and its provenance.
-
-    Attributes:
-        target: Index of the target among the source images.
-        box: Box of the target.
-        clutter: Indices of the fragments' source images.
-    """
+    """An image, the class of its target digit, and its provenance."""
 
     image: np.ndarray
     label: int
-    target: int
+    target: int  # Index of the target among the source images.
     box: Box
-    clutter: tuple[int, ...]
+    clutter: tuple[int, ...]  # Indices of the fragments' source images.
 
 
 def compose_scenes(config: DigitsConfig, split: str) -> Iterator[DigitScene]:

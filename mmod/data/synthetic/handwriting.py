@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import combinations
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -130,6 +131,23 @@ class Painter:
         top = self.grid * int(rng.integers(0, (canvas.shape[0] - height) // self.grid + 1))
         left = self.grid * int(rng.integers(0, (canvas.shape[1] - width) // self.grid + 1))
         return paste(canvas, patch, left, top)
+
+    def apart(self, sides: Sequence[int], grid: int, rng: np.random.Generator, gap: int = 0) -> list[Box]:
+        """Draw boxes with these sides until none overlap and all centres are `gap` pixels apart horizontally."""
+        while True:
+            boxes: list[Box] = []
+            for side in sides:
+                steps = rng.integers(0, (self.config.canvas - side) // grid + 1, 2)
+                left, top = (grid * int(step) for step in steps)
+                boxes.append((left, top, left + side, top + side))
+            if all(_are_apart(one, other, gap) for one, other in combinations(boxes, 2)):
+                return boxes
+
+
+def _are_apart(one: Box, other: Box, gap: int) -> bool:
+    if abs(one[0] + one[2] - other[0] - other[2]) < 2 * gap:
+        return False
+    return one[2] <= other[0] or other[2] <= one[0] or one[3] <= other[1] or other[3] <= one[1]
 
 
 def paste(canvas: np.ndarray, patch: np.ndarray, left: int, top: int) -> Box:

@@ -12,7 +12,6 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -178,28 +177,11 @@ def _compose(config: QuestionsConfig, painter: Painter, least: int, rng: np.rand
     digits = [
         painter.digit(source, config.small if place else config.large, rng) for place, source in enumerate(chosen)
     ]
-    corners = _place(np.array([len(digit) for digit in digits]), config, rng)
-    for digit, (left, top) in zip(digits, corners):
+    boxes = painter.apart([len(digit) for digit in digits], config.step, rng, _GAP)
+    for digit, (left, top, *_) in zip(digits, boxes):
         paste(canvas, digit, left, top)
-    centres = [left + len(digit) / 2 for (left, _), digit in zip(corners, digits)]
-    order = sorted(range(count), key=centres.__getitem__)
+    order = sorted(range(count), key=lambda place: boxes[place][0] + boxes[place][2])
     return QuestionScene(canvas, tuple(classes[i] for i in order), order.index(0), tuple(chosen[i] for i in order))
-
-
-def _place(sides: np.ndarray, config: QuestionsConfig, rng: np.random.Generator) -> list[list[int]]:
-    """Draw left and top of each box until none overlap and all centres differ enough horizontally."""
-    corners = np.zeros((len(sides), 2), int)
-    while True:
-        for place, side in enumerate(sides):
-            corners[place] = rng.integers(0, (config.canvas - side) // config.step + 1, 2) * config.step
-        centres = corners + sides[:, None] / 2
-        apart = [
-            across >= _GAP and max(across, down) >= (sides[i] + sides[j]) / 2
-            for i, j in combinations(range(len(sides)), 2)
-            for across, down in [abs(centres[i] - centres[j])]
-        ]
-        if all(apart):
-            return [[int(left), int(top)] for left, top in corners]
 
 
 def to_record(key: str, chat: SyntheticChat, images: list[str]) -> dict[str, Any]:
