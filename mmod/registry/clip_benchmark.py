@@ -1,9 +1,6 @@
-"""Routed CLIP models in CLIP_benchmark, which judges models of open_clip on many sets of images.
+"""CLIP_benchmark's command with one more type of model: `mmod`, whose `--pretrained` goes to `mmod.load_pretrained`.
 
-    python -m mmod.registry.clip_benchmark eval --model_type mmod --model ViT-B-32 --pretrained FOLDER --dataset cifar10
-
-is its own command with one more type of model: `--pretrained` is what `mmod.load_pretrained` takes, and `--model` the
-architecture, which says how captions are split into tokens.
+python -m mmod.registry.clip_benchmark eval --model_type mmod --model ViT-B-32 --pretrained FOLDER --dataset cifar10
 """
 
 from __future__ import annotations
@@ -23,15 +20,12 @@ NAME = "mmod"
 def load_routed(
     model_name: str, pretrained: str, cache_dir: str | None = None, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, Callable[..., Any], Callable[..., Any]]:
-    """Load a routed model as CLIP_benchmark asks for it.
+    """Return a routed model, its image transform and its tokenizer, as CLIP_benchmark asks for them.
 
     Args:
-        model_name: Architecture in open_clip.
+        model_name: Architecture in open_clip, which says how captions are split into tokens.
         pretrained: A folder of `mmod.save_pretrained`, or "hf-hub:owner/name".
         cache_dir: Ignored; the hub has its cache.
-
-    Returns:
-        Model, image transform and tokenizer.
     """
     import open_clip
     from open_clip.transform import PreprocessCfg, image_transform_v2
@@ -43,7 +37,7 @@ def load_routed(
 
 
 def register() -> None:
-    """Add the type of model "mmod" to CLIP_benchmark's own; a second call changes nothing."""
+    """Add the type of model "mmod" to CLIP_benchmark's; a second call changes nothing."""
     models = importlib.import_module("clip_benchmark.models")
     if NAME not in models.TYPE2FUNC:
         models.TYPE2FUNC[NAME] = load_routed

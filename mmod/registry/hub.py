@@ -1,7 +1,4 @@
-"""Routed models on the Hugging Face hub, each with a card that says how it is routed and what it costs.
-
-`mmod.load_pretrained("hf-hub:owner/name")` gets them back.
-"""
+"""Routed models on the Hugging Face hub, with cards; `mmod.load_pretrained("hf-hub:owner/name")` gets them back."""
 
 from __future__ import annotations
 
@@ -67,11 +64,7 @@ def write_hub_folder(
     model: nn.Module, folder: str | Path, repo: str, flops: FlopCounts, *, about: str = "",
     architecture: str | Mapping[str, Any] | None = None,
 ) -> None:  # fmt: skip
-    """Write what `push_to_hub` uploads: the saved model and its card, README.md.
-
-    Args:
-        folder: An empty folder.
-    """
+    """Write what `push_to_hub` uploads into an empty folder: the saved model and its card, README.md."""
     card = model_card(model, repo, flops, about=about)
     if find_library(model) == "transformers":
         transformer: Any = model
@@ -82,10 +75,7 @@ def write_hub_folder(
 
 
 def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "") -> ModelCard:
-    """Return the card of a changed model: its methods, FLOPs and how they were counted.
-
-    `push_to_hub` explains the arguments.
-    """
+    """Return the card of a changed model: its methods, FLOPs and how they were counted; see `push_to_hub`."""
     from huggingface_hub import ModelCard, ModelCardData
     from huggingface_hub.utils import validate_repo_id
 

@@ -1,9 +1,6 @@
-"""Routed vision-language models in lmms-eval: its entry point for models of other packages.
+"""Routed folders in lmms-eval: it calls this entry point before it loads any model.
 
-    lmms_eval --model llava_hf --model_args pretrained=FOLDER --tasks mme
-
-judges a routed folder as it judges a dense one: before lmms-eval loads any model it calls the entry point, which lets
-every `from_pretrained` of transformers load routed folders. No class of its own is needed.
+lmms_eval --model llava_hf --model_args pretrained=FOLDER --tasks mme
 """
 
 from __future__ import annotations

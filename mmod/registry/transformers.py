@@ -1,8 +1,7 @@
 """Routed folders in transformers: by its Auto classes, and by `from_pretrained` of every class where a program asks.
 
 `AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)` runs a small file of the folder, which asks here
-for the class to open it with. Programs whose own code calls `from_pretrained` without that, as benchmarks do, call
-`open_routed_folders()` first. Importing this module changes nothing.
+for the class to open it with. Programs that do not pass that call `open_routed_folders()` first.
 """
 
 from __future__ import annotations
@@ -27,11 +26,8 @@ class _Opened:
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any, **options: Any) -> Any:
         """Load the routed model of a folder."""
-        from mmod.adapters.transformers.loading import load
-        from mmod.pretrained import apply_again
-
         made = cls._class_for(config)
-        return load(pretrained_model_name_or_path, apply_again, *args, model_class=made, config=config, **options)
+        return _load(pretrained_model_name_or_path, *args, model_class=made, config=config, **options)
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:
@@ -60,16 +56,12 @@ def auto_class(name: str) -> type:
 
 
 def open_routed_folders() -> None:
-    """Let `from_pretrained` of every class of transformers give the routed model for the folder of one.
-
-    Wraps that method and keeps its signature; whatever describes no routing is loaded by the method itself. A second
-    call changes nothing.
-    """
+    """Let `from_pretrained` of every class of transformers return the routed model of the folder of one."""
     import transformers
 
     model: Any = transformers.PreTrainedModel
     plain = model.from_pretrained.__func__
-    if plain.__module__ == __name__:
+    if plain.__module__ == __name__:  # A second call changes nothing.
         return
     signature = inspect.signature(plain)
 
@@ -79,13 +71,17 @@ def open_routed_folders() -> None:
         folder: Any = arguments.get("pretrained_model_name_or_path")
         if "routes_itself" in vars(cls) or not _describes_routing(folder, arguments.get("config"), options):
             return plain(cls, *args, **options)
-        from mmod.adapters.transformers.loading import load
-        from mmod.pretrained import apply_again
-
         others = {name: value for name, value in options.items() if name != "pretrained_model_name_or_path"}
-        return load(folder, apply_again, *args[1:], model_class=cls, **others)
+        return _load(folder, *args[1:], model_class=cls, **others)
 
     model.from_pretrained = classmethod(from_pretrained)
+
+
+def _load(folder: Any, *args: Any, **options: Any) -> Any:
+    from mmod.adapters.transformers.loading import load
+    from mmod.pretrained import apply_again
+
+    return load(folder, apply_again, *args, **options)
 
 
 def _describes_routing(folder: Any, config: Any, options: dict[str, Any]) -> bool:

@@ -17,17 +17,12 @@ _ROUNDS = 7
 
 
 class Assessment(NamedTuple):
-    """The score and the costs of a model.
-
-    Attributes:
-        gflops: GFLOPs of a sample, by its type: "image", "text", "window" or "prompt".
-        ms: Milliseconds of a sample by its type and by batch size, the median of some rounds.
-    """
+    """The score and the costs of a model; samples are of the type "image", "text", "window" or "prompt"."""
 
     evaluation: RoutedResult
-    gflops: dict[str, float]
+    gflops: dict[str, float]  # Of a sample, by its type.
     parameters: int
-    ms: dict[str, dict[int, float]]
+    ms: dict[str, dict[int, float]]  # Of a sample, by its type and the batch size: the median of some rounds.
 
     def __str__(self) -> str:
         lines = [str(self.evaluation), f"{self.parameters / 1e6:.4g} million parameters"]

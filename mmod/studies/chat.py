@@ -12,7 +12,6 @@ from statistics import mean, median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor
 
 from mmod import is_routed, trace
 from mmod.analysis.plots import draw_routing_maps
@@ -77,13 +76,13 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
     def examine(self, job: Job[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
         """Count FLOPs and cache of reading a prompt of mean length, and draw which image tokens are kept."""
         model: Any = self.load(job)
-        prompts, text, image = self._prompts(job.config)
+        count = self.config.timed_prompts
+        prompts, text, image = self.recipe(job.config).prompts(count)
         # Shares refer to the dense model's prompts; a rival's images may be smaller.
-        full = self._prompts(
-            dataclasses.replace(job.config, model=dataclasses.replace(job.config.model, image_size=None))
-        )
+        full = dataclasses.replace(job.config, model=dataclasses.replace(job.config.model, image_size=None))
+        _, _, full_image = self.recipe(full).prompts(count)
         routed = prefill_flops(model, text, image, evaluation.kept if is_routed(model) else None).routed
-        dense, alone = (prefill_flops(model, text, images, 0.0).dense for images in (full[2], 0))
+        dense, alone = (prefill_flops(model, text, images, 0.0).dense for images in (full_image, 0))
         with torch.inference_mode():
             cache = read_prompts(model, prompts)
         if self.config.maps and is_routed(model):
@@ -113,8 +112,8 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
     def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
         """Measure reading a prompt within a batch, and decoding after it."""
         models: dict[str, Any] = {name: self.load(job) for name, job in jobs.items()}
-        collators = {name: self.recipe(job.config).collator for name, job in jobs.items()}
-        prompts = {name: self._prompts(job.config)[0] for name, job in jobs.items()}
+        recipes = {name: self.recipe(job.config) for name, job in jobs.items()}
+        prompts = {name: recipe.prompts(self.config.timed_prompts)[0] for name, recipe in recipes.items()}
         count, rounds = len(prompts[DENSE]["input_ids"]), self.config.timed_rounds
         reads = {name: functools.partial(read_prompts, model, prompts[name]) for name, model in models.items()}
         costs: dict[str, dict[str, float]] = {}
@@ -122,7 +121,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
             times = []
             for _ in range(rounds):
                 started = time.perf_counter()
-                generate(models[name], collators[name], prompts[name], self.config.timed_tokens, exactly=True)
+                generate(models[name], recipes[name].collator, prompts[name], self.config.timed_tokens, exactly=True)
                 times.append(time.perf_counter() - started)
             # The first token comes from reading the prompt.
             seconds = max(median(times) - ms * count / 1e3, 1e-9)
@@ -161,16 +160,9 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         train, val = (open_conversations(str(name), self.data) for name in (self.data.train, self.data.val))
         return {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
 
-    def _prompts(self, config: TrainConfig) -> tuple[dict[str, Tensor], int, int]:
-        """Return the timed prompts as a run encodes them, and a prompt's mean text and image tokens."""
-        return self.recipe(config).prompts(self.config.timed_prompts)
-
 
 def draw_kept(model: Any, collator: ChatCollator, talks: Sequence[ChatSample]) -> Figure | None:
-    """Draw which image tokens the routed layers kept of questions about one image.
-
-    None where an image's tokens are no square grid over its pixels, as in models that cut images into tiles.
-    """
+    """Draw the image tokens that routed layers kept of questions; None where they are no square grid over an image."""
     prompts = collator.prompts(talks)
     pixels = prompts.get("pixel_values")
     image_BN = prompts["input_ids"] == collator.processor.image_token_id
@@ -186,10 +178,9 @@ def draw_kept(model: Any, collator: ChatCollator, talks: Sequence[ChatSample]) -
 
 
 def draw_answers(right: Mapping[str, Mapping[str, float]], shares: Mapping[str, float]) -> Figure:
-    """Draw the percent of right answers by type of question: of the first model, and differences of the others to it.
+    """Draw right answers in percent by type of question: the first model's, and differences of the others to it.
 
-    Args:
-        shares: FLOPs of the models as a share of the first one's.
+    `shares` are FLOPs of the models as a share of the first one's.
 
     Example:
         >>> right = {"dense": {"count": 99.0, "read": 51.0}, "p-mod": {"count": 98.5, "read": 47.0}}

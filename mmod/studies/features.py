@@ -23,7 +23,6 @@ from mmod.studies.config import ProbeStudyConfig, SegmentationStudyConfig
 from mmod.studies.entrants import DENSE, Entrant
 from mmod.studies.image import TimmStudy
 from mmod.studies.jobs import Job, Tick
-from mmod.studies.probes import linear_probe, nearest_neighbours, predict_linearly, split_by_class
 from mmod.studies.study import Costs, Outcome, Scores, evaluate_once
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import RoutedResult
@@ -35,6 +34,8 @@ from mmod.training.image.model import check_published
 
 # The folder of the images that are tested.
 _TESTED = "tested"
+Split = tuple[np.ndarray, np.ndarray]
+"""Indices of the images that a classifier is fitted on, and of those it is tested on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,12 +62,7 @@ class Judged(RoutedResult):
 
 @dataclass(frozen=True, kw_only=True)
 class Probed(Judged):
-    """The results of classifiers on a model's features.
-
-    Args:
-        knn: 1 for tested images that their nearest neighbours classify correctly, else 0.
-        linear: The same of the linear classifier.
-    """
+    """The results of both classifiers: 1 for tested images that they get right, else 0."""
 
     knn: list[int]
     linear: list[int]
@@ -89,12 +85,9 @@ class Probed(Judged):
 
 @dataclass(frozen=True, kw_only=True)
 class Segmented(Judged):
-    """The results of a linear classifier of patches.
+    """The results of a linear classifier of patches."""
 
-    Args:
-        confusion: Confusion matrix of every tested image: patches by class (rows) and predicted class (columns).
-    """
-
+    # Of every tested image, patches by class (rows) and predicted class (columns).
     confusion: list[list[list[int]]]
 
     @property
@@ -325,3 +318,75 @@ def _streams(config: DataConfig) -> dict[str, BatchStream]:
 def _decoded(data: _Data) -> BatchStream:
     """Return images, decoded once for all models of their size."""
     return create_eval_stream(data.config)
+
+
+def split_by_class(labels: np.ndarray, count: int) -> list[Split]:
+    """Return `count` splits in which every image is tested once, by a classifier fitted on the others."""
+    from sklearn.model_selection import StratifiedKFold
+
+    numbers, counts = np.unique(labels, return_counts=True)
+    if counts.min() < count:
+        raise ValueError(
+            f"folds={count} needs as many images of every class, class {numbers[counts.argmin()]} has {counts.min()}"
+        )
+    return list(StratifiedKFold(count, shuffle=True, random_state=0).split(labels, labels))
+
+
+def nearest_neighbours(features: np.ndarray, labels: np.ndarray, splits: Sequence[Split], k: int) -> np.ndarray:
+    """Return 1 for tested images that their k nearest neighbours by cosine, weighted by distance, get right, else 0.
+
+    Example:
+        >>> x = np.array([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
+        >>> nearest_neighbours(x, np.array([0, 0, 1, 1]), [(np.array([0, 2]), np.array([1, 3]))], k=1)
+        array([1, 1])
+    """
+    from sklearn.neighbors import KNeighborsClassifier
+
+    return _tested(KNeighborsClassifier(k, metric="cosine", weights="distance"), features, labels, splits)
+
+
+def linear_probe(
+    features: np.ndarray, labels: np.ndarray, splits: Sequence[Split], strengths: Sequence[float]
+) -> np.ndarray:
+    """Return 1 for tested images that a logistic regression on standardised features gets right, else 0.
+
+    Cross-validation in the fitted images chooses scikit-learn's `C` among `strengths`.
+    """
+    return _tested(_regression(strengths, 3), features, labels, splits)
+
+
+def predict_linearly(
+    fitted: np.ndarray, labels: np.ndarray, tested: np.ndarray, images: np.ndarray, strengths: Sequence[float]
+) -> np.ndarray:
+    """Return the classes that a logistic regression on standardised features predicts for tested patches.
+
+    `images` numbers the image of every fitted patch.
+    """
+    from sklearn.model_selection import GroupKFold
+
+    # All patches of an image are on the same side of the cross-validation that chooses `C`.
+    split = list(GroupKFold(3).split(fitted, labels, images))
+    guesses: np.ndarray = _regression(strengths, split).fit(fitted, labels).predict(tested)
+    return guesses
+
+
+def _regression(strengths: Sequence[float], cv: Any) -> Any:
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import GridSearchCV
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
+    if len(strengths) == 1:
+        return make_pipeline(StandardScaler(), LogisticRegression(C=strengths[0], max_iter=1000, tol=1e-3))
+    regression = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000, tol=1e-3))
+    return GridSearchCV(regression, {"logisticregression__C": list(strengths)}, cv=cv)
+
+
+def _tested(classifier: Any, features: np.ndarray, labels: np.ndarray, splits: Sequence[Split]) -> np.ndarray:
+    from sklearn.base import clone
+
+    right = np.full(len(labels), -1)
+    for fitted, tested in splits:
+        guesses = clone(classifier).fit(features[fitted], labels[fitted]).predict(features[tested])
+        right[tested] = guesses == labels[tested]
+    return right[right >= 0]

@@ -20,10 +20,8 @@ from mmod.analysis.timing import interleave, relative_times
 from mmod.model import is_routed
 from mmod.studies.config import ImageStudyConfig, TimmStudyConfig
 from mmod.studies.entrants import DENSE, Anew, Entrant, create_rivals
-from mmod.studies.jobs import Job, Runner, Tick
-from mmod.studies.paired import as_fast, quoted, unbeaten
-from mmod.studies.rates import best_rates, starts_others, trials, try_rates, with_rate
-from mmod.studies.results import COLUMNS, Column, save_picture, table_of
+from mmod.studies.jobs import Job, Runner, Tick, best_rates, starts_others, trials, try_rates, with_rate
+from mmod.studies.results import COLUMNS, Column, as_fast, quoted, save_picture, table_of, unbeaten
 from mmod.studies.study import Costs, Scores, Study
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import RoutedResult
@@ -127,10 +125,7 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
         return {"gflops": self.recipe(job.config).cost(model, evaluation)["image"] / 1e9, "peak_mb": peak / 1e6}
 
     def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
-        """Measure the latency of an image in batches of several sizes; models and sizes take turns.
-
-        Where images leave a model early, its time is the mean over the images.
-        """
+        """Measure the latency of an image, the mean over images, in batches of several sizes; all take turns."""
         device = choose_device(jobs[DENSE].config.device)
         count = max(self._batches)
         reads: dict[tuple[str, int], Callable[[], object]] = {}
@@ -138,7 +133,8 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
             model, images = self.load(job), timed_images(job.config, count).to(device)
             for size in self._batches:
                 # Without a smaller last batch, which would be timed as one of this size.
-                reads[name, size] = partial(_read, model, images[: count // size * size].split(size))
+                batches = images[: count // size * size].split(size)
+                reads[name, size] = lambda model=model, batches=batches: [model(batch) for batch in batches]
         with torch.inference_mode():
             times = interleave(reads, seconds=0, rounds=self.config.latency_rounds, device=device)
         figures: dict[str, dict[str, float]] = {name: {} for name in jobs}
@@ -298,11 +294,6 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     data, patch = config.data, getattr(getattr(model, "patch_embed", None), "patch_size", None)
     images = f"Images: {data.source}, {data.image_size} px"
     return images if patch is None else f"{images}; {redundancy(timed_images(config, _MEASURED), patch[0])}"
-
-
-def _read(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
-    for images in batches:
-        model(images)
 
 
 def _epochs(job: Job[TrainConfig], base: str) -> str:

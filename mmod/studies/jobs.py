@@ -1,12 +1,13 @@
-"""The runs of a study or benchmark, one by one or in parallel processes, under a bar with the time left."""
+"""The runs of a study or benchmark, one by one or in parallel processes, and the search for their learning rates."""
 
 from __future__ import annotations
 
+import dataclasses
 import multiprocessing
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
@@ -49,6 +50,8 @@ class Job(Generic[Config]):
 
 # Does one run and reports its progress.
 Do = Callable[[Job[Config], Tick], Result]
+# Name of a model, and the factor of its learning rate.
+Trial = tuple[str, float]
 
 
 @dataclass
@@ -77,10 +80,7 @@ class Runner:
             say(line)
 
     def run(self, jobs: Sequence[Job[Config]], do: Do[Config, Result]) -> Iterator[tuple[Job[Config], Result]]:
-        """Do the runs by `do`, which other processes get pickled, and yield every finished run with its result.
-
-        All runs of a seed wait for its first, from whose weights they start.
-        """
+        """Do the runs by `do`, which other processes get pickled, and yield every finished run with its result."""
         with _Bar(jobs, self.title, self.progress) as bar:
             yield from self._in_turn(jobs, do, bar) if self.processes == 1 else self._side_by_side(jobs, do, bar)
 
@@ -100,6 +100,7 @@ class Runner:
         reports = context.SimpleQueue()
         before = multiprocessing.active_children()
         pool = ProcessPoolExecutor(self.processes, context, _start_worker, (reports,))
+        # All runs of a seed wait for its first, from whose weights they start.
         first = {job.seed: index for index, job in reversed(list(enumerate(jobs)))}
         running: dict[Future[Result], int] = {}
         waiting, finished = list(range(len(jobs))), set[int]()
@@ -223,3 +224,51 @@ def _work(do: Do[Config, Result], job: Job[Config], index: int) -> Result:
     result = do(job, tick)
     tick(1.0)
     return result
+
+
+def starts_others(first: Job[Any]) -> bool:
+    """Return whether the first run of a study trains the dense model that others start from."""
+    return first.is_trained and not first.is_tuned
+
+
+def trials(jobs: Sequence[Job[Any]], rates: Sequence[float], split: str, folder: str) -> dict[Trial, Job[Any]]:
+    """Return the runs that try factors of the learning rate, evaluated on a split, for the first seed's models."""
+
+    def tried(config: Any, name: str, rate: float) -> Any:
+        data = dataclasses.replace(config.data, val_split=split)
+        return dataclasses.replace(with_rate(config, rate), data=data, output=f"{folder}/{name}-{rate:g}")
+
+    return {
+        (job.name, rate): dataclasses.replace(job, config=tried(job.config, job.name, rate))
+        # A first run that others start from comes before all trials.
+        for job in (jobs[1:] if starts_others(jobs[0]) else jobs)
+        if job.seed == 0 and job.is_trained
+        for rate in rates
+    }
+
+
+def try_rates(
+    runner: Runner, by_trial: Mapping[Trial, Job[Any]], do: Do[Any, float], before: Sequence[Job[Any]] = ()
+) -> dict[Trial, float]:
+    """Return the score of every trial, after runs that the trials start from."""
+    scores = {job.config.output: score for job, score in runner.run([*before, *by_trial.values()], do)}
+    return {trial: scores[job.config.output] for trial, job in by_trial.items()}
+
+
+def best_rates(scores: Mapping[Trial, float]) -> dict[str, float]:
+    """Return the best factor of every model by name, the first of equal ones.
+
+    Example:
+        >>> best_rates({("a", 0.5): 90.0, ("a", 1.0): 91.0, ("b", 0.5): 80.0, ("b", 1.0): 80.0})
+        {'a': 1.0, 'b': 0.5}
+    """
+    best: dict[str, float] = {}
+    for (name, rate), score in scores.items():
+        if name not in best or score > scores[name, best[name]]:
+            best[name] = rate
+    return best
+
+
+def with_rate(config: Any, rate: float) -> Any:
+    """Return a config with its learning rate multiplied."""
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=rate * config.optim.lr))

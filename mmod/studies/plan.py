@@ -32,17 +32,8 @@ def plan_config(kind: str) -> Any:
     )
 
 
-def search_run(config: Any) -> mmod.planning.PlanSearch:
-    """Search a plan as a config of `plan_config` says, into the folder `plan` of its output; see `search_for`."""
-    return search_for(config, config.plan, Path(config.output) / "plan")
-
-
 def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.planning.PlanSearch:
-    """Search a plan for the model that a run would start from, and write plan and picture into a folder.
-
-    `scores.jsonl` in the folder keeps the scores batch by batch: a stopped search continues, and another budget scores
-    nothing again.
-    """
+    """Search a plan for the model that a run would start from, and write plan and picture into a folder."""
     from mmod import Option, Plan, search_plan
 
     recipe = recipe_of(config)
@@ -65,6 +56,7 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
             cost=options.cost,
             divergence=options.divergence,
             rounds=options.rounds,
+            # A stopped search continues, and another budget scores nothing again.
             progress_file=folder / "scores.jsonl",
         )
         path = folder / f"{name}.json"
@@ -79,5 +71,5 @@ def main(arguments: Sequence[str]) -> None:
     """Search as the command line `CONFIG [--kind KIND] [--key value]` says and print the result."""
     kind, arguments = split_kind(arguments)
     config: Any = parse_config(arguments, plan_config(kind))
-    search = search_run(config)
-    print(f"{search}\n\nPlan, picture and scores: {Path(config.output) / 'plan'}")
+    folder = Path(config.output) / "plan"
+    print(f"{search_for(config, config.plan, folder)}\n\nPlan, picture and scores: {folder}")

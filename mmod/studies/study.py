@@ -21,9 +21,8 @@ from mmod.io.yaml import merged, read_yaml
 from mmod.studies.config import RUN_FIELDS, StudyConfig
 from mmod.studies.entrants import DENSE, Changed, Dense, Entrant
 from mmod.studies.jobs import Job, Runner, Search, Tick
-from mmod.studies.paired import compare, verdict
 from mmod.studies.plan import search_for
-from mmod.studies.results import COLUMNS, Point, StudyResult, flat, table_of, write_outcome
+from mmod.studies.results import COLUMNS, Point, StudyResult, compare, flat, table_of, verdict, write_outcome
 from mmod.training.engine.loop import seed_draws
 from mmod.training.engine.recipe import Recipe
 from mmod.training.engine.run_folder import portable
@@ -172,15 +171,6 @@ class Study(ABC, Generic[Config, Evaluation]):
 
         Table and pictures are written as soon as there is a model to compare with the dense one, and again with every
         further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
-
-        Args:
-            progress: Show a bar.
-
-        Returns:
-            The points; the same are written as CSV, JSON, Markdown and pictures.
-
-        Raises:
-            ValueError: The folder holds runs of another config, or an entry of the config does not fit the model.
         """
         runner = Runner(self.config.processes, progress)
         self.prepare(runner)

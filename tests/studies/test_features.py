@@ -26,8 +26,13 @@ from mmod.data.corrupt import CorruptDataError
 from mmod.data.stream import BatchStream
 from mmod.io.configs import find_config
 from mmod.studies.config import FeaturesStudyConfig, SegmentationStudyConfig
-from mmod.studies.features import FeaturesStudy, SegmentationStudy
-from mmod.studies.probes import linear_probe, nearest_neighbours, split_by_class
+from mmod.studies.features import (
+    FeaturesStudy,
+    SegmentationStudy,
+    linear_probe,
+    nearest_neighbours,
+    split_by_class,
+)
 from mmod.studies.results import StudyResult
 from mmod.training.engine.parse import load_config
 from mmod.training.image.config import ModelConfig

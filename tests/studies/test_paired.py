@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.analysis.statistics import difference
-from mmod.studies.paired import compare, verdict
+from mmod.studies.results import compare, verdict
 
 
 def test_the_interval_is_that_of_a_paired_t_test() -> None:

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import mmod
-from mmod.studies.plan import PlanOptions, main, plan_config, search_run
+from mmod.studies.plan import PlanOptions, main, plan_config, search_for
 from mmod.training import fit
 from mmod.training.chat.model import create_model
 from mmod.training.image.config import TrainConfig
@@ -82,7 +82,7 @@ def test_a_vision_language_model_is_searched(tmp_path: Path) -> None:
     mmod.route_(model, language=plan)
 
 
-def test_what_cannot_be_searched_is_refused(config: Path) -> None:
+def test_what_cannot_be_searched_is_refused(config: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="kind must be one of 'image', 'pairs', 'chat', 'text'"):
         main([str(config), "--kind=conversations"])
     fields = TrainConfig.load(config).to_dict()
@@ -91,7 +91,8 @@ def test_what_cannot_be_searched_is_refused(config: Path) -> None:
         ({"model": {"name": "vit_tiny_patch16_224", "args": ARGS}}, "set model.checkpoint"),
     ):
         with pytest.raises(ValueError, match=message):
-            search_run(plan_config("image").from_dict({**fields, **changes}))
+            refused = plan_config("image").from_dict({**fields, **changes})
+            search_for(refused, refused.plan, tmp_path)
     for wrong in ({"budget": 1.0}, {"batches": 0}, {"cost": "ms"}, {"options": [(2.0, "mlp", "kept")]}):
         with pytest.raises(ValueError, match="plan"):
             PlanOptions(**wrong)  # type: ignore[arg-type]

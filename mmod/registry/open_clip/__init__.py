@@ -1,4 +1,4 @@
-"""Routed models from open_clip's own factory: whatever `open_clip.create_model` builds inside `routed` is routed."""
+"""Routed models from open_clip's factory: whatever `open_clip.create_model` builds inside `routed` is routed."""
 
 from __future__ import annotations
 
@@ -56,10 +56,7 @@ def routed(config: RoutingConfig | None = None, **parts: RoutingConfig | None) -
 
 
 def accept_dense_weights(model: nn.Module) -> None:
-    """Let a routed model load dense weights strictly and keep its new routers.
-
-    Weights with routers must still have all of them.
-    """
+    """Let a routed model load dense weights strictly, and keep its new routers."""
     model.register_load_state_dict_pre_hook(_complete)
 
 

@@ -1,8 +1,6 @@
-"""Routed models in timm's registry: importing this package adds them, `timm.create_model` then makes them.
+"""Routed models in timm's registry: importing this package adds them, `timm.create_model` then makes them."""
 
-The modules are named like timm's own because timm files models, and its tests pick them, by the last part of the
-module's name.
-"""
+# The modules are named like timm's, which files models, and whose tests pick them, by the last part of the name.
 
 from mmod.registry.timm import deit, eva, vision_transformer
 from mmod.registry.timm.entry import routed_name

@@ -31,23 +31,17 @@ def routed_name(dense: str) -> str:
 
 def routed_cfgs(dense: Iterable[str]) -> dict[str, Any]:
     """Return the pretrained configs of dense entries, tags included, under the names of the routed ones."""
-    return dict(
-        generate_default_cfgs(
-            {
-                name.replace(entry, routed_name(entry), 1): cfg
-                for entry in dense
-                for name, cfg in get_arch_pretrained_cfgs(entry).items()
-            }
-        )
-    )
+    cfgs = {entry: get_arch_pretrained_cfgs(entry) for entry in dense}
+    routed = {
+        name.replace(entry, routed_name(entry), 1): cfg
+        for entry, tagged in cfgs.items()
+        for name, cfg in tagged.items()
+    }
+    return dict(generate_default_cfgs(routed))
 
 
 def register_routed(module: str, host: ModuleType, dense: Iterable[str]) -> None:
-    """Register a routed entry for every dense one.
-
-    Args:
-        module: Name of the module that registers and holds `default_cfgs`, where timm looks for them.
-    """
+    """Register a routed entry for every dense one; `module` names the one that holds `default_cfgs` for timm."""
     for name in dense:
         entry = _routed_entry(getattr(host, name), routed_name(name), module)
         setattr(sys.modules[module], entry.__name__, entry)
@@ -59,8 +53,7 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
 
     Args:
         pretrained: Load the dense model's published weights, or those of a routed model named by `pretrained_cfg`.
-        kwargs: Fields of `RoutingConfig`, or `preset`, a name for `mmod.preset`, with fields to change; everything
-            else goes to the dense entry.
+        kwargs: Fields of `RoutingConfig`, or `preset` with fields to change; all else goes to the dense entry.
     """
     options = {option: kwargs.pop(option) for option in ROUTING_FIELDS if option in kwargs}
     method = kwargs.pop("preset", None)

@@ -11,8 +11,7 @@ import numpy as np
 
 from mmod.analysis.statistics import Estimate, difference
 from mmod.analysis.style import FAINT, INK, MARKERS, add_hint, add_legend, looks, new_figure, tidy
-from mmod.studies.paired import spread
-from mmod.studies.results import Column, table_of
+from mmod.studies.results import Column, spread, table_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,17 +39,12 @@ _COLUMNS: dict[str, Column] = {
 class Curve:
     """A parabola of the loss in the logarithm of the size, through models of one budget and routing.
 
-    Args:
-        sizes: Parameters of the models, ascending.
-        flops: FLOPs of their forward passes.
-        coefficients: Those of the parabola, the highest power first.
-
     Source: Hoffmann et al., arXiv 2203.15556, approach 2.
     """
 
-    sizes: tuple[float, ...]
-    flops: tuple[float, ...]
-    coefficients: tuple[float, float, float]
+    sizes: tuple[float, ...]  # Parameters of the models, ascending.
+    flops: tuple[float, ...]  # Of their forward passes.
+    coefficients: tuple[float, float, float]  # The highest power first.
 
     def loss(self, size: float) -> float:
         """Return the loss at a number of parameters."""
@@ -113,10 +107,7 @@ def curves_of(points: Points, score: str, seed: int | None = None) -> dict[Group
 
 
 def optima(points: Points, score: str) -> list[dict[str, Any]]:
-    """Return the minimum of every curve, and the difference to that of the first series, paired by seed.
-
-    Differences are between the minima of curves that are fitted to one seed at a time.
-    """
+    """Return the minimum of every curve, and the difference to that of the first series, of curves paired by seed."""
     seeds = sorted(set.intersection(*(set(point["seeds"]) for point in points)))
     by_seed = {seed: curves_of(points, score, seed) for seed in seeds}
     first, rows = points[0]["series"], []
@@ -133,10 +124,7 @@ def optima(points: Points, score: str) -> list[dict[str, Any]]:
 
 
 def table(points: Points, score: str) -> str:
-    """Return points and minima as Markdown.
-
-    A model is compared with that of the first series of its size and budget, paired by seed.
-    """
+    """Return points and minima as Markdown; models are compared with those of the first series, paired by seed."""
     firsts = {
         (point["budget"], point["size"]): point["seeds"] for point in points if point["series"] == points[0]["series"]
     }
@@ -166,11 +154,7 @@ def verdict(points: Points, score: str) -> str:
 
 
 def draw(points: Points, score: str) -> Figure:
-    """Draw loss against parameters and against FLOPs of a forward pass, a curve for every budget and series.
-
-    Returns:
-        A figure with two panels: colours are series, markers budgets, stars the minima of curves.
-    """
+    """Draw loss against parameters and against FLOPs: colours are series, markers budgets, stars minima of curves."""
     from matplotlib.lines import Line2D
 
     figure = new_figure(11.2, 4.7)

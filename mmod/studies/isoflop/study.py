@@ -14,8 +14,7 @@ from mmod.data.readers.text import create_train_text
 from mmod.io.yaml import merged, read_yaml
 from mmod.studies.isoflop.config import IsoflopConfig
 from mmod.studies.isoflop.report import draw, optima, point_of, table, verdict
-from mmod.studies.jobs import Job, Runner, Tick
-from mmod.studies.rates import best_rates, try_rates, with_rate
+from mmod.studies.jobs import Job, Runner, Tick, best_rates, try_rates, with_rate
 from mmod.studies.results import StudyResult, write_outcome
 from mmod.training.engine.recipe import steps_of_epoch
 from mmod.training.text.config import TrainConfig
@@ -56,11 +55,7 @@ class Place:
 
 
 def plan(config: IsoflopConfig) -> list[Place]:
-    """Return the models of a study, by budget, series and size.
-
-    Raises:
-        ValueError: A budget is too small for a step of every epoch, or takes more text than there is.
-    """
+    """Return the models of a study, by budget, series and size."""
     recipe = merged(merged(read_yaml(config.dense), config.changes), {"output": config.output})
     places = []
     for series, routing in config.routings.items():
@@ -69,7 +64,8 @@ def plan(config: IsoflopConfig) -> list[Place]:
             run = TrainConfig.from_dict(merged(recipe, {"model": {"config": fields}, **ways}))
             model = TextRecipe(run).create()
             parameters = sum(parameter.numel() for parameter in model.parameters())
-            forward, window = count_flops(model, run.data.length)
+            # Counted as in training: logits of every token, and the top-k of routed layers.
+            forward, window = window_flops(model, run.data.length), training_flops(model, run.data.length)
             for budget in config.budgets:
                 step = window * run.data.batch_size * run.accumulate
                 timed = _timed(run, budget, step, f"{series} {size}")
@@ -79,19 +75,8 @@ def plan(config: IsoflopConfig) -> list[Place]:
     return sorted(places, key=lambda place: place.budget)
 
 
-def count_flops(model: Any, length: int) -> tuple[int, int]:
-    """Return the FLOPs of a forward pass, and of forward and backward pass, of a window of some tokens.
-
-    They are counted as in training: logits of every token, and the top-k of routed layers.
-    """
-    return window_flops(model, length), training_flops(model, length)
-
-
 def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
-    """Find every model's learning rate, train it with every seed, and write `isoflop.{csv,json,md,png}`.
-
-    They are written with every seed that all models have been trained with.
-    """
+    """Find every model's learning rate, train it, and write `isoflop.{csv,json,md,png}` after each seed."""
     places, runner = plan(config), Runner(config.processes, progress)
     rates = _find_rates(config, places, runner)
     root, evaluations = Path(config.output), {place.name: dict[int, EvalResult]() for place in places}

@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from mmod.analysis.prefill import training_flops
 from mmod.studies.isoflop import study
 from mmod.studies.isoflop.config import IsoflopConfig
-from mmod.studies.isoflop.study import count_flops, describe, plan, run_study
+from mmod.studies.isoflop.study import describe, plan, run_study
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.parse import load_config
+from mmod.training.text.model import window_flops
 from mmod.training.text.recipe import TextRecipe
 from tests.counting import flop_counter
 from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
@@ -58,7 +60,7 @@ def test_flops_of_a_dense_pass_are_those_that_torch_counts(tmp_path: Path, layer
     model, _ = TextRecipe(text_config(tmp_path, model={"config": {"num_hidden_layers": layers}})).create_models()
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, 48, dtype=torch.long))
-    assert count_flops(model, 48)[0] == counter.get_total_flops()
+    assert window_flops(model, 48) == counter.get_total_flops()
 
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -87,7 +89,7 @@ def test_a_training_step_spends_what_is_counted(tmp_path: Path, way: str, width:
     tokens = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
     with flop_counter() as counter:
         task.forward(tokens, tokens)["loss"].backward()
-    assert count_flops(model, 64)[1] == pytest.approx(counter.get_total_flops(), rel=0.01)
+    assert training_flops(model, 64) == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_a_routed_pass_counts_what_training_keeps(tmp_path: Path) -> None:
@@ -95,9 +97,9 @@ def test_a_routed_pass_counts_what_training_keeps(tmp_path: Path) -> None:
     costs = []
     for capacity in (0.25, 0.5, 1.0):
         routing = {**PREDICTOR, "capacity": capacity}
-        costs.append(count_flops(TextRecipe(text_config(tmp_path, routing=routing)).create_models()[0], 48)[0])
+        costs.append(window_flops(TextRecipe(text_config(tmp_path, routing=routing)).create_models()[0], 48))
     assert costs == sorted(costs)
-    routers = costs[-1] - count_flops(dense, 48)[0]
+    routers = costs[-1] - window_flops(dense, 48)
     assert 0 < routers < 0.05 * costs[-1]
 
 
