@@ -34,7 +34,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
     from mmod.io.files import write_atomically
     from mmod.training.engine.loop import seed_draws
 
-    options, folder = config.audit, Path(config.output) / "audit"
+    folder = Path(config.output) / "audit"
     claim = partial(claim_folder, folder, _record(config), file="config.json", kind="an audit")
     result, progress_file = folder / "audit.json", folder / "partial.json"
     if result.exists():
@@ -50,7 +50,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
     baselines = _baselines(config)
     report = _audited(subject, model, baselines, claim, progress_file, progress)
     costs = {name: subject.cost(baseline) for name, baseline in baselines.items()}
-    maps = subject.maps(model, options.maps) if options.maps else None
+    maps = subject.maps(model, config.audit.maps) if config.audit.maps else None
     cost, generation = subject.flops(model), subject.generation(model)
     record = {
         "name": Path(config.output).name,
@@ -80,7 +80,7 @@ def _audited(
     progress_file: Path,
     progress: bool,
 ) -> Audit:
-    """Audit a model, and claim the folder once the options are checked: a refused audit leaves none."""
+    """Audit a model; `claim` the folder once the options are checked, so that a refused audit leaves none."""
     from mmod import audit
     from mmod.analysis.audit.choices import choices
 
@@ -92,7 +92,7 @@ def _audited(
     return audit(
         model,
         subject.batches(),
-        judge=lambda judged, labelled: subject.judge(judged, labelled.batch),
+        judge=lambda judged, labelled: subject.recipe.judge(judged, labelled.batch),
         positions_from=None if split is None else subject.batches({subject.split: split}),
         conditions=subject.conditions,
         draws=options.draws,
@@ -126,12 +126,11 @@ def _baselines(config: AnyConfig) -> dict[str, Any]:
     return models
 
 
-def _costs_text(cost: Mapping[str, Any] | None, costs: Mapping[str, float | None]) -> str:
+def _costs_text(cost: Mapping[str, Any] | None, costs: Mapping[str, float]) -> str:
     """Return the costs of the model and its baselines as a line; empty where they were not counted."""
-    counted = {name: value for name, value in costs.items() if value is not None}
-    if cost is None or not counted:
+    if cost is None or not costs:
         return ""
-    others = ", ".join(f"{name} {value / 1e6:.2f}" for name, value in counted.items())
+    others = ", ".join(f"{name} {value / 1e6:.2f}" for name, value in costs.items())
     return f"\nMFLOPs of a sample, as counted on these: this model {cost['routed'] / 1e6:.2f}, {others}.\n"
 
 

@@ -65,10 +65,10 @@ class AuditConfig(TrainConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class PairsAuditConfig(pairs.TrainConfig):
-    """The keys of a training config on pairs; see `AuditConfig`.
+    """The keys of a training config on pairs; images and captions are matched within a batch of `data.batch_size`.
 
     Args:
-        audit: Options of the audit. Images and captions are matched within a batch of `data.batch_size`.
+        audit: Options of the audit.
     """
 
     audit: AuditOptions = field(default_factory=AuditOptions)

@@ -1,13 +1,11 @@
-"""The models of every kind of training that are audited, their evaluation sets, and the strata of samples and tokens.
-
-Axes: B samples, N tokens.
-"""
+"""What is audited: a model of any kind of training, its evaluation set, and the strata of samples and tokens."""
 
 from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -56,31 +54,27 @@ class Labelled(NamedTuple):
     token_kinds: Mapping[str, ArrayLike] = MappingProxyType({})
 
 
+@dataclass(frozen=True)
 class Batches:
     """A number of batches that can be iterated several times."""
 
-    def __init__(self, make: Callable[[], Iterator[Labelled]], count: int) -> None:
-        self._make, self._count = make, count
+    make: Callable[[], Iterator[Labelled]]
+    count: int
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[Labelled]:
-        return self._make()
+        return self.make()
 
 
 class Subject(ABC, Generic[Config]):
-    """A trained model and its evaluation set; a subclass for every kind of training.
+    """A trained model and its evaluation set; a subclass for every kind of training, whose recipe makes the model."""
 
-    Attributes:
-        split: The key of `data` that names the evaluation set.
-        on_request: Conditions that are only compared where the config names them.
-        recipe: The kind of training, which makes, judges and counts the model.
-        model: The routed model, once it was made.
-    """
-
-    split: ClassVar[str] = "val_split"
+    split: ClassVar[str] = "val_split"  # The key of `data` that names the evaluation set.
+    # Conditions that are only compared where the config names them.
     on_request: ClassVar[frozenset[str]] = frozenset()
+    model: nn.Module  # The routed one, once it was made.
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -120,11 +114,6 @@ class Subject(ABC, Generic[Config]):
         stream: BatchStream = other.create_eval_stream(Process(0, 1, other.device), self.model)
         return stream
 
-    def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return loss and accuracy of every sample; see `mmod.analysis.audit.judges`."""
-        judged: tuple[Tensor, Tensor] = self.recipe.judge(model, batch)
-        return judged
-
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Return a batch with changed images (B, C, H, W) and the same labels."""
         images, labels = batch
@@ -140,7 +129,7 @@ class Subject(ABC, Generic[Config]):
         kept, result = KeptShares(model, next(model.parameters()).device), RoutedResult()
         for labelled in self.batches():
             with torch.inference_mode(), kept.watch():
-                self.judge(model, labelled.batch)
+                self.recipe.judge(model, labelled.batch)
         result.kept = kept.means()
         return float(sum(self.recipe.cost(model, result).values()))
 
@@ -246,7 +235,9 @@ class ChatSubject(Subject[ChatAuditConfig]):
                 asked = [talks[int(index)] for index in order[start : start + size]]
                 batch, kinds = collate(asked), [talk.question_type for talk in asked]
                 roles = _roles(batch, collate.processor) if is_language_routed else {}
-                yield Labelled(batch, {_QUESTION: kinds}, roles and {**roles, _QUESTION: _per_token(kinds, batch)})
+                if roles:
+                    roles[_QUESTION] = np.repeat(np.asarray(kinds)[:, None], batch["input_ids"].shape[1], axis=1)
+                yield Labelled(batch, {_QUESTION: kinds}, roles)
 
         return Batches(make, -(-len(order) // size))
 
@@ -337,10 +328,6 @@ def _roles(batch: Mapping[str, Tensor], processor: Any) -> dict[str, NDArray[np.
     is_special = torch.isin(tokens, torch.tensor(processor.tokenizer.all_special_ids))
     names = np.where(batch["labels"] != IGNORED, "answer", np.where(is_special, "special token", "question"))
     return {"role": np.where(tokens == processor.image_token_id, "image", names)}
-
-
-def _per_token(names: Sequence[str], batch: Mapping[str, Tensor]) -> NDArray[np.str_]:
-    return np.repeat(np.asarray(names)[:, None], batch["input_ids"].shape[1], axis=1)
 
 
 _SUBJECTS: dict[type, type[Subject[Any]]] = {

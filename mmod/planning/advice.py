@@ -24,14 +24,12 @@ class Row:
     """What a recipe does to a model.
 
     Args:
-        name: The recipe.
         speedup: Time of the dense model over the recipe's, over the rounds: median and quartiles.
         score: Share of images with the dense model's top class, or mean cosine of features; 95 % interval over images.
         accuracy: Difference of top-1 accuracy to the dense model's, where images have labels; 95 % interval.
         images: Number of images; few for recipes that were far from the front.
         code: The line of Python that applies it.
         config: The key of a training config that applies it.
-        advice: What to do.
         on_front: No other row is faster and agrees more.
     """
 

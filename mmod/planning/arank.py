@@ -1,7 +1,4 @@
-"""ARank: route the layers whose attention maps have the lowest rank.
-
-Axes: B samples, H heads, N tokens, E channels of a head.
-"""
+"""ARank: route the layers whose attention maps have the lowest rank."""
 
 from __future__ import annotations
 
@@ -161,9 +158,7 @@ def attention_ranks(
 class _Ranks(AttentionIntercept):
     def __init__(self, mask: Tensor | None, tolerance: float | None, diagonal: bool) -> None:
         super().__init__()
-        self.mask_BN = mask
-        self.tolerance = tolerance
-        self.diagonal = diagonal
+        self.mask_BN, self.tolerance, self.diagonal = mask, tolerance, diagonal
         self.ranks: list[float] = []
         self.tokens: list[int] = []
         self.samples = 0

@@ -45,8 +45,6 @@ class LearnedCapacity(nn.Module):
         costs: Cost of each block at each quarter, ascending, as a share of the dense model's cost (L, G). Five quarters
             start at capacity 0, four at 1/4.
         fixed: Share of everything outside these blocks.
-        budget: Share of the complete model.
-        rate: Factor of the parameters.
     """
 
     costs_LG: Tensor

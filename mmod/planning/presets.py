@@ -1,7 +1,4 @@
-"""Routing configs by the name of the method that proposed them.
-
-A preset is a function that returns keyword arguments of `RoutingConfig`. One that takes `depth` selects blocks by it.
-"""
+"""Routing configs by the name of the method that proposed them: functions of depth to fields of `RoutingConfig`."""
 
 from __future__ import annotations
 
@@ -136,9 +133,8 @@ def gradual(depth: int | None, mean: float = 0.6) -> dict[str, Any]:
     all get the update of their group.
 
     `mean` is the mean capacity of the routed blocks, see `mmod.planning.falling`. Similarity is measured on 64 sums of
-    channels. Merging between
-    attention and MLP, and attention that counts merged tokens, come from ToMe, Bolya et al., arXiv 2210.09461. ToMe
-    merges in every block, compares keys, and never splits merged tokens.
+    channels. Merging between attention and MLP, and attention that counts merged tokens, come from ToMe, Bolya et al.,
+    arXiv 2210.09461. ToMe merges in every block, compares keys, and never splits merged tokens.
     """
     fields: dict[str, Any] = {"router": score("redundancy", channels=64), "skipped": Merged("mlp")}
     if depth is None:

@@ -134,7 +134,7 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
             for size in self._batches:
                 # Without a smaller last batch, which would be timed as one of this size.
                 batches = images[: count // size * size].split(size)
-                reads[name, size] = lambda model=model, batches=batches: [model(batch) for batch in batches]
+                reads[name, size] = partial(_read, model, batches)
         with torch.inference_mode():
             times = interleave(reads, seconds=0, rounds=self.config.latency_rounds, device=device)
         figures: dict[str, dict[str, float]] = {name: {} for name in jobs}
@@ -294,6 +294,11 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     data, patch = config.data, getattr(getattr(model, "patch_embed", None), "patch_size", None)
     images = f"Images: {data.source}, {data.image_size} px"
     return images if patch is None else f"{images}; {redundancy(timed_images(config, _MEASURED), patch[0])}"
+
+
+def _read(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
+    for images in batches:
+        model(images)
 
 
 def _epochs(job: Job[TrainConfig], base: str) -> str:

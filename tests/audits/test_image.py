@@ -15,10 +15,11 @@ from mmod.analysis.audit import partial as partial_file
 from mmod.analysis.audit.result import read_audit
 from mmod.audits.command import audit_run, main
 from mmod.audits.config import AuditConfig, AuditOptions
-from mmod.audits.subjects import ImageSubject, _regions
+from mmod.audits.subjects import _regions
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
+from mmod.training.image.recipe import ImageRecipe
 from tests.sets import SETS
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
@@ -91,7 +92,7 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
     arguments = [str(run), *QUICK, "--audit.conditions", "[random]", "--audit.maps", "0", "--data.batch_size", "16"]
     (whole,) = main([*arguments, "--output", str(tmp_path / "whole")])
     cut = [*arguments, "--output", str(tmp_path / "cut")]
-    left, judge = itertools.count(18, -1), ImageSubject.judge
+    left, judge = itertools.count(18, -1), ImageRecipe.judge
 
     def stopping(*args: Any) -> Any:
         if not next(left):
@@ -99,10 +100,10 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
         return judge(*args)
 
     monkeypatch.setattr(partial_file, "_EVERY", 0.0)
-    monkeypatch.setattr(ImageSubject, "judge", stopping)
+    monkeypatch.setattr(ImageRecipe, "judge", stopping)
     with pytest.raises(KeyboardInterrupt):
         main(cut)
-    monkeypatch.setattr(ImageSubject, "judge", judge)
+    monkeypatch.setattr(ImageRecipe, "judge", judge)
     assert json.loads((tmp_path / "cut/audit/partial.json").read_text())["done"] == {"positions": 4, "audit": 3}
     with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
         main([*cut, "--audit.draws", "2"])

@@ -90,8 +90,8 @@ def test_what_cannot_be_searched_is_refused(config: Path, tmp_path: Path) -> Non
         ({"routing": {"router": "random"}}, "routing: null"),
         ({"model": {"name": "vit_tiny_patch16_224", "args": ARGS}}, "set model.checkpoint"),
     ):
+        refused = plan_config("image").from_dict({**fields, **changes})
         with pytest.raises(ValueError, match=message):
-            refused = plan_config("image").from_dict({**fields, **changes})
             search_for(refused, refused.plan, tmp_path)
     for wrong in ({"budget": 1.0}, {"batches": 0}, {"cost": "ms"}, {"options": [(2.0, "mlp", "kept")]}):
         with pytest.raises(ValueError, match="plan"):

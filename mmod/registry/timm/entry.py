@@ -32,7 +32,7 @@ def routed_name(dense: str) -> str:
 def routed_cfgs(dense: Iterable[str]) -> dict[str, Any]:
     """Return the pretrained configs of dense entries, tags included, under the names of the routed ones."""
     cfgs = {entry: get_arch_pretrained_cfgs(entry) for entry in dense}
-    routed = {
+    routed: dict[str, Any] = {
         name.replace(entry, routed_name(entry), 1): cfg
         for entry, tagged in cfgs.items()
         for name, cfg in tagged.items()
