@@ -1,7 +1,4 @@
-"""Pack a user's own data into webdataset shards, on worker threads; an interrupted conversion resumes at a shard.
-
-`scripts/convert_pairs.py` and `scripts/convert_conversations.py` convert tables and conversations with it.
-"""
+"""Pack a user's data into webdataset shards, on worker threads; an interrupted conversion resumes at a shard."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of routing a block, what each costs in each block, and the cheapest set of them."""
+"""Options of routing a block, what they cost in every block, and the best set of them within a budget."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Option(NamedTuple):
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """Cost of each block.
+    """Costs by block.
 
     Args:
-        options: Cost of each option, by block.
-        dense: Cost of each dense block.
+        options: Costs of the options, by block.
+        dense: Costs of the dense blocks.
         total: Cost of the dense model, including everything outside the blocks.
     """
 
@@ -84,7 +84,7 @@ class BlockCosts:
 
         Args:
             dense: Milliseconds of the dense model.
-            shares: Time with each option in every block, as a share of it.
+            shares: Times with an option in every block, as shares of it.
         """
         block_times = [dense * flops / sum(self.dense) for flops in self.dense]
         columns = []
@@ -103,7 +103,7 @@ def block_costs(
     """Return the cost of every option in every block, from one count of the model per option.
 
     Args:
-        configs: For each option, the config that routes all blocks by it.
+        configs: The configs that route all blocks by one option.
         lengths: Text and image tokens of a prompt, for language models.
         batch: Inputs of the size to count, for other models.
     """
@@ -171,7 +171,7 @@ def stopwatch(model: nn.Module, part: str, batch: Any) -> Clock:
 
 
 def best_choices(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float) -> list[int]:
-    """Return the index of the chosen item in each class: the lowest sum of losses with costs within the budget.
+    """Return the index of one item per class: the lowest sum of losses with costs within the budget.
 
     A multiple-choice knapsack, solved by dynamic programming.
 
@@ -183,7 +183,7 @@ def best_choices(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[flo
     # The tolerance covers rounding: budgets are shares of sums.
     if least > budget * (1 + 1e-9):
         raise ValueError(f"a budget of {budget:g} is out of reach: the cheapest choices cost {least:g}")
-    # Sizes are relative to the cheapest item of each class, which always fits.
+    # Sizes are relative to the cheapest item of a class, which always fits.
     room = max(budget - least, 0)
 
     def steps_of(cost: float) -> int:

@@ -42,7 +42,7 @@ class LearnedCapacity(nn.Module):
     """Capacities of a model's routed blocks, one parameter each.
 
     Args:
-        costs: Cost of each block at each quarter, ascending, as a share of the dense model's cost (L, G). Five quarters
+        costs: Cost of every block at ascending quarters, as a share of the dense model's cost (L, G). Five quarters
             start at capacity 0, four at 1/4.
         fixed: Share of everything outside these blocks.
     """
@@ -110,7 +110,7 @@ class LearnedCapacity(nn.Module):
 
 
 class CapacityHook(ModelHook):
-    """Lets routed blocks decide by the learned capacities, in the thread of each forward pass."""
+    """Lets routed blocks decide by the learned capacities, in the thread of a forward pass."""
 
     def __init__(
         self, model: nn.Module, module: LearnedCapacity, names: Sequence[str], tokens: Sequence[int], budget: float,
@@ -180,7 +180,7 @@ class CapacityHook(ModelHook):
         return capacities
 
     def costs(self) -> list[list[float]]:
-        """Return the cost of each hundredth in each block, interpolated over the number of kept tokens."""
+        """Return the cost of every hundredth by block, interpolated over the number of kept tokens."""
         table = []
         for router, tokens, row in zip(self.routers, self.tokens, self.module.costs_LG.tolist()):
             counts, known = (
@@ -200,7 +200,7 @@ class LearnedPlan:
         learned: Their learned capacities, whose total cost equals the budget.
         plan: The plan, with the score and gate of the training.
         config: The config that routes by the plan.
-        shares: Cost of each routed block with the plan, as a share of the dense model's cost.
+        shares: Costs of the routed blocks with the plan, as shares of the dense model's cost.
         fixed: Share of everything outside these blocks.
         budget: Requested share.
         cost: Unit of the costs: "flops" or "milliseconds".
@@ -359,7 +359,7 @@ def _check(model: nn.Module, config: RoutingConfig) -> None:
 
 
 def _counted(model: nn.Module, example: Tensor, grid: Sequence[Fraction]) -> tuple[BlockCosts, float, list[int]]:
-    """Return FLOPs by block and capacity, FLOPs outside the blocks, and the number of tokens that enter each block."""
+    """Return FLOPs by block and capacity, FLOPs outside the blocks, and the tokens that enter a block, by block."""
     original, columns, fixed = capacities(model), [], 0.0
     channels, height, width = example.shape[1:]
     try:

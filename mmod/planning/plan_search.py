@@ -25,8 +25,7 @@ class PlanSearch:
     Args:
         names: Module names of the blocks, in order.
         options: Ways to route a block.
-        scores: Divergence that each option in each block adds to the dense model's, or to that of the previous round's
-            plan.
+        scores: Divergence that an option adds to the dense model's, or to that of the previous round's plan, by block.
         costs: Their costs.
         budget: Requested share of the dense model's cost.
         cost: Unit of the costs: "flops", "image_flops", "cache" or "milliseconds".
@@ -73,7 +72,7 @@ class PlanSearch:
         return sum(self.scores[block][item] for block, item in self._option_of(plan).items())
 
     def _option_of(self, plan: Plan) -> dict[int, int]:
-        """Return the option's index for each routed block of a plan."""
+        """Return the option's index by routed block of a plan."""
         options = {block: Option(capacity, operator, context) for block, capacity, operator, context in plan.rows}
         unknown = [f"{option} in block {block}" for block, option in options.items() if option not in self.options]
         if plan.router not in (None, self.router):

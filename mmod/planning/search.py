@@ -1,4 +1,4 @@
-"""Search for a plan without training, by the divergence that each option causes in the model's output."""
+"""Search for a plan without training, by the divergence that options cause in the model's output."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mmod.planning.plan_search import PlanSearch, best_plan, in_time, plan_of
 from mmod.values import check_value, one_of
 
 Choices = dict[int, Option]
-"""Option of each routed block, by the block's index."""
+"""Options of routed blocks, by the block's index."""
 
 
 def search_plan(
@@ -68,7 +68,7 @@ def search_plan(
             prefill with the vision tower. The plan is measured and corrected: its time is within a tenth of the
             budget, or below where no plan is closer.
         divergence: "kl" of logits or "cosine" of features; None selects by the model.
-        rounds: Number of further scoring rounds, each as expensive as the first.
+        rounds: Number of further scoring rounds, as expensive as the first.
         progress_file: Saves the scores after every batch; the same search resumes from it. Times are measured again.
 
     Returns:
@@ -155,14 +155,14 @@ class _Scoring:
     def run(
         self, batches: Iterable[Any], base: Choices, begin: Callable[[], object] = lambda: None
     ) -> tuple[tuple[tuple[float, ...], ...], float]:
-        """Return the score of each option in each block, and the divergence of the base plan.
+        """Return the scores of the options by block, and the divergence of the base plan.
 
         A score is the divergence with the option in its block minus the divergence with that block dense. All other
         blocks are as in the base plan.
         """
         blocks = range(self.first, self.depth)
         trials = [{**base, block: option} for block in blocks for option in self.options]
-        # The base plan without each of its blocks is the reference of that block's scores.
+        # The base plan without one of its blocks is the reference of that block's scores.
         trials += [{at: option for at, option in base.items() if at != block} for block in base]
         trials.append(base)
         configs = {

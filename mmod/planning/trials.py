@@ -256,7 +256,7 @@ class _Trials:
         self.scores[DENSE], self.correct[DENSE] = self._judge(self.dense_NRF, 0)
 
     def prepare(self, recipes: Sequence[Recipe], depth: int) -> None:
-        """Change a copy of the model, with the same weights, for each recipe; remember why one cannot be applied."""
+        """Change a copy of the model, with the same weights, for every recipe; remember why one cannot be applied."""
         for recipe in recipes:
             shared = {id(tensor): tensor for tensor in [*self.model.parameters(), *self.model.buffers()]}
             changed = copy.deepcopy(self.model, shared)

@@ -52,7 +52,7 @@ def push_to_hub(
     from huggingface_hub import HfApi
 
     with tempfile.TemporaryDirectory() as folder:
-        # Written whole before anything is made on the hub.
+        # Complete before anything is made on the hub.
         write_hub_folder(model, folder, repo, flops, about=about, architecture=architecture)
         hub = HfApi(token=token)
         made = hub.create_repo(repo, private=private, exist_ok=True).repo_id

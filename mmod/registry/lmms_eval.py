@@ -11,6 +11,6 @@ from mmod.registry.transformers import open_routed_folders
 
 
 def manifests() -> list[Any]:
-    """Let lmms-eval's own models take routed folders, and return no further ones."""
+    """Let lmms-eval's models take routed folders, and return no further ones."""
     open_routed_folders()
     return []
