@@ -20,8 +20,7 @@ from typing import Any, Literal
 
 from mmod.data.corrupt import CorruptDataError, UnusableError
 from mmod.data.packing import DROPPED, PackConfig, check_image, pack_shards, run_conversion, write_report
-from mmod.data.readers.image_files import ImageFiles
-from mmod.data.readers.images import file_extension
+from mmod.data.readers.images import ImageFiles, file_extension
 from mmod.data.records import check_record, image_names, read_records
 from mmod.io.files import write_atomically
 from mmod.values import check_fields

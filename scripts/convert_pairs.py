@@ -22,8 +22,7 @@ from PIL import Image
 
 from mmod.data.corrupt import UnusableError
 from mmod.data.packing import PackConfig, check_image, pack_shards, run_conversion, write_report
-from mmod.data.readers.image_files import ImageFiles
-from mmod.data.readers.images import file_extension, is_deep
+from mmod.data.readers.images import ImageFiles, file_extension, is_deep
 from mmod.data.synthetic.build import SIZES
 from mmod.io.files import check_regular, parse_json, write_atomically
 from mmod.values import check_fields

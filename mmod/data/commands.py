@@ -30,17 +30,13 @@ def main(arguments: Sequence[str]) -> None:
     # A script's name already says which set it builds.
     prog = parser.prog if parser.prog.endswith(".py") else f"{parser.prog} {name}"
     try:
-        _run(name, arguments[1:], prog)
+        module = importlib.import_module(f"mmod.data.synthetic.{name}")
+        config = _build(getattr(module, name.upper()), arguments[1:], prog, getattr(module, "export_questions", None))
+        if name == "questions" and config is not None:
+            for question_type, share in module.measure_prior(config).items():
+                print(f"accuracy without the image: {question_type} {100 * share:.1f} %")
     except (OSError, ValueError, ModuleNotFoundError) as error:
         sys.exit(f"error: {error}")
-
-
-def _run(name: str, arguments: Sequence[str], prog: str) -> None:
-    module = importlib.import_module(f"mmod.data.synthetic.{name}")
-    config = _build(getattr(module, name.upper()), arguments, prog, getattr(module, "export_questions", None))
-    if name == "questions" and config is not None:
-        for question_type, share in module.measure_prior(config).items():
-            print(f"accuracy without the image: {question_type} {100 * share:.1f} %")
 
 
 def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[..., Any] | None = None) -> Any:

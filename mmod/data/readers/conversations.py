@@ -13,8 +13,7 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, OnCorrupt
-from mmod.data.readers.image_files import ImageFiles, read_image
-from mmod.data.readers.images import IMAGE_EXTENSIONS, decode_image
+from mmod.data.readers.images import IMAGE_EXTENSIONS, ImageFiles, decode_image, read_image
 from mmod.data.readers.shard_files import ShardFiles, read_at
 from mmod.data.readers.shards import Members, expand_pattern, read_samples
 from mmod.data.records import IMAGE, Message, check_record, image_names, read_records

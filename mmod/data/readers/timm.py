@@ -9,8 +9,7 @@ from PIL import Image
 
 from mmod.data.config import FOLDERS, check_name
 from mmod.data.corrupt import Fault
-from mmod.data.readers.image_files import read_image
-from mmod.data.readers.images import convert_image, decode_image, open_image
+from mmod.data.readers.images import convert_image, decode_image, open_image, read_image
 from mmod.data.readers.source import UnreadableSampleError
 
 _SYNONYMS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluation"))

@@ -218,7 +218,7 @@ def test_a_file_that_may_not_be_read_is_a_fault(monkeypatch: pytest.MonkeyPatch)
     def refuse(path: str, *_: Any) -> Any:
         raise PermissionError(13, "Permission denied", path)
 
-    monkeypatch.setattr("mmod.data.readers.image_files.open", refuse, raising=False)
+    monkeypatch.setattr("mmod.data.readers.images.open", refuse, raising=False)
     with pytest.raises(CorruptDataError, match=r"val/a/0\.png: image cannot be read: .*Permission denied"):
         read_folder(PNG, "raise")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from mmod.data.corrupt import UnusableError
-from mmod.data.readers import image_files
-from mmod.data.readers.image_files import ImageFiles, read_image
+from mmod.data.readers import images
+from mmod.data.readers.images import ImageFiles, read_image
 
 
 @pytest.fixture
@@ -117,6 +117,6 @@ def test_a_file_is_looked_for_again_where_a_listing_lacks_it(folder: Path) -> No
 
 def test_long_files_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     os.truncate(folder / "a.png", 1 << 40)
-    monkeypatch.setattr(image_files, "open", lambda *_: pytest.fail("it was opened"), raising=False)
+    monkeypatch.setattr(images, "open", lambda *_: pytest.fail("it was opened"), raising=False)
     with pytest.raises(UnusableError, match="image file too long"):
         ImageFiles(folder).read("a.png")
