@@ -156,11 +156,8 @@ class Subject(ABC, Generic[Config]):
         return {name: shift_of(name) for name in names}
 
 
-class ImageSubject(Subject[AuditConfig]):
-    """A timm model; see `Subject`."""
-
+class _Images(Subject[AuditConfig]):
     def create(self, reference: str | None = None) -> nn.Module:
-        """Make the routed model, or the dense one of another run."""
         model = super().create(reference)
         if reference is None:
             self._prefix = find_stack(model).prefix
@@ -168,7 +165,6 @@ class ImageSubject(Subject[AuditConfig]):
         return model
 
     def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
-        """Return the images with size and place of their object, and with the content of their patches."""
         stream, scenes = self.stream(changes), _scenes(self.data(changes))
 
         def make() -> Iterator[Labelled]:
@@ -181,7 +177,6 @@ class ImageSubject(Subject[AuditConfig]):
         return Batches(make, stream.steps_per_epoch)
 
     def maps(self, model: nn.Module, count: int) -> RoutingMaps:
-        """Return the tokens that blocks keep of sample images."""
         return sample_maps(model, sample_images(self.config, count))
 
     def _token_kinds(self, scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, NDArray[np.str_]]:
@@ -195,32 +190,27 @@ class ImageSubject(Subject[AuditConfig]):
         return {"region": np.pad(shown.astype(object), ((0, 0), (self._prefix, 0)), constant_values="prefix token")}
 
 
-class PairsSubject(Subject[PairsAuditConfig]):
-    """An open_clip model, whose images and captions are matched within a batch; see `Subject`."""
-
+class _Pairs(Subject[PairsAuditConfig]):
     split = "val"
     # No head of such a model predicts tokens.
     on_request = frozenset({REFERENCE_ENTROPY})
 
     def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
-        """Return the pairs that `data.val` names, without labels."""
         stream = self.stream(changes)
         return Batches(lambda: (Labelled(batch) for batch in stream.batches(0)), stream.steps_per_epoch)
 
 
-class ChatSubject(Subject[ChatAuditConfig]):
-    """A vision-language model of transformers; see `Subject`."""
-
+class _Chat(Subject[ChatAuditConfig]):
     split = "val"
     # Conversations differ in length, and no loss trained the head on image tokens.
     on_request = frozenset({"shuffled", REFERENCE_ENTROPY})
 
     def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
-        """Return the conversations with images, those of about equal length together, with the kind of question."""
         data, size = self.data(changes), self.config.eval_batch_size
         if data.val is None:
             raise ValueError("an audit needs conversations to ask: set data.val")
         talks = open_conversations(data.val, data)
+        # Conversations with images, those of about equal length together.
         order = np.lexsort((talks.letters, talks.images))
         order = order[np.asarray(talks.images)[order] > 0]
         wanted = self.config.questions
@@ -242,7 +232,6 @@ class ChatSubject(Subject[ChatAuditConfig]):
         return Batches(make, -(-len(order) // size))
 
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """Change the images where every conversation of the batch has one."""
         if _PIXELS not in batch or batch[_PIXELS].ndim != 4 or len(batch[_PIXELS]) != len(batch["labels"]):
             raise ValueError("audit.shifts need conversations of one image each, of one size")
         return {**batch, _PIXELS: change(batch[_PIXELS])}
@@ -260,11 +249,8 @@ def _role(byte: bytes) -> str:
 _ROLES = np.array([_role(bytes([value])) for value in range(BYTES)])
 
 
-class TextSubject(Subject[TextAuditConfig]):
-    """A language model of bytes, which decides as in generation where it was trained for that; see `Subject`."""
-
+class _Text(Subject[TextAuditConfig]):
     def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
-        """Return the windows of the evaluation split with the role of every byte."""
         stream = self.stream(changes)
 
         def make() -> Iterator[Labelled]:
@@ -274,17 +260,16 @@ class TextSubject(Subject[TextAuditConfig]):
         return Batches(make, stream.steps_per_epoch)
 
     def generation(self, model: nn.Module) -> Generation | None:
-        """Return the decisions of the model in texts that are longer than the windows of its training."""
         config = self.config
         if not config.generation:
             return None
+        # Longer texts than the windows of the training.
         length = config.data.length + config.generation
         stream = create_eval_text(dataclasses.replace(config.data, length=length, val_limit=config.texts))
         tokens_BN = torch.cat([tokens for tokens, _ in stream.batches(0)]).to(next(model.parameters()).device)
         return judge_generation(model, tokens_BN, config.data.length, config.seed)
 
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-        """Refuse: shifts change images."""
         raise ValueError("audit.shifts change images, and text has none: leave them out")
 
 
@@ -331,10 +316,10 @@ def _roles(batch: Mapping[str, Tensor], processor: Any) -> dict[str, NDArray[np.
 
 
 _SUBJECTS: dict[type, type[Subject[Any]]] = {
-    AuditConfig: ImageSubject,
-    PairsAuditConfig: PairsSubject,
-    ChatAuditConfig: ChatSubject,
-    TextAuditConfig: TextSubject,
+    AuditConfig: _Images,
+    PairsAuditConfig: _Pairs,
+    ChatAuditConfig: _Chat,
+    TextAuditConfig: _Text,
 }
 
 

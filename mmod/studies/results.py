@@ -194,7 +194,8 @@ def verdict(figures: Mapping[str, BySeed]) -> str:
     seeds = max((len(values) for values in figures.values()), default=0)
     if seeds < 2:
         return "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
-    groups = "; ".join(map(_listed, _close_groups(figures)))
+    lists = ([quoted(name) for name in group] for group in _close_groups(figures))
+    groups = "; ".join(f"{', '.join(names[:-1])} and {names[-1]}" for names in lists)
     differing = f"no significant difference between {groups}" if groups else "all differences are significant"
     return f"Paired over {seeds} seeds (95 % intervals), {differing}."
 
@@ -222,7 +223,8 @@ def quoted(name: str) -> str:
 
 def _close_groups(figures: Mapping[str, BySeed]) -> list[list[str]]:
     """Return groups of models without a significant difference, such that every such pair stands in one of them."""
-    near = {name: {other for other in figures if not _is_clear(figures[name], figures[other])} for name in figures}
+    gaps = {name: compare(figures, dict.fromkeys(figures, name)) for name in figures}
+    near = {name: {other for other, gap in gaps[name].items() if gap is None or not gap.is_clear} for name in figures}
     groups: list[list[str]] = []
     for one, two in combinations(figures, 2):
         if two in near[one] and not any({one, two} <= set(group) for group in groups):
@@ -232,12 +234,3 @@ def _close_groups(figures: Mapping[str, BySeed]) -> list[list[str]]:
                     group.append(name)
             groups.append([name for name in figures if name in group])
     return groups
-
-
-def _listed(names: Sequence[str]) -> str:
-    shown = [quoted(name) for name in names]
-    return f"{', '.join(shown[:-1])} and {shown[-1]}"
-
-
-def _is_clear(one: BySeed, other: BySeed) -> bool:
-    return bool(set(one) & set(other)) and difference(one, other).is_clear
