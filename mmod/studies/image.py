@@ -19,7 +19,7 @@ from mmod.analysis.redundancy import redundancy
 from mmod.analysis.timing import interleave, relative_times
 from mmod.model import is_routed
 from mmod.studies.config import ImageStudyConfig, TimmStudyConfig
-from mmod.studies.entrants import DENSE, Anew, Entrant, create_rivals
+from mmod.studies.entrants import DENSE, Entrant, create_rivals
 from mmod.studies.jobs import Job, Runner, Tick, best_rates, starts_others, trials, try_rates, with_rate
 from mmod.studies.results import COLUMNS, Column, as_fast, quoted, save_picture, table_of, unbeaten
 from mmod.studies.study import Costs, Scores, Study
@@ -107,7 +107,9 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
                 cost = self.recipe(config).report(routed).routed
                 depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - cost)))
         return [
-            Anew(name=f"shallow-{fewer}", series="shallow", args={"depth": fewer}, epochs=epochs, share=fewer / depth)
+            Entrant(
+                name=f"shallow-{fewer}", series="shallow", args={"depth": fewer}, epochs=epochs, share=fewer / depth
+            )
             for fewer in sorted(depths - {depth})
         ]
 

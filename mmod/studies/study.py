@@ -19,7 +19,7 @@ from mmod.io.claim import differences
 from mmod.io.journal import Journal
 from mmod.io.yaml import merged, read_yaml
 from mmod.studies.config import RUN_FIELDS, StudyConfig
-from mmod.studies.entrants import DENSE, Changed, Dense, Entrant
+from mmod.studies.entrants import DENSE, Entrant
 from mmod.studies.jobs import Job, Runner, Search, Tick
 from mmod.studies.plan import search_for
 from mmod.studies.results import COLUMNS, Point, StudyResult, compare, flat, table_of, verdict, write_outcome
@@ -97,7 +97,7 @@ class Study(ABC, Generic[Config, Evaluation]):
 
     def entrants(self, dense: Config, tuned: Config) -> list[Entrant]:
         """Return what is compared, the dense model first."""
-        config, entrants = self.config, list[Entrant]([Dense()])
+        config, entrants = self.config, [Entrant()]
 
         def name_of(series: str, budget: float | None) -> str:
             return series if budget is None or config.is_one(series) else f"{series}-{budget:g}"
@@ -107,7 +107,7 @@ class Study(ABC, Generic[Config, Evaluation]):
             search = config.search_of(series, budget)
             routing = {key: value for key, value in fields.items() if key not in RUN_FIELDS}
             entrants.append(
-                Changed(
+                Entrant(
                     name=name_of(series, budget), series=series, capacity=budget, search=search,
                     control=None if control is None else name_of(control, budget),
                     routing=None if search else self.routing(routing, None if "budgets" in fields else budget),
