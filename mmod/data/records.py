@@ -1,8 +1,4 @@
-"""Conversations in LLaVA's JSON format: validation of records, and reading of files.
-
-A record has an `id`, an `image` (a path, a list of paths, or none) and `conversations`: alternating messages of "human"
-and "gpt", with `<image>` as the placeholder of an image.
-"""
+"""Conversations in LLaVA's JSON format: an `id`, an `image` (none, a path or several) and `conversations`."""
 
 from __future__ import annotations
 
@@ -36,7 +32,7 @@ class BrokenLine:
 
 
 def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
-    """Check a record in LLaVA's format and return its messages, with the role names of chat templates.
+    """Check a record and return its messages, with the role names of chat templates.
 
     Args:
         images: Number of images; None reads it from the record.

@@ -19,15 +19,10 @@ from mmod.data.readers.source import ImageSource, UnreadableSampleError
 
 
 class Batch(NamedTuple):
-    """One batch, and the faults of samples that could not be read.
+    """One batch, and the faults of samples that could not be read."""
 
-    Attributes:
-        images: Normalised images, float32, (B, C, H, W); for text, tokens, int64, (B, L).
-        labels: Classes (B,) or (B, N) for N patches, caption tokens (B, L) or next tokens (B, L), all int64.
-    """
-
-    images: Tensor
-    labels: Tensor
+    images: Tensor  # Normalised, float32, (B, C, H, W); for text tokens, int64, (B, L).
+    labels: Tensor  # Classes (B,), or (B, N) for N patches; caption or next tokens (B, L); int64.
     faults: list[Fault]
 
 
@@ -140,16 +135,11 @@ class BatchStream:
     the processes may differ by one batch.
 
     Args:
-        reader: Reads batches.
         report: Counts unreadable samples.
         config: `batch_size` per process, `workers` and `pin_memory`.
         place: Rank and world size.
         seed: Seed of the training order; None reads every sample once, in order.
         name: Name of the source, for messages.
-
-    Attributes:
-        steps_per_epoch: Batches per epoch.
-        num_samples: Samples of the source, over all processes.
     """
 
     def __init__(

@@ -40,15 +40,10 @@ Split = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(RoutedResult):
-    """An evaluation of a model's features.
+    """An evaluation of a model's features."""
 
-    Args:
-        kept: Routed block to its mean kept share of tokens, in [0, 1].
-        skipped: Images that could not be read.
-    """
-
-    kept: dict[str, float]
-    skipped: int
+    kept: dict[str, float]  # Routed block to its mean kept share of tokens, in [0, 1].
+    skipped: int  # Images that could not be read.
 
     @property
     def images(self) -> int:

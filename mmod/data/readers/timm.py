@@ -16,10 +16,9 @@ _SYNONYMS = (("train", "training"), ("val", "valid", "validation", "eval", "eval
 
 
 class TimmSource:
-    """The samples of a timm data set.
+    """The samples of a timm data set; all splits of an image folder must share the class numbers of `train_split`.
 
-    timm replaces an unreadable image by the next one and only logs it. This class uses timm's readers directly, so that
-    unreadable images are counted. All splits of an image folder must share the class numbers of `train_split`.
+    timm replaces an unreadable image by the next one and only logs it. Here they are counted.
     """
 
     def __init__(

@@ -37,14 +37,11 @@ class SyntheticSet(Generic[Config]):
 
     Args:
         title: Name in messages and, with dashes, of the folder.
-        format: Version of the generator. It changes when equal parameters give different bytes; older builds are then
-            refused.
+        format: Version of the generator: builds of another one, whose bytes may differ, are refused.
         difficulties: Named parameters, including "default".
         compose: From parameters and a split to its scenes.
         encode: From a key and a scene to the members of its sample, bytes by extension.
         counts: Name of the parameter with the number of samples per split.
-        shard_digits: Digits of a shard's number.
-        key_digits: Digits of a sample's key.
         added: Fields that were added within this format: at their defaults they are left out of the manifest.
         sizes: Also write `sizes.json`, from which open_clip's training program reads the number of samples.
     """
@@ -69,11 +66,7 @@ class SyntheticSet(Generic[Config]):
         return self.difficulties[difficulty]
 
     def locate(self, source: str, root: str | Path | None = None, progress: bool = True) -> str:
-        """Return the glob pattern of a split's shards, and build them if they are missing.
-
-        Args:
-            root: Folder of the build; default `runs/data/TITLE-DIFFICULTY`.
-        """
+        """Return the glob pattern of a split's shards, built into `root` or `runs/data/TITLE-DIFFICULTY` if missing."""
         difficulty, _, split = source.removeprefix(f"{self.name}:").partition("/")
         config = self.config(difficulty)
         if split not in SPLITS:
@@ -83,18 +76,12 @@ class SyntheticSet(Generic[Config]):
         return f"{folder}/{split}-*.tar"
 
     def build(self, root: str | Path, config: Config | str = "default", progress: bool = False) -> dict[str, Any]:
-        """Write the shards of a build, or check an existing build.
-
-        The folder appears only when complete, so an interrupted build leaves nothing. Concurrent processes wait for the
-        first one.
-
-        Args:
-            root: Folder of the build; missing, empty, or with a build of the same parameters.
-        """
+        """Write the shards of a build, or check an existing build of the same parameters; return its manifest."""
         config = self.config(config) if isinstance(config, str) else config
         root = Path(root)
         defaults = asdict(type(config)())
         late = {name: defaults[name] for name in self.added}
+        # Concurrent processes wait for the first one. The folder appears only when complete.
         with locked(root, wait=True):
             existing = read_claim(root, MANIFEST)
             if existing is not None:

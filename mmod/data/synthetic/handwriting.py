@@ -84,12 +84,7 @@ class DrawnConfig:
 
 
 class Painter:
-    """Draws the handwriting of one split.
-
-    Args:
-        config: Parameters of a set; its seed determines the splits.
-        grid: Random positions are multiples of this, in pixels.
-    """
+    """Draws the handwriting of one split; random positions are multiples of `grid` pixels."""
 
     def __init__(self, config: DrawnConfig, split: str, grid: int = 1) -> None:
         one_of("split", split, SPLITS)

@@ -1,8 +1,7 @@
-"""Cluttered questions: a visual question-answering set made from scikit-learn's handwritten digits.
+"""Cluttered questions: conversations about images of handwritten digits among fragments of others.
 
-Images show up to three digits of different classes among fragments of other digits. Conversations ask questions of
-several types about them. The classes are drawn independently of the questions, so a question reveals only the type of
-its answer; `measure_prior` measures the accuracy that this allows. As in cluttered digits, splits share no handwriting.
+The classes are drawn independently of the questions, so a question reveals only the type of its answer;
+`measure_prior` measures the accuracy that this allows.
 """
 
 from __future__ import annotations
@@ -234,10 +233,7 @@ def export_questions(
 
 
 def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, str, str]]) -> dict[str, float]:
-    """Return the accuracy, by question type, of the most frequent training answer to a question.
-
-    For a question without a training example, the most frequent answer of its type is used.
-    """
+    """Return the accuracy, by question type, of a question's, or else its type's, most frequent training answer."""
     by_question: dict[str, Counter[str]] = defaultdict(Counter)
     by_type: dict[str, Counter[str]] = defaultdict(Counter)
     for question_type, question, answer in train:
@@ -253,9 +249,7 @@ def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, st
 
 def measure_prior(config: QuestionsConfig) -> dict[str, float]:
     """Return the prior accuracy on the test split of the embedded questions by question type, in [0, 1]."""
-    train, test = (_turns(compose_chats(config, split)) for split in ("train", "test"))
+    train, test = (
+        (turn for chat in compose_chats(config, split) for turn in chat.turns) for split in ("train", "test")
+    )
     return prior_of(train, test)
-
-
-def _turns(chats: Iterable[SyntheticChat]) -> Iterable[tuple[str, str, str]]:
-    return ((turn.question_type, turn.question, turn.answer) for chat in chats for turn in chat.turns)

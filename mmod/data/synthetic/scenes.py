@@ -1,8 +1,6 @@
-"""Captioned scenes: a data set of image-text pairs made from scikit-learn's handwritten digits.
+"""Captioned scenes: images of two handwritten digits on clutter or on a plain ground, with captions.
 
-An image shows two digits, on clutter (fragments of other digits) or on a plain ground. The caption describes them: "a
-large 7 left of a small 3 on clutter". There are 1,600 captions, so matching image and caption requires reading both
-digits. As in cluttered digits, splits share no handwriting.
+"a large 7 left of a small 3 on clutter" is one of 1,600, so matching image and caption requires reading both digits.
 """
 
 from __future__ import annotations
