@@ -25,7 +25,7 @@ from mmod.data.config import DataConfig
 from mmod.data.readers.chat import IGNORED
 from mmod.data.readers.conversations import open_conversations
 from mmod.data.readers.source import spread
-from mmod.data.readers.text import create_eval_text
+from mmod.data.readers.text import text_stream
 from mmod.data.stream import BatchStream
 from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
 from mmod.model import routing_configs
@@ -265,7 +265,7 @@ class _Text(Subject[TextAuditConfig]):
             return None
         # Longer texts than the windows of the training.
         length = config.data.length + config.generation
-        stream = create_eval_text(dataclasses.replace(config.data, length=length, val_limit=config.texts))
+        stream = text_stream(dataclasses.replace(config.data, length=length, val_limit=config.texts))
         tokens_BN = torch.cat([tokens for tokens, _ in stream.batches(0)]).to(next(model.parameters()).device)
         return judge_generation(model, tokens_BN, config.data.length, config.seed)
 

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, UnusableError, original_errors
 from mmod.data.loader import create_eval_stream
-from mmod.data.readers.pairs import create_eval_pairs
-from mmod.data.readers.text import create_eval_text
+from mmod.data.readers.pairs import pairs_stream
+from mmod.data.readers.text import text_stream
 from mmod.data.stream import BatchStream
 from tests.data.pair_files import png, tokenizer, write_pairs
 
@@ -23,7 +23,7 @@ def refuse(_: Any) -> Any:
     raise ValueError("0.png: of no use\nin two lines")
 
 
-def image_stream(folder: Path, workers: int) -> BatchStream:
+def broken_images(folder: Path, workers: int) -> BatchStream:
     path = folder / "val" / "a" / "0.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(png(0))
@@ -32,21 +32,21 @@ def image_stream(folder: Path, workers: int) -> BatchStream:
     return stream
 
 
-def pair_stream(folder: Path, workers: int) -> BatchStream:
+def broken_pairs(folder: Path, workers: int) -> BatchStream:
     shard = write_pairs(folder / "a.tar", range(3))
-    return create_eval_pairs(PairsConfig(val=str(shard), workers=workers), refuse, tokenizer)
+    return pairs_stream(PairsConfig(val=str(shard), workers=workers), refuse, tokenizer)
 
 
-def text_stream(folder: Path, workers: int) -> BatchStream:
+def broken_text(folder: Path, workers: int) -> BatchStream:
     for number in range(80):
         (folder / f"{number}.txt").write_text("words " * 9 + str(number))
-    stream = create_eval_text(TextConfig(f"{folder}/*.txt", length=8, workers=workers))
+    stream = text_stream(TextConfig(f"{folder}/*.txt", length=8, workers=workers))
     stream.reader.read = lambda *_: refuse(0)  # type: ignore[method-assign]
     return stream
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("create", [image_stream, pair_stream, text_stream])
+@pytest.mark.parametrize("create", [broken_images, broken_pairs, broken_text])
 def test_every_stream_raises_the_error_itself(
     tmp_path: Path, create: Callable[[Path, int], BatchStream], workers: int
 ) -> None:

@@ -16,45 +16,34 @@ Transform = Callable[..., Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
 
 
-def create_train_pairs(
-    config: PairsConfig, transform: Transform, tokenizer: Tokenizer, seed: int, rank: int = 0, world: int = 1
+def pairs_stream(
+    config: PairsConfig,
+    transform: Transform,
+    tokenizer: Tokenizer,
+    seed: int | None = None,
+    rank: int = 0,
+    world: int = 1,
 ) -> BatchStream:
-    """Create the stream of shuffled training batches of one process: images (B, C, H, W) and tokens (B, L).
+    """Create the stream of one process: images (B, C, H, W) and tokens (B, L).
 
     Args:
         transform: From a PIL image to a tensor (C, H, W), as `open_clip.image_transform` makes it.
+        seed: Of order and augmentation of the training pairs; None reads every evaluation pair once, in order.
 
     Example:
         >>> import tempfile, torch
         >>> config = PairsConfig("scenes:tiny/train", root=tempfile.mkdtemp(), batch_size=16)
         >>> lengths = lambda captions: torch.tensor([[len(caption)] for caption in captions])
-        >>> stream = create_train_pairs(config, lambda image: torch.zeros(3, *image.size), lengths, seed=0)
+        >>> stream = pairs_stream(config, lambda image: torch.zeros(3, *image.size), lengths, seed=0)
         >>> images, tokens = next(stream.batches(epoch=0))
         >>> images.shape, tokens.shape, stream.steps_per_epoch
         (torch.Size([16, 3, 48, 48]), torch.Size([16, 1]), 16)
     """
-    return _create_stream(config, config.train, transform, tokenizer, (rank, world), seed)
-
-
-def create_eval_pairs(
-    config: PairsConfig, transform: Transform, tokenizer: Tokenizer, rank: int = 0, world: int = 1
-) -> BatchStream:
-    """Create the stream of evaluation batches of one process: every sample once, in order."""
-    return _create_stream(config, config.val, transform, tokenizer, (rank, world))
-
-
-def _create_stream(
-    config: PairsConfig,
-    shards: str | list[str],
-    transform: Transform,
-    tokenizer: Tokenizer,
-    place: tuple[int, int],
-    seed: int | None = None,
-) -> BatchStream:
+    shards = config.val if seed is None else config.train
     report, cache, pattern = CorruptReport(config.on_corrupt, limit=config.max_corrupt), config.root, shards
     if isinstance(pattern, str) and pattern.startswith("scenes:"):
         pattern, cache = SCENES.locate(pattern, config.root), None
     source = ShardSource(pattern, report, cache, progress=True, target=CAPTION, remote=config.remote)
     # Training replaces corrupt samples, so that all processes keep the same number of full batches.
     reader = ImageReader(source, "RGB", transform, replace=seed is not None, collate=tokenizer)
-    return BatchStream(reader, report, config, place, seed, name=repr(shards))
+    return BatchStream(reader, report, config, (rank, world), seed, name=repr(shards))

@@ -22,23 +22,21 @@ END = 0
 _NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages"}
 
 
-def create_train_text(config: TextConfig, seed: int, rank: int = 0, world: int = 1) -> BatchStream:
-    """Create the stream of shuffled training batches of one process: bytes and next bytes, both (B, L), int64.
+def text_stream(config: TextConfig, seed: int | None = None, rank: int = 0, world: int = 1) -> BatchStream:
+    """Create the stream of one process: bytes and next bytes, both (B, L), int64.
+
+    Args:
+        seed: Shuffles the training split; None reads every window of the evaluation split once, in order.
 
     Example:
-        >>> stream = create_train_text(TextConfig(length=16, batch_size=4), seed=0)
+        >>> stream = text_stream(TextConfig(length=16, batch_size=4), seed=0)
         >>> tokens, following = next(stream.batches(epoch=0))
         >>> tokens.shape, bool((tokens[:, 1:] == following[:, :-1]).all())
         (torch.Size([4, 16]), True)
     """
-    reader = TextReader(read_text(config.source, config.train_split), config.length)
-    return _stream(reader, config, (rank, world), seed)
-
-
-def create_eval_text(config: TextConfig, rank: int = 0, world: int = 1) -> BatchStream:
-    """Create the stream of evaluation batches of one process: every window once, in order."""
-    reader = TextReader(read_text(config.source, config.val_split), config.length, config.val_limit)
-    return _stream(reader, config, (rank, world), None)
+    split, limit = (config.val_split, config.val_limit) if seed is None else (config.train_split, None)
+    reader = TextReader(read_text(config.source, split), config.length, limit)
+    return BatchStream(reader, CorruptReport("raise"), config, (rank, world), seed, f"data.source={config.source!r}")
 
 
 @functools.lru_cache(maxsize=4)
@@ -85,7 +83,3 @@ def _paths(source: str) -> Iterator[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     modules = (path for path in root.rglob("*.py") if not _NOT_READ & set(path.relative_to(root).parts))
     yield from sorted([*modules, *root.glob("LICENSE*")])
-
-
-def _stream(reader: TextReader, config: TextConfig, place: tuple[int, int], seed: int | None) -> BatchStream:
-    return BatchStream(reader, CorruptReport("raise"), config, place, seed, name=f"data.source={config.source!r}")

@@ -10,7 +10,7 @@ from typing import Any
 
 from mmod.analysis.prefill import training_flops
 from mmod.analysis.statistics import published
-from mmod.data.readers.text import create_train_text
+from mmod.data.readers.text import text_stream
 from mmod.io.yaml import merged, read_yaml
 from mmod.studies.isoflop.config import IsoflopConfig
 from mmod.studies.isoflop.report import draw, optima, point_of, table, verdict
@@ -126,7 +126,7 @@ def _timed(config: TrainConfig, budget: float, step: int, name: str) -> TrainCon
 
 def _check_text(places: list[Place]) -> None:
     longest = max(places, key=lambda place: place.steps)
-    stream = create_train_text(longest.config.data, seed=0)
+    stream = text_stream(longest.config.data, seed=0)
     available = steps_of_epoch(dataclasses.replace(longest.config, epoch_steps=None), stream)
     if longest.steps > available:
         raise ValueError(

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmod import is_routed
 from mmod.analysis import FlopReport, flops
 from mmod.data.loader import BatchStream
-from mmod.data.readers.pairs import create_eval_pairs, create_train_pairs
+from mmod.data.readers.pairs import pairs_stream
 from mmod.methods import Method
 from mmod.pretrained import save_pretrained
 from mmod.training.engine.distributed import Process
@@ -73,12 +73,12 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
         """Create the stream of training pairs, for the model's image size and context length."""
         config = self.config
         training, _, tokenizer = create_transforms(model, config.model.name, config.augment)
-        return create_train_pairs(config.data, training, tokenizer, config.seed, process.rank, process.world)
+        return pairs_stream(config.data, training, tokenizer, config.seed, process.rank, process.world)
 
     def create_eval_stream(self, process: Process, model: nn.Module) -> BatchStream:
         """Create the stream of evaluation pairs, for the model's image size and context length."""
         _, transform, tokenizer = create_transforms(model, self.config.model.name, None)
-        return create_eval_pairs(self.config.data, transform, tokenizer, process.rank, process.world)
+        return pairs_stream(self.config.data, transform, tokenizer, None, process.rank, process.world)
 
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> PairsTask:
         """Create the task with the config's loss and distillation."""

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod.data.loader import BatchStream
-from mmod.data.readers.text import create_eval_text, create_train_text
+from mmod.data.readers.text import text_stream
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.recipe import Reading, kept_shares
@@ -46,11 +46,11 @@ class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def create_train_stream(self, process: Process, model: nn.Module) -> BatchStream:
         """Create the stream of training windows."""
-        return create_train_text(self.config.data, self.config.seed, process.rank, process.world)
+        return text_stream(self.config.data, self.config.seed, process.rank, process.world)
 
     def create_eval_stream(self, process: Process, model: nn.Module) -> BatchStream:
         """Create the stream of evaluation windows."""
-        return create_eval_text(self.config.data, process.rank, process.world)
+        return text_stream(self.config.data, None, process.rank, process.world)
 
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> TextTask:
         """Create the task with the config's distillation and auxiliary losses."""
@@ -81,7 +81,7 @@ class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def _windows(self, split: str, count: int, size: int) -> list[Tensor]:
         data = dataclasses.replace(self.config.data, val_split=split, val_limit=count, batch_size=size)
-        return [tokens.to(self.device) for tokens, _ in create_eval_text(data).batches(0)]
+        return [tokens.to(self.device) for tokens, _ in text_stream(data).batches(0)]
 
     def export(self, model: Any, folder: Path) -> None:
         """Write a folder for `from_pretrained`, or for `mmod.load_pretrained` if the model is routed."""

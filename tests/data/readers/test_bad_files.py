@@ -20,7 +20,7 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.loader import create_eval_stream, create_train_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.images import decode_image
-from mmod.data.readers.pairs import create_eval_pairs
+from mmod.data.readers.pairs import pairs_stream
 from mmod.data.readers.shards import ShardSource
 from tests.data.bad_files import (
     ARCHIVES,
@@ -69,7 +69,7 @@ def read_shard(data: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
 
 def read_pairs(data: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
     Path("0.tar").write_bytes(tar({"0.png": data, "0.txt": b"a", "1.png": PNG, "1.txt": b"bb"}))
-    stream = create_eval_pairs(PairsConfig(val="0.tar", on_corrupt=on_corrupt), zeros, lengths)
+    stream = pairs_stream(PairsConfig(val="0.tar", on_corrupt=on_corrupt), zeros, lengths)
     return sum(len(tokens) for _, tokens in stream.batches(0)), stream.report
 
 
@@ -111,7 +111,7 @@ def read_archive(reader: str, rest: bytes, on_corrupt: Any) -> tuple[int, Corrup
     if reader == "shard":
         report = CorruptReport(on_corrupt)
         return len(ShardSource("0.tar", report)), report
-    stream = create_eval_pairs(PairsConfig(val="0.tar", on_corrupt=on_corrupt), zeros, lengths)
+    stream = pairs_stream(PairsConfig(val="0.tar", on_corrupt=on_corrupt), zeros, lengths)
     return sum(len(tokens) for _, tokens in stream.batches(0)), stream.report
 
 

@@ -18,7 +18,7 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.loader import DataConfig, create_eval_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.images import EXTENSIONS, convert_image, decode_image, file_extension, open_image
-from mmod.data.readers.pairs import PairsConfig, create_eval_pairs
+from mmod.data.readers.pairs import PairsConfig, pairs_stream
 from tests.data.pair_files import tokenizer, transform, write_tar
 
 RAMP = np.arange(65536, dtype=np.uint16).reshape(256, 256)
@@ -129,7 +129,7 @@ def pairs(data: bytes, folder: Path) -> str:
 
 
 def read_pairs(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:
-    stream = create_eval_pairs(PairsConfig(val=pairs(data, folder), on_corrupt=on_corrupt), transform, tokenizer)
+    stream = pairs_stream(PairsConfig(val=pairs(data, folder), on_corrupt=on_corrupt), transform, tokenizer)
     return next(stream.batches(0))[0], stream.report
 
 

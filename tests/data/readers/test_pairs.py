@@ -15,12 +15,12 @@ from torch import Tensor
 
 from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptDataError
-from mmod.data.readers.pairs import create_eval_pairs, create_train_pairs
+from mmod.data.readers.pairs import pairs_stream
 from tests.data.pair_files import pair, png, tokenizer, transform, write_pairs, write_tar
 
 
 def train(config: PairsConfig, rank: int = 0, world: int = 1, seed: int = 0) -> Any:
-    return create_train_pairs(config, transform, tokenizer, seed, rank, world)
+    return pairs_stream(config, transform, tokenizer, seed, rank, world)
 
 
 def keys(batches: Any) -> list[int]:
@@ -82,7 +82,7 @@ def test_augmentation_draws_follow_the_place_not_the_worker(shards: str) -> None
 
     def first(workers: int) -> Tensor:
         config = exact(shards, workers=workers)
-        return next(create_train_pairs(config, noisy, tokenizer, 0).batches(0))[0]
+        return next(pairs_stream(config, noisy, tokenizer, 0).batches(0))[0]
 
     torch.manual_seed(9)
     expected = torch.rand(())
@@ -151,7 +151,7 @@ def test_a_list_that_matches_nothing_is_an_error_at_once(tmp_path: Path) -> None
     with pytest.raises(ValueError, match="no shard matches"):
         train(exact(str(tmp_path / "none-{0..3}.tar")))
     with pytest.raises(ValueError, match="no shard matches"):
-        create_eval_pairs(exact(str(tmp_path / "*.tar")), transform, tokenizer)
+        pairs_stream(exact(str(tmp_path / "*.tar")), transform, tokenizer)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -170,7 +170,7 @@ def test_a_full_pass_counts_exactly_the_good_samples(tmp_path: Path, workers: in
                 good.add(key)
         write_tar(tmp_path / f"{shard:05d}.tar", members)
     config = PairsConfig(val=str(tmp_path / "*.tar"), batch_size=32, workers=workers, on_corrupt="skip")
-    stream = create_eval_pairs(config, transform, tokenizer)
+    stream = pairs_stream(config, transform, tokenizer)
     seen = keys(stream.batches(0))
     assert bad >= 5
     assert len(seen) == len(good) == 1000 - bad
@@ -183,7 +183,7 @@ def test_open_clip_shards_with_other_members_are_read(tmp_path: Path) -> None:
     Image.new("L", (8, 8), 7).save(file, format="JPEG")
     members = {"00000/0.JPG": file.getvalue(), "00000/0.txt": b" Zahl 7 ", "00000/0.json": b"{}", "x.md": b""}
     path = write_tar(tmp_path / "a.tar", members, mode="w")
-    stream = create_eval_pairs(PairsConfig(val=str(path), on_corrupt="skip"), transform, tokenizer)
+    stream = pairs_stream(PairsConfig(val=str(path), on_corrupt="skip"), transform, tokenizer)
     images, tokens = next(stream.batches(0))
     assert images.shape == (1, 3, 8, 8)
     assert tokens.tolist() == [[7]]
@@ -204,5 +204,5 @@ def test_wrong_configs(fields: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize("train", ["scenes:tiny", "scenes:tiny/tests", "scenes:huge/train"])
 def test_unknown_embedded_sets(train: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"scenes:DIFFICULTY/SPLIT|of captioned scenes is unknown; valid: default"):
-        create_train_pairs(PairsConfig(train, root=str(tmp_path / "x")), transform, tokenizer, 0)
+        pairs_stream(PairsConfig(train, root=str(tmp_path / "x")), transform, tokenizer, 0)
     assert not (tmp_path / "x").exists()

@@ -21,7 +21,7 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.loader import create_train_stream
 from mmod.data.readers import shard_files
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
-from mmod.data.readers.pairs import create_train_pairs
+from mmod.data.readers.pairs import pairs_stream
 from mmod.data.readers.shards import ShardSource, expand_pattern
 from mmod.data.readers.source import UnreadableSampleError
 from mmod.data.synthetic.questions import QUESTIONS
@@ -168,7 +168,7 @@ def test_pairs_and_conversations(tmp_path: Path) -> None:
     memory = fsspec.filesystem("memory")
     memory.pipe("/a/0.tar", write_pairs(tmp_path / "0.tar", range(4)).read_bytes())
     config = PairsConfig("memory://a/0.tar", root=str(tmp_path / "cache"), batch_size=4)
-    _, tokens = next(create_train_pairs(config, transform, tokenizer, seed=0).batches(0))
+    _, tokens = next(pairs_stream(config, transform, tokenizer, seed=0).batches(0))
     assert sorted(tokens.flatten().tolist()) == [0, 1, 2, 3]
     QUESTIONS.build(tmp_path / "questions", "tiny")
     for path in (tmp_path / "questions").glob("test-*.tar"):

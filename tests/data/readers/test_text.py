@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.data.config import TextConfig
-from mmod.data.readers.text import TextReader, create_eval_text, create_train_text, read_text
+from mmod.data.readers.text import TextReader, read_text, text_stream
 
 
 @given(size=st.integers(2, 200), length=st.integers(1, 40), limit=st.integers(1, 50))
@@ -53,15 +53,15 @@ def test_files_of_ones_own_are_found_by_a_pattern(tmp_path: Path) -> None:
 
 def test_batches_follow_from_seed_epoch_and_place() -> None:
     config = TextConfig(length=32, batch_size=8, val_split="test", val_limit=21)
-    stream, twin = (create_train_text(config, seed=3) for _ in range(2))
+    stream, twin = (text_stream(config, seed=3) for _ in range(2))
     own, other, following = stream.batches(1), twin.batches(1, start=2), stream.batches(2)
     skipped = [next(own) for _ in range(2)]
     assert torch.equal(next(own)[0], next(other)[0])
     assert not torch.equal(skipped[0][0], next(following)[0])
-    halves = [create_train_text(config, 3, rank, world=2) for rank in range(2)]
+    halves = [text_stream(config, 3, rank, world=2) for rank in range(2)]
     assert not torch.equal(*(next(half.batches(1))[0] for half in halves))
-    evaluated = [create_eval_text(config, rank, 2) for rank in range(2)]
+    evaluated = [text_stream(config, None, rank, 2) for rank in range(2)]
     windows = torch.cat([tokens for stream in evaluated for tokens, _ in stream.batches(0)])
     assert len(windows) == 21
-    whole = torch.cat([tokens for tokens, _ in create_eval_text(config).batches(0)])
+    whole = torch.cat([tokens for tokens, _ in text_stream(config).batches(0)])
     assert sorted(windows.tolist()) == sorted(whole.tolist())

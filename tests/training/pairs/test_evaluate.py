@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.data.config import PairsConfig
-from mmod.data.readers.pairs import create_eval_pairs
+from mmod.data.readers.pairs import pairs_stream
 from mmod.training.pairs.evaluate import evaluate, rank_matches
 from tests.sets import SETS
 from tests.training.pairs.worker import MODEL
@@ -55,7 +55,7 @@ def model() -> Any:
 @pytest.fixture(scope="module")
 def stream(model: Any) -> Any:
     config = PairsConfig(val="scenes:tiny/val", root=str(SETS / "scenes"), batch_size=24)
-    return create_eval_pairs(config, open_clip.image_transform(48, is_train=False), tokenizer)
+    return pairs_stream(config, open_clip.image_transform(48, is_train=False), tokenizer)
 
 
 def tokenizer(captions: list[str]) -> Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mmod
 from mmod.data.config import TextConfig
-from mmod.data.readers.text import create_eval_text
+from mmod.data.readers.text import text_stream
 from mmod.methods.base import deciding_together
 from mmod.model import deciding_by
 from mmod.speculation import every_token
@@ -39,7 +39,7 @@ def make(name: str, routing: mmod.RoutingConfig | None) -> Any:
 
 
 def windows() -> tuple[Tensor, Tensor]:
-    tokens, following = zip(*create_eval_text(WINDOWS).batches(0))
+    tokens, following = zip(*text_stream(WINDOWS).batches(0))
     return torch.cat(tokens), torch.cat(following)
 
 
@@ -65,7 +65,7 @@ def decoded(model: Any, tokens: Tensor) -> Tensor:
 def test_both_losses_and_their_agreement(name: str, routing: str) -> None:
     config, (tokens, following) = ROUTINGS[routing], windows()
     model = make(name, config).train()
-    found = evaluate(model, create_eval_text(WINDOWS))
+    found = evaluate(model, text_stream(WINDOWS))
     assert model.training
     model.eval()
     assert found.samples == 7
@@ -91,7 +91,7 @@ def test_both_losses_and_their_agreement(name: str, routing: str) -> None:
 def test_what_decides_in_one_way_has_one_loss() -> None:
     threshold = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), select="threshold")
     dense, one, none = (
-        evaluate(make("llama", routing), create_eval_text(WINDOWS))
+        evaluate(make("llama", routing), text_stream(WINDOWS))
         for routing in (None, threshold, mmod.RoutingConfig(router="random"))
     )
     assert dense.causal_loss == dense.loss
