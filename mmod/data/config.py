@@ -1,7 +1,4 @@
-"""Configs of images, image-text pairs and text: `DataConfig`, `PairsConfig` and `TextConfig`.
-
-They are separate from the readers, so that a command line shows its options without importing torch.
-"""
+"""Configs of images, pairs and text, apart from the readers: a command line shows its options without torch."""
 
 from __future__ import annotations
 
@@ -145,20 +142,11 @@ class DataConfig:
     remote: RemoteConfig = field(default_factory=RemoteConfig)
 
     def __post_init__(self) -> None:
+        positive = ("train_limit", "val_limit", "image_size", "label_patch", "batch_size")
         check_fields(
-            self,
-            "data",
-            train_limit="[1, inf)",
-            val_limit="[1, inf)",
-            image_size="[1, inf)",
-            label_patch="[1, inf)",
-            batch_size="[1, inf)",
-            workers="[0, inf)",
-            crop_pct="(0, 1]",
-            max_corrupt="[0, inf)",
-            std="(0, inf)",
-            interpolation=_INTERPOLATIONS,
-        )
+            self, "data", **dict.fromkeys(positive, "[1, inf)"), workers="[0, inf)", crop_pct="(0, 1]",
+            max_corrupt="[0, inf)", std="(0, inf)", interpolation=_INTERPOLATIONS,
+        )  # fmt: skip
         reader = self.source.partition(":")[0]
         if reader == "maps":
             self._check_maps()
@@ -277,14 +265,6 @@ class TextConfig:
     pin_memory: bool = False
 
     def __post_init__(self) -> None:
-        splits = ("train", "val", "test")
-        check_fields(
-            self,
-            "data",
-            train_split=splits,
-            val_split=splits,
-            val_limit="[1, inf)",
-            length="[1, inf)",
-            batch_size="[1, inf)",
-            workers="[0, inf)",
-        )
+        splits = dict.fromkeys(("train_split", "val_split"), ("train", "val", "test"))
+        positive = dict.fromkeys(("val_limit", "length", "batch_size"), "[1, inf)")
+        check_fields(self, "data", **splits, **positive, workers="[0, inf)")
