@@ -63,12 +63,7 @@ def create_eval_stream(config: DataConfig, rank: int = 0, world: int = 1) -> Bat
 
 
 def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed: int | None = None) -> BatchStream:
-    report = CorruptReport(config.on_corrupt, limit=config.max_corrupt)
-    reader = _create_reader(config, split, report, training=seed is not None)
-    return BatchStream(reader, report, config, place, seed, name=f"the split {split!r} of {config.source!r}")
-
-
-def _create_reader(config: DataConfig, split: str, report: CorruptReport, training: bool) -> ImageReader | MemoryReader:
+    report, training = CorruptReport(config.on_corrupt, limit=config.max_corrupt), seed is not None
     complete = _create_source(config, split, report)
     limit = config.train_limit if training else config.val_limit
     source: ImageSource = complete if limit is None else Subset(complete, limit)
@@ -76,11 +71,14 @@ def _create_reader(config: DataConfig, split: str, report: CorruptReport, traini
         _warn_of_cropping(config, source)
     mean, std = normalisation(config)
     mode = "L" if config.channels == 1 else "RGB"
+    reader: ImageReader | MemoryReader
     if config.in_memory or (config.in_memory is None and _is_embedded(config) and config.augment is None):
         transform = _transform(config, training, mean, std, normalise=False)
-        return MemoryReader(source, mode, transform, mean, std, report)
-    # Training replaces corrupt samples, so that all processes keep the same number of full batches.
-    return ImageReader(source, mode, _transform(config, training, mean, std), replace=training)
+        reader = MemoryReader(source, mode, transform, mean, std, report)
+    else:
+        # Training replaces corrupt samples, so that all processes keep the same number of full batches.
+        reader = ImageReader(source, mode, _transform(config, training, mean, std), replace=training)
+    return BatchStream(reader, report, config, place, seed, name=f"the split {split!r} of {config.source!r}")
 
 
 def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:

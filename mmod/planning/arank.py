@@ -137,8 +137,7 @@ def attention_ranks(
     totals = [0.0] * len(stack.blocks)
     maps, tokens, samples = 0, 0, 0
     for batch in progress_bar(batches, desc="attention ranks", leave=False):
-        keywords = batch if isinstance(batch, Mapping) else {}
-        mask = keywords.get("attention_mask")
+        mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         modes = [_Ranks(mask, tolerance, diagonal) for _ in stack.blocks]
         with inside(list(zip(stack.blocks, modes))), torch.no_grad():
             model(**batch) if isinstance(batch, Mapping) else model(batch)
@@ -173,8 +172,7 @@ class _Ranks(AttentionIntercept):
             if call.is_causal:
                 score = score.masked_fill(torch.ones_like(score, dtype=torch.bool).triu(1), -torch.inf)
             if mask is not None:
-                pairs = mask.expand(len(query), query.shape[1], -1, -1)[sample, head]
-                pairs = pairs.expand_as(score)
+                pairs = mask.expand(len(query), query.shape[1], *score.shape)[sample, head]
                 score = score.masked_fill(~pairs, -torch.inf) if pairs.dtype == torch.bool else score + pairs
             return torch.softmax(score, dim=-1)
 
