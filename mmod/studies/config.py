@@ -63,6 +63,7 @@ class StudyConfig:
             model of every seed. All run at every capacity, the budget of a search. A series may also have `changes`,
             fields of the training config that differ in its runs, `tune: false`, which leaves it untrained, and
             `budgets`, which replace the capacities: names of budgets to the fields that they set.
+        kind: The kind of study.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         finetune: Fields to set differently again when a model is fine-tuned from the dense one.
         budgets: The budgets of series and rivals that are run; null for all.
@@ -208,7 +209,6 @@ class ImageStudyConfig(TimmStudyConfig):
     """A study of image classifiers: accuracy against FLOPs and latency.
 
     Args:
-        kind: The kind of study.
         score: Figure by which models are compared: "top1", and where patches have the labels "mean_iou" or "objects",
             the accuracy where there is something (see `mmod.training.image.evaluate.EvalResult`).
     """
@@ -228,7 +228,6 @@ class ProbeStudyConfig(TimmStudyConfig):
         images: Folder of the images; null takes the config's `data.root`.
         checkpoint: Weights to start from; null takes the config's `model.checkpoint` or published ones.
         limit: Images used of a split, spread evenly over the classes.
-        feature: The feature.
         neighbours: Neighbours that vote on an image's class.
         strengths: Values of scikit-learn's `C` among which the linear classifier chooses by cross-validation.
         folds: Folds of the cross-validation in a single split.
@@ -268,7 +267,6 @@ class FeaturesStudyConfig(ProbeStudyConfig):
     """A study of features of images; see `ProbeStudyConfig`.
 
     Args:
-        kind: The kind of study.
         score: The classifier by which models are compared with rivals and controls: "linear" or "knn".
         feature: "head" for the classifier's input, "class" for the class token, "mean" for the mean over patches.
     """
@@ -286,9 +284,7 @@ class SegmentationStudyConfig(ProbeStudyConfig):
     class (`data.label_patch`). Features of another grid, as of smaller images, are interpolated to that of the labels.
 
     Args:
-        kind: The kind of study.
         score: "mean_iou", the mean intersection over union of the classes over all tested patches.
-        feature: "patches".
         strengths: Values of scikit-learn's `C` to choose from; one value needs no choice.
     """
 
@@ -308,7 +304,6 @@ class PairsStudyConfig(StudyConfig):
     """A study of image-text models: retrieval and zero-shot accuracy against FLOPs and latency of both towers.
 
     Args:
-        kind: The kind of study.
         routers: Names of series to the routing of their towers: `{image: {...}, text: {...}}`, with fields of
             `RoutingConfig`, or `preset: NAME` with changes. All run at every capacity.
         latency_batch: Images and captions in a batch whose latency is measured.
@@ -328,10 +323,9 @@ class PairsStudyConfig(StudyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class ChatStudyConfig(StudyConfig):
-    """A study of vision-language models: answers by kind of question against prefill, decoding and cache.
+    """A study of vision-language models: answers by type of question against prefill, decoding and cache.
 
     Args:
-        kind: The kind of study.
         part: The part that is routed.
         rivals: Smaller images: names of series to their budgets, the capacities of the routed models that they are
             matched to, with `{kind: resolution, image_size: SIDE}`.
