@@ -10,8 +10,8 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload([f"mmod.training.{kind}.recipe" for kind in ("chat", "image", "pairs")])
+FORKSERVER = multiprocessing.get_context("forkserver")
+FORKSERVER.set_forkserver_preload([f"mmod.training.{kind}.recipe" for kind in ("chat", "image", "pairs")])
 
 
 def run_processes(task: Callable[..., Any], *args: Any, world: int = 1, log: Path | None = None) -> list[int | None]:
@@ -32,7 +32,7 @@ def run_processes(task: Callable[..., Any], *args: Any, world: int = 1, log: Pat
         group = {"MASTER_ADDR": store.host, "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
         group |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         ranks = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
-    processes = [_CONTEXT.Process(target=_enter, args=(own, log, task, args)) for own in ranks]
+    processes = [FORKSERVER.Process(target=_enter, args=(own, log, task, args)) for own in ranks]
     for process in processes:
         process.start()
     try:

@@ -23,8 +23,8 @@ ZOO: dict[str, dict[str, object]] = {
     "vit_so150m_patch16_reg4_gap_256": _BY_64,
     "vit_intern300m_patch14_448": _BY_56,
     "vit_giant_patch14_224": _BY_56,
+    # The hybrid with the smallest stem: what makes the tokens is the same module in the others.
     "vit_tiny_r_s16_p8_224": _BY_64,
-    "vit_small_r26_s32_224": _BY_64,
     "flexivit_small": _BY_64,
     "vit_small_patch14_dinov2": _BY_56,
     "vit_small_patch14_reg4_dinov2": _BY_56,

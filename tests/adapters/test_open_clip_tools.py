@@ -77,7 +77,8 @@ def test_compiles_without_a_graph_break() -> None:
     model = make_short("threshold", "attention")
     with torch.no_grad():
         wanted = embed(model, IMAGES, CAPTIONS)
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager", dynamic=True)
+    # Breaks come from tracing alone; with dynamic shapes, what follows it takes three times as long.
+    compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
     with torch.no_grad():
         found = compiled(IMAGES, CAPTIONS)[:2]
     for pair in zip(found, wanted):

@@ -168,7 +168,7 @@ def test_a_decision_among_many_tokens_takes_memory_linear_in_their_number() -> N
     # The map of all pairs would take a gigabyte; allocations are those of torch's CPU allocator.
     from torch.profiler import ProfilerActivity, profile
 
-    x = torch.randn(1, 16385, 192)
+    x = torch.randn(1, 16385, 32)
     with torch.no_grad(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         unit = unit_rows(x)
         score = redundancy_scores(unit, 1)

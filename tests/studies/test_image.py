@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 from statistics import mean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from mmod.analysis.plots import draw_tradeoff
 from mmod.io.yaml import read_yaml
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
+from tests.processes import FORKSERVER
 from tests.sets import SETS
 
 DENSE = {
@@ -88,6 +90,9 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypa
     # Runs in processes of their own come to the same, and other studies can take this one's dense models.
     apart = dataclasses.replace(study, output=f"{study.output}-apart", bases=study.output, seeds=1, processes=2)
     apart = dataclasses.replace(apart, routers={"a-mod": study.routers["a-mod"]}, isoflop="none")
+    # Forked from one that has imported everything, instead of started anew.
+    forked = SimpleNamespace(get_context=lambda _: FORKSERVER, active_children=FORKSERVER.active_children)
+    monkeypatch.setattr("mmod.studies.jobs.multiprocessing", forked)
     points_apart = {point.name: point for point in ImageStudy(apart).run(progress=False).points}
     assert points_apart["a-mod-0.5"].figures[0] == points["a-mod-0.5"].figures[0]
     assert not (Path(apart.output) / "seed0" / "base").exists()

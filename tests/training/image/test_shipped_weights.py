@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,21 +19,27 @@ from mmod.training.image.recipe import ImageRecipe
 CONFIGS = {"digits-dense": "digits/filled.yaml", "digits-shallow": "digits/filled-shallow.yaml"}
 
 
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder for the test split alone; images do not depend on how many the other splits have."""
+    counts = {"train": 32, "val": 32, "test": DIFFICULTIES["filled"].scenes["test"]}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(DIFFICULTIES, "filled", dataclasses.replace(DIFFICULTIES["filled"], scenes=counts))
+        yield tmp_path_factory.mktemp("scenes")
+
+
 @pytest.mark.parametrize("name", CONFIGS)
-def test_shipped_weights_score_what_they_say(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shipped_weights_score_what_they_say(name: str, scenes: Path) -> None:
     file = find_weights(f"mmod:{name}")
     assert file.stat().st_size < 3e6
     header = read_tensors(file)[1]
     recipe, config = json.loads(header["config"]), TrainConfig.load(f"configs/{CONFIGS[name]}")
     assert config_from({"output": config.output, **recipe}, TrainConfig) == config
     assert recipe["seed"] == 0
-    # The test split alone; images do not depend on how many the other splits have.
-    scenes = {"train": 32, "val": 32, "test": DIFFICULTIES["filled"].scenes["test"]}
-    monkeypatch.setitem(DIFFICULTIES, "filled", dataclasses.replace(DIFFICULTIES["filled"], scenes=scenes))
     config = dataclasses.replace(
         config,
         model=dataclasses.replace(config.model, checkpoint=f"mmod:{name}"),
-        data=dataclasses.replace(config.data, root=str(tmp_path)),
+        data=dataclasses.replace(config.data, root=str(scenes)),
     )
     shipped = ImageRecipe(config)
     found = shipped.assess(shipped.load())
