@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
 
@@ -16,17 +18,23 @@ from mmod.cli import COMMANDS, main
 from mmod.extras import EXTRAS
 from mmod.io.configs import config_names, existing_config, find_config
 from tests.scripts import ROOT, run_script
-from tests.test_architecture import MISSING
 
 CONFIGURED = [command for command in COMMANDS if COMMANDS[command].example]
+# From the words of a command to the lines that it prints and what it says on stderr.
+Lean = Callable[..., tuple[list[str], str]]
 LEAN = """
-import sys
+import contextlib, io, json, sys
 from mmod.cli import main
-try:
-    main(sys.argv[1:])
-except SystemExit as end:
-    print(end.code if isinstance(end.code, str) else "", file=sys.stderr)
-print("torch" in sys.modules)
+answers = []
+for words in json.load(sys.stdin):
+    out, said = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(said):
+        try:
+            main(words)
+        except SystemExit as end:
+            print(end.code if isinstance(end.code, str) else "", file=sys.stderr)
+    answers.append([out.getvalue().splitlines(), said.getvalue().strip(), "torch" in sys.modules])
+print(json.dumps(answers))
 """
 
 
@@ -34,18 +42,30 @@ def words_of(command: str) -> list[str]:
     return [word for word in command.split() if word.islower()]
 
 
-def run_lean(*words: str) -> tuple[list[str], str]:
-    """Return the lines that a command printed and what it said on stderr, after checking that it left torch alone."""
-    done = subprocess.run([sys.executable, "-c", LEAN, *words], capture_output=True, text=True, check=True, cwd=ROOT)
-    *lines, torch = done.stdout.splitlines()
-    assert torch == "False"
-    return lines, done.stderr.strip()
+@pytest.fixture(scope="module")
+def lean() -> Lean:
+    """Return what every command printed and said on stderr, in a process in which none may import torch."""
+    asked = [words_of(command) for command in CONFIGURED]
+    asked += [[*words, "digits/dens"] for words in asked]
+    asked += [[*words_of(command), "--help"] for command in COMMANDS]
+    asked += [["--help"], ["--version"]]
+    done = subprocess.run(
+        [sys.executable, "-c", LEAN], input=json.dumps(asked), capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    answers = dict(zip(map(tuple, asked), json.loads(done.stdout), strict=True))
+
+    def answer(*words: str) -> tuple[list[str], str]:
+        lines, said, has_torch = answers[words]
+        assert not has_torch
+        return lines, said
+
+    return answer
 
 
 @pytest.mark.parametrize("command", CONFIGURED)
-def test_a_missing_config_is_named_with_an_example(command: str) -> None:
+def test_a_missing_config_is_named_with_an_example(command: str, lean: Lean) -> None:
     name = " ".join(["mmod", *words_of(command)])
-    _, said = run_lean(*words_of(command))
+    _, said = lean(*words_of(command))
     assert f"error: {command.split()[-1]} is missing, for example `{name} {COMMANDS[command].example}`" in said
     assert f"`{name} --help`" in said
     assert find_config(COMMANDS[command].example.split()[0]).is_file()
@@ -60,16 +80,16 @@ def test_options_without_a_config_say_so(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize("command", CONFIGURED)
-def test_an_unknown_config_is_refused_and_help_is_shown_without_torch(command: str) -> None:
-    _, said = run_lean(*words_of(command), "digits/dens")
+def test_an_unknown_config_is_refused_and_help_is_shown_without_torch(command: str, lean: Lean) -> None:
+    _, said = lean(*words_of(command), "digits/dens")
     assert said.startswith("error: no config file at 'digits/dens'; near ones: digits/dense, ")
-    shown, _ = run_lean(*words_of(command), "--help")
+    shown, _ = lean(*words_of(command), "--help")
     assert any("--output" in line for line in shown)
 
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command not in CONFIGURED])
-def test_help_of_a_command_without_a_config_leaves_torch_alone(command: str) -> None:
-    shown, _ = run_lean(*words_of(command), "--help")
+def test_help_of_a_command_without_a_config_leaves_torch_alone(command: str, lean: Lean) -> None:
+    shown, _ = lean(*words_of(command), "--help")
     assert shown
 
 
@@ -77,11 +97,8 @@ def test_a_package_lists_its_public_names_only() -> None:
     assert dir(mmod) == mmod.__all__
 
 
-def test_help_and_version_import_nothing_heavy(capsys: pytest.CaptureFixture[str]) -> None:
-    code = "import sys; from mmod.cli import main; main(['--help']); main(['--version']); print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    *usage, version, torch = done.stdout.splitlines()
-    assert torch == "False"
+def test_help_and_version_import_nothing_heavy(lean: Lean) -> None:
+    (usage, _), ((version,), _) = lean("--help"), lean("--version")
     assert version.startswith("mmod 0.")
     assert all(f"mmod {command}" in "\n".join(usage) for command in COMMANDS)
 
@@ -152,31 +169,44 @@ def test_configs_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.strip() == (ROOT / "configs/tradeoff/digits.yaml").read_text().strip()
 
 
-@pytest.mark.parametrize(
-    ("package", "code"),
-    [
-        ("timm", "from mmod.training import EvalResult"),
-        ("matplotlib", "from mmod.analysis.style import new_figure; new_figure(2, 2)"),
-    ],
-)
-def test_a_missing_extra_is_named(package: str, code: str) -> None:
-    code = f"import sys; sys.modules[{package!r}] = None; {code}"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.stderr.splitlines()[-1] == (
-        f'ModuleNotFoundError: this needs the package {package}, which is not installed: pip install "mmod[train]"'
-    )
+EACH_MISSING = """
+import importlib, json, sys
+from tests.scripts import run_script
+
+# As on Windows, in all that follows.
+sys.modules["fcntl"] = None
+
+def without(package, do):
+    sys.modules[package] = None
+    try:
+        return do()
+    except ModuleNotFoundError as error:
+        return str(error)
+    finally:
+        del sys.modules[package]
+
+def draw():
+    importlib.import_module("mmod.analysis.style").new_figure(2, 2)
+
+def tradeoff():
+    ended = run_script("-m mmod", "tradeoff", "digits-smallest")
+    return [ended.returncode, ended.stderr.strip()]
+
+said = {"matplotlib": without("matplotlib", draw)}
+said |= {f"command without {package}": without(package, tradeoff) for package in ("jsonargparse", "timm")}
+said["timm"] = without("timm", lambda: importlib.import_module("mmod.training").EvalResult)
+print(json.dumps(said))
+importlib.import_module("mmod.io.locks").locked, importlib.import_module("mmod.training").fit
+"""
 
 
-@pytest.mark.parametrize("package", ["jsonargparse", "timm"])
-def test_the_command_names_a_missing_extra_in_one_line(package: str) -> None:
-    command = [sys.executable, "-c", MISSING.replace("runpy.run_path(sys.argv[0]", "runpy.run_module(sys.argv[0]")]
-    done = subprocess.run(
-        [*command, package, "mmod", "tradeoff", "digits-smallest"], capture_output=True, text=True, cwd=ROOT
-    )
-    assert done.returncode == 1
-    assert done.stderr.strip() == (
-        f'error: this needs the package {package}, which is not installed: pip install "mmod[train]"'
-    )
+def test_a_missing_extra_is_named_and_locks_need_nothing_of_unix() -> None:
+    done = subprocess.run([sys.executable, "-c", EACH_MISSING], capture_output=True, text=True, check=True, cwd=ROOT)
+    missing = 'this needs the package {}, which is not installed: pip install "mmod[train]"'
+    assert json.loads(done.stdout) == {
+        **{package: missing.format(package) for package in ("matplotlib", "timm")},
+        **{f"command without {p}": [1, f"error: {missing.format(p)}"] for p in ("jsonargparse", "timm")},
+    }
 
 
 def test_extras_are_those_of_the_installation() -> None:
@@ -196,11 +226,6 @@ def test_the_main_job_and_its_report_need_the_extra_train_alone() -> None:
     assert {"adjustText", "matplotlib"} <= set(EXTRAS["train"])
     assert "filelock" in EXTRAS["train"]
     assert "report" not in EXTRAS
-
-
-def test_locks_need_nothing_of_unix() -> None:
-    code = "import sys; sys.modules['fcntl'] = None; from mmod.io.locks import locked; from mmod.training import fit"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
 def test_a_shell_completes_commands_and_configs(

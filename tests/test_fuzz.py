@@ -32,7 +32,7 @@ from tests.adapters.vlm_zoo import PATCHES
 from tests.counting import flop_counter
 from tests.fuzz_draws import HOSTS, Draw, Host, Sample, draw
 
-DRAWS = int(os.environ.get("MMOD_FUZZ_DRAWS", "6"))
+DRAWS = int(os.environ.get("MMOD_FUZZ_DRAWS", "4"))
 PACKAGE = Path(mmod.__file__).parent
 
 

@@ -44,6 +44,7 @@ TEXT_ONLY = ("RN50", "convnext_base", "MobileCLIP-S1")
 
 _CUSTOM = {"qk_norm": True, "scale_heads": True, "scale_attn_inner": True, "scale_attn": True, "scale_fc": True}
 _TRUNK = {"img_size": 56, "embed_dim": 48, "depth": 4, "num_heads": 4}
+_TRUNKS = {"convnext_base": {"depths": (1, 1, 1, 1), "dims": (8, 16, 32, 48)}}
 
 
 def small_config(name: str) -> dict[str, Any]:
@@ -77,8 +78,8 @@ def model_class(config: dict[str, Any]) -> type[nn.Module]:
 def small_trunks(name: str) -> Iterator[None]:
     """Shrink the timm trunks that open_clip builds, whose size its configs cannot set."""
     original = timm.create_model
-    if name in ZOO:
-        timm.create_model = functools.partial(original, **_TRUNK)
+    if name in ZOO or name in _TRUNKS:
+        timm.create_model = functools.partial(original, **_TRUNKS.get(name, _TRUNK))
     try:
         yield
     finally:
