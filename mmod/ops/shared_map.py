@@ -55,7 +55,7 @@ def _attend_by_tiles(
             lse[tile] = (top - attention.amax(dim=-1).log()).view(queries.shape[:3])
         out[tile] = torch.bmm(attention, v[key_tile].reshape(-1, keys, width)).view(queries.shape)
         received = attention if weight_N is None else weight_N[tile[2]] @ attention
-        total_BN[tile[0], :keys] += received.view(queries.shape[0], -1, keys).sum(dim=1)
+        total_BN[tile[0], :keys].add_(received.view(queries.shape[0], -1, keys).sum(dim=1))
     return out, total_BN, lse
 
 
