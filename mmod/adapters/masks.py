@@ -48,13 +48,10 @@ def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
 
 
 def pack_rope(rope: Tensor, row_T: Tensor, tokens: int, prefix: int) -> Tensor:
-    """Return the rotary embeddings of packed rows.
+    """Return the rotary embeddings of packed rows, from those of `narrow_rope` with sines before cosines.
 
     The host leaves out the first `prefix` rows of the sequence, the prefix of the first image. Prefix tokens of the
     other images get the identity: sine 0 and cosine 1.
-
-    Args:
-        rope: Embeddings (N - prefix, E), (H, N - prefix, E) or (B, 1 or H, N - prefix, E), sines before cosines.
     """
     rope = rope[(None,) * (4 - rope.ndim)]
     identity = (torch.arange(rope.shape[-1], device=rope.device) >= rope.shape[-1] // 2).to(rope.dtype)
@@ -71,7 +68,6 @@ def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.
 
     Args:
         mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
-        valid_BK: False at empty slots (B, K); None leaves the mask unchanged.
     """
     if valid_BK is None:
         return mask
@@ -88,11 +84,7 @@ def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.
 
 
 def weigh_groups(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """Return a bias for proportional attention: a key counts as the number of tokens it represents.
-
-    Args:
-        mask: Mask or bias over pairs of slots (B, H or 1, K or 1, K), or None.
-        bias: Logarithms of the tokens per slot (B, 1, 1, K); None leaves the mask unchanged.
+    """Return a mask to which the logarithms of the tokens per slot (B, 1, 1, K) are added; None leaves it unchanged.
 
     Source: proportional attention of ToMe, Bolya et al., arXiv 2210.09461, Eq. 1.
     """

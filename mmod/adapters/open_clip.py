@@ -129,10 +129,8 @@ class ClipBlock(NamedArguments):
     """How open_clip calls a block: with tokens and an optional mask.
 
     Args:
-        heads: Number of attention heads.
         flat_masks: Attention takes masks (B H, N, N), as torch.nn.MultiheadAttention does.
         captions: The block belongs to a text tower, which infers padding from token ids.
-        causal: Attention is causal.
     """
 
     heads: int = 1
@@ -193,11 +191,8 @@ class CaptionTracker:
     """Begins a text tower's forward pass with facts that its blocks do not know: where captions end.
 
     A token is padding if the dense tower's embedding does not depend on it: it follows the token that a causal tower
-    reads the embedding from, or the tower masks it. A tower that attends to its padding has none.
-
-    Args:
-        tower: A `TextTransformer`, or a `CLIP` model, which has the same attributes.
-        tracker: The tracker of the tower's blocks.
+    reads the embedding from, or the tower masks it. A tower that attends to its padding has none. The tower is a
+    `TextTransformer`, or a `CLIP` model, which has the same attributes.
     """
 
     def __init__(self, tower: Any, tracker: PassTracker) -> None:

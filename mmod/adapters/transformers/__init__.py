@@ -8,8 +8,8 @@ from torch import nn
 
 from mmod.adapters.base import Part
 from mmod.adapters.transformers.language import find_language, is_decoder_layer
-from mmod.adapters.transformers.loading import load
-from mmod.adapters.transformers.saving import describe_method
+from mmod.adapters.transformers.loading import load  # noqa: F401
+from mmod.adapters.transformers.saving import describe_method  # noqa: F401
 from mmod.adapters.transformers.vision import find_vision, is_encoder_layer
 
 SUPPORTED = (
@@ -33,6 +33,3 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     if not parts:
         raise ValueError(f"cannot route {type(model).__name__}: supported are {SUPPORTED}")
     return parts
-
-
-__all__ = ["SAVING", "SUPPORTED", "describe_method", "find_parts", "load"]

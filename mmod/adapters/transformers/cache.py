@@ -27,9 +27,6 @@ from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRou
 class RoutedLayer(KeptTokens, DynamicLayer):
     """A dynamic cache layer of kept tokens, whose number may differ between samples.
 
-    Args:
-        sliding_window: Visible tokens of a query, including itself, or None for all.
-
     If all tokens of a step run, as in decoding, positions are implicit and are only materialised when needed.
 
     Attributes:

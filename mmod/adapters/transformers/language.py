@@ -103,11 +103,7 @@ class GroupHook(DescribedRouting):
     Args:
         entry: The hooked module, which takes `input_ids`.
         text: The module that holds the layers.
-        config: The routing config of the language part.
         plain: Rotary positions have one dimension.
-
-    Raises:
-        ValueError: The model does not support the config.
     """
 
     def __init__(self, entry: nn.Module, text: nn.Module, config: RoutingConfig, plain: bool) -> None:

@@ -43,13 +43,8 @@ class Projected(ModelHook):
 class TowerImportance:
     """Reads the class token's attention to patches in the layer of the vision tower that provides the features.
 
-    In a tower without a class token, it is the mean attention of all patches.
-
-    Args:
-        entry: The model that inserts image features into the embedded tokens.
-
-    Raises:
-        ValueError: Image tokens of the model are not one-to-one with the patches of a CLIP or SigLIP tower.
+    In a tower without a class token, it is the mean attention of all patches. `entry` inserts image features into the
+    embedded tokens.
 
     Source: VisionZip, Yang et al., arXiv 2412.04467, section 3.2: its dominant tokens.
     """
