@@ -1,3 +1,4 @@
+import atexit
 import gc
 import os
 
@@ -39,5 +40,5 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_unconfigure() -> None:
-    gc.unfreeze()
+# Not before: pytest looks for garbage several times when it ends.
+atexit.register(gc.unfreeze)
