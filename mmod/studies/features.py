@@ -158,6 +158,10 @@ class FeaturesStudy(TimmStudy[Judged]):
         plain = portable({**config.to_dict(), "output": str(folder)})
         names = ("model", "data", "routing", "methods", "precision")
         record = {"feature": study.feature, **{name: plain[name] for name in names if name in plain}}
+        if not folder.exists():
+            # Faults are reported before the folder is claimed: a corrected command may use it.
+            self._check(_streams(config.data))
+            check_published(config.model)
         claim_folder(folder, record, file="config.json", kind="features")
         settings = {"neighbours": study.neighbours, "strengths": study.strengths, "folds": study.folds}
         evaluate = functools.partial(self._judge, config, folder, tick)
@@ -165,10 +169,7 @@ class FeaturesStudy(TimmStudy[Judged]):
 
     def _judge(self, config: TrainConfig, folder: Path, tick: Tick) -> Judged:
         """Compute the features of the model that a run starts from, and judge them."""
-        # Faults are reported before weights are fetched or features computed.
-        check_published(config.model)
         streams = _streams(config.data)
-        self._check(streams)
         seed_draws(config.seed, 0, 0)
         model = self.create(config).to(choose_device(config.device))
         features = [

@@ -158,6 +158,13 @@ def test_too_few_images_of_a_class_are_refused_before_any_model_is_made(
     assert not made
 
 
+def test_a_wrong_folder_of_images_leaves_the_output_free(given_files: Path, tmp_path: Path) -> None:
+    study = config(given_files, tmp_path, images=str(tmp_path / "photoz"))
+    with pytest.raises(ValueError, match="photoz' is no folder"):
+        FeaturesStudy(study).run(progress=False)
+    assert not list(tmp_path.rglob("config.json"))
+
+
 def test_weights_that_cannot_be_fetched_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise urllib.error.URLError("no network")
