@@ -16,7 +16,7 @@ from mmod.analysis.flop_report import REST, BlockFlops, FlopReport
 from mmod.analysis.trace import Trace
 from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
 from mmod.methods.base import methods_of, undo_
-from mmod.values import check_module
+from mmod.values import brief, check_module
 
 
 def flops(
@@ -224,7 +224,7 @@ def _inputs(
     size = (3, input_size, input_size) if isinstance(input_size, int) else input_size
     if not isinstance(size, (tuple, list)) or len(size) != 3 or not all(isinstance(x, int) and x > 0 for x in size):
         raise ValueError(
-            f"input_size must be (channels, height, width), one number or arguments by name, got {input_size!r}"
+            f"input_size must be (channels, height, width), one number or arguments by name, got {brief(input_size)}"
         )
     inputs = {"image": torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)}
     for name, stack in stacks.items():

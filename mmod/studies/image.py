@@ -23,6 +23,7 @@ from mmod.studies.entrants import DENSE, Entrant, create_rivals
 from mmod.studies.jobs import Job, Runner, Tick, best_rates, starts_others, trials, try_rates, with_rate
 from mmod.studies.results import COLUMNS, Column, as_fast, quoted, save_picture, table_of, unbeaten
 from mmod.studies.study import Costs, Scores, Study
+from mmod.training.engine.checkpoint import find_weights
 from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.recipe import by_data
@@ -49,11 +50,13 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
         self.chance = 0.0
 
     def prepare(self, runner: Runner) -> None:
-        """Find the learning rate of each model, if the config asks for it."""
-        config = self.config
+        """Look for the checkpoints that runs start from; find the learning rate of each model if asked for."""
+        config, (_, jobs) = self.config, self.plan()
+        starts = {start for job in jobs if (start := job.config.model.checkpoint) is not None}
+        for start in starts - {job.config.output for job in jobs}:
+            find_weights(start)
         if config.rates is None:
             return
-        _, jobs = self.plan()
         by_trial = trials(jobs, config.rates, config.rate_split, f"{config.output}/rates")
         first = [job for job in jobs[:1] if starts_others(job)]
         self.rates = best_rates(try_rates(runner, by_trial, self.try_rate, first))
@@ -186,16 +189,16 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
         """Describe the images, name a model for some speeds, and say what is not known; without times, compare all."""
         times = self._times(costs, scores)
         to_dense = self.compare(scores, dict.fromkeys(scores, DENSE)).values()
-        if not times:
-            return self.verdict(scores)
         has_intervals = any(gap is not None and gap.has_interval for gap in to_dense)
+        is_repeated = self.config.train_dense or self.config.tune
+        if not times and (is_repeated or has_intervals):
+            return self.verdict(scores)
 
         def is_better(one: str, other: str) -> bool:
             gap = self.compare(scores, {one: other})[one]
             return gap is not None and gap.value > 0 and (gap.is_clear if has_intervals else gap.value > self.chance)
 
         advice = [self._advice(scores, ms, size, is_better) for size, ms in times.items()]
-        is_repeated = self.config.train_dense or self.config.tune
         limits = [
             "" if has_intervals else f"Differences below {self.chance:.1f} points may be chance.",
             ""

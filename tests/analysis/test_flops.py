@@ -236,6 +236,9 @@ def test_errors_name_what_is_wrong() -> None:
         flops(mmod.route_(model), side, kept=0.5)
     with pytest.raises(ValueError, match=r"input_size must be .* got \(3, 64\)"):
         flops(model, (3, 64))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"input_size must be .* got tensor") as error:
+        flops(model, torch.zeros(2, 3, 32, 32))  # type: ignore[arg-type]
+    assert len(str(error.value)) < 300
     with pytest.raises(ValueError, match="supported are models of"):
         flops(torch.nn.Linear(2, 2), 64)
     language = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear"))

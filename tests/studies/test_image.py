@@ -184,6 +184,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         dataclasses.replace(own.config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
     )
     assert fixed.ranking(scores, costs).endswith("from one dense model; another may rank them differently.")
+    assert "--seeds" not in fixed.ranking(scores, {name: {} for name in scores})
 
 
 @pytest.mark.parametrize(

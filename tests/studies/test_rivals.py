@@ -60,6 +60,14 @@ def test_rivals_are_tuned_costed_timed_and_compared(study: ImageStudyConfig) -> 
     assert re.search(r"Images: digits:tiny, 32 px; \d+% of patches flat.*One seed: ", result.table, re.DOTALL)
 
 
+def test_a_missing_checkpoint_of_a_rival_ends_the_study_before_its_first_run(study: ImageStudyConfig) -> None:
+    small = {0.5: {"kind": "smaller", "args": {"depth": 2}, "checkpoint": "runs/none"}}
+    config = dataclasses.replace(study, output=f"{study.output}-missing", rivals={"small": small})
+    with pytest.raises(FileNotFoundError, match="no checkpoint at 'runs/none'"):
+        ImageStudy(config).run(progress=False)
+    assert not Path(config.output).exists()
+
+
 def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
     tuned = {"preset": "mindskip", "depth": 4, "changes": {"trained": "routers", "optim": {"lr": 0.5}}}
     config = dataclasses.replace(
