@@ -16,9 +16,8 @@ from mmod.training import TrainConfig
 from mmod.training.image.model import check_input, create_dense_model
 
 ROOT = Path(__file__).parents[1]
-PATHS = [
-    path for name in ("digits", "imagenet", "patches") for path in sorted((ROOT / "configs" / name).glob("*.yaml"))
-]
+FOLDERS = ("cifar", "digits", "imagenet", "patches")
+PATHS = [path for name in FOLDERS for path in sorted((ROOT / "configs" / name).glob("*.yaml"))]
 
 
 @pytest.mark.parametrize("path", PATHS, ids=lambda path: f"{path.parent.name}/{path.stem}")
