@@ -58,12 +58,7 @@ def check_distinct(config: Any, *names: str) -> None:
 def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
     """Raise unless every field of a dataclass has its annotated type and is within its limit; numbers must be finite.
 
-    Numbers of numpy are replaced by Python's, which files can hold.
-
-    Args:
-        config: An instance of the dataclass.
-        group: Key of the fields' section in a config file, for messages.
-        limits: Limits by field name.
+    Numbers of numpy are replaced by Python's, which files can hold. `group` is the fields' section in messages.
 
     Example:
         >>> @dataclasses.dataclass
@@ -126,13 +121,7 @@ def check_module(model: object) -> None:
 
 
 def from_plain(cls: type[Config], values: object, name: str, **limits: Limit) -> Config:
-    """Build a dataclass from the plain values of a file.
-
-    Args:
-        cls: The dataclass. Its fields that are dataclasses or tuples are built from mappings and lists.
-        values: Values by field name; fields with a default may be missing.
-        name: Name of the object, for messages.
-        limits: Limits by field name, see `check_fields`.
+    """Build a dataclass, and the dataclasses and tuples in it, from the plain values of a file; `name` is for messages.
 
     Example:
         >>> @dataclasses.dataclass

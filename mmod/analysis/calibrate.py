@@ -20,12 +20,7 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
     """Set every routed block's threshold so that it keeps as many tokens of these images as its capacity would.
 
     Blocks are calibrated in order. Images keep different numbers of tokens; their mean is within half a percent of
-    top-k's.
-
-    Args:
-        model: A model routed by threshold, in evaluation mode; changed in place.
-        images: Images (B, C, height, width).
-        static: Set `max_tokens` to the largest count of an image, so that shapes do not depend on the data.
+    top-k's. `static` sets `max_tokens` to the largest count, so that shapes do not depend on the data.
     """
     for name, block in routed_blocks(model).items():
         router = block.router

@@ -17,14 +17,10 @@ from mmod.analysis.modes import in_mode
 
 
 class ActivationMemory(TorchDispatchMode):
-    """Context manager that tracks the storage allocated inside it, on any device including meta.
+    """Context manager that tracks storage allocated inside it, on any device including meta.
 
-    Args:
-        known: Tensors that do not count, such as parameters and inputs, nor do views of them.
-
-    Attributes:
-        live: Bytes allocated inside and still held.
-        peak: The largest `live` so far.
+    `live` counts bytes that are still held and `peak` is its maximum. Tensors in `known` and views of them do not
+    count.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -95,12 +91,7 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
 
 
 class HeldBytes(NamedTuple):
-    """Memory that a block holds for the backward pass.
-
-    Args:
-        block: Bytes allocated inside it and still held when it returns, including its output.
-        stream: Bytes of its output.
-    """
+    """Bytes that a block holds for the backward pass when it returns, and those of its output, which they include."""
 
     block: int
     stream: int

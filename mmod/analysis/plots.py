@@ -31,12 +31,7 @@ _PNG = "data:image/png;base64,"
 
 
 class RoutingMaps(NamedTuple):
-    """Sample images, and the patches that routed blocks keep of them.
-
-    Args:
-        images: The images as they should be shown: in [0, 1], one or three channels (B, C, height, width).
-        kept: Name of each block to whether it keeps each patch (B, rows, columns).
-    """
+    """Sample images in [0, 1] (B, 1 or 3, height, width), and which patches each block keeps (B, rows, columns)."""
 
     images: Tensor
     kept: dict[str, Tensor]

@@ -16,11 +16,8 @@ from mmod.values import check_module
 
 
 class _Cost(NamedTuple):
-    """FLOPs of one multiplication by the type of product.
-
-    Args:
-        pairs: Of queries and keys, and of probabilities and values.
-        stopped: With the first weights of a predictor, whose input gets no gradient.
+    """FLOPs of a multiplication with weights, in attention, and with a predictor's first weights, whose input has no
+    gradient.
     """
 
     weights: int
@@ -82,14 +79,8 @@ def prefill_flops(
 def training_flops(model: nn.Module, tokens: int) -> int:
     """Count the FLOPs of training on a text: forward and backward pass, with the logits of every token.
 
-    A product with weights counts three times that of its forward pass, attention three and a half times. Importance has
-    no gradient and counts once; a predictor passes none to its input.
-
-    Args:
-        model: A transformers model with a language part, dense or routed by top-k.
-
-    Raises:
-        ValueError: As for `prefill_flops`.
+    A product with weights counts three times that of its forward pass, attention three and a half times. Importance
+    has no gradient and counts once; a predictor passes none to its input.
     """
     # Training takes the top-k, whatever decides in evaluation.
     with deciding_together(model):

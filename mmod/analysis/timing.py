@@ -18,12 +18,7 @@ Name = TypeVar("Name", bound=Hashable)
 
 @dataclass(frozen=True)
 class Spread:
-    """A median with its quartiles.
-
-    Args:
-        low: Lower quartile.
-        high: Upper quartile.
-    """
+    """A median with its lower and upper quartile."""
 
     median: float
     low: float
@@ -72,14 +67,11 @@ def interleave(
     seed: int = 0,
     prepare: Callable[[], object] | None = None,
 ) -> dict[Name, list[float]]:
-    """Time functions in rounds, which call every function once, in random order.
+    """Return milliseconds of every call by name and round: every round calls all functions once, in random order.
 
-    There are at least `rounds` rounds and at least `seconds` seconds of them, after `warmup` rounds. `prepare` runs
-    before every timed call, outside the time. Calls on a GPU are timed by events.
-
-    Returns:
-        Milliseconds of every call by name and round. On a CPU with one thread this is the CPU time of the thread,
-        otherwise wall time.
+    There are at least `rounds` rounds and `seconds` seconds of them, after `warmup` rounds. `prepare` runs before
+    every timed call, outside the time. A GPU is timed by events, a single CPU thread by its CPU time, more threads
+    by wall time.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")

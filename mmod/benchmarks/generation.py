@@ -152,12 +152,8 @@ class GenerationRow(ReportRow):
 
 
 class Cached(NamedTuple):
-    """Cost of a routed prefill and size of its cache.
-
-    Args:
-        slots: Tokens cached by a layer of the longest prompt, mean over layers.
-        share: Bytes cached over those of the dense model.
-        flop_speedup: FLOPs of the dense prefill over those of the routed one.
+    """Tokens that a layer caches of the longest prompt (mean over layers); cache bytes and FLOP speed-up against
+    dense.
     """
 
     slots: float

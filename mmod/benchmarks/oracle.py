@@ -53,11 +53,7 @@ def check_close(what: str, observed: Tensor, expected: Tensor, tolerance: float)
 
 
 def check_error_rule(what: str, observed: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
-    """Raise unless the error of a result is at most twice that of torch's operations in the same dtype.
-
-    Args:
-        dtype: Type of the inputs, in which results of a wider type are computed, too.
-    """
+    """Raise unless the error of a result is at most twice that of torch's operations in the inputs' dtype."""
     observed, plain, exact = observed.detach(), plain.detach(), exact.detach()
     check_close(f"{what}, by torch", plain, exact, PLAIN_TOLERANCE[dtype])
     if observed.shape != exact.shape:
@@ -80,10 +76,8 @@ def ungated(config: RoutingConfig, **changes: Any) -> RoutingConfig:
 
 @torch.no_grad()
 def check_dense(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> None:
-    """Check that at capacity 1 and gate 1 a routed model computes the dense model's outputs.
-
-    Args:
-        tolerance: Largest difference allowed, as a share of the largest output.
+    """Check that at capacity 1 and gate 1 a routed model's outputs are the dense ones, within a share of the largest
+    output.
     """
     full = sharing_copy(model)
     for block in routed_blocks(full).values():
@@ -97,11 +91,9 @@ def check_dense(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> No
 def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> None:
     """Check a routed model against a loop over single images and tokens, see `reference_forward`.
 
-    The loop takes the model's decisions, then scores and outputs are compared. Every decision is compared with that of
-    Python's sort, or the threshold, on the model's scores: close scores may change places in another batch.
-
-    Args:
-        tolerance: Largest difference of outputs and scores allowed, as a share of the largest one.
+    The loop takes the model's decisions, then scores and outputs are compared; the tolerance is a share of the
+    largest value. Every decision is compared with that of Python's sort, or the threshold, on the model's scores:
+    close scores may change places in another batch.
     """
     with trace(model) as decisions:
         output = model(images)
@@ -276,13 +268,10 @@ class _FullMaps(AttentionIntercept):
 
 @torch.no_grad()
 def clear_images(model: nn.Module, make: Callable[[int], Tensor], count: int, attempts: int = 20) -> Tensor:
-    """Return `count` images for which every routed block decides clearly.
+    """Return `count` images for which every routed block decides clearly, from at most `attempts` batches.
 
-    Where the last kept and the first skipped score differ by less than the rounding error to a float64 copy, or a token
-    lies on the threshold, two correct computations may route differently.
-
-    Args:
-        attempts: Batches drawn at most.
+    Where the last kept and the first skipped score differ by less than the rounding error to a float64 copy, or a
+    token lies on the threshold, two correct computations may route differently.
     """
     exact = copy.deepcopy(model).double()
     clear: list[Tensor] = []

@@ -158,12 +158,7 @@ class SuiteConfig:
 
 
 class SuiteFailedError(RuntimeError):
-    """Benchmarks of a suite failed; the others were measured and checked.
-
-    Args:
-        failures: What went wrong, by benchmark.
-        report: The report, which names the failures too.
-    """
+    """Benchmarks of a suite failed; the others were measured and checked, and the report names the failures."""
 
     def __init__(self, failures: Mapping[str, str], report: BenchmarkReport) -> None:
         super().__init__(f"parts of the suite failed: {'; '.join(f'{name}: {why}' for name, why in failures.items())}")

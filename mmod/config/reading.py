@@ -50,11 +50,7 @@ def read_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def revised(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a routing config with changes.
-
-    Args:
-        fields: Fields of `RoutingConfig`.
-        changes: New values for some. A mapping without a `name` changes options of the present part.
+    """Return fields of a routing config with changes; a mapping without a `name` changes options of the present part.
 
     Example:
         >>> revised({"gate": Gate("sigmoid"), "capacity": 0.5}, {"gate": {"scale": 0.1}})["gate"]

@@ -18,13 +18,7 @@ AnyScore = TypeVar("AnyScore", bound=Score)
 
 
 class Registry(Generic[Entry]):
-    """Entries by name.
-
-    Args:
-        noun: What a name is called in messages.
-        home: The module that registers the entries of this package; it is imported when a name is first looked up.
-        register: The function by which others add an entry.
-    """
+    """Entries by name; `home` registers those of this package and is imported at the first lookup."""
 
     def __init__(self, noun: str, home: str, register: str) -> None:
         self._noun = noun
@@ -63,11 +57,8 @@ class Registry(Generic[Entry]):
 
 @dataclass(frozen=True)
 class Loss:
-    """An auxiliary loss of a routed block.
-
-    Args:
-        function: Maps a block's `Routing` and the `Router` that made it to a scalar.
-        reads_importance: It needs importance, which is then computed in training.
+    """An auxiliary loss of a routed block's `Routing` and `Router`; where it reads importance, training computes
+    that.
     """
 
     function: Callable[..., Tensor]

@@ -23,11 +23,8 @@ def claim_folder(
     free_keys: Collection[str] = (),
     write: bool = True,
 ) -> bool:
-    """Record a config in a free folder, or check it against the folder's record; return whether there was one.
-
-    Args:
-        folder: The folder, created if missing.
-        write: False only checks.
+    """Record a config in a free folder unless `write` is False, or check the folder's record; return whether there
+    was one.
     """
     existing = read_claim(folder, file)
     if existing is not None:

@@ -66,10 +66,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
 def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None]:
     """Turn the errors of a full disk and of a folder that is read-only or gone into an `UnwrittenError`.
 
-    Libraries raise different errors for them, and most do not name the file.
-
-    Args:
-        kept: Its previous version, for the message; by default `target` if it exists.
+    Libraries raise different errors for them, and most do not name the file. Messages name `kept`, the previous
+    version.
     """
     try:
         yield
@@ -94,19 +92,11 @@ def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None
 def replacing(
     target: str | Path, *, shared: bool = False, durable: bool = True, kept: str | Path | None = None
 ) -> Iterator[Path]:
-    """Write a file or folder under a temporary name, and rename it to `target` when the block succeeds.
+    """Write a file, or a missing or empty folder, under the yielded temporary path, renamed to `target` on success.
 
-    Readers see the old or the new content, never a mix. A failed block leaves nothing. The next writer of the same
-    target removes what a killed process left.
-
-    Args:
-        target: The file, which may exist, or the folder, which must be missing or empty.
-        shared: Several processes may write the target at once; otherwise the caller holds a lock.
-        durable: Flush to disk before renaming, so that a crash of the machine is safe, too. Takes milliseconds per
-            file.
-
-    Yields:
-        Temporary path beside `target`, where the block creates the file or folder.
+    Readers see the old or the new content, never a mix. A failed block leaves nothing, and the next writer removes
+    what a killed process left. With `shared`, several processes may write at once; otherwise the caller holds a
+    lock. `durable` flushes to disk first, against crashes of the machine, which takes milliseconds per file.
     """
     target = Path(target)
     if target.is_dir() and any(target.iterdir()):

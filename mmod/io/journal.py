@@ -16,12 +16,8 @@ from mmod.io.files import check_regular, parse_json, writing
 class Journal:
     """Records of finished work, each a line with a checksum, in a file that belongs to one piece of work.
 
-    A record that was cut when the process was killed is dropped. Nothing is written before the first record.
-
-    Args:
-        path: The file; None keeps the records in memory alone.
-        identity: Plain values that describe the work: a file of other work is refused. None reads any.
-        work: Name of the work in messages, such as "search".
+    A record that was cut when the process was killed is dropped. Nothing is written before the first record, or without
+    a path. A file with another `identity` is refused; None reads any. `work` names the work in messages.
 
     Example:
         >>> import tempfile

@@ -71,11 +71,9 @@ def parse_yaml(text: str, source: str = "the value") -> Any:
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
-    """Read a YAML file with a mapping, merged over the files named by its key `base`.
+    """Read a YAML file, or a shipped config by name, merged over its key `base`.
 
-    Args:
-        path: The file, in UTF-8, or the name of a shipped config, see `find_config`. Its `base` is a path relative to
-            the file's folder, the name of a shipped config, or a list of them; later ones win, see `merged`.
+    `base` is a path relative to the file's folder, the name of a shipped config, or a list of them; later ones win.
     """
     return _stack(existing_config(path), ())
 
@@ -95,10 +93,7 @@ def stack_configs(arguments: Sequence[str]) -> tuple[dict[str, Any] | None, list
 
 
 def merged(fields: Mapping[str, Any], changes: Mapping[str, Any], null_removes: bool = False) -> dict[str, Any]:
-    """Merge nested mappings: mappings key by key, other values are replaced.
-
-    Args:
-        null_removes: An override of None removes the key, so that its default holds, in place of setting None.
+    """Merge nested mappings key by key; other values are replaced, and None removes a key if `null_removes`.
 
     Example:
         >>> merged({"a": 1, "b": {"c": 2, "d": 3}, "e": [5]}, {"b": {"d": 4}, "e": None})

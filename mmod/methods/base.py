@@ -259,10 +259,6 @@ def deciding_together(model: nn.Module) -> Iterator[None]:
 
 
 def decided_alone(model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
-    """Return which tokens would run if decided independently (B, N), by module.
-
-    Args:
-        decisions: The trace of a forward pass inside `deciding_together`.
-    """
+    """Return which tokens would run if decided independently (B, N), from a trace inside `deciding_together`."""
     methods = [method for method in methods_of(model) if method.two_ways]
     return {place: alone_BN for method in methods for place, alone_BN in method.decided_alone(model, decisions).items()}

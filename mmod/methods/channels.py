@@ -125,11 +125,7 @@ class ChannelState(NamedTuple):
 
 
 class ChannelBlock(StandingModule, Deciding):
-    """Mixin of a narrow residual block that runs on selected channels.
-
-    Attributes:
-        selector: Maps channel means to logits.
-    """
+    """Mixin of a narrow residual block that runs on selected channels; its selector maps channel means to logits."""
 
     selector: nn.Sequential
     mod_state: ChannelState

@@ -105,14 +105,11 @@ class CycleState:
 
 
 class Cycle(StandingModule, Deciding):
-    """Module that replaces the middle blocks and applies the shared blocks recursively.
+    """Module that replaces the middle blocks and applies the shared blocks recursively; removed blocks are kept for
+    undoing.
 
-    Args:
-        others: The removed blocks, kept for undoing.
-
-    Attributes:
-        routers: One per recursion, or one with which tokens choose their depth.
-        predictors: One per recursion after the first, with sampling="predictor".
+    There is one router per recursion, or one with which tokens choose their depth, and with sampling="predictor" one
+    predictor per recursion after the first.
     """
 
     def __init__(

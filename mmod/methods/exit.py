@@ -115,11 +115,8 @@ class _Leaving:
 
 
 class _ExitState(NamedTuple):
-    """Plain state of a block before, at or after an exit.
-
-    Args:
-        turn: Index of the exit after the block, or None.
-        ends: Number of exits, including the final head.
+    """Plain state of a block before, at or after an exit: `turn` is the exit's index, and `ends` counts the final
+    head too.
     """
 
     tracker: PassTracker
@@ -130,11 +127,7 @@ class _ExitState(NamedTuple):
 
 
 class ExitBlock(Deciding, ConvertedBlock):
-    """Mixin of a timm block with an exit, or after one.
-
-    Attributes:
-        exit: The exit's head, if there is one.
-    """
+    """Mixin of a timm block with an exit, or after one."""
 
     mod_state: _ExitState
     exit: ExitHead
@@ -195,11 +188,7 @@ class ExitBlock(Deciding, ConvertedBlock):
 
 
 class ExitModel(nn.Module):
-    """Mixin of a model that gathers the logits of its exits.
-
-    Attributes:
-        mod_state: Begins a forward pass and ends it.
-    """
+    """Mixin of a model that gathers the logits of its exits."""
 
     mod_state: PassTracker
 

@@ -195,12 +195,8 @@ class ExpertState:
 
 
 class ExpertMlp(StandingModule, Deciding):
-    """Mixin that makes an MLP the first of several experts.
-
-    Attributes:
-        router: Maps tokens to logits over the experts.
-        others: The other active experts.
-        predictors: One per expert, with sampling="predictor".
+    """Mixin that makes an MLP the first of several experts, with a router over all and optionally a predictor for
+    each.
     """
 
     router: nn.Linear

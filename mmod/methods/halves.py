@@ -18,12 +18,8 @@ from mmod.blocks.forward_pass import PassTracker
 
 
 class AttentionInputs(NamedTuple):
-    """Queries and keys of an attention, rotated if it has rotary positions, and its importance.
-
-    Args:
-        query: Queries (B, H, N, E).
-        key: Keys (B, H, N, E).
-        importance_BN: Mean attention that tokens received (B, N), if it was captured.
+    """Rotated queries and keys of an attention (B, H, N, E), and the mean attention that tokens received, if
+    captured.
     """
 
     query: Tensor

@@ -18,24 +18,15 @@ from mmod.routing.groups import slots_of
 
 
 class ExpertSlots(NamedTuple):
-    """Tokens of experts with a fixed number of slots.
-
-    Args:
-        index_EBK: The tokens (E, B, K).
-        gate_EBK: Weights of the experts' outputs, 0 in empty slots (E, B, K).
-    """
+    """Tokens in the slots of experts, and weights of their outputs, 0 in empty slots, (E, B, K) each."""
 
     index_EBK: Tensor
     gate_EBK: Tensor
 
 
 class ExpertRows(NamedTuple):
-    """Rows of a flat batch, grouped by the expert that computes them.
-
-    Args:
-        row_T: Row indices, below B * N (T).
-        gate_T: Weights of the experts' outputs (T).
-        counts: Number of rows per expert.
+    """Rows of a flat batch grouped by expert, the weights of their outputs, (T) each, and the number of rows per
+    expert.
     """
 
     row_T: Tensor
@@ -46,12 +37,7 @@ class ExpertRows(NamedTuple):
 def choose_tokens(prob_BNJ: Tensor, experts: int, slots: int, choice: str, normalize: bool = False) -> ExpertSlots:
     """Assign the tokens of every image to expert slots; ties go to the lower position.
 
-    Args:
-        prob_BNJ: Probabilities over experts, idle ones last (B, N, J).
-        experts: Number of active experts E.
-        slots: Slots K per expert and image.
-        choice: "experts" or "tokens", see `Experts`.
-        normalize: Make the weights of a token sum to 1.
+    Probabilities are over all experts, idle ones last; `normalize` makes the weights of a token sum to 1.
 
     Example:
         >>> prob = torch.tensor([[[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]])
@@ -79,12 +65,8 @@ def chosen_expert(prob_BNJ: Tensor, experts: int) -> Tensor:
 
 
 def all_of(keep_EBN: Tensor, prob_BNJ: Tensor, normalize: bool = False) -> ExpertRows:
-    """Return the rows of experts without a limit of slots.
-
-    Args:
-        keep_EBN: Whether an expert computes a token (E, B, N).
-        prob_BNJ: Probabilities over experts, idle ones last (B, N, J).
-        normalize: Make the weights of a token sum to 1.
+    """Return the rows of experts without a limit of slots, from which tokens they compute and all experts'
+    probabilities.
 
     Example:
         >>> prob = torch.tensor([[[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]])
@@ -114,9 +96,6 @@ def probabilities(x_BND: Tensor, router: Any) -> Tensor:
 
 def balance_loss(prob_BNJ: Tensor) -> Tensor:
     """Return the load-balance loss `J sum_j share_j * mean_j`, which is 1 for a uniform load.
-
-    Args:
-        prob_BNJ: Probabilities of each token over all experts (B, N, J).
 
     Source: Fedus et al., arXiv 2101.03961, Eq. 4 to 6, including idle experts.
 

@@ -36,10 +36,7 @@ def read_method(values: Mapping[str, Any]) -> Method:
 
 
 def is_added(name: str) -> bool:
-    """Return whether a registered method adds a weight of this name to a dense model.
-
-    Args:
-        name: Its name in a state dict.
+    """Return whether a registered method adds a weight of this state-dict name to a dense model.
 
     Example:
         >>> is_added("blocks.1.router.score.weight"), is_added("blocks.1.mlp.fc1.weight")

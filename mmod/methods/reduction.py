@@ -26,12 +26,10 @@ from mmod.routing import Evidence, Joined, Kept, Routing
 
 
 class Grid(NamedTuple):
-    """Tokens between attention and MLP, and the input tokens that they represent.
+    """Tokens between attention and MLP, prefix first, the input token that each represents, and how many it represents.
 
-    Args:
-        x_BND: The tokens (B, N, D), the prefix first.
-        place_BN: Index of a represented input token, the first or most important one of several; None if not needed.
-        size_BN: Number of represented tokens; None for one each.
+    `place_BN` is the first or most important of several input tokens, None if not needed; `size_BN` is None for one
+    each.
     """
 
     x_BND: Tensor
@@ -48,11 +46,7 @@ class Restore(ABC):
 
 
 class Reduction(ABC):
-    """A rule that reduces the number of tokens.
-
-    Attributes:
-        reads_importance: It needs importance, the attention that tokens received from all others.
-    """
+    """A rule that reduces the number of tokens."""
 
     reads_importance: bool = False
 
@@ -72,14 +66,7 @@ class _Passage:
 
 
 class _ReducedState(NamedTuple):
-    """Plain state of a block that reduces tokens, or follows such a block.
-
-    Args:
-        prefix: Number of leading tokens, which are always kept.
-        begins: The block begins the forward pass.
-        ends: The block ends it.
-        restores: The last block restores all tokens.
-    """
+    """Plain state of a block that reduces tokens, or follows such a block; the last one may restore all tokens."""
 
     call: NamedArguments
     tracker: PassTracker

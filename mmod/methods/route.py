@@ -242,14 +242,8 @@ def capacities(model: nn.Module) -> dict[str, float]:
 
 @contextmanager
 def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfig]) -> Iterator[None]:
-    """Context in which the routers of a model decide by another config in this thread, with the same weights.
-
-    Args:
-        model: A routed model. Passes in the context take no cache.
-        change: Maps a router's config to another one that the same router supports.
-
-    Raises:
-        ValueError: Nothing in it is routed.
+    """Context in which a routed model's routers decide by changed configs in this thread, with the same weights and no
+    cache.
 
     Example:
         >>> import timm, mmod
@@ -292,14 +286,7 @@ def routing_config(model: nn.Module, part: str | None = None) -> RoutingConfig:
 
 
 def routing_configs(model: nn.Module) -> dict[str, RoutingConfig]:
-    """Return the configs that a model was routed with, by name of the routed part.
-
-    Args:
-        model: A routed model, possibly wrapped.
-
-    Raises:
-        ValueError: Nothing in it is routed, or several models in it were, each by a call of its own.
-    """
+    """Return the configs that a model was routed with, by part; a ValueError unless one model in it was routed."""
     routed_blocks(model)
     routes = [method for method in methods_of(model) if isinstance(method, Route)]
     if len(routes) != 1:

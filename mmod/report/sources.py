@@ -76,12 +76,7 @@ class Sources(NamedTuple):
 
 
 def read_sources(folders: Sequence[Path]) -> Sources:
-    """Read the studies, audits and runs in some folders, at any depth.
-
-    Raises:
-        FileNotFoundError: If a folder is not there.
-        ValueError: If one holds none of them, or a file holds something else.
-    """
+    """Read the studies, audits and runs in some folders, at any depth; raise where a folder holds none of them."""
     sources = Sources([], [], [])
     for folder in folders:
         if not folder.is_dir():

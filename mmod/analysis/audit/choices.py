@@ -64,11 +64,8 @@ class Kept(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A counterfactual choice.
-
-    Args:
-        family: "position" if it depends on token positions only, "random", or "other".
-        rank: Maps a `DecisionContext` to ranks (B, N); the highest are kept.
+    """A counterfactual choice: its family, and a function from a `DecisionContext` to ranks (B, N); the highest are
+    kept.
     """
 
     family: Family

@@ -43,12 +43,7 @@ class Information:
 
 
 class KindCounts:
-    """How many tokens of each kind there were and were kept, in groups of images.
-
-    Args:
-        names: Names of the kinds; numbers without names are those of positions.
-        counts: How many were kept, and how many there were, in each group (G, 2, K); None for none.
-    """
+    """Kept tokens and all tokens of each kind, by group of images (G, 2, K). Kinds without names are positions."""
 
     def __init__(self, names: Sequence[str] = (), counts: ArrayLike | None = None) -> None:
         self.names = list(names)

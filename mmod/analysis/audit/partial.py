@@ -26,14 +26,7 @@ _FORMAT = 2
 
 
 class Partial:
-    """What was done so far, kept in a JSON file with a checksum.
-
-    Args:
-        path: The file; None keeps nothing.
-
-    Attributes:
-        done: Batches that were done, by the name of what is done with them.
-    """
+    """Progress of an audit in a JSON file with a checksum, or in memory for None; `done` counts batches by step."""
 
     def __init__(self, path: str | Path | None) -> None:
         self.path = path

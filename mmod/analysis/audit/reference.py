@@ -19,12 +19,8 @@ from mmod.routing import Routing
 
 
 class Reference(NamedTuple):
-    """What a dense model says of a batch.
-
-    Args:
-        loss_B: Its loss on each image (B,).
-        attention: By block, what attention each token receives (B, N).
-        entropy_BN: How unsure it is at each token, see `token_entropy` (B, N); None where nobody asks.
+    """A dense model's loss per image (B,), the attention that tokens receive by block (B, N), and `token_entropy`,
+    if asked for.
     """
 
     loss_B: Tensor

@@ -141,12 +141,10 @@ class RemovedBlock(nn.Module):
 
 
 def control(model: nn.Module, path: str) -> nn.Module:
-    """Return a copy of a routed model, sharing its weights, whose routed blocks run another way.
+    """Return a copy of a routed model, sharing its weights, whose routed blocks run by another of the `CONTROLS`.
 
-    Args:
-        model: A model routed by top-k whose blocks take a mask and no rotary embeddings.
-        path: "loop" and "masked" compute the same outputs: image by image, or every token, discarding the skipped
-            ones. "removed" leaves the routed blocks out.
+    The model is routed by top-k, and its blocks take a mask and no rotary embeddings. "loop" and "masked" compute the
+    same outputs; "removed" leaves the routed blocks out.
 
     Example:
         >>> import timm, mmod

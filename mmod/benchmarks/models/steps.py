@@ -17,13 +17,7 @@ COMPILED_GRADIENT_TOLERANCE = 1e-3
 
 
 class Step:
-    """One call that is timed: inference, or a training step up to the gradients.
-
-    Args:
-        step: "forward" or "train".
-        execution: "eager", "compiled" (`torch.compile` without a graph break) or "cudagraphs" (the same with
-            `mode="reduce-overhead"`).
-    """
+    """One timed call: inference, or a training step up to the gradients."""
 
     def __init__(self, model: nn.Module, step: str, execution: str) -> None:
         self.model = model
