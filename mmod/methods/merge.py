@@ -68,9 +68,9 @@ class Merge(Method):
         return {index: count for index, count in enumerate(counts) if count}
 
 
+@dataclass(frozen=True)
 class _Merging(Reduction):
-    def __init__(self, count: int) -> None:
-        self.count = count
+    count: int
 
     def __call__(self, grid: Grid, inputs: AttentionInputs, prefix: int) -> tuple[Grid, Restore] | None:
         """Merge the most similar patches."""
@@ -87,23 +87,14 @@ class _Merging(Reduction):
             weighed_BND = x_BND * grid.size_BN.unsqueeze(-1)
         y_BKD = _rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), _rows(weighed_BND, gone_BR))
         place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, stay_BK)
-        return Grid(y_BKD / size_BK.unsqueeze(-1), place_BK, size_BK), _Merged(tokens, stay_BK, gone_BR, into_BR)
 
+        def restore(y_BKD: Tensor) -> Tensor:
+            # Every token gets the output of the token that it was merged into.
+            slot_BK = torch.arange(stay_BK.shape[1], device=stay_BK.device).expand_as(stay_BK)
+            group_BN = stay_BK.new_empty(len(stay_BK), tokens)
+            return _rows(y_BKD, group_BN.scatter(1, stay_BK, slot_BK).scatter(1, gone_BR, into_BR))
 
-class _Merged(Restore):
-    """Unmerging: every token gets the output of the token that it was merged into; arguments as `match` returns."""
-
-    def __init__(self, tokens: int, stay_BK: Tensor, gone_BR: Tensor, into_BR: Tensor) -> None:
-        self.tokens = tokens
-        self.groups = stay_BK, gone_BR, into_BR
-
-    def __call__(self, y_BKD: Tensor) -> Tensor:
-        """Return all tokens."""
-        stay_BK, gone_BR, into_BR = self.groups
-        slot_BK = torch.arange(stay_BK.shape[1], device=stay_BK.device).expand_as(stay_BK)
-        group_BN = stay_BK.new_empty(len(stay_BK), self.tokens)
-        group_BN = group_BN.scatter(1, stay_BK, slot_BK).scatter(1, gone_BR, into_BR)
-        return _rows(y_BKD, group_BN)
+        return Grid(y_BKD / size_BK.unsqueeze(-1), place_BK, size_BK), restore
 
 
 def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -68,15 +68,15 @@ class Prune(Method):
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Convert the blocks; where the model has an output per patch, the last block restores pruned tokens."""
         by_class_token = stack.class_token and (self.by == "class_token" or pooling(model) == "token")
-        step = _Pruning(self.keep, self.fuse, by_class_token and self.by != "mean")
+        step = _Pruning(self.keep, self.fuse, reads_importance=self.by == "mean" or not by_class_token)
         reduce_(stack, dict.fromkeys(self.blocks, step), restores=pooling(model) == "")
 
 
+@dataclass(frozen=True)
 class _Pruning(Reduction):
-    def __init__(self, keep: float, fuse: bool, by_class_token: bool) -> None:
-        self.keep = keep
-        self.fuse = fuse
-        self.reads_importance = not by_class_token
+    keep: float
+    fuse: bool
+    reads_importance: bool
 
     def __call__(self, grid: Grid, inputs: AttentionInputs, prefix: int) -> tuple[Grid, Restore] | None:
         """Keep the prefix and the patches that receive the most attention; fuse the others if asked to."""
@@ -100,20 +100,13 @@ class _Pruning(Reduction):
             fused_B1D = (weight_BR1 * gather_rows(x_BND, dropped_BR)).sum(dim=1, keepdim=True)
             y_BKD = torch.cat([y_BKD, fused_B1D], dim=1)
         place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, position_BK)
-        return Grid(y_BKD, place_BK, None), _Pruned(x_BND, index_BK)
 
+        def restore(y_BKD: Tensor) -> Tensor:
+            # Pruned tokens have their state before the pruning; a fused token is dropped.
+            place_BKD = index_BK.unsqueeze(-1).expand(-1, -1, y_BKD.shape[-1])
+            return x_BND.scatter(1, place_BKD, y_BKD[:, : index_BK.shape[1]])
 
-class _Pruned(Restore):
-    """Restores pruned tokens to their state before the pruning; a fused token is dropped."""
-
-    def __init__(self, x_BND: Tensor, index_BK: Tensor) -> None:
-        self.x_BND = x_BND
-        self.index_BK = index_BK
-
-    def __call__(self, y_BKD: Tensor) -> Tensor:
-        """Return all tokens, with the kept ones updated."""
-        place_BKD = self.index_BK.unsqueeze(-1).expand(-1, -1, y_BKD.shape[-1])
-        return self.x_BND.scatter(1, place_BKD, y_BKD[:, : self.index_BK.shape[1]])
+        return Grid(y_BKD, place_BK, None), restore
 
 
 def received(inputs: AttentionInputs) -> Tensor:

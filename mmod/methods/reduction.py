@@ -6,7 +6,7 @@ Axes: B images, N tokens, K tokens after a reduction, D channels.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -37,12 +37,8 @@ class Grid(NamedTuple):
     size_BN: Tensor | None
 
 
-class Restore(ABC):
-    """The inverse of a reduction, applied after the blocks."""
-
-    @abstractmethod
-    def __call__(self, y_BKD: Tensor) -> Tensor:
-        """Return all tokens (B, N, D) in the order before the reduction, from the reduced ones."""
+Restore = Callable[[Tensor], Tensor]
+"""Returns all tokens (B, N, D) in the order before a reduction, from the reduced ones after the blocks."""
 
 
 class Reduction(ABC):

@@ -42,7 +42,7 @@ def test_pruning(seed: int, by_class_token: bool) -> None:
     if not by_class_token:
         inputs = inputs._replace(importance_BN=attention_importance(*inputs[:2]))
     keep = random.Random(seed).uniform(0.2, 0.8)
-    step = _Pruning(keep, True, by_class_token)(grid, inputs, prefix)
+    step = _Pruning(keep, True, reads_importance=not by_class_token)(grid, inputs, prefix)
     assert step is not None
     (left, places, size), restore = step
     assert size is None
