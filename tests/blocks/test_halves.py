@@ -45,7 +45,8 @@ def test_most_models_can_be_run_in_halves() -> None:
 @pytest.mark.parametrize("name", SPLIT)
 def test_rows_handed_on_batches_and_training_change_nothing(name: str) -> None:
     images = make_images(name, 2).double()
-    for router in ("redundancy", "random", "stride", "attention"):
+    # Every router in half of the models: those that are alike stand side by side.
+    for router in (("redundancy", "stride"), ("random", "attention"))[SPLIT.index(name) % 2]:
         model = routed(name, router=router)
         with torch.no_grad():
             out, single = model(images), torch.cat([model(image[None]) for image in images])
