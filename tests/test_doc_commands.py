@@ -1,0 +1,225 @@
+"""Commands of README and docs run: training, audits and reports in a few steps, studies up to their models."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import open_clip_train.main
+import pytest
+import timm
+from PIL import Image
+from safetensors.torch import save_file
+
+import mmod.benchmarks
+from mmod import cli
+from mmod.benchmarks.report import BenchmarkReport
+from mmod.planning import trials
+from mmod.studies.study import Study
+from tests.sets import SETS
+from tests.test_docs import NAMED
+
+IMAGES = f"--data.source digits:tiny --data.root {SETS}/digits --data.batch_size 64 --device cpu"
+STEPS = "--epochs 2 --epoch_steps 1 --eval_every 2 --schedule.warmup_epochs 0"
+SIDE = "--data.image_size 32 --model.args.img_size 32 --model.args.patch_size 4"
+SCENES = f"--data.train scenes:tiny/train --data.val scenes:tiny/val --data.root {SETS}/scenes --device cpu"
+QUESTIONS = f"--data.train questions:tiny/train --data.val questions:tiny/val --data.root {SETS}/questions"
+TEXT = "--data.length 32 --data.batch_size 2 --data.val_limit 2 --device cpu"
+CHAT_STEPS = "--trainer.max_steps 1 --trainer.warmup_steps 0 --trainer.use_cpu true --max_new_tokens 1"
+AUDIT = "--audit.draws 1 --audit.resamples 100 --audit.maps 0 --audit.leave_one_out 0"
+TIMED = "--seconds 0.01 --rounds 1 --threads 1"
+# Options that make a command small, by its beginning; the longest that fits counts. Models of 7 billion parameters and
+# those whose weights lie elsewhere are not made: their merged config is printed.
+SMALL = {
+    "train image": f"{IMAGES} {STEPS}",
+    "train image configs/digits/routed-training": f"{IMAGES} {STEPS} {SIDE} --in_training.epochs 1",
+    "train image configs/patches": f"--data.source crowds:tiny --data.root {SETS}/crowds {STEPS} {SIDE} --device cpu",
+    "train image configs/imagenet": "--print_config",
+    "train pairs": f"{SCENES} --epochs 1 --epoch_steps 1 --schedule.warmup_epochs 0",
+    "train pairs configs/clip/vit-b-32": "--print_config",
+    "train chat": f"{QUESTIONS} {CHAT_STEPS}",
+    "train chat configs/vlm/llava": "--print_config",
+    "train text": f"{TEXT} --epochs 1 --epoch_steps 1 --eval_every 1 --schedule.warmup_epochs 0",
+    "evaluate": IMAGES,
+    "audit": f"{IMAGES} {AUDIT}",
+    "audit runs/text": f"{TEXT} {AUDIT} --generation 64",
+    "audit runs/vlm": f"--questions 4 {AUDIT}",
+    "plan": f"{QUESTIONS} --plan.batches 1 --plan.batch_size 2",
+    "isoflop": "--dry-run",
+    "advise": "--number 2 --batch_size 2 --no_pretrained",
+    "benchmark drafts": "--prompts 1 --prompt_tokens 4 --new_tokens 2 --rounds 1 --draft_tokens [3] --threads 1",
+    "benchmark generation": f"--image_tokens [16] --batch_sizes [1] --hidden 64 --layers 6 {TIMED}",
+    "benchmark models": f"--model test_vit --capacities [0.5] --batch_sizes [1] --execution [eager] {TIMED}",
+    "benchmark ops": f"--sizes '[{{images: 1, tokens: 17}}]' --backends [auto] {TIMED}",
+}
+# What a page leaves open, in commands that hold the first word.
+OPEN = [
+    ("", "$runs", "runs/tradeoff/digits-exit/seed0"), ("audit $run", "$run", "runs/digits/a-mod"),
+    ("text", "$run", "mod"), ("", "$run", "a-mod"), ("", "$seed", "0"),
+    ("", "MODEL", "vit_small_patch16_224"), ("segmentation", "FOLDER", "street"), ("", "FOLDER", "photos"),
+    ("", "FILE", "dinov2.safetensors"), ("", "RUN", "runs/vlm/tiny-p-mod"),
+    ("pairs", "CONFIG", "configs/clip/scenes.yaml"), ("image", "CONFIG", "configs/digits/dense.yaml"),
+    ("chat", "CONFIG", "configs/vlm/tiny-llava.yaml"), ("text", "CONFIG", "configs/text/mod.yaml"),
+]  # fmt: skip
+EXIT = "--methods '[{kind: exit, confidence: 0.8, blocks: [1, 2, 3]}]'"
+# Runs that commands of a group read: folders to the commands that make them.
+RUNS = {
+    "image": {
+        "runs/digits/dense": "train image digits/dense",
+        "runs/digits/resnet": "train image digits/resnet",
+        **{f"runs/digits/{name}": f"train image digits/{name}" for name in ("a-mod", "mod", "distilled", "random")},
+        "runs/digits/exit": f"train image digits/dense {EXIT}",
+    },
+    "pairs": {"runs/clip/scenes": "train pairs clip/scenes"},
+    "chat": {f"runs/vlm/{name}": f"train chat vlm/{name}" for name in ("tiny-llava", "tiny-p-mod")},
+    "text": {f"runs/text/{name}": f"train text text/{name}" for name in ("dense", "elastic")}
+    | {f"runs/text/seed0/{name}": f"train text text/{name}" for name in ("mod", "mod-score")},
+}
+# Runs of studies, and the runs above that stand for them.
+STUDIED = {"base": "dense", "dense": "dense", "exit": "exit", "exit-0.25": "exit"}
+STUDIED |= {f"{name}-0.25": name for name in ("a-mod", "mod", "distilled", "random")}
+# Which commands are run one after another in one folder.
+GROUPS = {
+    "image": r"train image|evaluate|audit runs/(digits|tradeoff)|report runs/(audit|tradeoff)",
+    "pairs": "train pairs",
+    "chat": "train chat|audit runs/vlm|plan",
+    "text": "train text|audit runs/text|report runs/text|benchmark drafts",
+    "photos": "advise",
+    "benchmarks": "benchmark (models|ops|generation|suite|gpu)",
+    "studies": "tradeoff",
+    "others": "configs|isoflop|train open-clip|--version",
+}
+
+
+def filled(command: str) -> str:
+    """Return a command with values for what its page leaves open."""
+    for where, name, value in OPEN:
+        if where in command:
+            command = re.sub(rf"{re.escape(name)}\b", value, command)
+    return command.removeprefix("mmod ")
+
+
+def is_complete(command: str) -> bool:
+    """Whether a page says more than the name of a command, which its text may stop at."""
+    names = [[word for word in name.split() if word.islower()] for name in cli.COMMANDS if "CONFIG" in name]
+    return "..." not in command and command.split()[1:] not in [*names, ["advise"], ["report"]]
+
+
+COMPLETE = sorted({filled(command) for _, command in NAMED if command.startswith("mmod ") and is_complete(command)})
+
+
+def test_every_command_is_in_a_group() -> None:
+    for command in COMPLETE:
+        assert sum(bool(re.match(f"(?:{beginning})", command)) for beginning in GROUPS.values()) == 1, command
+
+
+@pytest.fixture(autouse=True)
+def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An empty working folder, and ViTs of 24 channels without published weights."""
+    create = timm.create_model
+
+    def create_narrow(name: str, *, pretrained: bool = False, **options: Any) -> Any:
+        width = {"embed_dim": 24, "num_heads": 2} if name.startswith(("vit_small", "deit")) else {}
+        return create(name, **width, **options)
+
+    monkeypatch.setattr(timm, "create_model", create_narrow)
+    monkeypatch.chdir(tmp_path)
+
+
+def run(command: str) -> str:
+    """Run a command in small and return what it prints."""
+    small = max((beginning for beginning in SMALL if command.startswith(beginning)), key=len, default="")
+    words = [*shlex.split(command), *shlex.split(SMALL.get(small, ""))]
+    if "--in_training" in words:
+        words += ["--in_training.epochs", "1"]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            cli.main(words)
+        except SystemExit as end:
+            if end.code:
+                pytest.fail(f"mmod {shlex.join(words)} ended with {end.code}")
+    return printed.getvalue()
+
+
+def run_group(group: str) -> None:
+    """Run the commands of a group, reports last."""
+    commands = [command for command in COMPLETE if re.match(f"(?:{GROUPS[group]})", command)]
+    assert commands
+    for number, command in enumerate(sorted(commands, key=lambda command: command.startswith("report"))):
+        # Two pages may run one config in different ways.
+        option = {"train": "--output", "advis": "--output", "bench": "--out"}.get(command[:5], "")
+        is_free = option and option not in command and not command.startswith("train open-clip")
+        assert run(f"{command} {option} runs/{number}" if is_free else command), command
+
+
+IMAGE = pytest.param("image", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("group", [IMAGE, "pairs", "chat", "text", "benchmarks", "others"])
+def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_clip_train.main, "main", lambda words: print(*words))
+    for name in ("benchmark_suite", "benchmark_gpu"):
+        monkeypatch.setattr(mmod.benchmarks, name, lambda config: BenchmarkReport(str(config), {}, {}, []))
+    for output, command in RUNS.get(group, {}).items():
+        run(f"{command} --output {output}")
+    if group == "image":
+        for folder in (f"runs/tradeoff/{study}/seed0" for study in ("digits-quarter", "digits-exit")):
+            for name, made in STUDIED.items():
+                shutil.copytree(f"runs/digits/{made}", f"{folder}/{name}")
+    run_group(group)
+
+
+@pytest.mark.slow
+def test_models_are_judged_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trials, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+    tower = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 2, "head_width": 16}
+    text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
+    make_clip = open_clip.create_model_and_transforms
+    monkeypatch.setattr(
+        open_clip, "create_model_and_transforms",
+        lambda name, **_: make_clip("ViT-B-32", pretrained=None, vision_cfg=tower, text_cfg=text),
+    )  # fmt: skip
+    for number in range(3):
+        Path(f"photos/{number}").mkdir(parents=True)
+        Image.effect_noise((48, 48), 50 * number).convert("RGB").save(f"photos/{number}/a.png")
+    save_file(timm.create_model("vit_small_patch14_dinov2", img_size=224).state_dict(), "dinov2.safetensors")
+    timm.models.save_for_hf(timm.create_model("test_vit"), "runs/mine/model", safe_serialization=True)
+    run_group("photos")
+
+
+class _MadeError(Exception):
+    """All models of a study are made."""
+
+
+@pytest.mark.slow
+def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    def make(study: Study[Any, Any], **_: Any) -> Any:
+        entrants, jobs = study.plan()
+        assert len(entrants) > 2
+        dense: Any = jobs[0].config
+        for job in jobs:
+            if job.seed == 0 and job.search is None:
+                config: Any = job.config
+                fields = dict.fromkeys(("checkpoint", "image_checkpoint"))
+                fields["pretrained"] = getattr(type(dense.model), "pretrained", None)
+                fields |= {name: getattr(dense.model, name, None) for name in ("config", "processor")}
+                model = dataclasses.replace(
+                    config.model, **{name: fields[name] for name in fields if hasattr(config.model, name)}
+                )
+                untrained = {"trained": None} if hasattr(config, "trained") else {}
+                study.create(dataclasses.replace(config, model=model, **untrained))
+        raise _MadeError
+
+    monkeypatch.setattr(Study, "run", make)
+    # As often repeated, and in as many processes, makes no difference here.
+    for command in dict.fromkeys(re.sub(r" --(seeds|processes) \d+", "", command) for command in COMPLETE):
+        if command.startswith("tradeoff"):
+            with pytest.raises(_MadeError):
+                run(command)
