@@ -57,9 +57,11 @@ def written(page: str, tables: dict[str, Any]) -> str:
 
 
 def pages() -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the path of every page with tables of figures, and the tables."""
+    """Yield the path of every page with tables of figures, and the tables; other scripts write the remaining pages."""
     for path in sorted((DOCS / "results").glob("*.json")):
-        yield DOCS / f"{path.stem}.md", json.loads(path.read_text())
+        tables = json.loads(path.read_text())
+        if all("columns" in table for table in tables.values()):
+            yield DOCS / f"{path.stem}.md", tables
 
 
 def main() -> None:
