@@ -40,6 +40,7 @@ TIMED = "--seconds 0.01 --rounds 1 --threads 1"
 SMALL = {
     "train image": f"{IMAGES} {STEPS}",
     "train image configs/digits/routed-training": f"{IMAGES} {STEPS} {SIDE} --in_training.epochs 1",
+    "train image configs/cifar/routed-training": f"{IMAGES} {STEPS} {SIDE} --in_training.epochs 1",
     "train image configs/patches": f"--data.source crowds:tiny --data.root {SETS}/crowds {STEPS} {SIDE} --device cpu",
     "train image configs/imagenet": "--print_config",
     "train pairs": f"{SCENES} --epochs 1 --epoch_steps 1 --schedule.warmup_epochs 0",
