@@ -58,7 +58,8 @@ def check_distinct(config: Any, *names: str) -> None:
 def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
     """Raise unless every field of a dataclass has its annotated type and is within its limit; numbers must be finite.
 
-    Numbers of numpy are replaced by Python's, which files can hold. `group` is the fields' section in messages.
+    Numbers of numpy are replaced by Python's, which files can hold, and lists by tuples where the type is a tuple.
+    `group` is the fields' section in messages.
 
     Example:
         >>> @dataclasses.dataclass
@@ -74,9 +75,11 @@ def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
     for name, hint in hints.items():
         value = getattr(config, name)
         check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, _FINITE))
-        builtin = _builtin(value)
-        if builtin is not value:
-            object.__setattr__(config, name, builtin)
+        plain = _builtin(value)
+        if isinstance(plain, list) and any(typing.get_origin(part) is tuple for part in (hint, *typing.get_args(hint))):
+            plain = tuple(plain)
+        if plain is not value:
+            object.__setattr__(config, name, plain)
 
 
 def check_value(name: str, value: object, hint: Any, limit: Limit = _FINITE) -> None:

@@ -85,9 +85,9 @@ class TestConfig:
     @pytest.mark.parametrize(
         ("blocks", "capacities", "message"),
         [
-            ((), (), "at least one of the model's 4 blocks"),
-            ((5,), (0.5,), r"blocks \[5\] do not exist: valid indices are 0 to 3"),
-            ((1, 1), (0.5, 0.5), r"ascending without duplicates, got \[1, 1\]"),
+            ((), (), r"from 0 to 3, each once, got \[\]"),
+            ((5,), (0.5,), r"from 0 to 3, each once, got \[5\]"),
+            ((1, 1), (0.5, 0.5), r"ascending numbers from 0 to 3, each once, got \[1, 1\]"),
             ((1, 3), (0.5,), "2 routed blocks need as many capacities, got 1"),
         ],
     )

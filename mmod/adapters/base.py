@@ -41,8 +41,8 @@ class BlockStack:
         call_of: Returns a block's `BlockCall` from its config, or from None for a dense block; raises a ValueError that
             says why the block cannot be routed.
         tracker: Holds the state that modules of the stack share in a forward pass.
-        companions: Modules outside the blocks that are converted with them: module, mixin and state. One with a state
-            begins every forward pass, with facts that only the model knows, such as which tokens are padding.
+        companions: Modules outside the blocks that are converted with them: module, mixin and state. They begin every
+            forward pass, with facts that only the model knows, such as which tokens are padding.
         sequence: Length of the token ids that the part reads, or None for images.
         language: The part supports `RoutingConfig.language`.
         reads_images: Image tokens stand among the text of a language part.

@@ -33,12 +33,15 @@ def rational(capacity: float) -> Fraction:
         >>> rational(0.3)
         Fraction(3, 10)
     """
-    if isinstance(capacity, bool) or not isinstance(capacity, (int, float, Fraction)):
-        raise TypeError(f"capacity must be a number in [0, 1], got {capacity!r}")
-    if not 0 <= capacity <= 1:
-        raise ValueError(f"capacity must be in [0, 1], got {capacity!r}")
+    check_value("capacity", capacity, float, "[0, 1]")
     exact = capacity if isinstance(capacity, Fraction) else Fraction(str(capacity))
     return exact.limit_denominator(1_000_000)
+
+
+def check_blocks(blocks: Sequence[int], depth: int) -> None:
+    """Raise a ValueError unless blocks of a model are named in order, each once, and at least one."""
+    if not blocks or list(blocks) != sorted(set(blocks)) or not 0 <= blocks[0] <= blocks[-1] < depth:
+        raise ValueError(f"blocks must be ascending numbers from 0 to {depth - 1}, each once, got {list(blocks)}")
 
 
 @dataclass(frozen=True, init=False)
@@ -107,13 +110,7 @@ class Plan:
 
     def _check(self) -> None:
         check_fields(self, capacities="[0, 1]", depth=DEPTH, operators=OPERATORS, contexts=CONTEXTS)
-        if not self.blocks:
-            raise ValueError(f"a plan must name at least one of the model's {self.depth} blocks")
-        outside = [block for block in self.blocks if not 0 <= block < self.depth]
-        if outside:
-            raise ValueError(f"blocks {outside} do not exist: valid indices are 0 to {self.depth - 1}")
-        if list(self.blocks) != sorted(set(self.blocks)):
-            raise ValueError(f"blocks must be ascending without duplicates, got {list(self.blocks)}")
+        check_blocks(self.blocks, self.depth)
         for name in ("capacities", "operators", "contexts"):
             count = len(getattr(self, name))
             if count != len(self.blocks):
@@ -176,10 +173,7 @@ class Plan:
         missing = [name for name in ("blocks", "capacities", "depth") if name not in values]
         if missing:
             raise ValueError(f"a plan needs {', '.join(missing)}")
-        fields: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-        }
-        return cls(**fields)
+        return cls(**values)
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write the plan as JSON."""

@@ -73,7 +73,7 @@ def _score(router: Any) -> Score:
         return score(router)
     if isinstance(router, Mapping) and isinstance(router.get("name"), str):
         return score(**router)
-    if callable(router):
+    if callable(router) and not isinstance(router, type):
         return score("function", function=router)
     raise TypeError(f"router must be a name, a score or a function, got {router!r}")
 

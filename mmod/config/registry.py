@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmod.config.score import Score, check_score
+from mmod.config.score import Score
+from mmod.values import brief, check_value
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +30,11 @@ class Registry(Generic[Entry]):
 
     def add(self, name: str, entry: Entry, source: Any) -> None:
         """Add the entry of a class or function `source`, which may be defined again, as in a notebook."""
+        check_value(f"the name passed to mmod.{self._register}", name, str)
+        if not callable(source):
+            raise TypeError(f"mmod.{self._register} decorates a class or a function, got {brief(source)}")
         place = f"{source.__module__}.{source.__qualname__}"
-        if not place.startswith(self._home):
+        if not place.startswith("mmod."):
             importlib.import_module(self._home)
         taken = self._places.setdefault(name, place)
         if taken != place:
@@ -69,6 +73,15 @@ class Loss:
         return self.function(*arguments)
 
 
+def check_frozen(entry: Any, base: type, title: str) -> None:
+    """Raise a TypeError unless an entry is a frozen dataclass derived from a base class."""
+    derived = isinstance(entry, type) and issubclass(entry, base)
+    if not derived or not getattr(vars(entry).get("__dataclass_params__"), "frozen", False):
+        raise TypeError(
+            f"register a class derived from {title} and decorated by @dataclass(frozen=True), got {brief(entry)}"
+        )
+
+
 SCORES: Registry[type[Score]] = Registry("router", "mmod.routing.score", "register_score")
 PRESETS: Registry[Callable[..., Mapping[str, Any]]] = Registry("preset", "mmod.planning.presets", "register_preset")
 LOSSES: Registry[Loss] = Registry("a loss", "mmod.losses", "register_loss")
@@ -97,9 +110,11 @@ def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
     """
 
     def add(score: type[AnyScore]) -> type[AnyScore]:
-        check_score(score)
-        score.name = name
+        check_frozen(score, Score, "mmod.Score")
+        if score.learns and score.shared:
+            raise ValueError(f"{score.__name__} cannot be shared by blocks, since it learns")
         SCORES.add(name, score, score)
+        score.name = name
         return score
 
     return add

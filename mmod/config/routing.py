@@ -103,10 +103,10 @@ class RoutingConfig:
         check_value("losses", losses, Mapping[str, float], "(0, inf)")
         values = {
             **read_parts(parts),
-            "capacity": _frozen(capacity),
-            "context": _frozen(context),
-            "operator": _frozen(operator),
-            "blocks": _frozen(blocks),
+            "capacity": capacity,
+            "context": context,
+            "operator": operator,
+            "blocks": blocks,
             "protect_prefix": protect_prefix,
             "losses": dict(losses),
         }
@@ -335,10 +335,6 @@ class RoutingConfig:
         check_value("a routing config", values, Mapping)
         refuse_unknown("routing option", values, ROUTING_FIELDS)
         return cls(**values)
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 ROUTING_FIELDS = tuple(item.name for item in dataclasses.fields(RoutingConfig))

@@ -127,14 +127,3 @@ class WithImportance(Score):
 
     def __post_init__(self) -> None:
         check_fields(self, "router", importance=IMPORTANCE)
-
-
-def check_score(score: Any) -> None:
-    """Raise unless a class is a frozen dataclass derived from `Score` whose attributes fit each other."""
-    parameters = vars(score).get("__dataclass_params__") if isinstance(score, type) else None
-    if not isinstance(score, type) or not issubclass(score, Score) or not getattr(parameters, "frozen", False):
-        raise TypeError(
-            f"a score is a class derived from mmod.Score and decorated by @dataclass(frozen=True): {score!r}"
-        )
-    if score.learns and score.shared:
-        raise ValueError(f"{score.__name__} cannot be shared by blocks, since it learns")

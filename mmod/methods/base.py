@@ -4,7 +4,7 @@ A method is a frozen dataclass of plain values, registered under its `kind`. Oth
 
 - what it requires of a model: `find` and `check`, before anything changes;
 - how it changes and restores modules: `change` and `restore`;
-- which weights it adds: `added`, `adds_weights` and `replaces`;
+- which weights it adds: `added` and `replaces`;
 - which methods it can follow on the same model: `follows`;
 - which decisions a forward pass takes: its modules derive from `mmod.blocks.Deciding`, for traces and FLOP counts;
 - how it decides in training and in generation: `two_ways`, `causal`, `deciding_together` and `decided_alone`.
@@ -22,34 +22,31 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_library, find_stack, load_adapter
+from mmod.adapters import find_library, find_stack, load_adapter
 from mmod.blocks import Deciding, is_converted, make_dense
+from mmod.config.registry import Registry, check_frozen
 from mmod.routing import Routing
-from mmod.values import check_module
+from mmod.values import Limit, check_fields, check_module
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyMethod = TypeVar("AnyMethod", bound="type[Method]")
 
-METHODS: dict[str, type[Method]] = {}
+METHODS: Registry[type[Method]] = Registry("method.kind", "mmod.methods.read", "methods.register_method")
 """The registered methods by kind; see `register_method`."""
 
 
 def register_method(kind: str) -> Callable[[AnyMethod], AnyMethod]:
-    """Return a class decorator that registers a method under a name.
-
-    Args:
-        kind: The name in configs and saved folders.
+    """Return a decorator that lets configs and saved folders name a method, a frozen dataclass derived from `Method`.
 
     Raises:
+        TypeError: The class is no such dataclass.
         ValueError: Another class is registered under that name.
     """
 
     def register(method: AnyMethod) -> AnyMethod:
-        taken = METHODS.get(kind)
-        if taken is not None and (taken.__module__, taken.__qualname__) != (method.__module__, method.__qualname__):
-            raise ValueError(f"method {kind!r} is already {taken.__module__}.{taken.__qualname__}: choose another name")
+        check_frozen(method, Method, "mmod.methods.Method")
+        METHODS.add(kind, method, method)
         method.kind = kind
-        METHODS[kind] = method
         return method
 
     return register
@@ -61,20 +58,25 @@ class Method(ABC):
 
     Attributes:
         kind: Its name in configs, set by `register_method`.
+        limits: Limits of the fields' values by name, see `mmod.values.check_fields`, besides their types.
         follows: Kinds of methods that may be applied before it.
-        adds_weights: The changed model has weights that the dense one lacks.
         added: Name fragments of the added weights.
         decoders: It supports language models of transformers too.
+        recomputes: Gradient checkpointing may run its modules twice.
         replaces: Name fragment of weights that replace dense ones, which a dense checkpoint lacks. Empty
             if a dense checkpoint has all weights but the added ones.
     """
 
     kind: ClassVar[str]
+    limits: ClassVar[Mapping[str, Limit]] = {}
     follows: ClassVar[tuple[str, ...]] = ()
-    adds_weights: ClassVar[bool] = True
     added: ClassVar[tuple[str, ...]] = ()
     decoders: ClassVar[bool] = False
+    recomputes: ClassVar[bool] = False
     replaces: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        check_fields(self, "method", **self.limits)
 
     def apply_(self, model: Model) -> Model:
         """Apply the method to a model in place, see `mmod.apply_`."""
@@ -89,17 +91,12 @@ class Method(ABC):
         target = self.find(model)
         self.check(model, target)
         self.change(model, target)
-        self.describe(model)
-        # A plain attribute, so it is no parameter, buffer or submodule.
-        model.mod_methods = (*vars(model).get("mod_methods", ()), self)  # type: ignore[assignment]
+        _record(model, self.joined(vars(model).get("mod_methods", ())))
         return model
 
-    def describe(self, model: nn.Module) -> None:
-        """Record the method on a changed model whose host library saves it."""
-        library = find_library(model)
-        describe = None if library is None else getattr(load_adapter(library), "describe_method", None)
-        if describe is not None:
-            describe(model, self)
+    def joined(self, earlier: tuple[Method, ...]) -> tuple[Method, ...]:
+        """Return the methods of a model, in order, after this one was applied to it."""
+        return (*earlier, self)
 
     def precedes(self, kind: str) -> bool:
         """Return whether a method of a registered kind can be applied after this one."""
@@ -123,6 +120,11 @@ class Method(ABC):
     def card(self, model: nn.Module) -> str:
         """Return the method's section of a hub card, in Markdown."""
         return f"```json\n{json.dumps(self.to_dict(), indent=2)}\n```"
+
+    @property
+    def adds_weights(self) -> bool:
+        """Whether a changed model has weights that the dense one lacks."""
+        return bool(self.added or self.replaces)
 
     @property
     def starts_anew(self) -> bool:
@@ -193,13 +195,6 @@ class Method(ABC):
                 make_dense(module)
 
 
-def check_blocks(blocks: tuple[int, ...], stack: BlockStack) -> None:
-    """Raise a ValueError unless block numbers are ascending and valid for a stack."""
-    depth = len(stack.blocks)
-    if not blocks or list(blocks) != sorted(set(blocks)) or not 0 <= blocks[0] <= blocks[-1] < depth:
-        raise ValueError(f"blocks must be ascending numbers from 0 to {depth - 1}, got {list(blocks)}")
-
-
 def undo_(model: Model) -> Model:
     """Undo all methods of a model, the last one first: it has the host's classes and keys again.
 
@@ -231,10 +226,19 @@ def undo_last_(model: nn.Module, count: int = 1) -> None:
     for _ in range(count):
         *remaining, method = methods_of(model)
         method.restore(model)
-        if remaining:
-            model.mod_methods = tuple(remaining)  # type: ignore[assignment]
-        else:
-            del model.mod_methods
+        _record(model, tuple(remaining))
+
+
+def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:
+    """Store the methods that changed a model, also where its host library saves them."""
+    # A plain attribute, so it is no parameter, buffer or submodule.
+    model.mod_methods = methods  # type: ignore[assignment]
+    if not methods:
+        del model.mod_methods
+    library = find_library(model)
+    describe = None if library is None else getattr(load_adapter(library), "describe_methods", None)
+    if describe is not None:
+        describe(model, methods)
 
 
 def method_owners(model: nn.Module) -> list[nn.Module]:

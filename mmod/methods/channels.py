@@ -19,7 +19,6 @@ from mmod.blocks import Deciding, Records, StandingModule, convert
 from mmod.methods.base import Method, register_method
 from mmod.ops import gather_rows, scatter_rows, select_topk
 from mmod.routing import Evidence, Kept, RandomScore, Routing, Weights
-from mmod.values import check_fields
 
 
 @register_method("channels")
@@ -59,10 +58,8 @@ class Channels(Method):
     into: Literal["first", "own"] = "first"
     adds: Literal["output", "change"] = "output"
     chosen: Literal["score", "random", "first"] = "score"
+    limits: ClassVar = {"divisor": "[1, inf)", "squeeze": "[1, inf)"}
     replaces: ClassVar[str] = ".selector."
-
-    def __post_init__(self) -> None:
-        check_fields(self, "method", divisor="[1, inf)", squeeze="[1, inf)")
 
     def find(self, model: nn.Module) -> dict[str, nn.Module]:
         """Return every second block of the stages of a ResNet, by name."""

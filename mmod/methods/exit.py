@@ -16,9 +16,9 @@ from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Records, convert, host_class
 from mmod.blocks.forward_pass import PassTracker, recomputing
 from mmod.blocks.routed import ConvertedBlock
-from mmod.methods.base import Method, check_blocks, register_method
+from mmod.config.plan import check_blocks
+from mmod.methods.base import Method, register_method
 from mmod.routing import Evidence, Kept, Routing
-from mmod.values import check_fields
 
 _HEAD = ("norm", "fc_norm", "head", "head_dist")
 
@@ -45,17 +45,14 @@ class Exit(Method):
         ['blocks.1.exit', 'blocks.3.exit']
     """
 
+    limits: ClassVar = {"confidence": "(0, inf)", "blocks": "[0, inf)"}
     added: ClassVar[tuple[str, ...]] = (".exit.",)
     confidence: float = 0.9
     blocks: tuple[int, ...] = (3, 6, 9)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "blocks", tuple(self.blocks))
-        check_fields(self, "method", confidence="(0, inf)", blocks="[0, inf)")
-
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model classifies and has blocks after each exit."""
-        check_blocks(self.blocks, stack)
+        check_blocks(self.blocks, len(stack.blocks))
         if self.blocks[-1] == len(stack.blocks) - 1:
             raise ValueError(
                 f"an exit after the last block saves nothing: blocks must be below {len(stack.blocks) - 1}"

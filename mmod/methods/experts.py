@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack, find_stack
 from mmod.blocks import Deciding, Records, StandingModule, convert
 from mmod.blocks.forward_pass import recomputing
-from mmod.methods.base import Method, check_blocks, register_method
+from mmod.config.plan import check_blocks
+from mmod.methods.base import Method, register_method
 from mmod.methods.mixture import (
     ExpertRows,
     all_of,
@@ -147,7 +148,7 @@ class Experts(Method):
                 "future tokens: set capacity=None, which sets no limit, or choice='experts' with `sampling`"
             )
         if self.blocks is not None:
-            check_blocks(self.blocks, stack)
+            check_blocks(self.blocks, len(stack.blocks))
         for index in self._blocks(stack):
             if not isinstance(getattr(stack.blocks[index], "mlp", None), nn.Module):
                 raise ValueError(f"{stack.names[index]} has no `mlp`, which the mixture of experts replaces")

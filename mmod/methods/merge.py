@@ -15,7 +15,6 @@ from mmod.adapters import BlockStack
 from mmod.methods.base import Method, register_method
 from mmod.methods.halves import AttentionInputs, check_halves
 from mmod.methods.reduction import Grid, Reduction, Restore, pooling, reduce_
-from mmod.values import check_fields
 
 
 @register_method("merge")
@@ -40,13 +39,8 @@ class Merge(Method):
         53
     """
 
-    adds_weights: ClassVar[bool] = False
+    limits: ClassVar = {"r": "[0, inf)"}
     r: int | tuple[int, ...] = 8
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.r, int):
-            object.__setattr__(self, "r", tuple(self.r))
-        check_fields(self, "method", r="[0, inf)")
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless `r` fits the depth and the blocks' halves can run separately."""

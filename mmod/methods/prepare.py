@@ -22,7 +22,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     _check_part(stack, config, plan)
     attends = config.reads_importance(training=True)
     training_only = attends and not config.router.reads_importance
-    shares, captioned = attends or config.scored_by_first, any(state is not None for *_, state in stack.companions)
+    shares, captioned = attends or config.scored_by_first, bool(stack.companions)
     common = {"captioned": captioned, "training_only": training_only}
     # A block that decides after its attention reads the importance there.
     observes = attends and config.merges_inside

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.methods.base import Method, check_blocks, register_method
+from mmod.config.plan import check_blocks
+from mmod.methods.base import Method, register_method
 from mmod.methods.halves import AttentionInputs, check_halves
 from mmod.methods.reduction import Grid, Reduction, Restore, pooling, reduce_
 from mmod.ops import gather_rows
 from mmod.ops.importance import class_token_attention
-from mmod.values import check_fields
 
 
 @register_method("prune")
@@ -45,19 +45,15 @@ class Prune(Method):
         28
     """
 
-    adds_weights: ClassVar[bool] = False
+    limits: ClassVar = {"keep": "(0, 1]", "blocks": "[0, inf)"}
     keep: float = 0.7
     blocks: tuple[int, ...] = (3, 6, 9)
     fuse: bool = True
     by: Literal["auto", "class_token", "mean"] = "auto"
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "blocks", tuple(self.blocks))
-        check_fields(self, "method", keep="(0, 1]", blocks="[0, inf)")
-
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model has the blocks and their halves can run separately."""
-        check_blocks(self.blocks, stack)
+        check_blocks(self.blocks, len(stack.blocks))
         if self.by == "class_token" and not stack.class_token:
             raise ValueError(
                 f"by='class_token': this {type(model).__name__} has no class token; valid are 'auto' and 'mean'"

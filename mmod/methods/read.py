@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from typing import Any
 
 # Each module registers its method.
 from mmod.methods import channels, exit, experts, merge, prune, recursions, resize, route
 from mmod.methods.base import METHODS, Method
-from mmod.values import one_of, refuse_unknown
+from mmod.values import refuse_unknown
 
 __all__ = ["channels", "exit", "experts", "is_added", "merge", "prune", "read_method", "recursions", "resize", "route"]
 
@@ -29,9 +29,15 @@ def read_method(values: Mapping[str, Any]) -> Method:
         Prune(keep=0.5, blocks=(2,), fuse=False, by='auto')
     """
     options = dict(values)
-    one_of("method.kind", options.get("kind"), sorted(METHODS))
-    method = METHODS[options.pop("kind")]
+    method = METHODS[options.pop("kind", None)]
     refuse_unknown(f"field of method {method.kind}", options, [field.name for field in fields(method)])
+    missing = [
+        field.name
+        for field in fields(method)
+        if field.name not in options and field.default is field.default_factory is MISSING
+    ]
+    if missing:
+        raise ValueError(f"method {method.kind!r} needs {', '.join(missing)}")
     return method(**options)
 
 
@@ -42,4 +48,4 @@ def is_added(name: str) -> bool:
         >>> is_added("blocks.1.router.score.weight"), is_added("blocks.1.mlp.fc1.weight")
         (True, False)
     """
-    return any(fragment in name for method in METHODS.values() for fragment in method.added)
+    return any(fragment in name for kind in METHODS for fragment in METHODS[kind].added)

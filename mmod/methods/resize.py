@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.blocks import convert
 from mmod.methods.base import Method, register_method
-from mmod.values import check_fields
 
 
 @register_method("resize")
@@ -34,11 +33,8 @@ class Resize(Method):
         26
     """
 
-    adds_weights: ClassVar[bool] = False
+    limits: ClassVar = {"size": "[1, inf)"}
     size: int = 160
-
-    def __post_init__(self) -> None:
-        check_fields(self, "method", size="[1, inf)")
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model takes images of any size."""

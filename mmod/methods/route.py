@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -26,7 +26,7 @@ from mmod.blocks import (
     make_routed,
 )
 from mmod.config import RoutingConfig, rational
-from mmod.methods.base import Method, Model, methods_of, register_method
+from mmod.methods.base import Method, methods_of, register_method
 from mmod.methods.prepare import prepare
 from mmod.routing import Router, Routing, share_score, unshare_score
 from mmod.values import check_module, check_value
@@ -47,39 +47,37 @@ class Route(Method):
     follows = ("experts", "routing")
     added = (".router.",)
     decoders = True
+    recomputes = True
+    limits: ClassVar = {"capacities": "[0, 1]"}
     parts: Mapping[str, RoutingConfig]
     capacities: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        check_value("parts", self.parts, Mapping)
+        check_value("method.parts", self.parts, Mapping)
         parts = {
             name: config if isinstance(config, RoutingConfig) else RoutingConfig.from_dict(config)
             for name, config in self.parts.items()
         }
+        if not parts:
+            raise ValueError("method.parts must name at least one part with its routing, as {'image': {}}, got {}")
         object.__setattr__(self, "parts", parts)
-        object.__setattr__(self, "capacities", tuple(self.capacities))
+        super().__post_init__()
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `mmod.methods.read_method` rebuilds the method."""
         parts = {name: config.to_dict(settled=True) for name, config in self.parts.items()}
         return {"kind": self.kind, "parts": parts, "capacities": list(self.capacities)}
 
-    def apply_(self, model: Model) -> Model:
-        """Route parts of a model; consecutive routings become one method."""
-        super().apply_(model)
-        *others, last = vars(model)["mod_methods"]
-        if others and isinstance(others[-1], Route):
-            earlier = others.pop()
-            last = Route({**earlier.parts, **self.parts})
-        model.mod_methods = (*others, last)  # type: ignore[assignment]
-        return model
-
-    def describe(self, model: nn.Module) -> None:
-        """Do nothing: `change` converts the modules that describe the model."""
+    def joined(self, earlier: tuple[Method, ...]) -> tuple[Method, ...]:
+        """Return the methods of a model, in order; consecutive routings become one."""
+        if earlier and isinstance(earlier[-1], Route):
+            return (*earlier[:-1], Route({**earlier[-1].parts, **self.parts}))
+        return (*earlier, self)
 
     def settled(self, model: nn.Module) -> Route:
-        """Return the routing with the model's current capacities."""
-        return replace(self, capacities=tuple(capacities(model).values()))
+        """Return the routing of a model, or of a model inside the routed one, with its current capacities."""
+        parts = {name: self.parts[name] for name in find_parts(model) if name in self.parts}
+        return Route(parts, tuple(capacities(model).values()))
 
     def card(self, model: nn.Module) -> str:
         """Return plan, options and capacities of every part, in Markdown."""
@@ -94,6 +92,11 @@ class Route(Method):
             for name, block in routed_blocks(model).items()
         )
         return "\n\n".join([*sections, f"Share of tokens that each routed block keeps: {kept}."])
+
+    @property
+    def adds_weights(self) -> bool:
+        """Whether a router has weights."""
+        return any(config.router.learns for config in self.parts.values())
 
     @property
     def has_loss(self) -> bool:

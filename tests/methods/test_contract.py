@@ -159,4 +159,4 @@ def test_a_method_from_outside_is_one_class(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="choose another name"):
             register_method("half")(Merge)
     finally:
-        del METHODS["half"]
+        METHODS._entries.pop("half")

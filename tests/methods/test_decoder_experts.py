@@ -174,7 +174,7 @@ def test_gradients_reach_everything_and_what_was_saved_is_loaded(
         if staged:
             mmod.unroute_(changed)
             # Still that of a method, which the model's folder names.
-            assert type(changed).__mro__[1].__name__ == "ChangedModel"
+            assert type(changed).__mro__[1].__name__ == "DescribedModel"
         undo_(changed)
         assert list(changed.state_dict()) == list(dense.state_dict())
         assert not hasattr(changed.config, "mmod")

@@ -19,7 +19,6 @@ from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens
 from mmod.adapters.transformers.layers import GROUPS, DecoderLayerCall, is_sandwich
 from mmod.adapters.transformers.masks import valid_tokens
 from mmod.adapters.transformers.rotary import CompactRotary
-from mmod.adapters.transformers.saving import DescribedRouting, describe_routing
 from mmod.adapters.transformers.tower import TowerImportance
 from mmod.blocks import ImportanceDecoderBlock, ModelHook, RoutedDecoderBlock, host_class
 from mmod.config import RoutingConfig, Threshold
@@ -74,7 +73,6 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         reads_images=entry is not text,
         router=DecoderRouter,
         mixins=(RoutedDecoderBlock, ImportanceDecoderBlock),
-        companions=describe_routing(model, layers),
         hooks=lambda routing: _hooks(GroupHook(entry, text, routing, plain), entry),
     )
 
@@ -97,7 +95,7 @@ def _call_of(layer: nn.Module, config: RoutingConfig | None, rotary: CompactRota
     return DecoderLayerCall(names, int(attention.layer_idx), attention.config, compact, window)
 
 
-class GroupHook(DescribedRouting):
+class GroupHook(ModelHook):
     """Computes, once for all layers, which tokens of a forward pass may be skipped.
 
     Args:
@@ -107,7 +105,7 @@ class GroupHook(DescribedRouting):
     """
 
     def __init__(self, entry: nn.Module, text: nn.Module, config: RoutingConfig, plain: bool) -> None:
-        super().__init__("language", config)
+        self.config = config
         self.images = ImageTokens(entry.config if entry is not text else None)
         self.language = config.language
         self.tokens = self.language.tokens or ("image" if entry is not text else "all")

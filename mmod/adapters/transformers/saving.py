@@ -15,18 +15,17 @@ from typing import Any
 import transformers
 from torch import nn
 
+from mmod.adapters.transformers.language import GroupHook
 from mmod.blocks import (
-    ModelHook,
-    RoutedBlock,
     RoutedDecoderBlock,
     StandingModule,
     convert,
     host_class,
     host_of,
     is_converted,
+    make_dense,
     model_hooks,
 )
-from mmod.config import RoutingConfig
 from mmod.routing import LinearScore
 
 FORMAT_VERSION = 4
@@ -44,21 +43,10 @@ from mmod.registry.transformers import auto_class as __getattr__
 '''
 
 
-class DescribedRouting(ModelHook):
-    """Hook without effect that marks a routed part of a model, by name and config, for saving."""
+class DescribedModel(StandingModule):
+    """Mixin of a changed `PreTrainedModel`, and of such models inside it that contain changed modules.
 
-    def __init__(self, part: str, config: RoutingConfig) -> None:
-        self.part = part
-        self.config = config
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Do nothing."""
-
-
-class DescribedModel(nn.Module):
-    """Mixin of a routed `PreTrainedModel`, and of such models inside it that contain routed layers.
-
-    Its `mod_state` is the method that changed the model, or None.
+    Its `mod_state` holds the methods that changed the model, in order.
     """
 
     keeps_name = True
@@ -73,17 +61,16 @@ class DescribedModel(nn.Module):
     def _no_split_modules(self) -> set[str]:
         """Names of classes that accelerate must not split over devices: the host's and their converted classes."""
         names = set(vars(self).get("_no_split_modules") or ())
-        inner = [module for module in self.modules() if not isinstance(module, DescribedModel)]
-        changed = [module for module in inner if is_converted(module) or isinstance(module, StandingModule)]
-        whole = [module for module in changed if any(host_class(part).__name__ in names for part in module.modules())]
-        return names | {type(module).__name__ for module in whole}
+        return names | {
+            type(module).__name__
+            for module in _changed_modules(self)
+            if any(host_class(inner).__name__ in names for inner in module.modules())
+        }
 
     @_no_split_modules.setter
     def _no_split_modules(self, names: Iterable[str]) -> None:
-        inner = [module for module in self.modules() if not isinstance(module, DescribedModel)]
-        vars(self)["_no_split_modules"] = set(names) - {
-            type(module).__name__ for module in inner if is_converted(module)
-        }
+        changed = {type(module).__name__ for module in _changed_modules(self) if is_converted(module)}
+        vars(self)["_no_split_modules"] = set(names) - changed
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> None:
         """Refuse continuous batching."""
@@ -95,14 +82,10 @@ class DescribedModel(nn.Module):
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Save the model as its host does, with its methods in config.json."""
         host: Any = super()
-        described = describe(self)
-        if described is None:
-            host.save_pretrained(save_directory, *args, **options)
-            return
         if options.get("distributed_checkpoint"):
             raise ValueError("distributed_checkpoint is not supported for routed models: they would load as dense ones")
         config = self.config
-        self.config = _described_config(config, described)
+        self.config = _described_config(config, describe(self))
         try:
             host.save_pretrained(save_directory, *args, **options)
         finally:
@@ -116,47 +99,29 @@ class DescribedModel(nn.Module):
             module.reset_parameters()
 
 
-class ChangedModel(DescribedModel, StandingModule):
-    """Mixin of a `PreTrainedModel` that a method changed, until the method is undone."""
+def describe_methods(model: nn.Module, methods: tuple[Any, ...]) -> None:
+    """Make a changed model, and models inside it with changed modules, save their methods; none make them dense."""
+    for module in [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]:
+        if methods and _changed_modules(module):
+            convert(module, DescribedModel, methods)
+        elif isinstance(module, DescribedModel):
+            make_dense(module)
 
 
-def describe_routing(model: nn.Module, layers: nn.Module) -> tuple[tuple[nn.Module, type[nn.Module], None], ...]:
-    """Return the models around routed layers, which must describe the routing, as companions of the layers."""
-    around = _models_around(model, [layers])
-    return tuple((module, DescribedModel, None) for module in around if not isinstance(module, DescribedModel))
+def _changed_modules(model: nn.Module) -> list[nn.Module]:
+    inner = [module for module in model.modules() if not isinstance(module, DescribedModel)]
+    return [module for module in inner if is_converted(module) or isinstance(module, StandingModule)]
 
 
-def describe_method(model: nn.Module, method: Any) -> None:
-    """Make a changed model, and models inside it with changed modules, describe the method."""
-    for module in _models_around(model, [module for module in model.modules() if isinstance(module, StandingModule)]):
-        convert(module, ChangedModel, method)
-
-
-def _models_around(model: nn.Module, parts: Iterable[nn.Module]) -> list[nn.Module]:
-    wanted = set(map(id, parts))
-    models = [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]
-    return [module for module in models if not wanted.isdisjoint(map(id, module.modules()))]
-
-
-def describe(model: nn.Module) -> dict[str, Any] | None:
-    """Return the methods of a model as plain values, or None for a dense model."""
-    parts = {
-        module.part: module.config.to_dict(settled=True)
-        for module in model_hooks(model)
-        if isinstance(module, DescribedRouting)
-    }
-    routed = [module for module in model.modules() if isinstance(module, RoutedBlock)]
-    if "language" not in parts and any(isinstance(module, RoutedDecoderBlock) for module in routed):
+def describe(model: DescribedModel) -> dict[str, Any]:
+    """Return the methods of a changed model as plain values."""
+    finds_tokens = any(isinstance(hook, GroupHook) for hook in model_hooks(model))
+    if not finds_tokens and any(isinstance(module, RoutedDecoderBlock) for module in model.modules()):
         raise ValueError(
             f"cannot save this {type(model).__name__} alone: the model around it determines the tokens that its routed "
             "layers may skip. Save the full model, or call mmod.unroute_ on that first"
         )
-    method = vars(model).get("mod_state")
-    methods = [] if method is None else [method.to_dict()]
-    if parts:
-        capacities = [float(module.router.capacity) for module in routed]
-        methods.append({"kind": "routing", "parts": parts, "capacities": capacities})
-    return {"version": FORMAT_VERSION, "methods": methods} if methods else None
+    return {"version": FORMAT_VERSION, "methods": [method.settled(model).to_dict() for method in model.mod_state]}
 
 
 def _described_config(config: Any, described: dict[str, Any]) -> Any:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from mmod.adapters.base import BlockStack, NamedArguments
 from mmod.adapters.masks import hide_empty_slots
 from mmod.adapters.transformers.layers import OPERATORS, TUPLES
-from mmod.adapters.transformers.saving import DescribedRouting, describe_routing
 from mmod.blocks import host_class
 from mmod.routing import Routing
 
@@ -60,6 +59,4 @@ def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStac
         prefix=LAYERS[host_class(first).__name__],
         dim=int(first.self_attn.config.hidden_size),  # type: ignore[union-attr,arg-type]
         call_of=lambda layer, config: EncoderLayerCall(("attention_mask",), operators=OPERATORS, tuples=TUPLES),
-        companions=describe_routing(model, layers),
-        hooks=lambda routing: [(layers, DescribedRouting("vision", routing))],
     )

@@ -334,7 +334,7 @@ class LoopConfig(RunConfig):
             self.schedule.check_rate(self.optim.lr)
         if self.distill.teacher == "dense" and not self.model.has_weights:
             raise ValueError("distill.teacher='dense' needs trained weights: set model.checkpoint or model.pretrained")
-        others = [method.kind for method in self.applied if method.kind != "routing"]
+        others = [method.kind for method in self.applied if not method.recomputes]
         if self.grad_checkpointing and others:
             changed = ", ".join(map(repr, others))
             raise ValueError(f"a model changed by {changed} cannot be trained with grad_checkpointing")

@@ -204,16 +204,9 @@ class InTrainingConfig:
         check_fields(self, "in_training", epochs="[1, inf)")
         if (self.routing is None) == (not self.methods):
             raise ValueError("in_training needs one of routing and methods")
-        for router in (config.router for config in engine.routings_of(self.applied).values()):
-            if router.learns:
-                raise ValueError(
-                    f"in_training.routing has the router {router.name!r}, which the dense model cannot keep"
-                )
-        for method in self.applied:
-            if method.adds_weights and method.kind != "routing":
-                raise ValueError(
-                    f"in_training.methods: {method.kind!r} adds weights, which the dense model cannot keep"
-                )
+        adding = [method.kind for method in self.applied if method.adds_weights]
+        if adding:
+            raise ValueError(f"in_training: {', '.join(adding)} adds weights, which the dense model cannot keep")
 
     @cached_property
     def applied(self) -> tuple[package.Method, ...]:

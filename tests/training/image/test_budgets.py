@@ -164,9 +164,9 @@ def test_wrong_values() -> None:
         ElasticConfig([0.25, 0.5], 3)
     with pytest.raises(ValueError, match=r"elastic\.capacities"):
         ElasticConfig([0.25, 1.5], 2)
-    with pytest.raises(ValueError, match="has the router 'linear', which the dense model cannot keep"):
+    with pytest.raises(ValueError, match="routing adds weights, which the dense model cannot keep"):
         InTrainingConfig({"router": "linear"})
-    with pytest.raises(ValueError, match="'experts' adds weights, which the dense model cannot keep"):
+    with pytest.raises(ValueError, match="experts adds weights, which the dense model cannot keep"):
         InTrainingConfig(methods=[{"kind": "experts"}])
     with pytest.raises(ValueError, match=r"in_training\.epochs must be an integer in \[1, 3\] or null, got 4"):
         tiny_config(output="o", epochs=3, in_training=InTrainingConfig(RANDOM, epochs=4))

@@ -68,7 +68,7 @@ def test_plain_values_are_as_strict_as_a_file(path: Path) -> None:
         ("--capacity_schedule.epochs=2", "needs a routing config"),
         ("--routing.capacity=0.5 --elastic.capacities=[0.25,1.0]", r"at least as many as elastic\.samples=4"),
         ("--distill.features=1.0", r"distill\.features=1 needs a teacher"),
-        ("--in_training.routing.router=linear", "has the router 'linear', which the dense model cannot keep"),
+        ("--in_training.routing.router=linear", "routing adds weights, which the dense model cannot keep"),
         ("--mixup.mixup_alpha=0 --mixup.cutmix_alpha=0", "use `mixup: null` for none"),
         ("--data.batch_size=7 --mixup.mode=elem", r"needs an even data\.batch_size, got 7"),
         ("--model.pretrained=true --model.checkpoint=x", "exclude each other"),
