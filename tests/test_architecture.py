@@ -279,7 +279,10 @@ def test_help_needs_no_torch(tool: str) -> None:
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        (["tools/tradeoff.py", "configs/tradeoff/digits.yaml", "--capacities", "[1.5]"], "capacity must be in [0, 1]"),
+        (
+            ["tools/tradeoff.py", "configs/tradeoff/digits.yaml", "--capacities", "[1.5]"],
+            "capacity must be a number in [0, 1], got 1.5",
+        ),
         (["tools/benchmark.py", "ops", "--ops", "[nope]"], "unknown ops ['nope']; valid are attention_with_importance"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
