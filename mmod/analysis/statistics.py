@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from statistics import mean, stdev
 from types import UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -85,7 +86,7 @@ def published(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def read_published(kind: type[Result], fields: Mapping[str, Any]) -> Result:
-    """Return the dataclass whose fields `published` wrote."""
+    """Return the dataclass with these fields, as `published` or `dataclasses.asdict` and JSON give them."""
     hints = get_type_hints(kind)
     return kind(**{name: _read_field(hints[name], value) for name, value in fields.items()})
 
@@ -96,9 +97,17 @@ def _read_field(kind: Any, value: Any) -> Any:
         return None if value is None else _read_field(inner[0], value)
     if isinstance(kind, type) and is_dataclass(kind):
         return read_published(kind, value)
+    if kind is Tensor:
+        return torch.from_numpy(value)
     if isinstance(value, Mapping):
         return {name: _read_field(inner[1], item) for name, item in value.items()}
-    return [_read_field(inner[0], item) for item in value] if isinstance(value, list) else value
+    if not isinstance(value, list):
+        return value
+    if get_origin(kind) is tuple:
+        return tuple(map(_read_field, inner, value))
+    if isinstance(kind, type) and issubclass(kind, tuple):
+        return kind(*map(_read_field, get_type_hints(kind).values(), value))
+    return [_read_field(inner[0], item) for item in value]
 
 
 def difference(one: BySeed, other: BySeed) -> Estimate:
@@ -225,11 +234,11 @@ def adjusted(p: Sequence[float]) -> list[float]:
     return corrected
 
 
+@dataclass
 class RunningMean:
     """Mean and variance of a figure per image in constant memory: `sums` are the count, the sum and that of squares."""
 
-    def __init__(self, sums: Sequence[float] = (0.0, 0.0, 0.0)) -> None:
-        self.sums = np.array(sums)
+    sums: Values = field(default_factory=lambda: np.zeros(3))
 
     def add(self, value_B: Tensor) -> None:
         """Add the figures of a batch (B,), without those that are not finite."""

@@ -37,6 +37,12 @@ class Spread:
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
         return cls(median, low, high)
 
+    def __format__(self, form: str) -> str:
+        """Return the median, and in brackets the quartiles if the format starts with one."""
+        number = form.lstrip("[")
+        quartiles = "" if number == form else f" [{self.low:{number}}, {self.high:{number}}]"
+        return f"{self.median:{number}}{quartiles}"
+
 
 def ratios(numerator: list[float], denominator: list[float]) -> Spread:
     """Summarise the ratios of two functions' times, round by round."""

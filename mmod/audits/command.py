@@ -17,7 +17,7 @@ from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import kind_of, recipe_of, split_kind
 
 if TYPE_CHECKING:
-    from mmod.analysis import Audit
+    from mmod.analysis.audit.result import Audit
     from mmod.audits.subjects import Subject
 
 _RUN = "config.yaml"
@@ -27,7 +27,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
     """Audit the model that a run would start from, and write the results into the folder `audit` of its output."""
     from mmod import is_routed
     from mmod.analysis.audit.plots import draw_audit
-    from mmod.analysis.audit.result import read_audit
+    from mmod.analysis.audit.result import Audit
     from mmod.analysis.statistics import published
     from mmod.audits.subjects import subject_of
     from mmod.io.claim import claim_folder
@@ -36,10 +36,10 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
 
     folder = Path(config.output) / "audit"
     claim = partial(claim_folder, folder, _record(config), file="config.json", kind="an audit")
-    result, progress_file = folder / "audit.json", folder / "partial.json"
+    result, progress_file = folder / "audit.json", folder / "progress.jsonl"
     if result.exists():
         claim()
-        return read_audit(json.loads(result.read_text())["audit"])
+        return Audit.from_dict(json.loads(result.read_text())["audit"])
     seed_draws(config.seed, 0, 0)
     subject = subject_of(config)
     model = subject.create() if subject.recipe.has_weights else None

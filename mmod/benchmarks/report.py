@@ -15,8 +15,8 @@ from mmod.analysis.timing import Spread
 from mmod.io.claim import check_same
 from mmod.io.files import parse_json, write_atomically
 from mmod.io.journal import Journal
+from mmod.io.tables import Column, table_of
 from mmod.studies.jobs import Job, Runner, Tick
-from mmod.studies.results import Column, table_of
 from mmod.values import check_fields
 
 NAME = "benchmark"

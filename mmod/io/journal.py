@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from mmod.io.claim import differences
-from mmod.io.files import check_regular, parse_json, writing
+from mmod.io.files import check_regular, parse_json, write_atomically, writing
 
 
 class Journal:
@@ -55,11 +55,16 @@ class Journal:
             return
         self.path.parent.mkdir(parents=True, exist_ok=True)
         with writing(self.path), self.path.open("ab") as file:
-            for value in (record,) if file.tell() else (self._identity, record):
-                text = json.dumps(value).encode()
-                file.write(b"%08x %b\n" % (zlib.crc32(text), text))
+            file.write(_lines((record,) if file.tell() else (self._identity, record)))
             file.flush()
             os.fsync(file.fileno())
+
+    def replace(self, record: Any) -> None:
+        """Keep this record alone, for work whose state stands in one."""
+        self.records = [record]
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.path, _lines((self._identity, record)))
 
     def close(self) -> None:
         """Remove the file, once the results are kept elsewhere."""
@@ -81,3 +86,8 @@ class Journal:
                 "Delete it or choose another file"
             )
         return parse_json(text, f"{self.path}, line {number}")
+
+
+def _lines(values: Iterable[Any]) -> bytes:
+    texts = (json.dumps(value).encode() for value in values)
+    return b"".join(b"%08x %b\n" % (zlib.crc32(text), text) for text in texts)

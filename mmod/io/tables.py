@@ -2,8 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
+from typing import Any, NamedTuple
+
+Column = tuple[str, str]
+"""Title and format of a column. `±` before the format adds the value named `NAME_std`."""
+
+
+class Table(NamedTuple):
+    """Rows of cells, the header first, with a caption; `print` shows Markdown."""
+
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+
+    def __str__(self) -> str:
+        header, *rows = self.rows
+        return markdown_table(header, rows) + (f"\n\n{self.caption}" if self.caption else "")
+
+
+def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], caption: str = "") -> Table:
+    """Return values by column name as a table without empty rows and columns.
+
+    Example:
+        >>> rows = [{"name": "dense", "top1": 95.82, "top1_std": 0.11}, {"name": "shallow", "top1": 95.0}]
+        >>> print(table_of({"name": ("model", ""), "top1": ("top-1 %", "±.1f"), "kept": ("kept", ".3f")}, rows))
+        | model   |    top-1 % |
+        | :------ | ---------: |
+        | dense   | 95.8 ± 0.1 |
+        | shallow |       95.0 |
+    """
+    cells = {name: [_cell(row, name, form) for row in rows] for name, (_, form) in columns.items()}
+    used = [name for name, column in cells.items() if any(column)]
+    lines = [line for line in zip(*(cells[name] for name in used)) if any(line)]
+    return Table([[columns[name][0] for name in used], *lines], caption)
+
+
+def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
+    value, std = row.get(name), row.get(f"{name}_std") if form.startswith("±") else None
+    number = form.lstrip("±")
+    if value is None:
+        return ""
+    return format(value, number) + ("" if std is None else f" ± {std:{number}}")
 
 
 def _is_numeric(rows: Sequence[Sequence[str]], column: int) -> bool:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmod.analysis.audit.generation import generation_rows
-from mmod.analysis.audit.information import information_rows
-from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
 from mmod.analysis.style import inline_svg, svg_of
 from mmod.io.claim import claim_folder
 from mmod.io.files import write_atomically
+from mmod.io.tables import Table
 from mmod.report.charts import HEADER, Chart, audit_charts, health_chart, rows_over_runs, study_chart
 from mmod.report.frame import frame
 from mmod.report.sources import PAGE, AuditRecord, RunRecord, StudyRecord, read_sources
@@ -84,7 +82,7 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
     maps = {path: _MAPS.format(path.stem.removeprefix("maps-")) for path in sorted(study.folder.glob("maps-*.svg"))}
     searches = sorted(study.folder.glob("seed0/*.plans/*.svg"))
     plans = {path: _PLAN.format(path.parent.stem, path.stem) for path in searches}
-    tables = "".join(_table(header, rows, f"Models of {study.name}") for header, *rows in study.tables)
+    tables = "".join(_table(rows, f"Models of {study.name}") for rows in study.tables)
     return _Section(
         f"Study {study.name}",
         study.verdict,
@@ -96,17 +94,23 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
 
 
 def _audit_section(record: AuditRecord, figure: _Draw) -> _Section:
+    audit, generation = record.audit, record.generation
     first, *others = map(figure, audit_charts(record))
-    audit = record.audit
-    header, *rows = audit.rows()
+    routed = None if record.flops is None else float(record.flops["routed"])
+    counted = {"this model": routed, **record.beside_flops}
+    costs = ", ".join(f"{name} {cost / 1e6:.2f}" for name, cost in counted.items() if cost is not None)
+    parts = [*audit.sections(), *([f"MFLOPs of a sample: {costs}."] if record.beside_flops and costs else [])]
+    parts += [] if generation is None else [generation.table()]
     return _Section(
         f"Audit of {record.name}",
         audit.verdict,
-        first + _table(header, rows, f"Choices of tokens, {audit.images} images, {audit.draws} random draws")
-        + f"<p>{escape(audit.across.verdict)} Never kept: {escape(audit.never())}.</p>"
-        + _known(record) + "".join(others) + _strata_tables(record) + _generation(record)
-        + _details("Environment", _lines(record.environment)),
-    )  # fmt: skip
+        first + "".join(map(_part, parts)) + "".join(others) + _details("Environment", _lines(record.environment)),
+    )
+
+
+def _part(part: str | Table) -> str:
+    """Return a sentence or a table as HTML."""
+    return f"<p>{escape(part)}</p>" if isinstance(part, str) else _table(part.rows, part.caption)
 
 
 def _runs_section(runs: Sequence[RunRecord], figure: _Draw) -> list[_Section]:
@@ -117,88 +121,33 @@ def _runs_section(runs: Sequence[RunRecord], figure: _Draw) -> list[_Section]:
     return [_Section("Routers while training", "", "".join(drawn[:_OPEN_RUNS]) + folded)] if drawn else []
 
 
-def _known(record: AuditRecord) -> str:
-    """Return a table of how far known facts of tokens explain decisions, if the audit measured it."""
-    header, *rows = information_rows(record.audit.across.information)
-    caption = "Share of the decision that a known fact of a token explains, with 95 % intervals over images"
-    return _table(header, rows, caption) if rows else ""
-
-
-def _generation(record: AuditRecord) -> str:
-    """Return a table of decisions token by token in long texts, if the audit measured it."""
-    generation = record.generation
-    if generation is None:
-        return ""
-    header, *rows = generation_rows(generation)
-    caption = (
-        f"The {generation.by} token by token, beside the top-k of windows of {generation.window}, "
-        f"{generation.texts} texts"
-    )
-    return _table(header, rows, caption)
-
-
-def _strata_tables(record: AuditRecord) -> str:
-    """Return verdicts and tables of strata and of other models, where there are any."""
-    audit = record.audit
-    routed = None if record.flops is None else float(record.flops["routed"])
-    counted = {"this model": routed, **record.beside_flops}
-    costs = ", ".join(f"{name} {cost / 1e6:.2f}" for name, cost in counted.items() if cost is not None)
-    return _gaps(
-        "The learned over the random choice in subsets", audit.strata, "random", strata_told(audit.strata)
-    ) + _gaps(
-        "The model over others on the same samples", audit.beside, "its",
-        [*beside_told(audit.beside), f"MFLOPs of a sample: {costs or 'not counted'}."],
-    )  # fmt: skip
-
-
-def _gaps(caption: str, strata: Sequence[Stratum], other: str, verdicts: Sequence[str]) -> str:
-    header, *rows = strata_rows(strata, other)
-    return "".join(f"<p>{escape(verdict)}</p>" for verdict in verdicts) + _table(header, rows, caption) if rows else ""
-
-
-def _agreements(audits: Sequence[AuditRecord]) -> str:
-    """Return a table of the correlation of scores with the worth of single tokens, if audits measured it."""
-    rows = []
-    for record in audits:
-        single = record.audit.leave_one_out
-        if single is not None:
-            worth = [f"{single.oracle:+.3f}", f"{single.random:+.3f}"]
-            rows += [
-                [record.name, name, f"{correlation:.2f}", f"{single.norm[name]:.2f}", str(single.images), *worth]
-                for name, correlation in single.agreement.items()
-            ]
-    changes = ["loss change with the worthiest tokens", "with random ones"]
-    header = ["model", "decision", "score", "token norm", "images", *changes]
-    caption = "Rank correlation of score and norm with the worth of single tokens, left out one by one"
-    return _table(header, rows, caption) if rows else ""
-
-
 def _common_section(audits: Sequence[AuditRecord]) -> list[_Section]:
     """Return the tables over all audits."""
     if not audits:
         return []
-    header = ["model", "points over random tokens", "explained by the best fixed position", "what the router uses"]
-    rows = []
+    rows = [["model", "points over random tokens", "explained by the best fixed position", "what the router uses"]]
+    rows[0].append("blocks")
     for record in audits:
         audit = record.audit
         share = "" if audit.explained is None else f"{audit.explained:.2f}, {audit.position}"
         rows.append([record.name, f"{audit.gap:+.1f}", share, audit.kind, audit.across.kind])
-    content = _table([*header, "blocks"], rows, "Verdicts, with 95 % intervals over images")
+    content = _table(rows, "Verdicts, with 95 % intervals over images")
     if means := rows_over_runs(audits):
-        caption = "Runs of one name, with 95 % intervals over runs, not corrected for their number"
-        content += _table(HEADER, means, caption)
-    return [_Section("Audits", "", content + _agreements(audits))]
+        content += _table([HEADER, *means], "Runs of one name, with 95 % intervals over runs, not corrected")
+    return [_Section("Audits", "", content)]
 
 
-def _table(header: Sequence[str], rows: Iterable[Sequence[str]], caption: str) -> str:
+def _table(rows: Sequence[Sequence[str]], caption: str) -> str:
+    header, *lines = rows
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
     body = "".join(
         f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-        for first, *cells in rows
+        for first, *cells in lines
     )
+    label = escape(caption)
     return (
-        f'<div class="wide" tabindex="0" role="region" aria-label="{escape(caption)}"><table><caption>{escape(caption)}'
-        f"</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<div class="wide" tabindex="0" role="region" aria-label="{label}"><table><caption>{label}</caption>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
     )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from mmod.analysis.audit.generation import Generation
-from mmod.analysis.audit.result import Audit, read_audit
+from mmod.analysis.audit.result import Audit
 from mmod.analysis.plots import RoutingMaps
 from mmod.analysis.statistics import read_published
 from mmod.io.files import parse_json
@@ -132,7 +132,7 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
         maps, generation = record["maps"], record["generation"]
         return AuditRecord(
             _run_name(path.parent.parent, root), path.parent, record["command"], record["environment"],
-            read_audit(record["audit"]), record["flops"], None if maps is None else RoutingMaps.from_dict(maps),
+            Audit.from_dict(record["audit"]), record["flops"], None if maps is None else RoutingMaps.from_dict(maps),
             record["beside_flops"], None if generation is None else read_published(Generation, generation),
         )  # fmt: skip
     except (KeyError, TypeError, ValueError) as error:

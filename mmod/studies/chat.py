@@ -21,10 +21,11 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
 from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import prior_of
+from mmod.io.tables import Column, table_of
 from mmod.studies.config import ChatStudyConfig
 from mmod.studies.entrants import DENSE, Entrant, create_rivals
 from mmod.studies.jobs import Job
-from mmod.studies.results import COLUMNS, Column, save_picture, table_of
+from mmod.studies.results import COLUMNS, save_picture
 from mmod.studies.study import Costs, Scores, Study, latencies
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import EvalResult, generate, mean_over_kinds
@@ -148,7 +149,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         columns |= {_RIGHT + kind: (kind, "±.1f") for kind in self.prior}
         prior = {_RIGHT + kind: share for kind, share in self.prior.items()}
         last = {"name": "language-only prior", "right": mean_over_kinds(self.prior), **prior}
-        return table_of(columns, [*rows, last])
+        return str(table_of(columns, [*rows, last]))
 
     def facts(self) -> dict[str, Any]:
         """Return the language-only prior."""

@@ -17,11 +17,12 @@ from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import sample_maps
 from mmod.analysis.redundancy import redundancy
 from mmod.analysis.timing import interleave, relative_times
+from mmod.io.tables import Column, table_of
 from mmod.model import is_routed
 from mmod.studies.config import ImageStudyConfig, TimmStudyConfig
 from mmod.studies.entrants import DENSE, Entrant, create_rivals
 from mmod.studies.jobs import Job, Runner, Tick, best_rates, starts_others, trials, try_rates, with_rate
-from mmod.studies.results import COLUMNS, Column, as_fast, quoted, save_picture, table_of, unbeaten
+from mmod.studies.results import COLUMNS, as_fast, quoted, save_picture, unbeaten
 from mmod.studies.study import Costs, Scores, Study
 from mmod.training.engine.checkpoint import find_weights
 from mmod.training.engine.distributed import choose_device
@@ -236,7 +237,7 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
         speedups = {self._time_columns(size)[1]: (f"speed-up b{size}", ".2f") for size in self._batches}
         first, last = ("name", "gflops"), (self.score, "to_dense")
         columns = {name: COLUMNS[name] for name in first} | speedups | {name: COLUMNS[name] for name in last}
-        return table_of(columns, rows)
+        return str(table_of(columns, rows))
 
     def table(self, rows: Sequence[dict[str, Any]]) -> str:
         """Return the points as a Markdown table, with a column for every batch size."""
@@ -254,7 +255,7 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
                 columns |= {f"{rival}_b{size}": (f"{heading} b{size}", form) for size in self._batches}
             if name == gaps[-1]:
                 columns |= {f"rival_b{size}": (f"rival b{size}", "") for size in self._batches}
-        return table_of(columns, rows)
+        return str(table_of(columns, rows))
 
 
 # Speeds for which a model is named, as multiples of the dense model's; images whose redundancy is measured.

@@ -13,16 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.analysis.statistics import BySeed, Estimate, difference, published
 from mmod.analysis.style import svg_of
-from mmod.analysis.timing import Spread
 from mmod.io.files import write_atomically
-from mmod.io.tables import markdown_table
+from mmod.io.tables import Column
 from mmod.training.engine.logging import write_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-Column = tuple[str, str]
-"""Title and format of a column. `±` before the format adds the standard deviation over seeds, `[` the quartiles."""
 
 COLUMNS: dict[str, Column] = {
     "name": ("model", ""),
@@ -108,23 +104,6 @@ class StudyResult:
     cpu_seconds: float  # Of all processes since the study was last started.
 
 
-def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return rows as a Markdown table without empty rows and columns.
-
-    Example:
-        >>> rows = [{"name": "dense", "top1": 95.82, "top1_std": 0.11}, {"name": "shallow", "top1": 95.0}]
-        >>> print(table_of({"name": ("model", ""), "top1": ("top-1 %", "±.1f"), "kept": ("kept", ".3f")}, rows))
-        | model   |    top-1 % |
-        | :------ | ---------: |
-        | dense   | 95.8 ± 0.1 |
-        | shallow |       95.0 |
-    """
-    cells = {name: [_cell(row, name, form) for row in rows] for name, (_, form) in columns.items()}
-    used = [name for name, column in cells.items() if any(column)]
-    lines = [line for line in zip(*(cells[name] for name in used)) if any(line)]
-    return markdown_table([columns[name][0] for name in used], lines)
-
-
 def write_outcome(
     folder: Path,
     name: str,
@@ -156,17 +135,6 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
         fields = dataclasses.asdict(value, dict_factory=published) if isinstance(value, Estimate) else {"": value}
         columns |= {f"{name}/{field}".rstrip("/"): number for field, number in fields.items()}
     return columns
-
-
-def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
-    value, number = row.get(name), form.lstrip("±[")
-    if value is None:
-        return ""
-    if isinstance(value, Spread):
-        quartiles = f" [{value.low:{number}}, {value.high:{number}}]" if form.startswith("[") else ""
-        return f"{value.median:{number}}{quartiles}"
-    std = row.get(f"{name}_std") if form.startswith("±") else None
-    return format(value, number) + ("" if std is None else f" ± {std:{number}}")
 
 
 def spread(values: Sequence[float]) -> float | None:

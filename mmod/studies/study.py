@@ -17,12 +17,13 @@ from mmod.analysis.statistics import Estimate, published
 from mmod.analysis.timing import interleave, relative_times
 from mmod.io.claim import differences
 from mmod.io.journal import Journal
+from mmod.io.tables import table_of
 from mmod.io.yaml import merged, read_yaml
 from mmod.studies.config import RUN_FIELDS, StudyConfig
 from mmod.studies.entrants import DENSE, Entrant
 from mmod.studies.jobs import Job, Runner, Search, Tick
 from mmod.studies.plan import search_for
-from mmod.studies.results import COLUMNS, Point, StudyResult, compare, flat, table_of, verdict, write_outcome
+from mmod.studies.results import COLUMNS, Point, StudyResult, compare, flat, verdict, write_outcome
 from mmod.training.engine.loop import seed_draws
 from mmod.training.engine.recipe import Recipe
 from mmod.training.engine.run_folder import portable
@@ -156,7 +157,7 @@ class Study(ABC, Generic[Config, Evaluation]):
 
     def table(self, rows: Sequence[dict[str, Any]]) -> str:
         """Return the points as a Markdown table."""
-        return table_of({name: COLUMNS[name] for name in self.columns}, rows)
+        return str(table_of({name: COLUMNS[name] for name in self.columns}, rows))
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> str:
         """Return the table that is printed; all of it as a rule."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mmod.analysis.audit.choices import default_choices
-from mmod.analysis.audit.result import read_audit
+from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
 from mmod.audits.config import ChatAuditConfig
 from mmod.audits.subjects import _roles
@@ -26,7 +26,7 @@ def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     main([str(tmp_path / "run"), *QUICK, "--questions", "24", "--audit.leave_one_out", "1"])
     record = json.loads((tmp_path / "run/audit/audit.json").read_text())
-    found = read_audit(record["audit"])
+    found = Audit.from_dict(record["audit"])
     assert capsys.readouterr().out.startswith(str(found))
     assert found.images == 24
     assert [own.name for own in found.conditions] == [

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
-from mmod.analysis.audit import partial as partial_file
-from mmod.analysis.audit.result import read_audit
+from mmod.analysis.audit import progress as progress_module
+from mmod.analysis.audit.result import Audit
 from mmod.audits.command import audit_run, main
 from mmod.audits.config import AuditConfig, AuditOptions
 from mmod.audits.subjects import _regions
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
+from mmod.io.journal import Journal
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import ImageRecipe
@@ -52,7 +53,7 @@ def test_a_run_is_audited_as_it_was_trained(run: Path, tmp_path: Path, capsys: p
         "audit.json", "audit.md", "audit.png", "config.json", "maps.png",
     }  # fmt: skip
     record = json.loads((folder / "audit.json").read_text())
-    found = read_audit(record["audit"])
+    found = Audit.from_dict(record["audit"])
     assert said.startswith(str(found))
     assert (folder / "audit.md").read_text() == f"{found}\n"
     assert found.to_dict() == record["audit"]
@@ -74,7 +75,7 @@ def test_a_run_of_one_checkpoint_for_many_budgets_is_audited(run: Path, tmp_path
     main([str(elastic), *QUICK])
     record = json.loads((elastic / "audit" / "audit.json").read_text())
     trained = json.loads((run / "result.json").read_text())["evaluation"]
-    assert read_audit(record["audit"]).conditions[0].accuracy.value == pytest.approx(trained["top1"])
+    assert Audit.from_dict(record["audit"]).conditions[0].accuracy.value == pytest.approx(trained["top1"])
 
 
 def test_a_finished_audit_is_read_and_never_overwritten(run: Path, tmp_path: Path) -> None:
@@ -99,18 +100,21 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
             raise KeyboardInterrupt
         return judge(*args)
 
-    monkeypatch.setattr(partial_file, "_EVERY", 0.0)
+    monkeypatch.setattr(progress_module, "_EVERY", 0.0)
     monkeypatch.setattr(ImageRecipe, "judge", stopping)
     with pytest.raises(KeyboardInterrupt):
         main(cut)
     monkeypatch.setattr(ImageRecipe, "judge", judge)
-    assert json.loads((tmp_path / "cut/audit/partial.json").read_text())["done"] == {"positions": 4, "audit": 3}
+    assert Journal(tmp_path / "cut/audit/progress.jsonl", None, "audit").records[0]["done"] == {
+        "positions": 4,
+        "audit": 3,
+    }
     with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
         main([*cut, "--audit.draws", "2"])
     (found,) = main(cut)
     first, second = (json.loads((folder / "audit/audit.json").read_text())["audit"] for folder in (whole, found))
     assert first == second
-    assert not (tmp_path / "cut/audit/partial.json").exists()
+    assert not (tmp_path / "cut/audit/progress.jsonl").exists()
 
 
 @pytest.mark.parametrize("conditions", ["[random, sharpest]", "[stride]", "[random, dense attention]"])
@@ -131,7 +135,7 @@ def test_strata_of_objects_shifts_and_a_dense_model(run: Path, tmp_path: Path) -
     options = ["--audit.shifts", "[blur]", "--audit.reference", str(run.parent / "moved"), "--audit.leave_one_out", "1"]
     options += ["--audit.conditions", "[random]", "--data.val_limit", "20", "--output", str(tmp_path)]
     main([str(run), *QUICK, *options])
-    found = read_audit(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
+    found = Audit.from_dict(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
     sizes = {}
     for own in found.strata:
         sizes[own.group] = sizes.get(own.group, 0) + own.images
@@ -156,7 +160,7 @@ def test_another_set_stands_among_the_shifts(run: Path, tmp_path: Path) -> None:
     )
     options = ["--audit.others", other, "--audit.conditions", "[random]", "--output", str(tmp_path)]
     main([str(run), *QUICK, *options])
-    found = read_audit(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
+    found = Audit.from_dict(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
     rows = {own.name: own for own in found.strata if own.group == "shift"}
     assert {name: own.images for name, own in rows.items()} == {"none": 64, "seen": 30, "again": 12}
     assert rows["none"].gap.value == pytest.approx(found.gap.value)
@@ -193,7 +197,7 @@ def test_an_early_exit_model_is_judged_beside(run: Path, tmp_path: Path) -> None
     options = ["--audit.reference", str(run.parent / "moved"), "--audit.beside", folders]
     main([str(run), *QUICK, *options, "--audit.conditions", "[random]", "--output", str(tmp_path / "found")])
     record = json.loads((tmp_path / "found/audit/audit.json").read_text())
-    rows = {own.group: own for own in read_audit(record["audit"]).beside if own.name == "all images"}
+    rows = {own.group: own for own in Audit.from_dict(record["audit"]).beside if own.name == "all images"}
     assert rows["exit"].random.value == pytest.approx(done.evaluation.top1)
     assert sum(own["group"] == "exit" for own in record["audit"]["beside"]) == 1 + 3 * 3
     cost = record["beside_flops"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mmod.analysis.audit.result import read_audit
+from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
 from mmod.training.pairs.evaluate import judge_pairs
 from tests.data.pair_files import png, write_tar
@@ -35,7 +35,7 @@ def test_a_run_on_pairs_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture
     main([str(tmp_path / "routed"), *QUICK, *options])
     folder = tmp_path / "routed/audit"
     record = json.loads((folder / "audit.json").read_text())
-    found = read_audit(record["audit"])
+    found = Audit.from_dict(record["audit"])
     assert found.images == 16
     assert capsys.readouterr().out.startswith(str(found))
     # Both towers decide.

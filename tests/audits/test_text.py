@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from mmod.analysis.audit.result import read_audit
+from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
 from mmod.audits.config import TextAuditConfig
 from mmod.report.sources import read_sources
@@ -29,7 +29,7 @@ def test_a_run_on_text_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[
     long = ["--generation", "32", "--texts", "3"]
     main([str(tmp_path / "routed"), *QUICK, "--audit.reference", str(tmp_path / "dense"), *long])
     record = json.loads((tmp_path / "routed/audit/audit.json").read_text())
-    found = read_audit(record["audit"])
+    found = Audit.from_dict(record["audit"])
     assert capsys.readouterr().out.startswith(str(found))
     assert found.images == 6
     (read,) = read_sources([tmp_path / "routed"]).audits

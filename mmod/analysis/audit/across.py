@@ -1,13 +1,13 @@
-"""How the decisions of a model's blocks hang together: who is kept again, who never, and what tells it beforehand.
+"""How the decisions of a model's blocks depend on each other: tokens kept again, or never, and what predicts it.
 
 Axes: B images, N tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ class Across:
     """What the decisions of a model have in common. Prefix tokens and padding do not count.
 
     Args:
-        decisions: Names of the blocks whose routers decide, in order.
-        blocks: For each of them the routed blocks that keep its tokens.
+        blocks: For each deciding block, in order, the routed blocks that keep its tokens.
         kept: Share of tokens that each decision keeps.
         again: P(kept at j | kept at i) in row i and column j: `kept` of j where decisions are independent, None between
             parts of a model with different tokens.
@@ -36,7 +35,6 @@ class Across:
         returning: How often a token is kept that an earlier decision dropped, over the share that is kept: 0 in early
             exit, 1 where decisions are independent. None with one decision.
         information: By decision, what the "position" of a token and its other known properties say of it.
-        verdict: `kind` in a sentence.
     """
 
     decisions: list[str]
@@ -50,18 +48,20 @@ class Across:
     verdict: str
 
 
+@dataclass
 class Counter:
     """Counts of what is kept, by position and across decisions, of the routed blocks of these names."""
 
-    def __init__(self, routed: Sequence[str]) -> None:
-        self._routed = list(routed)
-        self.decisions: list[str] = []
-        self._pairs: dict[tuple[str, str], RunningMean] = {}
-        self._never: dict[str, RunningMean] = {}
-        self._returning = RunningMean()
-        # By decision and by what is known of tokens.
-        self._kinds: dict[str, dict[str, KindCounts]] = {}
-        self._images = 0
+    routed: list[str]
+    decisions: list[str] = field(default_factory=list)
+    images: int = 0
+    kept: dict[str, RunningMean] = field(default_factory=dict)
+    # By an earlier or later decision and by the one that keeps the same token.
+    pairs: dict[str, dict[str, RunningMean]] = field(default_factory=dict)
+    never: dict[str, RunningMean] = field(default_factory=dict)
+    returning: RunningMean = field(default_factory=RunningMean)
+    # By decision and by what is known of tokens.
+    kinds: dict[str, dict[str, KindCounts]] = field(default_factory=dict)
 
     def add(
         self,
@@ -79,14 +79,14 @@ class Counter:
                     f"{', '.join(map(str, dict.fromkeys(shapes.values())))}"
                 )
         for name, keep_BN in kept.items():
-            free_BN, counts = free[name], self._kinds.setdefault(name, {_POSITION: KindCounts()})
-            images = range(self._images, self._images + len(keep_BN))
+            free_BN, counts = free[name], self.kinds.setdefault(name, {_POSITION: KindCounts()})
+            images = range(self.images, self.images + len(keep_BN))
             order_BN = (free_BN.cumsum(1) - 1).clamp(min=0)
             counts[_POSITION].add(order_BN, keep_BN, free_BN, images)
             for known, names in kinds.items():
                 if np.shape(names) == shapes[name]:
                     counts.setdefault(known, KindCounts()).add_names(names, keep_BN, free_BN, images)
-        self._images += len(next(iter(kept.values())))
+        self.images += len(next(iter(kept.values())))
         for part in self._parts():
             self._add_part(part, [kept[name] & free[name] for name in part], free[part[0]])
 
@@ -96,58 +96,33 @@ class Counter:
         back_B, expected_B = free_B.new_zeros((2, len(free_B)), dtype=torch.float64)
         for j, (name, keep_BN) in enumerate(zip(names, keeps)):
             for other, before_BN in zip(names, keeps):
-                sums = self._pairs.setdefault((other, name), RunningMean())
+                sums = self.pairs.setdefault(other, {}).setdefault(name, RunningMean())
                 sums.add((before_BN & keep_BN).sum(1) / before_BN.sum(1))
-            self._pairs.setdefault((name, ""), RunningMean()).add(keep_BN.sum(1) / free_B)
+            self.kept.setdefault(name, RunningMean()).add(keep_BN.sum(1) / free_B)
             if j:
                 back_B += (keep_BN & gone_BN).sum(1)
                 expected_B += gone_BN.sum(1) * (keep_BN.sum(1) / free_B)
             gone_BN, ever_BN = gone_BN | (free_BN & ~keep_BN), ever_BN | keep_BN
         if len(names) > 1:
-            self._returning.add(back_B / expected_B)
-        self._never.setdefault(names[0], RunningMean()).add((free_BN & ~ever_BN).sum(1) / free_B)
-
-    def state(self) -> dict[str, Any]:
-        """Return the counts as plain values and arrays."""
-        return {
-            "decisions": self.decisions,
-            "images": self._images,
-            "pairs": [[*names, counts.sums] for names, counts in self._pairs.items()],
-            "never": {name: counts.sums for name, counts in self._never.items()},
-            "returning": self._returning.sums,
-            "kinds": {
-                name: {known: [counts.names, counts.counts_G2K.numpy()] for known, counts in kinds.items()}
-                for name, kinds in self._kinds.items()
-            },
-        }
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from counts."""
-        self.decisions, self._images = state["decisions"], state["images"]
-        self._pairs = {(before, name): RunningMean(sums) for before, name, sums in state["pairs"]}
-        self._never = {name: RunningMean(sums) for name, sums in state["never"].items()}
-        self._returning = RunningMean(state["returning"])
-        self._kinds = {
-            name: {known: KindCounts(*counts) for known, counts in kinds.items()}
-            for name, kinds in state["kinds"].items()
-        }
+            self.returning.add(back_B / expected_B)
+        self.never.setdefault(names[0], RunningMean()).add((free_BN & ~ever_BN).sum(1) / free_B)
 
     def frequency(self, name: str, tokens: int) -> Tensor:
         """Return how often a decision keeps each of the tokens that may be skipped, by their order, in [0, 1] (F,)."""
-        return self._kinds[name][_POSITION].frequency(tokens)
+        return self.kinds[name][_POSITION].frequency(tokens)
 
     def result(self) -> Across:
         """Return what was counted."""
-        names, returning = self.decisions, self._returning.mean() if self._returning.sums[0] else None
+        names, returning = self.decisions, self.returning.mean() if self.returning.sums[0] else None
         kind, verdict = _judge(returning, len(names))
         return Across(
             decisions=names,
             blocks=self._followers(),
-            kept={name: self._pairs[name, ""].mean() for name in names},
-            again=[[self._pairs[i, j].mean() if (i, j) in self._pairs else None for j in names] for i in names],
-            never={name: sums.mean() for name, sums in self._never.items()},
+            kept={name: self.kept[name].mean() for name in names},
+            again=[[self.pairs[i][j].mean() if j in self.pairs[i] else None for j in names] for i in names],
+            never={name: sums.mean() for name, sums in self.never.items()},
             returning=returning,
-            information={name: _informed(self._kinds[name]) for name in names},
+            information={name: _informed(self.kinds[name]) for name in names},
             kind=kind,
             verdict=verdict,
         )
@@ -162,7 +137,7 @@ class Counter:
     def _followers(self) -> dict[str, list[str]]:
         """Return for each decision the blocks that keep its tokens, itself first."""
         followers: dict[str, list[str]] = {}
-        for name in self._routed:
+        for name in self.routed:
             if name in self.decisions:
                 latest = followers.setdefault(name, [])
             latest.append(name)

@@ -5,10 +5,9 @@ Axes: B images, N tokens, D channels."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
@@ -16,13 +15,12 @@ from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.audit.across import Counter
 from mmod.analysis.audit.choices import RANDOM, Choice, DecisionContext, Kept
-from mmod.analysis.audit.influence import InfluenceCounts
+from mmod.analysis.audit.information import InfluenceCounts
 from mmod.analysis.audit.oracle import TokenValues
 from mmod.analysis.audit.reference import Reference, consult
 from mmod.analysis.audit.replace import free_tokens, keep_best, only_free, replaced_decisions
 from mmod.analysis.audit.result import LEARNED
-from mmod.analysis.audit.strata import Outcomes
-from mmod.analysis.statistics import Values
+from mmod.analysis.audit.strata import Outcomes, Pair, Strata
 from mmod.model import routed_blocks
 from mmod.routing import Routing
 
@@ -31,8 +29,6 @@ Shift = Callable[[Any, range], Any]
 
 # Used in place of a shift's name: outcomes of another model.
 _BESIDE = "beside"
-# Attributes with state of their own.
-_PARTS = ("positions", "across", "influence", "worth")
 
 Judge = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """Runs a model on a batch, once, and returns the loss and the accuracy in [0, 1] of each image or sample, (B,) each."""
@@ -47,6 +43,22 @@ class _EvaluatedBatch(NamedTuple):
     partners: dict[str, Kept]
     images: range
     reference: Reference | None = None
+
+
+@dataclass
+class Counts:
+    """Results of the batches so far; their size does not grow with the images but for losses and accuracies."""
+
+    positions: Counter
+    across: Counter
+    influence: InfluenceCounts = field(default_factory=InfluenceCounts)
+    worth: TokenValues = field(default_factory=TokenValues)
+    strata: Strata = field(default_factory=Strata)
+    # By name of a set ("" for the audited one): its number of images, and the decisions on its last image.
+    images: dict[str, int] = field(default_factory=dict)
+    last: dict[str, dict[str, Kept]] = field(default_factory=dict)
+    # By names of a shift or set, and of a choice.
+    outcomes: dict[str, dict[str, Outcomes]] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,18 +79,12 @@ class Auditor:
         # The current batch, in messages.
         self.at = "the first batch"
         self.blocks = routed_blocks(self.model)
-        self.positions, self.across = Counter(list(self.blocks)), Counter(list(self.blocks))
-        self.influence, self.worth = InfluenceCounts(), TokenValues()
-        # By name of a set ("" for the audited one): the decisions on its last image, and its number of images.
-        self._last: dict[str, dict[str, Kept]] = {}
-        self._images: dict[str, int] = {}
-        # Loss and accuracy of batches, by names of choice and of shift or set.
-        self._outcomes: dict[tuple[str, str], list[tuple[Values, Values]]] = {}
+        self.counts = Counts(Counter(list(self.blocks)), Counter(list(self.blocks)))
 
-    def learn(self, batch: Any) -> None:
+    def learn(self, number: int, batch: Any) -> None:
         """Count kept tokens by position."""
         _, _, learned = self._as_learned(batch)
-        self.positions.add({name: routing.keep_BN for name, routing in learned.items()}, self._free(learned))
+        self.counts.positions.add({name: routing.keep_BN for name, routing in learned.items()}, self._free(learned))
 
     def judge_batch(
         self, batch: Any, kinds: Mapping[str, ArrayLike], *, leave_one_out: bool = False
@@ -89,56 +95,34 @@ class Auditor:
         if dense is not None:
             consulted = consult(dense, lambda: self._outcome(dense, batch)[0], evaluated.learned, self.made)
             evaluated = evaluated._replace(reference=consulted)
-        self.across.add({name: routing.keep_BN for name, routing in evaluated.learned.items()}, evaluated.free, kinds)
+        self.counts.across.add(
+            {name: routing.keep_BN for name, routing in evaluated.learned.items()}, evaluated.free, kinds
+        )
         self._move(evaluated)
         for name, choice in self.made.items():
-            self._note((name, ""), *self._judge(evaluated, choice))
+            self._note(name, "", *self._judge(evaluated, choice))
         if leave_one_out:
             # Tokens that an earlier block of the span dropped cannot be chosen.
             free = {
                 name: free_BN & (evaluated.learned[name].score_BN > -torch.inf)
                 for name, free_BN in evaluated.free.items()
             }
-            self.worth.add(
+            self.counts.worth.add(
                 lambda choice: self._replaced(evaluated, choice)[0], loss_B, evaluated.learned, free, self.made[RANDOM]
             )
         for name, shift in self.shifts.items():
             shifted, _ = self._see(shift(batch, evaluated.images), name, evaluated.partners)
-            self._note((RANDOM, name), *self._judge(shifted, self.made[RANDOM]))
+            self._note(RANDOM, name, *self._judge(shifted, self.made[RANDOM]))
         for name, other in self.beside.items():
-            self._note((name, _BESIDE), *self._outcome(other, batch))
-        self._images[""] = evaluated.images.stop
+            self._note(name, _BESIDE, *self._outcome(other, batch))
+        self.counts.images[""] = evaluated.images.stop
         return len(evaluated.images), None if evaluated.reference is None else evaluated.reference.loss_B
 
-    def judge_other(self, name: str, batch: Any) -> None:
+    def judge_other(self, name: str, number: int, batch: Any) -> None:
         """Evaluate a batch of another set, with the learned and with the random choice."""
         evaluated, _ = self._see(batch, name, of=name)
-        self._note((RANDOM, name), *self._judge(evaluated, self.made[RANDOM]))
-        self._images[name] = evaluated.images.stop
-
-    def state(self) -> dict[str, Any]:
-        """Return intermediate results as plain values and arrays."""
-        last = {
-            of: {
-                name: [values.cpu().numpy() for values in (kept.keep_BF, kept.score_BF.float())]
-                for name, kept in decisions.items()
-            }
-            for of, decisions in self._last.items()
-        }
-        outcomes = [[*names, *map(np.concatenate, zip(*values))] for names, values in self._outcomes.items()]
-        parts = {name: getattr(self, name).state() for name in _PARTS}
-        return {"images": self._images, "last": last, "outcomes": outcomes, **parts}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Resume from intermediate results."""
-        self._images = state["images"]
-        self._last = {
-            of: {name: Kept(*map(torch.from_numpy, values)) for name, values in decisions.items()}
-            for of, decisions in state["last"].items()
-        }
-        self._outcomes = {(choice, shift): [(loss, right)] for choice, shift, loss, right in state["outcomes"]}
-        for name in _PARTS:
-            getattr(self, name).restore(state[name])
+        self._note(RANDOM, name, *self._judge(evaluated, self.made[RANDOM]))
+        self.counts.images[name] = evaluated.images.stop
 
     def identity(self, first: Any) -> dict[str, Any]:
         """Return plain values that identify the audit: options, and losses of the first batch."""
@@ -151,35 +135,33 @@ class Auditor:
         names = {"conditions": list(self.made), "shifts": list(self.shifts)}
         return names | {"draws": self.draws, "grid": self.fixed_grid and list(self.fixed_grid)} | losses
 
-    def outcomes(self, choice: str, shift: str = "") -> tuple[Values, Values]:
-        """Return accuracy and loss of the images with a choice of tokens."""
-        images = self._images.get("", 0)
+    def outcomes(self, choice: str, shift: str = "") -> Outcomes:
+        """Return loss and accuracy of the images with a choice of tokens."""
+        images = self.counts.images.get("", 0)
         if images < 2:
             raise ValueError(f"an audit needs two images or more, got {images}")
-        loss_I, accuracy_I = (np.concatenate(batches) for batches in zip(*self._outcomes[choice, shift]))
-        return accuracy_I, loss_I
+        return self.counts.outcomes[shift][choice]
 
-    def against_random(self, shift: str = "") -> Outcomes:
+    def against_random(self, shift: str = "") -> Pair:
         """Return the outcomes of the learned and the random choice."""
-        return Outcomes(*self.outcomes(LEARNED, shift), *self.outcomes(RANDOM, shift))
+        return self.outcomes(LEARNED, shift), self.outcomes(RANDOM, shift)
 
-    def against(self, other: str) -> Outcomes:
+    def against(self, other: str) -> Pair:
         """Return the outcomes of the learned choice and of another model."""
-        return Outcomes(*self.outcomes(LEARNED), *self.outcomes(other, _BESIDE))
+        return self.outcomes(LEARNED), self.outcomes(other, _BESIDE)
 
-    def _note(self, name: tuple[str, str], loss_B: Tensor, accuracy_B: Tensor) -> None:
-        both = (loss_B.double().cpu().numpy(), accuracy_B.double().cpu().numpy())
-        self._outcomes.setdefault(name, []).append(both)
+    def _note(self, choice: str, shift: str, loss_B: Tensor, accuracy_B: Tensor) -> None:
+        self.counts.outcomes.setdefault(shift, {}).setdefault(choice, Outcomes()).add(loss_B, accuracy_B)
 
     def _see(
         self, batch: Any, shift: str = "", partners: dict[str, Kept] | None = None, of: str = ""
     ) -> tuple[_EvaluatedBatch, Tensor]:
         """Evaluate a batch with the learned decisions, store the outcome, and return it with its loss."""
         loss_B, accuracy_B, learned = self._as_learned(batch)
-        self._note((LEARNED, shift), loss_B, accuracy_B)
+        self._note(LEARNED, shift, loss_B, accuracy_B)
         free = self._free(learned)
-        start = self._images.get(of, 0)
-        partners = partners or self._partners(learned, free, self._last.setdefault(of, {}))
+        start = self.counts.images.get(of, 0)
+        partners = partners or self._partners(learned, free, self.counts.last.setdefault(of, {}))
         return _EvaluatedBatch(batch, learned, free, partners, range(start, start + len(loss_B))), loss_B
 
     def _move(self, evaluated: _EvaluatedBatch) -> None:
@@ -198,7 +180,7 @@ class Auditor:
             }
 
         if grid is not None:
-            self.influence.add(evaluated.batch, decide, grid, evaluated.images)
+            self.counts.influence.add(evaluated.batch, decide, grid, evaluated.images)
 
     def _judge(self, evaluated: _EvaluatedBatch, choice: Choice) -> list[Tensor]:
         """Return loss and accuracy with a counterfactual choice, averaged over draws if it is random."""
@@ -261,7 +243,7 @@ class Auditor:
         """Evaluate a batch with a counterfactual choice."""
 
         def replace(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
-            frequency_F = self.positions.frequency(name, x_BND.shape[1]).to(x_BND.device)
+            frequency_F = self.counts.positions.frequency(name, x_BND.shape[1]).to(x_BND.device)
             learned, free_BN = evaluated.learned[name], evaluated.free[name]
             dense = evaluated.reference
             place = DecisionContext(
@@ -288,7 +270,7 @@ class Auditor:
         """Return the decisions on the previous image of every image; the first image takes the next one."""
         partners: dict[str, Kept] = {}
         for name, routing in learned.items():
-            kept = Kept(only_free(routing.keep_BN, free[name]), only_free(routing.score_BN, free[name]))
+            kept = Kept(only_free(routing.keep_BN, free[name]), only_free(routing.score_BN.float(), free[name]))
             before = last.get(name, Kept(*(value_BF[1:2] if len(value_BF) > 1 else value_BF for value_BF in kept)))
             last[name] = Kept(*(value_BF[-1:].clone() for value_BF in kept))
             before = Kept(*(value_BF.to(kept.keep_BF.device) for value_BF in before))

@@ -4,7 +4,6 @@ Axes: B texts, N tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from mmod.analysis.statistics import Estimate, RunningMean
 from mmod.analysis.trace import trace
-from mmod.io.tables import markdown_table
+from mmod.io.tables import Table, table_of
 from mmod.model import routed_blocks
 from mmod.routing.groups import assign_groups, select_within
 
@@ -60,13 +59,21 @@ class Generation:
     stretches: list[Stretch]
     decay: dict[str, Estimate]
 
-    def __str__(self) -> str:
-        header, *rows = generation_rows(self)
-        decay = "; ".join(f"{change:+.3f} in {text} text" for text, change in self.decay.items())
-        return (
+    def table(self) -> Table:
+        """Return the stretches as a table."""
+        columns = {
+            "text": ("text", ""), "tokens": ("tokens", ""), "loss": ("nats a token", ".3f"), "kept": ("kept", ".3f"),
+            "agreement": ("as the top-k", ".3f"), "above_chance": ("above chance", ".2f"),
+        }  # fmt: skip
+        rows = [{**vars(row), "tokens": f"{row.first} to {row.last}"} for row in self.stretches]
+        caption = (
             f"The {self.by} decides token by token, beside the top-k of windows of {self.window}; {self.texts} texts."
-            f"\n\n{markdown_table(header, rows)}\n\nFrom the first window to the last the agreement changes by {decay}."
         )
+        return table_of(columns, rows, caption)
+
+    def __str__(self) -> str:
+        decay = "; ".join(f"{change:+.3f} in {text} text" for text, change in self.decay.items())
+        return f"{self.table()}\n\nFrom the first window to the last the agreement changes by {decay}."
 
 
 @torch.no_grad()
@@ -160,12 +167,3 @@ def _mean(value_B: Tensor) -> Estimate:
     sums = RunningMean()
     sums.add(value_B)
     return sums.mean()
-
-
-def generation_rows(generation: Generation) -> Sequence[list[str]]:
-    """Return what was found as a table, its header first."""
-    return [["text", "tokens", "nats a token", "kept", "as the top-k", "above chance"]] + [
-        [row.text, f"{row.first} to {row.last}", f"{row.loss:.3f}", f"{row.kept:.3f}", f"{row.agreement:.3f}",
-         f"{row.above_chance:.2f}"]
-        for row in generation.stretches
-    ]  # fmt: skip

@@ -4,15 +4,15 @@ Axes: B images, N tokens, F tokens of an image that may be skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from mmod.analysis.audit.choices import Choice, DecisionContext, first
 from mmod.analysis.statistics import Estimate, RunningMean
+from mmod.io.tables import Table, table_of
 from mmod.routing import Routing
 
 # Judges the batch with a choice of tokens and returns the loss of each image (B,).
@@ -41,23 +41,26 @@ class LeaveOneOut:
     oracle: Estimate
     random: Estimate
 
-    def told(self) -> str:
-        """Return the same in sentences."""
-        return (
+    def table(self) -> Table:
+        """Return the correlations by decision."""
+        columns = {"name": ("decision", ""), "score": ("score and worth of a token", ".2f"), "norm": ("norm", ".2f")}
+        rows = [{"name": name, "score": score, "norm": self.norm[name]} for name, score in self.agreement.items()]
+        caption = (
             f"Each token was left out once, on {self.images} images of loss {self.loss:.3f}. With the tokens that are "
             f"worth most it changes by {self.oracle:+.3f}, with random ones by {self.random:+.3f}. Agreement is the "
             "rank correlation within an image, with 95 % intervals over images."
         )
+        return table_of(columns, rows, caption)
 
 
+@dataclass
 class TokenValues:
     """Rank correlations of scores with what tokens are worth, gathered batch by batch."""
 
-    def __init__(self) -> None:
-        self._sums: dict[str, dict[str, RunningMean]] = {
-            "agreement": {}, "norm": {}, "losses": {name: RunningMean() for name in ("loss", "oracle", "random")},
-        }  # fmt: skip
-        self._images = 0
+    agreement: dict[str, RunningMean] = field(default_factory=dict)
+    norm: dict[str, RunningMean] = field(default_factory=dict)
+    losses: dict[str, RunningMean] = field(default_factory=dict)
+    images: int = 0
 
     def add(
         self, judged: Judged, loss_B: Tensor, learned: dict[str, Routing], free: dict[str, Tensor], random: Choice
@@ -65,60 +68,46 @@ class TokenValues:
         """Leave out, or let in, each token of a batch."""
         worth: dict[str, Tensor] = {}
         for name, routing in learned.items():
-            norms: dict[str, Tensor] = {}
-            worth[name] = _worth(judged, loss_B, name, routing, free[name], norms)
-            norm_BN = norms[name]
-            for what, score_BN in (("agreement", routing.score_BN), ("norm", norm_BN)):
-                agreement_B = rank_agreement(score_BN, worth[name], free[name])
-                self._sums[what].setdefault(name, RunningMean()).add(agreement_B)
+            worth[name], norm_BN = _worth(judged, loss_B, name, routing, free[name])
+            for sums, score_BN in ((self.agreement, routing.score_BN), (self.norm, norm_BN)):
+                sums.setdefault(name, RunningMean()).add(rank_agreement(score_BN, worth[name], free[name]))
         oracle_B = judged(Choice("other", lambda place: worth[place.block]))
-        losses = self._sums["losses"]
-        losses["loss"].add(loss_B)
-        losses["oracle"].add(oracle_B - loss_B)
-        losses["random"].add(judged(random) - loss_B)
-        self._images += len(loss_B)
+        losses = {"loss": loss_B, "oracle": oracle_B - loss_B, "random": judged(random) - loss_B}
+        for what, value_B in losses.items():
+            self.losses.setdefault(what, RunningMean()).add(value_B)
+        self.images += len(loss_B)
 
     def result(self) -> LeaveOneOut | None:
-        """Return what was gathered, None where nothing was."""
-        if not self._images:
+        """Return the means, None where nothing was gathered."""
+        if not self.images:
             return None
-        means = {what: {name: running.mean() for name, running in sums.items()} for what, sums in self._sums.items()}
-        return LeaveOneOut(self._images, means["agreement"], means["norm"], **means["losses"])
-
-    def state(self) -> dict[str, Any]:
-        """Return what was gathered as plain values and arrays."""
-        sums = {what: {name: running.sums for name, running in sums.items()} for what, sums in self._sums.items()}
-        return {"images": self._images, "sums": sums}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was gathered."""
-        self._images = state["images"]
-        self._sums = {
-            what: {name: RunningMean(saved) for name, saved in sums.items()} for what, sums in state["sums"].items()
-        }
+        agreement, norm, losses = (
+            {name: running.mean() for name, running in sums.items()}
+            for sums in (self.agreement, self.norm, self.losses)
+        )
+        return LeaveOneOut(self.images, agreement, norm, **losses)
 
 
-def _worth(
-    judged: Judged, loss_B: Tensor, name: str, routing: Routing, free_BN: Tensor, norms: dict[str, Tensor]
-) -> Tensor:
-    """Return by how much the loss is higher without each token that may be skipped than with it (B, N)."""
+def _worth(judged: Judged, loss_B: Tensor, name: str, routing: Routing, free_BN: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the worth of each token that may be skipped, see `LeaveOneOut`, and its norm (B, N)."""
     order_BN = free_BN.cumsum(1) - 1
-    worth_BN = torch.zeros(free_BN.shape, dtype=torch.float64, device=free_BN.device)
+    worth_BN = norm_BN = torch.zeros(free_BN.shape, dtype=torch.float64, device=free_BN.device)
     for token in range(int(free_BN.sum(1).max())):
         flipped_BN = (order_BN == token) & free_BN
 
         def rank(place: DecisionContext, flipped_BN: Tensor = flipped_BN) -> Tensor:
+            nonlocal norm_BN
             rank_BN = first(place.learned.keep_BN, place.learned.score_BN).double()
             if place.block != name:
                 return rank_BN
-            norms[name] = place.x_BND.float().norm(dim=-1)
+            norm_BN = place.x_BND.float().norm(dim=-1)
             turned_BN = torch.where(place.learned.keep_BN, -1.0, float(rank_BN.shape[1] * 2))
             return torch.where(flipped_BN, turned_BN, rank_BN)
 
         change_B = judged(Choice("other", rank)).double() - loss_B.double()
         sign_BN = torch.where(routing.keep_BN, 1.0, -1.0).double()
         worth_BN = torch.where(flipped_BN, sign_BN * change_B[:, None], worth_BN)
-    return worth_BN
+    return worth_BN, norm_BN
 
 
 def rank_agreement(one_BN: Tensor, other_BN: Tensor, free_BN: Tensor) -> Tensor:

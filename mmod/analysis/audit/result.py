@@ -1,24 +1,21 @@
-"""What an audit finds, its verdict, and how both are written."""
+"""The result of an audit: its figures, its verdict, and both as text and tables."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from mmod.analysis.audit.across import Across
 from mmod.analysis.audit.choices import Choice
-from mmod.analysis.audit.influence import Influence
-from mmod.analysis.audit.information import information_rows
+from mmod.analysis.audit.information import Influence, information_table
 from mmod.analysis.audit.oracle import LeaveOneOut
-from mmod.analysis.audit.strata import Stratum, beside_told, strata_rows, strata_told
-from mmod.analysis.audit.verdict import Kind, judge
+from mmod.analysis.audit.strata import Outcomes, Stratum, beside_told, strata_table, strata_told
 from mmod.analysis.statistics import (
     Estimate,
-    Values,
     adjusted,
     estimate_of,
     published,
@@ -26,10 +23,24 @@ from mmod.analysis.statistics import (
     resampled_means,
     sign_test,
 )
-from mmod.io.tables import markdown_table
+from mmod.io.tables import Table, table_of
 
 LEARNED = "as learned"
 _LEVEL = 0.05
+_COLUMNS = {
+    "name": ("tokens kept", ""), "accuracy": ("accuracy %", ".1f"), "loss": ("loss", ".3f"),
+    "accuracy_change": ("accuracy change", "+.1f"), "accuracy_p": ("p", ".3g"), "loss_change": ("loss change", "+.3f"),
+    "loss_p": ("p of loss", ".3g"), "effect": ("effect", ".2f"),
+}  # fmt: skip
+Kind = Literal["content", "position", "both", "no better than random", "cannot be told"]
+# Shares of position, of what content and position decide, between which a router uses both.
+_BOTH = (0.25, 0.75)
+# A choice of which content and position each decide less than that, and surely less than twice that, uses neither.
+_NONE = 0.05
+# Intervals of fewer images are too short.
+_FEW = 10
+# A router of which a fixed position reaches less than that share cannot use position alone.
+_HALF = 0.5
 
 
 @dataclass(frozen=True)
@@ -37,12 +48,10 @@ class Condition:
     """The model with one choice of tokens.
 
     Args:
-        name: What chooses.
         family: "learned", "random", "position" or "other".
         accuracy: Accuracy in percent.
-        loss: Mean loss.
-        accuracy_change: Accuracy less that with the learned choice, paired by image; None for that itself.
-        accuracy_p: How likely such a change is by chance, corrected for all tests of the audit.
+        accuracy_change: Accuracy minus that with the learned choice, paired by image; None for the learned choice.
+        accuracy_p: P-value of that change, corrected for all tests of the audit.
         effect: Change of the loss over its standard deviation among images.
     """
 
@@ -59,21 +68,18 @@ class Condition:
 
 @dataclass(frozen=True)
 class Audit:
-    """What the decisions of a model are worth, and how they hang together.
+    """What the decisions of a model are worth, and how they depend on each other.
 
     Args:
-        images: Number of images.
-        draws: Random choices that were averaged.
+        draws: Random choices per image, of which results are means.
         conditions: The model with each choice of tokens, the learned one first.
-        gap: Accuracy of the learned choice above the random one.
+        gap: Accuracy of the learned choice minus that of the random one.
         position: Name of the fixed position that scores highest.
         explained: Share of the gap that this position reaches; None without a clear gap or a position.
         kind: What the router uses, or "no better than random" where it uses neither content nor position.
         verdict: The same in sentences, with what its choice is worth and what a fixed position would reach on the data.
-        across: How the decisions of the blocks hang together.
-        strata: The learned against the random choice in parts of the set.
-        leave_one_out: What single tokens are worth.
-        beside: The model against others, on all images and in parts of the set.
+        strata: The learned choice against the random one by stratum.
+        beside: The model against baselines, on all images and by stratum.
         influence: What decides which patches are kept where content is moved; None without a known grid of patches.
     """
 
@@ -95,99 +101,54 @@ class Audit:
         """Return everything as plain JSON values."""
         return dataclasses.asdict(self, dict_factory=published)
 
-    def rows(self) -> list[list[str]]:
-        """Return the conditions as rows of a table, its header first."""
-        header = ["tokens kept", "accuracy %", "loss", "accuracy change", "p", "loss change", "p of loss", "effect"]
-        return [header, *map(_cells, self.conditions)]
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> Audit:
+        """Return the audit that `to_dict` wrote."""
+        return read_published(cls, fields)
 
-    def table(self) -> str:
-        """Return the conditions as a Markdown table."""
-        header, *rows = self.rows()
-        return markdown_table(header, rows)
-
-    def never(self) -> str:
-        """Say how many tokens no block of a span keeps."""
-        return "; ".join(f"{share:.3f} of the tokens from {name} on" for name, share in self.across.never.items())
-
-    def __str__(self) -> str:
+    def sections(self) -> list[str | Table]:
+        """Return sentences and tables, all but the verdict."""
         across, names = self.across, self.across.decisions
+        conditions = (
+            f"{self.images} images, {self.draws} random draws. Intervals are of 95 %, by resampling images; p-values "
+            "are of paired tests by random signs, corrected by Holm's method."
+        )
         again = [
             [name, *("" if share is None else f"{share:.2f}" for share in row)]
             for name, row in zip(names, across.again)
         ]
         kept = ["kept by chance", *(f"{across.kept[name]:.2f}" for name in names)]
-        matrix = markdown_table(["kept in", *(f"again in {name}" for name in names)], [*again, kept])
-        return (
-            f"{self.verdict}\n\n{self.table()}\n\n{self.images} images, {self.draws} random draws. Intervals are of "
-            "95 %, by resampling images; p-values are of paired tests by random signs, corrected by Holm's method.\n\n"
-            f"{across.verdict}\n\n{matrix}\n\nNever kept: {self.never()}.{self._more()}"
-        )
+        never = "; ".join(f"{share:.3f} of the tokens from {name} on" for name, share in across.never.items())
+        parts: list[str | Table] = [
+            table_of(_COLUMNS, [vars(condition) for condition in self.conditions], conditions),
+            across.verdict,
+            Table([["kept in", *(f"again in {name}" for name in names)], *again, kept]),
+            f"Never kept: {never}.",
+        ]
+        known = information_table(across.information)
+        parts += [known] if len(known.rows) > 1 else []
+        if self.strata:
+            caption = "Gaps are those of the learned over the random choice"
+            parts += [strata_table(self.strata, "random", caption), *strata_told(self.strata)]
+        if self.beside:
+            caption = "Gaps are those of this model over the other, on the same images"
+            parts += [strata_table(self.beside, "its", caption), *beside_told(self.beside)]
+        return parts + ([] if self.leave_one_out is None else [self.leave_one_out.table()])
+
+    def __str__(self) -> str:
+        return "\n\n".join([self.verdict, *map(str, self.sections())])
 
     _repr_markdown_ = __str__  # Notebooks show it.
 
-    def _more(self) -> str:
-        """Return what is known of tokens, and what was found in strata and about single ones."""
-        parts = []
-        header, *known = information_rows(self.across.information)
-        if known:
-            parts += [
-                markdown_table(header, known),
-                "What is known of a token says so much of whether it is kept, without the bias of counts.",
-            ]
-        if self.strata:
-            header, *rows = strata_rows(self.strata, "random")
-            parts += [
-                markdown_table(header, rows),
-                "Gaps are those of the learned over the random choice; their intervals hold for all of them together.",
-                *strata_told(self.strata),
-            ]
-        if self.beside:
-            header, *rows = strata_rows(self.beside, "its")
-            parts += [
-                markdown_table(["beside", *header[1:]], rows),
-                "Gaps are those of this model over the other, on the same images; their intervals hold for all of them "
-                "together.",
-                *beside_told(self.beside),
-            ]
-        if self.leave_one_out is not None:
-            single = self.leave_one_out
-            rows = [[name, f"{score:.2f}", f"{single.norm[name]:.2f}"] for name, score in single.agreement.items()]
-            parts += [markdown_table(["decision", "score and worth of a token", "norm and worth"], rows), single.told()]
-        return "".join(f"\n\n{part}" for part in parts)
-
-
-def _cells(row: Condition) -> list[str]:
-    changes = zip((row.accuracy_change, row.loss_change), ("+.1f", "+.3f"))
-    accuracy_change, loss_change = ("" if change is None else f"{change:{form}}" for change, form in changes)
-    accuracy_p, loss_p = ("" if p is None else f"{p:.3g}" for p in (row.accuracy_p, row.loss_p))
-    effect = "" if row.effect is None else f"{row.effect:.2f}"
-    return [
-        row.name,
-        f"{row.accuracy:.1f}",
-        f"{row.loss:.3f}",
-        accuracy_change,
-        accuracy_p,
-        loss_change,
-        loss_p,
-        effect,
-    ]
-
-
-def read_audit(fields: Mapping[str, Any]) -> Audit:
-    """Return the audit that `Audit.to_dict` wrote."""
-    # Earlier versions wrote one share for each decision here.
-    information = {name: known for name, known in fields["across"]["information"].items() if isinstance(known, Mapping)}
-    return read_published(Audit, {**fields, "across": {**fields["across"], "information": information}})
-
 
 def compare(
-    outcomes: Mapping[str, tuple[Values, Values]], made: Mapping[str, Choice], *, resamples: int, margin: float,
+    outcomes: Mapping[str, Outcomes], made: Mapping[str, Choice], *, resamples: int, margin: float,
     draws: int, across: Across, influence: Influence | None,
 ) -> Audit:  # fmt: skip
     """Compare the conditions of an audit."""
     names = list(outcomes)
-    accuracies, losses = zip(*outcomes.values())
-    value_IC = np.stack([*(100 * accuracy for accuracy in accuracies), *losses], axis=1)
+    percents = [100 * outcome.accuracy for outcome in outcomes.values()]
+    value_IC = np.stack([*percents, *(outcome.loss for outcome in outcomes.values())], axis=1)
     mean_C, drawn = value_IC.mean(axis=0), resampled_means(value_IC, resamples, seed=0)
     count = len(names)
     base_C = np.repeat([0, count], count)
@@ -220,3 +181,64 @@ def compare(
     kind, verdict = judge(gap, explained, best, margin, influence, is_clear=is_clear)
     conditions = [condition(name, place) for place, name in enumerate(names)]
     return Audit(len(value_IC), draws, conditions, gap, best, explained, kind, verdict, across, influence=influence)
+
+
+def judge(
+    gap: Estimate, explained: Estimate | None, best: str | None, margin: float, influence: Influence | None, *,
+    is_clear: bool,
+) -> tuple[Kind, str]:  # fmt: skip
+    """Return what a router uses, and sentences that say so, what it is worth, and what a fixed position would do."""
+    is_none = not is_clear and gap.high < margin
+    if influence is None:
+        kind, why = _without_moves(explained, is_none=is_none)
+    else:
+        kind, why = _of(influence, is_clear=is_clear), str(influence)
+    leads = {
+        "content": "The router uses content",
+        "position": "The router uses position",
+        "both": "The router uses content and position",
+        "no better than random": "No better than random",
+        "cannot be told": "Cannot be told whether the router uses content or position",
+    }
+    worth = f"{gap:+.1f} points of accuracy over random tokens (95 % interval)"
+    if is_clear:
+        worth = f"Its choice is worth {worth}."
+    elif is_none:
+        worth = f"Its choice is no better than random: {worth}."
+    else:
+        worth = f"These images are too few to say whether its choice is better than random: {worth}."
+    return kind, f"{leads[kind]}: {why}. {worth}{_of_data(explained, best, is_clear=is_clear)}"
+
+
+def _of(influence: Influence, *, is_clear: bool) -> Kind:
+    """Return what a router uses by what decides where content is moved."""
+    content, position, share = influence.content, influence.position, influence.position_share
+    if influence.images < _FEW:
+        return "cannot be told"
+    if max(content.low, position.low) <= 0 or max(content.value, position.value) < _NONE:
+        is_neither = max(content.high, position.high) < 2 * _NONE and not is_clear
+        return "no better than random" if is_neither else "cannot be told"
+    if share.value < _BOTH[0] and share.high < _HALF:
+        return "content"
+    if share.value > _BOTH[1] and share.low > _HALF:
+        return "position"
+    return "both" if min(content.low, position.low) > 0 else "cannot be told"
+
+
+def _without_moves(explained: Estimate | None, *, is_none: bool) -> tuple[Kind, str]:
+    """Return what a router uses where no content was moved, and why."""
+    if is_none:
+        return "no better than random", "other tokens would do as well"
+    if explained is not None and explained.high < _HALF:
+        return "content", "no fixed position reaches half of what its choice is worth"
+    return "cannot be told", "its content was not moved, which needs batches of images on a known grid of patches"
+
+
+def _of_data(explained: Estimate | None, best: str | None, *, is_clear: bool) -> str:
+    """Return the sentence that says what a fixed position would reach on the data."""
+    if explained is None:
+        return " No fixed position was tried." if is_clear else ""
+    share = 100 * explained
+    if explained.high < 1:
+        return f" On this data the best fixed position, {best!r}, reaches {share:.0f} % of that."
+    return f" On this data a fixed position would do as well: {best!r} reaches {share:.0f} % of that."

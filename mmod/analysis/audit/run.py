@@ -17,16 +17,14 @@ from mmod.analysis.audit.auditor import Auditor, Judge, Shift
 from mmod.analysis.audit.choices import DecisionContext, choices
 from mmod.analysis.audit.information import KindsOf
 from mmod.analysis.audit.judges import judge_classes
-from mmod.analysis.audit.partial import Partial
+from mmod.analysis.audit.progress import Progress
 from mmod.analysis.audit.result import LEARNED, Audit, compare
-from mmod.analysis.audit.strata import ALL, DIFFICULTY, SHIFT, Outcomes, Strata, StratumOf, compare_strata
+from mmod.analysis.audit.strata import ALL, DIFFICULTY, SHIFT, Pair, StratumOf, compare_strata
 from mmod.analysis.modes import in_mode
 from mmod.io.progress import progress_bar
 from mmod.values import check_value
 
 _AUDIT = "audit"
-# Batches, and the function that processes one.
-_Step = tuple[Iterable[Any], Callable[[Any], None]]
 
 
 @torch.no_grad()
@@ -124,32 +122,46 @@ def audit(
     beside, shifts, others = beside or {}, shifts or {}, others or {}
     if shifts.keys() & others.keys():
         raise ValueError(f"shifts and others both name {', '.join(shifts.keys() & others.keys())}: choose another name")
-    auditor, sorted_by = Auditor(model, judge, by_name, draws, grid, shifts, beside, reference), Strata()
-    kept = Partial(progress_file)
+    auditor = Auditor(model, judge, by_name, draws, grid, shifts, beside, reference)
 
-    def judge_batch(batch: Any) -> None:
-        kinds, is_early = token_kinds(batch) if token_kinds else {}, kept.done.get(_AUDIT, 0) < leave_one_out
-        images, dense_loss_B = auditor.judge_batch(batch, kinds, leave_one_out=is_early)
+    def judge_batch(number: int, batch: Any) -> None:
+        kinds = token_kinds(batch) if token_kinds else {}
+        images, dense_loss_B = auditor.judge_batch(batch, kinds, leave_one_out=number < leave_one_out)
         values = dict(strata(batch)) if strata is not None else {}
-        sorted_by.add(values if dense_loss_B is None else {**values, DIFFICULTY: dense_loss_B}, images)
+        labels = values if dense_loss_B is None else {**values, DIFFICULTY: dense_loss_B}
+        auditor.counts.strata.add(labels, images)
 
-    steps: dict[str, _Step] = {
+    steps: dict[str, tuple[Iterable[Any], Callable[[int, Any], object]]] = {
         "positions": (batches if positions_from is None else positions_from, auditor.learn),
         _AUDIT: (batches, judge_batch),
-        **{f"audit of {name}": (dataset, partial(auditor.judge_other, name)) for name, dataset in others.items()},
     }
+    steps |= {f"audit of {name}": (dataset, partial(auditor.judge_other, name)) for name, dataset in others.items()}
+    totals = {name: len(dataset) if isinstance(dataset, Sized) else None for name, (dataset, _) in steps.items()}
     with in_mode(False, model, reference, *beside.values()):
-        _go_on(auditor, sorted_by, steps, leave_one_out, kept, progress=progress)
+        identity: dict[str, Any] = {"leave_one_out": leave_one_out, "batches": totals}
+        if progress_file is not None:
+            identity |= auditor.identity(next(iter(batches), None))
+        done = Progress(progress_file, identity, auditor.counts)
+        auditor.counts = done.counts
+        for name, (dataset, take) in steps.items():
+            first = done.done.get(name, 0)
+            bar = progress_bar(done.left(name, dataset), desc=name, total=totals[name], initial=first, shown=progress)
+            for number, batch in enumerate(bar, first):
+                auditor.at = f"batch {number} of {name!r}"
+                take(number, batch)
+                done.add(name)
+            if done.done.get(name, 0) > first:
+                done.write()
     outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *by_name)}
     report = compare(
-        outcomes, by_name, resamples=resamples, margin=margin, draws=draws, across=auditor.across.result(),
-        influence=auditor.influence.result(),
+        outcomes, by_name, resamples=resamples, margin=margin, draws=draws, across=auditor.counts.across.result(),
+        influence=auditor.counts.influence.result(),
     )  # fmt: skip
-    parts, models = _strata_of(auditor, sorted_by, (*shifts, *others), beside)
+    parts, models = _strata_of(auditor, (*shifts, *others), beside)
     return dataclasses.replace(
         report,
         strata=compare_strata(parts, resamples),
-        leave_one_out=auditor.worth.result(),
+        leave_one_out=auditor.counts.worth.result(),
         beside=compare_strata(models, resamples),
     )
 
@@ -161,49 +173,20 @@ def _check_sets(sets: Mapping[str, Any], *, twice: bool) -> None:
             raise TypeError(f"{name} must be a list or a loader, which can be iterated twice, got {batches!r}")
 
 
-def _go_on(
-    auditor: Auditor,
-    sorted_by: Strata,
-    steps: Mapping[str, _Step],
-    leave_one_out: int,
-    kept: Partial,
-    *,
-    progress: bool,
-) -> None:
-    """Process the remaining batches of every step."""
-
-    def state() -> dict[str, Any]:
-        return {"auditor": auditor.state(), "strata": sorted_by.state()}
-
-    counts = {name: len(dataset) if isinstance(dataset, Sized) else None for name, (dataset, _) in steps.items()}
-    if kept.path is not None:
-        first = next(iter(steps[_AUDIT][0]), None)
-        saved = kept.read({**auditor.identity(first), "leave_one_out": leave_one_out, "batches": counts})
-        if saved is not None:
-            auditor.restore(saved["auditor"])
-            sorted_by.restore(saved["strata"])
-    for name, (batches, take) in steps.items():
-        done = kept.done.get(name, 0)
-        bar = progress_bar(kept.left(name, batches), desc=name, total=counts[name], initial=done, shown=progress)
-        for number, batch in enumerate(bar, done):
-            auditor.at = f"batch {number} of {name!r}"
-            take(batch)
-            kept.add(name, state)
-        if kept.done.get(name, 0) > done:
-            kept.write(state)
-
-
 def _strata_of(
-    auditor: Auditor, sorted_by: Strata, elsewhere: Sequence[str], beside: Iterable[str]
-) -> tuple[dict[tuple[str, str], Outcomes], dict[tuple[str, str], Outcomes]]:
+    auditor: Auditor, elsewhere: Sequence[str], beside: Iterable[str]
+) -> tuple[dict[tuple[str, str], Pair], dict[tuple[str, str], Pair]]:
     """Return outcomes by group and name, against random tokens and against other models."""
-    overall, members = auditor.against_random(), sorted_by.members()
-    parts = {names: overall.of(chosen) for names, chosen in members.items()}
+
+    def split(pair: Pair) -> dict[tuple[str, str], Pair]:
+        return {names: (pair[0].of(chosen), pair[1].of(chosen)) for names, chosen in members.items()}
+
+    members = auditor.counts.strata.members()
+    parts = split(auditor.against_random())
     if elsewhere:
         parts |= {(SHIFT, name or "none"): auditor.against_random(name) for name in ("", *elsewhere)}
     models = {}
     for name in beside:
-        both = auditor.against(name)
-        models[name, ALL] = both
-        models |= {(name, f"{group}: {part}"): both.of(chosen) for (group, part), chosen in members.items()}
+        models[name, ALL] = auditor.against(name)
+        models |= {(name, f"{group}: {part}"): pair for (group, part), pair in split(models[name, ALL]).items()}
     return parts, models

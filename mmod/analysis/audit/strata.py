@@ -1,9 +1,9 @@
-"""What the learned choice is worth in parts of a set: hard and easy images, kinds of questions, shifted images."""
+"""Accuracy of the learned choice by stratum: hard and easy images, kinds of questions, shifted images."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -19,11 +19,13 @@ from mmod.analysis.statistics import (
     sign_test,
     simultaneous,
 )
+from mmod.io.tables import Table, table_of
 
 StratumOf = Callable[[Any], Mapping[str, "Sequence[str] | Sequence[float] | Tensor"]]
 """From a batch to what its images are sorted by: names, or numbers of which thirds are made, (B,) each."""
 
 ALL, DIFFICULTY, SHIFT = "all images", "loss of the dense model", "shift"
+_TOGETHER = "intervals hold for all rows together, p-values are corrected for their number"
 _THIRDS = ("lowest third", "middle third", "highest third")
 
 
@@ -32,12 +34,11 @@ class Stratum:
     """Some of the images, or all of them changed in one way, under the learned and the random choice of tokens.
 
     Args:
-        group: What the images are sorted by; or another model, which then takes the place of the random choice.
-        name: Which of them these are.
+        group: Label that the images are sorted by; or another model, which then takes the place of the random choice.
         accuracy: Accuracy in percent with the learned choice.
-        gap: Learned less random; the intervals of a comparison hold for all its strata together.
-        loss_gap: Random less learned, in the same way.
-        accuracy_p: P-value of such a gap, corrected for all strata.
+        gap: Learned minus random; the intervals of a comparison hold for all its strata together.
+        loss_gap: Random minus learned, in the same way.
+        accuracy_p: P-value of the gap, corrected for all strata.
     """
 
     group: str
@@ -51,52 +52,49 @@ class Stratum:
     loss_p: float
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outcomes:
-    """Accuracy in [0, 1] and loss of each image, with the learned and with the random choice, (I,) each."""
+    """Loss, and accuracy in [0, 1], of each image with one choice of tokens (I,)."""
 
-    accuracy: Values
-    loss: Values
-    random_accuracy: Values
-    random_loss: Values
+    loss: Values = field(default_factory=lambda: np.zeros(0))
+    accuracy: Values = field(default_factory=lambda: np.zeros(0))
+
+    def add(self, loss_B: Tensor, accuracy_B: Tensor) -> None:
+        """Add a batch."""
+        self.loss = np.concatenate([self.loss, loss_B.double().cpu().numpy()])
+        self.accuracy = np.concatenate([self.accuracy, accuracy_B.double().cpu().numpy()])
 
     def of(self, chosen: Any) -> Outcomes:
         """Return those of some images."""
-        return Outcomes(
-            *(values[chosen] for values in (self.accuracy, self.loss, self.random_accuracy, self.random_loss))
-        )
+        return Outcomes(self.loss[chosen], self.accuracy[chosen])
 
 
+Pair = tuple[Outcomes, Outcomes]
+"""Outcomes of the learned choice, and those of the random one or of another model, on the same images."""
+
+
+@dataclass
 class Strata:
-    """What images are sorted by, gathered batch by batch."""
+    """Labels of images, gathered batch by batch."""
 
-    def __init__(self) -> None:
-        self._values: dict[str, list[Any]] = {}
-        self._images = 0
+    values: dict[str, list[Any]] = field(default_factory=dict)
+    images: int = 0
 
     def add(self, values: Mapping[str, Sequence[Any] | Tensor], images: int) -> None:
         """Add a batch."""
-        if self._images and values.keys() != self._values.keys():
-            raise ValueError(f"strata name {', '.join(values)} and named {', '.join(self._values)} before")
+        if self.images and values.keys() != self.values.keys():
+            raise ValueError(f"strata name {', '.join(values)} and named {', '.join(self.values)} before")
         for name, labels in values.items():
             labels = labels.tolist() if isinstance(labels, torch.Tensor) else list(labels)
             if len(labels) != images:
                 raise ValueError(f"strata give {len(labels)} values of {name!r} for {images} images")
-            self._values.setdefault(name, []).extend(labels)
-        self._images += images
-
-    def state(self) -> dict[str, Any]:
-        """Return what was gathered as plain values."""
-        return {"values": self._values, "images": self._images}
-
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what was gathered."""
-        self._values, self._images = state["values"], state["images"]
+            self.values.setdefault(name, []).extend(labels)
+        self.images += images
 
     def members(self) -> dict[tuple[str, str], Any]:
         """Return for each group and stratum where an image is in it (I,); groups of one stratum are left out."""
         members = {}
-        for group, values in self._values.items():
+        for group, values in self.values.items():
             names = np.asarray([value if isinstance(value, str) else _THIRDS[0] for value in values])
             if not all(isinstance(value, str) for value in values):
                 numbers = np.asarray(values, dtype=np.float64)
@@ -108,41 +106,40 @@ class Strata:
         return members
 
 
-def compare_strata(strata: Mapping[tuple[str, str], Outcomes], resamples: int) -> list[Stratum]:
-    """Compare the learned with the random choice in each stratum; those of one image are left out."""
-    kept = {names: outcomes for names, outcomes in strata.items() if len(outcomes.loss) > 1}
+def compare_strata(strata: Mapping[tuple[str, str], Pair], resamples: int) -> list[Stratum]:
+    """Compare both outcomes in each stratum; those of one image are left out."""
+    kept = {names: pair for names, pair in strata.items() if len(pair[0].loss) > 1}
     if not kept:
         return []
     gaps, drawn, p = [], [], []
     rows: list[tuple[Estimate, Estimate]] = []
-    for seed, outcomes in enumerate(kept.values()):
-        value_IC = np.stack(
-            [100 * outcomes.accuracy, 100 * outcomes.random_accuracy, outcomes.loss, outcomes.random_loss], axis=1
-        )
+    for seed, (learned, random) in enumerate(kept.values()):
+        value_IC = np.stack([100 * learned.accuracy, 100 * random.accuracy, learned.loss, random.loss], axis=1)
         gap_IC = np.stack([value_IC[:, 0] - value_IC[:, 1], value_IC[:, 3] - value_IC[:, 2]], axis=1)
         means = resampled_means(value_IC, resamples, seed)
-        learned, random = (estimate_of(value_IC[:, column].mean(), means[:, column]) for column in (0, 1))
-        rows.append((learned, random))
+        mine, other = (estimate_of(value_IC[:, column].mean(), means[:, column]) for column in (0, 1))
+        rows.append((mine, other))
         gaps += gap_IC.mean(axis=0).tolist()
         drawn += [means[:, 0] - means[:, 1], means[:, 3] - means[:, 2]]
         p += sign_test(gap_IC, resamples, seed).tolist()
     wide, corrected = simultaneous(np.asarray(gaps), np.stack(drawn, axis=1)), adjusted(p)
     compared = []
-    for place, ((group, name), outcomes) in enumerate(kept.items()):
-        learned, random = rows[place]
-        (gap, loss_gap), (accuracy_p, loss_p) = wide[2 * place : 2 * place + 2], corrected[2 * place : 2 * place + 2]
-        compared.append(Stratum(group, name, len(outcomes.loss), learned, random, gap, loss_gap, accuracy_p, loss_p))
+    for place, ((group, name), (learned, _)) in enumerate(kept.items()):
+        both = slice(2 * place, 2 * place + 2)
+        (gap, loss_gap), (accuracy_p, loss_p) = wide[both], corrected[both]
+        images = len(learned.loss)
+        compared.append(Stratum(group, name, images, *rows[place], gap, loss_gap, accuracy_p, loss_p))
     return compared
 
 
-def strata_rows(strata: Sequence[Stratum], other: str) -> list[list[str]]:
-    """Return a table of strata, its header first."""
-    header = ["by", "stratum", "images", "accuracy %", f"{other} %", "gap", "p", "loss gap", "p of loss"]
-    return [header] + [
-        [row.group, row.name, str(row.images), f"{row.accuracy:.1f}", f"{row.random:.1f}", f"{row.gap:+.1f}",
-         f"{row.accuracy_p:.3g}", f"{row.loss_gap:+.3f}", f"{row.loss_p:.3g}"]
-        for row in strata
-    ]  # fmt: skip
+def strata_table(strata: Sequence[Stratum], other: str, caption: str) -> Table:
+    """Return a table of strata; `other` is what the learned choice, or the model, is compared with."""
+    columns = {
+        "group": ("by", ""), "name": ("stratum", ""), "images": ("images", ""), "accuracy": ("accuracy %", ".1f"),
+        "random": (f"{other} %", ".1f"), "gap": ("gap", "+.1f"), "accuracy_p": ("p", ".3g"),
+        "loss_gap": ("loss gap", "+.3f"), "loss_p": ("p of loss", ".3g"),
+    }  # fmt: skip
+    return table_of(columns, [vars(stratum) for stratum in strata], f"{caption}; {_TOGETHER}.")
 
 
 def strata_told(strata: Sequence[Stratum]) -> list[str]:

@@ -11,7 +11,8 @@ import numpy as np
 
 from mmod.analysis.statistics import Estimate, difference
 from mmod.analysis.style import FAINT, INK, MARKERS, add_hint, add_legend, looks, new_figure, tidy
-from mmod.studies.results import Column, spread, table_of
+from mmod.io.tables import Column, table_of
+from mmod.studies.results import spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -136,7 +137,7 @@ def table(points: Points, score: str) -> str:
             gap = difference(one, other)
         rows.append({**point, "difference": _in_nats(gap)})
     minima = [{**row, "difference": _in_nats(row["difference"])} for row in optima(points, score)]
-    return "\n\n".join(table_of(_COLUMNS, lines) for lines in (rows, minima) if lines)
+    return "\n\n".join(str(table_of(_COLUMNS, lines)) for lines in (rows, minima) if lines)
 
 
 def verdict(points: Points, score: str) -> str:

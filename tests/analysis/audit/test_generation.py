@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.analysis.audit.generation import Generation, generation_rows, judge_generation
+from mmod.analysis.audit.generation import Generation, judge_generation
 from mmod.analysis.statistics import read_published
 from tests.adapters.vlm_zoo import make_language
 
@@ -74,7 +74,7 @@ def test_figures_are_those_of_a_plain_loop_over_decisions_of_decoding(by: str) -
         own, begun = (getattr(stretch, name).value for stretch in (first, found.stretches[3]))
         assert begun == pytest.approx(own, rel=1e-5)
     assert read_published(Generation, json.loads(json.dumps(dataclasses.asdict(found)))) == found
-    assert len(generation_rows(found)) == 1 + 6
+    assert len(found.table().rows) == 1 + 6
     assert f"The {by} decides token by token, beside the top-k of windows of 6; 5 texts." in str(found)
 
 

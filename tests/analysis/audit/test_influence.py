@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis.audit.influence import InfluenceCounts, roll_patches
-from mmod.analysis.audit.result import read_audit
+from mmod.analysis.audit.information import InfluenceCounts, roll_patches
+from mmod.analysis.audit.result import Audit
 from tests.analysis.audit.planted import PATCH, SIDE, TOKENS, batches_of, content, plant, position
 from tests.zoo import make_images, make_model
 
@@ -64,7 +64,7 @@ def test_planted_routers_are_told_apart_whatever_the_data(router: str, data: str
         batches = batches_of(300, seed, favour=DATA[data])
         found = mmod.audit(plant(score), batches, conditions=["random", "centre", "mean mask"], draws=1, resamples=200)
         assert found.kind == kind, found.verdict
-        assert read_audit(json.loads(json.dumps(found.to_dict()))) == found
+        assert Audit.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 def test_a_fixed_position_that_would_do_as_well_is_a_fact_of_the_data() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 import mmod
 from mmod.analysis.audit.across import Counter
 from mmod.analysis.audit.information import KindCounts
-from mmod.analysis.audit.result import read_audit
+from mmod.analysis.audit.result import Audit
 from tests.analysis.audit.planted import FAVOURED, TOKENS, position
 from tests.zoo import make_images, make_model
 
@@ -130,18 +130,8 @@ def test_planted_routers_are_told_apart_by_what_is_known_of_tokens() -> None:
         assert known["place"].share.low < 0.02
     page = str(found["position"])
     assert "favoured 0.75, other 0.00" in page
-    assert read_audit(json.loads(json.dumps(found["random"].to_dict()))) == found["random"]
+    assert Audit.from_dict(json.loads(json.dumps(found["random"].to_dict()))) == found["random"]
     with pytest.raises(
         ValueError, match=r"token_kinds give 'place' of \(60, 3\) tokens, and decisions are on \(60, 17"
     ):
         mmod.audit(models["random"], batches, **{**options, "token_kinds": lambda _: {"place": np.full((60, 3), "a")}})
-
-
-def test_what_an_earlier_version_wrote_is_read() -> None:
-    model = mmod.route_(make_model(NAME), mmod.RoutingConfig(router="norm"))
-    batches = [(make_images(NAME, 4), torch.arange(4))]
-    fields = mmod.audit(model, batches, conditions=["random"], draws=1, resamples=100).to_dict()
-    fields["across"]["information"] = dict.fromkeys(fields["across"]["information"], 0.25)
-    old = read_audit(fields)
-    assert old.across.information == {}
-    assert "known of a token" not in str(old)

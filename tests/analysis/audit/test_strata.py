@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mmod
 from mmod.analysis.audit import SHIFTS
-from mmod.analysis.audit.result import read_audit
+from mmod.analysis.audit.result import Audit
 from mmod.analysis.audit.strata import Strata, strata_told
 from mmod.analysis.statistics import resampled_means, simultaneous
 from tests.analysis.audit.planted import FAVOURED, PATCH, PLANTED, SIDE, batches_of, plant
@@ -70,7 +70,7 @@ def test_batches_do_not_matter_and_findings_are_read_again() -> None:
     whole = found[0].strata[5]
     assert whole.accuracy.value == found[0].conditions[0].accuracy.value
     assert whole.gap.value == pytest.approx(found[0].gap.value)
-    assert read_audit(json.loads(json.dumps(found[0].to_dict()))) == found[0]
+    assert Audit.from_dict(json.loads(json.dumps(found[0].to_dict()))) == found[0]
     assert "| shift | noise | 60 |" in " ".join(str(found[0]).split())
 
 
@@ -157,7 +157,7 @@ def test_a_model_is_compared_with_others_in_the_same_strata() -> None:
     assert whole.accuracy.value == found.conditions[0].accuracy.value
     assert whole.random.value == pytest.approx(100 * float(right["other"].float().mean()))
     assert whole.gap.value == pytest.approx(100 * float((right["own"].float() - right["other"].float()).mean()))
-    assert read_audit(json.loads(json.dumps(found.to_dict()))) == found
+    assert Audit.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     page = str(found)
     assert "Beside itself, the model is at +0.0 [+0.0, +0.0] points, so that they cannot be told apart; " in page
     assert "Beside dense, " in page

@@ -1,10 +1,12 @@
-"""An audit that is cut anywhere goes on and finds what it would have found; that of another one is refused."""
+"""An audit that is cut anywhere resumes to the same result; progress of another audit is refused."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis import judge_classes
 from mmod.analysis.audit import SHIFTS
-from mmod.analysis.audit import partial as partial_file
+from mmod.analysis.audit import progress as progress_module
 from tests.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
@@ -64,7 +66,7 @@ def stopping(calls: int) -> Any:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partial_file, "_EVERY", 0.0)
+    monkeypatch.setattr(progress_module, "_EVERY", 0.0)
 
 
 @pytest.mark.usefixtures("always")
@@ -75,7 +77,7 @@ def test_an_audit_that_was_cut_finds_what_it_would_have_found(tmp_path: Path) ->
     for calls in (4, 58, 40):
         with pytest.raises(Stopped):
             mmod.audit(**options(), judge=stopping(calls), progress_file=file)
-    done = json.loads(file.read_text())["done"]
+    done = kept_in(file.read_bytes())["done"]
     assert done == {"positions": 2, "audit": 3, "audit of other": 1}
     found = mmod.audit(**options(), judge=stopping(5), progress_file=file)
     assert found.to_dict() == whole.to_dict()
@@ -89,18 +91,18 @@ def test_progress_of_another_audit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         mmod.audit(**options(), judge=stopping(12), progress_file=file)
     for change, differing in (
-        ({"draws": 2}, "draws"),
-        ({"others": {}}, "batches"),
+        ({"draws": 2}, "draws: 1 there, 2 now"),
+        ({"others": {}}, "batches.audit of other: 2 there, None now"),
         (
             {"batches": [tuple(torch.cat(part) for part in zip(*batches(8, seed=0)))]},
-            "model and data, beside, reference, batches",
+            "batches.audit: 3 there, 1 now; beside.random: .*; model and data: .*; reference.: .*",
         ),
         ({"model": mmod.route_(make_model(NAME, seed=1), mmod.RoutingConfig(blocks=(1, 2)))}, "model and data"),
         ({"reference": make_model(NAME, seed=1)}, "reference"),
         ({"beside": {"random": mmod.route_(make_model(NAME, seed=1), mmod.RoutingConfig())}}, "beside"),
         ({"grid": (4, 4)}, "grid"),
     ):
-        with pytest.raises(ValueError, match=f"belongs to another audit, which differs in {differing}. Delete it"):
+        with pytest.raises(ValueError, match=f"belongs to another audit: {differing}.*Delete it"):
             mmod.audit(**{**options(), **change}, progress_file=file)
 
 
@@ -136,44 +138,45 @@ def first_array(value: Any) -> dict[str, str]:
     return next(filter(None, map(first_array, items)), {})
 
 
-def changed(change: Callable[[Any], object]) -> Callable[[bytes], bytes]:
-    """Return what changes the plain values of a file."""
+def kept_in(content: bytes) -> Any:
+    """Return the plain values of a file."""
+    return json.loads(content.splitlines()[1][9:])
+
+
+def changed(change: Callable[[Any], object], *, is_forged: bool = False) -> Callable[[bytes], bytes]:
+    """Return what changes the plain values of a file, and the checksum of a forged one."""
 
     def write(content: bytes) -> bytes:
-        fields = json.loads(content)
+        identity, line = content.splitlines()
+        fields = json.loads(line[9:])
         change(fields)
-        return json.dumps(fields).encode()
+        text = json.dumps(fields).encode()
+        check = b"%08x" % zlib.crc32(text) if is_forged else line[:8]
+        return b"%b\n%b %b\n" % (identity, check, text)
 
     return write
 
 
+forged = functools.partial(changed, is_forged=True)
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
-    "empty": lambda _: b"",
-    "half": lambda content: content[: len(content) // 2],
-    "a byte less": lambda content: content[:-1],
     "binary": lambda _: bytes(range(256)),
-    "a list": lambda _: b"[]",
-    "an empty object": lambda _: b"{}",
-    "text of another file": lambda _: b'{"of": {}, "done": {}, "state": {}}',
-    "a key twice": lambda content: content[:-1] + b', "done": {}}',
-    "no state": changed(lambda own: own.pop("state")),
-    "no count of batches": changed(lambda own: own.pop("done")),
-    "no identity": changed(lambda own: own.pop("of")),
-    "no checksum": changed(lambda own: own.pop("check")),
-    "state is a list": changed(lambda own: own.update(state=[])),
-    "a part is missing": changed(lambda own: own["state"]["auditor"].pop("across")),
-    "a part is null": changed(lambda own: own["state"].update(auditor=None)),
+    "a list": lambda _: b"[]\n",
+    "text of another file": lambda _: b'{"of": {}, "done": {}, "state": {}}\n',
+    "no checksum": lambda content: content.splitlines()[0][9:] + b"\n",
     "more batches than there are": changed(lambda own: own["done"].update(audit=999)),
-    "fewer batches than none": changed(lambda own: own["done"].update(audit=-1)),
     "a count is a text": changed(lambda own: own["done"].update(audit="two")),
-    "images are NaN": changed(lambda own: own["state"]["auditor"]["images"].update({"": float("nan")})),
-    "strata are short": changed(lambda own: own["state"]["strata"]["values"]["class"].pop()),
-    "no such outcomes": changed(lambda own: own["state"]["auditor"]["outcomes"].pop()),
-    "an array is text": changed(lambda own: first_array(own["state"]).update(array="no array")),
-    "an array is cut": changed(lambda own: first_array(own["state"]).update(array=first_array(own)["array"][:40])),
+    "images are NaN": changed(lambda own: own["counts"]["images"].update({"": float("nan")})),
+    "strata are short": changed(lambda own: own["counts"]["strata"]["values"]["class"].pop()),
     "an array is another": changed(
-        lambda own: first_array(own["state"]).update(array=first_array(own["state"]["auditor"]["outcomes"])["array"])
+        lambda own: first_array(own["counts"]).update(array=first_array(own["counts"]["outcomes"])["array"])
     ),
+    "no counts": forged(lambda own: own.pop("counts")),
+    "no count of batches": forged(lambda own: own.pop("done")),
+    "counts are a list": forged(lambda own: own.update(counts=[])),
+    "a part is missing": forged(lambda own: own["counts"].pop("across")),
+    "a part is null": forged(lambda own: own["counts"].update(across=None)),
+    "an array is text": forged(lambda own: first_array(own["counts"]).update(array="no array")),
+    "an array is cut": forged(lambda own: first_array(own["counts"]).update(array=first_array(own)["array"][:40])),
 }
 
 
@@ -182,7 +185,7 @@ def half_done(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Return the file of an audit that was cut."""
     file = tmp_path_factory.mktemp("half") / "partial.json"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(partial_file, "_EVERY", 0.0)
+        patch.setattr(progress_module, "_EVERY", 0.0)
         with pytest.raises(Stopped):
             mmod.audit(**options(), judge=stopping(58), progress_file=file)
     return file.read_bytes()
@@ -197,6 +200,16 @@ def test_damaged_progress_is_refused_by_name(half_done: bytes, damage: str, tmp_
     with pytest.raises(ValueError, match=r"partial\.json' is .*\. Delete it or choose another file$"):
         mmod.audit(**options(), progress_file=file)
     assert file.read_bytes() == damaged
+
+
+def test_progress_that_was_not_written_whole_is_dropped(half_done: bytes, tmp_path: Path) -> None:
+    file = tmp_path / "partial.json"
+    file.write_bytes(half_done[: len(half_done) // 2])
+    plain = {**options(), "conditions": ["random"], "leave_one_out": 0}
+    with pytest.raises(ValueError, match="belongs to another audit: conditions: "):
+        mmod.audit(**plain, progress_file=file)
+    file.write_bytes(half_done[:10])
+    assert mmod.audit(**plain, progress_file=file).to_dict() == mmod.audit(**plain).to_dict()
 
 
 def test_progress_that_is_no_file_is_refused(tmp_path: Path) -> None:
