@@ -25,7 +25,7 @@ from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training.engine.checkpoint import Checkpoint, load_checkpoint, read_weights, save_checkpoint
 from mmod.training.engine.model import load_weights
 from mmod.training.image.evaluate import evaluate
-from tests.analysis.audit import test_partial as audits
+from tests.analysis.audit import test_progress as audits
 from tests.data.bad_files import (
     IMAGES,
     NO_JSON,

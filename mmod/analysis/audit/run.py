@@ -25,6 +25,8 @@ from mmod.io.progress import progress_bar
 from mmod.values import check_value
 
 _AUDIT = "audit"
+# Batches, and the function that processes the batch with a number.
+_Step = tuple[Iterable[Any], Callable[[int, Any], object]]
 
 
 @torch.no_grad()
@@ -131,27 +133,13 @@ def audit(
         labels = values if dense_loss_B is None else {**values, DIFFICULTY: dense_loss_B}
         auditor.counts.strata.add(labels, images)
 
-    steps: dict[str, tuple[Iterable[Any], Callable[[int, Any], object]]] = {
+    steps: dict[str, _Step] = {
         "positions": (batches if positions_from is None else positions_from, auditor.learn),
         _AUDIT: (batches, judge_batch),
+        **{f"audit of {name}": (dataset, partial(auditor.judge_other, name)) for name, dataset in others.items()},
     }
-    steps |= {f"audit of {name}": (dataset, partial(auditor.judge_other, name)) for name, dataset in others.items()}
-    totals = {name: len(dataset) if isinstance(dataset, Sized) else None for name, (dataset, _) in steps.items()}
     with in_mode(False, model, reference, *beside.values()):
-        identity: dict[str, Any] = {"leave_one_out": leave_one_out, "batches": totals}
-        if progress_file is not None:
-            identity |= auditor.identity(next(iter(batches), None))
-        done = Progress(progress_file, identity, auditor.counts)
-        auditor.counts = done.counts
-        for name, (dataset, take) in steps.items():
-            first = done.done.get(name, 0)
-            bar = progress_bar(done.left(name, dataset), desc=name, total=totals[name], initial=first, shown=progress)
-            for number, batch in enumerate(bar, first):
-                auditor.at = f"batch {number} of {name!r}"
-                take(number, batch)
-                done.add(name)
-            if done.done.get(name, 0) > first:
-                done.write()
+        _process(auditor, steps, leave_one_out, progress_file, progress=progress)
     outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *by_name)}
     report = compare(
         outcomes, by_name, resamples=resamples, margin=margin, draws=draws, across=auditor.counts.across.result(),
@@ -171,6 +159,27 @@ def _check_sets(sets: Mapping[str, Any], *, twice: bool) -> None:
     for name, batches in sets.items():
         if not isinstance(batches, Iterable) or (twice and isinstance(batches, Iterator)):
             raise TypeError(f"{name} must be a list or a loader, which can be iterated twice, got {batches!r}")
+
+
+def _process(
+    auditor: Auditor, steps: Mapping[str, _Step], leave_one_out: int, path: str | Path | None, *, progress: bool
+) -> None:
+    """Process the remaining batches of every step."""
+    totals = {name: len(dataset) if isinstance(dataset, Sized) else None for name, (dataset, _) in steps.items()}
+    identity: dict[str, Any] = {"leave_one_out": leave_one_out, "batches": totals}
+    if path is not None:
+        identity |= auditor.identity(next(iter(steps[_AUDIT][0]), None))
+    done = Progress(path, identity, auditor.counts)
+    auditor.counts = done.counts
+    for name, (dataset, take) in steps.items():
+        first = done.done.get(name, 0)
+        bar = progress_bar(done.left(name, dataset), desc=name, total=totals[name], initial=first, shown=progress)
+        for number, batch in enumerate(bar, first):
+            auditor.at = f"batch {number} of {name!r}"
+            take(number, batch)
+            done.add(name)
+        if done.done.get(name, 0) > first:
+            done.write()
 
 
 def _strata_of(
