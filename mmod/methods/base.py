@@ -81,7 +81,7 @@ class Method(ABC):
     def apply_(self, model: Model) -> Model:
         """Apply the method to a model in place, see `mmod.apply_`."""
         present = methods_of(model)
-        others = [method.kind for method in present if method.kind not in self.follows]
+        others = [method.kind for method in present if not method.precedes(self.kind)]
         unknown = not present and self.kind not in self.follows and any(map(is_converted, model.modules()))
         if others or unknown:
             raise ValueError(
@@ -99,7 +99,7 @@ class Method(ABC):
         return (*earlier, self)
 
     def precedes(self, kind: str) -> bool:
-        """Return whether a method of a registered kind can be applied after this one."""
+        """Return whether a method of a registered kind can be applied after this one; by default if it `follows` it."""
         return self.kind in METHODS[kind].follows
 
     def replaced_in(self, names: Iterable[str]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from mmod.adapters.transformers.masks import valid_tokens
+from mmod.methods.mixture import refuse_generation
 
 
 class CompleteTexts:
@@ -25,10 +26,7 @@ class CompleteTexts:
         arguments = {**dict(zip(self.names, args)), **kwargs}
         cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
         if cache is not None and int(cache.get_seq_length()):
-            raise ValueError(
-                "text cannot be generated where experts choose among future tokens, as they do in training and "
-                "without `sampling`: apply the method with sampling='score' or 'predictor', or choice='tokens'"
-            )
+            refuse_generation("experts")
         source = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments["input_ids"]
         if mask is not None and source is not None and not bool(valid_tokens(mask, source, 0).all()):
             raise ValueError(

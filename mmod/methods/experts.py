@@ -9,36 +9,37 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stack
 from mmod.blocks import Deciding, Records, StandingModule, convert
 from mmod.blocks.forward_pass import recomputing
 from mmod.config.plan import check_blocks
-from mmod.methods.base import Method, register_method
+from mmod.methods.base import register_method
 from mmod.methods.mixture import (
     ExpertRows,
+    Mixture,
     all_of,
     balance_loss,
     choose_tokens,
     chosen_expert,
     computed,
     expert_decisions,
+    membership_loss,
     route_logits,
 )
 from mmod.ops.select import kept_count
 from mmod.routing import Routing
 from mmod.routing.decoder import Predictor
-from mmod.values import Limit, check_fields
+from mmod.values import Limit
 
 
 @register_method("experts")
-@dataclass(frozen=True)
-class Experts(Method):
+@dataclass(frozen=True, kw_only=True)
+class Experts(Mixture):
     """A mixture of experts replaces every MLP; all experts start as copies of it.
 
     An expert has `floor(capacity * N / experts)` slots for N tokens, at least one, so active FLOPs depend on `capacity`
@@ -46,28 +47,23 @@ class Experts(Method):
     experts it is integrated MoDE.
 
     Slots are assigned among all tokens of a text, but generation sees one token at a time. In a language model, either
-    tokens choose without a limit (`capacity=None`), or experts choose by `sampling` in evaluation.
+    tokens choose without a limit (`capacity=None`), or experts choose by "score" or "predictor".
 
     Args:
+        choice: See `Mixture`. With "tokens", every token takes its most likely expert, and the most likely tokens get
+            the slots. A predictor is trained for each expert.
         experts: Number of active experts.
         idle: Number of experts that do nothing: a token that chooses one keeps its state.
         capacity: Slots of all experts together, per token. None sets no limit for token choice; the balance loss then
             pulls the share of computed tokens to `experts / (experts + idle)`.
-        choice: "experts": every expert takes the tokens with its highest probabilities (expert choice). "tokens": every
-            token takes its most likely expert, and the most likely tokens get the slots (token choice).
         normalize: Make the weights of a token's experts sum to 1, so a pretrained model starts from its function on
             chosen tokens. Under token choice the weight is then 1, without a gradient.
-        balance: Weight of the load-balance loss, for token choice.
         blocks: Numbers of the blocks; None for all.
-        sampling: How experts of a language model choose in evaluation, one token at a time: by "score", a logit of at
-            least 0, or by a "predictor" per expert that reads the token without a gradient. Both are trained to predict
-            the choice in training. None chooses among all tokens in evaluation too, which rules out generation.
-        membership: Weight of the loss for that prediction.
 
-    Source: MoDE, Raposo et al., arXiv 2404.02258, section 4.4; `sampling` as in section 3.5; expert choice, Zhou et
-    al., arXiv 2202.09368; token choice and its loss, Switch Transformer, Fedus et al., arXiv 2101.03961; tokens served
-    by probability, Riquelme et al., arXiv 2106.05974; without a limit, Gale et al., arXiv 2211.15841; copies as a
-    start, Komatsuzaki et al., arXiv 2212.05055.
+    Source: MoDE, Raposo et al., arXiv 2404.02258, section 4.4; "score" and "predictor" as in section 3.5; expert
+    choice, Zhou et al., arXiv 2202.09368; token choice and its loss, Switch Transformer, Fedus et al., arXiv
+    2101.03961; tokens served by probability, Riquelme et al., arXiv 2106.05974; without a limit, Gale et al., arXiv
+    2211.15841; copies as a start, Komatsuzaki et al., arXiv 2212.05055.
 
     Example:
         >>> import timm, torch, mmod
@@ -80,42 +76,27 @@ class Experts(Method):
     experts: int = 4
     idle: int = 0
     capacity: float | None = 1.0
-    choice: Literal["experts", "tokens"] = "experts"
     normalize: bool = False
-    balance: float = 0.01
     blocks: tuple[int, ...] | None = None
-    sampling: Literal["score", "predictor"] | None = None
-    membership: float = 0.01
     added: ClassVar[tuple[str, ...]] = (".router.", ".others.", ".predictors.")
-    decoders: ClassVar[bool] = True
+    limits: ClassVar[Mapping[str, Limit]] = {
+        **Mixture.limits,
+        "experts": "[1, inf)",
+        "idle": "[0, inf)",
+        "capacity": "(0, inf)",
+        "blocks": "[0, inf)",
+    }
 
     def __post_init__(self) -> None:
-        if self.blocks is not None:
-            object.__setattr__(self, "blocks", tuple(self.blocks))
-        limits: dict[str, Limit] = {"balance": "[0, inf)", "membership": "[0, inf)", "blocks": "[0, inf)"}
-        check_fields(self, "method", experts="[1, inf)", idle="[0, inf)", capacity="(0, inf)", **limits)
+        super().__post_init__()
         if self.capacity is not None and self.capacity > self.experts:
             raise ValueError(f"method.capacity={self.capacity:g} must be at most the number of experts, {self.experts}")
-        if self.capacity is None and self.choice == "experts":
+        if self.capacity is None and self.choice != "tokens":
             raise ValueError("method.capacity=None, no limit, is for choice='tokens': experts fill all of their slots")
-        if self.sampling is not None and self.choice == "tokens":
-            raise ValueError(f"sampling={self.sampling!r} is for choice='experts': tokens already decide alone")
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether there is a load-balance loss or a membership loss."""
-        if self.choice == "tokens":
-            return self.balance > 0
-        return self.sampling is not None and self.membership > 0
 
     def chooses_together(self, training: bool) -> bool:
         """Return whether an expert's choice of a token depends on other tokens."""
-        return self.capacity is not None if self.choice == "tokens" else training or self.sampling is None
-
-    @property
-    def two_ways(self) -> bool:
-        """Whether experts choose among all tokens in training and token by token in evaluation."""
-        return self.sampling is not None
+        return self.capacity is not None if self.choice == "tokens" else training or not self.two_ways
 
     @property
     def causal(self) -> bool:
@@ -138,14 +119,11 @@ class Experts(Method):
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the blocks exist and have MLPs that receive complete images or texts."""
-        if type(model).__name__ == "NaFlexVit":
-            raise ValueError("experts choose among the tokens of an image, and those of a NaFlexVit may be padding")
-        if self.sampling is not None and not stack.language:
-            raise ValueError(f"sampling={self.sampling!r} is for decoders: all tokens of an image are known at once")
+        super().check(model, stack)
         if stack.language and self.choice == "tokens" and self.capacity is not None:
             raise ValueError(
                 f"capacity={self.capacity:g} gives slots to the likeliest tokens, and a language model does not know "
-                "future tokens: set capacity=None, which sets no limit, or choice='experts' with `sampling`"
+                "future tokens: set capacity=None, which sets no limit, or choice='score' or 'predictor'"
             )
         if self.blocks is not None:
             check_blocks(self.blocks, len(stack.blocks))
@@ -164,7 +142,7 @@ class Experts(Method):
             nn.init.normal_(router.weight, std=0.02)
             convert(mlp, ExpertMlp, ExpertState(self))
             mlp.router, mlp.others = router, others
-            if self.sampling == "predictor":
+            if self.choice == "predictor":
                 mlp.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in range(self.experts))
         if stack.language:
             # This import needs transformers.
@@ -222,7 +200,7 @@ class ExpertMlp(StandingModule, Deciding):
         """Return the weighted sum of the experts' outputs (B, N, D); zero for tokens without an expert."""
         config, logit_BNJ = self.mod_state.config, route_logits(x_BND, self.router)
         prob_BNJ, learns = logit_BNJ.softmax(dim=-1), self.training and not recomputing()
-        logit_EBN = self._alone(x_BND, logit_BNJ) if config.sampling is not None else None
+        logit_EBN = self._alone(x_BND, logit_BNJ) if config.two_ways else None
         if x_BND.is_meta or self.chooses_together(self.training):
             rows = self._slotted(prob_BNJ)
         else:
@@ -243,7 +221,7 @@ class ExpertMlp(StandingModule, Deciding):
 
     def _alone(self, x_BND: Tensor, logit_BNJ: Tensor) -> Tensor:
         """Return the logits of the experts' independent decisions (E, B, N)."""
-        if self.mod_state.config.sampling == "score":
+        if self.mod_state.config.choice == "score":
             return logit_BNJ[..., : self.mod_state.config.experts].permute(2, 0, 1)
         return torch.stack([predictor(x_BND) for predictor in self.predictors])
 
@@ -276,5 +254,4 @@ class ExpertMlp(StandingModule, Deciding):
         if config.choice == "tokens":
             return config.balance * balance_loss(prob_BNJ)
         assert logit_EBN is not None
-        keep_EBN = computed(rows, config.experts, prob_BNJ)
-        return config.membership * F.binary_cross_entropy_with_logits(logit_EBN, keep_EBN.to(logit_EBN.dtype))
+        return config.membership * membership_loss(logit_EBN, computed(rows, config.experts, prob_BNJ))

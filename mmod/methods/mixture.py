@@ -1,4 +1,4 @@
-"""Mixtures of experts: assignment of tokens to experts, and the load-balance loss.
+"""What mixtures of experts and of recursions share: how tokens are assigned, and the losses of that.
 
 Axes: B images or texts, N tokens, E experts, J experts including idle ones, K slots of an expert in an image,
 T rows of all experts, D channels.
@@ -6,15 +6,71 @@ T rows of all experts, D channels.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
+from mmod.adapters import BlockStack
+from mmod.methods.base import Method
 from mmod.ops.casting import without_autocast
 from mmod.routing import Evidence, Kept, Routing, Weights
 from mmod.routing.groups import slots_of
+from mmod.values import Limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mixture(Method):
+    """A method in which experts or recursions choose tokens, or tokens choose them.
+
+    Args:
+        choice: "topk": each expert or recursion takes its top tokens, among all tokens of an image or text (expert
+            choice). "tokens": each token chooses by itself (token choice). "score" and "predictor" are for language
+            models, which generate one token at a time: they choose by top-k in training. In evaluation, "score" takes
+            each token whose logit is at least 0, and "predictor" asks a small network that reads the token without a
+            gradient.
+        balance: Weight of the load-balance loss, for "tokens".
+        membership: Weight of the loss by which "score" and "predictor" learn to predict the top-k choice.
+    """
+
+    decoders: ClassVar[bool] = True
+    limits: ClassVar[Mapping[str, Limit]] = {"balance": "[0, inf)", "membership": "[0, inf)"}
+    choice: Literal["topk", "tokens", "score", "predictor"] = "topk"
+    balance: float = 0.01
+    membership: float = 0.01
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether there is a load-balance loss or a membership loss."""
+        return self.balance > 0 if self.choice == "tokens" else self.two_ways and self.membership > 0
+
+    @property
+    def two_ways(self) -> bool:
+        """Whether tokens are chosen by top-k in training and one by one in evaluation."""
+        return self.choice in ("score", "predictor")
+
+    @property
+    def causal(self) -> bool:
+        """Whether evaluation decides token by token."""
+        return self.choice != "topk"
+
+    def check(self, model: nn.Module, stack: BlockStack) -> None:
+        """Raise a ValueError unless the blocks receive complete images or texts that allow the choice."""
+        if self.two_ways and not stack.language:
+            raise ValueError(f"choice={self.choice!r} is for language models: all tokens of an image are known at once")
+        if type(model).__name__ == "NaFlexVit":
+            raise ValueError(f"{self.kind} choose among the tokens of an image, which may be padding in a NaFlexVit")
+
+
+def refuse_generation(choosers: str) -> None:
+    """Raise a ValueError where cached tokens come before those among which experts or recursions choose."""
+    raise ValueError(
+        f"text cannot be generated where {choosers} choose among future tokens, as they do in training and with "
+        "choice='topk': apply the method with choice='score', 'predictor' or 'tokens'"
+    )
 
 
 class ExpertSlots(NamedTuple):
@@ -106,6 +162,12 @@ def balance_loss(prob_BNJ: Tensor) -> Tensor:
     count = prob_BNJ.shape[-1]
     share_J = F.one_hot(prob_BNJ.argmax(dim=-1), count).to(prob_BNJ.dtype).mean(dim=(0, 1))
     return count * (share_J * prob_BNJ.mean(dim=(0, 1))).sum()
+
+
+def membership_loss(logit: Tensor, keep: Tensor, counted: Tensor | None = None) -> Tensor:
+    """Return the cross-entropy of independent decisions against the choice in training, over some tokens or all."""
+    loss = F.binary_cross_entropy_with_logits(logit, keep.to(logit.dtype), reduction="none")
+    return loss.mean() if counted is None else loss[counted].mean()
 
 
 def computed(rows: ExpertRows, experts: int, x_BND: Tensor) -> Tensor:

@@ -148,7 +148,7 @@ def _check_standing(config: RoutingConfig, block: nn.Module, call: BlockCall, na
     if config.language.inference_threshold is not None and in_evaluation:
         raise ValueError(
             f"inference_threshold is not possible in {name}, where experts share the kept tokens of a text in "
-            "evaluation too: give them sampling='score' or 'predictor', or choice='tokens'"
+            "evaluation too: give them choice='score', 'predictor' or 'tokens'"
         )
 
 

@@ -1,28 +1,64 @@
-"""Mixture-of-Recursions: shared middle blocks run repeatedly, on fewer tokens at every recursion."""
+"""Mixture-of-Recursions: shared middle blocks run repeatedly, on fewer tokens at every recursion.
+
+Axes: B images or samples, N tokens, K slots of an image, D channels, R recursions.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from fractions import Fraction
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
+import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.methods.base import Method, register_method
-from mmod.methods.cycle import Cycle, CycleOptions
-from mmod.routing import Routing
+from mmod.blocks import Deciding, Records, StandingModule
+from mmod.blocks.forward_pass import recomputing
+from mmod.blocks.rows import leave_rows
+from mmod.methods.base import register_method
+from mmod.methods.mixture import Mixture, balance_loss, membership_loss, probabilities, refuse_generation
+from mmod.ops import gather_rows, select_topk
+from mmod.ops.gate import apply_gate
+from mmod.ops.select import kept_count, select_threshold
+from mmod.routing import Evidence, Kept, Routing, Weights
+from mmod.routing.decoder import Predictor
+from mmod.routing.groups import slots_of
+from mmod.routing.score.linear import LinearScore
+from mmod.values import Limit
+
+# Factor of the sigmoid: the best value in Table 13 of the source.
+GATE = 0.1
 
 
 @register_method("recursions")
-@dataclass(frozen=True)
-class Recursions(CycleOptions, Method):
-    """Recursion over shared middle blocks of a ViT or decoder (Mixture-of-Recursions).
+@dataclass(frozen=True, kw_only=True)
+class Recursions(Mixture):
+    """Recursion over shared middle blocks of a ViT or decoder (Mixture-of-Recursions, "Middle-Cycle").
 
-    Fields are those of `CycleOptions`. The shared blocks keep their weights. Undoing the method restores the removed
-    blocks; in a model loaded from a folder, these have new weights.
+    Of L blocks, the first and the last ones stay. The `(L - first - last) / R` blocks after the first ones are shared:
+    they run on all tokens, then on fewer tokens at every further recursion. The remaining middle blocks are removed.
+    Undoing the method restores them; in a model loaded from a folder, they have new weights. With f the shared blocks,
+    H a token's state and H1 its state before the first recursion, a token that runs becomes, at recursion r,
 
-    Source: Bae et al., arXiv 2507.10524, "Middle-Cycle".
+        H + g f(H)            with g = 0.1 sigmoid(w_r . H), where recursions choose their tokens
+        g f(H)                with g the r-th of softmax(W H1), where tokens choose their depth
+        g f(H) + H1           where tokens choose, at their last recursion
+
+    Args:
+        recursions: R, the maximum number of recursions.
+        choice: See `Mixture`. With "topk", recursion r keeps the (R - r + 1) / R of all tokens with top gates, among
+            the tokens of recursion r - 1. With "tokens", every token chooses its depth once.
+        keys: Keys that running tokens attend to: those of the "kept" tokens (recursion-wise caching), or the keys and
+            values of all tokens from the "first" recursion (recursive sharing).
+        adds: What g weighs: the blocks' "output", or the "change" that they make, which is added to H.
+        first: Number of blocks before the shared ones.
+        last: Number of blocks after the shared ones.
+
+    Prefix tokens of an image run in all recursions.
+
+    Source: Bae et al., arXiv 2507.10524; load balance as in Fedus et al., arXiv 2101.03961.
 
     Example:
         >>> import timm, mmod
@@ -31,26 +67,34 @@ class Recursions(CycleOptions, Method):
         (3, 2)
     """
 
-    decoders: ClassVar[bool] = True
     replaces: ClassVar[str] = ".shared."
+    limits: ClassVar[Mapping[str, Limit]] = {
+        **Mixture.limits,
+        "recursions": "[1, inf)",
+        "first": "[0, inf)",
+        "last": "[0, inf)",
+    }
+    recursions: int = 2
+    keys: Literal["kept", "first"] = "kept"
+    adds: Literal["output", "change"] = "output"
+    first: int = 1
+    last: int = 1
+    membership: float = 0.001
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the blocks can be shared and receive complete images or texts."""
+        super().check(model, stack)
         middle = len(stack.blocks) - self.first - self.last
         if middle < self.recursions or middle % self.recursions:
             raise ValueError(
                 f"{len(stack.blocks)} blocks without the first {self.first} and the last {self.last} are {middle}, "
                 f"which recursions={self.recursions} must divide"
             )
-        if self.sampling is not None and not stack.language:
-            raise ValueError(f"sampling={self.sampling!r} is for decoders: all tokens of an image are known at once")
         layer_types = getattr(getattr(model, "config", None), "layer_types", None) or ()
         if len(set(layer_types)) > 1:
             raise ValueError(
                 f"layers of this {type(model).__name__} attend in different ways, {', '.join(set(layer_types))}"
             )
-        if type(model).__name__ == "NaFlexVit":
-            raise ValueError("recursions do not support padding, which a NaFlexVit may have")
         if getattr(model, "rope_mixed", False):
             raise ValueError(
                 f"blocks of this {type(model).__name__} have different rotary positions and cannot be shared"
@@ -58,23 +102,6 @@ class Recursions(CycleOptions, Method):
         for name, block in zip(stack.names, stack.blocks):
             if self.keys == "first" and "all" not in stack.call_of(block, None).contexts:
                 raise ValueError(f"keys='first' is not possible in {name}: it needs fused attention")
-
-    @property
-    def has_loss(self) -> bool:
-        """Whether there is a load-balance loss or a membership loss."""
-        if self.choice == "tokens":
-            return self.balance > 0
-        return self.sampling is not None and self.membership > 0
-
-    @property
-    def two_ways(self) -> bool:
-        """Whether recursions choose by top-k gates in training and token by token in evaluation."""
-        return self.sampling is not None
-
-    @property
-    def causal(self) -> bool:
-        """Whether evaluation decides token by token."""
-        return self.two_ways or self.choice == "tokens"
 
     def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
         """Return which tokens of the previous recursion have a logit of at least 0 (B, N), by recursion."""
@@ -109,3 +136,201 @@ class Recursions(CycleOptions, Method):
 
 def _cycles(model: nn.Module) -> dict[str, Cycle]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Cycle)}
+
+
+class Depths(NamedTuple):
+    """Probability of every depth (B, N, R), and a token's last recursion, from 0 (B, N)."""
+
+    prob_BNR: Tensor
+    last_BN: Tensor
+
+
+class CycleState:
+    """Plain state of a `Cycle`; arguments as there."""
+
+    def __init__(self, config: Recursions, stack: BlockStack, shared: list[nn.Module], others: list[nn.Module]) -> None:
+        self.config = config
+        self.prefix = stack.prefix
+        self.language = stack.language
+        self.calls: list[Any] = [stack.call_of(block, None) for block in shared]
+        self.others = others
+        self.records = Records()
+
+
+class Cycle(StandingModule, Deciding):
+    """Module that replaces the middle blocks and applies the shared blocks recursively; removed blocks are kept for
+    undoing.
+
+    There is one router per recursion, or one with which tokens choose their depth, and with choice="predictor" one
+    predictor per recursion after the first.
+    """
+
+    def __init__(self, config: Recursions, stack: BlockStack, shared: list[nn.Module], others: list[nn.Module]) -> None:
+        super().__init__()
+        self.mod_state = CycleState(config, stack, shared, others)
+        weight = next(shared[0].parameters())
+        like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+        self.shared = nn.ModuleList(shared)
+        if config.choice == "tokens":
+            router = nn.Linear(stack.dim, config.recursions, bias=False, **like)
+            nn.init.normal_(router.weight, std=0.02)
+            self.routers = nn.ModuleList([router])
+        else:
+            scores = [LinearScore(stack.dim, normalize=False, init_std=0.02, **like) for _ in range(config.recursions)]
+            self.routers = nn.ModuleList(scores)
+        if config.choice == "predictor":
+            self.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in self.places())
+
+    def places(self) -> tuple[str, ...]:
+        """Return the names of the recursions that choose; the first one runs on all tokens."""
+        return tuple(f"recursion{number + 1}" for number in range(1, self.mod_state.config.recursions))
+
+    @property
+    def dense_blocks(self) -> int:
+        """Number of dense blocks that the cycle replaces."""
+        return len(self.shared) + len(self.mod_state.others)
+
+    def blocks(self, initialise: Callable[[nn.Module], None] | None) -> list[nn.Module]:
+        """Return the replaced dense blocks; `initialise` fills those that are on the meta device."""
+        weight = next(self.shared.parameters())
+        for block in self.mod_state.others:
+            if initialise is not None and next(block.parameters()).is_meta and not weight.is_meta:
+                block.to_empty(device=weight.device).apply(initialise)
+        others = [block.to(weight.device, weight.dtype).train(self.training) for block in self.mod_state.others]
+        return [*self.shared, *others]
+
+    def forward(self, x_BND: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return all tokens after their recursions (B, N, D)."""
+        config, record = self.mod_state.config, self.record
+        arguments = self.mod_state.calls[0].bind(args, kwargs)
+        valid_BN = self._valid(arguments, x_BND)
+        learns = self.training and not recomputing()
+        if learns:
+            record.losses = []
+        first_BND = x_BND
+        # Keys and values of all tokens for every shared block, filled by the first recursion.
+        cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.shared]
+        depths = self._depths(x_BND, valid_BN) if config.choice == "tokens" else None
+        previous_BN = valid_BN
+        for recursion in range(config.recursions):
+            if depths is None:
+                routing = self._choose(x_BND, previous_BN, valid_BN, recursion)
+                if learns and config.two_ways and recursion:
+                    loss = membership_loss(routing.evidence.logit_BN, routing.keep_BN, previous_BN)
+                    record.losses.append(config.membership * loss)
+            else:
+                routing = self._follow(depths, recursion)
+            previous_BN = routing.keep_BN if recursion else valid_BN
+            if recursion and record.traced:
+                record.keep(f"recursion{recursion + 1}", routing)
+            z = y = gather_rows(x_BND, routing.kept.index_BK)
+            for number, keys in enumerate(cached):
+                y = self._run(number, recursion, arguments, x_BND, y, routing, keys)
+            if y.shape[1]:
+                x_BND = self._leave(x_BND, z, y, first_BND, depths, routing, recursion)
+        return x_BND
+
+    def _valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Return which tokens are not padding (B, N); None for all."""
+        call = self.mod_state.calls[0]
+        if not self.mod_state.language:
+            return None
+        if self.mod_state.config.choice != "tokens" and not self._alone(x_BND) and call.cached(arguments):
+            refuse_generation("recursions")
+        valid_BN: Tensor | None = call.valid(arguments, x_BND)
+        return valid_BN
+
+    def _alone(self, x_BND: Tensor) -> bool:
+        """Return whether tokens are decided independently; FLOPs, counted on meta, are those of training."""
+        together = self.training or self.record.together or x_BND.is_meta
+        return self.mod_state.config.two_ways and not together
+
+    def _run(
+        self, number: int, recursion: int, arguments: Mapping[str, Any], x_BND: Tensor, y: Tensor, routing: Routing,
+        keys: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:  # fmt: skip
+        """Return the rows of a recursion after a shared block."""
+        block, call = self.shared[number], self.mod_state.calls[number]
+        if self.mod_state.config.keys == "first":
+            # In the first recursion, the rows are all tokens.
+            tokens = x_BND if recursion else y
+            return cast(
+                Tensor, call.attend_to_all(block, block, arguments, tokens, y, routing, keys) if y.shape[1] else y
+            )
+        if self.mod_state.language:
+            selected = call.repeated(recursion * len(self.shared), arguments, x_BND, routing)
+        else:
+            selected = call.select_tokens(arguments, x_BND, routing)
+        return cast(Tensor, block(y, **selected)) if y.shape[1] else y
+
+    def _choose(self, x_BND: Tensor, previous_BN: Tensor | None, valid_BN: Tensor | None, recursion: int) -> Routing:
+        """Choose among the tokens of the previous recursion: by top-k gates, or independently by logits."""
+        config, predicted_BN = self.mod_state.config, None
+        score_BN = self.routers[recursion](x_BND)
+        gate_BN = apply_gate(score_BN, "sigmoid", GATE)
+        if not recursion:
+            return _all_tokens(score_BN, gate_BN)
+        if config.choice == "predictor":
+            predicted_BN = self.predictors[recursion - 1](x_BND)
+        evidence = Evidence(score_BN, predicted_BN=predicted_BN)
+        if self._alone(x_BND):
+            keep_BN = evidence.logit_BN >= 0
+            keep_BN = keep_BN if previous_BN is None else keep_BN & previous_BN
+            index_BK, valid_BK, total = slots_of(keep_BN, keep_BN.sum(1).tolist())
+            assert gate_BN is not None
+            gate_BK = gate_BN.gather(1, index_BK)
+            return Routing(Kept(index_BK, valid_BK, total), evidence, Weights(gate_BK))
+        share = Fraction(config.recursions - recursion, config.recursions)
+        candidate_BN = score_BN if previous_BN is None else score_BN.masked_fill(~previous_BN, -torch.inf)
+        index_BK, valid_BK, weight_BK, inverse_BN = select_topk(
+            candidate_BN, share, self.mod_state.prefix, valid_BN, gate="sigmoid", scale=GATE
+        )
+        return Routing(Kept(index_BK, valid_BK, inverse_BN=inverse_BN), evidence, Weights(weight_BK))
+
+    def _depths(self, x_BND: Tensor, valid_BN: Tensor | None) -> Depths:
+        """Return the depths that tokens choose."""
+        prefix, config = self.mod_state.prefix, self.mod_state.config
+        prob_BNR = probabilities(x_BND, self.routers[0])
+        last_BN = prob_BNR.argmax(dim=-1)
+        last_BN = torch.cat([torch.full_like(last_BN[:, :prefix], prob_BNR.shape[2] - 1), last_BN[:, prefix:]], dim=1)
+        if self.training and not recomputing() and config.balance:
+            counted = prob_BNR[:, prefix:] if valid_BN is None else prob_BNR[valid_BN].unsqueeze(0)
+            self.record.losses.append(config.balance * balance_loss(counted))
+        return Depths(prob_BNR, last_BN if valid_BN is None else last_BN.masked_fill(~valid_BN, -1))
+
+    def _follow(self, depths: Depths, recursion: int) -> Routing:
+        """Return the decision of a recursion under token choice: tokens whose last recursion is not over."""
+        batch, tokens, count = depths.prob_BNR.shape
+        prob_BN, valid_BK = depths.prob_BNR[..., recursion], None
+        if not recursion:
+            return _all_tokens(prob_BN, prob_BN)
+        if depths.last_BN.is_meta:
+            # On meta, FLOPs are counted as if all depths were equally frequent.
+            slots = kept_count(tokens, Fraction(count - recursion, count), self.mod_state.prefix)
+            index_BK = torch.arange(slots, device=depths.last_BN.device).expand(batch, slots)
+        else:
+            level_BN = depths.last_BN.to(depths.prob_BNR.dtype)
+            index_BK, valid_BK, _ = select_threshold(level_BN, recursion, prefix=self.mod_state.prefix)
+        return Routing(Kept(index_BK, valid_BK), Evidence(prob_BN), Weights(prob_BN.gather(1, index_BK)))
+
+    def _leave(
+        self, x_BND: Tensor, z: Tensor, y: Tensor, first_BND: Tensor, depths: Depths | None, routing: Routing,
+        recursion: int,
+    ) -> Tensor:  # fmt: skip
+        """Return all tokens after a recursion, from its rows before (z) and after the shared blocks (y)."""
+        assert routing.weights.gate_BK is not None
+        if self.mod_state.config.adds == "change":
+            return leave_rows(x_BND, z, y, routing)
+        y = routing.weights.gate_BK.to(y.dtype).unsqueeze(-1) * y
+        if depths is None:
+            y = z + y
+        else:
+            ends_BK = depths.last_BN.gather(1, routing.kept.index_BK) == recursion
+            y = y + torch.where(ends_BK.unsqueeze(-1), gather_rows(first_BND, routing.kept.index_BK), 0.0)
+        return leave_rows(x_BND, z, y, routing._replace(weights=Weights()))
+
+
+def _all_tokens(score_BN: Tensor, gate_BN: Tensor | None) -> Routing:
+    """Return the decision that keeps all tokens."""
+    index_BN = torch.arange(score_BN.shape[1], device=score_BN.device).expand_as(score_BN)
+    return Routing(Kept(index_BN), Evidence(score_BN), Weights(gate_BN))

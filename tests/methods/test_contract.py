@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import timm
@@ -12,11 +13,15 @@ import torch
 from torch import nn
 
 import mmod
-from mmod.blocks import convert
+from mmod.blocks import StandingModule, convert
 from mmod.methods import METHODS, Channels, Exit, Experts, Merge, Method, Prune, Recursions, Resize, methods_of
 from mmod.methods.base import register_method
 from mmod.registry.hub import model_card
+from mmod.studies.entrants import create_rivals
+from mmod.training import evaluate
+from tests.adapters.vlm_zoo import make_language
 from tests.counting import flop_counter
+from tests.training.engine.worker import TensorStream, run, tiny_config
 
 CHANGES: dict[str, list[Any]] = {
     "routing": [mmod.RoutingConfig(capacity=0.5)],
@@ -118,45 +123,90 @@ def test_tokens_that_are_left_are_those_of_the_trace() -> None:
         assert not bool((second & ~first).any())
 
 
-class Halved(nn.Module):
-    """Mixin of a block that adds half of its update."""
+class Halved(StandingModule):
+    """Mixin of an MLP that halves its output."""
 
-    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return tokens (B, N, D)."""
-        return torch.lerp(x, super().forward(x, *args, **kwargs), 0.5)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the update of tokens (B, N, D)."""
+        return super().forward(x) / 2
 
 
-def test_a_method_from_outside_is_one_class(tmp_path: Path) -> None:
+@pytest.fixture
+def half() -> Iterator[type[Method]]:
+    """A method as another package adds it: of timm's ViTs and of decoders, before routing and after experts."""
+
     @register_method("half")
     @dataclasses.dataclass(frozen=True)
     class Half(Method):
+        follows: ClassVar = ("experts",)
+        decoders: ClassVar = True
+        recomputes: ClassVar = True
+        limits: ClassVar = {"block": "[0, inf)"}
         block: int = 0
+
+        def precedes(self, kind: str) -> bool:
+            return kind == "routing"
 
         def check(self, model: nn.Module, stack: Any) -> None:
             if self.block >= len(stack.blocks):
                 raise ValueError(f"block={self.block}: the model has {len(stack.blocks)}")
 
         def change(self, model: nn.Module, stack: Any) -> None:
-            convert(stack.blocks[self.block], Halved, None)
+            convert(stack.blocks[self.block].mlp, Halved, None)
 
-    try:
-        model = make("half")
-        with torch.no_grad():
-            dense = model(IMAGES)
-            mmod.apply_(model, {"kind": "half", "block": 2})
-            expected = model(IMAGES)
-            assert not torch.equal(expected, dense)
-            with mmod.trace(model) as decisions:
-                model(IMAGES)
-            assert not decisions
-            assert mmod.flops(model, 160).speedup == 1
-            mmod.save_pretrained(model, tmp_path)
-            assert torch.equal(mmod.load_pretrained(tmp_path)(IMAGES), expected)
-            assert torch.equal(mmod.undo_(model)(IMAGES), dense)
-        with pytest.raises(ValueError, match="the model has 6"):
-            mmod.apply_(model, Half(9))
-        assert not methods_of(model)
-        with pytest.raises(ValueError, match="choose another name"):
-            register_method("half")(Merge)
-    finally:
-        METHODS._entries.pop("half")
+    yield Half
+    METHODS._entries.pop("half")
+
+
+def test_a_method_from_outside_is_one_class(half: Any, tmp_path: Path) -> None:
+    model = make("half")
+    with torch.no_grad():
+        dense = model(IMAGES)
+        mmod.apply_(model, {"kind": "half", "block": 2})
+        expected = model(IMAGES)
+        assert not torch.equal(expected, dense)
+        with mmod.trace(model) as decisions:
+            model(IMAGES)
+        assert not decisions
+        report = mmod.flops(model, 160)
+        assert report.speedup == 1
+        assert '"block": 2' in str(model_card(model, "somebody/model", report))
+        assert torch.equal(torch.export.export(model, (IMAGES,)).module()(IMAGES), expected)
+        mmod.save_pretrained(model, tmp_path)
+        assert torch.equal(mmod.load_pretrained(tmp_path)(IMAGES), expected)
+        mmod.route_(model)
+        assert [method.kind for method in methods_of(model)] == ["half", "routing"]
+        assert torch.equal(mmod.unroute_(model)(IMAGES), expected)
+        assert torch.equal(mmod.undo_(model)(IMAGES), dense)
+    with pytest.raises(ValueError, match="the model has 6"):
+        mmod.apply_(model, half(9))
+    with pytest.raises(ValueError, match=r"method.block must be an integer of at least 0, got -1"):
+        half(-1)
+    assert not methods_of(model)
+    with pytest.raises(ValueError, match="choose another name"):
+        register_method("half")(Merge)
+
+
+@torch.no_grad()
+def test_a_decoder_saves_all_of_its_methods(half: Any, tmp_path: Path) -> None:
+    model, words = make_language("llama").eval(), {"input_ids": torch.tensor([[3, 1, 4, 1, 5]])}
+    dense = model(**words).logits
+    for method in (Experts(experts=2, choice="score"), half(1), mmod.RoutingConfig(language={"tokens": "all"})):
+        mmod.apply_(model, method)
+    expected = model(**words).logits
+    model.save_pretrained(tmp_path)
+    loaded = mmod.load_pretrained(tmp_path)
+    assert [method.kind for method in methods_of(loaded)] == ["experts", "half", "routing"]
+    assert torch.equal(loaded(**words).logits, expected)
+    assert torch.equal(mmod.undo_(model)(**words).logits, dense)
+
+
+def test_a_method_from_outside_is_trained_evaluated_and_studied(half: Any, tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1, methods=[{"kind": "half"}], grad_checkpointing=True)
+    result = run(config)
+    model = mmod.load_pretrained(tmp_path / "run" / "model")
+    assert methods_of(model) == (half(),)
+    assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation
+    rivals = {"half": {0.5: {"kind": "half", "block": 1}}}
+    (entrant,) = create_rivals(rivals, {}, epochs=1, is_trained=True)
+    assert entrant.configure(config, config).applied == (half(1),)

@@ -27,8 +27,8 @@ from tests.zoo import make_model
 WAYS: list[dict[str, Any]] = [
     {"choice": "tokens", "capacity": None, "idle": 2},
     {"choice": "tokens", "capacity": None, "normalize": True},
-    {"choice": "experts", "sampling": "score", "capacity": 0.75, "idle": 1},
-    {"choice": "experts", "sampling": "predictor", "capacity": 1.5, "normalize": True},
+    {"choice": "score", "capacity": 0.75, "idle": 1},
+    {"choice": "predictor", "capacity": 1.5, "normalize": True},
 ]
 one_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str, way.values())))
 HOSTS = ("llama", "qwen3", "phi3", "mistral-window", "gemma")
@@ -71,7 +71,7 @@ def defined(mlp: Any, config: Any, x_ND: Tensor, alone: bool) -> Tensor:
             mine = [n for n, each in enumerate(logit) if int(each.argmax()) == expert]
         elif not alone:
             mine = sorted(range(len(x_ND)), key=lambda n: -prob[n])[:room]
-        elif config.sampling == "score":
+        elif config.choice == "score":
             mine = [n for n, each in enumerate(logit) if each[expert] >= 0]
         else:
             mine = [n for n, score in enumerate(mlp.predictors[expert](x_ND[None])[0]) if score >= 0]
@@ -93,7 +93,7 @@ def test_every_mixture_by_its_definition(name: str, way: dict[str, Any]) -> None
     torch.testing.assert_close(mlp(x), alone, rtol=1e-9, atol=1e-10)
     together = torch.stack([defined(mlp, config, text, alone=False) for text in x])
     with deciding_together(model):
-        torch.testing.assert_close(mlp(x), together if way["choice"] == "experts" else alone, rtol=1e-9, atol=1e-10)
+        torch.testing.assert_close(mlp(x), together if way["choice"] != "tokens" else alone, rtol=1e-9, atol=1e-10)
     model.train()
     torch.testing.assert_close(mlp(x), together, rtol=1e-9, atol=1e-10)
 
@@ -131,8 +131,8 @@ def test_padded_batches_are_those_of_single_texts(name: str, way: dict[str, Any]
 
 def test_decisions_alone_are_learned_from_what_was_chosen() -> None:
     ids = words(2, 12)
-    for sampling in ("score", "predictor"):
-        model = make(sampling=sampling, capacity=0.75, membership=0.5, blocks=(1,)).train()
+    for choice in ("score", "predictor"):
+        model = make(choice=choice, capacity=0.75, membership=0.5, blocks=(1,)).train()
         with mmod.trace(model) as decisions:
             model(input_ids=ids)
         assert list(decisions) == [f"model.layers.1.mlp.expert{number}" for number in (1, 2, 3)]
@@ -147,7 +147,7 @@ def test_decisions_alone_are_learned_from_what_was_chosen() -> None:
         loss.backward()
         learned = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.abs().sum() > 0)}
         # A predictor leaves the text alone; the score does not.
-        if sampling == "predictor":
+        if choice == "predictor":
             assert all(".predictors." in name for name in learned)
         else:
             assert {"model.layers.1.mlp.router.weight", "model.embed_tokens.weight"} <= learned
@@ -192,7 +192,7 @@ def test_flops_follow_from_the_slots(way: dict[str, Any]) -> None:
     model = make(**way)
     config: Any = methods_of(model)[0]
     routers = 2 * tokens * width * (3 + config.idle)
-    if way.get("sampling") == "predictor":
+    if way.get("choice") == "predictor":
         routers += 3 * 2 * tokens * (width * 8 + 8)
     share = 3 / (3 + config.idle) if config.capacity is None else config.capacity
     computed = 3 * int(share * tokens / 3 + 1e-9)
@@ -210,9 +210,9 @@ def test_flops_follow_from_the_slots(way: dict[str, Any]) -> None:
 SINGLE = Process(0, 1, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("sampling", ["score", "predictor"])
-def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, sampling: str) -> None:
-    method = {"kind": "experts", "experts": 2, "capacity": 0.5, "sampling": sampling, "membership": 0.1}
+@pytest.mark.parametrize("choice", ["score", "predictor"])
+def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, choice: str) -> None:
+    method = {"kind": "experts", "experts": 2, "capacity": 0.5, "choice": choice, "membership": 0.1}
     config = text_config(tmp_path / "run", methods=[method], epochs=1)
     found: Any = run(TextRecipe(config), progress=False).evaluation
     assert len(found.kept) == len(found.agreement) == 8
@@ -226,7 +226,7 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
 
 
 def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_path: Path) -> None:
-    method = {"kind": "experts", "experts": 2, "sampling": "predictor"}
+    method = {"kind": "experts", "experts": 2, "choice": "predictor"}
     staged: Any = run(
         TextRecipe(text_config(tmp_path / "a", methods=[method], routing=PREDICTOR, epochs=1)), progress=False
     )
@@ -263,8 +263,7 @@ def test_what_cannot_be_is_refused() -> None:
     for fields, message in (
         ({"choice": "tokens"}, "set capacity=None"),
         ({"capacity": None}, "experts fill all"),
-        ({"choice": "tokens", "capacity": None, "sampling": "score"}, "tokens already decide alone"),
-        ({"sampling": "guess"}, "sampling"),
+        ({"choice": "guess"}, "choice"),
         ({"blocks": (9,)}, "blocks must be ascending"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -273,5 +272,5 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="several parts"):
         mmod.apply_(make_joint("llava"), Experts())
     with pytest.raises(ValueError, match="all tokens of an image are known at once"):
-        mmod.apply_(make_model("test_vit"), Experts(sampling="score"))
+        mmod.apply_(make_model("test_vit"), Experts(choice="score"))
     assert not any(isinstance(module, ExpertMlp) for module in model.modules())

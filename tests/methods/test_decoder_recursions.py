@@ -15,7 +15,7 @@ import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.methods import Recursions, methods_of, read_method, undo_
 from mmod.methods.base import deciding_together
-from mmod.methods.cycle import Cycle
+from mmod.methods.recursions import Cycle
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import run
 from mmod.training.text.evaluate import evaluate
@@ -25,8 +25,8 @@ from tests.counting import flop_counter
 from tests.training.text.configs import text_config
 
 CHOICES: list[dict[str, Any]] = [
-    {"choice": "recursions", "sampling": "score"},
-    {"choice": "recursions", "sampling": "predictor"},
+    {"choice": "score"},
+    {"choice": "predictor"},
     {"choice": "tokens"},
 ]
 WAYS = [
@@ -76,7 +76,7 @@ def chosen(cycle: Any, config: Recursions, x: Tensor, recursion: int, ran: list[
     if not recursion:
         return ran
     scores = [float(x[n] @ cycle.routers[recursion].weight[0]) for n in range(len(x))]
-    if alone and config.sampling == "predictor":
+    if alone and config.choice == "predictor":
         scores = cycle.predictors[recursion - 1](x[None])[0].tolist()
     if alone:
         return [ran[n] and scores[n] >= 0 for n in range(len(x))]
@@ -197,14 +197,14 @@ def test_a_cache_holds_what_ran(keys: str) -> None:
 
 def test_decisions_alone_are_learned_from_the_highest_gates() -> None:
     ids = words(2, 12)
-    for sampling, weight in (("score", 0.5), ("predictor", 2.0)):
-        model = make("llama", sampling=sampling, membership=weight).train()
+    for choice, weight in (("score", 0.5), ("predictor", 2.0)):
+        model = make("llama", choice=choice, membership=weight).train()
         with mmod.trace(model) as decisions:
             model(input_ids=ids)
         (routing,) = decisions.values()
-        logit_BN = routing.score_BN if sampling == "score" else routing.evidence.predicted_BN
+        logit_BN = routing.score_BN if choice == "score" else routing.evidence.predicted_BN
         assert logit_BN is not None
-        assert (routing.evidence.predicted_BN is None) == (sampling == "score")
+        assert (routing.evidence.predicted_BN is None) == (choice == "score")
         terms = [
             -F.logsigmoid(logit_BN[b, n] if n in routing.kept.index_BK[b] else -logit_BN[b, n])
             for b in range(2)
@@ -216,7 +216,7 @@ def test_decisions_alone_are_learned_from_the_highest_gates() -> None:
         learned = {name for name, p in model.named_parameters() if p.grad is not None and bool(p.grad.abs().sum() > 0)}
         # The predictor leaves the text alone; the score does not.
         alone = {name for name in learned if ".predictors." in name}
-        assert learned == alone if sampling == "predictor" else "model.embed_tokens.weight" in learned
+        assert learned == alone if choice == "predictor" else "model.embed_tokens.weight" in learned
 
 
 @one_way
@@ -249,7 +249,7 @@ def test_undoing_gives_the_dense_model_back() -> None:
     # The softmax of one depth is 1.
     torch.testing.assert_close(model(input_ids=ids).logits, expected)
     undo_(model)
-    undo_(mmod.apply_(model, Recursions(recursions=2, sampling="predictor")))
+    undo_(mmod.apply_(model, Recursions(recursions=2, choice="predictor")))
     assert torch.equal(model(input_ids=ids).logits, expected)
 
 
@@ -258,7 +258,7 @@ def test_flops_are_those_that_training_runs(keys: str) -> None:
     dense = make_language("llama", num_hidden_layers=6).eval()
     counts = mmod.flops(dense, {"input_ids": words(1, 40)})
     report = mmod.flops(
-        mmod.apply_(dense, Recursions(recursions=4, keys=keys, sampling="score")), {"input_ids": words(1, 40)}
+        mmod.apply_(dense, Recursions(recursions=4, keys=keys, choice="score")), {"input_ids": words(1, 40)}
     )
     with deciding_together(dense), torch.no_grad(), flop_counter() as counter:
         dense(input_ids=words(1, 40), use_cache=False)
@@ -277,9 +277,9 @@ def test_flops_are_those_that_training_runs(keys: str) -> None:
 SINGLE = Process(0, 1, torch.device("cpu"))
 
 
-@pytest.mark.parametrize("sampling", ["score", "predictor"])
-def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, sampling: str) -> None:
-    method = {"kind": "recursions", "recursions": 2, "sampling": sampling, "membership": 0.1}
+@pytest.mark.parametrize("choice", ["score", "predictor"])
+def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, choice: str) -> None:
+    method = {"kind": "recursions", "recursions": 2, "choice": choice, "membership": 0.1}
     config = text_config(tmp_path / "run", methods=[method], epochs=1)
     found: Any = run(TextRecipe(config), progress=False).evaluation
     assert list(found.kept) == ["model.layers.1.recursion2"]
@@ -296,7 +296,7 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
 def test_what_decides_in_one_way_has_one_loss(tmp_path: Path) -> None:
     tokens, best = (
         run(TextRecipe(text_config(tmp_path / way["choice"], methods=[way], epochs=1)), progress=False).evaluation
-        for way in ({"kind": "recursions", "choice": "tokens"}, {"kind": "recursions", "choice": "recursions"})
+        for way in ({"kind": "recursions", "choice": "tokens"}, {"kind": "recursions", "choice": "topk"})
     )
     assert tokens.causal_loss == tokens.loss
     assert 0 <= tokens.mean_kept <= 1
@@ -315,8 +315,7 @@ def test_what_cannot_be_is_refused() -> None:
         model.init_continuous_batching()
     undo_(model)
     for fields, message in (
-        ({"sampling": "score", "choice": "tokens"}, "tokens already decide alone"),
-        ({"sampling": "guess"}, "sampling"),
+        ({"choice": "guess"}, "choice"),
         ({"recursions": 3}, "are 4, which recursions=3 must divide"),
     ):
         with pytest.raises(ValueError, match=message):

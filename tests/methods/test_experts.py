@@ -22,11 +22,11 @@ from tests.zoo import make_images, make_model
 
 MODELS = ["test_vit", "deit3_small_patch16_224", "eva02_tiny_patch14_224", "vit_base_patch16_rpn_224"]
 WAYS: list[dict[str, Any]] = [
-    {"choice": "experts"},
+    {"choice": "topk"},
     {"choice": "tokens"},
-    {"choice": "experts", "idle": 2, "capacity": 0.6},
+    {"choice": "topk", "idle": 2, "capacity": 0.6},
     {"choice": "tokens", "idle": 1, "capacity": 0.5, "normalize": True},
-    {"choice": "experts", "capacity": 2.5, "normalize": True},
+    {"choice": "topk", "capacity": 2.5, "normalize": True},
     {"choice": "tokens", "idle": 1, "capacity": None},
 ]
 

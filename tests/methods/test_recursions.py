@@ -35,7 +35,7 @@ MODELS = [
 ]
 WAYS = [
     {"choice": choice, "keys": keys, "adds": adds}
-    for choice, keys, adds in itertools.product(("recursions", "tokens"), ("kept", "first"), ("output", "change"))
+    for choice, keys, adds in itertools.product(("topk", "tokens"), ("kept", "first"), ("output", "change"))
 ]
 one_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(way.values()))
 
@@ -101,7 +101,7 @@ def defined(cycle: Any, config: Recursions, x_BND: Tensor, prefix: int) -> Tenso
         gate = gate[..., None]
         if config.adds == "change":
             new = x + gate * (y - x)
-        elif config.choice == "recursions":
+        elif config.choice == "topk":
             new = x + gate * y
         else:
             new = gate * y + torch.where((last == recursion)[..., None], first, 0.0)
@@ -118,7 +118,7 @@ def test_every_cycle_by_its_definition(name: str, recursions: int, way: dict[str
     with torch.no_grad():
         found, expected = cycle(x), defined(cycle, methods_of(model)[0], x, prefix)
     # Scores of linear routers are those of fp32.
-    close = 1e-5 if way["choice"] == "recursions" else 1e-9
+    close = 1e-5 if way["choice"] == "topk" else 1e-9
     torch.testing.assert_close(found, expected, rtol=close, atol=close)
 
 
@@ -149,7 +149,7 @@ def test_one_recursion_at_full_weight_is_the_dense_model_and_undoing_gives_it_ba
     keys = list(model.state_dict())
     with torch.no_grad():
         expected = model(images)
-        for choice in ("recursions", "tokens"):
+        for choice in ("topk", "tokens"):
             mmod.apply_(model, Recursions(recursions=1, choice=choice, adds="change"))
             # The softmax of one depth is 1, and a tenth of a sigmoid is not.
             if choice == "tokens":
@@ -244,9 +244,9 @@ def test_training_goes_on_from_a_run(tmp_path: Path, way: dict[str, Any]) -> Non
         ("test_vit", {"recursions": 3}, "6 blocks without the first 1 and the last 1 are 4, which recursions=3 must"),
         ("test_vit", {"first": 4, "last": 2}, "are 0"),
         ("test_vit", {"keys": "all"}, "keys"),
-        ("test_vit", {"sampling": "score"}, "is for decoders: all tokens of an image are known at once"),
+        ("test_vit", {"choice": "score"}, "is for language models: all tokens of an image are known at once"),
         ("vit_small_patch16_rope_mixed_224", {}, "different rotary positions"),
-        ("naflexvit_base_patch16_gap", {}, "do not support padding"),
+        ("naflexvit_base_patch16_gap", {}, "may be padding"),
     ],
 )
 def test_what_does_not_fit_is_refused(name: str, fields: dict[str, Any], message: str) -> None:

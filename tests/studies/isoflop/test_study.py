@@ -72,9 +72,9 @@ WAYS: dict[str, dict[str, Any]] = {
     "all": {"routing": {"router": "linear", "capacity": 0.25, "context": "all"}},
     "mlp": {"routing": {"router": "linear", "capacity": 0.25, "operator": "mlp"}},
     "shared": {"routing": {"router": {"name": "linear", "one_weight": True}, "blocks": "all"}},
-    "experts": {"methods": [{"kind": "experts", "sampling": "predictor"}]},
-    "integrated": {"methods": [{"kind": "experts", "capacity": 0.5, "idle": 1, "sampling": "predictor"}]},
-    "staged": {"methods": [{"kind": "experts", "sampling": "predictor"}], "routing": PREDICTOR},
+    "experts": {"methods": [{"kind": "experts", "choice": "predictor"}]},
+    "integrated": {"methods": [{"kind": "experts", "capacity": 0.5, "idle": 1, "choice": "predictor"}]},
+    "staged": {"methods": [{"kind": "experts", "choice": "predictor"}], "routing": PREDICTOR},
 }
 
 
