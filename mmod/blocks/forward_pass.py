@@ -146,7 +146,8 @@ class PassTracker:
         running = self.running
         if not running.begun:
             return None
-        if not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+        # A pass whose blocks hand on rows is run again as a whole, if at all.
+        if not running.holds_rows and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
             self._remember(x, running)
         return running
 

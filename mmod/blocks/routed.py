@@ -149,21 +149,20 @@ class RoutedState(BlockState):
 
         Blocks of a span that read the same scores by the same rule decide once.
         """
-        shared, held, device = self.shared(forward_pass, training), forward_pass.held, x_BND.device
-        joins, learns = router.config.joins, router.config.router.learns
+        config, held, device = router.config, forward_pass.held, x_BND.device
+        if held is not None and not config.joins:
+            known: Routing = held.routing
+            return known
+        shared, joins, score = self.shared(forward_pass, training), config.joins, config.router
         # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins depends
         # on the block that decides.
-        reuses = router.config.router.shared and (joins or not torch.compiler.is_compiling())
+        reuses = score.shared and (joins or not torch.compiler.is_compiling())
         if shared is not None and shared.trains and recomputing() and not shared.score_BN.requires_grad:
             raise RuntimeError(
                 "reentrant gradient checkpointing loses the gradient of a score that blocks share: checkpoint with "
                 "use_reentrant=False, or set router.shared=False"
             )
-        routing: Routing | None = None
-        if held is not None and not joins:
-            routing = held.routing
-        elif shared is not None and reuses:
-            routing = shared.decided(router, tokens, device)
+        routing = shared.decided(router, tokens, device) if shared is not None and reuses else None
         if routing is None:
             earlier = shared.latest if shared is not None and reuses and joins else None
             if earlier is not None and earlier.joined.slot_BN is not None:
@@ -175,7 +174,7 @@ class RoutedState(BlockState):
             else:
                 routing = router(x_BND, None if shared is None else shared.score_BN.to(device), tokens)
         if self.writes and shared is None and self.span is not None:
-            trains = learns and any(weight.requires_grad for weight in router.parameters())
+            trains = score.learns and any(weight.requires_grad for weight in router.parameters())
             shared = forward_pass.scores[self.span] = SharedScore(routing.score_BN, trains)
         if shared is not None and reuses:
             shared.remember(router, tokens, routing)

@@ -49,15 +49,15 @@ class AttentionIntercept(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Replace some calls and pass all others through."""
-        return self._call(func, *args, **(kwargs or {}))
-
-    def _call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         replacement = self.replace(func)
         if replacement is not None:
-            return replacement(*args, **kwargs)
-        result = func(*args, **kwargs)
+            return replacement(*args, **(kwargs or {}))
+        result = func(*args, **kwargs) if kwargs else func(*args)
         self.observe(func, args, result)
         return result
+
+    def _call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return self.__torch_function__(func, (), args, kwargs)
 
     def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return the replacement of a function, or None to call the function itself."""

@@ -25,11 +25,10 @@ def attend_and_sum(
     keeps_lse = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     if torch.compiler.is_compiling():
         out, total_BN, _ = shared_attention(q, k, v, scale, keeps_lse, is_causal, weight_N)
-    elif keeps_lse:
-        out, total_BN, _ = _SharedAttention.apply(q, k, v, scale, is_causal, weight_N)
-    else:
-        out, total_BN, _ = _attend_by_tiles(q, k, v, scale, keeps_lse, is_causal, weight_N)
-    return out, total_BN.detach()
+        return out, total_BN.detach()
+    attend = _SharedAttention.apply if keeps_lse else _attend_by_tiles
+    out, total_BN, _ = attend(q, k, v, scale, keeps_lse, is_causal, weight_N)
+    return out, total_BN
 
 
 def _attend_by_tiles(
@@ -38,12 +37,11 @@ def _attend_by_tiles(
     images, heads, tokens, width = q.shape
     out, total_BN, lse = _empty_shared(q, keeps_lse)
     total_BN.zero_()
-    buffer = torch.empty(min(max(tiles.CHUNK_ELEMENTS, tokens), images * heads * tokens * tokens))
     for tile in cut_map(images, heads, tokens, tiles.CHUNK_ELEMENTS, is_causal):
         keys = tile[2].stop if is_causal else tokens
         queries, key_tile = q[tile], (*tile[:2], slice(keys))
         rows = queries.reshape(-1, queries.shape[2], width)
-        attention = buffer[: rows.shape[0] * rows.shape[1] * keys].view(*rows.shape[:2], keys)
+        attention = q.new_empty(*rows.shape[:2], keys)
         columns = k[key_tile].reshape(-1, keys, width).transpose(1, 2)
         torch.baddbmm(attention, rows, columns, beta=0, alpha=scale, out=attention)
         if is_causal:
@@ -101,21 +99,21 @@ class _SharedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        q: Tensor, k: Tensor, v: Tensor, scale: float, is_causal: bool, weight_N: Tensor | None
+        q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool, is_causal: bool, weight_N: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        return _attend_by_tiles(q, k, v, scale, True, is_causal, weight_N)
+        return _attend_by_tiles(q, k, v, scale, keeps_lse, is_causal, weight_N)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         ctx.mark_non_differentiable(*output[1:])
-        _save(ctx, (*inputs[:4], True, *inputs[4:]), output)
+        _save(ctx, inputs, output)
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, *unused: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             q, k, v = ctx.saved_tensors[:3]
-            return (*_second_order(grad_out, q, k, v, ctx.scale, ctx.is_causal), None, None, None)
-        return _backward(ctx, grad_out, *unused)[:6]
+            return (*_second_order(grad_out, q, k, v, ctx.scale, ctx.is_causal), None, None, None, None)
+        return _backward(ctx, grad_out, *unused)
 
 
 def _second_order(

@@ -12,10 +12,11 @@ from torch import Tensor
 
 Tile = tuple[slice, slice, slice]
 
-# Elements of a tile. 4 MB of fp32 fit in a core's cache. Latency of a block relative to plain attention (two CPU
-# threads, ViT-S, map shared with the output), at N = 197 and batch 32, and at N = 1025: 1.015 and 1.06 to 1.07 with
-# 4 MB, 1.013 and 1.09 to 1.12 with 1 MB, 1.03 and 1.07 to 1.08 with 16 MB. A GPU needs larger tiles to be busy.
-CHUNK_ELEMENTS = 1 << 20
+# Elements of a tile. 1 MB of fp32 fits in a core's second cache, and is one image of ViT-S at 224: its heads are a view
+# of the host's projection, those of several images a copy. Attention with importance over plain attention (one CPU
+# thread, ViT-S): at batch 8 and N = 197 1.18 with 1 MB, 1.35 with 4 MB; at N = 785 1.26 and 1.22. A GPU needs larger
+# tiles to be busy.
+CHUNK_ELEMENTS = 1 << 18
 GPU_CHUNK_ELEMENTS = 1 << 25
 # Queries of a causal tile: fewer waste less work above the diagonal, more make larger matrix products.
 CAUSAL_QUERIES = 128

@@ -39,11 +39,12 @@ def count_views(
         >>> count_views(None, True, 3, None, torch.device("cpu"))
         Views(keys_BHN=tensor([[[1, 2, 3]]]), viewers_BHN=tensor([[[3, 2, 1]]]))
     """
-    counted = torch.ones(1, 1, tokens, dtype=torch.bool, device=device) if valid_BN is None else valid_BN[:, None]
-    if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1:
-        return _views_of_pairs(is_visible(mask), counted)
-    if not is_causal:
+    pairs = mask if mask is not None and mask.ndim > 1 and mask.shape[-2] > 1 else None
+    if pairs is None and not is_causal:
         return None
+    counted = torch.ones(1, 1, tokens, dtype=torch.bool, device=device) if valid_BN is None else valid_BN[:, None]
+    if pairs is not None:
+        return _views_of_pairs(is_visible(pairs), counted)
     visible_pairs = torch.ones(1, 1, tokens, dtype=torch.bool, device=device)
     if mask is not None:
         # A mask of keys alone (B, 1, 1, N).
