@@ -100,6 +100,7 @@ def _read(name: str, cls: type[Value], value: Any) -> Value:
     if isinstance(value, cls):
         return value
     if not isinstance(value, Mapping):
-        raise TypeError(f"{name} must be a name or options of {cls.__name__}, got {value!r}")
+        names = "a name or " if name in ("gate", *_CHOICES) else ""
+        raise TypeError(f"{name} must be {names}options of {cls.__name__}, got {value!r}")
     refuse_unknown(f"option of {name}", value, [item.name for item in dataclasses.fields(cls)])  # type: ignore[arg-type]
     return cls(**value)

@@ -1,0 +1,83 @@
+"""Wrong calls of the public functions name the value and the valid ones, and change nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+
+import mmod
+from mmod.methods import Exit, Experts, Merge, Prune
+
+Call = Callable[[Any], object]
+CALLS: list[tuple[Call, type[Exception], str]] = [
+    (lambda m: mmod.route_("vit"), TypeError, "must be a torch.nn.Module, got 'vit'"),
+    (lambda m: mmod.route_(m, "attention"), TypeError, "must be a RoutingConfig or a Plan, got 'attention'"),
+    (lambda m: mmod.route_(m, text=mmod.RoutingConfig()), ValueError, "no part text; it has image"),
+    (lambda m: mmod.route_(m, mmod.RoutingConfig(blocks=(99,))), ValueError, r"from 0 to 5, each once, got \[99"),
+    (lambda m: mmod.route_(m, mmod.RoutingConfig(capacity=(0.5, 0.2))), ValueError, "as many capacities, got 2"),
+    (lambda m: mmod.route_(m, mmod.Plan((1,), (0.5,), 3, router="norm")), ValueError, "3 blocks, the model has"),
+    (lambda m: mmod.apply_(m, Merge), TypeError, "must be a method of mmod.methods.*Merge"),
+    (lambda m: mmod.apply_(m, {"r": 8}), ValueError, "must be one of 'channels', .*, got None"),
+    (lambda m: mmod.apply_(m, {"kind": "tome"}), ValueError, "'merge', .*, got 'tome'"),
+    (lambda m: mmod.apply_(m, {"kind": "merge", "q": 8}), ValueError, "field of method merge q; valid ones are r"),
+    (lambda m: mmod.apply_(m, {"kind": "merge", "r": None}), TypeError, "method.r must be an integer .*got None"),
+    (lambda m: mmod.apply_(m, {"kind": "routing"}), ValueError, "'routing' needs parts"),
+    (lambda m: mmod.apply_(m, {"kind": "routing", "parts": {}}), ValueError, "at least one part"),
+    (lambda m: mmod.apply_(m, {"kind": "routing", "parts": 3}), TypeError, "method.parts must be a mapping"),
+    (lambda m: mmod.apply_(m, Merge(r=(1, 2))), ValueError, "one number per block, 6, got 2"),
+    (lambda m: mmod.apply_(m, Experts(choice="score")), ValueError, "choice='score' is for language models"),
+    (lambda m: Merge(r=2.5), TypeError, "method.r must be an integer .* got 2.5"),
+    (lambda m: Prune(blocks=3), TypeError, "method.blocks must be several values, each an integer .*, got 3"),
+    (lambda m: Exit(blocks=(1.5,)), TypeError, r"method.blocks .* got \(1.5,\)"),
+    (lambda m: mmod.RoutingConfig(capacity="0.5"), TypeError, r"capacity must be a number in \[0, 1\].*, got '0.5'"),
+    (lambda m: mmod.RoutingConfig(router=mmod.Score), TypeError, "must be a name, a score or a function, got <class"),
+    (lambda m: mmod.RoutingConfig(router="lineer"), ValueError, "'linear', .*, got 'lineer'"),
+    (lambda m: mmod.RoutingConfig(language="all"), TypeError, "must be options of LanguageRouting, got 'all'"),
+    (lambda m: mmod.preset("gradul"), ValueError, "'gradual', .*, got 'gradul'"),
+    (lambda m: mmod.set_capacity_(m, 0.5), ValueError, "nothing in this VisionTransformer is routed"),
+    (lambda m: mmod.undo_(m), ValueError, "no method changed this VisionTransformer"),
+    (lambda m: mmod.auxiliary_loss(m), ValueError, "nothing in this VisionTransformer is routed"),
+    (lambda m: mmod.save_pretrained(m, "nowhere"), ValueError, "no method changed this VisionTransformer"),
+    (lambda m: mmod.register_preset(3)(dict), TypeError, "passed to mmod.register_preset must be a text, got 3"),
+    (lambda m: mmod.register_loss("loss")("f"), TypeError, "mmod.register_loss decorates .* got 'f'"),
+    (lambda m: mmod.register_score("score")(Merge), TypeError, "derived from mmod.Score .*Merge"),
+    (lambda m: mmod.methods.register_method("merge")(Prune), ValueError, "Merge already; choose another name"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "error", "message"), CALLS, ids=range(len(CALLS)))
+def test_a_wrong_call_says_what_is_valid_and_changes_nothing(call: Call, error: type[Exception], message: str) -> None:
+    model = timm.create_model("test_vit")
+    classes, keys = [type(module) for module in model.modules()], list(model.state_dict())
+    with pytest.raises(error, match=message):
+        call(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert list(model.state_dict()) == keys
+    assert not hasattr(model, "mod_methods")
+
+
+def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
+    model, images = mmod.route_(timm.create_model("test_vit")).eval(), torch.randn(1, 3, 160, 160)
+    with torch.no_grad():
+        expected = model(images)
+        for call, error, message in [
+            (lambda: mmod.route_(model), ValueError, "already routed"),
+            (lambda: mmod.apply_(model, Merge()), ValueError, "changed by routing, which 'merge' cannot follow"),
+            (lambda: mmod.set_capacity_(model, "0.5"), TypeError, "capacity must be a number in .*, got '0.5'"),
+            (lambda: mmod.set_capacity_(model, [0.5]), ValueError, "3 blocks are routed, got 1 capacities"),
+            (lambda: mmod.set_capacity_(model, {"blocks.0": 0.5}), ValueError, "routed are blocks.1, blocks.3"),
+            (lambda: mmod.routing_config(model, "text"), ValueError, "'text' .* routed are image"),
+            (lambda: mmod.freeze_dense_(model), ValueError, "router 'attention' has no parameters"),
+            (lambda: mmod.load_pretrained("nowhere"), FileNotFoundError, "'nowhere' is no folder"),
+        ]:  # fmt: skip
+            with pytest.raises(error, match=message):
+                call()
+            assert torch.equal(model(images), expected)
+    assert mmod.capacities(mmod.set_capacity_(model, np.float32(0.25))) == dict.fromkeys(
+        mmod.routed_blocks(model), 0.25
+    )
