@@ -40,19 +40,18 @@ def model_hooks(model: nn.Module) -> list[ModelHook]:
     return [hook for hook in hooks if isinstance(hook, ModelHook)]
 
 
-def detach_hooks(model: nn.Module, only: ModelHook | None = None) -> None:
-    """Remove the routing hooks of a model, or only one of them."""
-    gone = [hook for hook in model_hooks(model) if only is None or only is hook]
-    for hook in gone:
-        hook.release()
-    keys = set(map(id, gone))
+def detach_hooks(model: nn.Module, kind: type = ModelHook) -> None:
+    """Remove the hooks of a class from a model, by default all of its routing."""
+    for hook in model_hooks(model):
+        if isinstance(hook, kind):
+            hook.release()
     for module in model.modules():
         for key, before in list(module._forward_pre_hooks.items()):
-            if id(before) in keys:
+            if isinstance(before, kind):
                 del module._forward_pre_hooks[key]
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
         for key, after in list(module._forward_hooks.items()):
-            if id(getattr(after, "__self__", None)) in keys:
+            if isinstance(getattr(after, "__self__", None), kind):
                 for hooks in (
                     module._forward_hooks,
                     module._forward_hooks_with_kwargs,

@@ -6,6 +6,7 @@ Axes: B images or texts, N tokens, E experts, J experts including idle ones, T r
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -14,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_stack
-from mmod.blocks import Deciding, Records, StandingModule, convert
+from mmod.adapters import BlockStack
+from mmod.blocks import Deciding, Records, StandingModule, convert, detach_hooks
 from mmod.blocks.forward_pass import recomputing
 from mmod.config.plan import check_blocks
 from mmod.methods.base import register_method
@@ -29,6 +30,7 @@ from mmod.methods.mixture import (
     computed,
     expert_decisions,
     membership_loss,
+    refuse_generation,
     route_logits,
 )
 from mmod.ops.select import kept_count
@@ -145,17 +147,14 @@ class Experts(Mixture):
             if self.choice == "predictor":
                 mlp.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in range(self.experts))
         if stack.language:
-            # This import needs transformers.
-            from mmod.methods.decoder_experts import watch_texts
-
-            watch_texts(model, stack.names[self._blocks(stack)[0]])
+            owner, _, layer = stack.names[self._blocks(stack)[0]].rpartition("layers.")
+            text = model.get_submodule(owner.rstrip("."))
+            names = tuple(inspect.signature(type(text).forward).parameters)[1:]
+            text.register_forward_pre_hook(_CompleteTexts(f"layers.{layer}.mlp", names), with_kwargs=True)
 
     def remove(self, model: nn.Module) -> None:
         """Remove all but the first expert of every MLP."""
-        if find_stack(model).language:
-            from mmod.methods.decoder_experts import unwatch_texts
-
-            unwatch_texts(model)
+        detach_hooks(model, _CompleteTexts)
         mixtures: list[Any] = [module for module in model.modules() if isinstance(module, ExpertMlp)]
         for mlp in mixtures:
             for name in set(mlp.added_modules) & set(mlp._modules):
@@ -163,6 +162,38 @@ class Experts(Mixture):
 
     def _blocks(self, stack: BlockStack) -> range | tuple[int, ...]:
         return range(len(stack.blocks)) if self.blocks is None else self.blocks
+
+
+class _CompleteTexts:
+    """A forward pre-hook of a language model that refuses incomplete and padded texts if experts choose together.
+
+    Args:
+        mixture: Name of an `ExpertMlp` in the model.
+        names: Parameters of the model's forward.
+    """
+
+    def __init__(self, mixture: str, names: tuple[str, ...]) -> None:
+        self.mixture = mixture
+        self.names = names
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Check the arguments of a forward pass."""
+        mixture: Any = module.get_submodule(self.mixture)
+        if not mixture.chooses_together(module.training):
+            return
+        # Only a model of transformers gets here.
+        from mmod.adapters.transformers.masks import valid_tokens
+
+        arguments = {**dict(zip(self.names, args)), **kwargs}
+        cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
+        if cache is not None and int(cache.get_seq_length()):
+            refuse_generation("experts")
+        source = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments["input_ids"]
+        if mask is not None and source is not None and not bool(valid_tokens(mask, source, 0).all()):
+            raise ValueError(
+                "experts choose among the tokens of a text, and padding in this batch would take their slots: pass "
+                "texts of one length, or apply the method with choice='tokens'"
+            )
 
 
 class ExpertState:

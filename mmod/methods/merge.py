@@ -6,6 +6,7 @@ Axes: B images, H heads, N tokens, A tokens of the first set, C of the second, R
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -13,8 +14,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.methods.base import Method, register_method
-from mmod.methods.halves import AttentionInputs, check_halves
-from mmod.methods.reduction import Grid, Reduction, Restore, pooling, reduce_
+from mmod.methods.reduction import AttentionInputs, Grid, Reduction, Restore, check_halves, pooling, reduce_
 
 
 @register_method("merge")
@@ -51,7 +51,9 @@ class Merge(Method):
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Convert the blocks; where the head reads patches, the last block unmerges them."""
-        reductions = {index: _Merging(count) for index, count in self._counts(stack).items()}
+        reductions: dict[int, Reduction] = {
+            index: partial(merge_tokens, count) for index, count in self._counts(stack).items()
+        }
         if reductions:
             # A mean of tokens weighted by size is the mean over the unmerged patches.
             reduce_(stack, reductions, restores=pooling(model) != "token")
@@ -62,33 +64,29 @@ class Merge(Method):
         return {index: count for index, count in enumerate(counts) if count}
 
 
-@dataclass(frozen=True)
-class _Merging(Reduction):
-    count: int
+def merge_tokens(count: int, grid: Grid, inputs: AttentionInputs, prefix: int) -> tuple[Grid, Restore] | None:
+    """Merge the most similar patches."""
+    x_BND, tokens = grid.x_BND, grid.x_BND.shape[1]
+    merged = min(count, (tokens - prefix) // 2)
+    if not merged:
+        return None
+    stay_BK, gone_BR, into_BR = match(inputs.key, prefix, merged)
+    if grid.size_BN is None:
+        one_BK, weighed_BND = x_BND.new_ones(stay_BK.shape), x_BND
+        size_BK = one_BK.scatter_add(1, into_BR, one_BK[:, :merged])
+    else:
+        size_BK = grid.size_BN.gather(1, stay_BK).scatter_add(1, into_BR, grid.size_BN.gather(1, gone_BR))
+        weighed_BND = x_BND * grid.size_BN.unsqueeze(-1)
+    y_BKD = _rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), _rows(weighed_BND, gone_BR))
+    place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, stay_BK)
 
-    def __call__(self, grid: Grid, inputs: AttentionInputs, prefix: int) -> tuple[Grid, Restore] | None:
-        """Merge the most similar patches."""
-        x_BND, tokens = grid.x_BND, grid.x_BND.shape[1]
-        merged = min(self.count, (tokens - prefix) // 2)
-        if not merged:
-            return None
-        stay_BK, gone_BR, into_BR = match(inputs.key, prefix, merged)
-        if grid.size_BN is None:
-            one_BK, weighed_BND = x_BND.new_ones(stay_BK.shape), x_BND
-            size_BK = one_BK.scatter_add(1, into_BR, one_BK[:, :merged])
-        else:
-            size_BK = grid.size_BN.gather(1, stay_BK).scatter_add(1, into_BR, grid.size_BN.gather(1, gone_BR))
-            weighed_BND = x_BND * grid.size_BN.unsqueeze(-1)
-        y_BKD = _rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), _rows(weighed_BND, gone_BR))
-        place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, stay_BK)
+    def restore(y_BKD: Tensor) -> Tensor:
+        # Every token gets the output of the token that it was merged into.
+        slot_BK = torch.arange(stay_BK.shape[1], device=stay_BK.device).expand_as(stay_BK)
+        group_BN = stay_BK.new_empty(len(stay_BK), tokens)
+        return _rows(y_BKD, group_BN.scatter(1, stay_BK, slot_BK).scatter(1, gone_BR, into_BR))
 
-        def restore(y_BKD: Tensor) -> Tensor:
-            # Every token gets the output of the token that it was merged into.
-            slot_BK = torch.arange(stay_BK.shape[1], device=stay_BK.device).expand_as(stay_BK)
-            group_BN = stay_BK.new_empty(len(stay_BK), tokens)
-            return _rows(y_BKD, group_BN.scatter(1, stay_BK, slot_BK).scatter(1, gone_BR, into_BR))
-
-        return Grid(y_BKD / size_BK.unsqueeze(-1), place_BK, size_BK), restore
+    return Grid(y_BKD / size_BK.unsqueeze(-1), place_BK, size_BK), restore
 
 
 def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, Tensor]:

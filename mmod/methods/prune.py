@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar, Literal
 
 import torch
@@ -15,8 +16,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
-from mmod.methods.halves import AttentionInputs, check_halves
-from mmod.methods.reduction import Grid, Reduction, Restore, pooling, reduce_
+from mmod.methods.reduction import AttentionInputs, Grid, Restore, check_halves, pooling, reduce_
 from mmod.ops import gather_rows
 from mmod.ops.importance import class_token_attention
 
@@ -63,48 +63,43 @@ class Prune(Method):
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Convert the blocks; where the model has an output per patch, the last block restores pruned tokens."""
-        by_class_token = stack.class_token and (self.by == "class_token" or pooling(model) == "token")
-        step = _Pruning(self.keep, self.fuse, reads_importance=self.by == "mean" or not by_class_token)
-        reduce_(stack, dict.fromkeys(self.blocks, step), restores=pooling(model) == "")
+        by_class_token = self.by == "class_token" or (
+            self.by == "auto" and stack.class_token and pooling(model) == "token"
+        )
+        reductions = dict.fromkeys(self.blocks, partial(prune_tokens, self.keep, self.fuse))
+        reduce_(stack, reductions, restores=pooling(model) == "", reads_importance=not by_class_token)
 
 
-@dataclass(frozen=True)
-class _Pruning(Reduction):
-    keep: float
-    fuse: bool
-    reads_importance: bool
+def prune_tokens(
+    share: float, fuse: bool, grid: Grid, inputs: AttentionInputs, prefix: int
+) -> tuple[Grid, Restore] | None:
+    """Keep the prefix and the share of patches that receive the most attention; fuse the others if asked to."""
+    x_BND = grid.x_BND
+    patches = x_BND.shape[1] - prefix
+    kept = math.ceil(share * patches)
+    if kept == patches:
+        return None
+    # Without captured importance, the attention of the first query, the class token, counts.
+    score_BN = class_token_attention(inputs.query, inputs.key) if inputs.importance_BN is None else inputs.importance_BN
+    score_BN = score_BN[:, prefix:]
+    order_BN = score_BN.argsort(dim=1, descending=True, stable=True) + prefix
+    index_BK = order_BN[:, :kept].sort(dim=1).values
+    if prefix:
+        first = torch.arange(prefix, device=x_BND.device).expand(len(x_BND), -1)
+        index_BK = torch.cat([first, index_BK], dim=1)
+    y_BKD = gather_rows(x_BND, index_BK)
+    # The fused token takes the position of the dropped token with the most attention.
+    position_BK = torch.cat([index_BK, order_BN[:, kept : kept + 1]], dim=1) if fuse else index_BK
+    if fuse:
+        dropped_BR = order_BN[:, kept:]
+        weight_BR1 = score_BN.gather(1, dropped_BR - prefix).unsqueeze(-1).to(x_BND.dtype)
+        fused_B1D = (weight_BR1 * gather_rows(x_BND, dropped_BR)).sum(dim=1, keepdim=True)
+        y_BKD = torch.cat([y_BKD, fused_B1D], dim=1)
+    place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, position_BK)
 
-    def __call__(self, grid: Grid, inputs: AttentionInputs, prefix: int) -> tuple[Grid, Restore] | None:
-        """Keep the prefix and the patches that receive the most attention; fuse the others if asked to."""
-        x_BND = grid.x_BND
-        patches = x_BND.shape[1] - prefix
-        kept = math.ceil(self.keep * patches)
-        if kept == patches:
-            return None
-        score_BN = received(inputs)[:, prefix:]
-        order_BN = score_BN.argsort(dim=1, descending=True, stable=True) + prefix
-        index_BK = order_BN[:, :kept].sort(dim=1).values
-        if prefix:
-            first = torch.arange(prefix, device=x_BND.device).expand(len(x_BND), -1)
-            index_BK = torch.cat([first, index_BK], dim=1)
-        y_BKD = gather_rows(x_BND, index_BK)
-        # The fused token takes the position of the dropped token with the most attention.
-        position_BK = torch.cat([index_BK, order_BN[:, kept : kept + 1]], dim=1) if self.fuse else index_BK
-        if self.fuse:
-            dropped_BR = order_BN[:, kept:]
-            weight_BR1 = score_BN.gather(1, dropped_BR - prefix).unsqueeze(-1).to(x_BND.dtype)
-            fused_B1D = (weight_BR1 * gather_rows(x_BND, dropped_BR)).sum(dim=1, keepdim=True)
-            y_BKD = torch.cat([y_BKD, fused_B1D], dim=1)
-        place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, position_BK)
+    def restore(y_BKD: Tensor) -> Tensor:
+        # Pruned tokens have their state before the pruning; a fused token is dropped.
+        place_BKD = index_BK.unsqueeze(-1).expand(-1, -1, y_BKD.shape[-1])
+        return x_BND.scatter(1, place_BKD, y_BKD[:, : index_BK.shape[1]])
 
-        def restore(y_BKD: Tensor) -> Tensor:
-            # Pruned tokens have their state before the pruning; a fused token is dropped.
-            place_BKD = index_BK.unsqueeze(-1).expand(-1, -1, y_BKD.shape[-1])
-            return x_BND.scatter(1, place_BKD, y_BKD[:, : index_BK.shape[1]])
-
-        return Grid(y_BKD, place_BK, None), restore
-
-
-def received(inputs: AttentionInputs) -> Tensor:
-    """Return the captured mean attention of tokens (B, N), or else the attention of the first query."""
-    return class_token_attention(inputs.query, inputs.key) if inputs.importance_BN is None else inputs.importance_BN
+    return Grid(y_BKD, place_BK, None), restore

@@ -1,26 +1,25 @@
-"""Blocks that reduce the number of tokens between their attention and their MLP.
+"""Blocks that reduce the number of tokens between their attention and their MLP, by its queries, keys or importance.
 
-Axes: B images, N tokens, K tokens after a reduction, D channels.
+Axes: B images, H heads, N tokens, K tokens after a reduction, D channels, E channels of a head.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from timm.layers import apply_rot_embed_cat
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
-from mmod.adapters.halves import attend, feed
+from mmod.adapters.halves import SPLIT, attend, feed
 from mmod.adapters.masks import narrow_rope
-from mmod.blocks import Deciding, Records, convert
+from mmod.blocks import Deciding, Records, convert, host_class
 from mmod.blocks.forward_pass import PassTracker, recomputing
 from mmod.blocks.routed import ConvertedBlock
-from mmod.methods.halves import AttentionInputs, take_inputs, watch
 from mmod.ops import capture_importance
 from mmod.routing import Evidence, Joined, Kept, Routing
 
@@ -41,14 +40,18 @@ Restore = Callable[[Tensor], Tensor]
 """Returns all tokens (B, N, D) in the order before a reduction, from the reduced ones after the blocks."""
 
 
-class Reduction(ABC):
-    """A rule that reduces the number of tokens."""
+class AttentionInputs(NamedTuple):
+    """Rotated queries and keys of an attention (B, H, N, E), and the mean attention that tokens received, if
+    captured.
+    """
 
-    reads_importance: bool = False
+    query: Tensor
+    key: Tensor
+    importance_BN: Tensor | None = None
 
-    @abstractmethod
-    def __call__(self, grid: Grid, inputs: AttentionInputs, prefix: int) -> tuple[Grid, Restore] | None:
-        """Return fewer tokens and the inverse of the reduction; None keeps all tokens."""
+
+Reduction = Callable[[Grid, AttentionInputs, int], tuple[Grid, Restore] | None]
+"""Returns fewer tokens, of which the last argument counts the prefix, and how to restore all; None keeps all tokens."""
 
 
 class _Passage:
@@ -68,6 +71,7 @@ class _ReducedState(NamedTuple):
     tracker: PassTracker
     prefix: int
     reduction: Reduction | None
+    reads_importance: bool
     begins: bool
     ends: bool
     restores: bool
@@ -116,13 +120,13 @@ class ReducedBlock(Deciding, ConvertedBlock):
     def _reduce(self, x: Tensor, arguments: Mapping[str, Any], passage: _Passage) -> Tensor:
         reduction, prefix = self.mod_state.reduction, self.mod_state.prefix
         assert reduction is not None
-        captured = capture_importance() if reduction.reads_importance else None
+        captured = capture_importance() if self.mod_state.reads_importance else None
         with captured or nullcontext():
             x = attend(self, x, arguments)
         place_BN = passage.place_BN
         if place_BN is None and ("rope" in arguments or self.record.traced):
             place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        inputs = take_inputs(self, arguments, None if captured is None else captured.importance_BN)
+        inputs = _take_inputs(self, arguments, None if captured is None else captured.importance_BN)
         reduced = reduction(Grid(x, place_BN, passage.size_BN), inputs, prefix)
         if reduced is not None:
             (x, passage.place_BN, passage.size_BN), restore = reduced
@@ -140,19 +144,71 @@ class ReducedBlock(Deciding, ConvertedBlock):
         self.record.keep("", Routing(Kept(index_BK), Evidence(score_BN), joined=Joined(size_BK=size_BK)))
 
 
-def reduce_(stack: BlockStack, reductions: Mapping[int, Reduction], restores: bool) -> None:
-    """Convert the blocks of a stack from the first reduction on."""
+def reduce_(
+    stack: BlockStack, reductions: Mapping[int, Reduction], restores: bool, reads_importance: bool = False
+) -> None:
+    """Convert the blocks of a stack from the first reduction on; the last one may restore all tokens."""
     tracker, first, last = PassTracker(), min(reductions), len(stack.blocks) - 1
     for index in range(first, last + 1):
         block, call = stack.blocks[index], stack.call_of(stack.blocks[index], None)
         assert isinstance(call, NamedArguments)
         if index in reductions:
-            watch(block, tracker)
+            for norm in ("attn.q_norm", "attn.k_norm"):
+                convert(block.get_submodule(norm), _Watched, tracker)
         place = index == first, index == last, restores
-        state = _ReducedState(call, tracker, stack.prefix, reductions.get(index), *place, Records())
+        state = _ReducedState(call, tracker, stack.prefix, reductions.get(index), reads_importance, *place, Records())
         convert(block, ReducedBlock, state)
 
 
 def pooling(model: nn.Module) -> str:
     """Return the pooling of a timm model: "token" for the prefix, "" for an output per token, or a mean's name."""
     return str(getattr(model, "global_pool", "token"))
+
+
+class _Outputs(dict[nn.Module, Tensor]):
+    """The last outputs of the watched modules of a stack."""
+
+
+class _Watched(nn.Module):
+    """Mixin of the last module that queries or keys pass before attention; it stores its output."""
+
+    mod_state: PassTracker
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Run the host's module and store its output."""
+        y: Tensor = super().forward(x)
+        self.mod_state.running.slot(_Outputs)[self] = y
+        return y
+
+
+def check_halves(name: str, block: nn.Module) -> None:
+    """Raise a ValueError that says why a block's halves cannot run separately."""
+    if not isinstance(block, SPLIT):
+        raise ValueError(
+            f"{name} is a {host_class(block).__name__}, whose attention and MLP cannot run separately; supported are "
+            f"{', '.join(dict.fromkeys(block_type.__name__ for block_type in SPLIT))}"
+        )
+    attention = block.get_submodule("attn")
+    if not all(hasattr(attention, norm) for norm in ("q_norm", "k_norm")) or hasattr(attention, "lambda_init"):
+        raise ValueError(f"{name} has a {type(attention).__name__}, whose queries and keys cannot be read")
+
+
+def _take_inputs(block: nn.Module, arguments: Mapping[str, Any], importance_BN: Tensor | None) -> AttentionInputs:
+    """Return and drop the last queries and keys of a block's attention, with its importance if captured."""
+    query, key = (_take(block.get_submodule(norm)) for norm in ("attn.q_norm", "attn.k_norm"))
+    if key.shape[1] != query.shape[1]:
+        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+    if "rope" in arguments:
+        query, key = (_rotated(x, arguments["rope"], block.get_submodule("attn")) for x in (query, key))
+    return AttentionInputs(query, key, importance_BN)
+
+
+def _take(norm: nn.Module) -> Tensor:
+    assert isinstance(norm, _Watched)
+    return norm.mod_state.running.slot(_Outputs).pop(norm)
+
+
+def _rotated(x: Tensor, rope: Tensor, attention: Any) -> Tensor:
+    prefix = attention.num_prefix_tokens
+    rotated = apply_rot_embed_cat(x[:, :, prefix:], rope, half=getattr(attention, "rotate_half", False))
+    return torch.cat([x[:, :, :prefix], rotated], dim=2).type_as(x)

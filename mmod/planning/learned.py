@@ -325,7 +325,7 @@ def settle_capacity_(model: nn.Module) -> LearnedPlan:
     chosen, learned, room = hook.chosen(), tuple(hook.learned()), float(hook.module.room)
     shares = tuple(row[HUNDREDTHS.index(capacity)] for row, capacity in zip(hook.costs(), chosen))
     config = config.replace(capacity=tuple(map(float, chosen)))
-    detach_hooks(model, hook)
+    detach_hooks(model, CapacityHook)
     set_capacity_(model, list(map(float, chosen)))
     plan = config.plan(len(stack.blocks))
     return LearnedPlan(hook.names, learned, plan, config, shares, hook.budget - room, hook.budget, hook.cost)

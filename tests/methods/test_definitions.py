@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from mmod.methods import Exit, Merge
-from mmod.methods.halves import AttentionInputs
-from mmod.methods.merge import _Merging
-from mmod.methods.prune import _Pruning
-from mmod.methods.reduction import Grid
+from mmod.methods.merge import merge_tokens
+from mmod.methods.prune import prune_tokens
+from mmod.methods.reduction import AttentionInputs, Grid
 from mmod.ops import attention_importance
 from tests.zoo import make_images, make_model
 
@@ -42,7 +41,7 @@ def test_pruning(seed: int, by_class_token: bool) -> None:
     if not by_class_token:
         inputs = inputs._replace(importance_BN=attention_importance(*inputs[:2]))
     keep = random.Random(seed).uniform(0.2, 0.8)
-    step = _Pruning(keep, True, reads_importance=not by_class_token)(grid, inputs, prefix)
+    step = prune_tokens(keep, True, grid, inputs, prefix)
     assert step is not None
     (left, places, size), restore = step
     assert size is None
@@ -64,7 +63,7 @@ def test_pruning(seed: int, by_class_token: bool) -> None:
 def test_merging(seed: int) -> None:
     grid, inputs, prefix = draw(seed)
     count = random.Random(seed).randint(1, 12)
-    step = _Merging(count)(grid, inputs, prefix)
+    step = merge_tokens(count, grid, inputs, prefix)
     assert step is not None
     (left, places, size), restore = step
     tokens = grid.x_BND.shape[1]
