@@ -178,17 +178,17 @@ def compare(
         at, reached = names.index(best), drawn[:, 0] - drawn[:, random]
         share = (drawn[:, at] - drawn[:, random])[reached > 0] / reached[reached > 0]
         explained = estimate_of((mean_C[at] - mean_C[random]) / gap.value, share)
-    kind, verdict = judge(gap, explained, best, margin, influence, is_clear=is_clear)
+    is_none = not is_clear and gap.high < margin and len(value_IC) >= _FEW
+    kind, verdict = judge(gap, explained, best, influence, is_clear=is_clear, is_none=is_none)
     conditions = [condition(name, place) for place, name in enumerate(names)]
     return Audit(len(value_IC), draws, conditions, gap, best, explained, kind, verdict, across, influence=influence)
 
 
 def judge(
-    gap: Estimate, explained: Estimate | None, best: str | None, margin: float, influence: Influence | None, *,
-    is_clear: bool,
+    gap: Estimate, explained: Estimate | None, best: str | None, influence: Influence | None, *,
+    is_clear: bool, is_none: bool,
 ) -> tuple[Kind, str]:  # fmt: skip
     """Return what a router uses, and sentences that say so, what it is worth, and what a fixed position would do."""
-    is_none = not is_clear and gap.high < margin
     if influence is None:
         kind, why = _without_moves(explained, is_none=is_none)
     else:

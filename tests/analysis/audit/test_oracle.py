@@ -50,7 +50,7 @@ def test_scores_that_are_what_tokens_are_worth_agree_wholly(sign: int) -> None:
 def test_planted_routers_agree_with_worth_or_do_not() -> None:
     found = {
         kind: mmod.audit(
-            plant(score, blocks=(0,)), batches_of(200, seed=4), conditions=["random"], draws=1, leave_one_out=1
+            plant(score), batches_of(200, seed=4), conditions=["random"], draws=1, leave_one_out=1
         ).leave_one_out
         for kind, score in PLANTED.items()
     }
