@@ -12,9 +12,13 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+# Asked of the driver, a GPU stays free for the processes that tests fork.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 if not torch.cuda.is_available():
     # Read when kernels are defined, so before anything imports them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+from tests.processes import start_server
 
 # What is imported for the tests lives to the end: no garbage is looked for in it, now or later.
 gc.disable()
@@ -35,9 +39,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.enable()
+    if session.items and not session.config.option.collectonly:
+        start_server()
 
 
 # Not before: pytest looks for garbage several times when it ends.

@@ -1,17 +1,34 @@
-"""Processes for tests, forked from one that has imported what they train with: none of them waits for imports."""
+"""Processes for tests, forked from a server that has imported what the tests import: none of them waits for imports."""
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch.distributed import TCPStore
 
-FORKSERVER = multiprocessing.get_context("forkserver")
-FORKSERVER.set_forkserver_preload([f"mmod.training.{kind}.recipe" for kind in ("chat", "image", "pairs")])
+FORK = multiprocessing.get_context("fork")
+# In place of `multiprocessing` in a module that starts its processes anew.
+FORKING = SimpleNamespace(get_context=lambda _: FORK, active_children=FORK.active_children)
+_server: Connection | None = None
+
+
+def start_server() -> None:
+    """Fork the server, after the tests are imported and before any of them runs: autograd does not survive a fork."""
+    global _server
+    _server, there = FORK.Pipe()
+    FORK.Process(target=_serve, args=(_server, there)).start()
+    there.close()
+    # Before multiprocessing waits for the server.
+    atexit.register(_server.close)
 
 
 def run_processes(task: Callable[..., Any], *args: Any, world: int = 1, log: Path | None = None) -> list[int | None]:
@@ -26,23 +43,42 @@ def run_processes(task: Callable[..., Any], *args: Any, world: int = 1, log: Pat
     Returns:
         The exit code of each process, negative for the signal that killed it.
     """
+    assert _server is not None
     ranks: list[dict[str, Any]] = [{}]
     if world > 1:
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         group = {"MASTER_ADDR": store.host, "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
         group |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         ranks = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
-    processes = [FORKSERVER.Process(target=_enter, args=(own, log, task, args)) for own in ranks]
-    for process in processes:
-        process.start()
+    _server.send((Path.cwd(), [(own, log, task, args) for own in ranks]))
+    running = _server.recv()
     try:
+        ended: list[int | None] = _server.recv()
+    except BaseException:
+        # A test that takes too long leaves none behind.
+        for process in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        _server.recv()
+        raise
+    return ended
+
+
+def _serve(parent: Connection, tests: Connection) -> None:
+    parent.close()
+    while True:
+        try:
+            place, calls = tests.recv()
+        except EOFError:
+            return
+        os.chdir(place)
+        processes = [FORK.Process(target=_enter, args=call) for call in calls]
+        for process in processes:
+            process.start()
+        tests.send([process.pid for process in processes])
         for process in processes:
             process.join()
-    finally:
-        # A test that takes too long leaves none behind.
-        for process in processes:
-            process.kill()
-    return [process.exitcode for process in processes]
+        tests.send([process.exitcode for process in processes])
 
 
 def _enter(environment: dict[str, Any], log: Path | None, task: Callable[..., Any], args: tuple[Any, ...]) -> None:

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import pickle
 import re
 from pathlib import Path
 from statistics import mean
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,9 +14,10 @@ from matplotlib.figure import Figure
 
 from mmod.analysis.plots import draw_tradeoff
 from mmod.io.yaml import read_yaml
+from mmod.studies import jobs
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
-from tests.processes import FORKSERVER
+from tests.processes import FORKING, run_processes
 from tests.sets import SETS
 
 DENSE = {
@@ -90,10 +91,8 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypa
     # Runs in processes of their own come to the same, and other studies can take this one's dense models.
     apart = dataclasses.replace(study, output=f"{study.output}-apart", bases=study.output, seeds=1, processes=2)
     apart = dataclasses.replace(apart, routers={"a-mod": study.routers["a-mod"]}, isoflop="none")
-    # Forked from one that has imported everything, instead of started anew.
-    forked = SimpleNamespace(get_context=lambda _: FORKSERVER, active_children=FORKSERVER.active_children)
-    monkeypatch.setattr("mmod.studies.jobs.multiprocessing", forked)
-    points_apart = {point.name: point for point in ImageStudy(apart).run(progress=False).points}
+    assert run_processes(run_apart, apart, folder.parent / "apart.pickle") == [0]
+    points_apart = pickle.loads((folder.parent / "apart.pickle").read_bytes())
     assert points_apart["a-mod-0.5"].figures[0] == points["a-mod-0.5"].figures[0]
     assert not (Path(apart.output) / "seed0" / "base").exists()
     plain = dataclasses.replace(
@@ -104,6 +103,12 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypa
     assert untrained["dense"].row()["top1"] == pytest.approx(points_apart["dense"].row()["before"])
     assert untrained["a-mod-0.5"].row()["top1"] == pytest.approx(points_apart["a-mod-0.5"].row()["before"])
     assert not list(Path(plain.output).rglob("result.json"))
+
+
+def run_apart(study: ImageStudyConfig, path: Path) -> None:
+    """Run a study whose processes are forked instead of started anew, and save its points by name."""
+    jobs.multiprocessing = FORKING
+    path.write_bytes(pickle.dumps({point.name: point for point in ImageStudy(study).run(progress=False).points}))
 
 
 def test_table_and_pictures_come_with_the_first_pair(

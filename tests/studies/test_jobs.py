@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from mmod.studies import jobs
 from mmod.studies.jobs import Job, Runner, Tick, in_words
+from tests.processes import FORKING, run_processes
 
 JOBS = [Job(name, seed, f"{name}{seed}") for seed in (0, 1) for name in ("base", "dense", "a-mod")]
 
@@ -35,8 +37,8 @@ def test_runs_in_one_process_keep_their_order() -> None:
     assert [result for _, result in found] == [(job.config, os.getpid()) for job in JOBS]
 
 
-@pytest.mark.slow
-def test_runs_side_by_side_wait_for_the_first_of_their_seed() -> None:
+def test_runs_side_by_side_wait_for_the_first_of_their_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "multiprocessing", FORKING)
     runner = Runner(processes=2, progress=False)
     found = list(runner.run(JOBS, report))
     assert sorted(job.config for job, _ in found) == sorted(job.config for job in JOBS)
@@ -47,8 +49,8 @@ def test_runs_side_by_side_wait_for_the_first_of_their_seed() -> None:
     assert runner.cpu_seconds > time.process_time()
 
 
-@pytest.mark.slow
-def test_a_run_that_fails_ends_the_study_at_once() -> None:
+def test_a_run_that_fails_ends_the_study_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "multiprocessing", FORKING)
     started = time.monotonic()
     with pytest.raises(ValueError, match="base0 does not fit"):
         list(Runner(processes=2, progress=False).run(JOBS, fail))
@@ -58,20 +60,17 @@ def test_a_run_that_fails_ends_the_study_at_once() -> None:
 @pytest.mark.slow
 def test_a_killed_study_leaves_no_process(tmp_path: Path) -> None:
     pids = tmp_path / "pids"
-    (tmp_path / "study.py").write_text(
-        "import sys\n"
-        "from mmod.studies.jobs import Runner, Job\n"
-        "from tests.studies.test_jobs import linger\n"
-        "if __name__ == '__main__':\n"
-        "    work = [Job('base', seed, sys.argv[1]) for seed in (0, 1)]\n"
-        "    list(Runner(2, False).run(work, linger))\n"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    study = subprocess.Popen([sys.executable, str(tmp_path / "study.py"), str(pids)], env=environment)
-    until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
-    study.kill()
-    study.wait()
+    assert run_processes(be_killed, pids) == [-signal.SIGKILL]
     until(lambda: not any(is_running(int(pid)) for pid in pids.read_text().split()))
+
+
+def be_killed(pids: Path) -> None:
+    def kill() -> None:
+        until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill).start()
+    list(Runner(2, False).run([Job("base", seed, str(pids)) for seed in (0, 1)], linger))
 
 
 def linger(job: Job[str], tick: Tick) -> None:
