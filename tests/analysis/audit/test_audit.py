@@ -12,6 +12,8 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis import DecisionContext, judge_answers, judge_classes
 from mmod.analysis.audit.choices import default_choices
+from mmod.analysis.audit.result import judge
+from mmod.analysis.statistics import Estimate
 from tests.adapters.clip_zoo import make_captions, make_clip
 from tests.adapters.clip_zoo import make_images as make_clip_images
 from tests.adapters.vlm_zoo import IMAGE, LINEAR, make_joint, prompt
@@ -33,7 +35,13 @@ def test_few_images_do_not_tell() -> None:
         found = mmod.audit(plant(router), batches_of(images, seed=0), draws=1, resamples=200)
         assert found.kind == "cannot be told"
         assert found.verdict.startswith("Cannot be told")
-        assert "These images are too few" in found.verdict
+
+
+@pytest.mark.parametrize(("low", "high", "says"), [(-9, 8, "too few"), (-9, 0.1, "no better"), (2, 9, "is worth")])
+def test_a_verdict_says_what_the_interval_of_its_worth_does(low: float, high: float, says: str) -> None:
+    _, verdict = judge(Estimate((low + high) / 2, low, high), None, None, 0.5, None, is_clear=low > 0)
+    assert says in verdict
+    assert f"[{low:+.1f}, {high:+.1f}] points of accuracy over random tokens" in verdict
 
 
 def test_a_random_choice_is_one_draw_for_all_blocks() -> None:
