@@ -39,7 +39,8 @@ def test_few_images_do_not_tell() -> None:
 
 @pytest.mark.parametrize(("low", "high", "says"), [(-9, 8, "too few"), (-9, 0.1, "no better"), (2, 9, "is worth")])
 def test_a_verdict_says_what_the_interval_of_its_worth_does(low: float, high: float, says: str) -> None:
-    _, verdict = judge(Estimate((low + high) / 2, low, high), None, None, 0.5, None, is_clear=low > 0)
+    gap = Estimate((low + high) / 2, low, high)
+    _, verdict = judge(gap, None, None, None, is_clear=low > 0, is_none=says == "no better")
     assert says in verdict
     assert f"[{low:+.1f}, {high:+.1f}] points of accuracy over random tokens" in verdict
 
