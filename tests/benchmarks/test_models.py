@@ -209,6 +209,34 @@ def test_every_selection_and_context_is_timed_against_its_own_ceiling(tmp_path: 
     assert rows["topk", "all"].free_ms != rows["topk", "kept"].free_ms
 
 
+def test_routings_by_name_are_timed_against_free_routing_of_as_many_rows(tmp_path: Path) -> None:
+    routings: dict[str, dict[str, Any]] = {
+        "gradual": {"preset": "gradual", "depth": 4, "mean": 0.6},
+        "late": {"router": "redundancy", "skipped": "merge", "blocks": "late", "capacity": 0.5},
+        "late attention": {"router": "attention", "blocks": "late", "capacity": 0.5},
+    }
+    model = {"model": "vit_tiny_patch16_224", "model_args": {"img_size": 64, "depth": 4}}
+    config = BenchmarkConfig(**{**TINY, **model}, routers=[], routings=routings, out=str(tmp_path))
+    rows = {row.router: row for row in benchmark(config, progress=False).rows}
+    assert list(rows) == list(routings)
+    assert rows["late"].free_ms == rows["late attention"].free_ms != rows["gradual"].free_ms
+    assert rows["gradual"].flop_speedup > 1
+
+
+def test_free_blocks_of_a_span_slice_once_and_return_all_tokens() -> None:
+    x = torch.randn(2, 17, 64)
+    model = timm.create_model("test_vit", img_size=64).eval()
+    mmod.route_(model, mmod.RoutingConfig(router="attention", capacity=(0.5, 0.25), blocks=(3, 4)))
+    free = free_routing(model)
+    first = free.blocks[3](x)
+    assert first.shape == (2, 8, 64)
+    out = free.blocks[4](first)
+    dense = mmod.unroute_(sharing_copy(model))
+    assert torch.equal(out[:, 8:], x[:, 8:])
+    assert torch.equal(out[:, 4:8], first[:, 4:])
+    assert torch.equal(out[:, :4], dense.blocks[4](first[:, :4]))
+
+
 def test_controls_apply_the_same_decisions(tmp_path: Path) -> None:
     model = routed("vit_tiny_patch16_224", depth=2)
     images = clear_images(model, lambda count: torch.randn(count, 3, 64, 64), 2)

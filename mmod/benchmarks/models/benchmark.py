@@ -17,6 +17,7 @@ from mmod.benchmarks.models.steps import Step
 from mmod.benchmarks.models.variants import DENSE, Variant, Variants
 from mmod.benchmarks.report import ReportRow, Runs, TimedOptions
 from mmod.config import RoutingConfig, score
+from mmod.training.engine.config import resolve_routing
 from mmod.values import check_distinct, check_fields
 
 
@@ -29,7 +30,9 @@ class BenchmarkConfig(TimedOptions):
     Args:
         model: A name of timm's registry.
         model_args: Further arguments of `timm.create_model`.
-        routers: Routers to time.
+        routers: Routers to time, each at every capacity.
+        routings: Further models by name: fields of `RoutingConfig`, or `preset: NAME` with its arguments. Where skipped
+            tokens join others, outputs are checked at capacity 1 alone.
         capacities: Shares of tokens kept, each with every router.
         select: "topk", "threshold" (its thresholds are set so that it keeps as many tokens of the timed images), or
             both.
@@ -52,6 +55,7 @@ class BenchmarkConfig(TimedOptions):
     model: str = "vit_small_patch16_224"
     model_args: dict[str, Any] = field(default_factory=dict)
     routers: list[str] = field(default_factory=lambda: ["linear", "attention"])
+    routings: dict[str, dict[str, Any]] = field(default_factory=dict)
     capacities: list[float] = field(default_factory=lambda: [0.125, 0.5])
     select: list[Literal["topk", "threshold"]] = field(default_factory=lambda: ["topk"])
     context: list[Literal["kept", "all"]] = field(default_factory=lambda: ["kept"])
@@ -66,13 +70,17 @@ class BenchmarkConfig(TimedOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_distinct(self, "routers", "capacities", "select", "context", "batch_sizes", "execution", "step")
+        if not self.routings:
+            check_distinct(self, "routers")
+        check_distinct(self, "capacities", "select", "context", "batch_sizes", "execution", "step")
         check_fields(self, batch_sizes="[1, inf)")
         if "cudagraphs" in self.execution and torch.device(self.device).type != "cuda":
             raise ValueError(f"execution 'cudagraphs' needs device 'cuda', got {self.device!r}")
 
     def routing(self, variant: Variant) -> RoutingConfig:
         """Return the routing config of one of the timed models."""
+        if variant.router in self.routings:
+            return resolve_routing(self.routings[variant.router])
         return RoutingConfig(
             router=score(variant.router, seed=self.seed) if variant.router == "random" else variant.router,
             capacity=variant.capacity,
@@ -86,7 +94,8 @@ class BenchmarkConfig(TimedOptions):
         options = itertools.product(self.capacities, self.routers, self.select, self.context)
         routed = [Variant(router, capacity, select, context) for capacity, router, select, context in options]
         controls = itertools.product(self.capacities, self.controls)
-        return routed + [Variant(self.routers[0], capacity, path=path) for capacity, path in controls]
+        routed += [Variant(self.routers[0], capacity, path=path) for capacity, path in controls]
+        return [*routed, *(Variant(name, _mean_capacity(fields)) for name, fields in self.routings.items())]
 
     def runs(self) -> Runs:
         """Return a run of all models for every batch size, execution and step."""
@@ -232,7 +241,7 @@ class _Bench:
         peaks: dict[Variant, int],
         saved: dict[Variant, int],
     ) -> BenchmarkRow:
-        dense, routed, free = times[DENSE], times[name], times[name.free]
+        dense, routed, free = times[DENSE], times[name], times[self.timed.free[name]]
         topk = times[name.topk] if name.select == "threshold" and name.topk in times else None
         dense_peak = peaks.get(DENSE)
         gradients = sum(p.numel() * p.element_size() for p in self.timed.models[name].parameters())
@@ -244,6 +253,13 @@ class _Bench:
             speedup=ratios(dense, routed), dense_peak=dense_peak, routed_peak=peaks.get(name),
             peak_bound=None if dense_peak is None or name not in saved else max(dense_peak - saved[name], gradients),
         )  # fmt: skip
+
+
+def _mean_capacity(fields: dict[str, Any]) -> float:
+    """Return the capacity of a routing, the mean over its blocks where they differ."""
+    capacity = resolve_routing(fields).capacity
+    shares = capacity if isinstance(capacity, tuple) else (capacity,)
+    return round(float(sum(shares)) / len(shares), 3)
 
 
 def _dense(config: BenchmarkConfig) -> tuple[nn.Module, tuple[int, int, int]]:

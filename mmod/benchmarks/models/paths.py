@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mmod.adapters import find_stacks
 from mmod.blocks import BlockCall, ImportanceBlock, RoutedBlock, Rows, Way, convert, make_dense
 from mmod.blocks.rows import Host
 from mmod.model import routed_blocks
@@ -28,12 +29,25 @@ CONTROLS = ("loop", "masked", "removed")
 
 @dataclass(eq=False)
 class FreeState:
-    """The state of a freely routed block: how the host calls it, share of tokens and prefix kept, context."""
+    """The state of a freely routed block.
+
+    Args:
+        call: How the host calls the block.
+        capacity: Share of the tokens that it runs on.
+        prefix: Tokens that it runs on at least.
+        context: What these tokens attend to.
+        halves: Attention runs on all rows that the block gets, its MLP on the share.
+        hands_on: The next block is freely routed too, on no more rows, and gets the rows alone.
+        left: Rows that this block and those before it left out; one list for all blocks of a model.
+    """
 
     call: BlockCall
     capacity: Fraction
     prefix: int
     context: str
+    halves: bool
+    hands_on: bool
+    left: list[Tensor]
 
 
 class FreeBlock(nn.Module):
@@ -43,16 +57,28 @@ class FreeBlock(nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host block on the first K of tokens (B, N, D) and put the result in front of the others."""
-        call, tokens = self.mod_state.call, x.shape[1]
-        count = kept_count(tokens, self.mod_state.capacity, self.mod_state.prefix)
+        state = self.mod_state
+        call, left = state.call, state.left
+        rows, tokens = x.shape[1], x.shape[1] + sum(others.shape[1] for others in left)
+        count = kept_count(tokens, state.capacity, state.prefix)
         arguments = call.bind(args, kwargs)
-        if self.mod_state.context == "all":
+        if state.context == "all":
             index_BK = torch.arange(count, device=x.device).expand(x.shape[0], -1)
             first = Routing(Kept(index_BK), Evidence(x[..., 0]))
             y = call.attend_to_all(self, super().forward, arguments, x, x[:, :count], first)
+        elif state.halves:
+            assert call.halves is not None
+            x = call.halves.attend(self, x, first_tokens(arguments, tokens, rows))
+            y = call.halves.feed(self, x[:, :count])
         else:
             y = super().forward(x[:, :count], **first_tokens(arguments, tokens, count))
-        return torch.cat([y, x[:, count:]], dim=1)
+        if count < rows:
+            left.append(x[:, count:])
+        if state.hands_on:
+            return y
+        out = torch.cat([y, *reversed(left)], dim=1)
+        left.clear()
+        return out
 
 
 def first_tokens(arguments: Mapping[str, Any], tokens: int, count: int) -> dict[str, Any]:
@@ -72,7 +98,7 @@ def free_routing(model: nn.Module) -> nn.Module:
     """Return a copy of a routed model, sharing its weights, whose routed blocks run on their first K tokens.
 
     It keeps as many tokens as the routed model and computes no importance, so the routed model's additional time is the
-    overhead of routing. Its outputs are meaningless.
+    overhead of routing. Consecutive routed blocks of falling capacity slice once. Its outputs are meaningless.
 
     Example:
         >>> import timm, mmod
@@ -85,16 +111,29 @@ def free_routing(model: nn.Module) -> nn.Module:
             raise ValueError(f"{name} is routed by threshold: free routing needs a fixed number of tokens")
         if block.router.config.operator != "block":
             raise ValueError(f"{name} skips its {block.router.config.operator} alone: free routing skips whole blocks")
-    free = sharing_copy(model)
+    free, left = sharing_copy(model), list[Tensor]()
     for module in list(free.modules()):
-        if isinstance(module, RoutedBlock):
-            context = str(module.router.config.context)
-            state = FreeState(module.mod_state.call, module.router.capacity, module.router.prefix, context)
+        if isinstance(module, ImportanceBlock):
             make_dense(module)
-            convert(module, FreeBlock, state)
-        elif isinstance(module, ImportanceBlock):
-            make_dense(module)
+    for stack in find_stacks(free).values():
+        for module, following in zip(stack.blocks, (*stack.blocks[1:], None)):
+            if isinstance(module, RoutedBlock):
+                _free(module, following, left)
     return free
+
+
+def _free(block: RoutedBlock, following: nn.Module | None, left: list[Tensor]) -> None:
+    """Convert a routed block to a freely routed one; the block that follows is not converted yet."""
+    router, call = block.router, block.mod_state.call
+    context = str(router.config.context)
+    hands_on = (
+        isinstance(following, RoutedBlock)
+        and context == str(following.router.config.context) == "kept"
+        and following.router.capacity <= router.capacity
+    )
+    state = FreeState(call, router.capacity, router.prefix, context, block.mod_state.way.two_halves, hands_on, left)
+    make_dense(block)
+    convert(block, FreeBlock, state)
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:

@@ -21,7 +21,7 @@ from mmod.benchmarks.models.paths import control, free_routing, sharing_copy
 from mmod.benchmarks.models.steps import Step, check_compiled
 from mmod.benchmarks.oracle import PLAIN_TOLERANCE, check_dense, check_reference, clear_images
 from mmod.config import RoutingConfig
-from mmod.model import route_
+from mmod.model import route_, routed_blocks
 
 CHECKED_IMAGES = 2
 # Of models in float32, whose errors average out over many sums.
@@ -29,18 +29,13 @@ EXACT_TOLERANCE = 1e-5
 
 
 class Variant(NamedTuple):
-    """Names a model of a benchmark: a router, "dense" or "free", and fields of `BenchmarkRow`."""
+    """Names a model of a benchmark: a router or routing, "dense" or "free", and fields of `BenchmarkRow`."""
 
     router: str
     capacity: float
     select: str = "topk"
     context: str = "kept"
     path: str = "routed"
-
-    @property
-    def free(self) -> Variant:
-        """The free routing that bounds this model."""
-        return Variant("free", self.capacity, context=self.context)
 
     @property
     def topk(self) -> Variant:
@@ -64,19 +59,32 @@ class Decided(NamedTuple):
 
 
 class Variants:
-    """The models of a benchmark, in evaluation mode by name; `routed` names those compared with dense and free ones."""
+    """The models of a benchmark, in evaluation mode by name.
+
+    Attributes:
+        routed: Names of the models that are compared with the dense and the free ones.
+        free: Names of the free routing that bounds each of them; models that keep equally many in each block share it.
+    """
 
     def __init__(self, dense: nn.Module, size: tuple[int, int, int], routings: Mapping[Variant, RoutingConfig]) -> None:
         self.size, self.device, self.dtype = size, next(dense.parameters()).device, torch.float32
         self.routed = list(routings)
         self.models: dict[Variant, nn.Module] = {DENSE: dense}
+        self.free: dict[Variant, Variant] = {}
+        self._joining = {name for name, routing in routings.items() if routing.joins}
+        bounds: dict[object, Variant] = {}
         for name, routing in routings.items():
             routed = route_(sharing_copy(dense), routing)
             self.models[name] = routed if name.path == "routed" else control(routed, name.path)
-            if name.free not in self.models:
-                is_fixed = name.select == "topk"
-                fixed = routed if is_fixed else route_(sharing_copy(dense), routing.replace(select="topk"))
-                self.models[name.free] = free_routing(fixed)
+            is_fixed = name.select == "topk"
+            fixed = routed if is_fixed else route_(sharing_copy(dense), routing.replace(select="topk"))
+            kept = tuple((n, block.router.capacity) for n, block in routed_blocks(fixed).items())
+            free = bounds.setdefault(
+                (kept, name.context, routing.merges_inside), Variant(f"free, as {name.router}", *name[1:])
+            )
+            self.free[name] = free
+            if free not in self.models:
+                self.models[free] = free_routing(fixed)
 
     def to(self, dtype: torch.dtype) -> Variants:
         """Return copies of the models in another type, again on the same weights."""
@@ -101,7 +109,8 @@ class Variants:
                 with _full_precision():
                     if name.path == "routed":
                         check_dense(model, images, tolerance)
-                    check_reference(model, images, tolerance)
+                    if name not in self._joining:
+                        check_reference(model, images, tolerance)
 
     def check_compiled(self, batch_size: int, execution: str, step: str) -> None:
         """Raise unless every model computes the same compiled as eagerly; see `Step` for execution and step."""
@@ -121,7 +130,7 @@ class Variants:
 
     def _images_for(self, name: Variant, count: int, static: bool) -> Tensor:
         model = self.models[name].eval()
-        if name not in self.routed or name.path == "removed":
+        if name not in self.routed or name.path == "removed" or name in self._joining:
             return self.images(count)
         if name.select == "threshold":
             images = self.images(count)
