@@ -11,9 +11,8 @@ from torch import Tensor
 
 from mmod.benchmarks.ops.case import Maker, OpCase, Work, register_case
 from mmod.config import Merged, RoutingConfig, score
-from mmod.methods.halves import AttentionInputs
 from mmod.methods.merge import merge_tokens
-from mmod.methods.reduction import Grid
+from mmod.methods.reduction import AttentionInputs, Grid
 from mmod.routing import Router
 
 PREFIX = 1
