@@ -40,6 +40,21 @@ def one_of(name: str, value: object, valid: Sequence[str]) -> None:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, valid))}, got {brief(value)}")
 
 
+def near_names(name: str, known: Iterable[str], listing: str) -> str:
+    """Return similar names as a hint for an error message, or the command that lists all.
+
+    Example:
+        >>> near_names("vit_tinny", ["resnet18", "vit_tiny"], "timm.list_models()")
+        'near ones: vit_tiny'
+        >>> near_names("x", ["resnet18", "vit_tiny"], "timm.list_models()")
+        'timm.list_models() lists the known ones'
+    """
+    import difflib
+
+    near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
+    return f"near ones: {', '.join(near)}" if near else f"{listing} lists the known ones"
+
+
 def refuse_unknown(noun: str, names: Iterable[str], valid: Sequence[str]) -> None:
     """Raise a ValueError unless all `names` are among `valid`."""
     unknown = sorted(map(str, set(names) - set(valid)))

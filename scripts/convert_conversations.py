@@ -1,7 +1,7 @@
 """Check conversations in LLaVA's JSON format: every record, and every image to its last byte.
 
-    python scripts/convert_conversations.py data/llava_v1_5_mix665k.json data/checked --images data/images
-    python scripts/convert_conversations.py data/mine.jsonl data/checked --on_fault drop --shards true
+    python -m scripts.convert_conversations data/llava_v1_5_mix665k.json data/checked --images data/images
+    python -m scripts.convert_conversations data/mine.jsonl data/checked --on_fault drop --shards true
 
 The checked set is OUTPUT/conversations.json in the same format; dropped.csv lists invalid records with the reason. The
 same command resumes an interrupted check. Invalid records are dropped only with `--on_fault drop`.
@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmod.data.corrupt import CorruptDataError, UnusableError
-from mmod.data.packing import DROPPED, PackConfig, check_image, pack_shards, run_conversion, write_report
 from mmod.data.readers.images import ImageFiles, file_extension
 from mmod.data.records import check_record, image_names, read_records
 from mmod.io.files import write_atomically
 from mmod.values import check_fields
+from scripts.packing import DROPPED, PackConfig, check_image, pack_shards, run_conversion, write_report
 
 CHECKED = "conversations.json"
 

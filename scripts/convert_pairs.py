@@ -1,7 +1,7 @@
 """Convert a table of images and captions to webdataset shards.
 
-    python scripts/convert_pairs.py data/captions.csv data/shards --image_column file --resize 384
-    python scripts/convert_pairs.py annotations/captions_train2017.json data/coco --images data/train2017
+    python -m scripts.convert_pairs data/captions.csv data/shards --image_column file --resize 384
+    python -m scripts.convert_pairs annotations/captions_train2017.json data/coco --images data/train2017
 
 SOURCE is a .csv, .tsv or .parquet table, or COCO's caption annotations in .json. The same command resumes an
 interrupted conversion. Rows that cannot be converted are listed in dropped.csv with the reason.
@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from mmod.data.corrupt import UnusableError
-from mmod.data.packing import PackConfig, check_image, pack_shards, run_conversion, write_report
 from mmod.data.readers.images import ImageFiles, file_extension, is_deep
 from mmod.data.synthetic.build import SIZES
 from mmod.io.files import check_regular, parse_json, write_atomically
 from mmod.values import check_fields
+from scripts.packing import PackConfig, check_image, pack_shards, run_conversion, write_report
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".json")
 # Formats that every reader of shards decodes; other images are re-encoded as JPEG.

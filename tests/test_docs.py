@@ -56,7 +56,7 @@ def commands_of(text: str) -> list[str]:
 
 
 def is_command(line: str) -> bool:
-    return line.startswith(("mmod ", "python scripts/"))
+    return line.startswith(("mmod ", "python scripts/", "python -m scripts."))
 
 
 NAMED = sorted(
@@ -83,7 +83,7 @@ def test_commands_are_valid(page: str, command: str, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(ROOT)
     words = shlex.split(command)
     if words[0] == "python":
-        assert run_script(words[1], "--help").returncode == 0
+        assert run_script(" ".join(words[1:3]) if words[1] == "-m" else words[1], "--help").returncode == 0
         return
     if words[1:2] == ["configs"] or "..." in words or words[1].startswith("-"):
         return
@@ -96,7 +96,19 @@ def test_commands_are_valid(page: str, command: str, monkeypatch: pytest.MonkeyP
 
 
 def test_every_command_of_a_page_is_known() -> None:
-    known = ("mmod ", "python scripts/", "python -m mmod", *FOREIGN, *DOWNLOADS, "for ", "done", "runs=", "#", "")
+    known = (
+        "mmod ",
+        "python scripts/",
+        "python -m scripts.",
+        "python -m mmod",
+        *FOREIGN,
+        *DOWNLOADS,
+        "for ",
+        "done",
+        "runs=",
+        "#",
+        "",
+    )
     for page, text in PAGES.items():
         for language, body in FENCE.findall(text):
             for line in commands_of(f"```{language}\n{body}```") if language == "sh" else ():

@@ -7,7 +7,7 @@ from typing import Any
 
 from mmod.data.corrupt import OnCorrupt
 from mmod.io.remote import RemoteConfig
-from mmod.values import check_fields, one_of
+from mmod.values import Limit, check_fields, one_of
 
 EMBEDDED = ("digits", "crowds")
 """Embedded image sets, built on demand."""
@@ -18,7 +18,7 @@ _TORCHVISION = (
     *("imagenet", "image_folder", "folder"),
 )
 _STREAMS = ("hfids", "tfds", "wds")
-
+_LIMITS = {"batch_size": "[1, inf)", "workers": "[0, inf)", "max_corrupt": "[0, inf)"}
 
 # timm's names. The policy is the first word of `auto_augment`.
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
@@ -79,8 +79,45 @@ class AugmentConfig:
             one_of("the policy of data.augment.auto_augment", self.auto_augment.partition("-")[0], _POLICIES)
 
 
+@dataclass(kw_only=True)
+class SourceConfig:
+    """Settings of every source that may hold corrupt data or lie on another machine.
+
+    Args:
+        on_corrupt: "raise" stops at a sample or shard that cannot be read. "skip" counts it in the report: training
+            replaces it by the next readable sample, evaluation leaves it out.
+        max_corrupt: Maximum number of faults that "skip" leaves out; None for any number.
+        remote: How remote shards are read.
+    """
+
+    on_corrupt: OnCorrupt = "raise"
+    max_corrupt: int | None = None
+    remote: RemoteConfig = field(default_factory=RemoteConfig)
+
+
+@dataclass(kw_only=True)
+class StreamConfig:
+    """Settings of every stream of batches.
+
+    Args:
+        batch_size: Samples per batch and process.
+        workers: Worker processes; 0 reads in the training process.
+        pin_memory: Return batches in pinned memory (for a GPU).
+    """
+
+    batch_size: int = 64
+    workers: int = 0
+    pin_memory: bool = False
+
+
+def check_data(config: Any, **limits: Limit) -> None:
+    """Raise unless the fields of a data config have their types and are within these limits and the common ones."""
+    shared = {name: limit for name, limit in _LIMITS.items() if hasattr(config, name)}
+    check_fields(config, "data", **shared, **limits)
+
+
 @dataclass
-class DataConfig:
+class DataConfig(StreamConfig, SourceConfig):
     """Config of a data set of images.
 
     Args:
@@ -100,22 +137,15 @@ class DataConfig:
         channels: 1 (grey) or 3 (RGB).
         mean: Mean per channel. Defaults: the digits' for embedded sets, ImageNet's for 3 channels, 0.5 for 1.
         std: Standard deviation per channel; defaults as for `mean`.
-        batch_size: Images per batch and process.
-        workers: Worker processes; 0 reads in the training process.
         augment: Augmentation of training images; None resizes and crops them as for evaluation.
         crop_pct: Share of the resized image that the evaluation crop keeps. Set 1 for images that already have
             `image_size`. Embedded sets are never cropped.
         interpolation: Interpolation of the evaluation resize.
-        on_corrupt: "raise" stops at an image or shard that cannot be read. "skip" counts it in the stream's report:
-            training replaces it by the next readable sample, evaluation leaves it out.
-        max_corrupt: Maximum number of faults that "skip" leaves out; None for any number.
         in_memory: Decode all images once and keep them as uint8; None does so for embedded sets without augmentation.
-        pin_memory: Return batches in pinned memory (for a GPU).
         options: Further arguments of `timm.data.create_dataset`, such as `class_map`.
         label_patch: Side of a patch in pixels, for one class per patch: the most frequent class of its pixels in the
             label map (the member `.seg.png` of shards, or the map of "maps:SIDE"). Images are square, and maps have
             the same size. None for one class per image.
-        remote: How remote shards are read.
     """
 
     source: str = "digits"
@@ -128,25 +158,16 @@ class DataConfig:
     channels: int = 1
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
-    batch_size: int = 64
-    workers: int = 0
     augment: AugmentConfig | None = None
     crop_pct: float = 0.875
     interpolation: str = "bicubic"
-    on_corrupt: OnCorrupt = "raise"
-    max_corrupt: int | None = None
     in_memory: bool | None = None
-    pin_memory: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     label_patch: int | None = None
-    remote: RemoteConfig = field(default_factory=RemoteConfig)
 
     def __post_init__(self) -> None:
-        positive = ("train_limit", "val_limit", "image_size", "label_patch", "batch_size")
-        check_fields(
-            self, "data", **dict.fromkeys(positive, "[1, inf)"), workers="[0, inf)", crop_pct="(0, 1]",
-            max_corrupt="[0, inf)", std="(0, inf)", interpolation=_INTERPOLATIONS,
-        )  # fmt: skip
+        positive = dict.fromkeys(("train_limit", "val_limit", "image_size", "label_patch"), "[1, inf)")
+        check_data(self, **positive, crop_pct="(0, 1]", std="(0, inf)", interpolation=_INTERPOLATIONS)
         reader = self.source.partition(":")[0]
         if reader == "maps":
             self._check_maps()
@@ -204,7 +225,7 @@ def check_name(name: str) -> None:
 
 
 @dataclass
-class PairsConfig:
+class PairsConfig(StreamConfig, SourceConfig):
     """Config of a data set of image-text pairs.
 
     Args:
@@ -214,31 +235,18 @@ class PairsConfig:
             copied to `root` while training reads them.
         root: Folder for copies of remote shards and for indices, or of the embedded set (default
             `runs/data/captioned-scenes-DIFFICULTY`).
-        batch_size: Pairs per batch and process.
-        workers: Worker processes; 0 reads in the training process.
-        on_corrupt: "raise" stops at a shard, image or caption that cannot be read. "skip" counts it in the report:
-            training replaces it by the next readable sample, evaluation leaves it out.
-        max_corrupt: Maximum number of faults that "skip" leaves out; None for any number.
-        pin_memory: Return batches in pinned memory (for a GPU).
-        remote: How remote shards are read.
     """
 
     train: str | list[str] = "scenes:default/train"
     val: str | list[str] = "scenes:default/val"
     root: str | None = None
-    batch_size: int = 64
-    workers: int = 0
-    on_corrupt: OnCorrupt = "raise"
-    max_corrupt: int | None = None
-    pin_memory: bool = False
-    remote: RemoteConfig = field(default_factory=RemoteConfig)
 
     def __post_init__(self) -> None:
-        check_fields(self, "data", batch_size="[1, inf)", workers="[0, inf)", max_corrupt="[0, inf)")
+        check_data(self)
 
 
 @dataclass
-class TextConfig:
+class TextConfig(StreamConfig):
     """Config of a byte-level text data set, read in windows of one length that do not overlap.
 
     A checksum of a file's content assigns it to a split, 90 % to "train", so that copies of a file share a split.
@@ -250,9 +258,6 @@ class TextConfig:
         val_split: Split to evaluate on.
         val_limit: Number of evaluation windows, spread evenly over the split; None uses all.
         length: Window length in bytes.
-        batch_size: Windows per batch and process.
-        workers: Worker processes; 0 reads in the training process.
-        pin_memory: Return batches in pinned memory (for a GPU).
     """
 
     source: str = "python"
@@ -260,11 +265,8 @@ class TextConfig:
     val_split: str = "val"
     val_limit: int | None = None
     length: int = 256
-    batch_size: int = 32
-    workers: int = 0
-    pin_memory: bool = False
+    batch_size: int = field(default=32, kw_only=True)
 
     def __post_init__(self) -> None:
         splits = dict.fromkeys(("train_split", "val_split"), ("train", "val", "test"))
-        positive = dict.fromkeys(("val_limit", "length", "batch_size"), "[1, inf)")
-        check_fields(self, "data", **splits, **positive, workers="[0, inf)")
+        check_data(self, **splits, val_limit="[1, inf)", length="[1, inf)")

@@ -10,11 +10,12 @@ import warnings
 from dataclasses import asdict
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from mmod.data.config import EMBEDDED, DataConfig
-from mmod.data.corrupt import CorruptReport
+from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.source import ImageSource, LabelledSource, Subset, UnreadableSampleError
 from mmod.data.stream import BatchStream, ImageReader, MemoryReader
 from mmod.data.synthetic.build import SyntheticSet
@@ -73,8 +74,12 @@ def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed:
     mode = "L" if config.channels == 1 else "RGB"
     reader: ImageReader | MemoryReader
     if config.in_memory or (config.in_memory is None and _is_embedded(config) and config.augment is None):
-        transform = _transform(config, training, mean, std, normalise=False)
-        reader = MemoryReader(source, mode, transform, mean, std, report)
+        unscaled = ImageReader(source, mode, _transform(config, training, mean, std, normalise=False))
+        samples = unscaled.read(np.arange(len(source)), None)
+        report.add(samples.faults)
+        if not len(samples.labels):
+            raise CorruptDataError(f"none of {len(source)} samples can be read; {report}")
+        reader = MemoryReader(samples, mean, std)
     else:
         # Training replaces corrupt samples, so that all processes keep the same number of full batches.
         reader = ImageReader(source, mode, _transform(config, training, mean, std), replace=training)

@@ -61,8 +61,8 @@ class ImageReader:
     def __len__(self) -> int:
         return len(self.source)
 
-    def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> Batch:
-        """Read one batch; see `BatchReader.read`."""
+    def read(self, indices: np.ndarray, seeds: tuple[int, int] | None) -> Batch:
+        """Read one batch, without seeds for a transform that draws nothing; see `BatchReader.read`."""
         faults: list[Fault] = []
         images, labels = [], []
         with _kept_random_state():
@@ -71,8 +71,9 @@ class ImageReader:
                 if sample is None:
                     continue
                 image, label = sample
-                # Seeded by the requested index, so a replacement differs from the same sample at its regular index.
-                _seed_all(*seeds, index)
+                if seeds is not None:
+                    # By the requested index, so a replacement differs from the same sample at its regular index.
+                    _seed_all(*seeds, index)
                 images.append(self.transform(image))
                 labels.append(label)
         if not images:
@@ -90,30 +91,10 @@ class ImageReader:
 
 
 class MemoryReader:
-    """Holds the readable images of a source in memory as uint8, and normalises per batch."""
+    """Holds the images of a batch in memory as uint8, and normalises them when they are read."""
 
-    def __init__(
-        self,
-        source: ImageSource,
-        mode: str,
-        transform: Callable[..., Tensor],
-        mean: Tensor,
-        std: Tensor,
-        report: CorruptReport,
-    ):
-        images, labels = [], []
-        for index in range(len(source)):
-            try:
-                image, label = source.read(index, mode)
-            except UnreadableSampleError as error:
-                report.add([error.fault])
-                continue
-            images.append(transform(image))
-            labels.append(label)
-        if not images:
-            raise CorruptDataError(f"none of {len(source)} samples can be read; {report}")
-        self.images = torch.stack(images)
-        self.labels = torch.tensor(labels, dtype=torch.int64)
+    def __init__(self, samples: Batch, mean: Tensor, std: Tensor) -> None:
+        self.images, self.labels = samples.images, samples.labels
         self.scale = (1 / (255 * std))[:, None, None]
         self.shift = (-mean / std)[:, None, None]
 

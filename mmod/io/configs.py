@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmod.io.names import near_names
+from mmod.values import near_names
 
 _PACKAGE = Path(__file__).parents[1]
 

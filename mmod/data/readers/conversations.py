@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
@@ -12,7 +12,8 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, OnCorrupt
+from mmod.data.config import SourceConfig, check_data
+from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
 from mmod.data.readers.images import IMAGE_EXTENSIONS, ImageFiles, decode_image, read_image
 from mmod.data.readers.shard_files import ShardFiles, read_at
 from mmod.data.readers.shards import Members, expand_pattern, read_samples
@@ -20,8 +21,7 @@ from mmod.data.records import IMAGE, Message, check_record, image_names, read_re
 from mmod.data.synthetic.questions import QUESTIONS
 from mmod.io.files import parse_json
 from mmod.io.progress import progress_bar
-from mmod.io.remote import RemoteConfig, RemoteError
-from mmod.values import check_fields
+from mmod.io.remote import RemoteError
 
 Protected = Literal["question", "conversation"]
 """Text that is protected in training: all but the answers, or all."""
@@ -47,8 +47,10 @@ class ChatSample(NamedTuple):
 
 
 @dataclass
-class ConversationsConfig:
-    """Config of a data set of conversations.
+class ConversationsConfig(SourceConfig):
+    """Config of a data set of conversations, all of which are checked, and remote shards copied, before training.
+
+    An image that cannot be decoded later always stops.
 
     Args:
         train: Training conversations: a `.json` or `.jsonl` file in LLaVA's format, webdataset shards (`.tar`) by brace
@@ -64,10 +66,6 @@ class ConversationsConfig:
         protected: Masked routing learning: text that no routed layer skips in training. "question" is all text but the
             answers, including the template's; "conversation" is all text; None protects nothing. Needs a language model
             routed with `tokens: all`.
-        on_corrupt: When the source is opened, "raise" stops at an invalid record or shard or a missing image file;
-            "skip" counts it and leaves it out. An image that cannot be decoded later always stops.
-        max_corrupt: Maximum number of faults that "skip" leaves out; None for any number.
-        remote: How remote shards are copied to `root`, which all are before training.
     """
 
     train: str = "questions:default/train"
@@ -78,12 +76,9 @@ class ConversationsConfig:
     max_length: int | None = None
     packed: bool = False
     protected: Protected | None = None
-    on_corrupt: OnCorrupt = "raise"
-    max_corrupt: int | None = None
-    remote: RemoteConfig = field(default_factory=RemoteConfig)
 
     def __post_init__(self) -> None:
-        check_fields(self, "data", max_length="[2, inf)", max_corrupt="[0, inf)")
+        check_data(self, max_length="[2, inf)")
 
 
 class ChatDataset:

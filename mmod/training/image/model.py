@@ -14,9 +14,9 @@ from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTarget
 from torch import Tensor, nn
 
 from mmod.data.config import DataConfig
-from mmod.io.names import near_names
 from mmod.training.engine.model import classifier_names, converted
 from mmod.training.image.config import LossConfig, MixupConfig, ModelConfig
+from mmod.values import near_names
 
 
 def create_dense_model(config: ModelConfig) -> nn.Module:

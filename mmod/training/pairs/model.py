@@ -15,14 +15,13 @@ from torch import nn
 
 from mmod.data.readers.pairs import Tokenizer, Transform
 from mmod.io.configs import find_config
-from mmod.io.names import near_names
 from mmod.io.tensors import write_tensors
 from mmod.methods.read import is_added
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.model import classifier_names, converted, load_weights
 from mmod.training.pairs.config import ModelConfig
-from mmod.values import refuse_unknown
+from mmod.values import near_names, refuse_unknown
 
 
 def create_model(config: ModelConfig) -> Any:
