@@ -8,8 +8,9 @@ import json
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -25,6 +26,8 @@ Index = tuple[np.ndarray, list[Fault]]
 """Offset and size of image and target of every sample (S, 4), and the faults of the shard."""
 _VERSION = 1
 _COPIES = 4
+# Fewer are read faster than another process starts.
+_SHARDS_PER_PROCESS = 8
 # Image and target of a sample are read at once where at most this lies between them.
 _GAP = 1 << 16
 
@@ -91,23 +94,37 @@ class ShardFiles:
         self, suffix: str, make: Callable[[BinaryIO, str], Index], progress: bool
     ) -> Iterator[tuple[int, Index]]:
         """Yield number and index of every shard that can be read, in order; missing indices are made and kept."""
-
-        def find(number: int) -> Index | RemoteError:
-            try:
-                return self._index(number, suffix, make)
-            except RemoteError as error:
-                return error
-
         numbers = range(len(self.urls))
-        with ThreadPoolExecutor(_COPIES) as threads:
-            # Threads wait for the network together, but would only wait for each other with local files.
-            results = (threads.map if any(map(is_remote, self.urls)) else map)(find, numbers)
+        paths = [self._index_path(number, suffix) for number in numbers]
+        missing = sum(not path.exists() for path in paths)
+        is_remote = any(copy is not None for copy in self._copies)
+        processes = 0 if is_remote else min((os.cpu_count() or 1), missing // _SHARDS_PER_PROCESS)
+        with contextlib.ExitStack() as stack:
+            if missing and not is_remote:
+                # One process of a node makes the indices of a folder, and the others read them.
+                stack.enter_context(_locked(paths[0].with_name("shards")))
+            find = partial(self._find, suffix=suffix, make=make)
+            results: Iterable[Index | RemoteError]
+            if is_remote:
+                # Threads wait for the network together.
+                results = stack.enter_context(ThreadPoolExecutor(_COPIES)).map(find, numbers)
+            elif processes > 1:
+                pool = stack.enter_context(ProcessPoolExecutor(processes))
+                results = pool.map(find, numbers, chunksize=_SHARDS_PER_PROCESS)
+            else:
+                results = map(find, numbers)
             bar = progress_bar(results, desc="index", unit="shard", total=len(numbers), shown=progress)
             for number, index in enumerate(bar):
                 if isinstance(index, RemoteError):
                     self.report.add([Fault(self.urls[number], "", str(index))])
                 else:
                     yield number, index
+
+    def _find(self, number: int, suffix: str, make: Callable[[BinaryIO, str], Index]) -> Index | RemoteError:
+        try:
+            return self._index(number, suffix, make)
+        except RemoteError as error:
+            return error
 
     def _index(self, number: int, suffix: str, make: Callable[[BinaryIO, str], Index]) -> Index:
         url, copy = self.urls[number], self._copies[number]
@@ -116,8 +133,8 @@ class ShardFiles:
         index = _read_index(place, url, size, tag)
         if index is not None:
             return index
-        # A lock for each remote shard, because copying takes long, and one for a folder of local shards.
-        with _locked(place if copy is not None else place.with_name("shards")):
+        # Copying takes long, so each remote shard has a lock.
+        with _locked(place) if copy is not None else contextlib.nullcontext():
             index = _read_index(place, url, size, tag)
             if index is None and self.path(number) is None and not url.startswith("pipe:"):
                 # A published index lies beside the shard, and has no later version of the shard's time.

@@ -353,3 +353,19 @@ def test_an_index_has_nothing_outside_its_shard(shards: Path) -> None:
     assert shard_files._parse_index(head + rows.tobytes(), "a", 10240, "other") is None
     for broken in (b"", b"[]\n", head.replace(b"[]", b"[1]") + rows.tobytes(), head + b"\x80" * 32):
         assert shard_files._parse_index(broken, "a", 10240, "t") is None
+
+
+def test_processes_index_many_shards_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(5):
+        write_samples(tmp_path / f"{number}.tar", range(number * 3, number * 3 + 3))
+    (tmp_path / "3.tar").write_bytes(b"no tar file" * 100)
+    sources = []
+    for per_process in (100, 1):
+        monkeypatch.setattr(shard_files, "_SHARDS_PER_PROCESS", per_process)
+        report = CorruptReport("skip")
+        sources.append((read_all(ShardSource(f"{tmp_path}/*.tar", report)), report.faults))
+        for path in tmp_path.glob(".*.index"):
+            path.unlink()
+    assert sources[0] == sources[1]
+    assert len(sources[0][0]) == 12
+    assert len(sources[0][1]) == 1
