@@ -30,9 +30,6 @@ EXTRAS = {
 def name_missing_extra() -> Iterator[None]:
     """Context manager in which a failing import names the extra to install.
 
-    Raises:
-        ModuleNotFoundError: A package is missing.
-
     Example:
         >>> with name_missing_extra():
         ...     raise ModuleNotFoundError("No module named 'peft'", name="peft")

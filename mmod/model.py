@@ -138,9 +138,6 @@ def _by_part(
 def unroute_(model: Model) -> Model:
     """Undo routing only: routers are removed, blocks get their host's classes, other methods stay.
 
-    Args:
-        model: The routed model; it is changed.
-
     Raises:
         ValueError: Nothing in it is routed.
 
@@ -158,10 +155,7 @@ def unroute_(model: Model) -> Model:
 
 
 def freeze_dense_(model: Model) -> Model:
-    """Freeze all parameters of a routed model but the routers'.
-
-    Args:
-        model: A routed model, possibly wrapped. `model.requires_grad_(True)` unfreezes it.
+    """Freeze all parameters of a routed model, possibly wrapped, but the routers'; `requires_grad_(True)` undoes it.
 
     Raises:
         ValueError: Nothing in it is routed, or its routers have no parameters.
@@ -190,7 +184,6 @@ def set_capacity_(model: Model, capacity: float | Sequence[float] | Mapping[str,
     Capacity is not in the state dict: set it on existing copies, such as an EMA model, too.
 
     Args:
-        model: A routed model.
         capacity: Share of tokens kept: one number, one per routed block in order, or a mapping by module name.
 
     Raises:

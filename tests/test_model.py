@@ -48,7 +48,7 @@ class TestConfig:
             ({"select": "top-k"}, "select must be one of 'topk', 'threshold', got 'top-k'"),
             ({"gate": "relu"}, "gate must be one of 'identity', 'linear', 'sigmoid', 'tanh', 'step', got 'relu'"),
             ({"gate": "tanh"}, "gate 'tanh' needs a score that learns"),
-            ({"losses": {"membership": 1.0}}, "losses .* need a score that learns, and router 'attention' does not"),
+            ({"losses": {"membership": 1.0}}, "losses .* needs a score that learns, .* router 'attention' does not"),
             ({"router": "linear", "gate": "identity", "losses": {"load": 1.0}}, "losses.load needs gate 'linear'"),
             ({"router": "linear", "losses": {"bce": 1.0}}, "a loss must be one of 'capacity', 'importance', 'load'"),
             (

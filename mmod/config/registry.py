@@ -61,9 +61,7 @@ class Registry(Generic[Entry]):
 
 @dataclass(frozen=True)
 class Loss:
-    """An auxiliary loss of a routed block's `Routing` and `Router`; where it reads importance, training computes
-    that.
-    """
+    """An auxiliary loss of a routed block; where it reads importance, training computes that."""
 
     function: Callable[..., Tensor]
     reads_importance: bool = False
@@ -88,13 +86,10 @@ LOSSES: Registry[Loss] = Registry("a loss", "mmod.losses", "register_loss")
 
 
 def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
-    """Return a decorator that lets configs name a score.
-
-    Args:
-        name: The name, as in `RoutingConfig(router=name)`.
+    """Return a decorator that lets configs name a score, a frozen dataclass derived from `mmod.Score`.
 
     Raises:
-        TypeError: The class is no frozen dataclass derived from `mmod.Score`.
+        TypeError: The class is no such dataclass.
         ValueError: The name is taken, or the score both learns and is shared.
 
     Example:
@@ -121,10 +116,7 @@ def register_score(name: str) -> Callable[[type[AnyScore]], type[AnyScore]]:
 
 
 def register_preset(name: str) -> Callable[[Added], Added]:
-    """Return a decorator that lets `mmod.preset` and configs name a preset.
-
-    Args:
-        name: What presets and configs call it; no preset has it yet.
+    """Return a decorator that lets `mmod.preset` and configs name a preset, which no other may be called.
 
     Example:
         >>> @register_preset("half-norm")
@@ -145,11 +137,8 @@ def register_preset(name: str) -> Callable[[Added], Added]:
 def register_loss(name: str, reads_importance: bool = False) -> Callable[[Added], Added]:
     """Return a decorator that lets `RoutingConfig(losses={name: weight})` name an auxiliary loss.
 
-    The loss is a function from a block's `Routing` and the `Router` that made it to a scalar.
-
-    Args:
-        name: The name.
-        reads_importance: The loss reads `Routing.importance_BN`, which is then computed in training.
+    The loss is a function from a block's `Routing` and the `Router` that made it to a scalar. If it `reads_importance`,
+    training computes that.
     """
 
     def add(loss: Added) -> Added:

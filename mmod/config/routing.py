@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -115,9 +115,12 @@ class RoutingConfig:
         check_fields(self, capacity="[0, 1]", select=("topk",), context=CONTEXTS, operator=OPERATORS, blocks=LAYOUTS)
         for name in self.losses:
             LOSSES.check(name)
-        self._check_score()
-        self._check_skipped()
-        self._check_language()
+        if self.router.learns and isinstance(self.select, Threshold):
+            # The score passes through a sigmoid.
+            check_value("select.threshold of a learned score", self.select.threshold, float, "[0, 1]")
+        for subject, is_set, needs, holds in self._rules():
+            if is_set and not holds:
+                raise ValueError(f"{subject} needs {needs}")
 
     @property
     def importance(self) -> str:
@@ -152,83 +155,49 @@ class RoutingConfig:
         """Whether the first of consecutive routed blocks computes the score that they share."""
         return self.router.shared and not self.reads_importance(training=False)
 
-    def _check_score(self) -> None:
-        """Refuse gates, losses and selections that the score cannot serve."""
-        router, gate, select = self.router, self.gate, self.select
-        if not router.learns:
-            # A draw of 0 or 1 for a whole image needs no gradient.
-            gated = gate.name != "identity" and not (gate.name == "step" and router.whole)
-            if gated or self.losses:
-                subject = f"gate {gate.name!r} needs" if gated else f"losses {dict(self.losses)} need"
-                raise ValueError(
-                    f"{subject} a score that learns, and router {router.name!r} does not: use a router such as "
-                    "'linear', or leave the option out"
-                )
-        elif isinstance(select, Threshold):
-            # The score passes through a sigmoid.
-            check_value("select.threshold of a learned score", select.threshold, float, "[0, 1]")
-        if router.learns and router.shared and (self.joins or self.wants_importance(training=True)):
-            raise ValueError(
-                f"router.shared of {router.name!r} needs skipped='pass' or 'scale', and no loss that reads importance: "
-                "what joins or is learned there depends on the block"
-            )
-        if "load" in self.losses and gate.name in ("identity", "step"):
-            raise ValueError(f"losses.load needs gate 'linear', 'sigmoid' or 'tanh', got {gate.name!r}")
+    def _rules(self) -> Iterator[tuple[str, object, str, object]]:
+        """Yield what fields require of others: a field's name, whether it is set, what it needs, whether that holds."""
+        router, gate, select, language = self.router, self.gate, self.select, self.language
+        learning = f"a score that learns, such as 'linear', and router {router.name!r} does not"
+        threshold, branch = isinstance(select, Threshold), self.operator != "block"
+        plain_threshold = isinstance(select, Threshold) and select == Threshold(select.threshold)
+        # Scores, gates and losses. A draw of 0 or 1 for a whole image needs no gradient.
+        gated = gate.name != "identity" and not (gate.name == "step" and router.whole)
+        yield f"gate {gate.name!r}", gated, learning, router.learns
+        yield f"losses {dict(self.losses)}", self.losses, learning, router.learns
+        fixed = not self.joins and not self.wants_importance(training=True)
+        needs = "skipped='pass' or 'scale', and no loss that reads importance: both depend on the block"
+        yield f"router.shared of {router.name!r}", router.learns and router.shared, needs, fixed
+        weighs = gate.name in ("linear", "sigmoid", "tanh")
+        yield "losses.load", "load" in self.losses, f"gate 'linear', 'sigmoid' or 'tanh', not {gate.name!r}", weighs
         all_attend = self.context == "all" or self.operator == "mlp" or router.whole
-        if gate.name == "step" and not (isinstance(select, Threshold) and all_attend):
-            raise ValueError(
-                "gate 'step' runs all tokens in training: it needs select='threshold', and context='all', "
-                "operator='mlp' or a score for the whole sequence"
-            )
-        if router.whole and (select == "topk" or select != Threshold(select.threshold) or self.context != "kept"):
-            raise ValueError(
-                f"router {router.name!r} keeps all tokens of an image or none: it needs context='kept', and "
-                "select='threshold' without min_tokens and max_tokens"
-            )
-
-    def _check_skipped(self) -> None:
-        """Refuse operators, contexts and selections that do not fit what skipped tokens do."""
-        skipped, branch = spelled(self.skipped), self.operator != "block"
-        if self.joins and (self.select != "topk" or self.context != "kept" or branch):
-            raise ValueError(
-                f"skipped={skipped!r} needs select='topk', context='kept' and operator='block': tokens join others for "
-                "the whole block"
-            )
-        if self.skipped == "scale" and (branch or self.gate.name == "identity"):
-            raise ValueError(
-                "skipped='scale' needs operator='block' and gate 'linear', 'sigmoid', 'tanh' or 'step': the gate "
-                "multiplies skipped tokens"
-            )
-        if self.merges_inside and not self.router.shared:
-            raise ValueError(
-                f"skipped.before='mlp' needs a router that shares its score between blocks, got {self.router.name!r}: "
-                "use 'attention', 'redundancy' or another such, or before='block'"
-            )
-        if branch and self.language.gate_on != "update":
-            raise ValueError(
-                f"operator={self.operator!r} needs language.gate_on='update': the gate weighs the branch that tokens "
-                "miss"
-            )
-        if self.operator == "mlp" and self.context == "all":
-            raise ValueError("operator='mlp' needs context='kept': attention runs on all tokens anyway")
-
-    def _check_language(self) -> None:
-        router, language = self.router, self.language
-        if self.context != "kept" and language.positions == "compact":
-            raise ValueError(
-                f"language.positions='compact' counts kept tokens alone: it needs context='kept', got {self.context!r}"
-            )
-        if language.frames is not None and self.select != "topk":
-            raise ValueError(f"language.frames={language.frames!r} chooses the top-k of each frame: use select='topk'")
-        if language.gate_on != "update" and self.gate.name == "identity":
-            raise ValueError(f"language.gate_on={language.gate_on!r} needs a gate other than 'identity'")
-        if language.inference_threshold is not None and not (router.learns and self.select == "topk"):
-            raise ValueError(
-                f"language.inference_threshold={language.inference_threshold:g} needs select='topk' and a score that "
-                "learns, such as 'linear'"
-            )
-        if language.predictor and "membership" not in self.losses:
-            raise ValueError("language.predictor is trained by the loss 'membership': add it to losses, as with 0.01")
+        needs = "select='threshold', and context='all', operator='mlp' or a score for the whole sequence"
+        yield "gate 'step'", gate.name == "step", needs, threshold and all_attend
+        needs = "context='kept', and select='threshold' without min_tokens and max_tokens: it keeps all tokens or none"
+        yield f"router {router.name!r}", router.whole, needs, plain_threshold and self.context == "kept"
+        # Skipped tokens and operators.
+        needs = "select='topk', context='kept' and operator='block': tokens join others for the whole block"
+        whole_block = select == "topk" and self.context == "kept" and not branch
+        yield f"skipped={spelled(self.skipped)!r}", self.joins, needs, whole_block
+        needs = "operator='block' and gate 'linear', 'sigmoid', 'tanh' or 'step': the gate multiplies skipped tokens"
+        yield "skipped='scale'", self.skipped == "scale", needs, not branch and gate.name != "identity"
+        needs = f"a router that shares its score between blocks, such as 'redundancy', not {router.name!r}"
+        yield "skipped.before='mlp'", self.merges_inside, f"{needs}: or use before='block'", router.shared
+        needs = "language.gate_on='update': the gate weighs the branch that tokens miss"
+        yield f"operator={self.operator!r}", branch, needs, language.gate_on == "update"
+        needs = "context='kept': attention runs on all tokens anyway"
+        yield "operator='mlp'", self.operator == "mlp", needs, self.context != "all"
+        # Language models.
+        needs = f"context='kept', not {self.context!r}: it counts kept tokens alone"
+        yield "language.positions='compact'", language.positions == "compact", needs, self.context == "kept"
+        needs = "select='topk': it chooses the top-k of each frame"
+        yield f"language.frames={language.frames!r}", language.frames is not None, needs, select == "topk"
+        needs = "a gate other than 'identity'"
+        yield f"language.gate_on={language.gate_on!r}", language.gate_on != "update", needs, gate.name != "identity"
+        alone, needs = language.inference_threshold, "select='topk' and a score that learns, such as 'linear'"
+        yield f"language.inference_threshold={alone}", alone is not None, needs, router.learns and select == "topk"
+        needs = "the loss 'membership', which trains it: add it to losses, as with 0.01"
+        yield "language.predictor", language.predictor, needs, "membership" in self.losses
 
     def plan(self, depth: int) -> Plan:
         """Return the plan for a model of `depth` blocks; selection, losses and language options are not part of it."""

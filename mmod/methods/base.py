@@ -196,13 +196,7 @@ class Method(ABC):
 
 
 def undo_(model: Model) -> Model:
-    """Undo all methods of a model, the last one first: it has the host's classes and keys again.
-
-    Args:
-        model: A model that `mmod.apply_` or `mmod.route_` changed, possibly wrapped.
-
-    Returns:
-        The same model.
+    """Undo all methods of a model, possibly wrapped, the last one first: it has the host's classes and keys again.
 
     Raises:
         ValueError: No method changed it.

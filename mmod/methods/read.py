@@ -15,10 +15,7 @@ __all__ = ["channels", "exit", "experts", "is_added", "merge", "prune", "read_me
 
 
 def read_method(values: Mapping[str, Any]) -> Method:
-    """Return the method that plain values describe.
-
-    Args:
-        values: `kind`, and fields of the method.
+    """Return the method that plain values describe: its `kind` and fields.
 
     Raises:
         TypeError: A value of the wrong type.

@@ -179,20 +179,13 @@ class Route(Method):
 
 
 def is_routed(model: nn.Module) -> bool:
-    """Return whether any block of a model is routed.
-
-    Args:
-        model: Any model.
-    """
+    """Return whether any block of a model is routed."""
     check_module(model)
     return any(isinstance(module, RoutedBlock) for module in model.modules())
 
 
 def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
-    """Return the routed blocks of a model by their module names, in order.
-
-    Args:
-        model: A routed model, possibly wrapped or compiled.
+    """Return the routed blocks of a model, possibly wrapped or compiled, by their module names, in order.
 
     Raises:
         ValueError: Nothing in it is routed.
@@ -234,9 +227,6 @@ def exact_capacities(model: nn.Module, capacity: float | Sequence[float] | Mappi
 def capacities(model: nn.Module) -> dict[str, float]:
     """Return the capacity of every routed block by module name.
 
-    Args:
-        model: A routed model.
-
     Raises:
         ValueError: Nothing in it is routed.
     """
@@ -273,7 +263,6 @@ def routing_config(model: nn.Module, part: str | None = None) -> RoutingConfig:
     """Return the config that a model was routed with.
 
     Args:
-        model: A routed model, possibly wrapped.
         part: Name of the part, needed if parts were routed differently.
 
     Raises:

@@ -228,7 +228,7 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(ValueError, match="names no image token"):
         mmod.route_(model, language=LINEAR)
     model = make_joint("llava")
-    with pytest.raises(ValueError, match="do not exist"):
+    with pytest.raises(ValueError, match="from 0 to 3, each once"):
         mmod.route_(model, language=LINEAR.replace(blocks=(1, 9)))
     with pytest.raises(ValueError, match=r"no layer of a language model: remove the options language\.scored"):
         mmod.route_(model, vision=LINEAR.replace(language={"scored": "norm"}))

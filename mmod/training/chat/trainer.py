@@ -15,13 +15,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Trainer, TrainingArguments
 
-from mmod import auxiliary_loss, is_routed, routed_blocks
+from mmod import auxiliary_loss
 from mmod.adapters import find_stacks
 from mmod.blocks import host_class
 from mmod.data.corrupt import original_errors
 from mmod.data.readers.conversations import ChatDataset
 from mmod.io.files import UnwrittenError, writing
 from mmod.io.tensors import read_tensors, write_tensors
+from mmod.methods import methods_of
 from mmod.training.chat.checkpoints import finished_checkpoints
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import check_routers_learn, router_parameters
@@ -72,7 +73,7 @@ def training_arguments(config: TrainConfig) -> Any:
 class RoutedTrainer(Trainer):
     """A Trainer for dense and routed vision-language models.
 
-    It adds the auxiliary losses of routing to the model's loss, the statistics of routers to the logs, and the weights
+    It adds the auxiliary losses of methods to the model's loss, the statistics of routers to the logs, and the weights
     of routers to checkpoints of adapters.
 
     Args:
@@ -94,8 +95,7 @@ class RoutedTrainer(Trainer):
         self.optim = optim
         module: Any = self.model
         self._health = RouterHealth(module, measured=not arguments.torch_compile)
-        blocks = routed_blocks(module).values() if is_routed(module) else ()
-        self._losses = _RouterLosses() if any(block.router.config.losses for block in blocks) else None
+        self._losses = _AuxiliaryLosses() if any(method.has_loss for method in methods_of(module)) else None
         if self._losses is not None:
             module.register_forward_hook(self._losses)
 
@@ -212,7 +212,7 @@ class RoutedTrainer(Trainer):
             )
 
 
-class _RouterLosses:
+class _AuxiliaryLosses:
     """A forward hook that collects the auxiliary losses, and makes the model's loss depend on them with weight 0.
 
     Data parallelism derives the used weights from the outputs. It would report a router that only its auxiliary loss

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -12,6 +12,7 @@ from mmod.analysis import Trace, trace
 from mmod.analysis.modes import in_mode
 from mmod.data.stream import BatchStream
 from mmod.io.progress import progress_bar
+from mmod.routing import Routing
 from mmod.training.engine.distributed import sum_over_processes
 
 Pair = tuple[Tensor, Tensor]
@@ -74,13 +75,13 @@ class KeptShares:
         self._sums = torch.zeros(1 + len(self._names), dtype=torch.float64, device=device)
 
     @contextmanager
-    def watch(self) -> Iterator[None]:
-        """Context that adds the decisions of one forward pass."""
+    def watch(self) -> Iterator[Mapping[str, Routing]]:
+        """Context that adds the decisions of one forward pass, which it yields."""
         if not self._names:
-            yield
+            yield {}
             return
         with trace(self._model) as decisions:
-            yield
+            yield decisions
         keeps = [decisions[name].keep_BN.double() for name in self._names]
         self._sums += torch.stack([keeps[0].new_tensor(len(keeps[0])), *(keep_BN.mean(1).sum() for keep_BN in keeps)])
 

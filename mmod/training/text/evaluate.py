@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,13 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.analysis import Trace, trace
 from mmod.data.stream import BatchStream
 from mmod.methods.base import decided_alone, deciding_together, methods_of
 from mmod.routing import Routing
 from mmod.speculation import every_token
 from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.engine.evaluate import RoutedResult, evaluation_batches
+from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluation_batches
 from mmod.training.engine.task import autocast
 from mmod.training.text.model import logits_of
 from mmod.values import check_value
@@ -105,7 +103,7 @@ def evaluate(
     device = torch.device(device)
     methods = methods_of(model)
     two_ways = any(method.two_ways for method in methods)
-    together, alone, full = (_Sums(model, device) for _ in range(3))
+    together, alone, full = (_Losses(model, device) for _ in range(3))
     agreement = _Agreement(device) if two_ways else None
     with evaluation_batches(model, stream, device, progress=progress) as batches, autocast(device, precision):
         for _, (tokens, following) in batches:
@@ -146,30 +144,28 @@ def judge_text(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor
     return loss_BN.mean(1), (logits.argmax(-1) == following_BN).float().mean(1)
 
 
-class _Sums:
+class _Losses:
     """Loss and kept shares of one way to decide."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model
-        self._names = Trace(model).names
-        # Samples, tokens and loss, then the sum of shares of each module.
-        self._sums = torch.zeros(3 + len(self._names), dtype=torch.float64, device=device)
+        self._shares = KeptShares(model, device)
+        # Samples, tokens and loss.
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
 
     def add(self, tokens: Tensor, following: Tensor) -> Mapping[str, Routing]:
         """Evaluate a batch; return the decisions."""
-        tracing: AbstractContextManager[Mapping[str, Routing]] = trace(self._model) if self._names else nullcontext({})
-        with tracing as decisions:
+        with self._shares.watch() as decisions:
             logits = logits_of(self._model, tokens)
         loss = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
-        kept = [decisions[name].keep_BN.double().mean(1).sum() for name in self._names]
-        self._sums += torch.stack([loss.new_tensor(len(tokens)), loss.new_tensor(tokens.numel()), loss, *kept]).double()
+        self._sums += torch.stack([loss.new_tensor(len(tokens)), loss.new_tensor(tokens.numel()), loss]).double()
         return decisions
 
     def means(self) -> tuple[float, dict[str, float], int]:
         """Return loss per token, kept share by module, and samples; collective over processes."""
-        samples, tokens, loss, *kept = sum_over_processes(self._sums).tolist()
+        samples, tokens, loss = sum_over_processes(self._sums).tolist()
         check_value("the mean loss of an evaluation", loss / tokens, float)
-        return loss / tokens, {name: share / samples for name, share in zip(self._names, kept)}, int(samples)
+        return loss / tokens, self._shares.means(), int(samples)
 
 
 class _Agreement:
