@@ -4,7 +4,7 @@ from mmod.analysis.audit import Audit, DecisionContext, audit, judge_answers, ju
 from mmod.analysis.flop_report import BlockFlops, FlopReport, PrefillFlops
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import prefill_flops
-from mmod.analysis.redundancy import Redundancy, redundancy
+from mmod.analysis.redundancy import RedundancyReport, redundancy
 from mmod.analysis.trace import Trace, trace
 
 __all__ = [
@@ -13,7 +13,7 @@ __all__ = [
     "FlopReport",
     "DecisionContext",
     "PrefillFlops",
-    "Redundancy",
+    "RedundancyReport",
     "Trace",
     "audit",
     "flops",

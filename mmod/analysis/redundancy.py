@@ -15,7 +15,7 @@ from mmod.values import check_finite, check_value
 
 
 @dataclass(frozen=True)
-class Redundancy:
+class RedundancyReport:
     """Redundancy of images before any model sees them; `print` shows it in one line.
 
     Args:
@@ -38,7 +38,7 @@ class Redundancy:
         )
 
 
-def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: float = 0.01) -> Redundancy:
+def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: float = 0.01) -> RedundancyReport:
     """Measure the redundancy of images at a model's patch size.
 
     Robustness to dropped tokens means little on mostly flat images, so report both.
@@ -81,7 +81,7 @@ def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: fl
         for variance_BNC in variances
     ]
     flat, kept_99, kept_95 = torch.cat(shares_B3).mean(dim=0).tolist()
-    return Redundancy(sum(map(len, variances)), patch_size, flat, kept_99, kept_95)
+    return RedundancyReport(sum(map(len, variances)), patch_size, flat, kept_99, kept_95)
 
 
 def _variances(images: Tensor, patch_size: int) -> Tensor:

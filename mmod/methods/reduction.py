@@ -165,7 +165,7 @@ def pooling(model: nn.Module) -> str:
     return str(getattr(model, "global_pool", "token"))
 
 
-class _Outputs(dict[nn.Module, Tensor]):
+class _NormOutputs(dict[nn.Module, Tensor]):
     """The last outputs of the watched modules of a stack."""
 
 
@@ -177,7 +177,7 @@ class _Watched(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Run the host's module and store its output."""
         y: Tensor = super().forward(x)
-        self.mod_state.running.slot(_Outputs)[self] = y
+        self.mod_state.running.slot(_NormOutputs)[self] = y
         return y
 
 
@@ -205,7 +205,7 @@ def _take_inputs(block: nn.Module, arguments: Mapping[str, Any], importance_BN: 
 
 def _take(norm: nn.Module) -> Tensor:
     assert isinstance(norm, _Watched)
-    return norm.mod_state.running.slot(_Outputs).pop(norm)
+    return norm.mod_state.running.slot(_NormOutputs).pop(norm)
 
 
 def _rotated(x: Tensor, rope: Tensor, attention: Any) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from mmod.analysis.redundancy import Redundancy
+from mmod.analysis.redundancy import RedundancyReport
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.timing import Spread
 from mmod.extras import name_missing_extra
@@ -20,7 +20,7 @@ LEAST_SPEEDUP = 1.03
 
 
 @dataclass(frozen=True)
-class Row:
+class RecipeResult:
     """What a recipe does to a model.
 
     Args:
@@ -66,7 +66,7 @@ class Advice:
         note: Further facts about the data.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[RecipeResult, ...]
     refused: Mapping[str, str]
     measure: str
     accuracy: float | None
@@ -74,11 +74,11 @@ class Advice:
     batch_size: int
     images: int
     tolerance: float
-    redundancy: Redundancy | None = None
+    redundancy: RedundancyReport | None = None
     note: str = ""
 
     @property
-    def best(self) -> Row | None:
+    def best(self) -> RecipeResult | None:
         """The fastest recipe within the tolerance; None if none of them is faster than the dense model."""
         fitting = [row for row in self.rows if row.loss <= self.tolerance and row.speedup.low >= LEAST_SPEEDUP]
         return max(fitting, key=lambda row: row.speedup.median, default=None)

@@ -23,7 +23,7 @@ from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
 from mmod.methods.base import methods_of
 from mmod.model import apply_, route_
-from mmod.planning.advice import AGREEMENT, Advice, Row
+from mmod.planning.advice import AGREEMENT, Advice, RecipeResult
 from mmod.planning.divergence import outputs, resized
 from mmod.planning.presets import preset
 from mmod.values import check_value
@@ -301,12 +301,12 @@ class _Trials:
             name: (ratios(dense, times).median, float(self.scores[name].mean())) for name, times in self.times.items()
         }
 
-    def rows(self, depth: int) -> Iterable[Row]:
+    def rows(self, depth: int) -> Iterable[RecipeResult]:
         """Return the rows of the table, the fastest first."""
         points = self._points()
         for name in sorted(self.models, key=lambda name: -points[name][0]):
             (speed, score), count, recipe = points[name], len(self.scores[name]), self.recipes[name]
-            yield Row(
+            yield RecipeResult(
                 name,
                 ratios(self.times[DENSE], self.times[name]),
                 _mean(self.scores[name]),

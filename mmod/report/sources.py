@@ -64,7 +64,7 @@ class RunRecord:
     rows: Sequence[Mapping[str, Any]]
 
 
-Record = TypeVar("Record", StudyRecord, AuditRecord, RunRecord)
+AnyRecord = TypeVar("AnyRecord", StudyRecord, AuditRecord, RunRecord)
 
 
 class Sources(NamedTuple):
@@ -155,7 +155,7 @@ def _run_name(run: Path, root: Path) -> str:
     return run.name if run == root else f"{root.name}/{run.relative_to(root).as_posix()}"
 
 
-def _numbered(records: Sequence[Record]) -> list[Record]:
+def _numbered(records: Sequence[AnyRecord]) -> list[AnyRecord]:
     """Return records with numbers behind repeated names.
 
     Example:

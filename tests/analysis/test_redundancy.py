@@ -49,7 +49,7 @@ def test_shares_are_those_of_a_loop(
 def test_batches_count_by_their_images() -> None:
     full, flat = torch.rand(3, 1, 8, 8), torch.zeros(1, 1, 8, 8)
     assert mmod.redundancy([full, flat], 4).flat == 0.25
-    assert mmod.redundancy(flat, 4) == mmod.analysis.Redundancy(1, 4, 1.0, 0.25, 0.25)
+    assert mmod.redundancy(flat, 4) == mmod.analysis.RedundancyReport(1, 4, 1.0, 0.25, 0.25)
 
 
 @settings(max_examples=20, deadline=None)
@@ -71,7 +71,7 @@ def test_noise_is_not_redundant_and_one_colour_is() -> None:
     result = mmod.redundancy(noise, 8)
     assert (result.flat, result.kept_99) == (0, 1)
     colours = torch.rand(4, 3, 1, 1).expand(-1, -1, 32, 32)
-    assert mmod.redundancy(colours, 8) == mmod.analysis.Redundancy(4, 8, 1.0, 1 / 16, 1 / 16)
+    assert mmod.redundancy(colours, 8) == mmod.analysis.RedundancyReport(4, 8, 1.0, 1 / 16, 1 / 16)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from mmod.benchmarks import GpuConfig, SuiteFailedError, benchmark_gpu
 from mmod.benchmarks.command import main
 from mmod.benchmarks.gpu import benchmark as gpu_benchmark
 from mmod.benchmarks.gpu.config import FiguresRow, PartName, UnavailableError
-from mmod.benchmarks.gpu.parts import PARTS, Part
+from mmod.benchmarks.gpu.parts import PARTS, BenchmarkPart
 from mmod.benchmarks.gpu.programs import run_tests
 from mmod.benchmarks.report import BenchmarkReport, Runs, run_all
 from tests.scripts import ROOT
@@ -56,7 +56,8 @@ def statuses(report: BenchmarkReport) -> dict[str, str]:
 
 def test_parts_that_fail_crash_or_hang_leave_the_others_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     parts = {
-        "fails": Part(_fails, 60), "crashes": Part(_crashes, 60), "hangs": Part(_hangs, 3), "lacks": Part(_lacks, 60),
+        "fails": BenchmarkPart(_fails, 60), "crashes": BenchmarkPart(_crashes, 60),
+        "hangs": BenchmarkPart(_hangs, 3), "lacks": BenchmarkPart(_lacks, 60),
     }  # fmt: skip
     monkeypatch.setattr(gpu_benchmark, "PARTS", parts)
     monkeypatch.setattr(gpu_benchmark, "LEAST_SECONDS", 0.0)
@@ -84,7 +85,7 @@ def test_parts_that_fail_crash_or_hang_leave_the_others_alone(monkeypatch: pytes
 
 
 def test_what_does_not_fit_the_budget_runs_in_the_next_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    parts = {name: Part(_lacks, 60) for name in ("first", "second")}
+    parts = {name: BenchmarkPart(_lacks, 60) for name in ("first", "second")}
     monkeypatch.setattr(gpu_benchmark, "PARTS", parts)
     report = benchmark_gpu(config(tmp_path, minutes=0.01), progress=False)
     assert statuses(report) == dict.fromkeys(parts, "not run yet")

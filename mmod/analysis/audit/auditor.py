@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.audit.across import Counter
-from mmod.analysis.audit.choices import RANDOM, Choice, DecisionContext, Kept
+from mmod.analysis.audit.choices import RANDOM, Choice, DecisionContext, FreeDecision
 from mmod.analysis.audit.information import InfluenceCounts
 from mmod.analysis.audit.oracle import TokenValues
 from mmod.analysis.audit.reference import Reference, consult
 from mmod.analysis.audit.replace import free_tokens, keep_best, only_free, replaced_decisions
 from mmod.analysis.audit.result import LEARNED
-from mmod.analysis.audit.strata import Outcomes, Pair, Strata
+from mmod.analysis.audit.strata import OutcomePair, Outcomes, Strata
 from mmod.model import routed_blocks
 from mmod.routing import Routing
 
@@ -40,7 +40,7 @@ class _EvaluatedBatch(NamedTuple):
     batch: Any
     learned: dict[str, Routing]
     free: dict[str, Tensor]
-    partners: dict[str, Kept]
+    partners: dict[str, FreeDecision]
     images: range
     reference: Reference | None = None
 
@@ -56,7 +56,7 @@ class Counts:
     strata: Strata = field(default_factory=Strata)
     # By name of a set ("" for the audited one): its number of images, and the decisions on its last image.
     images: dict[str, int] = field(default_factory=dict)
-    last: dict[str, dict[str, Kept]] = field(default_factory=dict)
+    last: dict[str, dict[str, FreeDecision]] = field(default_factory=dict)
     # By names of a shift or set, and of a choice.
     outcomes: dict[str, dict[str, Outcomes]] = field(default_factory=dict)
 
@@ -142,11 +142,11 @@ class Auditor:
             raise ValueError(f"an audit needs two images or more, got {images}")
         return self.counts.outcomes[shift][choice]
 
-    def against_random(self, shift: str = "") -> Pair:
+    def against_random(self, shift: str = "") -> OutcomePair:
         """Return the outcomes of the learned and the random choice."""
         return self.outcomes(LEARNED, shift), self.outcomes(RANDOM, shift)
 
-    def against(self, other: str) -> Pair:
+    def against(self, other: str) -> OutcomePair:
         """Return the outcomes of the learned choice and of another model."""
         return self.outcomes(LEARNED), self.outcomes(other, _BESIDE)
 
@@ -154,7 +154,7 @@ class Auditor:
         self.counts.outcomes.setdefault(shift, {}).setdefault(choice, Outcomes()).add(loss_B, accuracy_B)
 
     def _see(
-        self, batch: Any, shift: str = "", partners: dict[str, Kept] | None = None, of: str = ""
+        self, batch: Any, shift: str = "", partners: dict[str, FreeDecision] | None = None, of: str = ""
     ) -> tuple[_EvaluatedBatch, Tensor]:
         """Evaluate a batch with the learned decisions, store the outcome, and return it with its loss."""
         loss_B, accuracy_B, learned = self._as_learned(batch)
@@ -265,17 +265,19 @@ class Auditor:
         return (side, side) if side * side == tokens else None
 
     def _partners(
-        self, learned: Mapping[str, Routing], free: Mapping[str, Tensor], last: dict[str, Kept]
-    ) -> dict[str, Kept]:
+        self, learned: Mapping[str, Routing], free: Mapping[str, Tensor], last: dict[str, FreeDecision]
+    ) -> dict[str, FreeDecision]:
         """Return the decisions on the previous image of every image; the first image takes the next one."""
-        partners: dict[str, Kept] = {}
+        partners: dict[str, FreeDecision] = {}
         for name, routing in learned.items():
-            kept = Kept(only_free(routing.keep_BN, free[name]), only_free(routing.score_BN.float(), free[name]))
-            before = last.get(name, Kept(*(value_BF[1:2] if len(value_BF) > 1 else value_BF for value_BF in kept)))
-            last[name] = Kept(*(value_BF[-1:].clone() for value_BF in kept))
-            before = Kept(*(value_BF.to(kept.keep_BF.device) for value_BF in before))
+            kept = FreeDecision(only_free(routing.keep_BN, free[name]), only_free(routing.score_BN.float(), free[name]))
+            before = last.get(
+                name, FreeDecision(*(value_BF[1:2] if len(value_BF) > 1 else value_BF for value_BF in kept))
+            )
+            last[name] = FreeDecision(*(value_BF[-1:].clone() for value_BF in kept))
+            before = FreeDecision(*(value_BF.to(kept.keep_BF.device) for value_BF in before))
             fits = before.keep_BF.shape[1] == kept.keep_BF.shape[1]
-            partners[name] = Kept(*(torch.cat([b, k[:-1]]) for b, k in zip(before, kept))) if fits else before
+            partners[name] = FreeDecision(*(torch.cat([b, k[:-1]]) for b, k in zip(before, kept))) if fits else before
         return partners
 
 

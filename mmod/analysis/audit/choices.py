@@ -42,7 +42,7 @@ class DecisionContext:
     x_BND: Tensor
     learned: Routing
     free_BN: Tensor
-    partner: Kept
+    partner: FreeDecision
     images: range
     frequency_F: Tensor
     grid: tuple[int, int]
@@ -56,7 +56,7 @@ class DecisionContext:
         return (self.free_BN.cumsum(1) - 1).clamp(min=0)
 
 
-class Kept(NamedTuple):
+class FreeDecision(NamedTuple):
     """A decision over the tokens that may be skipped: which were kept, and their scores, (B, F) each."""
 
     keep_BF: Tensor

@@ -16,7 +16,7 @@ from mmod.io.tables import Table, table_of
 from mmod.routing import Routing
 
 # Judges the batch with a choice of tokens and returns the loss of each image (B,).
-Judged = Callable[[Choice], Tensor]
+Judge = Callable[[Choice], Tensor]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TokenValues:
     images: int = 0
 
     def add(
-        self, judged: Judged, loss_B: Tensor, learned: dict[str, Routing], free: dict[str, Tensor], random: Choice
+        self, judged: Judge, loss_B: Tensor, learned: dict[str, Routing], free: dict[str, Tensor], random: Choice
     ) -> None:
         """Leave out, or let in, each token of a batch."""
         worth: dict[str, Tensor] = {}
@@ -88,7 +88,7 @@ class TokenValues:
         return LeaveOneOut(self.images, agreement, norm, **losses)
 
 
-def _worth(judged: Judged, loss_B: Tensor, name: str, routing: Routing, free_BN: Tensor) -> tuple[Tensor, Tensor]:
+def _worth(judged: Judge, loss_B: Tensor, name: str, routing: Routing, free_BN: Tensor) -> tuple[Tensor, Tensor]:
     """Return the worth of each token that may be skipped, see `LeaveOneOut`, and its norm (B, N)."""
     order_BN = free_BN.cumsum(1) - 1
     worth_BN = norm_BN = torch.zeros(free_BN.shape, dtype=torch.float64, device=free_BN.device)

@@ -19,7 +19,7 @@ from mmod.analysis.audit.information import KindsOf
 from mmod.analysis.audit.judges import judge_classes
 from mmod.analysis.audit.progress import Progress
 from mmod.analysis.audit.result import LEARNED, Audit, compare
-from mmod.analysis.audit.strata import ALL, DIFFICULTY, SHIFT, Pair, StratumOf, compare_strata
+from mmod.analysis.audit.strata import ALL, DIFFICULTY, SHIFT, OutcomePair, StratumOf, compare_strata
 from mmod.analysis.modes import in_mode
 from mmod.io.progress import progress_bar
 from mmod.values import check_value
@@ -184,10 +184,10 @@ def _process(
 
 def _strata_of(
     auditor: Auditor, elsewhere: Sequence[str], beside: Iterable[str]
-) -> tuple[dict[tuple[str, str], Pair], dict[tuple[str, str], Pair]]:
+) -> tuple[dict[tuple[str, str], OutcomePair], dict[tuple[str, str], OutcomePair]]:
     """Return outcomes by group and name, against random tokens and against other models."""
 
-    def split(pair: Pair) -> dict[tuple[str, str], Pair]:
+    def split(pair: OutcomePair) -> dict[tuple[str, str], OutcomePair]:
         return {names: (pair[0].of(chosen), pair[1].of(chosen)) for names, chosen in members.items()}
 
     members = auditor.counts.strata.members()

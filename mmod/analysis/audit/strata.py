@@ -69,7 +69,7 @@ class Outcomes:
         return Outcomes(self.loss[chosen], self.accuracy[chosen])
 
 
-Pair = tuple[Outcomes, Outcomes]
+OutcomePair = tuple[Outcomes, Outcomes]
 """Outcomes of the learned choice, and those of the random one or of another model, on the same images."""
 
 
@@ -106,7 +106,7 @@ class Strata:
         return members
 
 
-def compare_strata(strata: Mapping[tuple[str, str], Pair], resamples: int) -> list[Stratum]:
+def compare_strata(strata: Mapping[tuple[str, str], OutcomePair], resamples: int) -> list[Stratum]:
     """Compare both outcomes in each stratum; those of one image are left out."""
     kept = {names: pair for names, pair in strata.items() if len(pair[0].loss) > 1}
     if not kept:

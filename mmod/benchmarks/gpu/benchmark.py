@@ -15,7 +15,7 @@ from typing import Any
 
 from mmod.benchmarks.gpu.config import GpuConfig, SummaryRow, UnavailableError, figures_text
 from mmod.benchmarks.gpu.machine import device_state
-from mmod.benchmarks.gpu.parts import PARTS, Part
+from mmod.benchmarks.gpu.parts import PARTS, BenchmarkPart
 from mmod.benchmarks.report import (
     UNFINISHED,
     BenchmarkReport,
@@ -88,7 +88,7 @@ def benchmark_gpu(config: GpuConfig, progress: bool = True) -> BenchmarkReport:
     return report
 
 
-def _run_part(name: str, part: Part, config: GpuConfig, seconds: float, before: State) -> State:
+def _run_part(name: str, part: BenchmarkPart, config: GpuConfig, seconds: float, before: State) -> State:
     """Run a part for at most some seconds and return its state."""
     folder = Path(config.out) / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -158,7 +158,7 @@ def _summarise(config: GpuConfig, machine: Mapping[str, Any], states: Mapping[st
     return report
 
 
-def _results(part: Part, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _results(part: BenchmarkPart, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
     """Return subject and figures of a part's rows, as text."""
     counted = [row for row in rows if all(row[name] == value for name, value in part.where.items())]
     figures = [{name: row[name] for name in part.figures} if part.figures else row["figures"] for row in counted]

@@ -31,7 +31,7 @@ FORCED = {
 }
 
 
-class Shape(NamedTuple):
+class AttentionShape(NamedTuple):
     """Shape of attention: images, heads, tokens, channels of a head, and whether it is causal."""
 
     images: int
@@ -42,14 +42,14 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
-    "ViT-B at 224": Shape(256, 12, 197, 64),
-    "ViT-B at 224, half of the tokens": Shape(256, 12, 99, 64),
-    "ViT-L at 224": Shape(256, 16, 197, 64),
-    "ViT-L at 518": Shape(32, 16, 1370, 64),
-    "LLaVA, prefill of 576 image tokens": Shape(4, 32, 624, 128, True),
-    "LLaVA, prefill of 2,880 image tokens": Shape(1, 32, 2928, 128, True),
+    "ViT-B at 224": AttentionShape(256, 12, 197, 64),
+    "ViT-B at 224, half of the tokens": AttentionShape(256, 12, 99, 64),
+    "ViT-L at 224": AttentionShape(256, 16, 197, 64),
+    "ViT-L at 518": AttentionShape(32, 16, 1370, 64),
+    "LLaVA, prefill of 576 image tokens": AttentionShape(4, 32, 624, 128, True),
+    "LLaVA, prefill of 2,880 image tokens": AttentionShape(1, 32, 2928, 128, True),
 }
-REHEARSED = {"ViT": Shape(2, 2, 17, 16), "LLaVA, prefill": Shape(1, 2, 33, 16, True)}
+REHEARSED = {"ViT": AttentionShape(2, 2, 17, 16), "LLaVA, prefill": AttentionShape(1, 2, 33, 16, True)}
 
 
 def describe_machine(config: GpuConfig) -> BenchmarkReport:
@@ -94,7 +94,7 @@ def benchmark_attention(config: GpuConfig) -> BenchmarkReport:
 
 
 @torch.no_grad()
-def _attend(config: GpuConfig, name: str, shape: Shape) -> list[FiguresRow]:
+def _attend(config: GpuConfig, name: str, shape: AttentionShape) -> list[FiguresRow]:
     device, (images, heads, tokens, channels, causal) = torch.device(config.device), shape
     generator = torch.Generator(device).manual_seed(0)
     # As from a host's projection: views that are not contiguous.

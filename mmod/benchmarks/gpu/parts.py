@@ -25,7 +25,7 @@ LONG = [
 
 
 @dataclass(frozen=True)
-class Part:
+class BenchmarkPart:
     """A part of the GPU benchmark.
 
     Args:
@@ -81,27 +81,27 @@ def _llava(config: GpuConfig) -> GenerationConfig:
     return GenerationConfig(presets=presets, **options, batch_sizes=[1], dtype="bfloat16", **_timing(config, 2.0, 10))
 
 
-PARTS: dict[str, Part] = {
-    "environment": Part(describe_machine, 40, where={"what": "machine"}),
-    "tests": Part(run_tests, 240),
-    "models": Part(
+PARTS: dict[str, BenchmarkPart] = {
+    "environment": BenchmarkPart(describe_machine, 40, where={"what": "machine"}),
+    "tests": BenchmarkPart(run_tests, 240),
+    "models": BenchmarkPart(
         partial(_measure, partial(_models, step="forward")), 90, ("speedup", "flop_speedup", "of_free")
     ),
-    "attention": Part(benchmark_attention, 40),
-    "ops": Part(
+    "attention": BenchmarkPart(benchmark_attention, 40),
+    "ops": BenchmarkPart(
         partial(_measure, _ops), 150, ("ms", "of_bound", "of_baseline", "baseline"), {"path": "auto"}
     ),
-    "graphs": Part(
+    "graphs": BenchmarkPart(
         partial(_measure, partial(_models, step="forward", execution="cudagraphs")),
         240, ("speedup", "flop_speedup", "of_free"),
     ),
-    "llava": Part(
+    "llava": BenchmarkPart(
         partial(_measure, _llava), 120,
         ("dense_ms", "speedup", "flop_speedup", "cache_share", "decode"),
     ),
-    "memory": Part(
+    "memory": BenchmarkPart(
         partial(_measure, partial(_models, step="train")), 60, ("speedup", "peak_of_dense", "peak_of_bound")
     ),
-    "training": Part(compare_training, 290),
-    "memcheck": Part(check_memory, 120),
+    "training": BenchmarkPart(compare_training, 290),
+    "memcheck": BenchmarkPart(check_memory, 120),
 }  # fmt: skip

@@ -15,7 +15,7 @@ from mmod.io.progress import progress_bar
 from mmod.routing import Routing
 from mmod.training.engine.distributed import sum_over_processes
 
-Pair = tuple[Tensor, Tensor]
+TensorPair = tuple[Tensor, Tensor]
 
 
 class RoutedResult:
@@ -45,7 +45,7 @@ class RoutedResult:
 @contextmanager
 def evaluation_batches(
     model: nn.Module, stream: BatchStream, device: torch.device, *, progress: bool
-) -> Iterator[Iterator[tuple[Pair, Pair]]]:
+) -> Iterator[Iterator[tuple[TensorPair, TensorPair]]]:
     """Context in which a model is in evaluation mode and records no gradients.
 
     Yields:
@@ -53,7 +53,7 @@ def evaluation_batches(
     """
     bar = progress_bar(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False)
 
-    def move(batch: Pair) -> Pair:
+    def move(batch: TensorPair) -> TensorPair:
         first, second = batch
         return first.to(device, non_blocking=True), second.to(device, non_blocking=True)
 

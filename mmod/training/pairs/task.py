@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from mmod import auxiliary_loss
 from mmod.training.engine.task import Batch, Pass, Task, autocast
 
-Features = dict[str, Tensor]
+TensorDict = dict[str, Tensor]
 _SCALARS = ("logit_scale", "logit_bias")
 
 
@@ -45,7 +45,7 @@ class PairsTask(Task):
             return
         # Both passes of a batch draw the same (dropout, random routing).
         seed = torch.initial_seed()
-        cached: list[Features] = []
+        cached: list[TensorDict] = []
         for index, (images, texts) in enumerate(moved):
             torch.manual_seed(seed + index)
             with torch.no_grad(), autocast(device, self.precision):
@@ -59,7 +59,7 @@ class PairsTask(Task):
         """Keep the logit scale at 100 at most, as CLIP and open_clip do."""
         self.model.get_parameter("logit_scale").data.clamp_(0, math.log(100))
 
-    def forward(self, images: Tensor, texts: Tensor, cached: list[Features], index: int) -> dict[str, Tensor]:
+    def forward(self, images: Tensor, texts: Tensor, cached: list[TensorDict], index: int) -> dict[str, Tensor]:
         """Return the "loss" of a step with the gradients of batch `index`, its terms, and "scale".
 
         Args:
@@ -71,7 +71,7 @@ class PairsTask(Task):
         with autocast(images.device, self.precision):
             features = self._encode(images, texts, cached[index] if cached else {})
             parts = {"auxiliary": auxiliary_loss(self.model)} if self.auxiliary else {}
-        scalars: Features = {name: features.pop(name) for name in _SCALARS if name in features}
+        scalars: TensorDict = {name: features.pop(name) for name in _SCALARS if name in features}
         # Every pass computes the loss of the step, so each contributes a share of the gradients of scale and bias.
         scalars = {name: _scale_gradient(value, 1 / max(1, len(cached))) for name, value in scalars.items()}
         share = len(images) / max(len(images), sum(len(batch["image_features"]) for batch in cached))
@@ -81,9 +81,9 @@ class PairsTask(Task):
         loss = torch.stack([weights.get(name, 1.0) * part.float() for name, part in parts.items()]).sum()
         return {"loss": loss, **parts, "scale": scalars["logit_scale"].detach()}
 
-    def _encode(self, images: Tensor, texts: Tensor, known: Features | None = None) -> Features:
+    def _encode(self, images: Tensor, texts: Tensor, known: TensorDict | None = None) -> TensorDict:
         """Return the features of model and teacher; the teacher's come from `known` if it has them."""
-        features: Features = dict(self.model(images, texts))
+        features: TensorDict = dict(self.model(images, texts))
         if self.teacher is None:
             return features
         names = ("image_features", "text_features")
@@ -96,7 +96,7 @@ class PairsTask(Task):
             scale = self.teacher.get_parameter("logit_scale").exp().reshape(())
         return {**features, **taught, "dist_logit_scale": scale}
 
-    def _losses(self, features: Features, scalars: Features) -> Features:
+    def _losses(self, features: TensorDict, scalars: TensorDict) -> TensorDict:
         taught = {name: features.pop(name) for name in list(features) if name.startswith("dist_")}
         losses = self.criterion(**features, **scalars, output_dict=True)
         if isinstance(losses, Tensor):
@@ -110,7 +110,7 @@ class PairsTask(Task):
         return parts
 
 
-def _join(features: Features, cached: list[Features], index: int) -> Features:
+def _join(features: TensorDict, cached: list[TensorDict], index: int) -> TensorDict:
     """Return the features of the step in fp32: those of batch `index`, with gradients, among the cached others."""
     joined = {}
     for name, value in features.items():
