@@ -361,8 +361,7 @@ def _losses(random: Random) -> dict[str, float]:
 
 def _language(random: Random, joint: bool) -> dict[str, Any]:
     options = {
-        "tokens": _maybe(random, 0.4, lambda: random.choice(["image", "all"] if joint else ["all"])),
-        "frames": _maybe(random, 0.25 * joint, lambda: random.choice(["span", 3, 9, 4])),
+        "tokens": _maybe(random, 0.5, lambda: random.choice(["image", "all", "span", 3, 9, 4] if joint else ["all"])),
         "scored": _maybe(random, 0.3, lambda: "norm"),
         "inference_threshold": _maybe(random, 0.3, lambda: random.choice([0.0, 0.5, 0.9])),
         "gate_on": _maybe(random, 0.3, lambda: random.choice(["mlp", "branches"])),

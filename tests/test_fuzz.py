@@ -26,7 +26,7 @@ from mmod.adapters import find_stacks
 from mmod.analysis import Trace, flops
 from mmod.analysis.flop_report import FlopReport, PrefillFlops
 from mmod.analysis.prefill import prefill_flops
-from mmod.routing import Routing
+from mmod.routing import Routing, TokenGroups
 from tests.adapters.clip_zoo import small_trunks
 from tests.adapters.vlm_zoo import PATCHES
 from tests.counting import flop_counter
@@ -299,7 +299,7 @@ def _prefill(case: Case, sample: Sample, decisions: Trace) -> PrefillFlops:
     shares = {
         name: float(routing.keep_BN[routing.evidence.tokens.free_BN].float().mean())
         for name, routing in decisions.items()
-        if routing.evidence.tokens is not None
+        if isinstance(routing.evidence.tokens, TokenGroups)
     }
     images = [PATCHES] * len(sample.get("pixels", ()))
     return prefill_flops(case.model, len(sample["ids"]) - sum(images), images, shares)

@@ -97,10 +97,10 @@ class LanguageRouting:
     """Options that only the layers of a language model have.
 
     Args:
-        tokens: Which tokens may be skipped, "image" or "all"; capacity is a share of them. None means "image" in a
-            model that sees images and "all" in others.
-        frames: Choose the top-k within each frame (VideoLLM-MoD). A frame is a "span", which is one image or one frame
-            of a video, or a number of image tokens. None chooses among all image tokens of a sample.
+        tokens: Which tokens may be skipped, "image" or "all"; capacity is a share of them. "span" and a number choose
+            the top-k of image tokens apart: within each span, which is one image or one frame of a video
+            (VideoLLM-MoD), or among so many image tokens. None means "image" in a model that sees images and "all" in
+            others.
         scored: What the score reads: the "input" of a layer, or the output of the layer's first "norm" (gamma-MoD).
         predictor: In evaluation a small network decides, which learns to predict the top-k and sends no gradient into
             the model (MoD). It needs the loss "membership" and `inference_threshold`.
@@ -114,11 +114,10 @@ class LanguageRouting:
     Example:
         >>> LanguageRouting(tokens="text")
         Traceback (most recent call last):
-        ValueError: language.tokens must be one of 'image', 'all' or null, got 'text'
+        ValueError: language.tokens must be one of 'image', 'all', 'span', got 'text'
     """
 
-    tokens: str | None = None
-    frames: str | int | None = None
+    tokens: str | int | None = None
     scored: str = "input"
     predictor: bool = False
     inference_threshold: float | None = None
@@ -129,21 +128,21 @@ class LanguageRouting:
         check_fields(
             self,
             "language",
-            tokens=("image", "all"),
-            frames="[1, inf)",
+            tokens="[1, inf)",
             scored=("input", "norm"),
             inference_threshold="[0, 1)",
             gate_on=("update", "mlp", "branches"),
             positions=("original", "compact"),
         )
-        if isinstance(self.frames, str):
-            one_of("language.frames", self.frames, ("span",))
-        if self.frames is not None and self.tokens == "all":
-            raise ValueError(
-                f"language.frames={self.frames!r} chooses among image tokens, and language.tokens is 'all': use 'image'"
-            )
+        if isinstance(self.tokens, str):
+            one_of("language.tokens", self.tokens, ("image", "all", "span"))
         if self.predictor and self.inference_threshold is None:
             raise ValueError("language.predictor needs language.inference_threshold: set it, as to 0.5")
+
+    @property
+    def frames(self) -> str | int | None:
+        """Among which image tokens the top-k is chosen: of a "span", so many, or None for those of a sample."""
+        return None if self.tokens in ("image", "all") else self.tokens
 
 
 def differing(part: Any) -> dict[str, Any]:

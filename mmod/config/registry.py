@@ -137,8 +137,10 @@ def register_preset(name: str) -> Callable[[Added], Added]:
 def register_loss(name: str, reads_importance: bool = False) -> Callable[[Added], Added]:
     """Return a decorator that lets `RoutingConfig(losses={name: weight})` name an auxiliary loss.
 
-    The loss is a function from a block's `Routing` and the `Router` that made it to a scalar. If it `reads_importance`,
-    training computes that.
+    The loss is a function from a block's `Routing` and the `Router` that made it to a scalar.
+
+    Args:
+        reads_importance: The loss reads `Routing.evidence.importance_BN`, which is then computed in training.
     """
 
     def add(loss: Added) -> Added:

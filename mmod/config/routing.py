@@ -191,7 +191,7 @@ class RoutingConfig:
         needs = f"context='kept', not {self.context!r}: it counts kept tokens alone"
         yield "language.positions='compact'", language.positions == "compact", needs, self.context == "kept"
         needs = "select='topk': it chooses the top-k of each frame"
-        yield f"language.frames={language.frames!r}", language.frames is not None, needs, select == "topk"
+        yield f"language.tokens={language.tokens!r}", language.frames is not None, needs, select == "topk"
         needs = "a gate other than 'identity'"
         yield f"language.gate_on={language.gate_on!r}", language.gate_on != "update", needs, gate.name != "identity"
         alone, needs = language.inference_threshold, "select='topk' and a score that learns, such as 'linear'"

@@ -192,5 +192,5 @@ def videollm_mod() -> dict[str, Any]:
         "router": score("linear", normalize=False),
         "gate": "linear",
         "capacity": 0.2,
-        "language": LanguageRouting(tokens="image", frames="span"),
+        "language": LanguageRouting(tokens="span"),
     }

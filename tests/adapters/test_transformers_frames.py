@@ -40,7 +40,7 @@ def kept(model: Any, batch: dict[str, Any]) -> list[Tensor]:
 @pytest.mark.parametrize("name", FRAME)
 def test_videos_are_chosen_frame_by_frame(name: str, frames: str) -> None:
     size = FRAME[name]
-    config = BY_FRAME.replace(language={"frames": "span" if frames == "span" else size})
+    config = BY_FRAME.replace(language={"tokens": "span" if frames == "span" else size})
     batch = video(name, (1, 2))
     for keep in kept(routed(name, config), batch):
         for row, videos in zip(range(2), (1, 2)):
@@ -88,7 +88,7 @@ def places(start: int, tokens: int, qwen: bool, samples: int = 1) -> dict[str, T
 @pytest.mark.parametrize("frames", ["span", PATCHES])
 @pytest.mark.parametrize("name", ["llava", "llava-qwen2", "qwen2-vl", "qwen2.5-vl"])
 def test_a_stream_of_frames_equals_the_whole_prompt(name: str, frames: Any) -> None:
-    model, qwen = routed(name, BY_FRAME.replace(language={"frames": frames})), name.startswith("qwen")
+    model, qwen = routed(name, BY_FRAME.replace(language={"tokens": frames})), name.startswith("qwen")
     images = prompt(name, (3,))
     pieces: list[list[int]] = [[1, 5, 6], [IMAGE] * PATCHES, [IMAGE] * PATCHES, [7], [8, 9, *[IMAGE] * PATCHES, 10]]
     ids = torch.tensor([[token for piece in pieces for token in piece]])

@@ -27,7 +27,7 @@ IMAGES_ONLY = {
         skipped="scale",
         language={"gate_on": "mlp"},
     ),
-    "frames": mmod.RoutingConfig(router=SCORE, capacity=0.34, blocks=(1, 2), language={"frames": "span"}),
+    "frames": mmod.RoutingConfig(router=SCORE, capacity=0.34, blocks=(1, 2), language={"tokens": "span"}),
     "modification": mmod.RoutingConfig(
         router=SCORE, select="threshold", gate="sigmoid", language={"gate_on": "branches"}, blocks=(0, 2)
     ),

@@ -149,13 +149,13 @@ def test_frames_are_chosen_one_by_one() -> None:
         kept = (routing.keep_BN & images)[images].view(-1, PATCHES)
         assert kept.sum(1).tolist() == [PATCHES // 3] * 4
     mmod.unroute_(model)
-    mmod.route_(model, language=LINEAR.replace(language={"frames": 3}, capacity=0.67))
+    mmod.route_(model, language=LINEAR.replace(language={"tokens": 3}, capacity=0.67))
     with mmod.trace(model) as decisions:
         model(**batch)
     for routing in decisions.values():
         assert (routing.keep_BN & images)[images].view(-1, 3).sum(1).tolist() == [2] * 12
     mmod.unroute_(model)
-    mmod.route_(model, language=LINEAR.replace(language={"frames": 4}))
+    mmod.route_(model, language=LINEAR.replace(language={"tokens": 4}))
     with pytest.raises(ValueError, match="frames=4 does not divide"):
         model(**batch)
 
@@ -274,7 +274,8 @@ def test_unmasked_attention_implementations_are_refused() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"frames": 0}, {"frames": "span", "tokens": "all"}, {"frames": 2, "select": "threshold"}, {"tokens": "text"},
+        {"tokens": 0}, {"tokens": "span", "select": "threshold"}, {"tokens": 2, "select": "threshold"},
+        {"tokens": "text"},
         {"gate_on": "mlp", "gate": "identity"}, {"inference_threshold": 1.0},
         {"inference_threshold": 0.5, "select": "threshold"}, {"predictor": True}, {"positions": "none"},
     ],

@@ -108,7 +108,8 @@ class GroupHook(ModelHook):
         self.config = config
         self.images = ImageTokens(entry.config if entry is not text else None)
         self.language = config.language
-        self.tokens = self.language.tokens or ("image" if entry is not text else "all")
+        tokens = self.language.tokens or ("image" if entry is not text else "all")
+        self.tokens = "all" if tokens == "all" else "image"
         self.text_config: Any = text.config
         self.window: int | None = getattr(text.config, "sliding_window", None)
         self.names = tuple(inspect.signature(type(entry).forward).parameters)[1:]
@@ -120,8 +121,6 @@ class GroupHook(ModelHook):
         capacities = config.capacity if isinstance(config.capacity, tuple) else (config.capacity,)
         if self.tokens == "all" and 0 in capacities:
             raise ValueError("capacity 0 is for image tokens: with tokens='all' it must be in (0, 1]")
-        if self.language.frames is not None and self.tokens != "image":
-            raise ValueError("frames need image tokens: route with tokens='image'")
         if self.language.positions == "compact" and not plain:
             raise ValueError(f"positions='compact' is not possible in {type(text).__name__}: it has several per token")
         elsewhere = config.importance == "vision_tower" and config.wants_importance(training=True)
