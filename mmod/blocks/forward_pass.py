@@ -166,7 +166,9 @@ class PassTracker:
         if torch._C._functorch.is_functorch_wrapped_tensor(x):
             return
         remembered, address = self._remembered, x.data_ptr()
-        remembered[address] = (weakref.ref(x, lambda _: remembered.pop(address, None)), forward_pass)
+        # FSDP2 gives a block a view of the input that checkpointing keeps.
+        kept = x if x._base is None else x._base
+        remembered[address] = (weakref.ref(kept, lambda _: remembered.pop(address, None)), forward_pass)
 
     def _recomputed(self, x: Tensor) -> ForwardPass | None:
         match = self._remembered.get(x.data_ptr())

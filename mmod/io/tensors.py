@@ -17,14 +17,20 @@ def write_tensors(path: str | Path, state: Mapping[str, Tensor], header: Mapping
     """Write tensors and header strings; those that share memory are written in full, as the format has no sharing."""
     from safetensors.torch import save_file
 
-    stored: dict[str, Tensor] = {}
-    stored_addresses: set[int] = set()
-    for name, value in state.items():
-        value = value.detach().cpu().contiguous()
-        address = value.untyped_storage().data_ptr()
-        stored[name] = value.clone() if address in stored_addresses else value
-        stored_addresses.add(address)
+    stored = unshared({name: value.detach().cpu().contiguous() for name, value in state.items()})
     save_file(stored, path, metadata=None if header is None else dict(header))
+
+
+def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors, or shards of them, with copies of those that share memory."""
+    alone: dict[str, Tensor] = {}
+    addresses: set[int] = set()
+    for name, value in state.items():
+        local: Tensor = value.to_local() if hasattr(value, "to_local") else value
+        address = local.untyped_storage().data_ptr()
+        alone[name] = value.clone() if address in addresses else value
+        addresses.add(address)
+    return alone
 
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

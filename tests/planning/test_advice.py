@@ -17,7 +17,7 @@ import mmod
 from mmod.methods import methods_of, read_method
 from mmod.planning import trials
 from mmod.planning.trials import Recipe
-from mmod.training.engine.config import resolve_routing
+from mmod.training.engine.methods import resolve_routing
 from tests.adapters.clip_zoo import make_clip, make_images
 
 SIDE = 160

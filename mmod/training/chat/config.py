@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmod.data.readers.conversations import ConversationsConfig
-from mmod.training.engine.config import RunConfig, check_sizes, resolve_methods
+from mmod.training.engine.config import RunConfig, check_sizes
+from mmod.training.engine.methods import resolve_methods
 from mmod.values import check_fields, check_value
 
 TOWERS = ("vision", "projector", "language")

@@ -20,7 +20,7 @@ from mmod.pretrained import apply_again, load_pretrained
 from mmod.routing import BorrowedScore
 from mmod.training.chat.config import WITHOUT_WEIGHTS, ModelConfig, TrainConfig
 from mmod.training.chat.words import create_word_processor
-from mmod.training.engine.config import resolve_methods
+from mmod.training.engine.methods import resolve_methods
 from mmod.values import refuse_unknown
 
 _WORDS = "words"

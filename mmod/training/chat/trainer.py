@@ -31,7 +31,7 @@ from mmod.training.engine.checkpoint import write_sums
 from mmod.training.engine.config import OptimConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.health import RouterHealth, named
-from mmod.training.engine.optim import create_optimizer
+from mmod.training.engine.optim import complete_states, create_optimizer
 from mmod.values import refuse_unknown
 
 CHECKPOINTS = "checkpoints"
@@ -186,7 +186,7 @@ class RoutedTrainer(Trainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.is_fsdp_enabled:
-            _complete_states(self.optimizer)
+            complete_states(self.optimizer)
         super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
@@ -234,24 +234,6 @@ class _AuxiliaryLosses:
         assert self._loss is not None
         loss, self._loss = self._loss, None
         return loss
-
-
-def _complete_states(optimizer: Any) -> None:
-    """Give parameters without a gradient so far an empty state: a sharded state is loaded only if it is complete."""
-    for group in optimizer.param_groups:
-        weights = [weight for weight in group["params"] if weight.requires_grad]
-        reached = next((weight for weight in weights if optimizer.state.get(weight)), None)
-        if reached is None:
-            continue
-        form = optimizer.state[reached]
-        for weight in weights:
-            if not optimizer.state.get(weight):
-                optimizer.state[weight] = {
-                    key: torch.zeros_like(weight if value.shape == reached.shape else value)
-                    if isinstance(value, Tensor)
-                    else value
-                    for key, value in form.items()
-                }
 
 
 def _layer_classes(model: nn.Module, names: str | None) -> list[str]:

@@ -6,16 +6,22 @@ import hashlib
 import json
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.tensor import DTensor
 
 from mmod.io.files import DamagedFileError, read_json_object, replacing, write_atomically
-from mmod.io.tensors import read_tensors, write_tensors
+from mmod.io.tensors import read_tensors, unshared, write_tensors
+from mmod.training.engine.distributed import gathered, own_rank, wait_for_all
 from mmod.values import one_of
 
 Content = TypeVar("Content")
@@ -26,6 +32,7 @@ _KEPT = 2
 _WEIGHTS = "model.safetensors"
 _CLIP_WEIGHTS = "open_clip_model.safetensors"
 _AVERAGE = "ema.safetensors"
+_MOMENTS = "optimizer.safetensors"
 _TRAINING = "training.pt"
 # Weights that come with the package.
 _SHIPPED, _SHIPPED_FOLDER = "mmod:", Path(__file__).parents[2] / "data" / "weights"
@@ -41,15 +48,25 @@ class Checkpoint:
         weights: The model's state dict.
         average: The moving average's state dict; None without one.
         training: Optimiser, loss scaler, position and metrics so far, as plain values and tensors.
+        moments: The optimiser's tensors by weight, if they are sharded over processes.
     """
 
     weights: dict[str, Tensor]
     average: dict[str, Tensor] | None
     training: dict[str, Any]
+    moments: dict[str, Tensor] | None = None
+
+    @property
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The state dicts by name of their file."""
+        named = {_WEIGHTS: self.weights, _AVERAGE: self.average, _MOMENTS: self.moments}
+        return {name: state for name, state in named.items() if state is not None}
 
 
 def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> Path:
-    """Write a checkpoint atomically, then remove all but the newest two.
+    """Write a checkpoint atomically, then remove all but the newest two; collective over processes.
+
+    The first process writes what all have; of a state dict with shards each process writes its own.
 
     Args:
         metadata: Written as JSON into the header of the weight files, such as the routing config.
@@ -57,36 +74,54 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
     Returns:
         The checkpoint's folder. An existing one is not written again: the position determines the content.
     """
-    target = folder / f"step-{step:09d}-epoch-{epoch:05d}"
-    if target.exists():
+    target, first = folder / f"step-{step:09d}-epoch-{epoch:05d}", own_rank() == 0
+    if any(gathered(target.exists())):
         return target
     header = {key: json.dumps(value) for key, value in metadata.items()}
-    with replacing(target, kept=next(iter(list_checkpoints(folder)), None)) as partial:
-        # Without parents: a run folder that is gone is not created anew.
-        folder.mkdir(exist_ok=True)
-        partial.mkdir()
-        write_tensors(partial / _WEIGHTS, checkpoint.weights, header)
-        if checkpoint.average is not None:
-            write_tensors(partial / _AVERAGE, checkpoint.average, header)
-        torch.save(checkpoint.training, partial / _TRAINING)
-        write_sums(partial)
-    unfinished = [path for path in _checkpoints(folder) if "partial" in path.name]
-    for path in (*list_checkpoints(folder)[_KEPT:], *unfinished):
-        shutil.rmtree(path)
+    kept = next(iter(list_checkpoints(folder)), None)
+    with replacing(target, kept=kept) if first else nullcontext(target) as partial:
+        if first:
+            # Without parents: a run folder that is gone is not created anew.
+            folder.mkdir(exist_ok=True)
+            partial.mkdir()
+            torch.save(checkpoint.training, partial / _TRAINING)
+        # All processes write into the folder that the first has created.
+        partial = gathered(partial)[0]
+        for name, state in checkpoint.tensors.items():
+            if is_sharded(state):
+                with _plain_errors():
+                    writer = dcp.HuggingFaceStorageWriter(str(_shards(partial / name)), save_distributed=True)
+                    dcp.save(unshared(state), storage_writer=writer)
+            elif first:
+                write_tensors(partial / name, state, header)
+        write_sums(partial, together=True)
+    if first:
+        unfinished = [path for path in _checkpoints(folder) if "partial" in path.name]
+        for path in (*list_checkpoints(folder)[_KEPT:], *unfinished):
+            shutil.rmtree(path)
+    wait_for_all()
     return target
 
 
-def write_sums(folder: Path) -> None:
-    """Write the checksums of the weight files in a folder beside them."""
-    sums = {path.name: _sum(path) for path in sorted(folder.iterdir()) if path.suffix in _SUMMED}
-    write_atomically(folder / _SUMS, json.dumps(sums, indent=2) + "\n")
+def is_sharded(state: Mapping[str, Tensor]) -> bool:
+    """Return whether a state dict has tensors of which each process holds a share."""
+    return any(isinstance(value, DTensor) for value in state.values())
 
 
-def check_sums(folder: Path, *names: str) -> None:
+def write_sums(folder: Path, *, together: bool = False) -> None:
+    """Write the checksums of the weight files in a folder beside them; `together` shares the work of processes."""
+    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.suffix in _SUMMED]
+    sums = _sums(folder, names, together)
+    if not together or own_rank() == 0:
+        write_atomically(folder / _SUMS, json.dumps(sums, indent=2) + "\n")
+
+
+def check_sums(folder: Path, *names: str, together: bool = False) -> None:
     """Refuse files that differ from their checksums.
 
     Args:
-        names: The files to check; all by default.
+        names: The files to check, or folders of them; all by default.
+        together: Share the work of the processes, which all call this.
     """
     if not (folder / _SUMS).is_file():
         return
@@ -94,11 +129,18 @@ def check_sums(folder: Path, *names: str) -> None:
         sums = read_json_object(folder / _SUMS)
     except ValueError as error:
         raise DamagedFileError(str(error)) from error
-    for name in set(names or sums) & set(sums):
-        path = folder / name
-        if not path.is_file() or _sum(path) != sums[name]:
-            state = "differs from its checksum" if path.is_file() else "is missing"
-            raise DamagedFileError(f"{str(path)!r} is damaged: it {state} in {_SUMS}")
+    chosen = [name for name in sorted(sums) if not names or name in names or Path(name).parts[0] in names]
+    for name, found in _sums(folder, chosen, together).items():
+        if found != sums[name]:
+            state = "is missing" if found is None else "differs from its checksum"
+            raise DamagedFileError(f"{str(folder / name)!r} is damaged: it {state} in {_SUMS}")
+
+
+def _sums(folder: Path, names: Sequence[str], together: bool) -> dict[str, str | None]:
+    """Return the checksum of each file, None if it is missing."""
+    mine = names[own_rank() :: len(gathered(None))] if together else names
+    sums = {name: _sum(folder / name) if (folder / name).is_file() else None for name in mine}
+    return {name: found for part in gathered(sums) for name, found in part.items()} if together else sums
 
 
 def _sum(path: Path) -> str:
@@ -122,17 +164,23 @@ def remove_checkpoints(folder: Path) -> None:
         folder.rmdir()
 
 
-def load_checkpoint(path: Path, *, averaged: bool = False) -> Checkpoint:
-    """Read a checkpoint onto the CPU.
+def load_checkpoint(path: Path, *, averaged: bool = False, into: Checkpoint | None = None) -> Checkpoint:
+    """Read a checkpoint onto the CPU, or into given tensors; collective over processes.
 
     Args:
         averaged: It must have a moving average.
+        into: A checkpoint with shards, whose tensors are overwritten with those that any number of processes saved.
     """
-    check_sums(path)
+    check_sums(path, together=True)
     average = path / _AVERAGE
     training = _load_pickle(path / _TRAINING)
     if not isinstance(training, dict):
         raise DamagedFileError(f"{str(path / _TRAINING)!r} holds no state of a training run")
+    if into is not None:
+        for name, state in into.tensors.items():
+            with _plain_errors(_shards(path / name)):
+                dcp.load(state, storage_reader=dcp.HuggingFaceStorageReader(str(_shards(path / name))))
+        return replace(into, training=training)
     return Checkpoint(
         weights=read_tensors(path / _WEIGHTS)[0],
         average=read_tensors(average)[0] if averaged or average.exists() else None,
@@ -166,6 +214,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
             `model_ema`), a folder with one `model.safetensors`, or a run folder.
     """
     file = find_weights(path)
+    if file.is_dir():
+        return _read_shards(file)
     try:
         check_sums(file.parent, file.name)
     except DamagedFileError as error:
@@ -192,6 +242,8 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 def find_weights(path: str | Path) -> Path:
     """Find the file that holds the weights: the path itself, or one in a run folder or a saved model's folder.
 
+    The weights of a sharded checkpoint are a folder of files.
+
     Args:
         path: A file, a folder, or `mmod:NAME` for weights that come with the package.
     """
@@ -207,8 +259,41 @@ def find_weights(path: str | Path) -> Path:
         for candidate in (folder / name for folder in folders for name in (_WEIGHTS, _CLIP_WEIGHTS)):
             if candidate.is_file():
                 return candidate
+            if any(_shards(candidate).glob("shard-*.safetensors")):
+                return _shards(candidate)
         raise FileNotFoundError(f"no {_WEIGHTS} in the folder {str(path)!r}")
     raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
+
+
+def _shards(file: Path) -> Path:
+    """Return the folder of what would be a file if it were not sharded."""
+    return file.with_suffix("")
+
+
+def _read_shards(folder: Path) -> dict[str, Tensor]:
+    """Read the whole tensors of a sharded state dict onto the CPU."""
+    check_sums(folder.parent, folder.name)
+    with _plain_errors(folder):
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        known: Any = reader.read_metadata().state_dict_metadata
+        state = {name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in known.items()}
+        with warnings.catch_warnings():
+            # It warns that this process reads alone.
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+@contextmanager
+def _plain_errors(read: Path | None = None) -> Iterator[None]:
+    """Raise the error of a process in place of torch's, which is no `Exception`: what is read is damaged."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        if read is None:
+            raise cause from None
+        raise DamagedFileError(f"{str(read)!r} is no whole sharded state: {cause}") from error
 
 
 def _checkpoints(folder: Path) -> list[Path]:

@@ -14,6 +14,13 @@ from mmod.extras import name_missing_extra
 _PACKAGE = Path(__file__).parents[2]
 _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, ModuleNotFoundError)
 
+# EX_TEMPFAIL of sysexits.h: the same command may succeed.
+_LOST = 75
+
+
+class LostProcessError(RuntimeError):
+    """Another process of the run has ended, or has not answered in time."""
+
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
@@ -32,6 +39,9 @@ def one_line_errors() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted: nothing was saved since the last checkpoint", file=sys.stderr)
         sys.exit(130)
+    except LostProcessError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(_LOST)
     except _REFUSALS as error:
         if not _is_refusal(error):
             raise

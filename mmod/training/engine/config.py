@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from typing_extensions import Self
 
-from mmod.config import Plan, RoutingConfig
-from mmod.planning.presets import preset
+from mmod.config import RoutingConfig
+from mmod.training.engine.methods import resolve_methods, routings_of
 from mmod.values import Limit, check_fields, check_value
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "con
 _SIZES = {"hidden_size", "intermediate_size", "head_dim"} | {
     f"num_{name}" for name in ("hidden_layers", "attention_heads", "key_value_heads")
 }
-_NO_DEPTHS: Mapping[str, int] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -104,6 +102,28 @@ class EmaConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "ema", decay="[0, 1)")
+
+
+@dataclass(frozen=True)
+class DistributedConfig:
+    """How the processes of `torchrun` share a run.
+
+    Args:
+        kind: "ddp" holds the whole model in each process. "fsdp" splits weights, moving average, gradients and moments
+            over them, block by block (FSDP2), and so the checkpoints; evaluations gather whole weights.
+        timeout: Seconds after which a process that waits for another ends; None for torch's limit.
+    """
+
+    kind: Literal["ddp", "fsdp"] = "ddp"
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, "distributed", timeout="(0, inf)")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether a process holds a share of the model alone."""
+        return self.kind == "fsdp"
 
 
 def check_sizes(fields: Mapping[str, Any], name: str) -> None:
@@ -219,62 +239,6 @@ class RunConfig:
         return load_config(path, overrides, kind=cls)
 
 
-def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
-    """Create a routing config.
-
-    Args:
-        fields: Fields of `RoutingConfig`; or `preset: NAME` with its arguments; or `plan: FILE` with the fields that
-            the plan leaves open.
-    """
-    fields = dict(fields)
-    name, plan = fields.pop("preset", None), fields.pop("plan", None)
-    if plan is not None:
-        if name is not None:
-            raise ValueError(f"routing takes a preset or a plan, got {name!r} and {plan!r}")
-        return RoutingConfig.from_plan(Plan.load(plan), **fields)
-    return RoutingConfig.from_dict(fields) if name is None else preset(name, **fields)
-
-
-def resolve_methods(
-    listed: Sequence[Mapping[str, Any]],
-    routing: Mapping[str, Mapping[str, Any] | None],
-    depths: Mapping[str, int] = _NO_DEPTHS,
-) -> tuple[package.Method, ...]:
-    """Create the methods of a config, in the order in which they are applied.
-
-    Args:
-        listed: The config's `methods`: the `kind` and fields of each.
-        routing: The config's `routing`, a routing of the parts that it names, applied last; None leaves a part dense.
-        depths: Number of blocks by part, for presets that depend on it.
-    """
-    short = {name: fields for name, fields in routing.items() if fields is not None}
-    entries = [*listed, *([{"kind": "routing", "parts": short}] if short else [])]
-    if not entries:
-        return ()
-    # Imported here, because `--help` runs without torch.
-    from mmod.methods import read_method
-
-    def resolved(name: str, fields: Mapping[str, Any]) -> RoutingConfig:
-        depth = {"depth": depths[name]} if "preset" in fields and name in depths else {}
-        return resolve_routing({**depth, **fields})
-
-    created: list[package.Method] = []
-    for entry in entries:
-        if entry.get("kind") == "routing" and isinstance(entry.get("parts"), Mapping):
-            entry = {**entry, "parts": {name: resolved(name, fields) for name, fields in entry["parts"].items()}}
-        method = read_method(entry)
-        refused = [earlier.kind for earlier in created if not earlier.precedes(method.kind)]
-        if refused:
-            raise ValueError(f"methods: {method.kind!r} cannot follow {', '.join(map(repr, refused))}: remove one")
-        created.append(method)
-    return tuple(created)
-
-
-def routings_of(applied: Sequence[package.Method]) -> dict[str, RoutingConfig]:
-    """Return the routing of each routed part."""
-    return {name: config for method in applied for name, config in getattr(method, "parts", {}).items()}
-
-
 @dataclass(frozen=True, kw_only=True)
 class LoopConfig(RunConfig):
     """The config of a run of the training loop; further keys are those of `RunConfig`.
@@ -296,7 +260,8 @@ class LoopConfig(RunConfig):
         grad_clip: Largest norm of the gradient; None for no clipping.
         skip_nonfinite: Steps with a NaN or infinite loss that a run may skip; None stops at the first, saved before it.
         grad_checkpointing: Recompute activations in the backward pass to save memory.
-        compile: Compile the model.
+        compile: Compile the model; with `distributed.kind: fsdp`, block by block.
+        distributed: How several processes share the run.
         device: "auto" is the GPU if there is one; otherwise "cpu", "cuda" or another torch device.
         checkpoint_every: Optimiser steps between checkpoints, besides the one after each epoch; None for the latter
             only.
@@ -321,6 +286,7 @@ class LoopConfig(RunConfig):
     skip_nonfinite: int | None = None
     grad_checkpointing: bool = False
     compile: bool = False
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     device: str = "auto"
     checkpoint_every: int | None = None
     eval_every: int = 1
@@ -338,6 +304,17 @@ class LoopConfig(RunConfig):
         if self.grad_checkpointing and others:
             changed = ", ".join(map(repr, others))
             raise ValueError(f"a model changed by {changed} cannot be trained with grad_checkpointing")
+        if self.distributed.sharded and (self.precision == "fp16" or self.optim.opt.startswith("lookahead")):
+            raise ValueError(
+                "distributed.kind 'fsdp' takes neither precision 'fp16', for which use 'bf16', nor optimisers of "
+                f"lookahead, got {self.precision!r} and {self.optim.opt!r}"
+            )
+        reading = any(config.wants_importance(training=True) for config in self.routings.values())
+        if self.distributed.sharded and self.compile and self.grad_checkpointing and reading:
+            raise ValueError(
+                "compile by blocks, as distributed.kind 'fsdp' does it, loses the importance that routers read where "
+                "grad_checkpointing recomputes: leave one of them out"
+            )
 
     @cached_property
     def applied(self) -> tuple[package.Method, ...]:
@@ -355,6 +332,7 @@ class LoopConfig(RunConfig):
         return super().free_keys | {
             "data.workers",
             "data.pin_memory",
+            "distributed.timeout",
             "skip_nonfinite",
             "log_every",
             "checkpoint_every",
@@ -378,8 +356,10 @@ class LoopConfig(RunConfig):
     def to_dict(self) -> dict[str, Any]:
         """Return plain values with resolved methods, as the run folder keeps them."""
         plain = {**super().to_dict(), "routing": self.plain_routing()}
-        # Left out if empty, so that run folders without methods read the same.
+        # Left out if empty, so that run folders of earlier versions read the same.
         plain.pop("methods")
+        if self.distributed == DistributedConfig():
+            plain.pop("distributed")
         listed = [method.to_dict() for method in self.applied[: len(self.methods)]]
         return {**plain, "methods": listed} if listed else plain
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mmod.data.corrupt import Fault
+from mmod.training.engine.command import LostProcessError
+
+Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -51,35 +57,73 @@ def choose_device(device: str = "auto") -> torch.device:
 
 
 @contextmanager
-def process_group(device: str = "auto") -> Iterator[Process]:
-    """Join the processes that `torchrun` started, with gloo on CPUs and nccl on GPUs; a single process without it.
+def process_group(device: str = "auto", *, grouped: bool = False, timeout: float | None = None) -> Iterator[Process]:
+    """Join the processes that `torchrun` or Slurm started, with gloo on CPUs and nccl on GPUs; one process without.
+
+    Args:
+        device: Device of the config.
+        grouped: A single process makes a group too.
+        timeout: Seconds to wait for another process; None for torch's limit.
 
     Yields:
         This process. A group that is created here is left at the end.
-    """
-    from timm.utils.distributed import init_distributed_device_so
 
-    chosen = choose_device(device)
-    if dist.is_initialized():
-        if chosen == torch.device("cuda"):
-            chosen = torch.device("cuda", dist.get_node_local_rank(0))
-        yield Process(dist.get_rank(), dist.get_world_size(), chosen)
-        return
-    joined = init_distributed_device_so(str(chosen))
+    Raises:
+        LostProcessError: Another process has ended, or has not answered in time.
+    """
+    from timm.utils.distributed import world_info_from_env
+
+    chosen, (local, rank, world), joined = choose_device(device), world_info_from_env(), dist.is_initialized()
+    if joined:
+        local, rank, world = dist.get_node_local_rank(0), dist.get_rank(), dist.get_world_size()
+    if joined or world > 1:
+        chosen = torch.device(chosen.type, local) if chosen.type != "cpu" else chosen
+    if chosen.type == "cuda":
+        torch.cuda.set_device(chosen)
+    if not joined and (world > 1 or grouped):
+        limit = None if timeout is None else timedelta(seconds=timeout)
+        backend = dist.get_default_backend_for_device(chosen)
+        store = None if world > 1 else dist.HashStore()
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=limit, store=store)
     try:
-        yield Process(joined["global_rank"], joined["world_size"], torch.device(joined["device"]))
+        with lost_processes():
+            yield Process(rank, world, chosen)
     finally:
-        if dist.is_initialized():
+        if not joined and dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def lost_processes() -> Iterator[None]:
+    """Context that raises a LostProcessError in place of the errors with which communication ends."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
+            raise
+        raise LostProcessError(
+            f"another process of the run ended or did not answer in time ({str(error).splitlines()[0]}); its own error "
+            "says why. The same command goes on from the last checkpoint"
+        ) from error
 
 
 def merge_faults(faults: Iterable[Fault]) -> dict[Fault, None]:
     """Return the faults of all processes without duplicates: processes that read the same files meet the same ones."""
-    parts: list[Iterable[Fault]] = [list(faults)]
-    if dist.is_initialized():
-        parts = [[]] * dist.get_world_size()
-        dist.all_gather_object(parts, list(faults))
-    return dict.fromkeys(sorted(fault for part in parts for fault in part))
+    return dict.fromkeys(sorted(fault for part in gathered(list(faults)) for fault in part))
+
+
+def own_rank() -> int:
+    """Return the number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gathered(value: Value) -> list[Value]:
+    """Return the values of all processes by rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def sum_over_processes(values: Tensor) -> Tensor:
@@ -99,8 +143,6 @@ def wait_for_all() -> None:
 
 def check_agreement(path: Path | None) -> None:
     """Raise a ValueError unless all processes would resume from the same checkpoint."""
-    if dist.is_initialized():
-        paths: list[Path | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(paths, path)
-        if len(set(paths)) > 1:
-            raise ValueError(f"the processes would go on from different checkpoints: {', '.join(map(str, paths))}")
+    paths = gathered(path)
+    if len(set(paths)) > 1:
+        raise ValueError(f"the processes would go on from different checkpoints: {', '.join(map(str, paths))}")

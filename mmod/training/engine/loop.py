@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.io.files import replacing
@@ -28,7 +27,6 @@ from mmod.io.progress import progress_bar
 from mmod.training.engine.checkpoint import (
     Checkpoint,
     list_checkpoints,
-    load_checkpoint,
     read_newest,
     remove_checkpoints,
     save_checkpoint,
@@ -47,6 +45,7 @@ from mmod.training.engine.health import RouterHealth, evaluated, named, write_ro
 from mmod.training.engine.logging import Meters, TensorBoard, write_csv
 from mmod.training.engine.nonfinite import all_finite, find_nonfinite
 from mmod.training.engine.optim import create_optimizer, create_schedule
+from mmod.training.engine.parallel import Replicas, Shards
 from mmod.training.engine.recipe import InLoop, LoopParts, Streams, Tick, steps_of_epoch
 from mmod.training.engine.run_folder import FitResult, Result, read_fit, run_once, write_result
 from mmod.training.engine.signals import StopRequest, stop_signals
@@ -63,7 +62,8 @@ def run(
 ) -> FitResult[Result]:
     """Train; see `mmod.training.fit`. `tick` receives the share of steps that are done after each of them."""
     config = recipe.config
-    with process_group(config.device) as process:
+    shared = config.distributed
+    with process_group(config.device, grouped=shared.sharded, timeout=shared.timeout) as process:
         autocast(process.device, config.precision)
 
         def train(claim: Callable[[], object]) -> FitResult[Result]:
@@ -122,18 +122,19 @@ class _Trainer(Generic[Result]):
         self.model, teacher = recipe.create_models()
         train, test = streams or recipe.create_streams(process, self.model)
         self.train_stream, self.test_stream = train, test
-        self.model.to(process.device)
+        sharded = config.distributed.sharded
+        if not sharded:
+            # Blocks with shards are moved one by one: together they may not fit.
+            self.model.to(process.device)
         self.health = RouterHealth(self.model, measured=not config.compile)
         self.ema = None
         if config.ema is not None:
             self.ema = ModelEmaV3(self.model, decay=config.ema.decay, use_warmup=config.ema.use_warmup)
-        if config.compile:
-            self.model.compile()
+        average = None if self.ema is None else self.ema.module
+        share = Shards if sharded else Replicas
+        self.parallel = share(self.model, average, process, config.precision, compiled=config.compile)
         self.task: Task = recipe.create_task(self.model, teacher, process).to(process.device)
-        self.wrapped: nn.Module = self.task
-        if process.world > 1:
-            devices = [process.device] if process.device.type == "cuda" else None
-            self.wrapped = DistributedDataParallel(self.task, device_ids=devices)
+        self.wrapped = self.parallel.wrap(self.task)
         self.steps_per_epoch = steps_of_epoch(config, train)
         if not self.steps_per_epoch:
             raise ValueError(f"the training data gives no batch of {config.data.batch_size} samples")
@@ -153,7 +154,7 @@ class _Trainer(Generic[Result]):
         """Train the remaining epochs and write the result."""
         evaluation = average = None
         while self.epoch < self.epochs:
-            self.recipe.start_epoch([self.model, *([self.ema.module] if self.ema is not None else [])], self.epoch)
+            self.recipe.start_epoch(self.parallel.models, self.epoch)
             self._train_epoch()
             row: dict[str, float] = {"epoch": self.epoch, "step": self.step, "lr": self._learning_rate()}
             self.meters.gather(keep=True)
@@ -224,8 +225,8 @@ class _Trainer(Generic[Result]):
         passes: list[tuple[dict[str, Tensor], int]] = []
         for index, work in enumerate(self.task.passes(group, self.process.device)):
             with ExitStack() as stack:
-                if isinstance(self.wrapped, DistributedDataParallel) and index + 1 < len(group):
-                    stack.enter_context(self.wrapped.no_sync())
+                if index + 1 < len(group):
+                    stack.enter_context(self.parallel.local(self.wrapped))
                 parts: dict[str, Tensor] = self.wrapped(*work.arguments)
                 if logged and index + 1 == len(group):
                     self.health.read()
@@ -245,6 +246,7 @@ class _Trainer(Generic[Result]):
             self.ema.update(self.model, step=self.step)
 
     def _update(self) -> None:
+        self.parallel.before_update()
         if self.config.grad_clip is not None:
             self.scaler.unscale_(self.optimizer)
             dispatch_clip_grad(self.model.parameters(), self.config.grad_clip)
@@ -294,9 +296,11 @@ class _Trainer(Generic[Result]):
 
     def _evaluate(self) -> tuple[Result, Result | None]:
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
-        arguments = (self.test_stream, self.process, self.progress)
-        result = self.recipe.evaluate(self.model, *arguments)
-        return result, None if self.ema is None else self.recipe.evaluate(self.ema.module, *arguments)
+        results = []
+        for model in (self.model, *([] if self.ema is None else [self.ema.module])):
+            with self.parallel.whole(model) as whole:
+                results.append(self.recipe.evaluate(whole, self.test_stream, self.process, self.progress))
+        return results[0], results[1] if len(results) > 1 else None
 
     @property
     def _checkpoints(self) -> Path:
@@ -305,43 +309,38 @@ class _Trainer(Generic[Result]):
     def _save(self) -> None:
         self.meters.gather(keep=self.process.is_first)
         faults = {name: [tuple(fault) for fault in report.faults] for name, report in self._reports().items()}
+        optimizer, moments = self.parallel.optimizer_state(self.optimizer)
+        training = {
+            "optimizer": optimizer,
+            "scaler": self.scaler.state_dict(),
+            "meters": self.meters.state_dict(),
+            "history": self.history,
+            "routers": self.routers,
+            "faults": faults,
+            "skipped": self.skipped,
+            "steps_per_epoch": self.steps_per_epoch,
+            "usage": self.usage.state_dict(),
+            "epoch": self.epoch,
+            "step": self.step,
+        }
+        average = self.ema.module.state_dict() if self.ema is not None else None
+        content = Checkpoint(self.model.state_dict(), average, training, moments)
+        save_checkpoint(self._checkpoints, self.epoch, self.step, content, self.recipe.metadata())
         if self.process.is_first:
-            training = {
-                "optimizer": self.optimizer.state_dict(),
-                "scaler": self.scaler.state_dict(),
-                "meters": self.meters.state_dict(),
-                "history": self.history,
-                "routers": self.routers,
-                "faults": faults,
-                "skipped": self.skipped,
-                "steps_per_epoch": self.steps_per_epoch,
-                "usage": self.usage.state_dict(),
-                "epoch": self.epoch,
-                "step": self.step,
-            }
-            average = self.ema.module.state_dict() if self.ema is not None else None
-            content = Checkpoint(self.model.state_dict(), average, training)
-            save_checkpoint(self._checkpoints, self.epoch, self.step, content, self.recipe.metadata())
             write_rows(self.folder, self.routers)
-        wait_for_all()
 
     def _resume(self) -> None:
         """Resume from the newest checkpoint, if there is one."""
-        load = partial(load_checkpoint, averaged=self.ema is not None)
-        path, checkpoint = read_newest(list_checkpoints(self._checkpoints), load) or (None, None)
-        check_agreement(path)
-        if path is None or checkpoint is None:
+        paths = list_checkpoints(self._checkpoints)
+        check_agreement(next(iter(paths), None))
+        path, training = read_newest(paths, partial(self.parallel.load, optimizer=self.optimizer)) or (None, None)
+        if path is None or training is None:
             return
-        self.model.load_state_dict(checkpoint.weights)
-        if self.ema is not None and checkpoint.average is not None:
-            self.ema.module.load_state_dict(checkpoint.average)
-        training = checkpoint.training
         if training["steps_per_epoch"] != self.steps_per_epoch:
             raise ValueError(
                 f"{str(path)!r} is of a run with {training['steps_per_epoch']} steps per epoch, and these processes "
                 f"and batches make {self.steps_per_epoch}: choose others, or another output"
             )
-        self.optimizer.load_state_dict(training["optimizer"])
         self.scaler.load_state_dict(training["scaler"])
         for name, stream in (("train", self.train_stream), ("val", self.test_stream)):
             stream.report.faults.update(dict.fromkeys(Fault(*fault) for fault in training["faults"][name]))
@@ -371,10 +370,10 @@ class _Trainer(Generic[Result]):
             skipped_steps=self.skipped,
             usage=self.usage.figures(),
         )
+        self._export(self.model, "model")
+        if self.ema is not None:
+            self._export(self.ema.module, "ema")
         if self.process.is_first:
-            self._export(self.model, "model")
-            if self.ema is not None:
-                self._export(self.ema.module, "ema")
             write_csv(self.folder / "metrics.csv", self.history)
             write_rows(self.folder, self.routers)
             write_result(self.folder, result)
@@ -383,11 +382,14 @@ class _Trainer(Generic[Result]):
         return result
 
     def _export(self, model: nn.Module, name: str) -> None:
-        # An earlier start may have ended between weights and result.
-        shutil.rmtree(self.folder / name, ignore_errors=True)
-        with replacing(self.folder / name) as folder:
-            self.recipe.export(model, folder)
-            write_sums(folder)
+        with self.parallel.whole(model) as whole:
+            if not self.process.is_first:
+                return
+            # An earlier start may have ended between weights and result.
+            shutil.rmtree(self.folder / name, ignore_errors=True)
+            with replacing(self.folder / name) as folder:
+                self.recipe.export(whole, folder)
+                write_sums(folder)
 
 
 def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:

@@ -12,7 +12,7 @@ from timm.optim import Muon, create_optimizer_v2, list_optimizers
 from timm.optim import muon as timm_muon
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.training.engine.config import LoopConfig, OptimConfig
 from mmod.values import near_names
@@ -56,6 +56,24 @@ def create_schedule(
         **schedule.args,
     )
     return scheduler, int(epochs)
+
+
+def complete_states(optimizer: Any) -> None:
+    """Give parameters without a gradient so far an empty state: a sharded state is loaded only if it is complete."""
+    for group in optimizer.param_groups:
+        weights = [weight for weight in group["params"] if weight.requires_grad]
+        reached = next((weight for weight in weights if optimizer.state.get(weight)), None)
+        if reached is None:
+            continue
+        form = optimizer.state[reached]
+        for weight in weights:
+            if not optimizer.state.get(weight):
+                optimizer.state[weight] = {
+                    key: torch.zeros_like(weight if value.shape == reached.shape else value)
+                    if isinstance(value, Tensor)
+                    else value
+                    for key, value in form.items()
+                }
 
 
 def single_precision(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

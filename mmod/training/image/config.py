@@ -13,6 +13,7 @@ from typing_extensions import Self
 from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
 from mmod.training.engine import config as engine
+from mmod.training.engine.methods import resolve_methods
 from mmod.values import check_fields, check_value
 
 if TYPE_CHECKING:
@@ -211,7 +212,7 @@ class InTrainingConfig:
     @cached_property
     def applied(self) -> tuple[package.Method, ...]:
         """The methods, in order."""
-        return engine.resolve_methods(self.methods, {"image": self.routing})
+        return resolve_methods(self.methods, {"image": self.routing})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,6 +258,9 @@ class TrainConfig(engine.LoopConfig):
             if self.grad_checkpointing and self.in_training.methods:
                 raise ValueError("a model changed by in_training.methods cannot be trained with grad_checkpointing")
             check_value("in_training.epochs", self.in_training.epochs, int | None, f"[1, {self.epochs}]")
+        if self.distributed.sharded:
+            # They change the model, or read its weights, between steps.
+            self._refuse_with("distributed.kind='fsdp'", "in_training", "learn_capacity")
         if self.trained is not None and (not self.routings or not self.model.has_weights):
             raise ValueError("trained='routers' needs routing, and trained weights to be frozen: set model.checkpoint")
         if self.mixup is not None and self.data.batch_size % 2:

@@ -11,7 +11,7 @@ from typing import Any
 
 from mmod.config import RoutingConfig
 from mmod.io.yaml import parse_yaml
-from mmod.training.engine.config import resolve_routing
+from mmod.training.engine.methods import resolve_routing
 
 _DESCRIPTION = """Run open_clip's training program on a routed model: everything after `--` is open_clip's own.
 

@@ -26,10 +26,12 @@ from mmod.training import (
     TrainConfig,
     fit,
 )
+from mmod.training.engine.config import DistributedConfig
 from mmod.training.engine.usage import USAGE
 
 MODEL = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
 GROUPS = {
+    "distributed": DistributedConfig,
     "distill": DistillConfig,
     "ema": EmaConfig,
     "loss": LossConfig,

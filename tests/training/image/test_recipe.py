@@ -61,15 +61,26 @@ def test_the_share_that_is_done_is_told_after_each_step(tmp_path: Path) -> None:
     assert told == [0.25, 0.5, 0.75, 1.0]
 
 
-def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path) -> None:
-    options = {"epochs": 1, "optim": {"opt": "sgd", "lr": 0.1}, "routing": ROUTED, "checkpoint_every": 2}
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path, kind: str) -> None:
+    options: dict[str, Any] = {"epochs": 3, "optim": {"opt": "sgd", "lr": 0.1}, "routing": ROUTED}
+    options |= {"checkpoint_every": 2, "grad_checkpointing": kind == "fsdp", "ema": {"decay": 0.5}}
     one = run(tiny_config(output=tmp_path / "one", batch_size=8, **options))
-    two = {**options, "batch_size": 4, "output": str(tmp_path / "two")}
+    two = {**options, "batch_size": 4, "output": str(tmp_path / "two"), "distributed": {"kind": kind}}
     assert run_processes(main, two, world=2) == [0, 0]
     assert_close(tmp_path / "one", tmp_path / "two")
     saved = json.loads((tmp_path / "two/result.json").read_text())
     assert saved["evaluation"]["samples"] == one.evaluation.samples == 48
-    assert saved["history"][0]["train_loss"] == pytest.approx(one.history[0]["train_loss"], rel=1e-4)
+    for left, right in zip(one.history, saved["history"], strict=True):
+        assert right["train_loss"] == pytest.approx(left["train_loss"], abs=1e-4)
+
+
+def test_shards_in_bf16_learn_as_a_whole_model_in_bf16(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"epochs": 4, "precision": "bf16", "routing": ROUTED, "batch_size": 8}
+    whole = run(tiny_config(output=tmp_path / "whole", **options))
+    shards = run(tiny_config(output=tmp_path / "shards", distributed={"kind": "fsdp"}, **options))
+    assert shards.history[-1]["train_loss"] == pytest.approx(whole.history[-1]["train_loss"], abs=0.01)
+    assert all(value.dtype == torch.float32 for value in weights(tmp_path / "shards/model").values())
 
 
 def test_bf16_learns(tmp_path: Path) -> None:

@@ -81,12 +81,13 @@ def test_a_batch_on_its_own_has_other_negatives(folder: Path) -> None:
 
 def test_two_processes_equal_one_with_the_same_global_batch(folder: Path) -> None:
     ones, configs = {}, []
-    for kind, accumulate in (("clip", 1), ("clip", 2), ("siglip", 1), ("routed", 1)):
+    kinds = (("clip", 1, "ddp"), ("clip", 2, "ddp"), ("siglip", 1, "fsdp"), ("routed", 1, "ddp"), ("routed", 2, "fsdp"))
+    for kind, accumulate, shared in kinds:
         changes: dict[str, Any] = {"siglip": siglip(folder), "routed": {"routing": ROUTED}}.get(kind, {})
         changes["epochs"] = 3
         name = f"{kind}-{accumulate}"
         ones[name] = run(clip_config(folder, f"one-{name}", data={"batch_size": 12}, **changes))
-        changes |= {"data": {"batch_size": 6 // accumulate}, "accumulate": accumulate}
+        changes |= {"data": {"batch_size": 6 // accumulate}, "accumulate": accumulate, "distributed": {"kind": shared}}
         configs.append(clip_config(folder, f"two-{name}", **changes))
     assert run_processes(train_together, configs, world=2) == [0, 0]
     for name, one in ones.items():

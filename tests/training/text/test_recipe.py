@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
 import mmod
@@ -16,6 +17,7 @@ from mmod.training.engine.loop import run
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.recipe import TextRecipe
 from mmod.training.text.task import TextTask
+from tests.processes import run_processes
 from tests.training.engine.worker import weights
 from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
 
@@ -52,6 +54,32 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path, changes: di
     assert parts.evaluation == whole.evaluation
     own, other = (weights(tmp_path / name / "model") for name in ("whole", "parts"))
     assert all(torch.equal(own[name], other[name]) for name in own)
+
+
+def train_together(configs: list[TrainConfig]) -> None:
+    dist.init_process_group("gloo")
+    for config in configs:
+        fit(config, progress=False)
+
+
+def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path) -> None:
+    changes: dict[str, Any] = {
+        "routing": PREDICTOR,
+        "elastic": True,
+        "model": {"config": {"tie_word_embeddings": True}},
+    }
+    one = quiet(tmp_path / "one", **changes)
+    changes["data"] = {"batch_size": 2}
+    kinds = ("ddp", "fsdp")
+    configs = [text_config(tmp_path / kind, **changes, distributed={"kind": kind}) for kind in kinds]
+    assert run_processes(train_together, configs, world=2) == [0, 0]
+    for kind in kinds:
+        two = json.loads((tmp_path / kind / "result.json").read_text())
+        for left, right in zip(one.history, two["history"], strict=True):
+            assert right["train_loss"] == pytest.approx(left["train_loss"], abs=1e-4)
+        left_weights, right_weights = weights(tmp_path / "one/model"), weights(tmp_path / kind / "model")
+        for name, value in left_weights.items():
+            torch.testing.assert_close(right_weights[name], value, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("tied", [False, True])

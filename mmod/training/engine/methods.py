@@ -1,0 +1,72 @@
+"""The methods that a config names, in the order in which they are applied."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from mmod.config import Plan, RoutingConfig
+from mmod.planning.presets import preset
+
+if TYPE_CHECKING:
+    # Imported without torch otherwise.
+    from mmod import methods as package
+
+_NO_DEPTHS: Mapping[str, int] = MappingProxyType({})
+
+
+def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
+    """Create a routing config.
+
+    Args:
+        fields: Fields of `RoutingConfig`; or `preset: NAME` with its arguments; or `plan: FILE` with the fields that
+            the plan leaves open.
+    """
+    fields = dict(fields)
+    name, plan = fields.pop("preset", None), fields.pop("plan", None)
+    if plan is not None:
+        if name is not None:
+            raise ValueError(f"routing takes a preset or a plan, got {name!r} and {plan!r}")
+        return RoutingConfig.from_plan(Plan.load(plan), **fields)
+    return RoutingConfig.from_dict(fields) if name is None else preset(name, **fields)
+
+
+def resolve_methods(
+    listed: Sequence[Mapping[str, Any]],
+    routing: Mapping[str, Mapping[str, Any] | None],
+    depths: Mapping[str, int] = _NO_DEPTHS,
+) -> tuple[package.Method, ...]:
+    """Create the methods of a config, in the order in which they are applied.
+
+    Args:
+        listed: The config's `methods`: the `kind` and fields of each.
+        routing: The config's `routing`, a routing of the parts that it names, applied last; None leaves a part dense.
+        depths: Number of blocks by part, for presets that depend on it.
+    """
+    short = {name: fields for name, fields in routing.items() if fields is not None}
+    entries = [*listed, *([{"kind": "routing", "parts": short}] if short else [])]
+    if not entries:
+        return ()
+    # Imported here, because `--help` runs without torch.
+    from mmod.methods import read_method
+
+    def resolved(name: str, fields: Mapping[str, Any]) -> RoutingConfig:
+        depth = {"depth": depths[name]} if "preset" in fields and name in depths else {}
+        return resolve_routing({**depth, **fields})
+
+    created: list[package.Method] = []
+    for entry in entries:
+        if entry.get("kind") == "routing" and isinstance(entry.get("parts"), Mapping):
+            entry = {**entry, "parts": {name: resolved(name, fields) for name, fields in entry["parts"].items()}}
+        method = read_method(entry)
+        refused = [earlier.kind for earlier in created if not earlier.precedes(method.kind)]
+        if refused:
+            raise ValueError(f"methods: {method.kind!r} cannot follow {', '.join(map(repr, refused))}: remove one")
+        created.append(method)
+    return tuple(created)
+
+
+def routings_of(applied: Sequence[package.Method]) -> dict[str, RoutingConfig]:
+    """Return the routing of each routed part."""
+    return {name: config for method in applied for name, config in getattr(method, "parts", {}).items()}

@@ -1,0 +1,165 @@
+"""How the processes of a run share its model: whole in each of them, or in shards (FSDP2)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from mmod.adapters import find_stacks
+from mmod.training.engine.checkpoint import Checkpoint, load_checkpoint
+from mmod.training.engine.distributed import Process
+from mmod.training.engine.optim import complete_states
+from mmod.training.engine.task import Task
+
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Replicas:
+    """The whole model in each process; DistributedDataParallel averages the gradients of several.
+
+    Args:
+        model: The model to train.
+        average: Its moving average; None without one.
+        process: This process.
+        precision: That of the forward pass; see `LoopConfig`.
+        compiled: Compile the model.
+
+    Attributes:
+        models: All models whose capacity a schedule changes.
+    """
+
+    def __init__(
+        self, model: nn.Module, average: nn.Module | None, process: Process, precision: str, *, compiled: bool
+    ) -> None:
+        self.model, self.average, self.process = model, average, process
+        self.models = [model] if average is None else [model, average]
+        if compiled:
+            model.compile()
+
+    def wrap(self, task: Task) -> nn.Module:
+        """Return the module to call in training."""
+        if self.process.world == 1:
+            return task
+        devices = [self.process.device] if self.process.device.type == "cuda" else None
+        return DistributedDataParallel(task, device_ids=devices)
+
+    def local(self, wrapped: nn.Module) -> AbstractContextManager[object]:
+        """Context of a pass whose gradients are not exchanged, because others of the step follow."""
+        return wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) else nullcontext()
+
+    def before_update(self) -> None:
+        """Finish the gradients of a step."""
+
+    def whole(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
+        """Context with all weights of a model in each process, to evaluate and to export it."""
+        return nullcontext(model)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+        """Return the optimiser's state: plain values, which may hold tensors, and tensors that are sharded, if any."""
+        return optimizer.state_dict(), None
+
+    def load(self, path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Load weights, moving average and optimiser from a checkpoint in place; return its state of training."""
+        found = load_checkpoint(path, averaged=self.average is not None)
+        self._load(found)
+        optimizer.load_state_dict(found.training["optimizer"])
+        return found.training
+
+    def _load(self, found: Checkpoint) -> None:
+        self.model.load_state_dict(found.weights)
+        if self.average is not None and found.average is not None:
+            self.average.load_state_dict(found.average)
+
+
+class Shards(Replicas):
+    """A share of weights, moving average, gradients and moments in each process: FSDP2, block by block.
+
+    With `precision` "bf16", weights are gathered and used in bf16; they are kept, and gradients averaged, in fp32.
+    """
+
+    def __init__(
+        self, model: nn.Module, average: nn.Module | None, process: Process, precision: str, *, compiled: bool
+    ) -> None:
+        super().__init__(model, average, process, precision, compiled=False)
+        self._whole = copy.deepcopy(model)
+        self.models.append(self._whole)
+        mesh = init_device_mesh(process.device.type, (process.world,))
+        half = torch.bfloat16 if precision == "bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+        for module in filter(None, (model, average)):
+            # FSDP2 shards no scalars, such as CLIP's logit scale.
+            ignored = {weight for weight in module.parameters() if not weight.ndim}
+            blocks = [block for stack in find_stacks(module).values() for block in stack.blocks]
+            for block in blocks:
+                if compiled and module is model:
+                    block.compile()
+                fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+            fully_shard(module, mesh=mesh, mp_policy=policy, ignored_params=ignored)
+            module.to(process.device)
+        self._scalars = [weight for weight in model.parameters() if not isinstance(weight, DTensor)]
+
+    def wrap(self, task: Task) -> nn.Module:
+        """Return the task, whose model communicates by itself."""
+        return task
+
+    @contextmanager
+    def local(self, wrapped: nn.Module) -> Iterator[None]:
+        """Context of a pass whose gradients are not exchanged; see `Replicas.local`."""
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def before_update(self) -> None:
+        """Average the gradients of scalars."""
+        for weight in self._scalars:
+            if weight.grad is not None:
+                dist.all_reduce(weight.grad)
+                weight.grad /= self.process.world
+
+    @contextmanager
+    def whole(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Context with a copy of a model that is not sharded; see `Replicas.whole`."""
+        weights = self._whole.to(self.process.device).state_dict()
+        for name, value in model.state_dict().items():
+            weights[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+        yield self._whole
+        self._whole.cpu()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
+        """Return the optimiser's state by names of weights; see `Replicas.optimizer_state`."""
+        complete_states(optimizer)
+        state: Mapping[str, Any] = get_optimizer_state_dict(self.model, optimizer, options=_FLAT)
+        moments = {
+            name: value for name, value in state.items() if name.startswith("state.") and isinstance(value, Tensor)
+        }
+        return {name: value for name, value in state.items() if name not in moments}, moments
+
+    def load(self, path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Load a checkpoint that any number of processes wrote; see `Replicas.load`."""
+        average = None if self.average is None else self.average.state_dict()
+        # A new optimiser makes the moments that are loaded in a step without gradients.
+        _, moments = self.optimizer_state(optimizer)
+        found = load_checkpoint(path, into=Checkpoint(self.model.state_dict(), average, {}, moments))
+        self._load(found)
+        state = {**found.training["optimizer"], **(found.moments or {})}
+        set_optimizer_state_dict(self.model, optimizer, state, options=_FLAT)
+        return found.training

@@ -1,0 +1,61 @@
+"""What the processes of a run do when one of them is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from mmod.training.engine.checkpoint import list_checkpoints
+from mmod.training.engine.command import one_line_errors
+from tests.processes import run_processes
+from tests.training.engine.worker import main, read_metrics, weights
+
+
+def train(*args: Any, **options: Any) -> None:
+    with one_line_errors():
+        main(*args, **options)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_the_others_end_with_a_code_of_their_own(tmp_path: Path, kind: str, killed: int) -> None:
+    options = {"output": str(tmp_path / "run"), "batch_size": 4, "checkpoint_every": 2, "distributed": {"kind": kind}}
+    dying = partial(train, signals={3: signal.SIGKILL}, hears=killed)
+    codes = run_processes(dying, options, world=2, log=tmp_path / "log")
+    assert codes[killed] == -signal.SIGKILL
+    assert codes[1 - killed] == 75
+    assert "error: another process of the run ended or did not answer in time" in (tmp_path / "log").read_text()
+    assert [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")] == ["step-000000002-epoch-00000"]
+
+
+def train_and_die_once(options: dict[str, Any]) -> None:
+    first_start = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    train(options, hears=1, signals={3: signal.SIGKILL} if first_start else {})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_torchrun_restarts_a_killed_run_which_ends_as_an_undisturbed_one(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # With one store for all starts, a process may look for one that has ended.
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    options = {"batch_size": 4, "checkpoint_every": 2, "distributed": {"kind": kind}, "ema": {"decay": 0.5}}
+    assert run_processes(train, {**options, "output": str(tmp_path / "whole")}, world=2) == [0, 0]
+    launch = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=1,
+        monitor_interval=0.1, start_method="forkserver", local_addr="127.0.0.1", run_id=kind,
+    )  # fmt: skip
+    elastic_launch(launch, train_and_die_once)({**options, "output": str(tmp_path / "killed")})
+    for name in ("model", "ema"):
+        whole, killed = (weights(tmp_path / run / name) for run in ("whole", "killed"))
+        for key, value in whole.items():
+            torch.testing.assert_close(killed[key], value, rtol=0, atol=1e-6)
+    assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "killed")

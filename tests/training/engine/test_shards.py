@@ -1,0 +1,95 @@
+"""Processes that hold shards of a model train as one does; so do others that go on from their checkpoint."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mmod.io.files import DamagedFileError
+from mmod.training.engine.checkpoint import list_checkpoints, read_weights
+from mmod.training.kinds import recipe_of
+from tests.processes import run_processes
+from tests.training.engine.worker import main, run, tiny_config, weights
+
+ROUTED = {"router": "linear", "gate": "tanh", "capacity": 0.5, "losses": {"membership": 0.1}}
+OPTIONS: dict[str, Any] = {
+    "epochs": 2,
+    "routing": ROUTED,
+    "ema": {"decay": 0.5},
+    "grad_clip": 1.0,
+    "grad_checkpointing": True,
+    "distributed": {"kind": "fsdp"},
+}
+
+
+def same(one: Path, other: Path) -> None:
+    for name in ("model", "ema"):
+        left, right = weights(one / name), weights(other / name)
+        assert left.keys() == right.keys()
+        for key, value in left.items():
+            torch.testing.assert_close(right[key], value, rtol=1e-4, atol=1e-5)
+
+
+def test_shards_of_two_processes_go_on_in_one_and_in_three(tmp_path: Path) -> None:
+    alone = tiny_config(output=tmp_path / "alone", batch_size=12, **{**OPTIONS, "distributed": {}})
+    whole = run(alone)
+    two = {**OPTIONS, "output": str(tmp_path / "two"), "batch_size": 6}
+    stopped = partial(main, signals={2: signal.SIGTERM})
+    assert run_processes(stopped, two, world=2) == [128 + signal.SIGTERM] * 2
+
+    (checkpoint,) = list_checkpoints(tmp_path / "two/checkpoints")
+    assert sorted(path.name for path in (checkpoint / "model").iterdir()) == [
+        f"shard-0000{rank}-model-00001-of-00001.safetensors" for rank in (1, 2)
+    ]
+    # Dense keys and shapes: a model that is not sharded loads them.
+    recipe_of(alone).create().load_state_dict(read_weights(tmp_path / "two"))
+    for world in (1, 3):
+        shutil.copytree(tmp_path / "two", tmp_path / f"on-{world}")
+        options = {**two, "output": str(tmp_path / f"on-{world}"), "batch_size": 12 // world}
+        assert run_processes(main, options, world=world) == [0] * world
+        same(tmp_path / "alone", tmp_path / f"on-{world}")
+    again = run(tiny_config(**{**two, "output": str(tmp_path / "on-1"), "batch_size": 12}))
+    assert again.reused
+    assert again.evaluation.loss == pytest.approx(whole.evaluation.loss, abs=1e-4)
+
+
+@pytest.mark.parametrize("damage", ["a bit", "a shard", "all shards", "the average"])
+def test_damaged_shards_are_refused(tmp_path: Path, damage: str) -> None:
+    config = tiny_config(output=tmp_path / "run", **{**OPTIONS, "epochs": 1})
+    with pytest.raises(SystemExit):
+        run(config, signals={3: signal.SIGTERM})
+    (checkpoint,) = list_checkpoints(tmp_path / "run/checkpoints")
+    if damage == "the average":
+        shutil.rmtree(checkpoint / "ema")
+        (checkpoint / "sha256.json").unlink()
+    elif damage == "all shards":
+        shutil.rmtree(checkpoint / "model")
+    else:
+        (shard,) = (checkpoint / "model").iterdir()
+        content = bytearray(shard.read_bytes())
+        content[-1] ^= 1
+        shard.write_bytes(content[:: 1 if damage == "a bit" else 2])
+    with pytest.raises(DamagedFileError, match=rf"cannot go on: '{checkpoint}/.*Remove the folder '{checkpoint}'"):
+        run(config)
+    assert list_checkpoints(tmp_path / "run/checkpoints") == [checkpoint]
+
+
+def test_what_shards_cannot_do_is_refused(tmp_path: Path) -> None:
+    for options in (
+        {"precision": "fp16"},
+        {"optim": {"opt": "lookahead_adamw"}},
+    ):
+        with pytest.raises(ValueError, match=r"distributed\.kind 'fsdp' takes neither precision 'fp16'"):
+            tiny_config(output=tmp_path, distributed={"kind": "fsdp"}, **options)
+    fields: dict[str, Any] = {"distributed": {"kind": "fsdp"}, "compile": True, "grad_checkpointing": True}
+    tiny_config(output=tmp_path, routing=ROUTED, **fields)
+    with pytest.raises(ValueError, match="loses the importance that routers read where grad_checkpointing recomputes"):
+        tiny_config(output=tmp_path, routing={"router": "attention"}, **fields)
+    with pytest.raises(ValueError, match=r"distributed\.timeout must be .*, got 0"):
+        tiny_config(output=tmp_path, distributed={"timeout": 0.0})
