@@ -17,7 +17,7 @@ from mmod.benchmarks.models.steps import Step
 from mmod.benchmarks.models.variants import DENSE, Variant, Variants
 from mmod.benchmarks.report import ReportRow, Runs, TimedOptions
 from mmod.config import RoutingConfig, score
-from mmod.training.engine.config import resolve_routing
+from mmod.training.engine.methods import resolve_routing
 from mmod.values import check_distinct, check_fields
 
 
