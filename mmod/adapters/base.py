@@ -23,7 +23,7 @@ from mmod.adapters.masks import (
     weigh_groups,
 )
 from mmod.blocks import BlockCall, ForwardPass, Halves, ImportanceBlock, ModelHook, PassTracker, RoutedBlock
-from mmod.config import Merged, RoutingConfig, spelled
+from mmod.config import RoutingConfig
 from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
 from mmod.ops.views import is_visible
 from mmod.routing import Router, Routing, TokenMarks
@@ -70,21 +70,6 @@ class BlockStack:
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
     hands_on: str = ""
-
-    def check_skipped(self, config: RoutingConfig, call: BlockCall, name: str) -> None:
-        """Raise a ValueError if a block does not support its config's `skipped`."""
-        skipped = config.skipped
-        if config.joins and (self.language or self.sequence is not None):
-            raise ValueError(
-                f"skipped={spelled(skipped)!r} is for images: {name} reads text, whose tokens cannot be grouped"
-            )
-        if isinstance(skipped, Merged) and not call.weighs_keys:
-            raise ValueError(f"skipped='merge' is not possible in {name}: its attention takes no bias for group sizes")
-        if config.merges_inside and call.halves is None:
-            raise ValueError(
-                f"skipped.before='mlp' is not possible in {name}: only timm blocks with the MLP after attention "
-                "support it; use before='block'"
-            )
 
     def check_importance(self, importance: str) -> None:
         """Raise a ValueError if the stack does not support a definition of importance."""

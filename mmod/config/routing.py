@@ -142,6 +142,11 @@ class RoutingConfig:
         """Whether consecutive blocks that keep the same tokens may pass on these tokens alone."""
         return self.router.shared and self.skipped != "scale" and self.context == "kept" and self.operator == "block"
 
+    def decides_alone(self, training: bool) -> bool:
+        """Return whether each token of a language model is decided by itself: by a threshold that its score meets."""
+        infers = self.language.inference_threshold is not None and not training
+        return self.router.learns and (self.select != "topk" or infers)
+
     def wants_importance(self, training: bool) -> bool:
         """Return whether the score, or in training a loss, reads importance."""
         return self.router.reads_importance or (training and any(LOSSES[name].reads_importance for name in self.losses))
@@ -181,7 +186,7 @@ class RoutingConfig:
         yield f"skipped={spelled(self.skipped)!r}", self.joins, needs, whole_block
         needs = "operator='block' and gate 'linear', 'sigmoid', 'tanh' or 'step': the gate multiplies skipped tokens"
         yield "skipped='scale'", self.skipped == "scale", needs, not branch and gate.name != "identity"
-        needs = f"a router that shares its score between blocks, such as 'redundancy', not {router.name!r}"
+        needs = f"a router that shares its score between blocks, got {router.name!r}"
         yield "skipped.before='mlp'", self.merges_inside, f"{needs}: or use before='block'", router.shared
         needs = "language.gate_on='update': the gate weighs the branch that tokens miss"
         yield f"operator={self.operator!r}", branch, needs, language.gate_on == "update"

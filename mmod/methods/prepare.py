@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any, cast
 
@@ -9,7 +10,7 @@ from torch import nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import BlockCall, ImportanceState, RoutedState, StandingModule
-from mmod.config import Plan, RoutingConfig, differing
+from mmod.config import Merged, Plan, RoutingConfig, differing, spelled
 from mmod.routing import Router
 
 # A block, its router, and its state; blocks that compute importance have no router.
@@ -34,9 +35,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     for index, capacity in zip(plan.blocks, plan.capacities):
         block, block_config = stack.blocks[index], configs[index]
         call = stack.call_of(block, block_config)
-        _check_call(block_config, call, stack.names[index])
-        stack.check_skipped(block_config, call, stack.names[index])
-        _check_standing(block_config, block, call, stack.names[index])
+        _check_block(stack, block_config, index, call)
         start = _span_start(index, plan)
         if before and start == 0:
             raise ValueError(
@@ -105,51 +104,45 @@ def _configs_by_block(config: RoutingConfig, plan: Plan) -> dict[int, RoutingCon
     return configs
 
 
-def _check_call(config: RoutingConfig, call: BlockCall, name: str) -> None:
-    if config.context not in call.contexts:
-        raise ValueError(
-            f"context={config.context!r} is not possible in {name}, which supports {', '.join(call.contexts)}: 'all' "
-            "needs fused attention in a block of timm or open_clip or in a decoder layer"
-        )
-    if config.operator != "block" and config.operator not in call.operators:
-        raise ValueError(
-            f"operator={config.operator!r} is not possible in {name}, which has no such residual branch; possible are "
-            f"{', '.join(('block', *call.operators))}"
-        )
+def _check_block(stack: BlockStack, config: RoutingConfig, index: int, call: BlockCall) -> None:
+    """Raise a ValueError that names the option of a config that a block does not support, and says why."""
+    name = stack.names[index]
+    for refused, option, reason in _refusals(stack, config, stack.blocks[index], call):
+        if refused:
+            raise ValueError(f"{option} is not possible in {name}, {reason}")
 
 
-def _check_standing(config: RoutingConfig, block: nn.Module, call: BlockCall, name: str) -> None:
-    """Refuse a config that conflicts with another method's module in the block, such as a mixture of experts."""
+def _refusals(
+    stack: BlockStack, config: RoutingConfig, block: nn.Module, call: BlockCall
+) -> Iterator[tuple[object, str, str]]:
+    """Yield whether an option is refused, the option, and the reason."""
+    context, operator, gate_on = f"context={config.context!r}", f"operator={config.operator!r}", config.language.gate_on
+    reason = "'all' needs fused attention in a block of timm or open_clip or in a decoder layer"
+    yield config.context not in call.contexts, context, f"which supports {', '.join(call.contexts)}: {reason}"
+    reason = f"which has no such residual branch; possible are {', '.join(('block', *call.operators))}"
+    yield config.operator not in ("block", *call.operators), operator, reason
+    reason = "which reads text: only tokens of images can be grouped"
+    reads_text = stack.language or stack.sequence is not None
+    yield config.joins and reads_text, f"skipped={spelled(config.skipped)!r}", reason
+    merges = isinstance(config.skipped, Merged) and not call.weighs_keys
+    yield merges, "skipped='merge'", "whose attention takes no bias for group sizes"
+    reason = "as only timm blocks with the MLP after attention support it; use before='block'"
+    yield config.merges_inside and call.halves is None, "skipped.before='mlp'", reason
+    # Another method's module in the block, such as a mixture of experts.
     standing = [module for module in block.modules() if isinstance(module, StandingModule)]
     in_training, in_evaluation = (any(module.chooses_together(mode) for module in standing) for mode in (True, False))
+    together = in_training or in_evaluation
     mixture = bool(standing) and block.get_submodule(call.operators["mlp"]) in standing
-    if mixture and (config.operator == "mlp" or (config.merges_inside and (in_training or in_evaluation))):
-        raise ValueError(
-            f"operator='mlp' and skipped.before='mlp' are not possible in {name}, whose MLP is a mixture of experts: "
-            "route its block, or give it experts that do nothing"
-        )
-    gate_on = config.language.gate_on
-    if (
-        mixture
-        and gate_on != "update"
-        and any(branch in standing for branch in cast(Any, call).branches(block, gate_on))
-    ):
-        raise ValueError(
-            f"gate_on={gate_on!r} is not possible in {name}, whose MLP is a mixture of experts with its own gates: use "
-            "gate_on='update'"
-        )
-    if not (in_training or in_evaluation):
-        return
-    if config.select != "topk" and not config.router.whole:
-        raise ValueError(
-            f"select=Threshold is not possible in {name}, where experts share the kept tokens of an image: the number "
-            "of kept tokens would vary"
-        )
-    if config.language.inference_threshold is not None and in_evaluation:
-        raise ValueError(
-            f"inference_threshold is not possible in {name}, where experts share the kept tokens of a text in "
-            "evaluation too: give them choice='score', 'predictor' or 'tokens'"
-        )
+    reason = "whose MLP is a mixture of experts: route its block, or give it experts that do nothing"
+    apart = config.operator == "mlp" or (config.merges_inside and together)
+    yield mixture and apart, "operator='mlp' or skipped.before='mlp'", reason
+    weighed = cast(Any, call).branches(block, gate_on) if mixture and gate_on != "update" else ()
+    reason = "whose MLP is a mixture of experts with its own gates: use gate_on='update'"
+    yield any(branch in standing for branch in weighed), f"gate_on={gate_on!r}", reason
+    reason = "where experts share the kept tokens of an image: the number of kept tokens would vary"
+    yield together and config.select != "topk" and not config.router.whole, "select=Threshold", reason
+    reason = "where experts share the kept tokens in evaluation too: give them choice='score', 'predictor' or 'tokens'"
+    yield in_evaluation and config.language.inference_threshold is not None, "inference_threshold", reason
 
 
 def check_zero(name: str, router: Router, capacity: Fraction) -> None:

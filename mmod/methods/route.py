@@ -111,8 +111,7 @@ class Route(Method):
     @property
     def causal(self) -> bool:
         """Whether evaluation decides a token from itself and earlier tokens only."""
-        alone = [config.select != "topk" and config.router.learns for config in self.parts.values()]
-        return self.two_ways or all(alone)
+        return self.two_ways or all(config.decides_alone(training=False) for config in self.parts.values())
 
     def deciding_together(self, model: nn.Module) -> Any:
         """Return a context in which routers select by top-k in evaluation too."""

@@ -167,7 +167,7 @@ class GroupHook(ModelHook):
         valid_BN = valid_tokens(arguments.get("attention_mask"), source, past)
         if decodes and cache.is_compileable and torch.compiler.is_compiling():
             return decoded_groups(valid_BN)
-        together, shown_BN, frames = not self._decides_alone(module), valid_BN, None
+        together, shown_BN, frames = not self.config.decides_alone(module.training), valid_BN, None
         if self.tokens == "image":
             kind_BN = self.images.kinds(module, arguments, image_BN)
             shown_BN = kind_BN > 0
@@ -226,15 +226,8 @@ class GroupHook(ModelHook):
         both_ways = getattr(self.text_config, "use_bidirectional_attention", False)
         return pads_only and not both_ways and (self.window is None or tokens <= self.window)
 
-    def _decides_alone(self, module: nn.Module) -> bool:
-        """Return whether tokens are decided independently."""
-        by_threshold = self.config.select != "topk"
-        by_inference = self.language.inference_threshold is not None and not module.training
-        return self.config.router.learns and (by_threshold or by_inference)
-
     def _check_causal(self) -> None:
-        alone = self.config.select != "topk" or self.language.inference_threshold is not None
-        if not (self.config.router.learns and alone):
+        if not self.config.decides_alone(training=False):
             raise ValueError(
                 "text cannot be generated: text tokens may be skipped, and the choice depends on future tokens. "
                 "Route with select='threshold', with inference_threshold (and the loss 'membership'), or with "
