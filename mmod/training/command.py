@@ -6,11 +6,26 @@ from collections.abc import Sequence
 
 from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import CONFIGS, recipe_of
+from mmod.values import check_value
 
 _DRY = "--dry-run"
 
 
 def main(arguments: Sequence[str], kind: str) -> None:
-    """Train as the command line `CONFIG [--key value] [--dry-run]` says and print the result, or the run's cost."""
-    recipe = recipe_of(parse_config([word for word in arguments if word != _DRY], CONFIGS[kind]))
-    print(recipe.estimate() if _DRY in arguments else recipe.fit())
+    """Train as the command line says and print the result, or what the run would cost.
+
+    Args:
+        arguments: `CONFIG [--key value] [--dry-run[=RATE]]`; with a rate, in TFLOP/s of each process, hours too.
+        kind: A key of `CONFIGS`.
+    """
+    dry = [word for word in arguments if word.partition("=")[0] == _DRY]
+    recipe = recipe_of(parse_config([word for word in arguments if word not in dry], CONFIGS[kind]))
+    if not dry:
+        print(recipe.fit())
+        return
+    estimate, rate = recipe.estimate(), dry[-1].partition("=")[2]
+    print(estimate)
+    if rate:
+        speed = float(rate) if rate.replace(".", "", 1).isdecimal() else 0.0
+        check_value(_DRY, speed or rate, float, "(0, inf)")
+        print(f"{estimate.hours(speed):.4g} hours at {speed:g} TFLOP/s in each process")

@@ -72,6 +72,10 @@ class CostEstimate:
     training_bytes: int
     activation_bytes: int
 
+    def hours(self, rate: float) -> float:
+        """Return the hours of training at a rate in TFLOP/s of each process, a backward pass as two forward ones."""
+        return 3 * self.steps * self.batch * self.flops.routed / (self.processes * rate * 1e12) / 3600
+
     def __str__(self) -> str:
         lines = [
             f"{self.samples} conversations, {self.steps} steps of {self.batch} in processes: {self.processes}",

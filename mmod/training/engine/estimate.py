@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +30,11 @@ class RunEstimate:
         flops: Forward FLOPs of a sample, by input.
         parameters: Number of parameters.
         trained: Number of those that are trained.
-        weight_bytes: Memory of the weights, with those of the teacher and the moving average.
-        training_bytes: Memory of gradients and of two moments.
+        processes: Number of processes.
+        weight_bytes: Memory of a process for the weights, with those of the teacher and the moving average.
+        training_bytes: Memory of a process for gradients and two moments.
         activation_bytes: Memory held for the backward pass of one batch of one process.
+        whole_bytes: Memory of a process for the whole weights that it evaluates beside its shards; 0 without shards.
     """
 
     epochs: int
@@ -40,14 +43,20 @@ class RunEstimate:
     flops: dict[str, float]
     parameters: int
     trained: int
+    processes: int
     weight_bytes: int
     training_bytes: int
     activation_bytes: int
+    whole_bytes: int = 0
 
     @property
     def step_flops(self) -> float:
         """FLOPs of an optimiser step; a backward pass counts as two forward passes."""
         return 3 * self.batch * sum(self.flops.values())
+
+    def hours(self, rate: float) -> float:
+        """Return the hours of training at a rate in TFLOP/s of each process."""
+        return self.steps * self.step_flops / (self.processes * rate * 1e12) / 3600
 
     def __str__(self) -> str:
         by_input = ", ".join(f"{name} {count / 1e9:.4g}" for name, count in self.flops.items())
@@ -56,7 +65,8 @@ class RunEstimate:
                 f"{self.epochs} epochs, {self.steps} steps of {self.batch} samples",
                 f"forward GFLOPs of a sample: {by_input}; about {self.step_flops / 1e12:.4g} TFLOPs a step",
                 f"{self.parameters:,} parameters, {self.trained:,} trained",
-                f"memory of one process: {memory(self.weight_bytes, self.training_bytes, self.activation_bytes)}",
+                f"memory of one process: {memory(self.weight_bytes, self.training_bytes, self.activation_bytes)}"
+                + (f"; {_size(self.whole_bytes)} more for whole weights in evaluations" if self.whole_bytes else ""),
             ]
         )
 
@@ -92,24 +102,30 @@ def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
     task = recipe.create_task(model, teacher, Process(0, 1, recipe.device)).to(recipe.device).train()
     inputs, targets = next(iter(stream.batches(0)))[:2]
     work = next(iter(task.passes([(inputs[:_SAMPLES], targets[:_SAMPLES])], recipe.device)))
-    shares = KeptShares(model, recipe.device)
+    kept = KeptShares(model, recipe.device)
     known = [value for value in work.arguments if isinstance(value, torch.Tensor)]
-    with shares.watch(), ActivationMemory([*known, *task.parameters(), *task.buffers()]) as held:
+    with kept.watch(), ActivationMemory([*known, *task.parameters(), *task.buffers()]) as held:
         output = task(*work.arguments)
         activations = held.live * config.data.batch_size // len(inputs[:_SAMPLES])
     del output
 
-    weights = [parameter.numel() * parameter.element_size() for parameter in task.parameters()]
-    average = [value.numel() * value.element_size() for value in model.parameters() if config.ema is not None]
-    trained = [value for value in model.parameters() if value.requires_grad]
+    sharded = config.distributed.sharded
+    shares, copies = world if sharded else 1, 1 if config.ema is None else 2
+    weights, trained = _bytes(model.parameters()), [value for value in model.parameters() if value.requires_grad]
     return RunEstimate(
         epochs=epochs,
         steps=epochs * epoch_steps,
         batch=batch,
-        flops=recipe.cost(model.eval(), _Observed(shares.means())),
+        flops=recipe.cost(model.eval(), _Observed(kept.means())),
         parameters=sum(value.numel() for value in model.parameters()),
         trained=sum(value.numel() for value in trained),
-        weight_bytes=sum(weights) + sum(average),
-        training_bytes=3 * sum(value.numel() * value.element_size() for value in trained),
+        processes=world,
+        weight_bytes=copies * weights // shares + (0 if teacher is None else _bytes(teacher.parameters())),
+        training_bytes=3 * _bytes(trained) // shares,
         activation_bytes=activations,
+        whole_bytes=weights if sharded else 0,
     )
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -50,6 +50,26 @@ def test_an_estimate_of_an_image_run_is_what_the_run_does(tmp_path: Path, routin
     assert (estimate.epochs, estimate.steps) == (result.epochs, result.steps)
 
 
+def test_shards_are_counted_by_the_number_of_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    fields: dict[str, Any] = {
+        "output": str(tmp_path),
+        "model": {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32, "num_classes": 10}},
+        "data": {"source": "digits:tiny", "root": str(tmp_path / "digits"), "workers": 0},
+        "ema": {},
+        "device": "cpu",
+    }
+    whole, shards = (
+        recipe_of(TrainConfig.from_dict({**fields, "distributed": {"kind": kind}})).estimate()
+        for kind in ("ddp", "fsdp")
+    )
+    weights = 4 * whole.parameters
+    assert (whole.weight_bytes, whole.training_bytes, whole.whole_bytes) == (2 * weights, 3 * weights, 0)
+    assert (shards.weight_bytes, shards.training_bytes, shards.whole_bytes) == (weights // 2, 3 * weights // 4, weights)
+    assert shards.hours(10.0) == shards.steps * shards.step_flops / 4e13 / 3600
+    assert "more for whole weights in evaluations" in str(shards)
+
+
 def test_a_dry_run_of_pairs_prints_the_cost_and_writes_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -58,9 +78,13 @@ def test_a_dry_run_of_pairs_prints_the_cost_and_writes_no_run(
         f"--{name}={tmp_path / value if name in ('output', 'data.root') else value}" for name, value in options.items()
     ]
     torch.manual_seed(0)
-    main(["configs/clip/scenes.yaml", *words, "--dry-run"], "pairs")
+    main(["configs/clip/scenes.yaml", *words, "--dry-run=0.001"], "pairs")
     printed = capsys.readouterr().out
     assert "20 steps of 64 samples" in printed
     assert "forward GFLOPs of a sample: image 0.02482, text 0.004874; about 0.005701 TFLOPs a step" in printed
     assert "3,686,017 parameters, 3,686,017 trained" in printed
+    # 20 steps of 0.005701 TFLOPs.
+    assert "0.03167 hours at 0.001 TFLOP/s in each process" in printed
+    with pytest.raises(TypeError, match="--dry-run must be a number above 0, got 'fast'"):
+        main(["configs/clip/scenes.yaml", *words, "--dry-run=fast"], "pairs")
     assert not (tmp_path / "run").exists()
