@@ -63,8 +63,8 @@ def detach_hooks(model: nn.Module, kind: type = ModelHook) -> None:
 class SpanHook(ModelHook):
     """Ends each forward pass of a stack, and lets its blocks pass on rows if nothing reads the tokens between them.
 
-    This holds without gradients, in a call of the module that holds the blocks, if the host library's code runs exactly
-    the routed blocks in sequence, without hooks. Any other caller (a subclass with another forward,
+    This holds in a call of the module that holds the blocks, if the host library's code runs exactly the routed blocks
+    in sequence, without hooks or gradient checkpointing. Any other caller (a subclass with another forward,
     `forward_intermediates`, extracted features, a user's loop) gets all tokens from each block.
 
     Args:
@@ -80,7 +80,9 @@ class SpanHook(ModelHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide whether blocks pass on rows in this call."""
-        holds_rows = bool(self.host) and not torch.is_grad_enabled() and self._runs(module) and not self._is_watched()
+        # A segment that is recomputed begins with what its first block got, and would not know what rows stand for.
+        recomputes = torch.is_grad_enabled() and getattr(module, "grad_checkpointing", False)
+        holds_rows = bool(self.host) and not recomputes and self._runs(module) and not self._is_watched()
         self.tracker.running.next_holds_rows = holds_rows
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
@@ -99,10 +101,11 @@ class SpanHook(ModelHook):
     def _is_watched(self) -> bool:
         """Return whether a hook or a replaced forward reads the tokens between blocks."""
         hooks = torch.nn.modules.module
-        if hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+        names = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
+        if any(getattr(hooks, f"_global_{name}") for name in names):
             return True
         for block in self.blocks:
-            if block._forward_hooks or block._forward_pre_hooks:
+            if any(getattr(block, f"_{name}") for name in names):
                 return True
             if "mod_state" in vars(block) and not _runs_code_of("mmod", block, "forward"):
                 return True

@@ -341,3 +341,36 @@ def test_threads_that_look_and_threads_that_do_not_see_the_same() -> None:
 
     batches = [(way, make_images(name, 2, seed=seed)) for seed in range(2) for way in ("whole", "between")]
     assert_right_in_threads(run, batches)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["plain", "checkpointed"])
+@pytest.mark.parametrize(
+    "config",
+    [
+        RoutingConfig(router="redundancy", skipped="merge", capacity=0.5, blocks="late"),
+        RoutingConfig(router=mmod.config.score("linear", shared=True), capacity=0.5, blocks="late"),
+        mmod.preset("gradual", depth=6),
+    ],
+    ids=["merged", "learned", "gradual"],
+)
+def test_gradients_are_those_of_blocks_that_return_all_tokens(config: RoutingConfig, checkpointed: bool) -> None:
+    model = mmod.route_(make_model(PLAIN[0], depth=6).double(), config).train()
+    model.set_grad_checkpointing(checkpointed)
+    images = make_images(PLAIN[0], 2).double()
+
+    def step() -> tuple[int, list[Tensor]]:
+        model.zero_grad()
+        with pytest.MonkeyPatch.context() as patch:
+            leave, left = rows.Rows.leave, []
+            patch.setattr(rows.Rows, "leave", lambda *args: (left.append(1), leave(*args))[1])
+            model(images).square().sum().backward()
+        return len(left), [weight.grad for weight in model.parameters() if weight.grad is not None]
+
+    once, observed = step()
+    last = model.blocks[-1]
+    (last.register_forward_hook if checkpointed else last.register_full_backward_hook)(lambda *args: None)
+    often, expected = step()
+    assert (once < often) == (not checkpointed)
+    assert len(observed) == len(expected)
+    for a, b in zip(observed, expected):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
