@@ -150,7 +150,8 @@ def test_checkpointing_gives_the_same_gradients(router: str) -> None:
         model(images).square().sum().backward()
         gradients.append(images.grad)
     assert gradients[0].abs().max() > 0
-    assert torch.equal(*gradients)
+    # Checkpointed blocks return all tokens and average them again: equal up to rounding.
+    torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("router", ["redundancy", "attention"])
