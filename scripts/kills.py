@@ -114,8 +114,8 @@ def start(work: Any, output: Path) -> multiprocessing.process.BaseProcess:
 
 def killed(process: Any, output: Path, seconds: float, *, in_save: bool) -> bool:
     """Kill a process after so many seconds, or at the first save after them; return whether it still ran."""
-    end = time.perf_counter() + seconds
-    while process.is_alive() and (time.perf_counter() < end or (in_save and not any(partial(output)))):
+    process.join(seconds)
+    while in_save and process.is_alive() and not any(partial(output)):
         time.sleep(0.0005)
     process.kill()
     process.join()

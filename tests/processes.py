@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,6 +25,7 @@ _server: Connection | None = None
 def start_server() -> None:
     """Fork the server, after the tests are imported and before any of them runs: autograd does not survive a fork."""
     global _server
+    os.register_at_fork(after_in_child=_forget_capture)
     _server, there = FORK.Pipe()
     FORK.Process(target=_serve, args=(_server, there)).start()
     there.close()
@@ -62,6 +64,11 @@ def run_processes(task: Callable[..., Any], *args: Any, world: int = 1, log: Pat
         _server.recv()
         raise
     return ended
+
+
+def _forget_capture() -> None:
+    """Write to the files of the process, which it may redirect, and not to what pytest put in their place."""
+    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
 
 
 def _serve(parent: Connection, tests: Connection) -> None:

@@ -45,10 +45,12 @@ def test_header_holds_the_exact_command(path: Path) -> None:
 
 def test_every_operation_of_the_recipes_augmentation_runs_at_every_magnitude() -> None:
     image, counts = Image.effect_noise((32, 32), 64).convert("RGB"), []
-    for path in PATHS:
-        data = TrainConfig.load(path).data
-        if data.augment is None or data.augment.auto_augment is None:
-            continue
+    policies = {
+        data.augment.auto_augment: data
+        for data in (TrainConfig.load(path).data for path in PATHS)
+        if data.augment is not None and data.augment.auto_augment is not None
+    }
+    for data in policies.values():
         steps: list[Any] = _transform(data, True, torch.zeros(3), torch.ones(3)).transforms
         operations = [operation for step in steps for operation in getattr(step, "ops", [])]
         counts.append(len(operations))

@@ -18,7 +18,7 @@ from mmod.benchmarks.gpu.config import FiguresRow, PartName, UnavailableError
 from mmod.benchmarks.gpu.parts import PARTS, BenchmarkPart
 from mmod.benchmarks.gpu.programs import run_tests
 from mmod.benchmarks.report import BenchmarkReport, Runs, run_all
-from tests.scripts import ROOT
+from tests.processes import FORKING, run_processes
 
 
 def _fails(config: GpuConfig) -> BenchmarkReport:
@@ -48,6 +48,11 @@ def _hangs(config: GpuConfig) -> BenchmarkReport:
 
 def config(folder: Path, **options: Any) -> GpuConfig:
     return GpuConfig(device="cpu", out=str(folder), **options)
+
+
+@pytest.fixture(autouse=True)
+def forking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_benchmark, "multiprocessing", FORKING)
 
 
 def statuses(report: BenchmarkReport) -> dict[str, str]:
@@ -121,14 +126,24 @@ def test_one_part_runs_alone_from_the_command_line(tmp_path: Path, capsys: pytes
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_rehearsal_runs_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.chdir(ROOT)
-    report = benchmark_gpu(config(tmp_path, minutes=30.0, tests=["tests/ops/test_rows.py"]), progress=False)
+def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert run_processes(rehearse, tmp_path / "out", log=log) == [0], log.read_text()
+
+
+def rehearse(tmp_path: Path) -> None:
+    gpu_benchmark.multiprocessing = FORKING  # type: ignore[assignment]
+    # Tests of their own, which import nothing.
+    tests = tmp_path.with_name("test_one.py")
+    tests.write_text("import pytest\n\n\n@pytest.mark.gpu\ndef test_one(): pass\n")
+    tests.with_name("pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    os.chdir(tests.parent)
+    report = benchmark_gpu(config(tmp_path, minutes=30.0, tests=[tests.name]), progress=False)
     assert statuses(report) == {**dict.fromkeys(PARTS, "done"), "memcheck": "skipped"}
     shown: dict[str, list[str]] = {}
     for row in report.rows:
         shown.setdefault(row.cells()["part"], []).append(f"{row.cells()['what']} {row.cells()['figures']}")
-    assert "failed 0" in shown["tests"][0]
+    assert "passed 1, failed 0" in shown["tests"][0]
     assert [line.split()[0] for line in shown["training"]] == ["dense", "a-mod", "mod", "merging"]
     assert all("top-1" in line and "GFLOPs" in line for line in shown["training"])
     assert all("with importance / SDPA" in line for line in shown["attention"])

@@ -55,26 +55,27 @@ def test_every_stream_raises_the_error_itself(
     assert type(caught.value) is ValueError
 
 
-@pytest.mark.parametrize(
-    ("fail", "kind"),
-    [
-        (lambda: b"\xff".decode(), UnicodeError),
-        (lambda: json.loads("{"), ValueError),
-        (lambda: Path("/nowhere/0.png").read_bytes(), FileNotFoundError),
-        (lambda: throw(UnusableError("image not found", "0.png")), ValueError),
-        (lambda: throw(CorruptDataError("a.tar [7]: bad: worse")), CorruptDataError),
-        (lambda: throw(RuntimeError("plain")), RuntimeError),
-        (lambda: throw(AssertionError()), AssertionError),
-    ],
-)
-def test_errors_of_every_kind_keep_their_message(fail: Callable[[], Any], kind: type[Exception]) -> None:
-    with pytest.raises(kind) as there:
-        fail()
-    loader = DataLoader([0], num_workers=1, collate_fn=lambda _: fail())  # type: ignore[arg-type]
-    with pytest.raises(kind) as here, original_errors():
-        next(iter(loader))
-    assert type(here.value) is kind
-    assert str(here.value) == str(there.value)
+FAILURES: list[tuple[Callable[[], Any], type[Exception]]] = [
+    (lambda: b"\xff".decode(), UnicodeError),
+    (lambda: json.loads("{"), ValueError),
+    (lambda: Path("/nowhere/0.png").read_bytes(), FileNotFoundError),
+    (lambda: throw(UnusableError("image not found", "0.png")), ValueError),
+    (lambda: throw(CorruptDataError("a.tar [7]: bad: worse")), CorruptDataError),
+    (lambda: throw(RuntimeError("plain")), RuntimeError),
+    (lambda: throw(AssertionError()), AssertionError),
+]
+
+
+def test_errors_of_every_kind_keep_their_message() -> None:
+    # A worker goes on after an error.
+    batches = iter(DataLoader(range(len(FAILURES)), num_workers=1, collate_fn=lambda places: FAILURES[places[0]][0]()))  # type: ignore[arg-type]
+    for fail, kind in FAILURES:
+        with pytest.raises(kind) as there:
+            fail()
+        with pytest.raises(kind) as here, original_errors():
+            next(batches)
+        assert type(here.value) is kind
+        assert str(here.value) == str(there.value)
 
 
 def test_what_no_worker_raised_stays_as_it_is() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import multiprocessing
 import os
 import pickle
 import random
@@ -32,7 +33,7 @@ from mmod.training.engine.loop import run as run_loop
 from mmod.training.engine.run_folder import run_once
 from mmod.training.kinds import recipe_of
 from tests.disk import small_disk
-from tests.processes import run_processes
+from tests.processes import FORK, run_processes
 from tests.scripts import run_script
 from tests.training.engine.worker import TensorStream, main, read_metrics, run, tiny_config, weights, without_usage
 from tests.trap import Trap
@@ -321,7 +322,13 @@ def test_a_run_goes_on_with_other_batches_of_the_same_sum(tmp_path: Path, world:
 
 
 @pytest.mark.parametrize("name", ["runs", pytest.param("studies", marks=pytest.mark.slow)])
-def test_random_kills_leave_the_outcome_of_an_undisturbed_start(name: str) -> None:
+def test_random_kills_leave_the_outcome_of_an_undisturbed_start(name: str, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert run_processes(kill_twice, name, log=log) == [0], log.read_text()
+
+
+def kill_twice(name: str) -> None:
+    multiprocessing.get_context = lambda *_: FORK  # type: ignore[assignment]
     ended = run_script("scripts/kills.py", name, "--kills", "2")
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("2 kills, ")
