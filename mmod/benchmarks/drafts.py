@@ -25,21 +25,17 @@ from mmod.values import check_distinct, check_fields
 class DraftConfig(Options):
     """Greedy generation by all tokens in all layers, with and without drafts of routed ones.
 
-    Prompts are windows of the run's validation text, spread evenly over it, and continued one by one. Other options are
-    those of `Options`.
+    Prompts are windows of the run's validation text, spread evenly over it, and continued one by one.
 
     Args:
         run: Folder of a finished run of `mmod train text` with `elastic: true`.
         draft_tokens: Tokens that are drafted before a full pass, a row of the table for each number; 0 leaves the
             choice to transformers, up to 20 and fewer where the draft is unsure.
-        prompts: How many texts are continued.
+        prompts: Number of texts that are continued.
         prompt_tokens: Tokens of a prompt.
         new_tokens: Tokens that are generated.
         rounds: How often both ways are timed for a prompt, in turns; the fastest counts.
         dtype: Type of the weights. In float64 no two logits are equal but for rounding.
-
-    Raises:
-        ValueError: A number out of range, or one of drafted tokens twice.
     """
 
     run: str
@@ -57,11 +53,7 @@ class DraftConfig(Options):
         check_distinct(self, "draft_tokens")
 
     def runs(self) -> Runs:
-        """Return a run for every number of drafted tokens.
-
-        Raises:
-            ValueError: The run was not trained with both passes.
-        """
+        """Return a run for every number of drafted tokens; raise unless the model was trained with both passes."""
         from mmod.pretrained import load_pretrained  # brings timm, which other benchmarks may not need
 
         fields = read_yaml(Path(self.run) / "config.yaml")
@@ -86,14 +78,11 @@ class DraftRow(ReportRow):
 
     Args:
         draft_tokens: Tokens drafted before a full pass; 0 is transformers' choice.
-        prompts: Texts that were continued.
-        identical: Those that are the same with drafts and without.
+        identical: Texts that are the same with drafts and without.
         acceptance: Share of the drafted tokens that the full pass accepted.
         per_pass: Tokens per full pass.
-        plain_rate: Tokens a second without drafts.
-        rate: Tokens a second with them.
+        plain_rate: Tokens a second without drafts; `rate` with them.
         speedup: Time without drafts over that with them, by prompt.
-        reports: The figures of every prompt.
     """
 
     COLUMNS: ClassVar = {
@@ -129,7 +118,7 @@ class DraftRow(ReportRow):
         )
 
     def cells(self) -> dict[str, Any]:
-        """Return the line, with transformers' choice in words."""
+        """Return the cells, with transformers' choice in words."""
         return {**super().cells(), "drafted": str(self.draft_tokens or "transformers' choice")}
 
 

@@ -37,23 +37,20 @@ class GenerationConfig(TimedOptions):
     """A LLaVA of random weights, dense and routed by each preset, interleaved.
 
     The language model is a Llama with heads of 64 channels. Its prefill takes `input_ids` and precomputed image
-    features and returns the logits of the last token; no vision tower runs. Other options are those of `TimedOptions`.
+    features and returns the logits of the last token; no vision tower runs.
 
     Args:
         presets: Names of `mmod.preset`. Thresholds are set so that the capacity is kept.
         image_tokens: Image tokens of a prompt.
         text_tokens: Text tokens of a prompt, before and behind the image.
         batch_sizes: Prompts per call.
-        hidden: Channels of a token.
+        hidden: Channels of a token, a multiple of 64.
         intermediate: Channels of the MLP; None means 11/4 of `hidden`.
         layers: Decoder layers.
         vocabulary: Tokens the model knows.
         attention: transformers' attention implementation.
         train: Time a training step on the same prompts, too.
         dtype: Type of weights and features. Outputs are checked in float32.
-
-    Raises:
-        ValueError: Nothing to time, an unknown preset, or a width that heads of 64 channels do not divide.
     """
 
     presets: list[str] = field(default_factory=lambda: ["p-mod", "gamma-mod", "a-mod"])
@@ -93,20 +90,14 @@ class GenerationRow(ReportRow):
     """One routed model in one run; ratios are taken round by round.
 
     Args:
-        image_tokens: Image tokens of a prompt.
-        batch_size: Prompts per call.
-        rounds: Rounds of the prefill that were timed.
-        dense_ms: Milliseconds of the dense model's prefill.
-        routed_ms: Milliseconds of this model's.
-        speedup: The first over the second.
+        speedup: Time of the dense model's prefill over this one's.
         flop_speedup: FLOPs of the dense prefill over those of this one, see `prefill_flops`.
         slots: Tokens that a layer caches of the longest prompt, mean over layers.
         cache_share: Bytes of this model's cache over those of the dense one's.
-        dense_step_ms: Milliseconds in which the dense model decodes a token with that many cached in every layer.
-        step_ms: Milliseconds in which this model does.
-        decode: The first over the second: decoding speed against dense at equal cache length.
+        dense_step_ms: Milliseconds in which the dense model decodes a token with as many cached in every layer.
+        decode: Decoding speed against dense at equal cache length.
         train: Time of the dense model's training step over that of this one's; None where it was not asked for.
-        train_flop_speedup: FLOPs of the former over those of the latter; training may keep other tokens.
+        train_flop_speedup: The same in FLOPs; training may keep other tokens.
     """
 
     COLUMNS: ClassVar = {
@@ -146,15 +137,13 @@ class GenerationRow(ReportRow):
         return None if self.train is None else self.train.median / (self.train_flop_speedup or 1.0)
 
     def cells(self) -> dict[str, Any]:
-        """Return the line, with tokens a second."""
+        """Return the cells, with tokens a second."""
         dense_rate, rate = (1e3 * self.batch_size / step.median for step in (self.dense_step_ms, self.step_ms))
         return {**super().cells(), "dense_rate": dense_rate, "rate": rate}
 
 
 class Cached(NamedTuple):
-    """Tokens that a layer caches of the longest prompt (mean over layers); cache bytes and FLOP speed-up against
-    dense.
-    """
+    """Cost and cache of a routed model's prefill; see `GenerationRow`."""
 
     slots: float
     share: float

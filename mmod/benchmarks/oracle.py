@@ -133,14 +133,7 @@ def reference_forward(model: nn.Module, images: Tensor) -> Tensor:
 
 
 def kept_of(score: Sequence[float], count: int, prefix: int) -> list[int]:
-    """Return the prefix and the best other tokens, `count` in total, ascending.
-
-    Ties go to the lower index, NaN ranks last.
-
-    Example:
-        >>> kept_of([0.0, 0.2, float("nan"), 0.9, 0.2], count=3, prefix=1)
-        [0, 1, 3]
-    """
+    """Return the prefix and the best other tokens, `count` in total, ascending: ties by index, NaN last."""
     ranked = sorted(range(prefix, len(score)), key=lambda token: (math.isnan(score[token]), -score[token], token))
     return sorted([*range(prefix), *ranked[: count - prefix]])
 
@@ -270,8 +263,8 @@ class _FullMaps(AttentionIntercept):
 def clear_images(model: nn.Module, make: Callable[[int], Tensor], count: int, attempts: int = 20) -> Tensor:
     """Return `count` images for which every routed block decides clearly, from at most `attempts` batches.
 
-    Where the last kept and the first skipped score differ by less than the rounding error to a float64 copy, or a
-    token lies on the threshold, two correct computations may route differently.
+    Elsewhere two correct computations may route differently: the last kept and the first skipped score differ by less
+    than the rounding error to a float64 copy, or a token lies on the threshold.
     """
     exact = copy.deepcopy(model).double()
     clear: list[Tensor] = []

@@ -139,11 +139,8 @@ def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
     """Check and time all runs that a config asks for, except those of an earlier call, and write the results.
 
     Args:
-        config: What to time: of models, ops, generation or drafts.
+        config: What to time: models, ops, generation or drafts.
         progress: Show a progress bar on stderr.
-
-    Returns:
-        The rows, with the environment they were measured in.
 
     Raises:
         FileExistsError: The output folder holds a finished benchmark.

@@ -25,18 +25,13 @@ from mmod.benchmarks.report import (
 
 @dataclass(frozen=True, kw_only=True)
 class Criterion:
-    """A pass criterion: a limit on a column of benchmark rows.
+    """A limit on a column of benchmark rows, lower or upper.
 
     Args:
         name: The requirement in words.
         parts: Folders of the benchmarks that it applies to.
         where: Values of columns that select rows; a list has alternatives.
         column: The limited column; of a spread, the median counts.
-        at_least: Lower limit, or None.
-        at_most: Upper limit, or None.
-
-    Raises:
-        ValueError: No limit or two.
     """
 
     name: str
@@ -82,12 +77,8 @@ class CriterionRow(ReportRow):
     """A criterion and its result.
 
     Args:
-        name: The requirement.
-        rows: Number of selected rows.
-        worst_row: The row with the smallest margin.
-        worst: Its value; None without rows.
+        worst_row: The selected row with the smallest margin, and `worst` its value; None without rows.
         margin: Distance to the limit; negative if it is missed.
-        met: All rows meet the limit; False without rows.
     """
 
     COLUMNS: ClassVar = {
@@ -104,7 +95,7 @@ class CriterionRow(ReportRow):
     met: bool
 
     def cells(self) -> dict[str, Any]:
-        """Return the line with the verdict in words."""
+        """Return the cells, with the verdict in words."""
         missed = "not measured" if self.margin is None else f"missed by {-self.margin:.3g}"
         return {**super().cells(), "verdict": "met" if self.met else missed}
 
@@ -119,9 +110,6 @@ class SuiteConfig:
         generation: Benchmarks of generation, likewise.
         thresholds: Limits that their rows must keep.
         out: Folder for all results. A suite that was killed goes on in the same folder.
-
-    Raises:
-        ValueError: Benchmarks that share a folder, or a threshold over benchmarks or columns that do not exist.
     """
 
     ops: list[OpBenchmarkConfig] = field(default_factory=list)
@@ -170,9 +158,6 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
 
     A benchmark that fails does not keep the next ones from running; the same command tries it again.
 
-    Args:
-        progress: Show progress bars on stderr.
-
     Returns:
         A row for each threshold. The benchmarks' tables are in their folders.
 
@@ -210,12 +195,7 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
 
 
 def describe(row: Mapping[str, Any]) -> str:
-    """Return what a row, as plain values, is about: its texts and counts, without what was measured.
-
-    Example:
-        >>> describe({"op": "gather_rows", "images": 8, "ms": 0.1})
-        'gather_rows 8'
-    """
+    """Return what a row, as plain values, is about: its texts and counts, without what was measured."""
     about = [f"{v:g}" if isinstance(v, float) else str(v) for n, v in row.items() if n in _ABOUT and v is not None]
     return " ".join(about)
 

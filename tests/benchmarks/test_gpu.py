@@ -14,8 +14,8 @@ import pytest
 from mmod.benchmarks import GpuConfig, SuiteFailedError, benchmark_gpu
 from mmod.benchmarks.command import main
 from mmod.benchmarks.gpu import benchmark as gpu_benchmark
+from mmod.benchmarks.gpu.benchmark import PARTS, BenchmarkPart
 from mmod.benchmarks.gpu.config import FiguresRow, PartName, UnavailableError
-from mmod.benchmarks.gpu.parts import PARTS, BenchmarkPart
 from mmod.benchmarks.gpu.programs import run_tests
 from mmod.benchmarks.report import BenchmarkReport, Runs, run_all
 from tests.processes import FORKING, run_processes

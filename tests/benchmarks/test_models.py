@@ -20,7 +20,7 @@ from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks import BenchmarkConfig, WrongOutputError, benchmark, check_dense, check_reference, free_routing
 from mmod.benchmarks.command import main
 from mmod.benchmarks.models.paths import control, sharing_copy
-from mmod.benchmarks.models.steps import Step, check_compiled
+from mmod.benchmarks.models.variants import Step, check_compiled
 from mmod.benchmarks.oracle import clear_images
 from mmod.io.tables import markdown_table
 from mmod.ops.select import Selection

@@ -17,16 +17,13 @@ PartName = Literal[
 
 @dataclass(frozen=True, kw_only=True)
 class GpuConfig(Options):
-    """What to run on a GPU, and for how long; other options are those of `Options`.
+    """What to run on a GPU, and for how long.
 
     Args:
         minutes: Time budget of this call. Parts that do not fit run in the next call with the same folder.
         only: Run this part alone; None runs all of them, the most valuable first.
         tests: Files or folders of the tests that are marked `gpu`, relative to the working directory.
         device: "cuda"; "cpu" rehearses every part on small models.
-
-    Raises:
-        ValueError: An unknown part or device, or no time.
     """
 
     minutes: float = 9.0
@@ -89,7 +86,6 @@ class SummaryRow(ReportRow):
         status: "done", "skipped", "failed", "timed out" or "not run yet".
         seconds: Seconds that it has taken, over all calls; None on lines after a part's first.
         what: What the figures belong to.
-        figures: Figures with their names, or why there are none.
     """
 
     COLUMNS: ClassVar = {

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
-from mmod.benchmarks.models.steps import Step
-from mmod.benchmarks.models.variants import DENSE, Variant, Variants
+from mmod.benchmarks.models.variants import DENSE, Step, Variant, Variants
 from mmod.benchmarks.report import ReportRow, Runs, TimedOptions
 from mmod.config import RoutingConfig, score
 from mmod.training.engine.methods import resolve_routing
@@ -24,8 +23,6 @@ from mmod.values import check_distinct, check_fields
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(TimedOptions):
     """A batch size, an execution and a step make one interleaved run of all models.
-
-    Other options are those of `TimedOptions`.
 
     Args:
         model: A name of timm's registry.
@@ -47,9 +44,6 @@ class BenchmarkConfig(TimedOptions):
         step: "forward" (inference), "train" (forward, loss and backward, without the optimiser), or both.
         image_size: Side of the image in pixels; None for the model's default.
         dtype: Type of weights and images. Outputs are checked in float32 first, then in this type.
-
-    Raises:
-        ValueError: Nothing to time, a model that is timed against itself, or CUDA graphs without a GPU.
     """
 
     model: str = "vit_small_patch16_224"
@@ -111,25 +105,16 @@ class BenchmarkConfig(TimedOptions):
 
 @dataclass(frozen=True)
 class BenchmarkRow(ReportRow):
-    """One routed model in one run. All ratios are taken round by round; memory is that of the whole batch.
+    """One routed model in one run. Ratios are taken round by round; memory is that of the whole batch.
 
     Args:
-        select: "topk" or "threshold".
-        context: What kept tokens attend to: "kept" or "all".
         path: "routed", or a control, see `mmod.benchmarks.models.paths.control`.
         capacity: Its capacity; for "threshold" the share that the threshold was set to keep.
-        batch_size: Images per call.
-        execution: "eager", "compiled" or "cudagraphs".
-        step: "forward" or "train".
-        rounds: Rounds timed.
         kept: Tokens kept by a routed block, mean over images and blocks.
         most: The largest number of tokens that one block kept of one image.
-        dense_ms: Milliseconds per call of the dense model.
-        free_ms: The same of free routing at this capacity.
+        free_ms: Milliseconds per call of free routing at this capacity.
         of_free: Speed of this model as a share of free routing's.
         of_topk: Speed under "threshold" as a share of that of the same model under "topk"; None elsewhere.
-        speedup: Speed of this model over the dense one's.
-        flop_speedup: FLOPs of the dense model over those of this one.
         dense_peak: Most bytes that a training step of the dense model holds beyond the weights; None for "forward".
         peak_bound: `dense_peak` less the activations of skipped tokens in routed blocks, or the gradients where they
             are more; None for compiled graphs, where the compiler decides what is held.
@@ -182,7 +167,7 @@ class BenchmarkRow(ReportRow):
         return None if self.peak_bound is None or self.routed_peak is None else self.routed_peak / self.peak_bound
 
     def cells(self) -> dict[str, Any]:
-        """Return the line, with run, model and kept tokens in words."""
+        """Return the cells, with run, model and kept tokens in words."""
         model = self.router if self.path == "routed" else f"{self.router}, {self.path}"
         model += ", threshold" * (self.select == "threshold") + ", context all" * (self.context == "all")
         texts = {"run": f"{self.execution} {self.step}", "kept_most": f"{self.kept:.1f} ({self.most})"}
@@ -204,21 +189,31 @@ class _Bench:
 
     def run(self, batch_size: int, execution: str, step: str) -> list[BenchmarkRow]:
         """Time all models at one batch size."""
+        config, timed = self.config, self.timed
         if execution != "eager":
             self.exact.check_compiled(batch_size, execution, step)
-        images = self.timed.prepare(batch_size, static=execution != "eager")
-        steps = {name: Step(model, step, execution) for name, model in self.timed.models.items()}
+        images = timed.prepare(batch_size, static=execution != "eager")
+        steps = {name: Step(model, step, execution) for name, model in timed.models.items()}
         calls: dict[Variant, Callable[[], Tensor]] = {
             name: functools.partial(call, images[name]) for name, call in steps.items()
         }
-        config = self.config
         times = interleave(calls, seconds=config.seconds, rounds=config.rounds, device=self.device, seed=config.seed)
         peaks = self._peaks(steps, calls) if step == "train" else {}
-        saved = self.timed.saved_bytes(images) if peaks and execution == "eager" else {}
-        rows = [
-            self._row(times, name, images[name], batch_size, execution, step, peaks, saved)
-            for name in self.timed.routed
-        ]
+        saved = timed.saved_bytes(images) if peaks and execution == "eager" else {}
+        rows = []
+        for name in timed.routed:
+            dense, routed, free = times[DENSE], times[name], times[timed.free[name]]
+            topk = times[name.topk] if name.select == "threshold" and name.topk in times else None
+            gradients = sum(p.numel() * p.element_size() for p in timed.models[name].parameters())
+            row = BenchmarkRow(
+                **name._asdict(), **timed.decided(name, images[name])._asdict(),
+                batch_size=batch_size, execution=execution, step=step, rounds=len(routed),
+                dense_ms=Spread.of(dense), free_ms=Spread.of(free), routed_ms=Spread.of(routed),
+                of_free=ratios(free, routed), of_topk=None if topk is None else ratios(topk, routed),
+                speedup=ratios(dense, routed), dense_peak=peaks.get(DENSE), routed_peak=peaks.get(name),
+                peak_bound=max(peaks[DENSE] - saved[name], gradients) if name in saved else None,
+            )  # fmt: skip
+            rows.append(row)
         torch.compiler.reset()
         return rows
 
@@ -229,30 +224,6 @@ class _Bench:
             peaks[name] = peak_bytes(calls[name], self.device)
             step.clear()
         return peaks
-
-    def _row(
-        self,
-        times: dict[Variant, list[float]],
-        name: Variant,
-        images: Tensor,
-        batch_size: int,
-        execution: str,
-        step: str,
-        peaks: dict[Variant, int],
-        saved: dict[Variant, int],
-    ) -> BenchmarkRow:
-        dense, routed, free = times[DENSE], times[name], times[self.timed.free[name]]
-        topk = times[name.topk] if name.select == "threshold" and name.topk in times else None
-        dense_peak = peaks.get(DENSE)
-        gradients = sum(p.numel() * p.element_size() for p in self.timed.models[name].parameters())
-        return BenchmarkRow(
-            **name._asdict(), **self.timed.decided(name, images)._asdict(),
-            batch_size=batch_size, execution=execution, step=step, rounds=len(routed),
-            dense_ms=Spread.of(dense), free_ms=Spread.of(free), routed_ms=Spread.of(routed),
-            of_free=ratios(free, routed), of_topk=None if topk is None else ratios(topk, routed),
-            speedup=ratios(dense, routed), dense_peak=dense_peak, routed_peak=peaks.get(name),
-            peak_bound=None if dense_peak is None or name not in saved else max(dense_peak - saved[name], gradients),
-        )  # fmt: skip
 
 
 def _mean_capacity(fields: dict[str, Any]) -> float:

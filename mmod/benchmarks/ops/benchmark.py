@@ -28,8 +28,6 @@ COMPILED = "{}, compiled"
 class OpBenchmarkConfig(TimedOptions):
     """Every op, size, dtype and step is one interleaved run of all implementations.
 
-    Other options are those of `TimedOptions`.
-
     Args:
         ops: Names of ops.
         sizes: Sizes, each with every op.
@@ -38,9 +36,6 @@ class OpBenchmarkConfig(TimedOptions):
         backends: Backends to force; those that do not support a case are left out and named. "auto" is the default of
             users.
         compiled: Also time torch's operations and the other implementations compiled.
-
-    Raises:
-        ValueError: Nothing to time, or an unknown op.
     """
 
     ops: list[str] = field(default_factory=lambda: list(CASES))
@@ -76,23 +71,12 @@ class OpRow(ReportRow):
     """One implementation of one op at one size. All ratios are taken round by round.
 
     Args:
-        op: Name of the op.
-        images: Images in the batch.
-        tokens: Tokens of an image.
-        kept: Tokens kept of it.
-        heads: Heads of attention.
-        channels: Channels of a token.
-        dtype: Type of the inputs.
-        step: "forward" or "train".
         path: A backend's name, "torch, compiled", or another implementation's name.
-        rounds: Rounds timed.
-        ms: Milliseconds per call.
-        limit: Its bound: the "copy" of its bytes or the "matmul" of its FLOPs.
+        limit: What bounds it: the "copy" of its bytes or the "matmul" of its FLOPs.
         bound_ms: The time that its bytes and FLOPs take at the rates measured in the same run.
         of_bound: Speed as a share of the bound's; above 1 where the data stays in a cache.
         extra_bytes: Peak memory during the call beyond inputs and results.
         baseline: The fastest implementation of others in the run, compiled where this one is; None for baselines.
-        of_baseline: Speed as a share of the baseline's.
         left_out: Why this backend was not timed; None where it was.
     """
 

@@ -44,12 +44,7 @@ class Rates:
     flops: float
 
     def bound_ms(self, work: Work) -> float:
-        """Return the least time that some work takes: memory and arithmetic in parallel, both at full rate.
-
-        Example:
-            >>> Rates(bytes=10.0, flops=100.0).bound_ms(Work(bytes=20, flops=100))
-            2.0
-        """
+        """Return the least time that some work takes: memory and arithmetic in parallel, both at full rate."""
         return max(work.bytes / self.bytes, work.flops / self.flops)
 
     def limit(self, work: Work) -> str:
@@ -66,7 +61,6 @@ class OpSize:
         tokens: Tokens of an image (N).
         heads: Heads of attention (H).
         head_channels: Channels of a head (E); a token has `heads * head_channels` (D).
-        capacity: Share of tokens kept.
     """
 
     images: int
@@ -95,13 +89,10 @@ class OpCase:
     """One op at one size.
 
     Args:
-        op: The public function.
-        inputs: Its arguments.
         learns: Names of the arguments that get a gradient in a training step, beside the parameters of modules.
         exact: The definition, called with the same arguments in float64.
         baselines: Other implementations with the same arguments; they may return the first results only.
-        forward: Work of the call.
-        backward: Work of its gradients.
+        forward: Work of the call; `backward` that of its gradients.
         moves: Results are moved, not computed: they must equal torch's bitwise.
         choice: The name by which backends are chosen, if it is not the op's.
     """
