@@ -7,9 +7,9 @@ where it was interrupted.
 
 import sys
 
-from mmod.studies.isoflop.command import main
+from mmod.studies.command import ISOFLOP, main
 from mmod.training.engine.command import one_line_errors
 
 if __name__ == "__main__":
     with one_line_errors():
-        main(sys.argv[1:])
+        list(main(sys.argv[1:], ISOFLOP))

@@ -19,10 +19,7 @@ class BlockFlops:
         name: Module name; empty for everything outside the blocks.
         tokens: Tokens that enter it (N).
         kept: Tokens it computes (K).
-        dense: FLOPs of the dense block.
         routed: FLOPs of the routed block, including `router` and `importance`.
-        router: FLOPs of its router.
-        importance: FLOPs of the importance that it computes.
         cached: Tokens whose keys and values it caches, in a language model.
     """
 
@@ -97,18 +94,13 @@ class FlopCounts:
 
 @dataclass(frozen=True)
 class FlopReport(FlopCounts):
-    """The cost of a model for one image, one caption, or both.
+    """The cost of a model for one image, one caption, or both; `rest` is everything outside the blocks.
 
     Args:
-        blocks: One row per block, in order.
-        rest: Everything outside the blocks: embedding, head, pooling.
         inputs: Shape of each input by name, such as channels, height and width of an image.
-        parameters: Number of parameters.
         added_parameters: Parameters beyond those of the dense model; negative where blocks share weights.
-        dense_activation_bytes: Peak activation memory in inference, dense.
-        activation_bytes: The same, routed.
-        dense_training_bytes: Activations held for the backward pass at the end of the forward pass, dense.
-        training_bytes: The same, routed.
+        activation_bytes: Peak activation memory in inference.
+        training_bytes: Activations held for the backward pass at the end of the forward pass.
     """
 
     inputs: Mapping[str, tuple[int, ...]]
@@ -141,13 +133,10 @@ class FlopReport(FlopCounts):
 
 @dataclass(frozen=True)
 class PrefillFlops(FlopCounts):
-    """The cost of reading one prompt.
+    """The cost of reading one prompt, one row per decoder layer; `rest` is the logits of the last token.
 
     Args:
-        blocks: One row per decoder layer, in order.
-        rest: The logits of the last token.
-        tokens: Tokens of the prompt.
-        image_tokens: Image tokens among them.
+        image_tokens: Image tokens among the `tokens` of the prompt.
         cache_bytes_per_token: Bytes of one token's keys and values in one layer, in the model's dtype.
     """
 

@@ -107,7 +107,6 @@ def _blocks(model: nn.Module, stack: BlockStack) -> dict[str, nn.Module]:
 
 
 def _outside(count: PassCounts) -> int:
-    """Return the FLOPs outside the blocks."""
     return count.flops[""] - sum(count.flops[name] for name in count.tokens)
 
 

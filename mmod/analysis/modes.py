@@ -10,17 +10,7 @@ from torch import nn
 
 @contextmanager
 def in_mode(training: bool, *models: nn.Module | None) -> Iterator[None]:
-    """Put models into training or evaluation mode, and restore the mode of every module at the end.
-
-    Example:
-        >>> from torch import nn
-        >>> model = nn.Sequential(nn.Dropout(), nn.Dropout().eval())
-        >>> with in_mode(True, model):
-        ...     print(model[1].training)
-        True
-        >>> model[0].training, model[1].training
-        (True, False)
-    """
+    """Put models into training or evaluation mode, and restore the mode of every module at the end."""
     present = [model for model in models if model is not None]
     modes = {module: module.training for model in present for module in model.modules()}
     for model in present:

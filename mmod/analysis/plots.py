@@ -123,9 +123,6 @@ def draw_routing_maps(
         labels: A text for each image, or None.
         image_BN: True where a token is a patch, in sequences of text and images, see `Trace.maps`.
 
-    Returns:
-        A figure with a row for each image: the image, then one map for each routed block or run of such blocks.
-
     Raises:
         ValueError: Images outside [0, 1] or of another number of channels, or decisions or labels for another number
             of images.
@@ -201,7 +198,7 @@ def draw_tradeoff(
     measure: str = "top-1 accuracy",
     costs: Mapping[str, str] | None = None,
 ) -> Figure:
-    """Draw the score of models against each cost that was measured.
+    """Draw the score of models against each cost that was measured, a panel for each cost.
 
     Models of one series are joined. Up to 16 models are named at their points; more are named where one points at
     them in a browser. Controls are grey; the dense model is a star with a dotted line at its score.
@@ -210,12 +207,8 @@ def draw_tradeoff(
         rows: One mapping for each model with "name", "series" ("dense", "shallow" for a dense model of fewer blocks,
             or a name of its own), the score in percent, and costs. `SCORE_std`, where there is one, is its standard
             deviation over "seeds" runs; "note" is added to what a browser shows of the point.
-        score: Key of the score.
-        measure: What the score is.
+        score: Key of the score, and `measure` its name.
         costs: Key of each cost to the title of its axis; None for FLOPs alone. One that a row lacks is not drawn.
-
-    Returns:
-        A figure with a panel for each cost.
 
     Raises:
         ValueError: No rows, a key is missing, or no row has a cost.
@@ -283,7 +276,6 @@ def _draw_panel(
 def _name_points(
     axis: Axes, rows: Sequence[Mapping[str, Any]], key: str, score: str, styles: Mapping[str, dict[str, Any]]
 ) -> None:
-    """Write the name of each model near its point."""
     from matplotlib.transforms import Bbox
 
     texts, marks = [], []

@@ -65,9 +65,6 @@ def prefill_flops(
             all routed layers or by module name.
         protected_tokens: Text tokens that `protected_mask` keeps where text may be skipped.
 
-    Returns:
-        Counts per layer and in all.
-
     Raises:
         ValueError: No language part, layers that are shared, no tokens, more protected tokens than text, or threshold
             routing without `kept`.

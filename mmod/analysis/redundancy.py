@@ -19,7 +19,6 @@ class RedundancyReport:
     """Redundancy of images before any model sees them; `print` shows it in one line.
 
     Args:
-        patch_size: Side of a patch in pixels.
         flat: Share of flat patches, in [0, 1].
         kept_99: Smallest share of an image's patches that holds 99 % of the within-patch variance, mean over images.
         kept_95: The same for 95 %.

@@ -42,10 +42,6 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
     Colours follow from names alone, so a series has one colour in all figures. Markers do too, unless two series of
     one figure would look alike. The dense model is a star in ink; controls, such as "random", are grey and dashed.
-
-    Example:
-        >>> looks(["mod", "random"])["mod"] == looks(["mod", "p-mod", "dense"])["mod"]
-        True
     """
     styles: dict[str, dict[str, Any]] = {}
     taken: set[tuple[str, str]] = set()

@@ -26,12 +26,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: list[float]) -> Spread:
-        """Summarise values.
-
-        Example:
-            >>> Spread.of([1.0, 2.0, 3.0, 4.0, 5.0])
-            Spread(median=3.0, low=2.0, high=4.0)
-        """
+        """Summarise values by `statistics.quantiles`, inclusive."""
         if len(values) == 1:
             return cls(values[0], values[0], values[0])
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")

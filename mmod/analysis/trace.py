@@ -23,9 +23,6 @@ class Trace(Mapping[str, Routing]):
     `print(trace)` shows the kept shares, and notebooks show them as a table. A routed block is one place; other methods
     decide in several, such as `blocks.1.mlp.expert2` (an expert) or `layers.2.recursion1`. A decision on full images
     has one token per image; in a ResNet its tokens are channels.
-
-    Args:
-        model: The traced model.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -84,19 +81,13 @@ class Trace(Mapping[str, Routing]):
         return {name: float(routing.keep_BN.float().mean()) for name, routing in self.items()}
 
     def maps(self, prefix: int, grid: tuple[int, int], image_BN: Tensor | None = None) -> Tensor:
-        """Return which patches each place kept.
+        """Return where patches were kept (places, images, rows, columns).
 
         Args:
             prefix: Leading tokens that are not patches.
-            grid: Rows and columns of patches.
-            image_BN: True where a token is a patch, in sequences of text and images (B, N); None if all tokens after
-                the prefix are.
-
-        Returns:
-            True where kept (blocks, images, rows, columns); images in the order in which they stand.
-
-        Raises:
-            ValueError: The grid does not hold the patches.
+            grid: Rows and columns of patches; a ValueError where they do not hold the patches.
+            image_BN: True where a token is a patch, in sequences of text and images (B, N), whose images come in order;
+                None if all tokens after the prefix are patches.
         """
         kept = torch.stack([routing.keep_BN[:, prefix:] for routing in self.values()])
         if image_BN is not None:

@@ -31,8 +31,7 @@ class AuditOptions:
         others: Further sets on which learned and random choice are compared: names to changed keys of `data`, as in
             `{aligned: {source: "digits:aligned"}}`.
         leave_one_out: Batches on which every token is left out once.
-        beside: Folders of baseline runs of the same kind, such as early exit at the same budget, evaluated on the same
-            set and strata.
+        beside: Folders of baseline runs of the same kind, evaluated on the same set and strata.
     """
 
     conditions: list[str] | None = None

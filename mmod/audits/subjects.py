@@ -238,7 +238,6 @@ class _Chat(Subject[ChatAuditConfig]):
 
 
 def _role(byte: bytes) -> str:
-    """Return the role of a byte in a text."""
     if byte.isspace():
         return "end of line" if byte in b"\r\n" else "space"
     if byte.isalnum() or byte == b"_":
@@ -308,7 +307,6 @@ def _regions(scene: DigitScene, grid: tuple[int, int]) -> NDArray[np.str_]:
 
 
 def _roles(batch: Mapping[str, Tensor], processor: Any) -> dict[str, NDArray[np.str_]]:
-    """Return the role of every token of a batch."""
     tokens = batch["input_ids"]
     is_special = torch.isin(tokens, torch.tensor(processor.tokenizer.all_special_ids))
     names = np.where(batch["labels"] != IGNORED, "answer", np.where(is_special, "special token", "question"))

@@ -292,7 +292,6 @@ class GenerationModels:
 
     @torch.enable_grad()
     def _gradients(self, model: nn.Module) -> list[Tensor]:
-        """Return the gradients of the layers' parameters."""
         named = [(n, p) for n, p in model.named_parameters() if ".language_model.layers." in n and ".router." not in n]
         loss = self._call(model, use_cache=False).logits.square().mean()
         return list(torch.autograd.grad(loss, [parameter for _, parameter in named]))

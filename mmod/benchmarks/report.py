@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
-from mmod.analysis.timing import Spread
+from mmod.analysis.statistics import read_published
 from mmod.io.claim import check_same
 from mmod.io.files import parse_json, write_atomically
 from mmod.io.journal import Journal
@@ -95,12 +95,7 @@ class ReportRow:
     @classmethod
     def from_dict(cls: type[AnyRow], values: Mapping[str, Any]) -> AnyRow:
         """Make a row from the values that `to_dict` returned."""
-        known = {field.name: values[field.name] for field in fields(cls) if field.name in values}
-        spreads = {name for name, value in known.items() if isinstance(value, dict) and set(value) == _SPREAD}
-        return cls(**{name: Spread(**value) if name in spreads else value for name, value in known.items()})
-
-
-_SPREAD = {field.name for field in fields(Spread)}
+        return read_published(cls, {field.name: values[field.name] for field in fields(cls) if field.name in values})
 
 
 @dataclass(frozen=True)

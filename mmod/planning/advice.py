@@ -28,8 +28,7 @@ class RecipeResult:
         score: Share of images with the dense model's top class, or mean cosine of features; 95 % interval over images.
         accuracy: Difference of top-1 accuracy to the dense model's, where images have labels; 95 % interval.
         images: Number of images; few for recipes that were far from the front.
-        code: The line of Python that applies it.
-        config: The key of a training config that applies it.
+        code: The line of Python that applies it; `config` the key of a training config that does.
         on_front: No other row is faster and agrees more.
     """
 
@@ -58,9 +57,7 @@ class Advice:
         refused: Reasons why recipes were left out, by name.
         measure: "agreement" of the top class, "cosine of features" for a model without a head, or "cosine of patches".
         accuracy: Top-1 accuracy of the dense model, where images have labels.
-        milliseconds: Time of a batch of the dense model.
-        batch_size: Images of a timed batch.
-        images: Number of images.
+        milliseconds: Time of a batch of `batch_size` images in the dense model.
         tolerance: Share of agreement, or of accuracy, that may be lost.
         redundancy: Redundancy of the images at the model's patch size; None where that is unknown.
         note: Further facts about the data.

@@ -26,10 +26,8 @@ class LayerRanks:
     """Rank of each layer's attention maps; `print` shows a table, lowest first.
 
     Args:
-        names: Module names of the layers, in order.
         ranks: Mean rank of a layer's maps, over heads and samples.
         tokens: Mean number of tokens per map, the maximum rank.
-        samples: Number of measured samples.
         tolerance: Singular values below this share of the largest do not count; None means fp32 epsilon times tokens.
     """
 
@@ -120,9 +118,6 @@ def attention_ranks(
         part: The part to measure, for models with several: "language", "vision", "image", "text".
         tolerance: Singular values below this share of the largest do not count; None means fp32 epsilon times tokens.
         diagonal: Keep the diagonal, with which every causal map has full rank.
-
-    Returns:
-        The mean rank of every layer's maps, over heads and samples.
 
     Source: gamma-MoD, arXiv 2410.13859, section 3 (mean over heads and samples). The released code takes the first
     sample only, drops the diagonal, and leaves the tolerance to torch, as `tolerance=None` does.

@@ -21,7 +21,7 @@ from mmod.extras import name_missing_extra
 from mmod.io.tables import text_table
 from mmod.model import capacities, routed_blocks, routing_configs, set_capacity_, unroute_
 from mmod.ops.select import kept_count
-from mmod.planning.costs import BlockCosts, best_choices, stopwatch
+from mmod.planning.plan_search import BlockCosts, best_choices, stopwatch
 from mmod.routing import Router
 from mmod.routing.rule import PartialSlots, Rule
 from mmod.values import check_value, one_of
@@ -199,10 +199,8 @@ class LearnedPlan:
         names: Module names of the routed blocks, in order.
         learned: Their learned capacities, whose total cost equals the budget.
         plan: The plan, with the score and gate of the training.
-        config: The config that routes by the plan.
         shares: Costs of the routed blocks with the plan, as shares of the dense model's cost.
         fixed: Share of everything outside these blocks.
-        budget: Requested share.
         cost: Unit of the costs: "flops" or "milliseconds".
     """
 
@@ -310,14 +308,7 @@ def learn_capacity_(
 
 
 def settle_capacity_(model: nn.Module) -> LearnedPlan:
-    """End the learning of capacities and route by the nearest plan within the budget.
-
-    Args:
-        model: A model whose capacities `mmod.learn_capacity_` learns; it is changed.
-
-    Raises:
-        ValueError: The capacities of the model are not learned.
-    """
+    """End the learning of capacities by `mmod.learn_capacity_` and route by the nearest plan within the budget."""
     hook = capacity_hook(model)
     if hook is None:
         raise ValueError(f"this {type(model).__name__} learns no capacities: call mmod.learn_capacity_ first")

@@ -22,9 +22,6 @@ def ratio_decay(
     Args:
         depth: Number of blocks L, at least 2.
         shift: Mean capacity before clipping.
-        ceiling: Blocks above this capacity stay dense.
-        floor: Minimum capacity.
-        shape: "cosine" or "linear".
 
     Source: p-MoD, arXiv 2412.04449, and its released code (`shiftedcos_decay_0.85_0.15`).
 

@@ -18,9 +18,19 @@ from mmod.config import Plan, RoutingConfig, Score, spelled
 from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
 from mmod.model import is_routed, route_, unroute_
-from mmod.planning.costs import COSTS, BlockCosts, Option, block_costs, routed, stopwatch
 from mmod.planning.divergence import divergence_of, outputs, real_tokens
-from mmod.planning.plan_search import PlanSearch, best_plan, in_time, plan_of
+from mmod.planning.plan_search import (
+    COSTS,
+    BlockCosts,
+    Option,
+    PlanSearch,
+    best_plan,
+    block_costs,
+    in_time,
+    plan_of,
+    routed,
+    stopwatch,
+)
 from mmod.values import check_value, one_of
 
 Choices = dict[int, Option]
@@ -259,14 +269,11 @@ def plan_divergence(
     model: nn.Module, batches: Iterable[Any], config: Plan | RoutingConfig, part: str | None = None,
     divergence: str | None = None,
 ) -> float:  # fmt: skip
-    """Return the mean divergence of a routed model's outputs from the dense model's.
+    """Return the mean divergence of a routed model's outputs from the dense model's; arguments as for `search_plan`.
 
     Args:
         model: The dense model; unchanged afterwards.
-        batches: As for `search_plan`.
         config: The plan or config to route with.
-        part: The part to route.
-        divergence: As for `search_plan`.
     """
     part, stack = _dense_part(model, part)
     scoring = _Scoring(model, part, stack.names, (), RoutingConfig().router, divergence_of(divergence, model), None)

@@ -44,7 +44,6 @@ class Recipe(NamedTuple):
     """A way to make a model cheaper without training.
 
     Args:
-        name: Its row in the table.
         options: What `mmod.route_` or `mmod.apply_` takes: fields of a preset, of a routing config or of a method.
         advice: What to do, as an English imperative.
     """

@@ -250,6 +250,5 @@ def _figures(record: AuditRecord) -> dict[str, float]:
 
 
 def _mean(figure: str, values: Sequence[float]) -> str:
-    """Return the mean of a figure with its interval."""
     over = difference(dict(enumerate(values)), dict.fromkeys(range(len(values)), 0.0))
     return format(over, "+.2f" if figure.startswith(_RANKS) else "+.1f")

@@ -182,11 +182,6 @@ def draw_answers(right: Mapping[str, Mapping[str, float]], shares: Mapping[str, 
     """Draw right answers in percent by type of question: the first model's, and differences of the others to it.
 
     `shares` are FLOPs of the models as a share of the first one's.
-
-    Example:
-        >>> right = {"dense": {"count": 99.0, "read": 51.0}, "p-mod": {"count": 98.5, "read": 47.0}}
-        >>> [text.get_text() for text in draw_answers(right, {"dense": 1.0, "p-mod": 0.57}).axes[0].texts]
-        ['99.0 %', '51.0 %', '-0.5', '-4.0']
     """
     names, kinds = list(right), list(next(iter(right.values())))
     base = right[names[0]]

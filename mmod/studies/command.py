@@ -1,4 +1,4 @@
-"""The command that runs a study: `mmod tradeoff CONFIG [--key value]`."""
+"""The commands that run studies: `mmod tradeoff CONFIG` and `mmod isoflop CONFIG [--dry-run]`, with `[--key value]`."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import importlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from mmod.io.yaml import stack_configs
 from mmod.studies.config import (
     ChatStudyConfig,
     FeaturesStudyConfig,
     ImageStudyConfig,
+    IsoflopConfig,
     PairsStudyConfig,
     SegmentationStudyConfig,
     StudyConfig,
@@ -19,6 +21,7 @@ from mmod.studies.config import (
 from mmod.training.engine.parse import parse_config
 from mmod.values import one_of
 
+ISOFLOP, _DRY = "isoflop", "--dry-run"
 # Config and class of every kind. The class is imported late: help is answered without torch.
 _KINDS: dict[str, tuple[type[StudyConfig], str]] = {
     "image": (ImageStudyConfig, "image.ImageStudy"),
@@ -29,8 +32,14 @@ _KINDS: dict[str, tuple[type[StudyConfig], str]] = {
 }
 
 
-def main(arguments: Sequence[str]) -> Iterator[Path]:
-    """Run the study of a command line and those that follow it; print the table of each and yield its folder."""
+def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
+    """Run the study of a command line and those that follow it; print the table of each and yield its folder.
+
+    `--dry-run` only describes a study of the command "isoflop".
+    """
+    if command == ISOFLOP:
+        yield from _isoflop(arguments)
+        return
     name = (stack_configs(arguments)[0] or {}).get("kind", "image")
     one_of("kind", name, list(_KINDS))
     config_class, path = _KINDS[name]
@@ -38,8 +47,22 @@ def main(arguments: Sequence[str]) -> Iterator[Path]:
     module, _, study = path.partition(".")
     study_class = getattr(importlib.import_module(f"mmod.studies.{module}"), study)
     while config is not None:
-        result = study_class(config).run()
-        used = sum(os.times()[:4])
-        print(f"\n{result.summary}\nTable and pictures: {result.folder}, after {used:.0f} CPU seconds")
-        yield Path(result.folder)
+        yield _shown(study_class(config).run())
         config = config.following
+
+
+def _isoflop(arguments: Sequence[str]) -> Iterator[Path]:
+    config = parse_config([word for word in arguments if word != _DRY], IsoflopConfig)
+    from mmod.studies.isoflop.study import describe, run_study
+
+    if _DRY in arguments:
+        print(describe(config))
+        return
+    yield _shown(run_study(config))
+
+
+def _shown(result: Any) -> Path:
+    """Print the outcome of a study and return its folder."""
+    used = sum(os.times()[:4])
+    print(f"\n{result.summary}\nTable and pictures: {result.folder}, after {used:.0f} CPU seconds")
+    return Path(result.folder)

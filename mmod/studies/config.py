@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmod.config import rational
-from mmod.values import check_fields, one_of, refuse_unknown
+from mmod.values import check_distinct, check_fields, one_of, refuse_unknown
 
 RUN_FIELDS = ("image_size", "changes", "tune", "budgets")
 """Fields of a series of routed models that describe its runs instead of its routing."""
@@ -118,8 +118,8 @@ class StudyConfig:
 
     @property
     def series(self) -> list[str]:
-        """Names of all series apart from the dense model's."""
-        return list(self.routers)
+        """Names of all series apart from the dense model's; some kinds have rivals."""
+        return [*self.routers, *getattr(self, "rivals", ())]
 
     @property
     def following(self) -> StudyConfig | None:
@@ -165,7 +165,6 @@ class TimmStudyConfig(StudyConfig):
     """A study of timm's image models.
 
     Args:
-        score: Figure by which models are compared.
         isoflop: "scratch" also trains dense models with fewer blocks and about the FLOPs of the routed ones, for as
             many epochs as training and fine-tuning have together; "none" leaves them out.
         rivals: Names of series to their budgets, the capacities of the routed models that they are matched to, with a
@@ -174,7 +173,6 @@ class TimmStudyConfig(StudyConfig):
             cannot use dense weights, are trained from scratch for all epochs.
         rates: Factors of the learning rate, of which every model uses the best on `rate_split` with the first seed;
             null searches none.
-        rate_split: Split that the search evaluates on.
         latency_batch: Images in the batch whose latency is drawn and whose memory is measured.
         latency_batches: Further batch sizes whose latency is measured.
         latency_rounds: Interleaved rounds of the measurement.
@@ -198,19 +196,14 @@ class TimmStudyConfig(StudyConfig):
         if self.rates is not None and len(set(self.rates)) < 2:
             raise ValueError(f"rates must name two factors or more to choose from, or be null, got {self.rates}")
 
-    @property
-    def series(self) -> list[str]:
-        """Names of all series apart from the dense model's."""
-        return [*super().series, *self.rivals]
-
 
 @dataclass(frozen=True, kw_only=True)
 class ImageStudyConfig(TimmStudyConfig):
     """A study of image classifiers: accuracy against FLOPs and latency.
 
     Args:
-        score: Figure by which models are compared: "top1", and where patches have the labels "mean_iou" or "objects",
-            the accuracy where there is something (see `mmod.training.image.evaluate.EvalResult`).
+        score: Figure by which models are compared: "top1", or of patches with labels "mean_iou" or "objects" (the
+            accuracy where there is something).
     """
 
     kind: Literal["image"] = "image"
@@ -267,7 +260,7 @@ class FeaturesStudyConfig(ProbeStudyConfig):
     """A study of features of images; see `ProbeStudyConfig`.
 
     Args:
-        score: The classifier by which models are compared with rivals and controls: "linear" or "knn".
+        score: The classifier by which models are compared: "linear" or "knn".
         feature: "head" for the classifier's input, "class" for the class token, "mean" for the mean over patches.
     """
 
@@ -278,10 +271,10 @@ class FeaturesStudyConfig(ProbeStudyConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class SegmentationStudyConfig(ProbeStudyConfig):
-    """A study of a trained image model's patch features: segmentation by a linear classifier.
+    """A study of patch features: segmentation by a linear classifier, fitted on patches of the training split.
 
-    The classifier is fitted on the training split's patches and tested on the evaluation split's, all of which have a
-    class (`data.label_patch`). Features of another grid, as of smaller images, are interpolated to that of the labels.
+    All patches have a class (`data.label_patch`). Features of another grid, as of smaller images, are interpolated to
+    that of the labels.
 
     Args:
         score: "mean_iou", the mean intersection over union of the classes over all tested patches.
@@ -352,14 +345,52 @@ class ChatStudyConfig(StudyConfig):
             for fields in budgets.values():
                 one_of(f"rivals.{name}.kind", fields.get("kind"), ["resolution"])
 
-    @property
-    def series(self) -> list[str]:
-        """Names of all series apart from the dense model's."""
-        return [*super().series, *self.rivals]
+
+@dataclass(frozen=True, kw_only=True)
+class IsoflopConfig:
+    """A grid of sizes, budgets and routings of a causal language model, every model with its best learning rate.
+
+    A model is trained for as many steps as its budget pays for, so that a cheaper model sees more text. Its rate is the
+    best of `rates` with a further seed, whose results are not reported.
+
+    Args:
+        output: The study's folder; its runs, table and picture go there. A study goes on where it stopped.
+        dense: Training config of the dense model, a YAML file; the study sets `output`, `seed`, `routing`, `optim.lr`
+            and `epoch_steps`. A run has its `epochs`, or up to twice as many where its steps then come nearer to the
+            budget; warm-up takes some of them.
+        sizes: Name of each size to the fields of `model.config` that differ.
+        budgets: FLOPs of a training run, forward and backward passes, see `mmod.analysis.prefill.training_flops`.
+        routings: Name of a series to its routing, as in a training config; or to `methods:`, and `routing:` where the
+            model is routed as well; null is the dense model. The first series is what others are compared with.
+        rates: Learning rates that are tried for every size, budget and routing; one needs no trial.
+        changes: Fields of the training config to set differently in all runs, nested as in the file.
+        seeds: Number of seeds.
+        processes: Parallel runs, in processes of one thread.
+        score: What the curves show: "loss", with the decisions of training, or "causal_loss", with tokens decided one
+            by one.
+
+    Source: Hoffmann et al., arXiv 2203.15556, approach 2; Raposo et al., arXiv 2404.02258, section 4.
+    """
+
+    output: str
+    dense: str
+    sizes: dict[str, dict[str, Any]]
+    budgets: list[float]
+    routings: dict[str, dict[str, Any] | None]
+    rates: list[float]
+    changes: dict[str, Any] = field(default_factory=dict)
+    seeds: int = 3
+    processes: int = 1
+    score: Literal["loss", "causal_loss"] = "loss"
+
+    def __post_init__(self) -> None:
+        check_fields(self, "", budgets="(0, inf)", rates="(0, inf)", seeds="[1, inf)", processes="[1, inf)")
+        check_distinct(self, "sizes", "budgets", "routings", "rates")
+        refuse_set_by_study("changes", self.changes, "methods", "epoch_steps")
 
 
-def refuse_set_by_study(what: str, changes: Mapping[str, Any]) -> None:
+def refuse_set_by_study(what: str, changes: Mapping[str, Any], *more: str) -> None:
     """Raise a ValueError where changes of a training config name what a study sets itself."""
-    reserved = sorted({"output", "seed", "routing"} & set(changes))
+    reserved = sorted({"output", "seed", "routing", *more} & set(changes))
     if reserved:
         raise ValueError(f"{what} must not set {', '.join(reserved)}: the study sets them")

@@ -25,9 +25,7 @@ class Entrant:
         share: Its training time as a share of the dense model's.
         epochs: Train it from scratch for so many epochs; None fine-tunes the dense model.
         image_size: Side of its images in pixels, where it differs; position embeddings are resampled.
-        routing: The `routing` of its training config.
         search: How its routing is searched in the dense model of every seed; None where it is known.
-        methods: The `methods` of its training config.
         args: Arguments of a model from scratch that differ.
         changes: Fields of its training config that differ, nested as there.
     """
@@ -88,11 +86,6 @@ def create_rivals(
             with `image_size`, `kind: smaller` with `args` and perhaps a `checkpoint`, or one of a training config's
             `methods`; any may have `image_size` and `changes` of the training config. Experts take its `routing` too.
         controls: Name of a series to the one that it is compared with besides the dense model.
-
-    Example:
-        >>> small = {"resolution": {0.5: {"kind": "resolution", "image_size": 24}}}
-        >>> [entrant.name for entrant in create_rivals(small, {}, epochs=5, is_trained=True)]
-        ['resolution-0.5']
     """
     entrants = []
     for series, budgets in rivals.items():

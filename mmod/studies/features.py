@@ -73,7 +73,7 @@ class Probed(Judged):
         return shares | {"kept": self.mean_kept}
 
     def weighed(self, measure: str, weight_SN: np.ndarray) -> np.ndarray:
-        """Return a figure for several weightings of the images; see `Judged.weighed`."""
+        """Return a share of right answers."""
         right: np.ndarray = 100 * (weight_SN @ np.asarray(getattr(self, measure), np.float32))
         return right
 
@@ -97,7 +97,7 @@ class Segmented(Judged):
         return {**figures, "kept": self.mean_kept}
 
     def weighed(self, measure: str, weight_SN: np.ndarray) -> np.ndarray:
-        """Return a figure for several weightings of the images; see `Judged.weighed`."""
+        """Return mean IoU or the share of right patches."""
         count_NCC = np.asarray(self.confusion, np.float64)
         classes = count_NCC.shape[1]
         count_SCC = (weight_SN @ count_NCC.reshape(len(count_NCC), -1)).reshape(-1, classes, classes)
@@ -289,7 +289,6 @@ _resampling = functools.lru_cache(maxsize=1)(Resampling)
 
 
 def _folder(job: Job[TrainConfig]) -> Path:
-    """Return the folder of the features of a run's final model."""
     output = job.config.output
     return Path(output) / "features" if job.is_trained else Path(f"{output}.features")
 
@@ -329,13 +328,7 @@ def split_by_class(labels: np.ndarray, count: int) -> list[Split]:
 
 
 def nearest_neighbours(features: np.ndarray, labels: np.ndarray, splits: Sequence[Split], k: int) -> np.ndarray:
-    """Return 1 for tested images that their k nearest neighbours by cosine, weighted by distance, get right, else 0.
-
-    Example:
-        >>> x = np.array([[1.0, 0.0], [1.0, 0.1], [0.0, 1.0], [0.1, 1.0]])
-        >>> nearest_neighbours(x, np.array([0, 0, 1, 1]), [(np.array([0, 2]), np.array([1, 3]))], k=1)
-        array([1, 1])
-    """
+    """Return 1 for tested images that their k nearest neighbours by cosine, weighted by distance, get right, else 0."""
     from sklearn.neighbors import KNeighborsClassifier
 
     return _tested(KNeighborsClassifier(k, metric="cosine", weights="distance"), features, labels, splits)
@@ -344,20 +337,14 @@ def nearest_neighbours(features: np.ndarray, labels: np.ndarray, splits: Sequenc
 def linear_probe(
     features: np.ndarray, labels: np.ndarray, splits: Sequence[Split], strengths: Sequence[float]
 ) -> np.ndarray:
-    """Return 1 for tested images that a logistic regression on standardised features gets right, else 0.
-
-    Cross-validation in the fitted images chooses scikit-learn's `C` among `strengths`.
-    """
+    """Return 1 for tested images that a logistic regression gets right, else 0; its `C` is cross-validated."""
     return _tested(_regression(strengths, 3), features, labels, splits)
 
 
 def predict_linearly(
     fitted: np.ndarray, labels: np.ndarray, tested: np.ndarray, images: np.ndarray, strengths: Sequence[float]
 ) -> np.ndarray:
-    """Return the classes that a logistic regression on standardised features predicts for tested patches.
-
-    `images` numbers the image of every fitted patch.
-    """
+    """Return the classes that a logistic regression predicts for tested patches; `images` numbers those fitted."""
     from sklearn.model_selection import GroupKFold
 
     # All patches of an image are on the same side of the cross-validation that chooses `C`.

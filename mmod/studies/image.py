@@ -152,7 +152,6 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
 
     @property
     def _batches(self) -> list[int]:
-        """Batch sizes whose latency is measured."""
         return sorted({*self.config.latency_batches, self.config.latency_batch})
 
     def _time_columns(self, size: int) -> tuple[str, str]:

@@ -256,12 +256,7 @@ def try_rates(
 
 
 def best_rates(scores: Mapping[Trial, float]) -> dict[str, float]:
-    """Return the best factor of every model by name, the first of equal ones.
-
-    Example:
-        >>> best_rates({("a", 0.5): 90.0, ("a", 1.0): 91.0, ("b", 0.5): 80.0, ("b", 1.0): 80.0})
-        {'a': 1.0, 'b': 0.5}
-    """
+    """Return the best factor of every model by name, the first of equal ones."""
     best: dict[str, float] = {}
     for (name, rate), score in scores.items():
         if name not in best or score > scores[name, best[name]]:

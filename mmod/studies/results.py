@@ -175,12 +175,7 @@ def as_fast(ms: Mapping[str, float], name: str) -> list[str]:
 
 
 def unbeaten(ms: Mapping[str, float], is_better: Callable[[str, str], bool]) -> list[str]:
-    """Return the models than which none that is as fast is clearly better.
-
-    Example:
-        >>> unbeaten({"dense": 3.0, "a": 2.0, "b": 2.0}, lambda one, other: (one, other) == ("a", "b"))
-        ['dense', 'a']
-    """
+    """Return the models than which none that is as fast is clearly better."""
     return [name for name in ms if not any(is_better(other, name) for other in as_fast(ms, name))]
 
 

@@ -264,7 +264,6 @@ class Study(ABC, Generic[Config, Evaluation]):
         costs: Mapping[str, dict[str, float]],
         runner: Runner,
     ) -> StudyResult:
-        """Write table and pictures of the entrants whose costs are known."""
         shown = {entrant.name: entrant for entrant in entrants if entrant.name in costs}
         scores = {name: {seed: by[self.score] for seed, by in sorted(figures[name].items())} for name in shown}
         to_dense = self.compare(scores, dict.fromkeys(shown, DENSE))

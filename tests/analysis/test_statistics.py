@@ -21,7 +21,7 @@ FIGURES = [
 @pytest.mark.parametrize(("images", "draws", "seed", "value", "low", "high"), FIGURES)
 def test_figures_of_a_seed_stay(images: int, draws: int, seed: int, value: str, low: str, high: str) -> None:
     values = np.random.default_rng(3).normal(size=5003)[:images]
-    found = Resampling(images, draws, seed).mean(values)
+    found = Resampling(images, draws, seed).of(lambda weight_SN: weight_SN @ values)
     expected = [float.fromhex(text) for text in (value, low, high)]
     # Products of matrices are summed in an order that depends on the processor.
     assert [found.value, found.low, found.high] == pytest.approx(expected, rel=1e-9)
@@ -31,7 +31,7 @@ def test_figures_of_a_seed_stay(images: int, draws: int, seed: int, value: str, 
 def test_studies_and_audits_draw_the_same_images(images: int, draws: int, seed: int) -> None:
     values = np.random.default_rng(3).normal(size=images)
     audit = estimate_of(values.mean(), resampled_means(values[:, None], draws, seed)[:, 0])
-    study = Resampling(images, draws, seed).mean(values)
+    study = Resampling(images, draws, seed).of(lambda weight_SN: weight_SN @ values)
     # Studies hold all draws at once, in single precision.
     assert (study.low, study.high) == pytest.approx((audit.low, audit.high), rel=1e-6)
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.planning import search
-from mmod.planning.costs import BlockCosts, stopwatch
-from mmod.planning.plan_search import PlanSearch, best_plan, in_time, plan_of
+from mmod.planning.plan_search import BlockCosts, PlanSearch, best_plan, in_time, plan_of, stopwatch
 from tests.adapters.vlm_zoo import make_joint, prompt
 from tests.zoo import make_images, make_model
 

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import mmod
-from mmod.planning.costs import BlockCosts, best_choices
 from mmod.planning.divergence import outputs
-from mmod.planning.plan_search import PlanSearch, best_plan
+from mmod.planning.plan_search import BlockCosts, PlanSearch, best_choices, best_plan
 from tests.adapters import clip_zoo
 from tests.adapters.vlm_zoo import IMAGE, make_joint, make_language, prompt
 from tests.zoo import make_images, make_model

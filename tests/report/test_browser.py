@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mmod.report import write_report
+from mmod.report.page import write_report
 from tests.report.records import write_audit, write_run, write_study
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")

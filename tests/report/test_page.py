@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from mmod import cli
-from mmod.report import write_report
 from mmod.report.charts import health_chart, study_chart
 from mmod.report.command import main
+from mmod.report.page import write_report
 from mmod.report.sources import RunRecord, read_sources
 from tests.report.records import write_audit, write_isoflop, write_run, write_study
 

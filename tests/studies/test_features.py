@@ -291,7 +291,7 @@ def test_features_are_what_the_model_says_before_its_classifier() -> None:
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=40), st.floats(0.5, 3), st.integers(0, 3))
 def test_intervals_contain_the_mean_and_follow_scale(values: list[float], scale: float, seed: int) -> None:
     draws, figures = Resampling(len(values), 200, seed), np.array(values)
-    own, larger = draws.mean(figures), draws.mean(scale * figures)
+    own, larger = (draws.of(lambda weight_SN, x=x: weight_SN @ x) for x in (figures, scale * figures))
     assert own.has_interval
     assert own.high is not None
     assert min(values) - 1e-6 <= own.low <= own.high <= max(values) + 1e-6
@@ -301,7 +301,7 @@ def test_intervals_contain_the_mean_and_follow_scale(values: list[float], scale:
 
 def test_the_bootstrap_agrees_with_the_standard_error() -> None:
     values = np.random.default_rng(0).normal(size=2000)
-    found = Resampling(2000).mean(values)
+    found = Resampling(2000).of(lambda weight_SN: weight_SN @ values)
     half = 1.96 * values.std() / 2000**0.5
     assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.1 * half)
 

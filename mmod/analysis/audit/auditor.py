@@ -240,8 +240,6 @@ class Auditor:
         return free
 
     def _replaced(self, evaluated: _EvaluatedBatch, choice: Choice, draw: int = 0) -> tuple[Tensor, Tensor]:
-        """Evaluate a batch with a counterfactual choice."""
-
         def replace(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
             frequency_F = self.counts.positions.frequency(name, x_BND.shape[1]).to(x_BND.device)
             learned, free_BN = evaluated.learned[name], evaluated.free[name]

@@ -35,7 +35,6 @@ class DecisionContext:
         grid: Rows and columns of the tokens that may be skipped.
         attention_BN: Mean attention that tokens receive in the same block of the dense model; None without one.
         entropy_BN: Entropy of the dense model at every token; None without one.
-        draw: Index of the random draw.
     """
 
     block: str
@@ -64,9 +63,7 @@ class FreeDecision(NamedTuple):
 
 
 class Choice(NamedTuple):
-    """A counterfactual choice: its family, and a function from a `DecisionContext` to ranks (B, N); the highest are
-    kept.
-    """
+    """A counterfactual choice: its family, and a function to ranks (B, N), of which the highest are kept."""
 
     family: Family
     rank: Callable[[DecisionContext], Tensor]

@@ -27,10 +27,8 @@ class Stretch:
     Args:
         text: "written" by others, or "generated" by the model behind the first window of those.
         loss: Cross entropy in nats a token, each decided alone.
-        kept: Share of tokens that are kept.
         agreement: Share of tokens that are decided as the top-k of the window decides, by the scores of the same pass.
-        above_chance: The same above what two independent decisions that keep as many agree in, from 0 (chance) to 1.
-    Source of `above_chance`: Cohen, Educational and Psychological Measurement 20 (1960).
+        above_chance: Cohen's kappa of both decisions: their agreement from 0 (chance) to 1.
     """
 
     text: str
@@ -44,13 +42,12 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Generation:
-    """How a language model decides in long texts, token by token.
+    """Decisions of a language model in long texts, token by token.
 
     Args:
         window: Tokens of a window in training.
         by: What decides: "predictor" or "score".
-        stretches: What was found, window by window.
-        decay: For each kind of text how much more tokens are decided alike in the last window than in the first.
+        decay: For each kind of text the agreement in the last window less that in the first.
     """
 
     window: int
@@ -86,13 +83,7 @@ def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) 
         model: A routed language model of transformers, in evaluation mode, with an `inference_threshold`.
         tokens_BN: Texts; N is a multiple of `window`, twice or more.
         window: Tokens of a window in training.
-        seed: Chooses what is drawn.
-
-    Returns:
-        Loss, kept share and agreement window by window.
-
-    Raises:
-        ValueError: Texts of another length, or a model without `inference_threshold`.
+        seed: Seed of the generated tokens.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -100,8 +91,8 @@ def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) 
         >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20, eos_token_id=None)).eval()
         >>> model = mmod.route_(model, mmod.RoutingConfig(router="linear", language={"inference_threshold": 0.5}))
-        >>> found = judge_generation(model, torch.arange(40).view(2, 20) % 20, window=10)
-        >>> [(own.text, own.first, own.last) for own in found.stretches]
+        >>> result = judge_generation(model, torch.arange(40).view(2, 20) % 20, window=10)
+        >>> [(stretch.text, stretch.first, stretch.last) for stretch in result.stretches]
         [('written', 0, 9), ('written', 10, 19), ('generated', 0, 9), ('generated', 10, 19)]
     """
     routers = [block.router for block in routed_blocks(model).values()]

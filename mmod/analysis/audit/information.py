@@ -31,8 +31,7 @@ _TOLD = "What is known of a token says so much of whether it is kept, without th
 class Information:
     """What the kind of a token says of whether a decision keeps it.
 
-    Intervals are over images, which are left out group by group; that also takes away the bias that counts have, which
-    see a little information in any chance.
+    Intervals are over images by the jackknife, which also removes the upward bias of the estimate.
 
     Args:
         bits: Mutual information of the kind and of being kept, in bits a token.
@@ -109,7 +108,6 @@ def _bits(counts_G2K: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _entropy(share: Tensor) -> Tensor:
-    """Return the entropy in bits of what happens with a probability."""
     return -(torch.xlogy(share, share) + torch.xlogy(1 - share, 1 - share)) / torch.log(share.new_tensor(2.0))
 
 

@@ -21,9 +21,6 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
     Args:
         model: A classifier.
         batch: Images (B, C, height, width) and classes (B,), or classes of patches (B, N), over which means are taken.
-
-    Raises:
-        ValueError: No pair of tensors, or classes that do not fit the model's outputs.
     """
     device = next(model.parameters()).device
     if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(value, Tensor) for value in batch):
@@ -48,17 +45,11 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
 
 
 def judge_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cross-entropy and correctness of every sample's answers, with teacher forcing.
+    """Return the mean loss of every sample's answers, and 1 if the most likely tokens are all right, else 0.
 
     Args:
         model: A causal language or vision-language model of transformers.
         batch: Its inputs, and `labels` (B, N), -100 outside answers, as training collators return them.
-
-    Returns:
-        The mean loss over a sample's labels, and 1 if the most likely token is correct at all of them, else 0.
-
-    Raises:
-        ValueError: A sample without labels.
     """
     device = next(model.parameters()).device
     inputs = {name: value.to(device) for name, value in batch.items() if name not in _NO_INPUTS}

@@ -21,17 +21,14 @@ Judge = Callable[[Choice], Tensor]
 
 @dataclass(frozen=True)
 class LeaveOneOut:
-    """What tokens are worth one by one, on some of the images.
+    """Effect of single tokens on the loss, on some of the images.
 
-    The worth of a token in a decision is the loss where the best other token takes its place, less the loss where it
-    is kept; all other decisions, and the number of kept tokens, are as learned.
+    The worth of a token in a decision is the loss with the best other token in its place, minus the loss with it kept;
+    all other decisions, and the number of kept tokens, are as learned.
 
     Args:
-        agreement: For each decision, the rank correlation of its scores with what tokens are worth, the mean over
-            images: 1 where the order is the same, 0 where there is none in common.
-        norm: The same of the norms of the tokens.
-        loss: Mean loss with the learned choice.
-        oracle: Loss less that, with the tokens that are worth most: below 0 where such a choice helps.
+        agreement: Rank correlation of scores and worth by decision, mean over images; `norm` that of norms and worth.
+        oracle: Loss with the tokens of the highest worth, minus `loss`, that of the learned choice; `random` likewise.
     """
 
     images: int

@@ -102,7 +102,6 @@ def draw_flops(report: Mapping[str, Any]) -> Figure:
 
 
 def _draw_intervals(axis: Axes, names: Sequence[str], estimates: Sequence[Estimate], colours: Sequence[str]) -> None:
-    """Draw intervals below each other."""
     for place, (name, estimate, colour) in enumerate(zip(names, estimates, colours)):
         axis.plot([estimate.low, estimate.high], [place, place], color=colour, linewidth=1.6)
         (mark,) = axis.plot(estimate.value, place, marker="o", color=colour)

@@ -28,7 +28,6 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
 
     Blocks that share a decision ask one router, so that it is replaced once for all of them. Where tokens join others,
     they join by the router's rule, and later blocks of a span choose among those that the replaced one keeps.
-
     """
     blocks = routed_blocks(model)
     for name, block in blocks.items():
@@ -67,13 +66,7 @@ def free_tokens(routing: Routing, prefix: int) -> Tensor:
 
 
 def only_free(value_BN: Tensor, free_BN: Tensor) -> Tensor:
-    """Return values of the tokens that may be skipped, in order, and 0 after the last one of a sample (B, F).
-
-    Example:
-        >>> only_free(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[True, False, True], [False, False, True]]))
-        tensor([[1, 3],
-                [6, 0]])
-    """
+    """Return values of the tokens that may be skipped, in order, and 0 after the last one of a sample (B, F)."""
     first_BN = (~free_BN).to(torch.uint8).sort(dim=1, stable=True).indices[:, : int(free_BN.sum(1).max())]
     return value_BN.gather(1, first_BN).masked_fill(~free_BN.gather(1, first_BN), 0)
 
@@ -81,18 +74,10 @@ def only_free(value_BN: Tensor, free_BN: Tensor) -> Tensor:
 def keep_best(
     rank_BN: Tensor, learned: Routing, routing: Routing, router: Router, left_BN: Tensor | None = None
 ) -> Routing:
-    """Return a decision that keeps the highest ranks, as many of each image and group as another one keeps.
+    """Return a decision that keeps the highest ranks, as many of each image and group as `learned` keeps.
 
     A kept token is weighed as its router weighs it, by its score and not by its rank. Ties go to the lowest index and
     NaN ranks last.
-
-    Example:
-        >>> import torch, mmod
-        >>> from mmod.routing import Router
-        >>> router = Router(mmod.RoutingConfig(router="norm"), dim=4, block=1, capacity=0.5, prefix=1)
-        >>> learned = router(torch.randn(1, 6, 4))
-        >>> keep_best(torch.tensor([[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]]), learned, learned, router).kept.index_BK
-        tensor([[0, 4, 5]])
     """
     kept_BN, free_BN = learned.keep_BN, free_tokens(learned, router.prefix)
     groups = learned.evidence.tokens

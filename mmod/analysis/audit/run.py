@@ -164,7 +164,6 @@ def _check_sets(sets: Mapping[str, Any], *, twice: bool) -> None:
 def _process(
     auditor: Auditor, steps: Mapping[str, _Step], leave_one_out: int, path: str | Path | None, *, progress: bool
 ) -> None:
-    """Process the remaining batches of every step."""
     totals = {name: len(dataset) if isinstance(dataset, Sized) else None for name, (dataset, _) in steps.items()}
     identity: dict[str, Any] = {"leave_one_out": leave_one_out, "batches": totals}
     if path is not None:

@@ -143,7 +143,7 @@ def strata_table(strata: Sequence[Stratum], other: str, caption: str) -> Table:
 
 
 def strata_told(strata: Sequence[Stratum]) -> list[str]:
-    """Return a sentence for each group: where the learned choice is worth most and least, and if that can be told."""
+    """Return a sentence for each group: the strata with the largest and smallest gap, and whether intervals overlap."""
     sentences = []
     for group in dict.fromkeys(stratum.group for stratum in strata):
         ends = _ends([stratum for stratum in strata if stratum.group == group])
@@ -157,14 +157,13 @@ def strata_told(strata: Sequence[Stratum]) -> list[str]:
 
 
 def beside_told(strata: Sequence[Stratum]) -> list[str]:
-    """Return a sentence for each other model: how far this one is above it, and where most and least."""
+    """Return a sentence for each baseline: the gap to it, and the strata with the largest and smallest gap."""
     sentences = []
     for group in dict.fromkeys(stratum.group for stratum in strata):
         overall, *parts = (stratum for stratum in strata if stratum.group == group)
-        is_clear = overall.gap.low > 0 or overall.gap.high < 0
-        sentence = f"Beside {group}, the model is at {overall.gap:+.1f} points"
-        sentence += ", so that they differ" if is_clear else ", so that they cannot be told apart"
-        # Where both are asked for, whether hard images are another matter than easy ones.
+        difference = "a significant difference" if overall.gap.is_clear else "no significant difference"
+        sentence = f"Beside {group}, the model is at {overall.gap:+.1f} points, {difference}"
+        # Strata of difficulty alone, if there are any: whether hard images differ from easy ones.
         ends = _ends([stratum for stratum in parts if stratum.name.startswith(DIFFICULTY)] or parts)
         if ends is not None:
             most, least, apart = ends

@@ -240,7 +240,6 @@ def _work(run: Callable[[GpuConfig], BenchmarkReport], options: GpuConfig, sende
 
 
 def _summarise(config: GpuConfig, machine: Mapping[str, Any], states: Mapping[str, State]) -> BenchmarkReport:
-    """Write the summary of all parts."""
     folder, rows = Path(config.out), []
     for name, state in states.items():
         shown = _results(PARTS[name], measured_rows(folder / name))

@@ -38,10 +38,7 @@ _COLUMNS: dict[str, Column] = {
 
 @dataclass(frozen=True)
 class Curve:
-    """A parabola of the loss in the logarithm of the size, through models of one budget and routing.
-
-    Source: Hoffmann et al., arXiv 2203.15556, approach 2.
-    """
+    """A parabola of the loss in the logarithm of the size, through models of one budget and routing."""
 
     sizes: tuple[float, ...]  # Parameters of the models, ascending.
     flops: tuple[float, ...]  # Of their forward passes.

@@ -12,7 +12,7 @@ from mmod.analysis.prefill import training_flops
 from mmod.analysis.statistics import published
 from mmod.data.readers.text import text_stream
 from mmod.io.yaml import merged, read_yaml
-from mmod.studies.isoflop.config import IsoflopConfig
+from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop.report import draw, optima, point_of, table, verdict
 from mmod.studies.jobs import Job, Runner, Tick, best_rates, try_rates, with_rate
 from mmod.studies.results import StudyResult, write_outcome

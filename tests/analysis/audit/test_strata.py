@@ -159,5 +159,5 @@ def test_a_model_is_compared_with_others_in_the_same_strata() -> None:
     assert whole.gap.value == pytest.approx(100 * float((right["own"].float() - right["other"].float()).mean()))
     assert Audit.from_dict(json.loads(json.dumps(found.to_dict()))) == found
     page = str(found)
-    assert "Beside itself, the model is at +0.0 [+0.0, +0.0] points, so that they cannot be told apart; " in page
+    assert "Beside itself, the model is at +0.0 [+0.0, +0.0] points, no significant difference; " in page
     assert "Beside dense, " in page

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from mmod.analysis.prefill import training_flops
+from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop import study
-from mmod.studies.isoflop.config import IsoflopConfig
 from mmod.studies.isoflop.study import describe, plan, run_study
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.parse import load_config
