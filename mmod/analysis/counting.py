@@ -168,7 +168,7 @@ class _WithoutMaps(AttentionIntercept):
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Attention as far as shapes and memory go: it holds queries, keys, values and its output, and no map."""
+    """Attention as shapes and memory: it holds queries, keys, values and its output, and no map."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:

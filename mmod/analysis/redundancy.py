@@ -48,9 +48,6 @@ def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: fl
         tolerance: A patch is flat if the standard deviation of every channel is at most this share of the range of
             values in all images.
 
-    Returns:
-        Shares of patches; an image without variance keeps one patch.
-
     Raises:
         TypeError: A batch is not a tensor.
         ValueError: No images, values that are not finite, or images smaller than a patch.

@@ -1,4 +1,4 @@
-"""How figures look: one colour and marker for each name, labels that lie on nothing, and SVG for pages and papers."""
+"""The style of figures: one colour and marker for each name, labels without overlaps, and SVG for pages and papers."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ INK, FAINT, LINE, PAPER = "#1c1e21", "#6b727b", "#d5d9de", "#ffffff"
 PALETTE = ("#2080c4", "#d55e00", "#00876a", "#b8559b", "#a87400", "#7a68c8", "#2a8ca8", "#a5603f", "#6f8a1f")
 """Colours with a contrast of 3 and more on white and on the dark page, that differ in lightness and hue."""
 MARKERS = ("o", "s", "D", "v", "P", "X", "p", "h", "8", "H")
-# Names that most studies have; all others get the colour that a checksum of the name says.
+# Series of most studies; the colour of any other name follows from its checksum.
 _FIXED = {
     "a-mod": 0, "attention": 0, "mod": 1, "linear": 1, "distilled": 2, "p-mod": 3, "merge": 3, "gamma-mod": 4,
     "exit": 4, "prune": 5, "experts": 6, "resolution": 7, "narrow": 8, "gradual": 2, "tome": 3, "smaller-image": 7,
 }  # fmt: skip
 _CONTROLS = {"random": "^", "stride": "<", "norm": ">", "shallow": "d"}
-# What is put in front of the id of an artist that has a text of its own.
+# Prefix of the id of an artist with a hint, see `add_hint`.
 _HINT = "hint "
-# What inline figures take from the page, which has a light and a dark form.
+# Colours of inline figures are variables of the page, which has a light and a dark form.
 _THEME = {INK: "var(--ink)", FAINT: "var(--faint)", LINE: "var(--line)", PAPER: "var(--paper)"}
 
 
 def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Return what lines of each series look like, as keywords of matplotlib.
+    """Return the style of each series, as keywords of matplotlib.
 
     Colours follow from names alone, so a series has one colour in all figures. Markers do too, unless two series of
     one figure would look alike. The dense model is a star in ink; controls, such as "random", are grey and dashed.
@@ -63,7 +63,7 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 @name_missing_extra()
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure whose parts find their own room."""
+    """Return an empty figure with a constrained layout."""
     # A figure of its own rather than pyplot's, which would keep every figure alive and choose a window system.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -93,19 +93,19 @@ def add_legend(figure: Figure, handles: Mapping[str, Any], columns: int) -> None
 
 
 def add_hint(artist: Artist, text: str) -> None:
-    """Give an artist a text that a browser shows where one points at it."""
+    """Give an artist a text that a browser shows on hover."""
     artist.set_gid(f"{_HINT}{text}")
 
 
 @name_missing_extra()
 def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> None:
-    """Move texts apart so that none lies on another, on a mark or outside; a text without any room is removed."""
+    """Move labels so that none overlaps another, a mark or the border; a label without room is removed."""
     from adjustText import adjust_text
 
     if not texts:
         return
     points = np.array([text.get_position() for text in texts])
-    # Beside their points: on them, marks would push to both sides alike.
+    # Start beside the points: a text on its mark would be pushed to both sides equally.
     for text, (x, y) in zip(texts, axis.transData.transform(points)):
         aside = text.get_window_extent().width / 2 + 9
         side = 1 if x + 2 * aside < axis.get_window_extent().x1 else -1
@@ -129,7 +129,7 @@ def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> No
 
 
 def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequence[Bbox]) -> Bbox | None:
-    """Return the box of a text that lies on nothing, moved near its point if need be; None where there is no room."""
+    """Place a text near its point where it overlaps nothing, and return its box; None without room."""
     room, box = axis.get_window_extent(), text.get_window_extent()
     places = [((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)]
     for far, (x, y) in itertools.product((9, 18, 30, 44, 64, 90), itertools.product((0, 1, -1), (1, -1, 0))):

@@ -107,7 +107,7 @@ def attention_ranks(
     tolerance: float | None = None,
     diagonal: bool = False,
 ) -> LayerRanks:
-    """Measure the rank of every layer's attention maps on calibration samples.
+    """Return the rank of every layer's attention maps on calibration samples.
 
     Memory holds one map (one head of one sample) at a time, in fp32. The time for its singular values grows with the
     cube of the tokens: for a thousand tokens use a GPU or few samples.

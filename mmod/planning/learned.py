@@ -247,7 +247,7 @@ class LearnedPlan:
 def learn_capacity_(
     model: Model, budget: float, example: Tensor, *, cost: str = "flops", rate: float = 100.0
 ) -> Model:  # fmt: skip
-    """Make the capacity of every routed block a parameter, trained with the weights under a fixed total cost.
+    """Return the model with a parameter for the capacity of every routed block, trained under a fixed total cost.
 
     Block l has the capacity `low + (1 - low) * sigmoid(rate * offset_l + level)`. Its offset is a parameter. The level
     is one number for all blocks: every forward pass solves for the level at which the total cost equals the budget. So
@@ -266,9 +266,6 @@ def learn_capacity_(
         example: A batch of images (B, C, H, W), on the model's device.
         cost: Unit of the budget: "flops", or "milliseconds" of one forward pass over the example, measured here.
         rate: Learning rate of the offsets relative to the weights', for optimizers that normalise gradients (Adam).
-
-    Returns:
-        The same model.
 
     Source: DiffRate, arXiv 2305.17997 (compression rates per block by the gradient of the loss); DSA, arXiv 2004.02164
         (shares per layer under one budget by gradient). Partial weights and the budget level are this library's.
@@ -308,7 +305,11 @@ def learn_capacity_(
 
 
 def settle_capacity_(model: nn.Module) -> LearnedPlan:
-    """End the learning of capacities by `mmod.learn_capacity_` and route by the nearest plan within the budget."""
+    """Return the nearest plan within the budget, route by it, and end the learning of capacities.
+
+    Raises:
+        ValueError: No capacities are learned, see `mmod.learn_capacity_`.
+    """
     hook = capacity_hook(model)
     if hook is None:
         raise ValueError(f"this {type(model).__name__} learns no capacities: call mmod.learn_capacity_ first")

@@ -60,7 +60,7 @@ def search_plan(
     current plan, and plans again. The plan with the lowest measured divergence of all rounds wins.
 
     Args:
-        model: A dense model of a supported library. It runs in evaluation mode and is unchanged afterwards.
+        model: A dense model of a supported library; unchanged afterwards.
         batches: Calibration batches: the model's keyword arguments, or its only argument. With `labels`, only the
             logits that predict the labelled tokens of a language model count.
         budget: Share of the dense model's cost in (0, 1), or milliseconds, see `cost`.
@@ -80,9 +80,6 @@ def search_plan(
         divergence: "kl" of logits or "cosine" of features; None selects by the model.
         rounds: Number of further scoring rounds, as expensive as the first.
         progress_file: Saves the scores after every batch; the same search resumes from it. Times are measured again.
-
-    Returns:
-        Scores, costs and plan; `print` shows them.
 
     Raises:
         ValueError: The model is routed, or has several parts and none is named; a block does not support an option; the
@@ -269,11 +266,14 @@ def plan_divergence(
     model: nn.Module, batches: Iterable[Any], config: Plan | RoutingConfig, part: str | None = None,
     divergence: str | None = None,
 ) -> float:  # fmt: skip
-    """Return the mean divergence of a routed model's outputs from the dense model's; arguments as for `search_plan`.
+    """Return the mean divergence of a routed model's outputs from the dense model's.
 
     Args:
         model: The dense model; unchanged afterwards.
+        batches: As for `search_plan`.
         config: The plan or config to route with.
+        part: The part to route.
+        divergence: As for `search_plan`.
     """
     part, stack = _dense_part(model, part)
     scoring = _Scoring(model, part, stack.names, (), RoutingConfig().router, divergence_of(divergence, model), None)

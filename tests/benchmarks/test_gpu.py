@@ -17,6 +17,7 @@ from mmod.benchmarks.gpu import benchmark as gpu_benchmark
 from mmod.benchmarks.gpu.benchmark import PARTS, BenchmarkPart
 from mmod.benchmarks.gpu.config import FiguresRow, PartName, UnavailableError
 from mmod.benchmarks.gpu.programs import run_tests
+from mmod.benchmarks.ops.cases import CASES
 from mmod.benchmarks.report import BenchmarkReport, Runs, run_all
 from tests.processes import FORKING, run_processes
 
@@ -150,6 +151,6 @@ def rehearse(tmp_path: Path) -> None:
     assert all("speedup" in line and "of_free" in line for line in shown["models"] + shown["graphs"])
     assert all("decode" in line for line in shown["llava"])
     assert all("peak_of_dense" in line for line in shown["memory"])
-    assert len(shown["ops"]) == 8
+    assert len(shown["ops"]) == len(CASES)
     for name in set(PARTS) - {"memcheck"}:
         assert json.loads((tmp_path / name / "benchmark.json").read_text())["rows"]

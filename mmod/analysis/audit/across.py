@@ -17,14 +17,14 @@ from torch import Tensor
 from mmod.analysis.audit.information import Information, KindCounts
 from mmod.analysis.statistics import Estimate, RunningMean
 
-# What `returning` is between 0, where tokens leave for good, and 1, where decisions are independent.
+# `returning` is 0 where tokens leave for good and 1 where decisions are independent.
 _HALF = 0.5
 _POSITION = "position"
 
 
 @dataclass(frozen=True)
 class Across:
-    """What the decisions of a model have in common. Prefix tokens and padding do not count.
+    """How the decisions of a model depend on each other. Prefix tokens and padding are excluded.
 
     Args:
         blocks: For each deciding block, in order, the routed blocks that keep its tokens.
@@ -135,7 +135,7 @@ class Counter:
         return list(parts.values())
 
     def _followers(self) -> dict[str, list[str]]:
-        """Return for each decision the blocks that keep its tokens, itself first."""
+        """Return the blocks that keep the tokens of each decision, the deciding block first."""
         followers: dict[str, list[str]] = {}
         for name in self.routed:
             if name in self.decisions:
@@ -162,6 +162,6 @@ def _judge(
 
 
 def _informed(counts: Mapping[str, KindCounts]) -> dict[str, Information]:
-    """Return what is known of tokens and says something; nothing where all are of one kind."""
+    """Return the information in known facts of tokens, but for facts that are the same for all."""
     information = {known: kinds.information() for known, kinds in counts.items()}
     return {known: bits for known, bits in information.items() if bits is not None}

@@ -24,7 +24,9 @@ KindsOf = Callable[[Any], Mapping[str, ArrayLike]]
 
 # Images are dealt out to so many groups by their number; each is left out once.
 _GROUPS = 50
-_TOLD = "What is known of a token says so much of whether it is kept, without the bias of counts; 95 % intervals."
+_TOLD = (
+    "Mutual information of a known fact of a token and of being kept, bias removed by the jackknife; 95 % intervals."
+)
 
 
 @dataclass(frozen=True)
@@ -128,10 +130,10 @@ def information_table(information: Mapping[str, Mapping[str, Information]]) -> T
 
 @dataclass(frozen=True)
 class Influence:
-    """How much of a router's choice its content and its position decide, each alone.
+    """Shares of a router's choice that content and position explain, each alone.
 
-    Each image is judged twice, rolled by whole patches drawn at random, so that all content is equally likely at every
-    place, whatever the data. What neither decides is left to both together, to other patches or to chance.
+    Each image is evaluated twice, rolled by whole patches drawn at random, so that all content is equally likely at
+    every place, whatever the data. The remainder is their interaction, other patches, or chance.
 
     Args:
         content: Share of the variance of being kept that a patch's content explains wherever it stands, in [0, 1].

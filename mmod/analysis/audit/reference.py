@@ -1,4 +1,4 @@
-"""What a dense model says of a batch: its loss, which tokens it attends to, and of which it is unsure.
+"""A dense model on a batch: its loss, the attention that tokens receive, and its entropy at each token.
 
 Axes: B images, N tokens, D channels, C classes or tokens of a vocabulary."""
 
@@ -19,9 +19,7 @@ from mmod.routing import Routing
 
 
 class Reference(NamedTuple):
-    """A dense model's loss per image (B,), the attention that tokens receive by block (B, N), and `token_entropy`,
-    if asked for.
-    """
+    """A dense model's loss per image (B,), attention received by block (B, N), and `token_entropy` if asked for."""
 
     loss_B: Tensor
     attention: Mapping[str, Tensor]
@@ -31,7 +29,7 @@ class Reference(NamedTuple):
 def consult(
     model: nn.Module, judged: Callable[[], Tensor], learned: Mapping[str, Routing], wanted: Collection[str]
 ) -> Reference:
-    """Ask a dense model of a batch, in one pass."""
+    """Run a dense model on a batch, once."""
     captured: dict[str, capture_importance] = {}
     if DENSE_ATTENTION in wanted:
         modules = dict(model.named_modules())
@@ -58,7 +56,7 @@ def consult(
         if REFERENCE_ENTROPY in wanted and (entropy_BN is None or entropy_BN.shape != shape):
             of = "none" if entropy_BN is None else f"{entropy_BN.shape[1]}"
             raise ValueError(
-                f"the dense model says of {of} of the {shape[1]} tokens in {name} how unsure it is: give the one that "
+                f"the dense model predicts at {of} of the {shape[1]} tokens in {name}: give the one that "
                 f"the routed model was made from, or leave {REFERENCE_ENTROPY!r} out of `conditions`"
             )
     return Reference(loss_B, attention, entropy_BN)
@@ -66,11 +64,10 @@ def consult(
 
 @contextmanager
 def token_entropy(model: nn.Module) -> Iterator[list[Tensor]]:
-    """Record how unsure a model is at each token, in forward passes inside the block.
+    """Record the entropy of a model's predictions at each token, in forward passes inside the block.
 
-    A language model, or a classifier of patches, answers for each token: it is the entropy of that answer, of a
-    language model that of what it expects next. An image classifier's own head answers for one image: it is given each
-    token's final state in the place of a whole image.
+    A language model or a classifier of patches predicts at each token. The head of an image classifier predicts for
+    one image: it is given each token's final state in the place of a whole image.
     """
     host: Any = adapted_model(model)
     entropies: list[Tensor] = []

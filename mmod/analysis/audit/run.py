@@ -57,10 +57,9 @@ def audit(
     The model is frozen. Every image is evaluated with the tokens that the routers keep, and with the same number of
     tokens under counterfactual conditions:
 
-    - "random";
-    - fixed positions: "stride", "centre", "border", and "mean mask", the positions that the router keeps most often;
-    - "token norm";
-    - "inverted": the tokens that the router dropped, lowest score first, then kept tokens, lowest score first;
+    - "random", "token norm", and fixed positions: "stride", "centre", "border", and "mean mask", the positions that the
+      router keeps most often;
+    - "inverted": dropped tokens before kept ones, the lowest score first;
     - "shuffled": the positions that the router keeps in the previous image;
     - with a `reference`: "dense attention", the tokens with the most attention in the same block of that model, and
       "reference entropy", the tokens at which that model is least certain.
@@ -75,8 +74,7 @@ def audit(
             default takes images and classes; `mmod.analysis.judge_answers` takes batches of a language model.
         positions_from: Batches of a training set on which "mean mask" is computed; None for the evaluation set.
         conditions: Names of the conditions, None for all.
-        custom: Further conditions, as functions from an `mmod.analysis.DecisionContext` to ranks (B, N); the highest
-            ranks are kept.
+        custom: Further conditions: functions from an `mmod.analysis.DecisionContext` to ranks (B, N), highest kept.
         draws: Random choices per image, over which results are averaged.
         grid: Rows and columns of the tokens that may be skipped; None takes the model's grid, or else a square.
         margin: A gain over random tokens that is not significant, and whose interval ends below so many points of
@@ -93,12 +91,8 @@ def audit(
         leave_one_out: Number of batches on which every token is left out of every decision once, one forward pass per
             token, to compare its effect with its score.
         beside: Baselines by name, such as early exit at the same budget, to compare on all images and by strata.
-        progress_file: Intermediate results, from which an interrupted audit resumes on the same batches.
+        progress_file: Journal of counts, from which an interrupted audit resumes on the same batches.
         progress: Show a progress bar.
-
-    Returns:
-        Conditions with confidence intervals and tests, the verdict, how the decisions of blocks depend on each other,
-        strata, and leave-one-out results.
 
     Raises:
         TypeError: Batches are not iterable, or can be iterated only once.

@@ -92,5 +92,5 @@ def test_models_without_such_a_head_are_refused() -> None:
         return (model(small if model is other else batch)[:, 0],) * 2
 
     options = {"conditions": ["random", "reference entropy"], "draws": 1, "resamples": 100}
-    with pytest.raises(ValueError, match=r"says of 5 of the 17 tokens in blocks\.\d how unsure it is"):
+    with pytest.raises(ValueError, match=r"predicts at 5 of the 17 tokens in blocks\.\d"):
         mmod.audit(routed, [big], judge=judge, reference=other, **options)
