@@ -1,17 +1,19 @@
-"""Methods from plain values, as in configs and saved folders."""
+"""Methods from plain values, as in configs and saved folders. Every module of this folder registers its own."""
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any
 
-# Each module registers its method.
-from mmod.methods import channels, exit, experts, merge, prune, recursions, resize, route
 from mmod.methods.base import METHODS, Method
 from mmod.values import refuse_unknown
 
-__all__ = ["channels", "exit", "experts", "is_added", "merge", "prune", "read_method", "recursions", "resize", "route"]
+for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):
+    importlib.import_module(f"mmod.methods.{_module.name}")
 
 
 def read_method(values: Mapping[str, Any]) -> Method:
