@@ -33,7 +33,7 @@ class Command(NamedTuple):
 _WEIGHTS = "digits/dense --model.checkpoint runs/digits/dense"
 COMMANDS = {
     "advise MODEL": Command(
-        "mmod.studies.advise", "what makes an image model cheaper on your images and this machine, without training"
+        "mmod.studies.advise", "what makes a model cheaper on your images or prompts and this machine, untrained"
     ),
     "tradeoff CONFIG": Command(
         "mmod.studies.command", "accuracy against FLOPs, time and memory, with controls", "digits"

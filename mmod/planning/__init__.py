@@ -12,8 +12,9 @@ if TYPE_CHECKING:
     from mmod.planning.learned import LearnedPlan, learn_capacity_, settle_capacity_
     from mmod.planning.plan_search import Option, PlanSearch
     from mmod.planning.presets import preset
+    from mmod.planning.recipes import Recipe
     from mmod.planning.schedules import drop_once, falling, ratio_decay, stage_drop
     from mmod.planning.search import plan_divergence, search_plan
-    from mmod.planning.trials import Recipe, advise
+    from mmod.planning.trials import advise
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

@@ -25,11 +25,13 @@ class RecipeResult:
 
     Args:
         speedup: Time of the dense model over the recipe's, over the rounds: median and quartiles.
-        score: Share of images with the dense model's top class, or mean cosine of features; 95 % interval over images.
+        score: Share of images with the dense model's top class, mean cosine of features, or share of next tokens that
+            are the dense model's; 95 % interval over images or prompts.
         accuracy: Difference of top-1 accuracy to the dense model's, where images have labels; 95 % interval.
         images: Number of images; few for recipes that were far from the front.
         code: The line of Python that applies it; `config` the key of a training config that does.
         on_front: No other row is faster and agrees more.
+        cache: Bytes of the KV cache of a prompt of mean length; None for image models.
     """
 
     name: str
@@ -41,6 +43,7 @@ class RecipeResult:
     config: str
     advice: str
     on_front: bool = False
+    cache: int | None = None
 
     @property
     def loss(self) -> float:
@@ -57,10 +60,11 @@ class Advice:
         refused: Reasons why recipes were left out, by name.
         measure: "agreement" of the top class, "cosine of features" for a model without a head, or "cosine of patches".
         accuracy: Top-1 accuracy of the dense model, where images have labels.
-        milliseconds: Time of a batch of `batch_size` images in the dense model.
+        milliseconds: Time of a batch of `batch_size` images or prompts in the dense model.
         tolerance: Share of agreement, or of accuracy, that may be lost.
         redundancy: Redundancy of the images at the model's patch size; None where that is unknown.
         note: Further facts about the data.
+        cache: Bytes of the dense model's KV cache of a prompt of mean length; None for image models.
     """
 
     rows: tuple[RecipeResult, ...]
@@ -73,6 +77,12 @@ class Advice:
     tolerance: float
     redundancy: RedundancyReport | None = None
     note: str = ""
+    cache: int | None = None
+
+    @property
+    def samples(self) -> str:
+        """What the model was judged on: "images" or "prompts"."""
+        return "images" if self.cache is None else "prompts"
 
     @property
     def best(self) -> RecipeResult | None:
@@ -91,7 +101,9 @@ class Advice:
         kept = f"at {shown} agreement" if self.measure == AGREEMENT else f"at a {self.measure} of {row.score:.3f}"
         change = "" if row.accuracy is None else f", accuracy {100 * row.accuracy.value:+.1f} points"
         lowest = row.score.low - 1 if row.accuracy is None else row.accuracy.low
-        unsure = "" if lowest >= -self.tolerance else " The interval reaches beyond the tolerance: try more images."
+        unsure = (
+            "" if lowest >= -self.tolerance else f" The interval reaches beyond the tolerance: try more {self.samples}."
+        )
         return (
             f"{action[0].upper()}{action[1:]}: {row.speedup.median:.2f} times as fast {kept} with the dense "
             f"model{change}.{unsure}"
@@ -104,19 +116,24 @@ class Advice:
 
     def table(self) -> str:
         """Return the rows as a table in Markdown."""
-        header = ["recipe", "speed-up", self.measure, *(["accuracy"] if self.accuracy is not None else []), "images"]
+        further = {"accuracy": self.accuracy is not None, "cache": self.cache is not None}
+        header = ["recipe", "speed-up", self.measure, *(title for title in further if further[title]), self.samples]
         rows = []
         for row in self.rows:
             speed = f"{row.speedup.median:.2f} [{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
             score = f"{100 * row.score}" if self.measure == AGREEMENT else f"{row.score:.3f}"
             accuracy = [] if row.accuracy is None else [f"{100 * row.accuracy:+.1f}"]
-            rows.append([f"{'*' if row.on_front else ' '} {row.name}", speed, score, *accuracy, str(row.images)])
+            cache = [] if row.cache is None or self.cache is None else [f"{row.cache / self.cache:.2f}"]
+            rows.append(
+                [f"{'*' if row.on_front else ' '} {row.name}", speed, score, *accuracy, *cache, str(row.images)]
+            )
         return markdown_table(header, rows)
 
     def __str__(self) -> str:
         """Return the table, the advice and the lines that apply it, as Markdown."""
-        unit = "%, 95 % interval over images" if self.measure == AGREEMENT else "95 % interval over images"
-        dense = f"The dense model takes {self.milliseconds:.1f} ms for {self.batch_size} images"
+        unit = f"{'%, ' if self.measure == AGREEMENT else ''}95 % interval over {self.samples}"
+        dense = f"The dense model takes {self.milliseconds:.1f} ms for {self.batch_size} {self.samples}"
+        dense += "" if self.cache is None else f", whose KV caches have {self.cache / 2**20:.3g} MiB each on average,"
         dense += "" if self.accuracy is None else f" and has an accuracy of {100 * self.accuracy:.1f} %"
         images = "" if self.redundancy is None else f" The images: {self.redundancy}."
         lines = [

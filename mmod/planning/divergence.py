@@ -73,7 +73,7 @@ def _rows(model: nn.Module, batch: Any, part: str, image_token: int | None) -> T
     else:
         arguments, output = {}, model(batch)
     if "input_ids" in arguments and hasattr(output, "logits"):
-        logits_RF: Tensor = output.logits[_compared(batch, image_token)]
+        logits_RF: Tensor = output.logits[compared(batch, image_token)]
         return logits_RF
     if isinstance(output, (tuple, list)):
         output = output[1 if part == "text" else 0]
@@ -84,7 +84,7 @@ def _rows(model: nn.Module, batch: Any, part: str, image_token: int | None) -> T
     return output.flatten(0, -2)
 
 
-def _compared(batch: Mapping[str, Any], image_token: int | None) -> Tensor:
+def compared(batch: Mapping[str, Any], image_token: int | None) -> Tensor:
     """Return the mask of tokens whose logits are compared (B, N)."""
     ids_BN = batch["input_ids"]
     if batch.get("labels") is not None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -145,21 +146,24 @@ def routed(model: nn.Module, part: str, config: Plan | RoutingConfig) -> Iterato
         unroute_(model)
 
 
+def run_batch(model: nn.Module, batch: Any) -> None:
+    """Run one forward pass, for a language model the prefill of a batch of prompts, vision tower included."""
+    if not isinstance(batch, Mapping):
+        model(batch)
+        return
+    arguments = {name: value for name, value in batch.items() if name != "labels"}
+    generates: Any = getattr(model, "can_generate", bool)
+    model(**arguments, **({"use_cache": True, "logits_to_keep": 1} if generates() else {}))
+
+
 def stopwatch(model: nn.Module, part: str, batch: Any) -> Clock:
     """Return a function that times one forward pass; for a language model the prefill, vision tower included.
 
     Routed models and the dense model are timed in turns, so that the machine's load affects all of them equally.
     """
 
-    def run() -> None:
-        if not isinstance(batch, Mapping):
-            model(batch)
-            return
-        arguments = {name: value for name, value in batch.items() if name != "labels"}
-        generates: Any = getattr(model, "can_generate", bool)
-        model(**arguments, **({"use_cache": True, "logits_to_keep": 1} if generates() else {}))
-
     def measure(configs: Sequence[RoutingConfig]) -> tuple[float, list[float]]:
+        run = partial(run_batch, model, batch)
         device = next(model.parameters()).device
         times: dict[int, list[float]] = {place: [] for place in range(-1, len(configs))}
         for _ in range(_ROUNDS):

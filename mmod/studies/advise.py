@@ -1,9 +1,12 @@
-"""The command that says what makes a model cheaper before anything is trained: `mmod advise MODEL --images FOLDER`."""
+"""The command that says what makes a model cheaper before anything is trained.
+
+`mmod advise MODEL --images FOLDER`, or `mmod advise FOLDER --prompts FILE` for a language model that reads images.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +20,10 @@ MEASURES = ("top1", "features", "patches")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the recipes of `mmod.advise` on a folder of images and print what it advises."""
+    """Run the recipes of `mmod.advise` on a folder of images, or a file of prompts, and print what it advises."""
     options = _parser().parse_args(arguments)
+    if options.images is None and options.prompts is None:
+        raise ValueError("advice needs --images FOLDER, or --prompts FILE for a language model that reads images")
     import torch
 
     import mmod
@@ -28,15 +33,21 @@ def main(arguments: Sequence[str]) -> None:
     check_value("--image_size", options.image_size, int | None, "[1, inf)")
     if options.threads:
         torch.set_num_threads(options.threads)
-    model, transform = load_model(
-        options.model, options.checkpoint, options.pretrained, options.image_size, options.measure
-    )
-    batch, note = read_images(options.images, transform, options.number, options.on_corrupt, model)
+    batches: Iterable[Any]
+    if options.prompts is None:
+        model, transform = load_model(
+            options.model, options.checkpoint, options.pretrained, options.image_size, options.measure
+        )
+        batch, note = read_images(options.images, transform, options.number, options.on_corrupt, model)
+        batches = [batch]
+    else:
+        model, batches = read_prompts(options)
+        note = "Plans were searched on a fifth of the prompts, and all recipes judged on the others."
     name = options.model.removeprefix("/").replace("/", "-").replace(":", "-")
     folder = Path(options.output or f"runs/advise/{name}")
     advice = mmod.advise(
         model.to(choose_device(options.device)),
-        [batch],
+        batches,
         images=options.number,
         batch_size=options.batch_size,
         tolerance=options.tolerance,
@@ -48,15 +59,19 @@ def main(arguments: Sequence[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Try ways to make an image model cheaper without training, on your images and this machine.",
+        description="Try ways to make a model cheaper without training, on your images or prompts and this machine.",
         allow_abbrev=False,
     )
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a name of timm, open_clip:ARCHITECTURE or open_clip:ARCHITECTURE:WEIGHTS, or a folder that timm saved",
+        help="a name of timm, open_clip:ARCHITECTURE or open_clip:ARCHITECTURE:WEIGHTS, or a folder that timm saved; "
+        "with --prompts a folder of a LLaVA-style model and its processor",
     )
-    parser.add_argument("--images", required=True, metavar="FOLDER", help="images, perhaps in a folder for each class")
+    parser.add_argument("--images", metavar="FOLDER", help="images, perhaps in a folder for each class")
+    parser.add_argument(
+        "--prompts", metavar="FILE", help="conversations in LLaVA's format, whose images are in --images or beside FILE"
+    )
     parser.add_argument("--checkpoint", metavar="FILE", help="weights of the model in place of the published ones")
     parser.add_argument(
         "--no_pretrained", dest="pretrained", action="store_false", help="random weights: for tests of the command"
@@ -66,8 +81,8 @@ def _parser() -> argparse.ArgumentParser:
         "--measure", choices=MEASURES,
         help="what must stay equal: the top class, the features that a head reads, or the features of patches",
     )  # fmt: skip
-    parser.add_argument("--number", type=int, default=256, help="images to use, spread over the folder (256)")
-    parser.add_argument("--batch_size", type=int, default=8, help="images of a timed batch (8)")
+    parser.add_argument("--number", type=int, default=256, help="images or prompts to use, spread evenly (256)")
+    parser.add_argument("--batch_size", type=int, default=8, help="images or prompts of a timed batch (8)")
     parser.add_argument(
         "--tolerance", type=float, default=0.02, help="share of agreement or accuracy that may be lost (0.02)"
     )
@@ -76,6 +91,22 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--on_corrupt", choices=("raise", "skip"), default="raise", help="what to do on a broken image")
     parser.add_argument("--output", metavar="FOLDER", help="folder of the result (runs/advise/MODEL)")
     return parser
+
+
+def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any]]:
+    """Load a vision-language model from a folder, and read prompts for it."""
+    from mmod.data.readers.conversations import ConversationsConfig
+    from mmod.training.chat.config import ModelConfig, TrainConfig
+    from mmod.training.chat.recipe import ChatRecipe
+
+    given = [name for name in ("checkpoint", "image_size", "measure") if getattr(options, name) is not None]
+    if given or not options.pretrained:
+        raise ValueError(f"with --prompts the model is that of a folder: leave out --{(given or ['no_pretrained'])[0]}")
+    data = ConversationsConfig(options.prompts, None, options.images, on_corrupt=options.on_corrupt)
+    config = TrainConfig(output=options.output or "runs/advise", model=ModelConfig(options.model), data=data)
+    recipe = ChatRecipe(config)
+    model = recipe.load()
+    return model, recipe.calibration(model, -(-options.number // options.batch_size), options.batch_size)
 
 
 def load_model(

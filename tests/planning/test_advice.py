@@ -15,10 +15,11 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.methods import methods_of, read_method
-from mmod.planning import trials
-from mmod.planning.trials import Recipe
+from mmod.planning import samples, trials
+from mmod.planning.recipes import Recipe
 from mmod.training.engine.methods import resolve_routing
 from tests.adapters.clip_zoo import make_clip, make_images
+from tests.adapters.vlm_zoo import make_joint, make_language, prompt
 
 SIDE = 160
 
@@ -88,7 +89,7 @@ def test_figures_are_those_of_models_changed_by_the_printed_lines(
 ) -> None:
     clock({})
     # Recipes near the front are judged in two steps.
-    monkeypatch.setattr(trials, "FIRST_LOOK", 4)
+    monkeypatch.setattr(samples, "FIRST_LOOK", 4)
     images = pictures(10)
     with torch.no_grad():
         dense = make(**options)(images)
@@ -161,7 +162,7 @@ def test_a_killed_call_goes_on_and_another_is_refused(
     clock({})
     options: dict[str, Any] = {"batch_size": 2, "folder": tmp_path, "progress": False}
     ran: list[str] = []
-    add = trials._Trials._judge
+    add = samples.Images.judge
 
     def judge(self: Any, *arguments: Any) -> Any:
         ran.append("")
@@ -169,7 +170,7 @@ def test_a_killed_call_goes_on_and_another_is_refused(
             raise KeyboardInterrupt
         return add(self, *arguments)
 
-    monkeypatch.setattr(trials._Trials, "_judge", judge)
+    monkeypatch.setattr(samples.Images, "judge", judge)
     with pytest.raises(KeyboardInterrupt):
         mmod.advise(make(), [pictures(4)], **options)
     advice = mmod.advise(make(), [pictures(4)], **options)
@@ -197,9 +198,64 @@ def test_a_clip_model_is_judged_by_its_image_features(clock: Callable[..., None]
     assert any("image=mmod." in row.code for row in advice.rows)
 
 
+def questions(number: int, labels: bool = False) -> list[dict[str, Any]]:
+    """Return batches of two prompts with one image and with two."""
+    batches = [prompt("llava", (1, 2), seed=seed) for seed in range(number)]
+    for batch in batches if labels else ():
+        ids = batch["input_ids"]
+        batch["labels"] = torch.where(torch.arange(ids.shape[1]) >= ids.shape[1] - 2, ids, -100)
+    return batches
+
+
+@pytest.mark.parametrize("labels", [False, True])
+def test_a_language_model_is_judged_by_its_next_tokens(
+    labels: bool, clock: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock({"as FastV": 5.0})
+    monkeypatch.setattr(samples, "FIRST_LOOK", 3)
+    batches = questions(4, labels)
+    advice = mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False)
+    assert (advice.measure, advice.samples, advice.images) == ("agreement", "prompts", 6)
+    assert {"as p-MoD", "as PyramidDrop", "as FastV", "random 0.5", "frozen after 2"} <= {
+        row.name for row in advice.rows
+    }
+    assert any(row.name.startswith("searched") for row in advice.rows)
+    assert advice.cache is not None
+    assert "| cache" in str(advice)
+    assert "95 % interval over prompts" in str(advice)
+    dense = make_joint("llava")
+    for row in advice.rows:
+        model = make_joint("llava")
+        exec(row.code, {"mmod": mmod, "model": model})
+        alike, right, base = [], [], []
+        with torch.no_grad():
+            for batch in batches[1 : 1 + row.images // 2]:
+                inputs = {name: value for name, value in batch.items() if name != "labels"}
+                own, other = dense(**inputs).logits.argmax(-1), model(**inputs).logits.argmax(-1)
+                is_text = batch["attention_mask"].bool() & (batch["input_ids"] != dense.config.image_token_id)
+                for place in range(2):
+                    asked = is_text[place]
+                    if labels:
+                        asked = torch.cat([batch["labels"][place, 1:] != -100, torch.zeros(1, dtype=torch.bool)])
+                        answer = batch["labels"][place][batch["labels"][place] != -100]
+                        right.append(float((other[place][asked] == answer).double().mean()))
+                        base.append(float((own[place][asked] == answer).double().mean()))
+                    alike.append(float((own[place] == other[place])[asked].double().mean()))
+        assert row.score.value == pytest.approx(sum(alike) / len(alike))
+        assert (row.accuracy is not None) == labels
+        if row.accuracy is not None:
+            assert row.accuracy.value == pytest.approx(sum(right) / len(right) - sum(base) / len(base))
+        count = mmod.prefill_flops(model, 10, 13)
+        assert row.cache == pytest.approx(count.cache_share * advice.cache, rel=0.15)
+    assert mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False) == advice
+
+
 @pytest.mark.parametrize(
     ("model", "batches", "message"),
     [
+        (lambda: make_joint("llava"), questions(1), "one batch of prompts cannot both find plans and judge them"),
+        (lambda: make_joint("llava"), [], "no prompts: batches is empty"),
+        (lambda: make_language("llama"), questions(2), "reads text: use mmod.search_plan"),
         (lambda: make(), [], "no images: batches is empty"),
         (lambda: timm.create_model("resnet10t"), [pictures(1)], "ResNet"),
         (lambda: mmod.route_(make()), [pictures(1)], "is changed already: call mmod.undo_ first"),
@@ -210,3 +266,5 @@ def test_errors_say_what_is_wrong(model: Callable[[], nn.Module], batches: list[
         mmod.advise(model(), batches, progress=False)
     with pytest.raises(TypeError, match="batches must hold images"):
         mmod.advise(make(), [pictures(1)[0]], progress=False)
+    with pytest.raises(TypeError, match="batches must hold prompts"):
+        mmod.advise(make_joint("llava"), [pictures(1)], progress=False)

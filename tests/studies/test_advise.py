@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,12 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from mmod.cli import main
 from mmod.planning import trials
 from mmod.studies.advise import load_model
+from mmod.training.chat.words import create_word_processor
 
 
 @pytest.fixture(autouse=True)
@@ -149,3 +152,34 @@ def test_folders_of_splits_are_images_too(tmp_path: Path, capsys: pytest.Capture
     (folder / "class 0").rename(folder / "train")
     main(words(folder, tmp_path / "advice"))
     assert "| 4 |" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_file_of_prompts_gives_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, processor = tmp_path / "model", create_word_processor(image_size=8, patch_size=4)
+    config = LlavaConfig(
+        text_config={
+            "model_type": "llama", "vocab_size": len(processor.tokenizer), "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2,
+        },
+        vision_config={
+            "model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4, "hidden_size": 16,
+            "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vision_use_head": False,
+        },
+        image_token_index=processor.image_token_id, vision_feature_layer=-1, vision_feature_select_strategy="full",
+    )  # fmt: skip
+    LlavaForConditionalGeneration(config).save_pretrained(model)
+    processor.save_pretrained(model)
+    Image.new("RGB", (9, 9)).save(tmp_path / "one.png")
+    turns = [{"from": "human", "value": "<image>\nhow many objects ?"}, {"from": "gpt", "value": "two"}]
+    talks = [{"id": str(number), "image": "one.png", "conversations": turns} for number in range(4)]
+    (tmp_path / "talks.json").write_text(json.dumps(talks))
+    command = ["advise", str(model), "--prompts", str(tmp_path / "talks.json"), "--output", str(tmp_path / "advice")]
+    main([*command, "--batch_size", "2", "--device", "cpu"])
+    shown = capsys.readouterr().out
+    assert "as PyramidDrop" in shown
+    assert "2 prompts" in shown
+    assert (tmp_path / "advice" / "advice.md").is_file()
+    with pytest.raises(SystemExit, match="leave out --measure"):
+        main([*command, "--measure", "top1"])
+    with pytest.raises(SystemExit, match="advice needs --images FOLDER, or --prompts FILE"):
+        main(command[:2])

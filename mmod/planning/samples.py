@@ -1,0 +1,208 @@
+"""What a changed model is judged on: images, or prompts. N: samples, R: rows of outputs, F: features, T: tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmod.analysis.prefill import prefill_flops
+from mmod.analysis.redundancy import RedundancyReport, redundancy
+from mmod.planning.advice import AGREEMENT
+from mmod.planning.divergence import compared, outputs, real_tokens, resized
+from mmod.planning.plan_search import run_batch
+from mmod.planning.recipes import ONLY
+
+# Samples of the first look at all recipes; the others are run for recipes near the front.
+FIRST_LOOK = 64
+_AT_ONCE = 32
+
+Judgement = tuple[np.ndarray, np.ndarray]
+"""Agreement with the dense model and, with labels, accuracy, by sample."""
+
+
+class Samples(ABC):
+    """Inputs of a model, and the dense model's outputs for them.
+
+    Attributes:
+        measure: How outputs are compared.
+        fingerprint: Figure of the dense outputs, which tells models and inputs apart.
+        first: Number of samples of the first look.
+        batch_size: Samples of a timed batch.
+        has_labels: Whether accuracy is judged.
+    """
+
+    measure: str
+    fingerprint: str
+    first: int
+    batch_size: int
+    has_labels: bool
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
+        """Compare a model's outputs for some samples with the dense model's."""
+
+    @abstractmethod
+    def check(self, model: nn.Module) -> None:
+        """Run a model on few samples; raises a ValueError where it cannot be run."""
+
+    @abstractmethod
+    def call(self, model: nn.Module) -> Callable[[], object]:
+        """Return the pass that is timed."""
+
+    def cache_bytes(self, model: nn.Module) -> int | None:
+        """Return the bytes of the KV cache of a prompt of mean length; None without a cache."""
+        return None
+
+    @property
+    def redundancy(self) -> RedundancyReport | None:
+        """The redundancy of images; None where it is unknown."""
+        return None
+
+
+class Images(Samples):
+    """Images, with labels or without."""
+
+    def __init__(
+        self, model: nn.Module, part: str, prefix: int, pixels: Tensor, labels: Tensor | None, batch_size: int
+    ) -> None:
+        self.part, self.prefix, self.pixels, self.batch_size = part, prefix, pixels, batch_size
+        self.device = next(model.parameters()).device
+        has_classes = part == ONLY and getattr(model, "num_classes", 0) > 0
+        self.dense_NRF = self._outputs(model, 0, len(pixels))
+        patches = self.dense_NRF.shape[1] > 1
+        self.measure = AGREEMENT if has_classes and not patches else f"cosine of {'patches' if patches else 'features'}"
+        self.labels = labels if self.measure == AGREEMENT else None
+        self.has_labels = self.labels is not None
+        self.fingerprint = f"{float(self.dense_NRF.double().abs().mean()):.6e}"
+        self.first = min(FIRST_LOOK, len(pixels))
+        sides = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+        self.patch = sides[0] if isinstance(sides, tuple) else None
+
+    def __len__(self) -> int:
+        return len(self.pixels)
+
+    @property
+    def redundancy(self) -> RedundancyReport | None:
+        """The redundancy of the images at the model's patches."""
+        return None if self.patch is None else redundancy(self.pixels, self.patch)
+
+    def check(self, model: nn.Module) -> None:
+        """Run a model on one image."""
+        outputs(model, self.pixels[:1].to(self.device), self.part)
+
+    def call(self, model: nn.Module) -> Callable[[], object]:
+        """Return the pass over a batch."""
+        x = self.pixels[torch.arange(self.batch_size) % len(self)].to(self.device)
+        return lambda: model(x)
+
+    def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
+        """Return the share of equal top classes, or the mean cosine over rows."""
+        dense_NRF = self.dense_NRF[start:stop].float()
+        changed_NRF = resized(self._outputs(model, start, stop).float(), dense_NRF.shape[1])
+        if self.measure != AGREEMENT:
+            return torch.cosine_similarity(changed_NRF, dense_NRF, dim=-1).mean(1).double().numpy(), np.zeros(0)
+        top_N, dense_N = changed_NRF[:, 0].argmax(-1), dense_NRF[:, 0].argmax(-1)
+        is_right = np.zeros(0) if self.labels is None else (top_N == self.labels[start:stop].cpu()).double().numpy()
+        return (top_N == dense_N).double().numpy(), is_right
+
+    def _outputs(self, model: nn.Module, start: int, stop: int) -> Tensor:
+        """Return the outputs (N, R, F): one row per image, or one per patch."""
+        batches = []
+        for chunk in self.pixels[start:stop].split(_AT_ONCE):
+            rows_NRF = outputs(model, chunk.to(self.device), self.part).unflatten(0, (len(chunk), -1))
+            batches.append(rows_NRF[:, self.prefix :].half().cpu() if rows_NRF.shape[1] > 1 else rows_NRF.cpu())
+        return torch.cat(batches)
+
+
+class Prompts(Samples):
+    """Batches of prompts, judged by the next token at the answers where there are labels, and at all text otherwise."""
+
+    measure = AGREEMENT
+
+    def __init__(self, model: Any, part: str, batches: Sequence[Mapping[str, Any]]) -> None:
+        self.part, self.batches, self.image_token = part, batches, model.config.image_token_id
+        self.starts = [0, *accumulate(len(batch["input_ids"]) for batch in batches)]
+        self.first = next((start for start in self.starts if start >= FIRST_LOOK), len(self))
+        self.batch_size = self.starts[1]
+        self.has_labels = all(batch.get("labels") is not None for batch in batches)
+        tops = [self._top(model, batch) for batch in batches]
+        self.dense_T = [top_T for top_T, _ in tops]
+        self.fingerprint = f"{sum(size for _, size in tops) / len(tops):.6e}"
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    def check(self, model: nn.Module) -> None:
+        """Run a model on the first batch."""
+        self._top(model, self.batches[0])
+
+    def call(self, model: nn.Module) -> Callable[[], object]:
+        """Return the prefill of the first batch, vision tower included."""
+        return lambda: run_batch(model, self.batches[0])
+
+    def cache_bytes(self, model: nn.Module) -> int:
+        """Return the bytes of the KV cache of a prompt of mean length."""
+        images = sum(int((batch["input_ids"] == self.image_token).sum()) for batch in self.batches) // len(self)
+        tokens = sum(int(real_tokens(batch).sum()) for batch in self.batches) // len(self)
+        return prefill_flops(model, tokens - images, images).cache_bytes
+
+    def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
+        """Return the shares of a prompt's next tokens that are the dense model's, and the answer's."""
+        columns = []
+        for place in range(self.starts.index(start), self.starts.index(stop)):
+            batch, dense_T = self.batches[place], self.dense_T[place]
+            top_T, _ = self._top(model, batch)
+            counts = compared(batch, self.image_token).sum(1).tolist()
+            is_alike = [(top_T == dense_T)]
+            if self.has_labels:
+                labels_BN = batch["labels"][:, 1:]
+                is_alike.append(top_T == labels_BN[compared(batch, self.image_token)[:, :-1]].cpu())
+            columns.append([[float(x.double().mean()) for x in values.split(counts)] for values in is_alike])
+        scores, *correct = (np.concatenate(values) for values in zip(*columns))
+        return scores, correct[0] if correct else np.zeros(0)
+
+    def _top(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, float]:
+        """Return the most probable next tokens (T,), and the mean size of their logits."""
+        logits_TF = outputs(model, batch, self.part, self.image_token)
+        return logits_TF.argmax(-1).cpu(), float(logits_TF.double().abs().mean())
+
+
+def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | None]:
+    """Return the first images of batches, with their labels if all batches have some."""
+    pixels: list[Tensor] = []
+    labels: list[Tensor] = []
+    for batch in batches:
+        x, *more = batch if isinstance(batch, (tuple, list)) else (batch,)
+        if not isinstance(x, Tensor) or x.ndim != 4:
+            raise TypeError(f"batches must hold images (B, C, H, W), or pairs of images and labels, got {type(x)}")
+        pixels.append(x)
+        labels += more[:1]
+        if sum(map(len, pixels)) >= images:
+            break
+    if not sum(map(len, pixels)):
+        raise ValueError("no images: batches is empty")
+    together = torch.cat(pixels)[:images]
+    return together, torch.cat(labels)[:images] if len(labels) == len(pixels) else None
+
+
+def first_prompts(batches: Iterable[Any], prompts: int, device: torch.device) -> list[Mapping[str, Any]]:
+    """Return batches up to a number of prompts, whole ones, on a device."""
+    found: list[Mapping[str, Any]] = []
+    for batch in batches:
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            raise TypeError(f"batches must hold prompts, as the model's processor returns them, got {type(batch)}")
+        found.append({name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()})
+        if sum(len(one["input_ids"]) for one in found) >= prompts:
+            break
+    if not found:
+        raise ValueError("no prompts: batches is empty")
+    return found
