@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mmod.analysis.audit.auditor import Shift
 
 Config = TypeVar("Config", bound=AnyConfig)
-# The evaluation set as it is.
+# Changes of the evaluation set: none.
 _UNCHANGED: Mapping[str, Any] = MappingProxyType({})
 _PIXELS = "pixel_values"
 _QUESTION = "kind of question"

@@ -1,4 +1,4 @@
-"""Shifts: images changed as those of another set may be, each image in the same way whatever else is in its batch.
+"""Distribution shifts: each image is changed as those of another set may be, independent of its batch.
 
 Axes: B images, C channels, H rows and W columns of pixels."""
 
@@ -13,8 +13,8 @@ from torch import Tensor
 ImageShift = Callable[[Tensor, range], Tensor]
 """From images (B, C, H, W) and their numbers in the set to images of the same size."""
 
-# Standard deviations of noise and of the blur's bell, the latter as a share of the longer side; by how much images get
-# smaller; side of a fragment as a share of the shorter side, and how many there are.
+# Standard deviation of noise; that of the blur's Gaussian, as a share of the longer side; factor of the downsampling;
+# side of a pasted square, as a share of the shorter side, and their number.
 _NOISE, _BLUR, _SMALLER, _FRAGMENT, _FRAGMENTS = 0.5, 0.03, 2, 0.2, 4
 
 
@@ -25,7 +25,7 @@ def _noise(x_BCHW: Tensor, images: range) -> Tensor:
 
 
 def _blur(x_BCHW: Tensor, images: range) -> Tensor:
-    """Blur by a bell of 3 % of the image's longer side."""
+    """Blur by a Gaussian with a standard deviation of 3 % of the image's longer side."""
     sigma = _BLUR * max(x_BCHW.shape[-2:])
     reach = max(1, round(3 * sigma))
     bell = torch.exp(-(torch.arange(-reach, reach + 1) ** 2) / (2 * sigma**2)).to(x_BCHW)
@@ -55,7 +55,7 @@ def _clutter(x_BCHW: Tensor, images: range) -> Tensor:
 
 
 def _draws(images: range) -> Iterator[torch.Generator]:
-    """Yield what draws for each image, by its number."""
+    """Yield a generator for each image, seeded by its number."""
     return (torch.Generator().manual_seed(image) for image in images)
 
 
