@@ -24,6 +24,7 @@ from mmod.benchmarks.report import BenchmarkReport
 from mmod.planning import trials
 from mmod.studies.study import Study
 from tests.sets import SETS
+from tests.studies.test_advise import make_prompts
 from tests.test_docs import NAMED
 
 IMAGES = f"--data.source digits:tiny --data.root {SETS}/digits --data.batch_size 16 --data.val_limit 32 --device cpu"
@@ -40,6 +41,7 @@ TIMED = "--seconds 0.01 --rounds 1 --threads 1"
 SMALL = {
     "train image": f"{IMAGES} {STEPS}",
     "train image configs/digits/routed-training": f"{IMAGES} {STEPS} {SIDE} --in_training.epochs 1",
+    "train image configs/cifar/dinov2": "--print_config",
     "train image configs/cifar/routed-training": f"{IMAGES} {STEPS} {SIDE} --in_training.epochs 1",
     "train image configs/patches": f"--data.source crowds:tiny --data.root {SETS}/crowds {STEPS} {SIDE} --device cpu",
     "train image configs/imagenet": "--print_config",
@@ -54,6 +56,7 @@ SMALL = {
     "audit runs/vlm": f"--questions 4 {AUDIT}",
     "plan": f"{QUESTIONS} --plan.batches 1 --plan.batch_size 2",
     "isoflop": "--dry-run",
+    "advise llava": "--number 4 --batch_size 2 --device cpu",
     "advise": "--number 2 --batch_size 2 --no_pretrained",
     "benchmark drafts": "--prompts 1 --prompt_tokens 4 --new_tokens 2 --rounds 1 --draft_tokens [3] --threads 1",
     "benchmark generation": f"--image_tokens [16] --batch_sizes [1] --hidden 64 --layers 6 {TIMED}",
@@ -192,6 +195,8 @@ def test_models_are_judged_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
         Image.effect_noise((48, 48), 50 * number).convert("RGB").save(f"photos/{number}/a.png")
     save_file(timm.create_model("vit_small_patch14_dinov2", img_size=224).state_dict(), "dinov2.safetensors")
     timm.models.save_for_hf(timm.create_model("test_vit"), "runs/mine/model", safe_serialization=True)
+    make_prompts(Path())
+    shutil.copy("one.png", "photos")
     run_group("photos")
 
 

@@ -154,8 +154,9 @@ def test_folders_of_splits_are_images_too(tmp_path: Path, capsys: pytest.Capture
     assert "| 4 |" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_file_of_prompts_gives_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model, processor = tmp_path / "model", create_word_processor(image_size=8, patch_size=4)
+def make_prompts(root: Path) -> None:
+    """Write a tiny LLaVA to `llava`, and `questions.json` with an image of its own."""
+    processor = create_word_processor(image_size=8, patch_size=4)
     config = LlavaConfig(
         text_config={
             "model_type": "llama", "vocab_size": len(processor.tokenizer), "hidden_size": 16, "intermediate_size": 24,
@@ -167,13 +168,24 @@ def test_a_file_of_prompts_gives_a_report(tmp_path: Path, capsys: pytest.Capture
         },
         image_token_index=processor.image_token_id, vision_feature_layer=-1, vision_feature_select_strategy="full",
     )  # fmt: skip
-    LlavaForConditionalGeneration(config).save_pretrained(model)
-    processor.save_pretrained(model)
-    Image.new("RGB", (9, 9)).save(tmp_path / "one.png")
+    LlavaForConditionalGeneration(config).save_pretrained(root / "llava")
+    processor.save_pretrained(root / "llava")
+    Image.new("RGB", (9, 9)).save(root / "one.png")
     turns = [{"from": "human", "value": "<image>\nhow many objects ?"}, {"from": "gpt", "value": "two"}]
     talks = [{"id": str(number), "image": "one.png", "conversations": turns} for number in range(4)]
-    (tmp_path / "talks.json").write_text(json.dumps(talks))
-    command = ["advise", str(model), "--prompts", str(tmp_path / "talks.json"), "--output", str(tmp_path / "advice")]
+    (root / "questions.json").write_text(json.dumps(talks))
+
+
+def test_a_file_of_prompts_gives_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_prompts(tmp_path)
+    command = [
+        "advise",
+        str(tmp_path / "llava"),
+        "--prompts",
+        str(tmp_path / "questions.json"),
+        "--output",
+        str(tmp_path / "advice"),
+    ]
     main([*command, "--batch_size", "2", "--device", "cpu"])
     shown = capsys.readouterr().out
     assert "as PyramidDrop" in shown
