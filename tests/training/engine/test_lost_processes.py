@@ -40,20 +40,22 @@ def train_and_die_once(options: dict[str, Any]) -> None:
     train(options, hears=1, signals={3: signal.SIGKILL} if first_start else {})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_torchrun_restarts_a_killed_run_which_ends_as_an_undisturbed_one(
-    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def launch(options: dict[str, Any]) -> None:
     # With one store for all starts, a process may look for one that has ended.
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=1,
+        monitor_interval=0.1, start_method="fork", local_addr="127.0.0.1", run_id="run",
+    )  # fmt: skip
+    elastic_launch(config, train_and_die_once)(options)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
+def test_torchrun_restarts_a_killed_run_which_ends_as_an_undisturbed_one(tmp_path: Path, kind: str) -> None:
     options = {"batch_size": 4, "checkpoint_every": 2, "distributed": {"kind": kind}, "ema": {"decay": 0.5}}
     assert run_processes(train, {**options, "output": str(tmp_path / "whole")}, world=2) == [0, 0]
-    launch = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=1,
-        monitor_interval=0.1, start_method="forkserver", local_addr="127.0.0.1", run_id=kind,
-    )  # fmt: skip
-    elastic_launch(launch, train_and_die_once)({**options, "output": str(tmp_path / "killed")})
+    assert run_processes(launch, {**options, "output": str(tmp_path / "killed")}, log=tmp_path / "log") == [0]
+    assert "exitcode: -9" in (tmp_path / "log").read_text()
     for name in ("model", "ema"):
         whole, killed = (weights(tmp_path / run / name) for run in ("whole", "killed"))
         for key, value in whole.items():
