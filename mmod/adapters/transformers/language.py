@@ -123,6 +123,12 @@ class GroupHook(ModelHook):
             raise ValueError("capacity 0 is for image tokens: with tokens='all' it must be in (0, 1]")
         if self.language.positions == "compact" and not plain:
             raise ValueError(f"positions='compact' is not possible in {type(text).__name__}: it has several per token")
+        split = any(hasattr(weight, "device_mesh") for weight in text.parameters())
+        if split and config.wants_importance(training=True):
+            raise ValueError(
+                "tensor parallelism leaves each process the attention of its own heads, so that processes would keep "
+                "different tokens: choose a router and losses that read no importance, such as router='linear'"
+            )
         elsewhere = config.importance == "vision_tower" and config.wants_importance(training=True)
         self.tower = TowerImportance(entry) if elsewhere else None
         if elsewhere and self.tokens != "image":

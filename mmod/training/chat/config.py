@@ -129,6 +129,12 @@ class TrainConfig(RunConfig):
             raise ValueError(
                 "answers are not generated while the model is split by fsdp or deepspeed: set data.val: null"
             )
+        parallel = sorted({"tp_plan", "tp_size", "distributed_config"} & set(self.model.args))
+        if parallel:
+            raise ValueError(
+                f"model.args {', '.join(parallel)}: a run does not train a model that is split by tensor parallelism, "
+                "which one process could not save; set trainer.fsdp instead"
+            )
         if self.model.args.get("quantization_config") is not None:
             if self.lora is None:
                 raise ValueError("quantized weights are not trained: give lora, whose adapters are")

@@ -25,6 +25,8 @@ def test_configs_that_exclude_themselves(folder: Path) -> None:
         vlm_config(folder, frozen=["tower"])
     with pytest.raises(ValueError, match="names no part"):
         vlm_config(folder, routing={})
+    with pytest.raises(ValueError, match=r"model\.args tp_plan: a run does not train .* set trainer\.fsdp instead"):
+        vlm_config(folder, model=ModelConfig("model", args={"tp_plan": "auto"}))
     with pytest.raises(ValueError, match="either"):
         ModelConfig()
     with pytest.raises(ValueError, match=r"needs model\.processor"):

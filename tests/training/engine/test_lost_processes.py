@@ -50,6 +50,7 @@ def launch(options: dict[str, Any]) -> None:
     elastic_launch(config, train_and_die_once)(options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_torchrun_restarts_a_killed_run_which_ends_as_an_undisturbed_one(tmp_path: Path, kind: str) -> None:
     options = {"batch_size": 4, "checkpoint_every": 2, "distributed": {"kind": kind}, "ema": {"decay": 0.5}}
