@@ -22,6 +22,7 @@ EXTRAS = {
     ),
     "clip": ("open_clip",),
     "vlm": ("accelerate", "peft", "transformers"),
+    "datasets": ("datasets",),
 }
 """Imported packages by extra."""
 

@@ -7,12 +7,14 @@ import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
 import numpy as np
 
 from mmod.extras import name_missing_extra
+from mmod.io.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -141,6 +143,12 @@ def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequenc
         if inside and not any(box.overlaps(other) for other in taken):
             return box
     return None
+
+
+def save_figure(figure: Figure, path: str | Path, **options: Any) -> None:
+    """Write a figure completely or not at all, in the format of the path's suffix; see `mmod.io.files.replacing`."""
+    with replacing(path) as partial:
+        figure.savefig(partial, format=Path(path).suffix[1:] or None, **options)
 
 
 @name_missing_extra()

@@ -29,6 +29,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
     from mmod.analysis.audit.plots import draw_audit
     from mmod.analysis.audit.result import Audit
     from mmod.analysis.statistics import published
+    from mmod.analysis.style import save_figure
     from mmod.audits.subjects import subject_of
     from mmod.io.claim import claim_folder
     from mmod.io.files import write_atomically
@@ -63,8 +64,8 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
         "maps": None if maps is None else maps.to_dict(),
     }
     if maps is not None:
-        maps.draw().savefig(folder / "maps.png", dpi=150)
-    draw_audit(report).savefig(folder / "audit.png", dpi=150)
+        save_figure(maps.draw(), folder / "maps.png", dpi=150)
+    save_figure(draw_audit(report), folder / "audit.png", dpi=150)
     more = "" if generation is None else f"\n{generation}\n"
     write_atomically(folder / "audit.md", f"{report}\n{_costs_text(cost, costs)}{more}")
     write_atomically(result, json.dumps(record, indent=1) + "\n")

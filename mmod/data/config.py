@@ -124,7 +124,9 @@ class DataConfig(StreamConfig, SourceConfig):
         source: "digits" or "digits:DIFFICULTY", the embedded set, built into `root` on demand; "crowds" or
             "crowds:DIFFICULTY", with a label per patch; "shards:PATTERN", webdataset shards, with `{split}` in the
             pattern; "maps:SIDE", images and label maps scaled to squares of SIDE pixels, see
-            `mmod.data.readers.maps.MapSource`; or a name for `timm.data.create_dataset`: "folder", "torch/...",
+            `mmod.data.readers.maps.MapSource`; "hf-datasets:NAME:SPLIT", "hf-datasets:NAME@SUBSET:SPLIT" or
+            "hf-datasets:BUILDER:FILES" (such as "hf-datasets:parquet:data/{split}-*.parquet"), streamed by `datasets`,
+            also with `{split}`; or a name for `timm.data.create_dataset`: "folder", "torch/...",
             "hfds/...".
         root: Folder of the data. Embedded sets default to `runs/data/TITLE-DIFFICULTY`, such as
             `runs/data/cluttered-digits-tiny`. For shards, the folder of
@@ -143,6 +145,7 @@ class DataConfig(StreamConfig, SourceConfig):
         interpolation: Interpolation of the evaluation resize.
         in_memory: Decode all images once and keep them as uint8; None does so for embedded sets without augmentation.
         options: Further arguments of `timm.data.create_dataset`, such as `class_map`.
+        columns: Columns of images and classes of "hf-datasets:".
         label_patch: Side of a patch in pixels, for one class per patch: the most frequent class of its pixels in the
             label map (the member `.seg.png` of shards, or the map of "maps:SIDE"). Images are square, and maps have
             the same size. None for one class per image.
@@ -163,6 +166,7 @@ class DataConfig(StreamConfig, SourceConfig):
     interpolation: str = "bicubic"
     in_memory: bool | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    columns: tuple[str, str] = ("image", "label")
     label_patch: int | None = None
 
     def __post_init__(self) -> None:
@@ -171,7 +175,7 @@ class DataConfig(StreamConfig, SourceConfig):
         reader = self.source.partition(":")[0]
         if reader == "maps":
             self._check_maps()
-        elif reader not in (*EMBEDDED, "shards"):
+        elif reader not in (*EMBEDDED, "shards", "hf-datasets"):
             check_name(self.source)
         self._check_labels(reader)
         if self.channels not in (1, 3):
@@ -214,13 +218,14 @@ def check_name(name: str) -> None:
     if reader in _STREAMS and dataset:
         raise ValueError(
             f"source {name!r} is a stream without random access, so a run could not be resumed exactly; "
-            "for webdataset shards use 'shards:PATTERN'"
+            "use 'shards:PATTERN' for webdataset shards, 'hf-datasets:NAME:SPLIT' for other streams"
         )
     is_torchvision = reader == "torch" and dataset.lower() in _TORCHVISION
     if name not in FOLDERS and not is_torchvision and not (reader == "hfds" and dataset):
         raise ValueError(
             f"source {name!r} is unknown; valid: digits, digits:DIFFICULTY, crowds, crowds:DIFFICULTY, shards:PATTERN, "
-            f"maps:SIDE, folder, hfds/NAME, and torch/NAME with one of {', '.join(_TORCHVISION)}"
+            "hf-datasets:NAME:SPLIT, maps:SIDE, folder, hfds/NAME, and torch/NAME with one of "
+            f"{', '.join(_TORCHVISION)}"
         )
 
 
@@ -230,16 +235,19 @@ class PairsConfig(StreamConfig, SourceConfig):
 
     Args:
         train: Training shards: one or several paths or URLs with brace ranges (`{00000..00127}.tar`), globs (local
-            paths only) or `pipe:` commands; or `scenes:DIFFICULTY/SPLIT`, the embedded set, built on demand.
+            paths only) or `pipe:` commands; `hf-datasets:NAME:SPLIT` or `hf-datasets:BUILDER:FILES`, streamed by
+            `datasets`; or `scenes:DIFFICULTY/SPLIT`, the embedded set, built on demand.
         val: Evaluation shards, in the same form. Remote shards (`s3://`, `gs://`, `https://`, `hf://`, ...) are
             copied to `root` while training reads them.
         root: Folder for copies of remote shards and for indices, or of the embedded set (default
             `runs/data/captioned-scenes-DIFFICULTY`).
+        columns: Columns of images and captions of "hf-datasets:".
     """
 
     train: str | list[str] = "scenes:default/train"
     val: str | list[str] = "scenes:default/val"
     root: str | None = None
+    columns: tuple[str, str] = ("image", "text")
 
     def __post_init__(self) -> None:
         check_data(self)
@@ -249,11 +257,12 @@ class PairsConfig(StreamConfig, SourceConfig):
 class TextConfig(StreamConfig):
     """Config of a byte-level text data set, read in windows of one length that do not overlap.
 
-    A checksum of a file's content assigns it to a split, 90 % to "train", so that copies of a file share a split.
+    A checksum of a file's or document's content assigns it to a split, 90 % to "train", so that copies share a split.
 
     Args:
         source: "python", the standard library of the running Python, which differs between versions; or a glob pattern
-            such as "books/**/*.txt".
+            such as "books/**/*.txt"; or `hf-datasets:NAME:SPLIT` or `hf-datasets:BUILDER:FILES`, whose column `text`
+            is read into memory at the start, as files are.
         train_split: Split to train on: "train", "val" or "test".
         val_split: Split to evaluate on.
         val_limit: Number of evaluation windows, spread evenly over the split; None uses all.

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from mmod.data.config import EMBEDDED, DataConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport
+from mmod.data.readers.hf_datasets import StreamedSource, is_streamed
 from mmod.data.readers.source import ImageSource, LabelledSource, Subset, UnreadableSampleError
 from mmod.data.stream import BatchStream, ImageReader, MemoryReader
 from mmod.data.synthetic.build import SyntheticSet
@@ -65,9 +66,14 @@ def create_eval_stream(config: DataConfig, rank: int = 0, world: int = 1) -> Bat
 
 def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed: int | None = None) -> BatchStream:
     report, training = CorruptReport(config.on_corrupt, limit=config.max_corrupt), seed is not None
-    complete = _create_source(config, split, report)
-    limit = config.train_limit if training else config.val_limit
-    source: ImageSource = complete if limit is None else Subset(complete, limit)
+    limit, lanes = config.train_limit if training else config.val_limit, 0
+    source: ImageSource
+    if is_streamed(config.source):
+        source = StreamedSource(config.source.replace("{split}", split), config.columns, limit, seed, place[1])
+        lanes = source.lanes
+    else:
+        complete = _create_source(config, split, report)
+        source = complete if limit is None else Subset(complete, limit)
     if not training or config.augment is None:
         _warn_of_cropping(config, source)
     mean, std = normalisation(config)
@@ -83,7 +89,7 @@ def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed:
     else:
         # Training replaces corrupt samples, so that all processes keep the same number of full batches.
         reader = ImageReader(source, mode, _transform(config, training, mean, std), replace=training)
-    return BatchStream(reader, report, config, place, seed, name=f"the split {split!r} of {config.source!r}")
+    return BatchStream(reader, report, config, place, seed, f"the split {split!r} of {config.source!r}", lanes)
 
 
 def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:

@@ -84,7 +84,9 @@ class ImageReader:
     def _read_one(self, index: int, faults: list[Fault]) -> tuple[object, Any] | None:
         for attempt in range(len(self) if self.replace else 1):
             try:
-                return self.source.read((index + attempt) % len(self), self.mode)
+                # Within the epoch, for sources that have other indices in each.
+                place = index % len(self)
+                return self.source.read(index - place + (place + attempt) % len(self), self.mode)
             except UnreadableSampleError as error:
                 faults.append(error.fault)
         return None
@@ -121,6 +123,7 @@ class BatchStream:
         place: Rank and world size.
         seed: Seed of the training order; None reads every sample once, in order.
         name: Name of the source, for messages.
+        lanes: Read each training batch from one of so many lanes, see `StreamedSource`; 0 for a permutation.
     """
 
     def __init__(
@@ -131,6 +134,7 @@ class BatchStream:
         place: tuple[int, int] = (0, 1),
         seed: int | None = None,
         name: str = "the source",
+        lanes: int = 0,
     ):
         self.rank, self.world = place
         self.batch_size = config.batch_size
@@ -145,7 +149,11 @@ class BatchStream:
         self.pin_memory = config.pin_memory
         self.seed = seed
         self.num_samples = len(reader)
+        self.lanes = lanes
         self.steps_per_epoch = len(self._order(0))
+        if not self.steps_per_epoch:
+            samples = f"{len(reader)} samples in {lanes} lanes"
+            raise ValueError(f"{name} has {samples}, fewer than a batch in each: set a smaller data.batch_size")
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
         """Iterate over the images and labels of an epoch's batches, see `Batch`.
@@ -162,6 +170,13 @@ class BatchStream:
         if self.seed is None:
             mine = np.arange(self.rank, self.num_samples, self.world)
             return [mine[first : first + self.batch_size] for first in range(0, len(mine), self.batch_size)]
+        if self.lanes:
+            # Consecutive batches are from consecutive lanes.
+            length = self.num_samples // self.lanes
+            firsts = np.arange(length // self.batch_size)[:, None] * self.batch_size + np.arange(self.lanes) * length
+            batches = epoch * self.num_samples + firsts.reshape(-1, 1) + np.arange(self.batch_size)
+            full = batches[: len(batches) // self.world * self.world]
+            return list(full.reshape(-1, self.world, self.batch_size)[:, self.rank])
         order = np.random.default_rng([self.seed, epoch]).permutation(self.num_samples)
         steps = self.num_samples // (self.batch_size * self.world)
         full = order[: steps * self.world * self.batch_size]

@@ -53,7 +53,9 @@ class Journal:
         self.records.append(record)
         if self.path is None:
             return
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if len(self.records) == 1:
+            # A folder that is gone later is not created anew, with the last record alone.
+            self.path.parent.mkdir(parents=True, exist_ok=True)
         with writing(self.path), self.path.open("ab") as file:
             file.write(_lines((record,) if file.tell() else (self._identity, record)))
             file.flush()

@@ -163,7 +163,7 @@ class Advice:
     @name_missing_extra()
     def plot(self, path: str | Path) -> None:
         """Draw agreement over speed-up; a line joins the rows on the front."""
-        from mmod.analysis.style import FAINT, INK, looks, new_figure, tidy
+        from mmod.analysis.style import FAINT, INK, looks, new_figure, save_figure, tidy
 
         figure = new_figure(7, 4.5)
         axis = figure.subplots()
@@ -180,4 +180,4 @@ class Advice:
         axis.axhline(1 - self.tolerance, color=FAINT, linewidth=0.7, linestyle=":")
         axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=f"{self.measure} with the dense model")
         tidy(axis, "both")
-        figure.savefig(path, dpi=150)
+        save_figure(figure, path, dpi=150)

@@ -87,7 +87,7 @@ class LayerRanks:
     @name_missing_extra()
     def plot(self, path: str | Path) -> None:
         """Draw the rank over depth."""
-        from mmod.analysis.style import new_figure
+        from mmod.analysis.style import new_figure, save_figure
 
         if Path(path).exists():
             raise FileExistsError(f"{str(path)!r} exists")
@@ -96,7 +96,7 @@ class LayerRanks:
         axes.bar(range(len(self.ranks)), self.ranks)
         title = f"{self.samples} samples, {self.tokens:.0f} tokens on average"
         axes.set(xlabel="layer", ylabel="rank of attention", title=title)
-        figure.savefig(path)
+        save_figure(figure, path)
 
 
 def attention_ranks(

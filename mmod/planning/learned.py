@@ -233,7 +233,7 @@ class LearnedPlan:
     @name_missing_extra()
     def plot(self, path: str | Path) -> None:
         """Draw learned and planned capacities over depth."""
-        from mmod.analysis.style import new_figure
+        from mmod.analysis.style import new_figure, save_figure
 
         figure = new_figure(6, 3)
         axes = figure.subplots()
@@ -241,7 +241,7 @@ class LearnedPlan:
         axes.plot(self.plan.blocks, self.learned, "k_", markersize=14, label="learned")
         axes.set(xlabel="block", ylabel="capacity", xlim=(-0.6, self.plan.depth - 0.4), ylim=(0, 1))
         axes.legend(fontsize="small")
-        figure.savefig(path)
+        save_figure(figure, path)
 
 
 def learn_capacity_(

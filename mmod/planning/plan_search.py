@@ -296,7 +296,7 @@ class PlanSearch:
     @name_missing_extra()
     def plot(self, path: str | Path) -> None:
         """Draw the scores of all options, with the plan's marked, and the Pareto front."""
-        from mmod.analysis.style import new_figure
+        from mmod.analysis.style import new_figure, save_figure
 
         figure = new_figure(11, 4)
         left, right = figure.subplots(1, 2)
@@ -312,7 +312,7 @@ class PlanSearch:
         right.plot(shares, scores, ".-")
         right.axvline(self.budget, color="grey", linewidth=1)
         right.set(xlabel=f"share of the dense model's {self.cost}", ylabel="sum of divergences")
-        figure.savefig(path)
+        save_figure(figure, path)
 
 
 def best_plan(

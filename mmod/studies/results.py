@@ -12,7 +12,7 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
 
 from mmod.analysis.statistics import BySeed, Estimate, difference, published
-from mmod.analysis.style import svg_of
+from mmod.analysis.style import save_figure, svg_of
 from mmod.io.files import write_atomically
 from mmod.io.tables import Column
 from mmod.training.engine.logging import write_csv
@@ -118,13 +118,13 @@ def write_outcome(
     write_csv(folder / f"{name}.csv", rows)
     write_atomically(folder / f"{name}.md", text + "\n")
     for title, figure in pictures.items():
-        figure.savefig(folder / f"{title}.png", dpi=150)
+        save_figure(figure, folder / f"{title}.png", dpi=150)
 
 
 def save_picture(folder: str | Path, name: str, figure: Figure) -> None:
     """Write a figure as PNG and, for pages, as SVG."""
     Path(folder).mkdir(parents=True, exist_ok=True)
-    figure.savefig(Path(folder) / f"{name}.png", dpi=150, bbox_inches="tight")
+    save_figure(figure, Path(folder) / f"{name}.png", dpi=150, bbox_inches="tight")
     write_atomically(Path(folder) / f"{name}.svg", svg_of(figure))
 
 

@@ -1,4 +1,4 @@
-"""Image-text pairs in batches, from webdataset shards: one image and one `.txt` caption a sample, others ignored."""
+"""Image-text pairs in batches, from `datasets` or webdataset shards: one image and one `.txt` caption a sample."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from torch import Tensor
 
 from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptReport
+from mmod.data.readers.hf_datasets import StreamedSource, is_streamed
 from mmod.data.readers.shards import CAPTION, ShardSource
+from mmod.data.readers.source import ImageSource
 from mmod.data.stream import BatchStream, ImageReader
 from mmod.data.synthetic.scenes import SCENES
 
@@ -43,7 +45,13 @@ def pairs_stream(
     report, cache, pattern = CorruptReport(config.on_corrupt, limit=config.max_corrupt), config.root, shards
     if isinstance(pattern, str) and pattern.startswith("scenes:"):
         pattern, cache = SCENES.locate(pattern, config.root), None
-    source = ShardSource(pattern, report, cache, progress=True, target=CAPTION, remote=config.remote)
+    source: ImageSource
+    lanes = 0
+    if is_streamed(pattern):
+        source = StreamedSource(pattern, config.columns, seed=seed, world=world)
+        lanes = source.lanes
+    else:
+        source = ShardSource(pattern, report, cache, progress=True, target=CAPTION, remote=config.remote)
     # Training replaces corrupt samples, so that all processes keep the same number of full batches.
     reader = ImageReader(source, "RGB", transform, replace=seed is not None, collate=tokenizer)
-    return BatchStream(reader, report, config, (rank, world), seed, name=repr(shards))
+    return BatchStream(reader, report, config, (rank, world), seed, repr(shards), lanes)

@@ -14,6 +14,7 @@ import torch
 
 from mmod.data.config import TextConfig
 from mmod.data.corrupt import CorruptReport
+from mmod.data.readers.hf_datasets import documents, is_streamed
 from mmod.data.stream import Batch, BatchStream
 
 END = 0
@@ -42,7 +43,7 @@ def text_stream(config: TextConfig, seed: int | None = None, rank: int = 0, worl
 @functools.lru_cache(maxsize=4)
 def read_text(source: str, split: str) -> np.ndarray:
     """Return the bytes of a split of `TextConfig.source`: all its files, each followed by `END`."""
-    files = [path.read_bytes() for path in _paths(source)]
+    files = list(documents(source, "text") if is_streamed(source) else (path.read_bytes() for path in _paths(source)))
     if not files:
         raise ValueError(f"data.source={source!r} matches no file")
     # Of twenty files one is in "val" and one in "test", by a checksum.

@@ -1,0 +1,173 @@
+"""Images, pairs and documents streamed by Hugging Face's `datasets`, without a copy on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import islice
+from typing import Any, TypeGuard
+
+import numpy as np
+from PIL import Image
+
+from mmod.data.corrupt import CorruptDataError, Fault
+from mmod.data.readers.images import MAX_BYTES, decode_image
+from mmod.data.readers.source import UnreadableSampleError
+from mmod.extras import name_missing_extra
+
+PREFIX = "hf-datasets:"
+_BUILDERS = ("parquet", "arrow", "json", "csv", "text", "webdataset")
+# Samples that each lane shuffles at once, and lanes of each process.
+_BUFFER = 1000
+_LANES = 8
+_READ = 64
+
+
+def is_streamed(source: object) -> TypeGuard[str]:
+    """Return whether a source is `hf-datasets:NAME[@SUBSET]:SPLIT` or `hf-datasets:BUILDER:FILES`."""
+    return isinstance(source, str) and source.startswith(PREFIX)
+
+
+def open_dataset(source: str, needed: tuple[str, ...], **options: Any) -> Any:
+    """Open a streamed dataset; raise a ValueError if it lacks a column, and a CorruptDataError if it cannot be read."""
+    with name_missing_extra():
+        from datasets import load_dataset
+
+    name, _, argument = source.removeprefix(PREFIX).partition(":")
+    if not name or not argument:
+        raise ValueError(
+            f"source {source!r} must be {PREFIX}NAME:SPLIT, {PREFIX}NAME@SUBSET:SPLIT, or {PREFIX}BUILDER:FILES with "
+            f"one of {', '.join(_BUILDERS)}"
+        )
+    with _named_errors(source):
+        if name in _BUILDERS:
+            dataset = load_dataset(name, data_files=argument, split="train", streaming=True, **options)
+        else:
+            path, _, subset = name.partition("@")
+            dataset = load_dataset(path, subset or None, split=argument, streaming=True, **options)
+        # Formats that state no columns show them in the first sample.
+        known = list(dataset.features or next(iter(dataset.take(1)), ()))
+    missing = [column for column in needed if column not in known]
+    if missing:
+        raise ValueError(f"source {source!r} has no column {missing[0]!r}; it has {', '.join(known) or 'no sample'}")
+    return dataset
+
+
+@contextmanager
+def _named_errors(source: str) -> Iterator[None]:
+    """Name the source in the errors of `datasets`, pyarrow and the drivers of file systems, which are of many types."""
+    try:
+        yield
+    except Exception as error:
+        raise CorruptDataError(f"{source} cannot be read: {type(error).__name__}: {error}") from error
+
+
+def count_samples(dataset: Any, source: str, column: str) -> int:
+    """Return the number of samples that the dataset states, or count one column."""
+    splits = dataset.info.splits or {}
+    if dataset.split in splits and splits[dataset.split].num_examples:
+        return int(splits[dataset.split].num_examples)
+    if source.startswith(f"{PREFIX}parquet:"):
+        dataset = open_dataset(source, (), columns=[column])
+    with _named_errors(source):
+        return sum(len(batch[column]) for batch in dataset.select_columns([column]).iter(_BUFFER))
+
+
+class StreamedSource:
+    """Samples of a streamed dataset, by an index that is cheap to read in ascending order.
+
+    In training the files are dealt out to lanes, each of which shuffles its files and its samples by seed and epoch,
+    and index `epoch * N + lane * (N // lanes) + place` is a sample of a lane; a lane that is shorter begins again. A
+    batch is read from one lane, so that a process or worker reads its lanes alone, and skips to a place without
+    decoding images. Without a seed, index is the position in the dataset.
+
+    Args:
+        columns: Names of the columns of images and of classes or captions.
+        limit: Maximum number of samples.
+        seed: Of the order of training samples; None keeps that of the dataset.
+        world: Number of processes.
+    """
+
+    def __init__(
+        self, source: str, columns: tuple[str, str], limit: int | None = None, seed: int | None = None, world: int = 1
+    ) -> None:
+        dataset = open_dataset(source, columns)
+        from datasets import Image as ImageFeature
+
+        # Files of other writers state no type, and hold the encoded bytes.
+        self._dataset = dataset.select_columns(list(columns)).cast_column(columns[0], ImageFeature(decode=False))
+        self._source, self._columns, self._seed = source, columns, seed
+        count = count_samples(dataset, source, columns[1])
+        self._count = count if limit is None else min(count, limit)
+        # A multiple of the processes, where there are as many files, so that no two read the same one.
+        lanes = min(dataset.num_shards, _LANES * world)
+        self.lanes = 0 if seed is None else lanes if lanes < world else lanes // world * world
+        self._open: dict[tuple[int, int], tuple[int, Iterator[tuple[Any, Any]]]] = {}
+
+    def __len__(self) -> int:
+        return self._count
+
+    def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
+        """Read one sample; see `ImageSource.read`."""
+        epoch, place = divmod(index, self._count)
+        lane, place = divmod(place, self._count // self.lanes) if self.lanes else (0, place)
+        image, target = self._raw(epoch, lane % max(self.lanes, 1), place)
+        try:
+            if not isinstance(target, (int, str)) or isinstance(target, bool) or target == "":
+                raise ValueError(f"the column {self._columns[1]!r} holds {str(target)[:40]!r}, no class or caption")
+            if image is None:
+                raise ValueError(f"the column {self._columns[0]!r} holds no image")
+            data = image["bytes"] if image["bytes"] is not None else _read_file(image["path"])
+            return decode_image(data, mode), target
+        except (OSError, ValueError) as error:
+            name = f"lane {lane} of epoch {epoch}, {place}" if self.lanes else str(place)
+            raise UnreadableSampleError(Fault(self._source, name, str(error))) from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_open": {}}
+
+    def _raw(self, epoch: int, lane: int, place: int) -> tuple[Any, Any]:
+        """Return a sample without decoding it; a lane that is further already is opened again."""
+        following, samples = self._open.get((epoch, lane), (place + 1, iter(())))
+        if following > place:
+            self._open = {key: state for key, state in self._open.items() if key[0] == epoch}
+            following, samples = 0, self._samples(epoch, lane)
+        sample = next(islice(samples, place - following, None))
+        self._open[epoch, lane] = place + 1, samples
+        return sample
+
+    def _samples(self, epoch: int, lane: int) -> Iterator[tuple[Any, Any]]:
+        dataset = self._dataset
+        if self.lanes:
+            # The lanes of a process are other files in each epoch.
+            rng = np.random.default_rng([self._seed or 0, epoch])
+            number = int(rng.permutation(self.lanes)[lane])
+            dataset = dataset.shard(self.lanes, number)
+            dataset = dataset.shuffle(seed=int(rng.integers(1 << 31)) + number, buffer_size=_BUFFER)
+        with _named_errors(self._source):
+            while True:
+                is_empty = True
+                # Not `iter(dataset)`, which would deal the files out to the workers of the loader once more.
+                for batch in dataset.iter(_READ):
+                    is_empty = False
+                    yield from zip(*(batch[column] for column in self._columns))
+                if is_empty:
+                    raise ValueError(f"file {lane} holds no sample")
+
+
+def _read_file(path: str) -> bytes:
+    import fsspec
+
+    with fsspec.open(path, "rb") as file:
+        data: bytes = file.read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"{path} has more than {MAX_BYTES} bytes")
+    return data
+
+
+def documents(source: str, column: str) -> Iterator[bytes]:
+    """Yield the texts of a streamed dataset in UTF-8."""
+    dataset = open_dataset(source, (column,)).select_columns([column])
+    with _named_errors(source):
+        for batch in dataset.iter(_BUFFER):
+            yield from (text.encode() for text in batch[column] if text)

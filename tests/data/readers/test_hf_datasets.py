@@ -1,0 +1,150 @@
+"""Streams of Hugging Face's `datasets`: the order is a function of seed and epoch, and resumes at any batch."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from PIL import Image
+
+from mmod.data.config import DataConfig, PairsConfig, TextConfig
+from mmod.data.corrupt import CorruptDataError
+from mmod.data.loader import create_eval_stream, create_train_stream
+from mmod.data.readers.pairs import pairs_stream
+from mmod.data.readers.text import read_text, text_stream
+from mmod.data.stream import BatchStream
+
+FILES, ROWS = 5, 20
+OPTIONS = {"image_size": 8, "crop_pct": 1.0, "batch_size": 4, "mean": (0.0,), "std": (1.0,)}
+
+
+def png(value: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("L", (8, 8), value).save(file, "PNG")
+    return file.getvalue()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Five files of twenty samples, whose grey value is their class."""
+    path = tmp_path_factory.mktemp("parquet")
+    for number in range(FILES):
+        values = range(number * ROWS, (number + 1) * ROWS)
+        rows = [
+            {"image": {"bytes": png(value), "path": None}, "label": value, "text": f"number {value}"}
+            for value in values
+        ]
+        pq.write_table(pa.Table.from_pylist(rows), path / f"train-{number}.parquet")
+    return path
+
+
+def config(folder: Path, **changes: object) -> DataConfig:
+    source = f"hf-datasets:parquet:{folder}/{{split}}-*.parquet"
+    return DataConfig(**{"source": source, "val_split": "train", **OPTIONS, **changes})
+
+
+def classes(stream: BatchStream, epoch: int = 0, start: int = 0) -> list[list[int]]:
+    batches = []
+    for images, labels in stream.batches(epoch, start):
+        assert torch.equal((images[:, 0, 0, 0] * 255).round().long(), labels)
+        batches.append(labels.tolist())
+    return batches
+
+
+def flat(batches: list[list[int]]) -> list[int]:
+    return [label for batch in batches for label in batch]
+
+
+def test_training_is_a_function_of_seed_and_epoch_and_resumes_at_any_batch(folder: Path) -> None:
+    stream = create_train_stream(config(folder), seed=0)
+    first, second = classes(stream), classes(stream, epoch=1)
+    assert sorted(flat(first)) == sorted(flat(second)) == list(range(100))
+    assert first != second
+    assert first != classes(create_train_stream(config(folder), seed=1))
+    assert classes(stream) == first
+    again = create_train_stream(config(folder, workers=2), seed=0)
+    assert classes(again, epoch=1, start=7) == second[7:]
+
+
+def test_processes_read_other_files_and_equally_many_batches(folder: Path) -> None:
+    streams = [create_train_stream(config(folder), 0, rank, 2) for rank in range(2)]
+    batches = [classes(stream) for stream in streams]
+    assert [len(labels) for labels in batches] == [streams[0].steps_per_epoch] * 2 == [12, 12]
+    files = [{value // ROWS for value in flat(labels)} for labels in batches]
+    assert not files[0] & files[1]
+
+
+def test_more_processes_than_files_share_one(folder: Path) -> None:
+    one = f"hf-datasets:parquet:{folder}/train-0.parquet"
+    streams = [create_train_stream(config(folder, source=one), 0, rank, 2) for rank in range(2)]
+    drawn = [flat(classes(stream)) for stream in streams]
+    assert not set(drawn[0]) & set(drawn[1])
+    assert len(drawn[0]) == len(drawn[1]) == 8
+
+
+def test_evaluation_reads_every_sample_once_in_order(folder: Path) -> None:
+    streams = [create_eval_stream(config(folder, workers=2), rank, 2) for rank in range(2)]
+    assert [flat(classes(stream)) for stream in streams] == [list(range(rank, 100, 2)) for rank in range(2)]
+    limited = create_eval_stream(config(folder, val_limit=10))
+    assert flat(classes(limited)) == flat(classes(limited)) == list(range(10))
+
+
+def test_corrupt_samples_are_counted_and_files_stop(folder: Path, tmp_path: Path) -> None:
+    rows = [{"image": {"bytes": png(value), "path": None}, "label": value} for value in range(8)]
+    rows[5] = {"image": {"bytes": b"no image", "path": None}, "label": 5}
+    rows[6] = {"image": None, "label": 6}
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train-0.parquet")
+    with pytest.raises(CorruptDataError, match=r"hf-datasets:parquet:.* \[5\]: image of 8 bytes cannot be decoded"):
+        classes(create_eval_stream(config(tmp_path)))
+    stream = create_eval_stream(config(tmp_path, on_corrupt="skip"))
+    assert flat(classes(stream)) == [0, 1, 2, 3, 4, 7]
+    assert sum(stream.report.counts.values()) == 2
+    training = create_train_stream(config(tmp_path, on_corrupt="skip"), seed=0)
+    assert [len(batch) for batch in classes(training)] == [4, 4]
+    data = (folder / "train-0.parquet").read_bytes()
+    (tmp_path / "train-1.parquet").write_bytes(data[:200] + bytes(2000) + data[2200:])
+    with pytest.raises(CorruptDataError, match=r"hf-datasets:parquet:.* cannot be read: \w+: .*"):
+        classes(create_train_stream(config(tmp_path, on_corrupt="skip"), seed=0))
+
+
+def test_pairs_and_text(folder: Path) -> None:
+    source = f"hf-datasets:parquet:{folder}/train-*.parquet"
+    pairs = PairsConfig(source, val=source, batch_size=5)
+
+    def tokenizer(captions: list[str]) -> torch.Tensor:
+        return torch.tensor([int(caption.split()[1]) for caption in captions])
+
+    def transform(image: Image.Image) -> torch.Tensor:
+        return torch.tensor(image.getpixel((0, 0)))
+
+    for seed in (None, 0):
+        images, tokens = next(pairs_stream(pairs, transform, tokenizer, seed).batches(0))
+        assert torch.equal(images[:, 0], tokens)
+    documents = [text for split in ("train", "val", "test") for text in bytes(read_text(source, split)).split(b"\0")]
+    assert sorted(filter(None, documents)) == sorted(b"number %d" % value for value in range(100))
+    assert text_stream(TextConfig(source, length=16, batch_size=4), seed=0).steps_per_epoch > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"columns": ("image", "name")}, "has no column 'name'; it has image, label, text"),
+        ({"source": "hf-datasets:parquet"}, "must be hf-datasets:NAME:SPLIT"),
+        ({"source": "hf-datasets:parquet:nothing-*.parquet"}, "hf-datasets:parquet:nothing-.* cannot be read: "),
+        ({"batch_size": 30}, "100 samples in 5 lanes, fewer than a batch in each: set a smaller data.batch_size"),
+    ],
+)
+def test_wrong_sources_are_named(folder: Path, changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        create_train_stream(config(folder, **changes), seed=0)
+
+
+def test_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install \"mmod\[datasets\]\""):
+        create_train_stream(config(folder), seed=0)

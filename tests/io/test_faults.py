@@ -1,0 +1,151 @@
+"""A full disk, a read-only folder and one that is gone: one error with the path, and the last good state is kept."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import io
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from mmod.analysis.audit.partial import Partial
+from mmod.analysis.style import new_figure, save_figure
+from mmod.io.files import UnwrittenError, open_shard, write_atomically
+from mmod.io.journal import Journal
+from mmod.training.engine.checkpoint import Checkpoint, save_checkpoint
+from tests.disk import small_disk
+
+State = Callable[[int], object]
+"""Writes a state of so many numbers."""
+
+
+def checkpoints(folder: Path) -> State:
+    steps = iter(range(100))
+
+    def write(size: int) -> None:
+        content = Checkpoint({"x": torch.arange(float(size))}, None, {"x": torch.ones(size)})
+        save_checkpoint(folder, 0, next(steps), content, {})
+
+    return write
+
+
+def journal(folder: Path) -> State:
+    records = Journal(folder / "journal.jsonl", {"seed": 0}, "study")
+    return lambda size: records.add({"values": [0.5] * size})
+
+
+def audit(folder: Path) -> State:
+    progress = Partial(folder / "partial.json")
+    values = np.random.default_rng(0)
+    return lambda size: progress.write(lambda: {"x": values.random(size)})
+
+
+def report(folder: Path) -> State:
+    return lambda size: write_atomically(folder / "result.json", "[1]" * size)
+
+
+def shard(folder: Path) -> State:
+    def write(size: int) -> None:
+        with open_shard(folder / "0.tar") as writer:
+            writer.write({"__key__": "0", "txt": bytes(8 * size)})
+
+    return write
+
+
+def picture(folder: Path) -> State:
+    def write(size: int) -> None:
+        figure = new_figure(4, 4)
+        figure.subplots().imshow(np.random.default_rng(size).random((size // 100 + 1, 100)))
+        save_figure(figure, folder / "plot.png", dpi=20 if size < 100 else 300)
+
+    return write
+
+
+# Runs of images, pairs and text write checkpoints; those of chat are in tests/training/chat. Studies and searches for
+# plans keep a journal.
+STATES = {
+    "run": checkpoints,
+    "study or search": journal,
+    "audit": audit,
+    "result": report,
+    "conversion": shard,
+    "figure": picture,
+}
+
+
+@contextmanager
+def full(folder: Path) -> Iterator[None]:
+    with small_disk(20_000):
+        yield
+
+
+@contextmanager
+def read_only(folder: Path) -> Iterator[None]:
+    """Refuse files that are opened for writing, and folders, as the system does to users who may not write."""
+    real_open, real_mkdir = io.open, os.mkdir
+
+    def refuse(path: Any) -> OSError:
+        return OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    def opened(path: Any, mode: str = "r", *arguments: Any, **options: Any) -> Any:
+        if isinstance(path, (str, Path)) and folder in Path(path).parents and set(mode) & set("wax+"):
+            raise refuse(path)
+        return real_open(path, mode, *arguments, **options)
+
+    def mkdir(path: Any, *arguments: Any, **options: Any) -> None:
+        if folder in Path(path).parents:
+            raise refuse(path)
+        real_mkdir(path, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(builtins, "open", opened)
+        patch.setattr(io, "open", opened)
+        patch.setattr(os, "mkdir", mkdir)
+        yield
+
+
+@contextmanager
+def gone(folder: Path) -> Iterator[None]:
+    kept = folder.with_name("elsewhere")
+    folder.rename(kept)
+    yield
+    assert not folder.exists()
+    kept.rename(folder)
+
+
+FAULTS = {"full": full, "read-only": read_only, "gone": gone}
+REASONS = {"full": "MB are free", "read-only": "Read-only file system", "gone": "No such file or directory"}
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("name", STATES)
+def test_what_cannot_be_written_is_named_and_leaves_the_last_good_state(tmp_path: Path, name: str, fault: str) -> None:
+    folder = tmp_path / "work" / "run"
+    folder.mkdir(parents=True)
+    write = STATES[name](folder)
+    write(3)
+    before = contents(folder)
+    assert before
+    # The parent, as a mount that vanished takes all of it.
+    place = folder.parent if fault == "gone" else folder
+    with FAULTS[fault](place), pytest.raises(UnwrittenError, match=f"'{folder}/.*' could not be .*{REASONS[fault]}"):
+        write(100_000)
+    after = contents(folder)
+    if name == "study or search":
+        # A record that was cut is dropped by the next reader.
+        assert len(Journal(folder / "journal.jsonl", {"seed": 0}, "study").records) == 1
+        after = contents(folder)
+    assert after == before
+    shutil.rmtree(folder.parent)
