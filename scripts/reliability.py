@@ -300,10 +300,10 @@ every program that is started and every connection; none may occur outside the f
 | outcome | meaning |
 |---|---|
 | refused | an error of one line that names the file, or the key in it; nothing was changed |
-| counted | the same error with `on_corrupt: raise`; with `skip` one fault in the report, up to `max_corrupt`, and the sound \
-samples beside it are read |
-| read | unusual but sound: CMYK, EXIF, animations (their first image), captions of 10 MB, members called `../../name` (a \
-name is a key alone), and damaged indices of shards, which are made again |
+| counted | the same error with `on_corrupt: raise`; with `skip` one fault in the report, up to `max_corrupt`, and the \
+sound samples beside it are read |
+| read | unusual but sound: CMYK, EXIF, animations (their first image), captions of 10 MB, members called `../../name` \
+(a name is a key alone), and damaged indices of shards, which are made again |
 
 Not noticed: flipped bits in weights, since safetensors files hold no checksum, and a key that occurs twice in the
 header of such a file, of which its library takes the last. The state of an audit that is forged with a checksum that

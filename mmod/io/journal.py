@@ -50,12 +50,10 @@ class Journal:
 
     def add(self, record: Any) -> None:
         """Append a record of plain values."""
+        self._make_folder()
         self.records.append(record)
         if self.path is None:
             return
-        if len(self.records) == 1:
-            # A folder that is gone later is not created anew, with the last record alone.
-            self.path.parent.mkdir(parents=True, exist_ok=True)
         with writing(self.path), self.path.open("ab") as file:
             file.write(_lines((record,) if file.tell() else (self._identity, record)))
             file.flush()
@@ -63,9 +61,9 @@ class Journal:
 
     def replace(self, record: Any) -> None:
         """Keep this record alone, for work whose state stands in one."""
+        self._make_folder()
         self.records = [record]
         if self.path is not None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(self.path, _lines((self._identity, record)))
 
     def close(self) -> None:
@@ -79,6 +77,11 @@ class Journal:
             raise ValueError(
                 f"{str(self.path)!r} belongs to another {self._work}: {why}. Delete it or choose another file"
             )
+
+    def _make_folder(self) -> None:
+        # Before the first record: a folder that is gone later is not created anew, with the last record alone.
+        if self.path is not None and not self.records:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
 
     def _read(self, line: bytes, number: int) -> Any:
         check, _, text = line.partition(b" ")

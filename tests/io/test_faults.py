@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from mmod.analysis.audit.partial import Partial
 from mmod.analysis.style import new_figure, save_figure
 from mmod.io.files import UnwrittenError, open_shard, write_atomically
 from mmod.io.journal import Journal
@@ -43,9 +42,8 @@ def journal(folder: Path) -> State:
 
 
 def audit(folder: Path) -> State:
-    progress = Partial(folder / "partial.json")
-    values = np.random.default_rng(0)
-    return lambda size: progress.write(lambda: {"x": values.random(size)})
+    progress = Journal(folder / "partial.jsonl", {"seed": 0}, "audit")
+    return lambda size: progress.replace({"values": [0.5] * size})
 
 
 def report(folder: Path) -> State:
@@ -70,7 +68,7 @@ def picture(folder: Path) -> State:
 
 
 # Runs of images, pairs and text write checkpoints; those of chat are in tests/training/chat. Studies and searches for
-# plans keep a journal.
+# plans add to a journal, audits replace its record.
 STATES = {
     "run": checkpoints,
     "study or search": journal,
