@@ -56,7 +56,8 @@ def test_torchrun_restarts_a_killed_run_which_ends_as_an_undisturbed_one(tmp_pat
     options = {"batch_size": 4, "checkpoint_every": 2, "distributed": {"kind": kind}, "ema": {"decay": 0.5}}
     assert run_processes(train, {**options, "output": str(tmp_path / "whole")}, world=2) == [0, 0]
     assert run_processes(launch, {**options, "output": str(tmp_path / "killed")}, log=tmp_path / "log") == [0]
-    assert "exitcode: -9" in (tmp_path / "log").read_text()
+    # Either process may be the first whose end torchrun sees.
+    assert "failed (exitcode: " in (tmp_path / "log").read_text()
     for name in ("model", "ema"):
         whole, killed = (weights(tmp_path / run / name) for run in ("whole", "killed"))
         for key, value in whole.items():

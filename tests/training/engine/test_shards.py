@@ -36,6 +36,7 @@ def same(one: Path, other: Path) -> None:
             torch.testing.assert_close(right[key], value, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_shards_of_two_processes_go_on_in_one_and_in_three(tmp_path: Path) -> None:
     alone = tiny_config(output=tmp_path / "alone", batch_size=12, **{**OPTIONS, "distributed": {}})
     whole = run(alone)
