@@ -100,7 +100,7 @@ def _load(path: str) -> Image.Image:
 def _split_folder(root: str | None, split: str) -> str:
     """Return the split's folder. timm would read all of `root` if it is missing; here that is an error."""
     if root is None or not os.path.isdir(root):
-        raise ValueError(f"root={root!r} is no folder")
+        raise ValueError(f"root={root!r} is no folder: name one by data.root, or by images in a study")
     folder = _find_folder(root, split)
     if folder is None:
         raise ValueError(f"{root} has no folder for the split {split!r}; it has: {', '.join(_folders(root)) or 'none'}")
