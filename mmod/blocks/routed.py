@@ -128,7 +128,9 @@ class RoutedState(BlockState):
 
     def leave_rows(self, y: Tensor, rows: Rows, router: Router, forward_pass: ForwardPass) -> Tensor:
         """Leave the block; return all tokens after it (B, N, D), or its rows if the next block takes them."""
-        hands_on = self.hands_on and forward_pass.holds_rows and rows.shrinks
+        # Blocks that weigh their last slots by a capacity of their own leave rows that differ.
+        is_shared = rows.shrinks and router.rule.partial is None
+        hands_on = self.hands_on and forward_pass.holds_rows and is_shared
         if hands_on and rows.router is None:
             rows.router = router
         forward_pass.held = rows if hands_on else None

@@ -26,7 +26,7 @@ from mmod.blocks import (
     make_routed,
 )
 from mmod.config import RoutingConfig, rational
-from mmod.methods.base import Method, methods_of, register_method
+from mmod.methods.base import Method, method_owners, methods_of, register_method
 from mmod.methods.prepare import prepare
 from mmod.routing import Router, Routing, share_score, unshare_score
 from mmod.values import check_module, check_value
@@ -76,7 +76,9 @@ class Route(Method):
 
     def settled(self, model: nn.Module) -> Route:
         """Return the routing of a model, or of a model inside the routed one, with its current capacities."""
-        parts = {name: self.parts[name] for name in find_parts(model) if name in self.parts}
+        parts = self.parts
+        if not method_owners(model):
+            parts = {name: parts[name] for name in find_parts(model) if name in parts}
         return Route(parts, tuple(capacities(model).values()))
 
     def card(self, model: nn.Module) -> str:

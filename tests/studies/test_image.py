@@ -229,6 +229,8 @@ STUDIES = sorted(path for path in Path("configs/tradeoff").glob("*.yaml") if "\n
 # Those of studies that choose something else.
 CONTROLS = {
     "cifar": {"random"},
+    "cifar-dinov2": {"random"},
+    "cifar-dinov2-tuned": {"random"},
     "cifar-tuned": {"random"},
     "digits": {"random"},
     "digits-capacities": {"uniform"},

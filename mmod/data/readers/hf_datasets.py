@@ -143,7 +143,10 @@ class StreamedSource:
             rng = np.random.default_rng([self._seed or 0, epoch])
             number = int(rng.permutation(self.lanes)[lane])
             dataset = dataset.shard(self.lanes, number)
-            dataset = dataset.shuffle(seed=int(rng.integers(1 << 31)) + number, buffer_size=_BUFFER)
+            # One file at a time: to mix several, `datasets` reads them in threads and waits five seconds for their end.
+            dataset = dataset.shuffle(
+                seed=int(rng.integers(1 << 31)) + number, buffer_size=_BUFFER, max_buffer_input_shards=1
+            )
         with _named_errors(self._source):
             while True:
                 is_empty = True
