@@ -24,6 +24,9 @@ def main(arguments: Sequence[str]) -> None:
     options = _parser().parse_args(arguments)
     if options.images is None and options.prompts is None:
         raise ValueError("advice needs --images FOLDER, or --prompts FILE for a language model that reads images")
+    if options.prompts is not None and not Path(options.prompts).is_file():
+        # Before the model, which may come from a hub.
+        raise ValueError(f"--prompts {options.prompts!r} is no file")
     import torch
 
     import mmod

@@ -19,13 +19,16 @@ def main(arguments: Sequence[str], kind: str) -> None:
         kind: A key of `CONFIGS`.
     """
     dry = [word for word in arguments if word.partition("=")[0] == _DRY]
-    recipe = recipe_of(parse_config([word for word in arguments if word not in dry], CONFIGS[kind]))
+    config = parse_config([word for word in arguments if word not in dry], CONFIGS[kind])
     if not dry:
-        print(recipe.fit())
+        print(recipe_of(config).fit())
         return
-    estimate, rate = recipe.estimate(), dry[-1].partition("=")[2]
-    print(estimate)
+    rate, speed = dry[-1].partition("=")[2], 0.0
     if rate:
+        # Before the model is made.
         speed = float(rate) if rate.replace(".", "", 1).isdecimal() else 0.0
         check_value(_DRY, speed or rate, float, "(0, inf)")
+    estimate = recipe_of(config).estimate()
+    print(estimate)
+    if rate:
         print(f"{estimate.hours(speed):.4g} hours at {speed:g} TFLOP/s in each process")

@@ -195,3 +195,5 @@ def test_a_file_of_prompts_gives_a_report(tmp_path: Path, capsys: pytest.Capture
         main([*command, "--measure", "top1"])
     with pytest.raises(SystemExit, match="advice needs --images FOLDER, or --prompts FILE"):
         main(command[:2])
+    with pytest.raises(SystemExit, match=r"--prompts 'missing\.json' is no file"):
+        main([*command[:2], "--prompts", "missing.json"])
