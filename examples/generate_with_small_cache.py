@@ -35,9 +35,8 @@ def main() -> None:
     mmod.route_(model.eval(), config)
 
     prompt = torch.randint(3, model.config.vocab_size, (1, 48))
-    cache = transformers.DynamicCache()
     with torch.no_grad():
-        model(prompt, past_key_values=cache, use_cache=True)
+        _, cache = model(prompt, use_cache=True, return_dict=False)
     print("cached tokens per layer:", [layer.keys.shape[2] for layer in cache.layers])
     print(mmod.prefill_flops(model, text_tokens=48, kept=0.5))
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import mmod
+from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.speculation import every_token, full_pass, judge_drafts
 from tests.adapters.vlm_zoo import make_language
 
@@ -58,7 +59,7 @@ def test_the_full_pass_keeps_every_token_with_and_without_a_cache(routing: str, 
         assert torch.equal(model(input_ids=ids, use_cache=False).logits, once)
     if tokens > 1:
         begun = full(input_ids=ids[:, :-1], use_cache=True)
-        step = full(input_ids=ids[:, -1:], past_key_values=begun.past_key_values, use_cache=True)
+        step = full(input_ids=ids[:, -1:], **{CACHE: cache_of(begun)}, use_cache=True)
         # Norms and rotary angles of the hosts are in float32 whatever the weights are.
         torch.testing.assert_close(step.logits, once[:, -1:], rtol=1e-4, atol=1e-5)
 

@@ -9,7 +9,6 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -210,8 +209,10 @@ class GenerationModels:
         return model
 
     def _call(self, model: Any, more_BN: Tensor | None = None, use_cache: bool = True) -> Any:
+        from transformers.modeling_outputs import BaseModelOutputWithPooling
+
         ids_BN = self.ids_BN if more_BN is None else torch.cat([self.ids_BN, more_BN], dim=1)
-        outputs = {"image": SimpleNamespace(pooler_output=list(self.features_BPD))}
+        outputs = {"image": BaseModelOutputWithPooling(pooler_output=list(self.features_BPD))}  # type: ignore[arg-type]
         return model(input_ids=ids_BN, mm_encoder_outputs=outputs, use_cache=use_cache, logits_to_keep=1)
 
     def prefill(self, name: str | None) -> Any:
@@ -240,23 +241,27 @@ class GenerationModels:
 
         `dense` decodes with the dense model, whose cache is filled to the same mean length.
         """
-        model, cache = self.models[name], self.prefill(name).past_key_values
+        from mmod.adapters.transformers.cache_base import CACHE, cache_of
+
+        model, cache = self.models[name], cache_of(self.prefill(name))
         if dense:
             length = round(sum(layer.keys.shape[2] for layer in cache.layers) / len(cache.layers))
             model = self.models[None]
             words_BN = self.words_B1.expand(-1, length)
-            cache = model(input_ids=words_BN, use_cache=True, logits_to_keep=1).past_key_values
-        return lambda: model(input_ids=self.words_B1, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            cache = cache_of(model(input_ids=words_BN, use_cache=True, logits_to_keep=1))
+        return lambda: model(input_ids=self.words_B1, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
 
     def cached(self, name: str) -> Cached:
         """Return cost and cache of a routed model's prefill."""
+        from mmod.adapters.transformers.cache_base import cache_of
+
         with trace(self.models[name]) as decisions:
-            cache = self.prefill(name).past_key_values
+            cache = cache_of(self.prefill(name))
         tokens, layers = self.ids_BN.shape[1], self.config.layers
         slots = [tokens] * layers
         for block, routing in decisions.items():
             slots[int(block.rpartition(".")[2])] = routing.kept.index_BK.shape[1]
-        routed, dense = _bytes(cache), _bytes(self.prefill(None).past_key_values)
+        routed, dense = _bytes(cache), _bytes(cache_of(self.prefill(None)))
         if routed * tokens * layers != dense * sum(slots):
             raise WrongOutputError(f"{name} caches {routed} bytes, {sum(slots)} of {tokens * layers} slots of {dense}")
         return Cached(sum(slots) / layers, routed / dense, self._flop_speedup(self.models[name], decisions))
@@ -269,6 +274,8 @@ class GenerationModels:
     @torch.no_grad()
     def check(self) -> None:
         """Check every routed model; before `to`."""
+        from mmod.adapters.transformers.cache_base import CACHE, cache_of
+
         dense = self._call(self.models[None]).logits
         for name in self.config.presets:
             plain = preset_config(name, self.config.layers)
@@ -285,8 +292,8 @@ class GenerationModels:
             if plain.router.name == "attention":
                 # Importance counts the attention of the word, too; the cache is the same whatever chooses.
                 model = route_(self._make(), language=plain.replace(router="stride"))
-            cache = self._call(model).past_key_values
-            step = model(input_ids=self.words_B1, past_key_values=cache, use_cache=True).logits
+            cache = cache_of(self._call(model))
+            step = model(input_ids=self.words_B1, **{CACHE: cache}, use_cache=True).logits
             once = self._call(model, self.words_B1, use_cache=False).logits
             check_close(f"{name}, prefill and decoding against one pass", step, once, TOLERANCE)
 

@@ -182,10 +182,11 @@ class _CompleteTexts:
         if not mixture.chooses_together(module.training):
             return
         # Only a model of transformers gets here.
+        from mmod.adapters.transformers.cache_base import cache_of
         from mmod.adapters.transformers.masks import valid_tokens
 
         arguments = {**dict(zip(self.names, args)), **kwargs}
-        cache, mask = arguments.get("past_key_values"), arguments.get("attention_mask")
+        cache, mask = cache_of(arguments), arguments.get("attention_mask")
         if cache is not None and int(cache.get_seq_length()):
             refuse_generation("experts")
         source = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments["input_ids"]

@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor
 
 import mmod
+from mmod.adapters.transformers.cache_base import cache_of
 from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, LINEAR, VIDEO, make_joint, make_language, prompt, words
 from tests.threads import assert_right_in_threads
 
@@ -30,7 +31,7 @@ def outputs(model: Any, batch: dict[str, Any]) -> tuple[Tensor, Tensor, list[tup
         ids = model.generate(
             **batch, max_new_tokens=5, do_sample=False, suppress_tokens=[IMAGE, VIDEO], eos_token_id=None
         )
-    return out.logits, ids, [(layer.keys, layer.values) for layer in out.past_key_values.layers]
+    return out.logits, ids, [(layer.keys, layer.values) for layer in cache_of(out).layers]
 
 
 def check_equal(model: Any, batch: dict[str, Any], config: mmod.RoutingConfig) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
+from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.adapters.transformers.images import IMAGE as SHOWS_IMAGE
 from mmod.adapters.transformers.images import VIDEO as SHOWS_VIDEO
 from mmod.adapters.transformers.images import ImageTokens
@@ -105,9 +106,9 @@ def test_a_stream_of_frames_equals_the_whole_prompt(name: str, frames: Any) -> N
                 given |= {"image_grid_thw": images["image_grid_thw"][:1]}
             shown += 1
         given |= places(seen, len(piece), qwen)
-        out = model(input_ids=torch.tensor([piece]), past_key_values=cache, use_cache=True, **given)
+        out = model(input_ids=torch.tensor([piece]), **{CACHE: cache}, use_cache=True, **given)
         logits.append(out.logits)
-        cache, seen = out.past_key_values, seen + len(piece)
+        cache, seen = cache_of(out), seen + len(piece)
     torch.testing.assert_close(torch.cat(logits, 1), whole, atol=1e-5, rtol=1e-4)
     assert cache.layers[1].keys.shape[2] == ids.shape[1] - 3 * (PATCHES - PATCHES // 2)
 
@@ -121,19 +122,19 @@ def test_an_image_behind_cached_text_equals_the_whole_prompt(name: str, cached: 
     if cached == "by itself":
         mmod.route_(model, language=TOGETHER)
     text = torch.tensor([[1, 5, 6, 7]])
-    cache = model(input_ids=text, use_cache=True, **places(0, 4, qwen)).past_key_values
+    cache = cache_of(model(input_ids=text, use_cache=True, **places(0, 4, qwen)))
     if cached == "before it was routed":
         mmod.route_(model, language=TOGETHER)
     ids = batch.pop("input_ids")
     del batch["attention_mask"]
     tokens = ids.shape[1]
-    later = model(input_ids=ids, past_key_values=cache, use_cache=True, **batch, **places(4, tokens, qwen)).logits
+    later = model(input_ids=ids, **{CACHE: cache}, use_cache=True, **batch, **places(4, tokens, qwen)).logits
     if qwen:
         batch["mm_token_type_ids"] = nn.functional.pad(batch["mm_token_type_ids"], (4, 0))
     whole = model(input_ids=torch.cat([text, ids], 1), **batch, **places(0, 4 + tokens, qwen)).logits
     torch.testing.assert_close(later, whole[:, 4:], atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="cannot be split over calls"):
-        model(input_ids=ids, past_key_values=cache, **batch, **places(4 + tokens, tokens, qwen))
+        model(input_ids=ids, **{CACHE: cache}, **batch, **places(4 + tokens, tokens, qwen))
 
 
 @torch.no_grad()
@@ -145,7 +146,7 @@ def test_only_a_sample_with_two_images_apart_is_refused(static: bool) -> None:
     cache: Any = transformers.DynamicCache(config=model.config)
     if static:
         cache = transformers.StaticCache(config=model.config, max_cache_len=80)
-    model(**batch, past_key_values=cache, use_cache=True)
+    model(**batch, **{CACHE: cache}, use_cache=True)
     mask = torch.cat([batch["attention_mask"], torch.ones(2, PATCHES, dtype=torch.long)], 1)
     for image_in, refused in ((0, True), (1, False)):
         ids = torch.full((2, PATCHES), 7)
@@ -153,9 +154,9 @@ def test_only_a_sample_with_two_images_apart_is_refused(static: bool) -> None:
         given = {"input_ids": ids, "pixel_values": batch["pixel_values"], "attention_mask": mask}
         if refused:
             with pytest.raises(ValueError, match="cannot be split over calls"):
-                model(**given, past_key_values=cache)
+                model(**given, **{CACHE: cache})
         else:
-            model(**given, past_key_values=cache)
+            model(**given, **{CACHE: cache})
 
 
 @torch.no_grad()
@@ -164,11 +165,11 @@ def test_only_a_sample_with_two_images_apart_is_refused(static: bool) -> None:
 )
 def test_images_that_go_on_from_the_cache_are_refused(config: mmod.RoutingConfig) -> None:
     model, batch = routed("llava", config), prompt("llava", (1,))
-    cache = model(input_ids=torch.tensor([[3, 4]]), use_cache=True).past_key_values
+    cache = cache_of(model(input_ids=torch.tensor([[3, 4]]), use_cache=True))
     problem = "a partly cached frame" if config is BY_FRAME else "all queries of the prompt"
     embeds = model.get_input_embeddings()(torch.full((1, 4), IMAGE))
     with pytest.raises(ValueError, match=problem):
-        model(inputs_embeds=embeds, past_key_values=cache)
+        model(inputs_embeds=embeds, **{CACHE: cache})
     with pytest.raises(ValueError, match="pass the full prompt at once"):
         model.generate(**batch, max_new_tokens=2, prefill_chunk_size=5)
 
@@ -213,9 +214,9 @@ def test_a_second_turn_of_a_padded_chat_equals_its_samples(name: str, method: st
         first_BN, later_BN = place_BN.split([batch["input_ids"].shape[1], turn["input_ids"].shape[1]], dim=1)
         if qwen:
             first_BN, later_BN = first_BN.expand(3, -1, -1), later_BN.expand(3, -1, -1)
-        cache = model(**batch, use_cache=True, position_ids=first_BN).past_key_values
+        cache = cache_of(model(**batch, use_cache=True, position_ids=first_BN))
         given = {**turn, "attention_mask": mask, "position_ids": later_BN}
-        logits: Tensor = model(**given, past_key_values=cache).logits
+        logits: Tensor = model(**given, **{CACHE: cache}).logits
         return logits
 
     together, begun = chat(first, turns), 0

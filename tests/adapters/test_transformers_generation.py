@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
+from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from tests.adapters.vlm_zoo import IMAGE, JOINT, PATCHES, VIDEO, make_joint, make_language, pad, prompt
 
 SCORE = mmod.score("linear", init_std=0.2)
@@ -79,7 +80,7 @@ def generate(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
 def check_cache_changes_nothing(model: Any, batch: dict[str, Any], steps: int = 4) -> None:
     """Prefill and decode word by word, and compare every step with one full forward pass over the same tokens."""
     out = model(**batch, use_cache=True)
-    cache, logits = out.past_key_values, [out.logits]
+    cache, logits = cache_of(out), [out.logits]
     ids, mask = batch["input_ids"], batch["attention_mask"]
     kinds = batch.get("mm_token_type_ids")
     last = mask.cumsum(1).argmax(1)
@@ -92,7 +93,7 @@ def check_cache_changes_nothing(model: Any, batch: dict[str, Any], steps: int = 
             kinds = torch.cat([kinds, torch.zeros_like(word)], 1)
             # As `generate` does: time, height and width of a word are its place after the images' own.
             place = {"position_ids": (mask.sum(1, keepdim=True) - 1 + model.model.rope_deltas).expand(3, -1, -1)}
-        out = model(input_ids=word, attention_mask=mask, past_key_values=cache, use_cache=True, **place)
+        out = model(input_ids=word, attention_mask=mask, **{CACHE: cache}, use_cache=True, **place)
         logits.append(out.logits)
     rest = {k: v for k, v in batch.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
     kinds_now = {} if kinds is None else {"mm_token_type_ids": kinds}
@@ -197,7 +198,7 @@ def test_cache_bytes_are_the_kept_share() -> None:
     capacities = (0.6, 0.25)
     config = mmod.RoutingConfig(router="linear", capacity=capacities, blocks=(1, 3))
     model, batch = routed("llava", config), prompt("llava", (2,))
-    layers = model(**batch, use_cache=True).past_key_values.layers
+    layers = cache_of(model(**batch, use_cache=True)).layers
     tokens = batch["input_ids"].shape[1]
     dense = layers[0].keys.nbytes + layers[0].values.nbytes
     assert dense == 2 * tokens * 2 * 8 * 4
@@ -266,16 +267,16 @@ def test_cache_layer_takes_tokens_back() -> None:
 def test_wrong_caches_are_refused() -> None:
     model, batch = routed("llava", IMAGES_ONLY["linear"]), prompt("llava", (1,))
     with pytest.raises(ValueError, match="Fp8QuantizedLayer does not support"):
-        model(**batch, past_key_values=transformers.QuantizedCache("fp8", model.config), use_cache=True)
+        model(**batch, **{CACHE: transformers.QuantizedCache("fp8", model.config)}, use_cache=True)
     with pytest.raises(ValueError, match="DynamicCache"):
-        model(**batch, past_key_values=transformers.EncoderDecoderCache(
+        model(**batch, **{CACHE: transformers.EncoderDecoderCache(
             transformers.DynamicCache(), transformers.DynamicCache()
-        ))  # fmt: skip
+        )})  # fmt: skip
     filled = transformers.StaticCache(config=model.config, max_cache_len=40)
     dense = make_joint("llava")
-    dense(**batch, past_key_values=filled, use_cache=True)
+    dense(**batch, **{CACHE: filled}, use_cache=True)
     with pytest.raises(ValueError, match="filled by a dense model"):
-        model(input_ids=torch.tensor([[5]]), past_key_values=filled, use_cache=True)
+        model(input_ids=torch.tensor([[5]]), **{CACHE: filled}, use_cache=True)
 
 
 @pytest.mark.parametrize("name", ["llava", "llava-gemma2"])
@@ -373,9 +374,9 @@ def test_attention_with_a_mask_of_keys_alone(images: tuple[int, ...], flash_like
 def test_flash_attention_is_refused_beyond_its_window() -> None:
     model = mmod.route_(make_language("mistral-window"), language=EVERYTHING["threshold"])
     words = torch.randint(3, IMAGE, (1, 10))
-    cache = model(input_ids=words[:, :9]).past_key_values
+    cache = cache_of(model(input_ids=words[:, :9]))
     model.config._attn_implementation = "flash_attention_2"
-    for options in ({"input_ids": words}, {"input_ids": words[:, 9:], "past_key_values": cache}):
+    for options in ({"input_ids": words}, {"input_ids": words[:, 9:], CACHE: cache}):
         with pytest.raises(ValueError, match=r"sliding window of 9 among kept tokens .* this sequence has 10"):
             model(**options)
 
@@ -384,6 +385,6 @@ def test_flash_attention_is_refused_beyond_its_window() -> None:
 def test_flash_attention_slides_over_tokens_that_all_run(flash_like: str) -> None:
     model = routed("llava-mistral-window", IMAGES_ONLY["linear"])
     words = torch.randint(3, IMAGE, (1, 12))
-    cache = model(input_ids=words).past_key_values
+    cache = cache_of(model(input_ids=words))
     model.model.language_model.config._attn_implementation = flash_like
-    assert model(input_ids=words[:, :1], past_key_values=cache).past_key_values.get_seq_length() == 13
+    assert cache_of(model(input_ids=words[:, :1], **{CACHE: cache})).get_seq_length() == 13

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.adapters.transformers.cache_base import KeptTokens
+from mmod.adapters.transformers.cache_base import KeptTokens, cache_of
 from tests.adapters.test_transformers_generation import NO_IMAGES, check_cache_changes_nothing
 from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, make_joint, make_language, prompt, words
 
@@ -154,7 +154,7 @@ def test_a_cache_holds_what_later_tokens_may_read(way: tuple[str, str]) -> None:
     model, batch = mmod.route_(make_joint("llava"), language=config), prompt("llava", (1,))
     text = int((batch["input_ids"] != IMAGE).sum())
     with torch.no_grad():
-        cache = model(**batch, use_cache=True).past_key_values
+        cache = cache_of(model(**batch, use_cache=True))
     for index in config.blocks:
         layer = cache.layers[index]
         assert isinstance(layer, KeptTokens)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
+from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.layers import DecoderLayerCall
 from mmod.adapters.transformers.vision import EncoderLayerCall
 from tests.adapters.test_transformers_generation import EVERYTHING, IMAGES_ONLY
@@ -44,7 +45,7 @@ def both_ways(model: Any, batch: dict[str, Any], counted: Counted) -> list[list[
             out = model(**batch, use_cache=True)
         held = [
             each.transpose(1, 2)[layer.valid_BL]
-            for layer in out.past_key_values.layers
+            for layer in cache_of(out).layers
             if isinstance(layer, RoutedLayer) and layer.keys is not None
             for each in (layer.keys, layer.values)
         ]

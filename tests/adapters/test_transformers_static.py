@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import mmod
+from mmod.adapters.transformers.cache_base import CACHE
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
 from tests.adapters.test_transformers_generation import EVERYTHING, IMAGES_ONLY, NO_IMAGES
 from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, PATCHES, make_joint, make_language, pad, prompt
@@ -53,7 +54,7 @@ def text(seed: int = 0) -> dict[str, Any]:
 def logits(model: Any, batch: dict[str, Any], cache: Any, step: Any = None, steps: int = 5) -> list[Tensor]:
     """Return the logits of a prompt's real tokens and of some decoded ones, which `step` may compute."""
     real, mask = batch["attention_mask"].bool(), batch["attention_mask"]
-    out = [model(**batch, past_key_values=cache, use_cache=True).logits[real]]
+    out = [model(**batch, **{CACHE: cache}, use_cache=True).logits[real]]
     for word in words(batch, steps):
         mask = torch.cat([mask, torch.ones_like(word)], 1)
         place = mask.sum(1, keepdim=True) - 1
@@ -63,7 +64,7 @@ def logits(model: Any, batch: dict[str, Any], cache: Any, step: Any = None, step
         wide = (
             nn.functional.pad(mask, (0, ROOM - mask.shape[1])) if isinstance(cache, transformers.StaticCache) else mask
         )
-        given = {"input_ids": word, "attention_mask": wide, "position_ids": place, "past_key_values": cache}
+        given = {"input_ids": word, "attention_mask": wide, "position_ids": place, CACHE: cache}
         out.append((step or model)(**given, use_cache=True).logits)
     return out
 
@@ -133,7 +134,7 @@ def test_a_static_cache_has_room_for_kept_tokens_alone() -> None:
     before = None
     for word in (batch["input_ids"], *words(batch, 4)):
         rest = batch if word.shape[1] > 1 else {}
-        model(**{**rest, "input_ids": word, "attention_mask": None}, past_key_values=cache, use_cache=True)
+        model(**{**rest, "input_ids": word, "attention_mask": None}, **{CACHE: cache}, use_cache=True)
         addresses = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in layers]
         assert before in (None, addresses)
         before = addresses
@@ -165,7 +166,7 @@ def test_text_goes_on_in_chunks(name: str) -> None:
     ids = torch.randint(3, IMAGE, (2, 31), generator=torch.Generator().manual_seed(1))
     expected, cache = model(input_ids=ids).logits, static(model)
     cuts = (0, 13, 17, 18, 29, 31)
-    found = [model(input_ids=ids[:, a:b], past_key_values=cache).logits for a, b in pairwise(cuts)]
+    found = [model(input_ids=ids[:, a:b], **{CACHE: cache}).logits for a, b in pairwise(cuts)]
     torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-4)
 
 
@@ -292,14 +293,36 @@ def test_static_layers_hold_what_later_tokens_see(lengths: list[int], window: bo
     assert layer.get_seq_length() == 0
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("method", EVERYTHING)
+def test_cropped_tokens_leave_no_trace(method: str) -> None:
+    config = EVERYTHING[method].replace(blocks=(0, 1, 2, 3))
+    model, ids = routed("llama", config), torch.randint(3, IMAGE, (2, 20))
+    cropped, plain = static(model, 24), static(model, 24)
+    for first, last, removed in ((0, 9, 0), (9, 14, 3), (11, 17, 6), (11, 20, 0)):
+        found = model(input_ids=ids[:, first:last], **{CACHE: cropped}, use_cache=True).logits
+        cropped.crop(-removed)
+    for first, last in ((0, 9), (9, 11), (11, 20)):
+        expected = model(input_ids=ids[:, first:last], **{CACHE: plain}, use_cache=True).logits
+    same([found], [expected])
+    for one, other in zip(cropped.layers, plain.layers, strict=True):
+        assert int(one.get_seq_length()) == int(other.get_seq_length()) == 20
+        assert torch.equal(one.kept_B1, other.kept_B1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="negative number"):
+        cropped.layers[0].crop(1)
+
+
 def test_wrong_use_is_refused() -> None:
     model, batch = routed("llava", IMAGES_ONLY["linear"]), prompt("llava", (1,))
     filled = static(model)
-    make_joint("llava")(**batch, past_key_values=filled, use_cache=True)
+    make_joint("llava")(**batch, **{CACHE: filled}, use_cache=True)
     with pytest.raises(ValueError, match="filled by a dense model"):
-        model(input_ids=torch.tensor([[5]]), past_key_values=filled, use_cache=True)
-    with pytest.raises(ValueError, match="not supported with Static cache"):
-        generated(model, batch, cache_implementation="static", prompt_lookup_num_tokens=3)
+        model(input_ids=torch.tensor([[5]]), **{CACHE: filled}, use_cache=True)
+    windows = routed("mistral-window", EVERYTHING["threshold"])
+    cache = static(windows)
+    windows(**text(), **{CACHE: cache}, use_cache=True)
+    with pytest.raises(ValueError, match="sliding window cannot be cropped"):
+        cache.crop(-1)
     model.model.language_model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="flash attention has no mask"):
-        model.model.language_model.layers[1].mod_state.call.open_cache({"past_key_values": static(model)})
+        model.model.language_model.layers[1].mod_state.call.open_cache({CACHE: static(model)})

@@ -9,6 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 import mmod
+from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis.prefill import prefill_flops
 from tests.adapters.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
 from tests.counting import flop_counter
@@ -37,7 +38,7 @@ def test_counts_equal_those_of_torch(name: str, method: str) -> None:
     images, tokens = int((batch["input_ids"] == IMAGE).sum()), batch["input_ids"].shape[1]
     report = prefill_flops(model, tokens - images, [images // 2] * 2)
     with FlopCounterMode(display=False) as counter:
-        cache = model(**batch, logits_to_keep=1).past_key_values
+        cache = cache_of(model(**batch, logits_to_keep=1))
     counts = counter.get_flop_counts()
     for row, layer in zip(report.blocks, model.model.language_model.layers):
         counted = sum(counts[f"{type(model).__name__}.{row.name}"].values())

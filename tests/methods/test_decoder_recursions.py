@@ -13,6 +13,7 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
+from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.methods import Recursions, methods_of, read_method, undo_
 from mmod.methods.base import deciding_together
 from mmod.methods.recursions import Cycle
@@ -171,8 +172,8 @@ def test_padded_batches_are_decoded_as_in_one_pass(name: str, way: dict[str, Any
     cache, found = None, []
     for start, end in [(0, 8), *((n, n + 1) for n in range(8, 14))]:
         given = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end], "position_ids": place[:, start:end]}
-        out = model(**given, past_key_values=cache, use_cache=True)
-        cache = out.past_key_values
+        out = model(**given, **{CACHE: cache}, use_cache=True)
+        cache = cache_of(out)
         found.append(out.logits)
     torch.testing.assert_close(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
     # Nor does a text depend on the others, or on what pads it.
@@ -187,7 +188,7 @@ def test_padded_batches_are_decoded_as_in_one_pass(name: str, way: dict[str, Any
 def test_a_cache_holds_what_ran(keys: str) -> None:
     model, ids = make("llama", recursions=4, first=1, last=1, choice="tokens", keys=keys), words(2, 12)
     with mmod.trace(model) as decisions:
-        cache = model(input_ids=ids, use_cache=True).past_key_values
+        cache = cache_of(model(input_ids=ids, use_cache=True))
     kept = [12, *(int(each.keep_BN.sum(1).max()) for each in decisions.values())]
     assert kept[-1] < 12
     held = [0 if layer.keys is None else layer.keys.shape[2] for layer in cache.layers[1:5]]

@@ -33,6 +33,7 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
     """
 
     supports_early_init = False
+    is_croppable = True
     keys: Any
     values: Any
     _by_sample = ("keys", "values", "position_BS", "kept_B1", "chosen_B1")
@@ -151,6 +152,21 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         """Return the logical length."""
         return self.length
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the last tokens, kept or not; the number is passed as a negative one."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
+        self.cumulative_length.add_(tokens_to_remove)
+        if self.position_BS is None:
+            return
+        assert isinstance(self.kept_B1, Tensor)
+        removed_BS = self.position_BS >= self.cumulative_length
+        self.kept_B1.sub_(removed_BS.sum(1, keepdim=True))
+        self.position_BS.masked_fill_(removed_BS, EMPTY)
+        # Later tokens are written behind the last slot that a sample still fills.
+        number_S = torch.arange(1, removed_BS.shape[1] + 1, device=removed_BS.device)
+        self._written.copy_((number_S * (self.position_BS != EMPTY).any(0)).max())
+
     def reset(self) -> None:
         """Clear the cache; the next prompt may need another number of slots."""
         self.keys, self.values, self.is_initialized = None, None, False
@@ -173,8 +189,14 @@ class StaticRoutedWindow(StaticRoutedLayer, StaticSlidingWindowLayer):
         max_cache_len: Visible tokens of a query, including itself, or fewer if the sequence is shorter.
     """
 
+    is_croppable = False
+
     def __init__(self, max_cache_len: int) -> None:
         super().__init__(max_cache_len=max_cache_len, sliding_window=max_cache_len)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refuse to remove tokens: those that they have overwritten are lost."""
+        raise ValueError("a static cache with a sliding window cannot be cropped: use the default cache")
 
     def _count(self, position_BK: Tensor, tokens: int) -> None:
         super()._count(position_BK, tokens)

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmod.adapters.transformers.cache_base import cache_of, with_cache
 from mmod.ops import PartialProjections, Projection
 
 
@@ -77,9 +78,9 @@ def attend_to_all(
 
     Source: ShortV, arXiv 2504.00502 (text reads keys and values of image tokens that are frozen).
     """
-    capture = _CapturingCache(arguments.get("past_key_values"))
+    capture = _CapturingCache(cache_of(arguments))
     # The mask is not used, but without one hosts use another layout of keys.
-    all_arguments = {**arguments, "past_key_values": capture, "attention_mask": narrowed["attention_mask"]}
+    all_arguments = with_cache({**arguments, "attention_mask": narrowed["attention_mask"]}, capture)
     try:
         with PartialProjections(_projections(layer.get_submodule("self_attn")), queries=False):
             forward(x_BND, **all_arguments)
@@ -92,8 +93,8 @@ def attend_and_keep(
     layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor
 ) -> tuple[Any, tuple[Tensor, Tensor]]:
     """Return the host forward's output for all tokens, and the keys and values (B, H, L, E) that they attend to."""
-    keeping = _KeepingCache(arguments.get("past_key_values"))
-    y = forward(x_BND, **{**arguments, "past_key_values": keeping})
+    keeping = _KeepingCache(cache_of(arguments))
+    y = forward(x_BND, **with_cache(arguments, keeping))
     return y, _checked(keeping.kept, layer)
 
 
@@ -105,7 +106,7 @@ def attend_to_captured(
     if not z_BKD.shape[1]:
         return z_BKD
     with PartialProjections(_projections(layer.get_submodule("self_attn")), queries=True):
-        return forward(z_BKD, **{**narrowed, "past_key_values": _CapturedCache(captured)})
+        return forward(z_BKD, **with_cache(narrowed, _CapturedCache(captured)))
 
 
 def _checked(captured: tuple[Tensor, Tensor] | None, layer: nn.Module) -> tuple[Tensor, Tensor]:

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
-from mmod.adapters.transformers.cache_base import chosen_samples
+from mmod.adapters.transformers.cache_base import CACHE, cache_of, chosen_samples
 from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens
 from mmod.adapters.transformers.layers import GROUPS, DecoderLayerCall, is_sandwich
 from mmod.adapters.transformers.masks import valid_tokens
@@ -84,6 +85,11 @@ def _hooks(groups: GroupHook, entry: nn.Module) -> list[tuple[nn.Module, ModelHo
 def _call_of(layer: nn.Module, config: RoutingConfig | None, rotary: CompactRotary | None) -> DecoderLayerCall:
     signature = inspect.signature(host_class(layer).forward).parameters
     names = tuple(n for n, p in signature.items() if p.kind is p.POSITIONAL_OR_KEYWORD)[2:]
+    if CACHE not in names:
+        raise NotImplementedError(
+            f"{host_class(layer).__name__} of transformers {transformers.__version__} takes no {CACHE!r}, only "
+            f"{names}: install a version that pip chooses for mmod[vlm]"
+        )
     attention: Any = layer.self_attn
     window = getattr(attention.config, "sliding_window", None)
     if config is not None and config.operator != "block" and config.gate.name != "identity" and is_sandwich(layer):
@@ -159,7 +165,7 @@ class GroupHook(ModelHook):
             image_BN: The user's mask of image tokens (B, N), or None.
         """
         source = _source(arguments)
-        cache: Any = arguments.get("past_key_values")
+        cache: Any = cache_of(arguments)
         # The length of a static cache is a tensor; decoding must not synchronise with it.
         length: Tensor | int = 0 if cache is None else cache.get_seq_length()
         samples, tokens = source.shape[:2]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
-from mmod.adapters.transformers.cache_base import KeptTokens
+from mmod.adapters.transformers.cache_base import KeptTokens, cache_of, with_cache
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_all, attend_to_captured
 from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
@@ -150,18 +150,18 @@ class DecoderLayerCall:
         hides = self.window is not None or self.compact is not None or arguments.get("attention_mask") is not None
         if hides or arguments.get(GROUPS, _UNKNOWN) is not None:
             return False
-        if arguments.get("past_key_values") is None:
+        if cache_of(arguments) is None:
             return True
         cache = self._cache(arguments)
         return type(cache) is RoutedLayer and not cache.ragged
 
     def has_static_cache(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether the cache is static, so that keys of future tokens are in it."""
-        return bool(getattr(arguments.get("past_key_values"), "is_compileable", False))
+        return bool(getattr(cache_of(arguments), "is_compileable", False))
 
     def open_cache(self, arguments: Mapping[str, Any]) -> None:
         """Replace the dense cache layer by one of kept tokens, if there is a cache."""
-        cache = arguments.get("past_key_values")
+        cache = cache_of(arguments)
         if cache is None:
             return
         open_routed_layer(cache, self.index)
@@ -203,7 +203,7 @@ class DecoderLayerCall:
 
     def cached(self, arguments: Mapping[str, Any]) -> int:
         """Return the logical length of the layer's cache, 0 without a cache."""
-        cache = arguments.get("past_key_values")
+        cache = cache_of(arguments)
         return 0 if cache is None else int(cache.get_seq_length(self.index))
 
     def valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
@@ -219,9 +219,9 @@ class DecoderLayerCall:
         call.open_cache(arguments)
         selected = dict(call.select_tokens(arguments, x_BND, routing)) if routing.kept.index_BK.shape[1] else {}
         call.begin_update(arguments, x_BND, routing)
-        cache = arguments.get("past_key_values")
+        cache = cache_of(arguments)
         if cache is not None:
-            selected["past_key_values"] = OtherLayer(cache, call.index)
+            selected = with_cache(selected, OtherLayer(cache, call.index))
         return selected
 
     def _narrowed(
@@ -272,7 +272,7 @@ class DecoderLayerCall:
 
     def _cache(self, arguments: Mapping[str, Any]) -> KeptTokens | None:
         """Return the layer's cache of kept tokens, or None before `open_cache`."""
-        layers = getattr(arguments.get("past_key_values"), "layers", ())
+        layers = getattr(cache_of(arguments), "layers", ())
         layer = layers[self.index] if self.index < len(layers) else None
         return layer if isinstance(layer, KeptTokens) else None
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod import is_routed
+from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import prefill_flops
 from mmod.analysis.audit.judges import judge_answers
 from mmod.data.readers.chat import ChatCollator
@@ -215,7 +216,7 @@ class Calibration:
 def read_prompts(model: Any, prompts: Mapping[str, Tensor]) -> Any:
     """Return the key-value cache of encoded prompts."""
     inputs = {name: value.to(model.device) for name, value in prompts.items()}
-    return model(**inputs, use_cache=True, logits_to_keep=1).past_key_values
+    return cache_of(model(**inputs, use_cache=True, logits_to_keep=1))
 
 
 def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> FineTuneResult:

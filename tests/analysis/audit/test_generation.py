@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import mmod
+from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.analysis.audit.generation import Generation, judge_generation
 from mmod.analysis.statistics import read_published
 from tests.adapters.vlm_zoo import make_language
@@ -42,7 +43,7 @@ def decoded(model: Any, tokens: Tensor) -> tuple[dict[str, Tensor], dict[str, Te
     cache, keeps, scores = None, {}, {}
     for token_B1 in tokens.split(1, dim=1):
         with mmod.trace(model) as decisions:
-            cache = model(input_ids=token_B1, past_key_values=cache, use_cache=True).past_key_values
+            cache = cache_of(model(input_ids=token_B1, **{CACHE: cache}, use_cache=True))
         for name, own in decisions.items():
             keeps.setdefault(name, []).append(own.keep_BN)
             scores.setdefault(name, []).append(own.score_BN)

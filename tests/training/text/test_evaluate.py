@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import mmod
+from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.data.config import TextConfig
 from mmod.data.readers.text import text_stream
 from mmod.methods.base import deciding_together
@@ -54,8 +55,8 @@ def decoded(model: Any, tokens: Tensor) -> Tensor:
     """Return the logits (B, L, 256) of reading one byte after the other into a cache."""
     cache, logits = None, []
     for token_B1 in tokens.split(1, dim=1):
-        found = model(input_ids=token_B1, past_key_values=cache, use_cache=True)
-        cache = found.past_key_values
+        found = model(input_ids=token_B1, **{CACHE: cache}, use_cache=True)
+        cache = cache_of(found)
         logits.append(found.logits)
     return torch.cat(logits, dim=1)
 
