@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from transformers.cache_utils import StaticLayer
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE
@@ -294,12 +295,13 @@ def test_static_layers_hold_what_later_tokens_see(lengths: list[int], window: bo
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("steps", [((0, 9, 0), (9, 14, 3), (11, 17, 6)), ((0, 15, 4),), ((0, 19, 8),)], ids=str)
 @pytest.mark.parametrize("method", EVERYTHING)
-def test_cropped_tokens_leave_no_trace(method: str) -> None:
+def test_cropped_tokens_leave_no_trace(method: str, steps: tuple[tuple[int, int, int], ...]) -> None:
     config = EVERYTHING[method].replace(blocks=(0, 1, 2, 3))
     model, ids = routed("llama", config), torch.randint(3, IMAGE, (2, 20))
-    cropped, plain = static(model, 24), static(model, 24)
-    for first, last, removed in ((0, 9, 0), (9, 14, 3), (11, 17, 6), (11, 20, 0)):
+    cropped, plain = static(model, 20), static(model, 20)
+    for first, last, removed in (*steps, (11, 20, 0)):
         found = model(input_ids=ids[:, first:last], **{CACHE: cropped}, use_cache=True).logits
         cropped.crop(-removed)
     for first, last in ((0, 9), (9, 11), (11, 20)):
@@ -310,6 +312,19 @@ def test_cropped_tokens_leave_no_trace(method: str) -> None:
         assert torch.equal(one.kept_B1, other.kept_B1)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="negative number"):
         cropped.layers[0].crop(1)
+
+
+@pytest.mark.parametrize("method", ["threshold", "inference"])
+def test_drafts_from_the_prompt_give_the_words_of_plain_decoding(method: str) -> None:
+    model = routed("llama", EVERYTHING[method]).double()
+    batch = {"input_ids": torch.randint(3, IMAGE, (1, 4)).repeat(1, 4)}
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    options: dict[str, Any] = {"cache_implementation": "static", "prompt_lookup_num_tokens": 3}
+    if not hasattr(StaticLayer, "crop"):
+        with pytest.raises(ValueError, match="not supported with Static cache"):
+            generated(model, batch, **options)
+        return
+    assert torch.equal(generated(model, batch, **options), generated(model, batch))
 
 
 def test_wrong_use_is_refused() -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
 from mmod.adapters.transformers.cache_base import KeptTokens
@@ -23,7 +23,8 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
     """A static cache layer of kept tokens.
 
     Prefill allocates it. A prompt of N tokens needs K slots, the largest kept count of a sample, and every later token
-    at most one. That makes `max_cache_len - N + K` slots; a dense layer has `max_cache_len`.
+    at most one. That makes `max_cache_len - N + K` slots; a dense layer has `max_cache_len`. Cropping a prompt adds
+    slots.
 
     Args:
         max_cache_len: Maximum number of tokens, kept or not.
@@ -166,6 +167,19 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         # Later tokens are written behind the last slot that a sample still fills.
         number_S = torch.arange(1, removed_BS.shape[1] + 1, device=removed_BS.device)
         self._written.copy_((number_S * (self.position_BS != EMPTY).any(0)).max())
+        self._grow(int(self._written) + self.max_cache_len - int(self.cumulative_length) - removed_BS.shape[1])
+
+    def _grow(self, slots: int) -> None:
+        """Add slots where tokens of the prompt that were not kept make room for others."""
+        if slots <= 0:
+            return
+        assert self.position_BS is not None
+        self.position_BS = nn.functional.pad(self.position_BS, (0, slots), value=EMPTY)
+        _mark_static(self.position_BS)
+        if self.is_initialized:
+            self.keys = nn.functional.pad(self.keys, (0, 0, 0, slots))
+            self.values = nn.functional.pad(self.values, (0, 0, 0, slots))
+            _mark_static(self.keys, self.values)
 
     def reset(self) -> None:
         """Clear the cache; the next prompt may need another number of slots."""
