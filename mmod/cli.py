@@ -38,15 +38,15 @@ COMMANDS = {
     "tradeoff CONFIG": Command(
         "mmod.studies.command", "accuracy against FLOPs, time and memory, with controls", "digits"
     ),
-    "train image CONFIG": Command("mmod.training.command", "train an image classifier", "digits/dense", "image"),
+    "train image CONFIG": Command("mmod.training.kinds", "train an image classifier", "digits/dense", "image"),
     "train pairs CONFIG": Command(
-        "mmod.training.command", "train a CLIP model on image-text pairs", "clip/scenes", "pairs"
+        "mmod.training.kinds", "train a CLIP model on image-text pairs", "clip/scenes", "pairs"
     ),
     "train chat CONFIG": Command(
-        "mmod.training.command", "fine-tune a vision-language model on conversations", "vlm/tiny-llava", "chat"
+        "mmod.training.kinds", "fine-tune a vision-language model on conversations", "vlm/tiny-llava", "chat"
     ),
     "train text CONFIG": Command(
-        "mmod.training.command", "train a causal language model on text, byte by byte", "text/mod", "text"
+        "mmod.training.kinds", "train a causal language model on text, byte by byte", "text/mod", "text"
     ),
     "train open-clip [ROUTING] -- ARGUMENTS": Command(
         "mmod.training.pairs.open_clip_program", "run open_clip's own training program on a routed model"

@@ -203,7 +203,7 @@ def padding(seeds: int = 20) -> dict[str, Any]:
     from transformers.trainer_pt_utils import get_length_grouped_indices
 
     from mmod.data.readers.conversations import ConversationsConfig, open_conversations
-    from mmod.training.chat.sampler import LengthSampler
+    from mmod.training.chat.trainer import LengthSampler
 
     size = 16
     with tempfile.TemporaryDirectory() as root:

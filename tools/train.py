@@ -7,8 +7,8 @@ Under `torchrun --nproc-per-node N tools/train.py CONFIG` several processes trai
 
 import sys
 
-from mmod.training.command import main
 from mmod.training.engine.command import one_line_errors
+from mmod.training.kinds import main
 
 if __name__ == "__main__":
     with one_line_errors():

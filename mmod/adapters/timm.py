@@ -21,12 +21,11 @@ from timm.models import (
     resnet,
     vision_transformer,
 )
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack, NamedArguments, Part
 from mmod.adapters.described import Saving, check_keys, parameters
-from mmod.adapters.halves import HALVES, PRE_NORM, SPLIT
-from mmod.blocks import host_class
+from mmod.blocks import Halves, host_class
 from mmod.config import ROUTING_FIELDS
 
 BLOCKS: tuple[type[nn.Module], ...] = (
@@ -234,3 +233,34 @@ def _pretrained_fields() -> frozenset[str]:
 
 
 SAVING = Saving("timm", ("architecture", "arguments", "pretrained_cfg"), describe, _check_description, build)
+
+
+PRE_NORM = (vision_transformer.Block, eva.EvaBlock, beit.Block)
+_POST_NORM = (vision_transformer.ResPostBlock, eva.EvaBlockPostNorm)
+SPLIT: tuple[type[nn.Module], ...] = PRE_NORM + _POST_NORM
+"""Blocks whose halves can run separately."""
+
+
+def attend(block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+    """Return tokens (B, N, D) after a block's attention."""
+    if isinstance(block, _POST_NORM):
+        return x_BND + block.drop_path1(block.norm1(block.attn(x_BND, **arguments)))
+    return x_BND + block.drop_path1(_scaled(block, 1, block.attn(block.norm1(x_BND), **arguments)))
+
+
+def feed(block: Any, x_BND: Tensor) -> Tensor:
+    """Return tokens (B, N, D) after a block's MLP."""
+    if isinstance(block, _POST_NORM):
+        return x_BND + block.drop_path2(block.norm2(block.mlp(x_BND)))
+    return x_BND + block.drop_path2(_scaled(block, 2, block.mlp(block.norm2(x_BND))))
+
+
+HALVES = Halves(attend, feed)
+
+
+def _scaled(block: Any, half: int, update_BND: Tensor) -> Tensor:
+    """Apply the layer scale of a half: a module in some families, a parameter or None in others."""
+    if isinstance(block, vision_transformer.Block):
+        return getattr(block, f"ls{half}")(update_BND)
+    gamma = getattr(block, f"gamma_{half}")
+    return update_BND if gamma is None else gamma * update_BND

@@ -2,8 +2,7 @@
 
 from mmod.config.parts import GATES, Gate, LanguageRouting, Merged, Threshold, differing, spelled
 from mmod.config.plan import Plan, rational
-from mmod.config.reading import revised, score
-from mmod.config.registry import LOSSES, PRESETS, SCORES, register_loss, register_preset, register_score
+from mmod.config.registry import LOSSES, PRESETS, SCORES, register_loss, register_preset, register_score, revised, score
 from mmod.config.routing import ROUTING_FIELDS, RoutingConfig
 from mmod.config.score import IMPORTANCE, Placement, Score, WithImportance
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from mmod.config.parts import Gate, plain, spelled
-from mmod.config.reading import read_parts
+from mmod.config.registry import read_parts
 from mmod.config.score import Score, WithImportance
 from mmod.io.files import check_regular, parse_json, write_atomically
 from mmod.io.tables import html_table, text_table

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from mmod.config.parts import Gate, LanguageRouting, Merged, Threshold, plain, spelled
 from mmod.config.plan import CONTEXTS, DEPTH, OPERATORS, Plan
-from mmod.config.reading import read_parts, revised
-from mmod.config.registry import LOSSES, SCORES
+from mmod.config.registry import LOSSES, SCORES, read_parts, revised
 from mmod.config.score import IMPORTANCE, Score
 from mmod.io.tables import html_table
 from mmod.values import check_fields, check_value, refuse_unknown

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
-from mmod.adapters.halves import SPLIT, attend, feed
 from mmod.adapters.masks import narrow_rope
+from mmod.adapters.timm import SPLIT, attend, feed
 from mmod.blocks import Deciding, Records, convert, host_class
 from mmod.blocks.forward_pass import PassTracker, recomputing
 from mmod.blocks.routed import ConvertedBlock

@@ -31,7 +31,7 @@ class _Opened:
 
     @classmethod
     def _from_config(cls, config: Any, **options: Any) -> Any:
-        from mmod.adapters.transformers.loading import take_description
+        from mmod.adapters.transformers.saving import take_description
         from mmod.pretrained import apply_again
 
         described = take_description(config, config.name_or_path)
@@ -78,7 +78,7 @@ def open_routed_folders() -> None:
 
 
 def _load(folder: Any, *args: Any, **options: Any) -> Any:
-    from mmod.adapters.transformers.loading import load
+    from mmod.adapters.transformers.saving import load
     from mmod.pretrained import apply_again
 
     return load(folder, apply_again, *args, **options)

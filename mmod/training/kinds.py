@@ -1,4 +1,4 @@
-"""The kinds of training by name: their configs and recipes."""
+"""The kinds of training by name: their configs, recipes and commands `mmod train KIND`."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from mmod.io.yaml import stack_configs
 from mmod.training.chat import config as chat
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.help import dataclass_in
+from mmod.training.engine.parse import dataclass_in, parse_config
 from mmod.training.image import config as image
 from mmod.training.pairs import config as pairs
 from mmod.training.text import config as text
-from mmod.values import one_of
+from mmod.values import check_value, one_of
 
 if TYPE_CHECKING:
     from mmod.training.chat.recipe import FineTuneResult
@@ -135,3 +135,29 @@ def split_kind(arguments: Sequence[str]) -> tuple[str, list[str]]:
         one_of("kind", options.kind, tuple(CONFIGS))
         return str(options.kind), others
     return kind_of(stack_configs(others)[0] or {}), others
+
+
+_DRY = "--dry-run"
+
+
+def main(arguments: Sequence[str], kind: str) -> None:
+    """Train as the command line says and print the result, or what the run would cost.
+
+    Args:
+        arguments: `CONFIG [--key value] [--dry-run[=RATE]]`; with a rate, in TFLOP/s of each process, hours too.
+        kind: A key of `CONFIGS`.
+    """
+    dry = [word for word in arguments if word.partition("=")[0] == _DRY]
+    config = parse_config([word for word in arguments if word not in dry], CONFIGS[kind])
+    if not dry:
+        print(recipe_of(config).fit())
+        return
+    rate, speed = dry[-1].partition("=")[2], 0.0
+    if rate:
+        # Before the model is made.
+        speed = float(rate) if rate.replace(".", "", 1).isdecimal() else 0.0
+        check_value(_DRY, speed or rate, float, "(0, inf)")
+    estimate = recipe_of(config).estimate()
+    print(estimate)
+    if rate:
+        print(f"{estimate.hours(speed):.4g} hours at {speed:g} TFLOP/s in each process")

@@ -19,8 +19,7 @@ from mmod.data.readers.conversations import open_conversations
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
-from mmod.training.chat.model import create_model, create_processor, router_parameters
-from mmod.training.chat.words import create_word_processor
+from mmod.training.chat.model import create_model, create_processor, create_word_processor, router_parameters
 from tests.adapters.vlm_zoo import make_joint, make_language, prompt
 from tests.training.chat.configs import MODEL, vlm_config
 

@@ -15,7 +15,7 @@ from transformers import LlavaConfig, LlavaForConditionalGeneration
 from mmod.cli import main
 from mmod.planning import trials
 from mmod.studies.advise import load_model
-from mmod.training.chat.words import create_word_processor
+from mmod.training.chat.model import create_word_processor
 
 
 @pytest.fixture(autouse=True)

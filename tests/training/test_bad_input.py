@@ -23,8 +23,7 @@ from mmod.io.claim import claim_folder
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.engine.checkpoint import find_weights, read_weights
-from mmod.training.engine.help import dataclass_in
-from mmod.training.engine.parse import config_from, parse_config
+from mmod.training.engine.parse import config_from, dataclass_in, parse_config
 from mmod.training.engine.run_folder import read_fit
 from mmod.training.image.evaluate import EvalResult
 from mmod.training.pairs.config import TrainConfig as PairsConfig

@@ -8,8 +8,10 @@ from torch import nn
 
 from mmod.adapters.base import Part
 from mmod.adapters.transformers.language import find_language, is_decoder_layer
-from mmod.adapters.transformers.loading import load  # noqa: F401
-from mmod.adapters.transformers.saving import describe_methods  # noqa: F401
+from mmod.adapters.transformers.saving import (
+    describe_methods,  # noqa: F401
+    load,  # noqa: F401
+)
 from mmod.adapters.transformers.vision import find_vision, is_encoder_layer
 
 SUPPORTED = (

@@ -20,7 +20,7 @@ from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens
 from mmod.adapters.transformers.layers import GROUPS, DecoderLayerCall, is_sandwich
 from mmod.adapters.transformers.masks import valid_tokens
 from mmod.adapters.transformers.rotary import CompactRotary
-from mmod.adapters.transformers.tower import TowerImportance
+from mmod.adapters.transformers.vision import TowerImportance
 from mmod.blocks import ImportanceDecoderBlock, ModelHook, RoutedDecoderBlock, host_class
 from mmod.config import RoutingConfig, Threshold
 from mmod.routing import DecoderRouter, TokenGroups, assign_groups, decoded_groups

@@ -8,12 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack, NamedArguments
 from mmod.adapters.masks import hide_empty_slots
 from mmod.adapters.transformers.layers import OPERATORS, TUPLES
-from mmod.blocks import host_class
+from mmod.blocks import ModelHook, host_class
+from mmod.blocks.forward_pass import PassTracker, recomputing
+from mmod.ops import attention_with_importance, class_token_importance
 from mmod.routing import Routing
 
 # Class of an encoder layer -> number of prefix tokens.
@@ -60,3 +63,80 @@ def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStac
         dim=int(first.self_attn.config.hidden_size),  # type: ignore[union-attr,arg-type]
         call_of=lambda layer, config: EncoderLayerCall(("attention_mask",), operators=OPERATORS, tuples=TUPLES),
     )
+
+
+class _Outputs(dict["Projected", Tensor]):
+    """The last outputs of projections."""
+
+
+class Projected(ModelHook):
+    """Hook that stores a projection's last output in the running forward pass."""
+
+    def __init__(self, tracker: PassTracker) -> None:
+        self.tracker = tracker
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Do nothing before the call."""
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Store the output."""
+        if isinstance(output, Tensor) and not recomputing():
+            self.tracker.running.slot(_Outputs)[self] = output.detach()
+
+    def take(self) -> Tensor | None:
+        """Return the last output and drop it."""
+        return self.tracker.running.slot(_Outputs).pop(self, None)
+
+
+class TowerImportance:
+    """Reads the class token's attention to patches in the layer of the vision tower that provides the features.
+
+    In a tower without a class token, it is the mean attention of all patches. `entry` inserts image features into the
+    embedded tokens.
+
+    Source: VisionZip, Yang et al., arXiv 2412.04467, section 3.2: its dominant tokens.
+    """
+
+    def __init__(self, entry: nn.Module) -> None:
+        config: Any = getattr(entry, "config", None)
+        lists = [item for item in entry.modules() if isinstance(item, nn.ModuleList) and len(item)]
+        layers = next((item for item in lists if is_encoder_layer(item[0])), None)
+        if type(entry).__name__ != "LlavaModel" or layers is None:
+            raise ValueError(
+                "router.importance='vision_tower' needs a LLaVA whose image tokens are the patches of a CLIP or SigLIP "
+                f"tower: this is a {type(entry).__name__}"
+            )
+        chosen = config.vision_feature_layer
+        last = chosen if isinstance(chosen, int) else chosen[-1]
+        # Hidden states begin with the embeddings, before the first layer.
+        attention: Any = layers[last if last < 0 else max(last - 1, 0)].self_attn
+        self.class_token = bool(LAYERS[host_class(layers[0]).__name__])
+        self.dropped = int(config.vision_feature_select_strategy == "default")
+        self.heads, self.scale = int(attention.num_heads), float(attention.scale)
+        tracker = PassTracker()
+        self.query, self.key = Projected(tracker), Projected(tracker)
+        self.hooks: list[tuple[nn.Module, ModelHook]] = [(attention.q_proj, self.query), (attention.k_proj, self.key)]
+
+    def of(self, image_BN: Tensor) -> Tensor:
+        """Return the importance of image tokens (B, N), 0 at all other tokens."""
+        query, key = self.query.take(), self.key.take()
+        if query is None or key is None:
+            raise ValueError(
+                "router.importance='vision_tower' needs the tower to process the images: pass pixel_values"
+            )
+        importance_IN = self._importance(query, key)[:, self.dropped :]
+        tokens, values = int(image_BN.sum()), importance_IN.numel()
+        if values and tokens % values == 0 and tokens // values * len(importance_IN) == len(image_BN):
+            # generate() repeats prompts with one image each, whose features it computed once.
+            importance_IN = importance_IN.repeat_interleave(tokens // values, dim=0)
+        if importance_IN.numel() != tokens:
+            raise ValueError(f"the vision tower processed {values} patches, the prompts have {tokens} image tokens")
+        score_BN = torch.zeros(image_BN.shape, dtype=importance_IN.dtype, device=image_BN.device)
+        return score_BN.masked_scatter(image_BN, importance_IN.to(image_BN.device))
+
+    def _importance(self, query_IND: Tensor, key_IND: Tensor) -> Tensor:
+        q_IHNE, k_IHNE = (rows.unflatten(-1, (self.heads, -1)).transpose(1, 2) for rows in (query_IND, key_IND))
+        if self.class_token:
+            return class_token_importance(q_IHNE, k_IHNE, scale=self.scale)
+        with torch.no_grad():
+            return attention_with_importance(q_IHNE, k_IHNE, k_IHNE, scale=self.scale)[1]

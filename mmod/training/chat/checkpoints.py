@@ -12,8 +12,8 @@ from mmod.io.files import DamagedFileError, read_json_object
 from mmod.io.progress import progress_bar
 from mmod.io.tensors import check_complete
 from mmod.training.engine.checkpoint import check_sums, read_newest
+from mmod.training.engine.distributed import StopRequest
 from mmod.training.engine.health import rows_of_logs, write_rows
-from mmod.training.engine.signals import StopRequest
 
 _STATE = "trainer_state.json"
 

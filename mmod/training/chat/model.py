@@ -13,13 +13,14 @@ from torch import nn
 
 from mmod import is_routed, routed_blocks
 from mmod.adapters import find_parts
-from mmod.adapters.transformers.loading import take_description
+from mmod.adapters.transformers.saving import take_description
 from mmod.blocks import RoutedBlock, model_hooks
+from mmod.data.records import IMAGE
+from mmod.data.synthetic.questions import WORDS
 from mmod.io.tensors import check_complete
 from mmod.pretrained import apply_again, load_pretrained
 from mmod.routing import BorrowedScore
 from mmod.training.chat.config import WITHOUT_WEIGHTS, ModelConfig, TrainConfig
-from mmod.training.chat.words import create_word_processor
 from mmod.training.engine.methods import resolve_methods
 from mmod.values import refuse_unknown
 
@@ -202,3 +203,53 @@ def _add_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
 
     refuse_unknown("option of LoRA", fields, [item.name for item in dataclasses.fields(LoraConfig)])
     return get_peft_model(model, LoraConfig(**fields))
+
+
+_ROLES = ("<user>", "<assistant>")
+_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<' + message['role'] + '> ' }}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image> ' }}{% else %}{{ part['text'] + ' ' }}{% endif %}{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+)
+
+
+def create_word_processor(image_size: int, patch_size: int) -> Any:
+    """Create a `LlavaProcessor` of the embedded questions: one token per word, one image token per patch.
+
+    Args:
+        image_size: Side of an image, in pixels.
+        patch_size: Side of a patch, in pixels.
+
+    Example:
+        >>> processor = create_word_processor(image_size=12, patch_size=6)
+        >>> processor.tokenizer.decode(processor(text="which digit is left of the 7 ?")["input_ids"])
+        ['which digit is left of the 7 ?']
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+
+    special = ["<pad>", "<s>", "</s>", "<unk>", IMAGE, *_ROLES]
+    words = [*special, *map(str, range(10)), *WORDS]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
+        extra_special_tokens={"image_token": IMAGE, "user_token": _ROLES[0], "assistant_token": _ROLES[1]},
+    )
+    size = {"height": image_size, "width": image_size}
+    images = CLIPImageProcessor(
+        size=size, crop_size=size, do_center_crop=False, image_mean=[0.13] * 3, image_std=[0.28] * 3
+    )
+    return LlavaProcessor(
+        image_processor=images,
+        tokenizer=tokenizer,
+        patch_size=patch_size,
+        vision_feature_select_strategy="full",
+        num_additional_image_tokens=0,
+        chat_template=_TEMPLATE,
+    )

@@ -28,11 +28,10 @@ from mmod.training.chat.estimate import CostEstimate, estimate
 from mmod.training.chat.evaluate import EvalResult, evaluate, mean_over_kinds
 from mmod.training.chat.model import create_model, create_processor
 from mmod.training.chat.trainer import CHECKPOINTS, RoutedTrainer, training_arguments
-from mmod.training.engine.distributed import wait_for_all
+from mmod.training.engine.distributed import stop_signals, wait_for_all
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.recipe import Reading, Recipe, Tick
 from mmod.training.engine.run_folder import read_result, run_once, write_result
-from mmod.training.engine.signals import stop_signals
 
 # Prompts whose mean length costs are counted at.
 _COUNTED = 8

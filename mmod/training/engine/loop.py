@@ -34,23 +34,22 @@ from mmod.training.engine.checkpoint import (
 )
 from mmod.training.engine.distributed import (
     Process,
+    StopRequest,
     check_agreement,
     merge_faults,
     process_group,
+    stop_signals,
     sum_over_processes,
     wait_for_all,
 )
 from mmod.training.engine.estimate import RunEstimate, estimate
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
-from mmod.training.engine.logging import Meters, TensorBoard, write_csv
-from mmod.training.engine.nonfinite import all_finite, find_nonfinite
+from mmod.training.engine.logging import Meters, TensorBoard, Usage, write_csv
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
 from mmod.training.engine.recipe import InLoop, LoopParts, Streams, Tick, steps_of_epoch
 from mmod.training.engine.run_folder import FitResult, Result, read_fit, run_once, write_result
-from mmod.training.engine.signals import StopRequest, stop_signals
-from mmod.training.engine.task import Batch, Task, autocast
-from mmod.training.engine.usage import Usage
+from mmod.training.engine.task import Batch, Task, all_finite, autocast, find_nonfinite
 
 
 def run(

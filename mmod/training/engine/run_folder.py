@@ -42,7 +42,7 @@ class FitResult(Generic[Result]):
         history: One row per epoch, as in `metrics.csv`.
         skipped: Number of unreadable samples by file, for "train" and "val".
         skipped_steps: Steps that were skipped because their loss was not finite.
-        usage: Time, throughput and memory over all starts of the run, see `mmod.training.engine.usage.Usage`.
+        usage: Time, throughput and memory over all starts of the run, see `mmod.training.engine.logging.Usage`.
         reused: The run had finished before, and its result was read from the folder.
     """
 

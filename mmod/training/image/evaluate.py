@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmod import RoutingConfig, set_capacity_
 from mmod.data.loader import BatchStream
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluation_batches
 from mmod.training.engine.task import autocast
+from mmod.training.image.config import ElasticConfig
 from mmod.training.image.task import answers, check_targets
 from mmod.values import check_value
 
@@ -128,6 +131,20 @@ def evaluate(
         objects=objects,
         mean_iou=mean_iou,
     )
+
+
+def at_capacities(
+    model: nn.Module, elastic: ElasticConfig, routing: RoutingConfig, judge: Callable[[], EvalResult]
+) -> EvalResult:
+    """Evaluate a model at several capacities; return the result at that of its routing, with the accuracies at each."""
+    results = {}
+    for capacity in elastic.capacities:
+        set_capacity_(model, capacity)
+        results[capacity] = judge()
+    chosen = next(capacity for capacity in elastic.capacities if capacity == routing.capacity)
+    set_capacity_(model, chosen)
+    figures = {f"{capacity:g}": result.accuracies() for capacity, result in results.items()}
+    return replace(results[chosen], capacities=figures)
 
 
 def _batch_sums(logits: Tensor, targets: Tensor, images: int) -> Tensor:

@@ -26,10 +26,9 @@ from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.model import load_weights
 from mmod.training.engine.recipe import Reading, kept_shares
 from mmod.training.image.config import InTrainingConfig, ModelConfig, TrainConfig
-from mmod.training.image.elastic import ElasticTask, at_capacities
-from mmod.training.image.evaluate import EvalResult, evaluate
+from mmod.training.image.evaluate import EvalResult, at_capacities, evaluate
 from mmod.training.image.model import adapt_weights, check_input, create_criterion, create_dense_model, create_mixup
-from mmod.training.image.task import ClassificationTask
+from mmod.training.image.task import ClassificationTask, ElasticTask
 
 
 class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):

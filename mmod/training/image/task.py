@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,9 +12,10 @@ from timm.data import Mixup
 from timm.utils import accuracy
 from torch import Tensor, nn
 
-from mmod import auxiliary_loss
+from mmod import auxiliary_loss, set_capacity_
 from mmod.planning.divergence import resized
 from mmod.training.engine.task import Batch, Pass, Task, autocast, divergence, total
+from mmod.training.image.config import ElasticConfig
 
 
 class ClassificationTask(Task):
@@ -96,6 +98,27 @@ class ClassificationTask(Task):
         if self.auxiliary:
             parts["auxiliary"] = auxiliary_loss(self.model)
         return logits, parts
+
+
+class ElasticTask(ClassificationTask):
+    """The objective at several capacities of a routed model; see `ElasticConfig`."""
+
+    def __init__(self, model: nn.Module, criterion: nn.Module, elastic: ElasticConfig, **options: Any) -> None:
+        super().__init__(model, criterion, **options)
+        self.elastic = elastic
+
+    def objective(self, images: Tensor, targets: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return logits and terms at the largest capacity; "elastic" sums the divergence of the others from them."""
+        smallest, *between, largest = self.elastic.capacities
+        set_capacity_(self.model, largest)
+        logits, parts = super().objective(images, targets, labels)
+        others = []
+        for capacity in (smallest, *random.sample(between, self.elastic.samples - 2)):
+            set_capacity_(self.model, capacity)
+            others.append(divergence(answers(self.model, images, targets), logits.detach(), self.temperature))
+            if self.auxiliary:
+                others.append(auxiliary_loss(self.model))
+        return logits, {**parts, "elastic": torch.stack(others).sum()}
 
 
 class _FinalTokens:

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mmod.adapters.transformers.loading import forget_description
+from mmod.adapters.transformers.saving import forget_description
 from mmod.analysis import prefill_flops
 from mmod.data.readers.text import END
 from mmod.methods.base import deciding_together

@@ -18,7 +18,7 @@ from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
 from mmod.data.records import Message, check_record
-from mmod.training.chat.words import create_word_processor
+from mmod.training.chat.model import create_word_processor
 from scripts.convert_conversations import ConversationsConversion, convert_conversations
 
 

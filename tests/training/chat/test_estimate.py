@@ -15,8 +15,7 @@ from PIL import Image
 import mmod
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import CostEstimate, estimate
-from mmod.training.chat.model import create_model
-from mmod.training.chat.words import create_word_processor
+from mmod.training.chat.model import create_model, create_word_processor
 from tests.training.chat.configs import MASKED, P_MOD, vlm_config
 
 ROOT = Path(__file__).parents[3]

@@ -13,8 +13,7 @@ from mmod.analysis.memory import ActivationMemory
 from mmod.data.config import DataConfig
 from mmod.data.loader import create_train_stream
 from mmod.training import EmaConfig, ModelConfig, TrainConfig
-from mmod.training.command import main
-from mmod.training.kinds import recipe_of
+from mmod.training.kinds import main, recipe_of
 from tests.training.engine.worker import MODEL
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmod.training.engine.checkpoint import list_checkpoints, load_checkpoint
-from mmod.training.engine.usage import USAGE
+from mmod.training.engine.logging import USAGE
 from tests.training.engine.worker import run, tiny_config
 
 

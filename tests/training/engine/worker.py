@@ -27,7 +27,7 @@ from mmod.training import (
     fit,
 )
 from mmod.training.engine.config import DistributedConfig
-from mmod.training.engine.usage import USAGE
+from mmod.training.engine.logging import USAGE
 
 MODEL = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
 GROUPS = {

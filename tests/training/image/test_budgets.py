@@ -13,8 +13,8 @@ from torch import nn
 
 import mmod
 from mmod.training import ElasticConfig, EmaConfig, InTrainingConfig, LearnCapacityConfig, evaluate
-from mmod.training.image.elastic import ElasticTask
 from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.task import ElasticTask
 from tests.training.engine.worker import TensorStream, run, tiny_config, weights
 
 CAPACITIES = [0.25, 0.5, 0.75, 1.0]
@@ -52,7 +52,7 @@ def test_others_learn_what_the_largest_says(tmp_path: Path) -> None:
 def test_a_step_has_the_largest_the_smallest_and_some_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = ImageRecipe(elastic(tmp_path)).create_models()
     seen: list[float] = []
-    monkeypatch.setattr("mmod.training.image.elastic.set_capacity_", lambda _, capacity: seen.append(capacity))
+    monkeypatch.setattr("mmod.training.image.task.set_capacity_", lambda _, capacity: seen.append(capacity))
     task = ElasticTask(model, nn.CrossEntropyLoss(), ElasticConfig(CAPACITIES, samples=3))
     for _ in range(8):
         task(*next(TensorStream(8, seed=None).batches(0)))
