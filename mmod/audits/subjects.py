@@ -111,7 +111,7 @@ class Subject(ABC, Generic[Config]):
         """Return the batches of a set as the model reads them."""
         config: Any = self.config
         other = type(self.recipe)(dataclasses.replace(config, data=self.data(changes)))
-        stream: BatchStream = other.create_eval_stream(Process(0, 1, other.device), self.model)
+        stream: BatchStream = other.create_stream(Process(0, 1, other.device), self.model)
         return stream
 
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:

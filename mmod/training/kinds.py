@@ -19,7 +19,7 @@ from mmod.training.text import config as text
 from mmod.values import check_value, one_of
 
 if TYPE_CHECKING:
-    from mmod.training.chat.recipe import FineTuneResult
+    from mmod.training.chat.evaluate import EvalResult as ChatResult
     from mmod.training.engine.recipe import Recipe
     from mmod.training.engine.run_folder import FitResult
     from mmod.training.image.evaluate import EvalResult
@@ -61,7 +61,7 @@ def fit(config: pairs.TrainConfig, *, streams: Any = None, progress: bool = True
 @typing.overload
 def fit(config: text.TrainConfig, *, streams: Any = None, progress: bool = True) -> FitResult[TextResult]: ...
 @typing.overload
-def fit(config: chat.TrainConfig, *, progress: bool = True) -> FineTuneResult: ...
+def fit(config: chat.TrainConfig, *, progress: bool = True) -> FitResult[ChatResult | None]: ...
 def fit(config: RunConfig, **options: Any) -> Any:
     """Train a model of any kind, from scratch or from where the run in its folder stopped.
 

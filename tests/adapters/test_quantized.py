@@ -114,7 +114,7 @@ def test_adapters_and_routers_of_a_quantized_model_train(tmp_path: Path, checkpo
     assert all(value.dtype == torch.float32 for value in router_parameters(before).values())
     weights = {name: value.clone() for name, value in before.named_parameters()}
     result = fit(config, progress=False)
-    assert result.answers is not None
+    assert result.evaluation is not None
     model: Any = mmod.load_pretrained(tmp_path / "quantized" / "model")
     assert quantized(model)
     moved = [

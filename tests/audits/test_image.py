@@ -101,10 +101,10 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
         return judge(*args)
 
     monkeypatch.setattr(progress_module, "_EVERY", 0.0)
-    monkeypatch.setattr(ImageRecipe, "judge", stopping)
+    monkeypatch.setattr(ImageRecipe, "judge", staticmethod(stopping))
     with pytest.raises(KeyboardInterrupt):
         main(cut)
-    monkeypatch.setattr(ImageRecipe, "judge", judge)
+    monkeypatch.setattr(ImageRecipe, "judge", staticmethod(judge))
     assert Journal(tmp_path / "cut/audit/progress.jsonl", None, "audit").records[0]["done"] == {
         "positions": 4,
         "audit": 3,

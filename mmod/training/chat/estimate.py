@@ -21,7 +21,7 @@ from mmod.data.readers.conversations import open_conversations
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import create_model, router_parameters
 from mmod.training.chat.trainer import training_arguments
-from mmod.training.engine.estimate import memory
+from mmod.training.engine.estimate import RunEstimate
 
 # Encoded conversations, evenly spread over the data.
 _SAMPLES = 64
@@ -29,64 +29,41 @@ _SAMPLES = 64
 _DEVICES = ("bf16", "fp16", "tf32", "fsdp", "fsdp_config", "deepspeed")
 
 
-@dataclass(frozen=True)
-class CostEstimate:
-    """The cost of a run; its text has several lines.
+@dataclass(frozen=True, kw_only=True)
+class ChatEstimate(RunEstimate):
+    """The cost of a run on conversations, if neither fsdp nor deepspeed splits the model.
+
+    Activations are inputs and outputs of linear layers, or with gradient checkpointing the inputs of blocks.
 
     Args:
         samples: Training conversations.
-        steps: Optimiser steps.
-        batch: Conversations per step over all processes.
-        processes: Number of processes.
         tokens: Mean tokens of a conversation, image tokens included.
         image_tokens: Mean image tokens.
         longest: Tokens of the longest encoded conversation.
         answers: Mean number of tokens with a label.
-        flops: FLOPs of the language model for a conversation of mean length.
+        language: FLOPs of the language model for a conversation of mean length.
         kept: Kept share by routed block; None for a threshold.
         depth: Number of blocks in the routed parts, or in the language model if none is routed.
-        parameters: Parameters, routers included.
         router_parameters: Parameters of routers.
-        trained: Trained parameters.
-        weight_bytes: Memory of the weights.
-        training_bytes: Memory of gradients and two moments, in the dtype of the parameters.
-        activation_bytes: Memory held for the backward pass of one batch of one process: inputs and outputs of linear
-            layers, or with gradient checkpointing the inputs of blocks.
     """
 
     samples: int
-    steps: int
-    batch: int
-    processes: int
     tokens: int
     image_tokens: int
     longest: int
     answers: float
-    flops: PrefillFlops
+    language: PrefillFlops
     kept: dict[str, float | None]
     depth: int
-    parameters: int
     router_parameters: int
-    trained: int
-    weight_bytes: int
-    training_bytes: int
-    activation_bytes: int
-
-    def hours(self, rate: float) -> float:
-        """Return the hours of training at a rate in TFLOP/s of each process, a backward pass as two forward ones."""
-        return 3 * self.steps * self.batch * self.flops.routed / (self.processes * rate * 1e12) / 3600
 
     def __str__(self) -> str:
         lines = [
-            f"{self.samples} conversations, {self.steps} steps of {self.batch} in processes: {self.processes}",
-            f"tokens of a conversation: {self.tokens}, {self.image_tokens} of images; at most {self.longest}; "
-            f"{self.answers:.1f} to learn",
-            f"forward GFLOPs of the language model for it: {self.flops.routed / 1e9:.4g}, dense "
-            f"{self.flops.dense / 1e9:.4g}; a training step takes about three times as many",
-            f"{self.parameters:,} parameters, {self.router_parameters:,} of them in routers; {self.trained:,} trained",
-            "memory of one process, nothing split: "
-            + memory(self.weight_bytes, self.training_bytes, self.activation_bytes),
-            f"{len(self.kept)} of {self.depth} layers are routed",
+            super().__str__(),
+            f"{self.samples} conversations of {self.tokens} tokens, {self.image_tokens} of images; at most "
+            f"{self.longest}; {self.answers:.1f} to learn",
+            f"forward GFLOPs of the dense language model: {self.language.dense / 1e9:.4g}",
+            f"{len(self.kept)} of {self.depth} layers are routed, by {self.router_parameters:,} parameters",
         ]
         lines += [
             f"  {name}: {'by threshold' if share is None else f'keeps {share:g}'}" for name, share in self.kept.items()
@@ -94,7 +71,7 @@ class CostEstimate:
         return "\n".join(lines)
 
 
-def estimate(config: TrainConfig) -> CostEstimate:
+def estimate(config: TrainConfig) -> ChatEstimate:
     """Count what a run would cost from shapes and some of the data, without weights."""
     trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
     arguments = training_arguments(replace(config, trainer=trainer))
@@ -110,13 +87,14 @@ def estimate(config: TrainConfig) -> CostEstimate:
     protected = min(round(mean(float(mask.sum()) for mask in masks)) if masks else 0, tokens - image_tokens)
     patches = round(mean(_patches(model, entry) for entry in batches))
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    epochs = math.ceil(arguments.num_train_epochs * math.ceil(len(train) / batch))
+    epoch_steps = math.ceil(len(train) / batch)
+    steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * epoch_steps)
     blocks = routed_blocks(model) if is_routed(model) else {}
     shares = dict(capacities(model)) if blocks else {}
     stacks = find_stacks(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    flops = prefill_flops(model, tokens - image_tokens, image_tokens, shares or None, protected)
-    kept = {row.name: row.kept for row in flops.blocks}
+    language = prefill_flops(model, tokens - image_tokens, image_tokens, shares or None, protected)
+    kept = {row.name: row.kept for row in language.blocks}
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
     held = arguments.train_batch_size * sum(
         _held_bytes(stack, patches if name == "vision" else tokens, kept, config.trainer)
@@ -124,16 +102,18 @@ def estimate(config: TrainConfig) -> CostEstimate:
         # Below the language model, a frozen tower has no backward pass.
         if name == "language" or any(weight.requires_grad for block in stack.blocks for weight in block.parameters())
     )
-    return CostEstimate(
+    return ChatEstimate(
         samples=len(train),
-        steps=arguments.max_steps if arguments.max_steps > 0 else epochs,
+        epochs=steps / epoch_steps,
+        steps=steps,
         batch=batch,
         processes=arguments.world_size,
         tokens=tokens,
         image_tokens=image_tokens,
         longest=max(lengths),
         answers=mean(float((entry["labels"] != IGNORED).sum()) for entry in batches),
-        flops=flops,
+        flops={"conversation": language.routed},
+        language=language,
         kept={name: shares[name] if block.router.config.select == "topk" else None for name, block in blocks.items()},
         depth=sum(len(stack.blocks) for name, stack in stacks.items() if name in (config.routing or ["language"])),
         parameters=sum(parameter.numel() for parameter in model.parameters()),

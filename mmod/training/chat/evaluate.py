@@ -35,11 +35,14 @@ class EvalResult(RoutedResult):
         right: Exact-match accuracy in percent, by kind of question.
         asked: Number of questions by kind.
         kept: Kept share of the tokens that may be skipped, in this process, by routed block; empty for a dense model.
+        prior: Accuracy in percent, by kind of question, of always giving the most frequent training answer to it; empty
+            if it was not measured.
     """
 
     right: dict[str, float]
     asked: dict[str, int]
     kept: dict[str, float] = field(default_factory=dict)
+    prior: dict[str, float] = field(default_factory=dict)
 
     @property
     def accuracy(self) -> float:
@@ -52,8 +55,12 @@ class EvalResult(RoutedResult):
         return {"right": self.accuracy, **kinds, **self.kept_columns()}
 
     def __str__(self) -> str:
-        kinds = ", ".join(f"{kind} {share:.2f} % of {self.asked[kind]}" for kind, share in self.right.items())
-        return f"answers right {self.accuracy:.2f} %: {kinds}; kept {self.mean_kept:.3f}"
+        priors = {kind: f" (prior {share:.2f} %)" for kind, share in self.prior.items()}
+        kinds = ", ".join(
+            f"{kind} {share:.2f} % of {self.asked[kind]}{priors.get(kind, '')}" for kind, share in self.right.items()
+        )
+        prior = f" (language-only prior {mean_over_kinds(self.prior):.2f} %)" if self.prior else ""
+        return f"answers right {self.accuracy:.2f} %{prior}: {kinds}; kept {self.mean_kept:.3f}"
 
 
 def mean_over_kinds(figures: Mapping[str, float]) -> float:

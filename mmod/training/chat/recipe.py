@@ -6,7 +6,6 @@ import dataclasses
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,14 @@ from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing
 from mmod.training.chat.checkpoints import RunCallback, last_checkpoint
 from mmod.training.chat.config import ModelConfig, TrainConfig
-from mmod.training.chat.estimate import CostEstimate, estimate
-from mmod.training.chat.evaluate import EvalResult, evaluate, mean_over_kinds
+from mmod.training.chat.estimate import ChatEstimate, estimate
+from mmod.training.chat.evaluate import EvalResult, evaluate
 from mmod.training.chat.model import create_model, create_processor
 from mmod.training.chat.trainer import CHECKPOINTS, RoutedTrainer, training_arguments
 from mmod.training.engine.distributed import stop_signals, wait_for_all
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.recipe import Reading, Recipe, Tick
-from mmod.training.engine.run_folder import read_result, run_once, write_result
+from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
 
 # Prompts whose mean length costs are counted at.
 _COUNTED = 8
@@ -39,48 +38,12 @@ MODEL = "model"
 """Folder of the final model in the run folder."""
 
 
-@dataclass(frozen=True)
-class FineTuneResult:
-    """The result of fine-tuning.
-
-    Args:
-        folder: The run folder; `model/` holds the final model and its processor.
-        steps: Number of optimiser steps.
-        answers: The evaluation of the final model; None without questions.
-        prior: Accuracy in percent, by kind of question, of always giving the most frequent training answer to it.
-        history: The trainer's logs.
-        skipped: Number of damaged records that were left out, by file.
-        reused: The run had finished before, and its result was read from the folder.
-    """
-
-    folder: str
-    steps: int
-    answers: EvalResult | None
-    prior: dict[str, float]
-    history: list[dict[str, float]]
-    skipped: dict[str, int]
-    reused: bool = False
-
-    def __str__(self) -> str:
-        state = "had finished before" if self.reused else "finished"
-        lines = [f"{self.folder}: {state} after {self.steps} steps"]
-        if self.answers is not None:
-            lines.append(
-                f"answers right: {self.answers.accuracy:.2f} % "
-                f"(language-only prior {mean_over_kinds(self.prior):.2f} %)"
-            )
-            for kind, share in self.answers.right.items():
-                lines.append(f"  {kind}: {share:.2f} % of {self.answers.asked[kind]} (prior {self.prior[kind]:.2f} %)")
-            lines += [f"  {name} kept {share:.3f}" for name, share in self.answers.kept.items()]
-        lines += [f"left out with a fault: {count} in {file}" for file, count in self.skipped.items()]
-        return "\n".join(lines)
-
-
 class ChatRecipe(Recipe[TrainConfig, EvalResult]):
     """Image conversations with vision-language models of transformers, in its Trainer; see `Recipe`."""
 
     result = EvalResult
     part = "language"
+    judge = staticmethod(judge_answers)
 
     @property
     def has_weights(self) -> bool:
@@ -105,10 +68,11 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         """Return the config of a final model, which was saved with its methods and merged adapters."""
         return dataclasses.replace(ChatRecipe(self.plain()).started_from(folder), routing=None, methods=[])
 
-    def fit(self, *, progress: bool = True) -> FineTuneResult:
+    def fit(self, *, progress: bool = True) -> FitResult[EvalResult | None]:
         """Train, or read the result of a finished run; see `mmod.training.fit`."""
         rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-        return run_once(self.config, rank, world, read_outcome, partial(_fit, self.config, progress))
+        read = partial(read_fit, kind=EvalResult)
+        return run_once(self.config, rank, world, read, partial(_fit, self.config, progress))
 
     def train(self, tick: Tick) -> EvalResult:
         """Train, or read the result of a finished run; `tick` is not called.
@@ -116,12 +80,12 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         Raises:
             ValueError: There are no questions.
         """
-        answers = self.fit(progress=False).answers
-        if answers is None:
+        evaluation = self.fit(progress=False).evaluation
+        if evaluation is None:
             raise ValueError("there is nothing to ask: set data.val")
-        return answers
+        return evaluation
 
-    def estimate(self) -> CostEstimate:
+    def estimate(self) -> ChatEstimate:
         """Count what the run would cost; see `Recipe.estimate`."""
         return estimate(self.config)
 
@@ -136,10 +100,6 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
             max_new_tokens=config.max_new_tokens,
             progress=progress,
         )
-
-    def judge(self, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the loss of every conversation's answers, and whether all of them are correct."""
-        return judge_answers(model, batch)
 
     def cost(self, model: nn.Module, evaluation: EvalResult) -> dict[str, float]:
         """Count the FLOPs of the prefill of a prompt of mean length with one image."""
@@ -218,7 +178,7 @@ def read_prompts(model: Any, prompts: Mapping[str, Tensor]) -> Any:
     return cache_of(model(**inputs, use_cache=True, logits_to_keep=1))
 
 
-def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> FineTuneResult:
+def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> FitResult[EvalResult | None]:
     """Train, evaluate and write the result, in a locked folder."""
     folder = Path(config.output)
     arguments = training_arguments(config)
@@ -246,29 +206,29 @@ def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> Fi
         if callback.stopped:
             stop.leave(folder, trainer.state.global_step, loud=arguments.should_save)
     model = _save(trainer, folder / MODEL, config)
-    answers = None
+    evaluation = None
     if val is not None:
-        answers = evaluate(
+        evaluation = evaluate(
             model, collator, val, batch_size=config.eval_batch_size, max_new_tokens=config.max_new_tokens,
             rank=arguments.process_index, world=arguments.world_size, progress=progress and arguments.should_save,
         )  # fmt: skip
-    prior = {} if val is None else {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
-    skipped = {**train.report.counts, **({} if val is None else val.report.counts)}
-    result = FineTuneResult(str(folder), trainer.state.global_step, answers, prior, trainer.state.log_history, skipped)
+        prior = {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
+        evaluation = dataclasses.replace(evaluation, prior=prior)
+    state, reports = trainer.state, {"train": train.report, **({} if val is None else {"val": val.report})}
+    result = FitResult(
+        folder=str(folder),
+        epochs=round(state.epoch or 0.0, 6),
+        steps=state.global_step,
+        evaluation=evaluation,
+        average=None,
+        history=state.log_history,
+        skipped={name: report.counts for name, report in reports.items()},
+    )
     if arguments.should_save:
-        kept = {} if answers is None else answers.kept
+        kept = {} if evaluation is None else evaluation.kept
         write_rows(folder, [*rows_of_logs(result.history), *evaluated(result.steps, "val", kept)])
         write_result(folder, result)
     return result
-
-
-def read_outcome(folder: Path) -> FineTuneResult | None:
-    """Return the result in a run folder; None if its run is not finished."""
-
-    def make(fields: dict[str, Any]) -> FineTuneResult:
-        return FineTuneResult(**{**fields, "answers": fields["answers"] and EvalResult(**fields["answers"])})
-
-    return read_result(folder, make)
 
 
 def _save(trainer: RoutedTrainer, folder: Path, config: TrainConfig) -> Any:

@@ -19,12 +19,12 @@ from mmod.training.engine.recipe import LoopParts, steps_of_epoch
 _SAMPLES = 2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RunEstimate:
     """The cost of a run; its text has several lines.
 
     Args:
-        epochs: Number of epochs.
+        epochs: Passes over the training data.
         steps: Optimiser steps.
         batch: Samples per step over all processes.
         flops: Forward FLOPs of a sample, by input.
@@ -37,7 +37,7 @@ class RunEstimate:
         whole_bytes: Memory of a process for the whole weights that it evaluates beside its shards; 0 without shards.
     """
 
-    epochs: int
+    epochs: float
     steps: int
     batch: int
     flops: dict[str, float]
@@ -62,18 +62,14 @@ class RunEstimate:
         by_input = ", ".join(f"{name} {count / 1e9:.4g}" for name, count in self.flops.items())
         return "\n".join(
             [
-                f"{self.epochs} epochs, {self.steps} steps of {self.batch} samples",
+                f"{self.epochs:.4g} epochs, {self.steps} steps of {self.batch} samples",
                 f"forward GFLOPs of a sample: {by_input}; about {self.step_flops / 1e12:.4g} TFLOPs a step",
                 f"{self.parameters:,} parameters, {self.trained:,} trained",
-                f"memory of one process: {memory(self.weight_bytes, self.training_bytes, self.activation_bytes)}"
+                f"memory of one process: weights {_size(self.weight_bytes)}, gradients and moments "
+                f"{_size(self.training_bytes)}, activations about {_size(self.activation_bytes)}"
                 + (f"; {_size(self.whole_bytes)} more for whole weights in evaluations" if self.whole_bytes else ""),
             ]
         )
-
-
-def memory(weights: int, training: int, activations: int) -> str:
-    """Return the text of an estimate of memory in bytes."""
-    return f"weights {_size(weights)}, gradients and moments {_size(training)}, activations about {_size(activations)}"
 
 
 def _size(count: int) -> str:
@@ -94,7 +90,7 @@ def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
     torch.manual_seed(config.seed)
     model, teacher = recipe.create_models()
     model.to(recipe.device)
-    stream = recipe.create_train_stream(Process(0, world, recipe.device), model)
+    stream = recipe.create_stream(Process(0, world, recipe.device), model, config.seed)
     batch = config.data.batch_size * config.accumulate * world
     epoch_steps = steps_of_epoch(config, stream)
     epochs = create_schedule(config, create_optimizer(config.optim, model, batch), epoch_steps)[1]

@@ -28,6 +28,7 @@ from mmod.training.engine.task import Task
 Config = TypeVar("Config", bound=RunConfig)
 InLoop = TypeVar("InLoop", bound=LoopConfig)
 Streams = tuple[BatchStream, BatchStream]
+Judge = Callable[[Any, Any], tuple[Tensor, Tensor]]
 Tick = Callable[[float], object]
 """Receives the share of a run that is done, from 0 to 1."""
 
@@ -53,10 +54,13 @@ class Recipe(ABC, Generic[Config, Result]):
     Attributes:
         result: The dataclass that evaluations return.
         part: The part of the model whose plan is searched.
+        judge: From a model in evaluation mode and a batch of the evaluation set to loss and accuracy of every sample;
+            see `mmod.analysis.audit.judges`.
     """
 
     result: type[Result]
     part: ClassVar[str]
+    judge: Judge
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -115,15 +119,6 @@ class Recipe(ABC, Generic[Config, Result]):
         Args:
             model: The model, on its device.
             progress: Show a bar.
-        """
-
-    @abstractmethod
-    def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return loss and accuracy of every sample of a batch; see `mmod.analysis.audit.judges`.
-
-        Args:
-            model: The model, in evaluation mode.
-            batch: A batch of the evaluation set.
         """
 
     @abstractmethod
@@ -188,7 +183,7 @@ class LoopParts(Recipe[InLoop, Result]):
     def assess(self, model: nn.Module, progress: bool = False) -> Result:
         """Evaluate a model on the full evaluation set; see `Recipe.assess`."""
         process = Process(0, 1, self.device)
-        return self.evaluate(model, self.create_eval_stream(process, model), process, progress)
+        return self.evaluate(model, self.create_stream(process, model), process, progress)
 
     def create_models(self) -> tuple[nn.Module, nn.Module | None]:
         """Create the model to train, on the CPU, and its frozen teacher in evaluation mode, if any.
@@ -273,16 +268,12 @@ class LoopParts(Recipe[InLoop, Result]):
         return self.create_bare()
 
     @abstractmethod
-    def create_train_stream(self, process: Process, model: nn.Module) -> BatchStream:
-        """Create the stream of training batches of one process."""
-
-    @abstractmethod
-    def create_eval_stream(self, process: Process, model: nn.Module) -> BatchStream:
-        """Create the stream of evaluation batches of one process."""
+    def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
+        """Create the stream of evaluation batches of one process, or with a seed of shuffled training batches."""
 
     def create_streams(self, process: Process, model: nn.Module) -> Streams:
         """Create the streams of training and evaluation batches of one process."""
-        return self.create_train_stream(process, model), self.create_eval_stream(process, model)
+        return self.create_stream(process, model, self.config.seed), self.create_stream(process, model)
 
     @abstractmethod
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> Task:

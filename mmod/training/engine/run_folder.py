@@ -26,7 +26,7 @@ _CONFIG = "config.yaml"
 _RESULT = "result.json"
 # A resumed run may change them as long as their product is the same.
 _BATCH_KEYS = frozenset({"world_size", "accumulate", "data.batch_size"})
-Result = TypeVar("Result", bound=RoutedResult)
+Result = TypeVar("Result", bound=RoutedResult | None)
 Done = TypeVar("Done")
 
 
@@ -36,10 +36,11 @@ class FitResult(Generic[Result]):
 
     Args:
         folder: The run folder. `model/` holds the final weights, `ema/` their moving average.
+        epochs: Passes over the training data.
         steps: Number of optimiser steps.
-        evaluation: The evaluation of the final weights.
+        evaluation: The evaluation of the final weights; None where there is no evaluation data.
         average: The evaluation of their moving average; None without one.
-        history: One row per epoch, as in `metrics.csv`.
+        history: One row per epoch, as in `metrics.csv`; of conversations, the logs of the trainer.
         skipped: Number of unreadable samples by file, for "train" and "val".
         skipped_steps: Steps that were skipped because their loss was not finite.
         usage: Time, throughput and memory over all starts of the run, see `mmod.training.engine.logging.Usage`.
@@ -47,7 +48,7 @@ class FitResult(Generic[Result]):
     """
 
     folder: str
-    epochs: int
+    epochs: float
     steps: int
     evaluation: Result
     average: Result | None
@@ -64,12 +65,9 @@ class FitResult(Generic[Result]):
 
     def __str__(self) -> str:
         state = "had finished before" if self.reused else "finished"
-        lines = [
-            f"{self.folder}: {state} after {self.epochs} epochs, {self.steps} steps",
-            f"weights: {self.evaluation}",
-        ]
-        if self.average is not None:
-            lines.append(f"moving average: {self.average}")
+        lines = [f"{self.folder}: {state} after {self.epochs:g} epochs, {self.steps} steps"]
+        results = {"weights": self.evaluation, "moving average": self.average}
+        lines += [f"{name}: {result}" for name, result in results.items() if result is not None]
         for split, counts in self.skipped.items():
             lines += [f"{split} data, unreadable and passed over: {count} in {file}" for file, count in counts.items()]
         return "\n".join(lines)
@@ -140,18 +138,8 @@ def _claim(folder: Path, record: dict[str, Any]) -> None:
         write_atomically(folder / _CONFIG, yaml.safe_dump(record, sort_keys=False))
 
 
-def read_fit(folder: Path, kind: type[Result]) -> FitResult[Result] | None:
-    """Return the result in a run folder; None if its run is not finished."""
-
-    def make(fields: dict[str, Any]) -> FitResult[Result]:
-        average = fields["average"] and kind(**fields["average"])
-        return FitResult(**{**fields, "evaluation": kind(**fields["evaluation"]), "average": average})
-
-    return read_result(folder, make)
-
-
-def read_result(folder: Path, make: Callable[[dict[str, Any]], Done]) -> Done | None:
-    """Return the result in a run folder; None if its run is not finished."""
+def read_fit(folder: Path, kind: type[Any]) -> FitResult[Any] | None:
+    """Return the result in a run folder, with evaluations of a kind; None if its run is not finished."""
     path = folder / _RESULT
     if not path.exists():
         return None
@@ -164,7 +152,9 @@ def read_result(folder: Path, make: Callable[[dict[str, Any]], Done]) -> Done | 
             "to train again, or choose another output"
         ) from error
     try:
-        return make({**parse_json(path.read_bytes(), path.name), "folder": str(folder), "reused": True})
+        fields = {**parse_json(path.read_bytes(), path.name), "folder": str(folder), "reused": True}
+        results = {name: fields[name] and kind(**fields[name]) for name in ("evaluation", "average")}
+        return FitResult(**{**fields, **results})
     except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(
             f"{str(path)!r} is no result of a finished run ({type(error).__name__}: {error}); remove it to finish the "

@@ -36,6 +36,7 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     result = EvalResult
     part = "image"
+    judge = staticmethod(judge_classes)
 
     def create_models(self) -> tuple[nn.Module, nn.Module | None]:
         """Create model and teacher; freeze dense weights or learn capacities if the config says so."""
@@ -76,13 +77,12 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
             raise ValueError(f"teacher {name!r} has {classes} classes and the model {expected}")
         return teacher
 
-    def create_train_stream(self, process: Process, model: nn.Module) -> BatchStream:
-        """Create the stream of training images."""
-        return create_train_stream(self.config.data, self.config.seed, process.rank, process.world)
-
-    def create_eval_stream(self, process: Process, model: nn.Module) -> BatchStream:
-        """Create the stream of evaluation images."""
-        return create_eval_stream(self.config.data, process.rank, process.world)
+    def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
+        """Create the stream of evaluation or training images."""
+        place = process.rank, process.world
+        if seed is None:
+            return create_eval_stream(self.config.data, *place)
+        return create_train_stream(self.config.data, seed, *place)
 
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> ClassificationTask:
         """Create the task with the config's criterion, mixup and distillation."""
@@ -106,10 +106,6 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         if config.elastic is None or routing is None:
             return judge()
         return at_capacities(model, config.elastic, routing, judge)
-
-    def judge(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return cross entropy and correctness of every image."""
-        return judge_classes(model, batch)
 
     def cost(self, model: nn.Module, evaluation: RoutedResult) -> dict[str, float]:
         """Count the FLOPs of an image, the mean if they depend on the data."""

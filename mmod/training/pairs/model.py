@@ -40,19 +40,17 @@ def create_model(config: ModelConfig) -> Any:
     return open_clip.create_model(config.name, pretrained=config.pretrained, output_dict=True)
 
 
-def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> tuple[Transform, Transform, Tokenizer]:
-    """Create open_clip's transforms and tokeniser of a model.
+def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> tuple[Transform, Tokenizer]:
+    """Create open_clip's transform and tokeniser of a model.
 
     Args:
-        augment: Fields of `AugmentationCfg`; None prepares training images as for evaluation.
+        augment: Fields of `AugmentationCfg`; None prepares images as for evaluation.
     """
     preprocess = PreprocessCfg(**model.visual.preprocess_cfg)
     refuse_unknown("field of augment", augment or {}, [field.name for field in dataclasses.fields(AugmentationCfg)])
-    evaluation: Transform = image_transform_v2(preprocess, is_train=False)
-    training = evaluation
-    if augment is not None:
-        training = image_transform_v2(preprocess, is_train=True, aug_cfg=AugmentationCfg(**augment))
-    return training, evaluation, open_clip.get_tokenizer(name)
+    chosen = {} if augment is None else {"aug_cfg": AugmentationCfg(**augment)}
+    transform: Transform = image_transform_v2(preprocess, is_train=augment is not None, **chosen)
+    return transform, open_clip.get_tokenizer(name)
 
 
 def create_loss(kind: str, process: Process) -> nn.Module:

@@ -39,6 +39,7 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     result = EvalResult
     part = "image"
+    judge = staticmethod(judge_pairs)
 
     def create_bare(self) -> nn.Module:
         """Create the model with random weights."""
@@ -69,16 +70,12 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
         """Load a checkpoint as open_clip does if it is dense; see `LoopParts.load_dense`."""
         return {} if load_by_open_clip(model, checkpoint) else super().load_dense(model, checkpoint, methods)
 
-    def create_train_stream(self, process: Process, model: nn.Module) -> BatchStream:
-        """Create the stream of training pairs, for the model's image size and context length."""
+    def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
+        """Create the stream of evaluation or training pairs, for the model's image size and context length."""
         config = self.config
-        training, _, tokenizer = create_transforms(model, config.model.name, config.augment)
-        return pairs_stream(config.data, training, tokenizer, config.seed, process.rank, process.world)
-
-    def create_eval_stream(self, process: Process, model: nn.Module) -> BatchStream:
-        """Create the stream of evaluation pairs, for the model's image size and context length."""
-        _, transform, tokenizer = create_transforms(model, self.config.model.name, None)
-        return pairs_stream(self.config.data, transform, tokenizer, None, process.rank, process.world)
+        augment = None if seed is None else config.augment
+        transform, tokenizer = create_transforms(model, config.model.name, augment)
+        return pairs_stream(config.data, transform, tokenizer, seed, process.rank, process.world)
 
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> PairsTask:
         """Create the task with the config's loss and distillation."""
@@ -88,7 +85,7 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
         """Measure retrieval and zero-shot accuracy; see `mmod.training.pairs.evaluate.evaluate`."""
-        _, transform, tokenizer = create_transforms(model, self.config.model.name, None)
+        transform, tokenizer = create_transforms(model, self.config.model.name, None)
         return evaluate(
             model,
             stream,
@@ -101,10 +98,6 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
             place=(process.rank, process.world),
             progress=progress,
         )
-
-    def judge(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return loss and recall of every pair among those of its batch."""
-        return judge_pairs(model, batch)
 
     def cost(self, model: nn.Module, evaluation: EvalResult) -> dict[str, float]:
         """Count the FLOPs of one image and of one caption."""
@@ -128,13 +121,13 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
         """Return training pairs, prepared as for evaluation; see `Recipe.calibration`."""
         data = dataclasses.replace(self.config.data, val=self.config.data.train, batch_size=size)
         prepared = PairsRecipe(dataclasses.replace(self.config, data=data))
-        stream = prepared.create_eval_stream(Process(0, 1, self.device), model)
+        stream = prepared.create_stream(Process(0, 1, self.device), model)
         step = max(1, stream.steps_per_epoch // batches)
         return [self._moved(batch) for batch in islice(stream.batches(0), 0, step * batches, step)]
 
     def _samples(self, model: nn.Module, count: int) -> dict[str, Tensor]:
         """Return the first evaluation images and captions."""
-        stream = self.create_eval_stream(Process(0, 1, self.device), model)
+        stream = self.create_stream(Process(0, 1, self.device), model)
         batches: Iterator[tuple[Tensor, Tensor]] = iter(stream.batches(0))
         return {tower: inputs[:count] for tower, inputs in self._moved(next(batches)).items()}
 

@@ -26,6 +26,7 @@ class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     result = EvalResult
     part = "language"
+    judge = staticmethod(judge_text)
 
     def create_bare(self) -> nn.Module:
         """Create the model with random weights."""
@@ -44,13 +45,9 @@ class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
         """Return the config without what training alone needs."""
         return dataclasses.replace(super().plain(), elastic=False)
 
-    def create_train_stream(self, process: Process, model: nn.Module) -> BatchStream:
-        """Create the stream of training windows."""
-        return text_stream(self.config.data, self.config.seed, process.rank, process.world)
-
-    def create_eval_stream(self, process: Process, model: nn.Module) -> BatchStream:
-        """Create the stream of evaluation windows."""
-        return text_stream(self.config.data, None, process.rank, process.world)
+    def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
+        """Create the stream of evaluation or training windows."""
+        return text_stream(self.config.data, seed, process.rank, process.world)
 
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> TextTask:
         """Create the task with the config's distillation and auxiliary losses."""
@@ -60,10 +57,6 @@ class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
         """Measure the losses of a model; see `mmod.training.text.evaluate.evaluate`."""
         options: dict[str, Any] = {"elastic": self.config.elastic, "progress": progress}
         return evaluate(model, stream, process.device, self.config.precision, **options)
-
-    def judge(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the loss of every window, and the share of its bytes that are predicted correctly."""
-        return judge_text(model, batch)
 
     def cost(self, model: nn.Module, evaluation: EvalResult) -> dict[str, float]:
         """Count the FLOPs of a window with the decisions of training."""

@@ -14,7 +14,7 @@ from PIL import Image
 
 import mmod
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.estimate import CostEstimate, estimate
+from mmod.training.chat.estimate import ChatEstimate, estimate
 from mmod.training.chat.model import create_model, create_word_processor
 from tests.training.chat.configs import MASKED, P_MOD, vlm_config
 
@@ -65,7 +65,7 @@ def write_model(folder: Path, recipe: str) -> None:
     processor.save_pretrained(folder)
 
 
-def estimate_of(folder: Path, recipe: str, text_tokens: int) -> tuple[TrainConfig, CostEstimate]:
+def estimate_of(folder: Path, recipe: str, text_tokens: int) -> tuple[TrainConfig, ChatEstimate]:
     """Estimate a recipe on conversations of one picture of 640 x 480 pixels and so many text tokens."""
     write_model(folder, recipe)
     Image.new("RGB", (640, 480)).save(folder / "a.png")
@@ -119,16 +119,16 @@ def test_estimates_equal_what_a_hand_computes(recipe: str, tmp_path: Path) -> No
     found = {int(name.rsplit(".", 1)[1]): share for name, share in cost.kept.items()}
     assert found == pytest.approx({layer: shares[layer] for layer in routed}, abs=1e-3)
     head = 2 * width * vocabulary
-    assert cost.flops.dense == head + depth * layer_flops(tokens, weights, width)
+    assert cost.language.dense == head + depth * layer_flops(tokens, weights, width)
     # The answer and its end are not protected.
     free = images + (2 if config.data.protected == "question" else 0)
     kept = [tokens - free + math.floor(free * found.get(layer, 1.0) + 1e-9) for layer in range(depth)]
     routers = len(routed) * 2 * tokens * width
-    assert cost.flops.routed == head + routers + sum(layer_flops(rows, weights, width) for rows in kept)
+    assert cost.language.routed == head + routers + sum(layer_flops(rows, weights, width) for rows in kept)
     if recipe in PUBLISHED:
         dense, published, above = PUBLISHED[recipe]
-        assert cost.flops.dense / 1e12 == pytest.approx(dense, rel=2e-3)
-        assert cost.flops.routed / 1e12 == pytest.approx(published * above, rel=2e-3)
+        assert cost.language.dense / 1e12 == pytest.approx(dense, rel=2e-3)
+        assert cost.language.routed / 1e12 == pytest.approx(published * above, rel=2e-3)
     adapters = depth * QWEN_ADAPTERS if config.lora else 0
     assert cost.parameters == parameters + adapters + cost.router_parameters
     # peft keeps adapters in 32 bits.
@@ -155,7 +155,7 @@ def test_estimate_agrees_with_the_model(folder: Path) -> None:
     assert cost.router_parameters == 3 * 33
     assert cost.kept == mmod.capacities(model)
     assert (cost.samples, cost.steps, cost.batch, cost.depth) == (256, 4, 4, 4)
-    assert cost.flops.routed < cost.flops.dense
+    assert cost.language.routed < cost.language.dense
     assert cost.activation_bytes < estimate(vlm_config(folder)).activation_bytes
     assert estimate(replace(config, trainer={"per_device_train_batch_size": 8, "num_train_epochs": 2})).steps == 64
     assert "3 of 4 layers are routed" in str(cost)
@@ -163,6 +163,6 @@ def test_estimate_agrees_with_the_model(folder: Path) -> None:
         estimate(vlm_config(folder, routing=MASKED, data=replace(config.data, protected=protected)))
         for protected in (None, "question")
     )
-    assert free.flops.routed < masked.flops.routed < masked.flops.dense
+    assert free.language.routed < masked.language.routed < masked.language.dense
     assert free.activation_bytes < masked.activation_bytes
     assert not (folder / "planned").exists()

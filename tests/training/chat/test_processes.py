@@ -12,7 +12,8 @@ import torch
 
 import mmod
 from mmod.training import fit
-from mmod.training.chat.recipe import read_outcome
+from mmod.training.chat.evaluate import EvalResult
+from mmod.training.engine.run_folder import read_fit
 from tests.processes import run_processes
 from tests.training.chat.configs import P_MOD, same, vlm_config, weights
 from tests.training.chat.fsdp_worker import RUNS, run_config, train_split
@@ -38,13 +39,13 @@ def test_two_processes_train_as_one(folder: Path, routing: Any) -> None:
     fields |= {"per_device_train_batch_size": 2, "use_cpu": True, "ddp_backend": "gloo"}
     two = vlm_config(folder, f"two-{name}", fields, routing=routing)
     assert run_processes(partial(fit, progress=False), two, world=2) == [0, 0]
-    other = read_outcome(folder / f"two-{name}")
+    other = read_fit(folder / f"two-{name}", EvalResult)
     assert other is not None
     losses = [[entry["loss"] for entry in result.history if "loss" in entry] for result in (single, other)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
-    assert single.answers is not None
-    assert other.answers is not None
-    assert other.answers.asked == single.answers.asked
+    assert single.evaluation is not None
+    assert other.evaluation is not None
+    assert other.evaluation.asked == single.evaluation.asked
     one_weights, two_weights = weights(single), weights(other)
     for name, value in one_weights.items():
         torch.testing.assert_close(two_weights[name], value, rtol=1e-3, atol=1e-4)
@@ -59,7 +60,7 @@ def test_two_processes_that_split_the_model_train_as_one(folder: Path) -> None:
     assert len(split) == len(RUNS) * (4 + 2)
     assert all(split)
     for name in RUNS:
-        single, other = (read_outcome(folder / f"{name}-{processes}") for processes in (1, 2))
+        single, other = (read_fit(folder / f"{name}-{processes}", EvalResult) for processes in (1, 2))
         assert single is not None
         assert other is not None
         losses = [[entry["loss"] for entry in result.history if "loss" in entry] for result in (single, other)]

@@ -39,10 +39,10 @@ def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
     result = fit(config, progress=False)
     assert result.steps == 4
     assert not result.reused
-    assert result.answers is not None
-    assert set(result.answers.right) == set(result.prior)
-    assert sum(result.answers.asked.values()) == 72
-    shares = list(result.answers.kept.values())
+    assert result.evaluation is not None
+    assert set(result.evaluation.right) == set(result.evaluation.prior)
+    assert sum(result.evaluation.asked.values()) == 72
+    shares = list(result.evaluation.kept.values())
     assert shares == pytest.approx([0.5, 0.5])
     kept = [entry for entry in result.history if any(key.startswith("kept/") for key in entry)]
     assert len(kept) == 2
@@ -186,7 +186,7 @@ def test_a_start_that_fails_leaves_the_folder_to_another(folder: Path) -> None:
 def test_text_protected_in_training_is_left_to_the_threshold_afterwards(folder: Path) -> None:
     data = replace(vlm_config(folder).data, protected="question")
     result = fit(vlm_config(folder, "masked", data=data, routing=MASKED), progress=False)
-    assert result.answers is not None
+    assert result.evaluation is not None
     model, processor = mmod.load_pretrained(folder / "masked" / "model"), create_processor(vlm_config(folder).model)
     val = open_conversations(data.val, data)
     batch = ChatCollator(processor).prompts([val[0], val[1]])
