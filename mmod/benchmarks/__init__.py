@@ -7,13 +7,13 @@ from mmod.lazy import lazy_names
 # The one list of this package's names, see lazy_names.
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from mmod.benchmarks.drafts import DraftConfig, DraftRow
-    from mmod.benchmarks.generation import GenerationConfig, GenerationRow
+    from mmod.benchmarks.drafts import DraftConfig
+    from mmod.benchmarks.generation import GenerationConfig
     from mmod.benchmarks.gpu.benchmark import benchmark_gpu
     from mmod.benchmarks.gpu.config import GpuConfig
-    from mmod.benchmarks.models.benchmark import BenchmarkConfig, BenchmarkRow
+    from mmod.benchmarks.models.benchmark import BenchmarkConfig
     from mmod.benchmarks.models.paths import free_routing
-    from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, OpRow
+    from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig
     from mmod.benchmarks.ops.case import OpSize
     from mmod.benchmarks.oracle import WrongOutputError, check_dense, check_reference
     from mmod.benchmarks.report import BenchmarkReport, benchmark

@@ -6,15 +6,16 @@ import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmod.analysis.timing import Spread
-from mmod.benchmarks.report import Options, ReportRow, Runs
+from mmod.benchmarks.report import HIDDEN, Options, Row, Runs
 from mmod.data.readers.text import TextReader, read_text
+from mmod.io.tables import Column
 from mmod.io.yaml import read_yaml
 from mmod.speculation import DraftReport, judge_drafts
 from mmod.training.text.config import TrainConfig
@@ -69,57 +70,32 @@ class DraftConfig(Options):
             f"{length} drafted": functools.partial(_run, self, model, prompts, length) for length in self.draft_tokens
         }
         title = f"Drafts of {self.run}, {len(prompts)} texts, {self.new_tokens} tokens each, {self.dtype}"
-        return Runs(title, DraftRow, calls, _notes)
+        return Runs(title, COLUMNS, calls, _notes)
 
 
-@dataclass(frozen=True)
-class DraftRow(ReportRow):
-    """Drafts of one length beside plain generation.
+COLUMNS: dict[str, Column] = {
+    "drafted": ("drafted at a time", ""), "prompts": ("texts", ""), "identical": ("identical", ""),
+    "acceptance": ("acceptance", ".3f"), "per_pass": ("tokens per full pass", ".2f"),
+    "plain_rate": ("plain tokens/s", ".1f"), "rate": ("tokens/s", ".1f"), "speedup": ("speed-up", "[.3f"),
+    "draft_tokens": HIDDEN, "reports": HIDDEN,
+}  # fmt: skip
 
-    Args:
-        draft_tokens: Tokens drafted before a full pass; 0 is transformers' choice.
-        identical: Texts that are the same with drafts and without.
-        acceptance: Share of the drafted tokens that the full pass accepted.
-        per_pass: Tokens per full pass.
-        plain_rate: Tokens a second without drafts; `rate` with them.
-        speedup: Time without drafts over that with them, by prompt.
-    """
 
-    COLUMNS: ClassVar = {
-        "drafted": ("drafted at a time", ""), "prompts": ("texts", ""), "identical": ("identical", ""),
-        "acceptance": ("acceptance", ".3f"), "per_pass": ("tokens per full pass", ".2f"),
-        "plain_rate": ("plain tokens/s", ".1f"), "rate": ("tokens/s", ".1f"), "speedup": ("speed-up", "[.3f"),
-    }  # fmt: skip
-
-    draft_tokens: int
-    prompts: int
-    identical: int
-    acceptance: float
-    per_pass: float
-    plain_rate: float
-    rate: float
-    speedup: Spread
-    reports: list[dict[str, Any]]
-
-    @classmethod
-    def of(cls, draft_tokens: int, reports: Sequence[DraftReport]) -> DraftRow:
-        """Summarise drafts of one length for several prompts."""
-        tokens, drafted = sum(report.new_tokens for report in reports), sum(report.drafted for report in reports)
-        return cls(
-            draft_tokens=draft_tokens,
-            prompts=len(reports),
-            identical=sum(report.identical for report in reports),
-            acceptance=sum(report.accepted for report in reports) / max(drafted, 1),
-            per_pass=tokens / sum(report.passes for report in reports),
-            plain_rate=tokens / sum(report.plain_seconds for report in reports),
-            rate=tokens / sum(report.draft_seconds for report in reports),
-            speedup=Spread.of([report.speedup for report in reports]),
-            reports=[asdict(report) for report in reports],
-        )
-
-    def cells(self) -> dict[str, Any]:
-        """Return the cells, with transformers' choice in words."""
-        return {**super().cells(), "drafted": str(self.draft_tokens or "transformers' choice")}
+def summarise(draft_tokens: int, reports: Sequence[DraftReport]) -> Row:
+    """Return the row of drafts of one length, from the reports of several prompts."""
+    tokens, drafted = sum(report.new_tokens for report in reports), sum(report.drafted for report in reports)
+    return {
+        "drafted": str(draft_tokens or "transformers' choice"),
+        "draft_tokens": draft_tokens,
+        "prompts": len(reports),
+        "identical": sum(report.identical for report in reports),
+        "acceptance": sum(report.accepted for report in reports) / max(drafted, 1),
+        "per_pass": tokens / sum(report.passes for report in reports),
+        "plain_rate": tokens / sum(report.plain_seconds for report in reports),
+        "rate": tokens / sum(report.draft_seconds for report in reports),
+        "speedup": Spread.of([report.speedup for report in reports]),
+        "reports": list(map(asdict, reports)),
+    }
 
 
 def _prompts(config: DraftConfig, trained: TrainConfig) -> list[Tensor]:
@@ -129,11 +105,11 @@ def _prompts(config: DraftConfig, trained: TrainConfig) -> list[Tensor]:
     return list(tokens.to(config.device).split(1))
 
 
-def _run(config: DraftConfig, model: Any, prompts: Sequence[Tensor], length: int) -> list[DraftRow]:
+def _run(config: DraftConfig, model: Any, prompts: Sequence[Tensor], length: int) -> list[Row]:
     reports = [judge_drafts(model, prompt, config.new_tokens, config.rounds, length or None) for prompt in prompts]
-    return [DraftRow.of(length, reports)]
+    return [summarise(length, reports)]
 
 
-def _notes(rows: Sequence[DraftRow]) -> list[str]:
-    differ = [row for row in rows if row.identical < row.prompts]
-    return ["Texts differ where two logits are equal but for rounding: --dtype float64 tells."] if differ else []
+def _notes(rows: Sequence[Row]) -> list[str]:
+    differ = any(row["identical"] < row["prompts"] for row in rows)
+    return ["Texts differ where two logits are equal but for rounding: --dtype float64 tells."] * differ

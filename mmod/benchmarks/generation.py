@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +19,9 @@ from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.analysis.trace import trace
 from mmod.benchmarks.oracle import WrongOutputError, check_close, ungated
-from mmod.benchmarks.report import ReportRow, Runs, TimedOptions
+from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 from mmod.config import PRESETS, RoutingConfig
+from mmod.io.tables import Column
 from mmod.model import route_, routed_blocks
 from mmod.planning import preset
 from mmod.routing import TokenGroups
@@ -81,68 +82,29 @@ class GenerationConfig(TimedOptions):
             for tokens, batch in itertools.product(self.image_tokens, self.batch_sizes)
         }
         title = f"LLaVA, {self.layers} layers of width {self.hidden}, {self.attention}, {self.dtype}"
-        return Runs(title, GenerationRow, calls)
+        return Runs(title, COLUMNS, calls)
 
 
-@dataclass(frozen=True)
-class GenerationRow(ReportRow):
-    """One routed model in one run; ratios are taken round by round.
+COLUMNS: dict[str, Column] = {
+    "image_tokens": ("image tokens", ""), "batch_size": ("batch", ""), "preset": ("preset", ""),
+    "dense_ms": ("dense prefill ms", ".1f"), "routed_ms": ("prefill ms", ".1f"), "speedup": ("speed-up", "[.3f"),
+    "flop_speedup": ("FLOP speed-up", ".3f"), "of_flops": ("speed-up / FLOP speed-up", ".3f"),
+    "slots": ("cached per layer", ".1f"), "cache_share": ("cache share", ".4f"),
+    "dense_rate": ("dense tokens/s", ".1f"), "rate": ("tokens/s", ".1f"),
+    "decode": ("decoding / dense speed", "[.3f"), "train": ("training speed-up", "[.3f"),
+    "train_of_flops": ("training speed-up / FLOP speed-up", ".3f"),
+    **dict.fromkeys(("rounds", "dense_step_ms", "step_ms", "train_flop_speedup"), HIDDEN),
+}  # fmt: skip
+"""Columns of one routed model in one run. Ratios are taken round by round.
 
-    Args:
-        speedup: Time of the dense model's prefill over this one's.
-        flop_speedup: FLOPs of the dense prefill over those of this one, see `prefill_flops`.
-        slots: Tokens that a layer caches of the longest prompt, mean over layers.
-        cache_share: Bytes of this model's cache over those of the dense one's.
-        dense_step_ms: Milliseconds in which the dense model decodes a token with as many cached in every layer.
-        decode: Decoding speed against dense at equal cache length.
-        train: Time of the dense model's training step over that of this one's; None where it was not asked for.
-        train_flop_speedup: The same in FLOPs; training may keep other tokens.
-    """
-
-    COLUMNS: ClassVar = {
-        "image_tokens": ("image tokens", ""), "batch_size": ("batch", ""), "preset": ("preset", ""),
-        "dense_ms": ("dense prefill ms", ".1f"), "routed_ms": ("prefill ms", ".1f"), "speedup": ("speed-up", "[.3f"),
-        "flop_speedup": ("FLOP speed-up", ".3f"), "of_flops": ("speed-up / FLOP speed-up", ".3f"),
-        "slots": ("cached per layer", ".1f"), "cache_share": ("cache share", ".4f"),
-        "dense_rate": ("dense tokens/s", ".1f"), "rate": ("tokens/s", ".1f"),
-        "decode": ("decoding / dense speed", "[.3f"), "train": ("training speed-up", "[.3f"),
-        "train_of_flops": ("training speed-up / FLOP speed-up", ".3f"),
-    }  # fmt: skip
-
-    preset: str
-    image_tokens: int
-    batch_size: int
-    rounds: int
-    dense_ms: Spread
-    routed_ms: Spread
-    speedup: Spread
-    flop_speedup: float
-    slots: float
-    cache_share: float
-    dense_step_ms: Spread
-    step_ms: Spread
-    decode: Spread
-    train: Spread | None = None
-    train_flop_speedup: float | None = None
-
-    @property
-    def of_flops(self) -> float:
-        """Measured speed-up as a share of the FLOP speed-up."""
-        return self.speedup.median / self.flop_speedup
-
-    @property
-    def train_of_flops(self) -> float | None:
-        """The same of a training step."""
-        return None if self.train is None else self.train.median / (self.train_flop_speedup or 1.0)
-
-    def cells(self) -> dict[str, Any]:
-        """Return the cells, with tokens a second."""
-        dense_rate, rate = (1e3 * self.batch_size / step.median for step in (self.dense_step_ms, self.step_ms))
-        return {**super().cells(), "dense_rate": dense_rate, "rate": rate}
+Decoding is compared with the dense model at as many cached tokens. In training other tokens may be kept, so that its
+FLOPs differ."""
 
 
 class Cached(NamedTuple):
-    """Cost and cache of a routed model's prefill; see `GenerationRow`."""
+    """Cost and cache of a routed model's prefill: tokens that a layer caches of the longest prompt, mean over layers;
+    bytes of the cache, and dense FLOPs, over the dense model's and its own.
+    """
 
     slots: float
     share: float
@@ -325,7 +287,7 @@ def _bytes(cache: Any) -> int:
 
 
 @torch.no_grad()
-def _run(config: GenerationConfig, image_tokens: int, batch_size: int) -> list[GenerationRow]:
+def _run(config: GenerationConfig, image_tokens: int, batch_size: int) -> list[Row]:
     models = GenerationModels(config, image_tokens, batch_size)
     models.check()
     models.to(getattr(torch, config.dtype))
@@ -339,13 +301,17 @@ def _run(config: GenerationConfig, image_tokens: int, batch_size: int) -> list[G
         cached = models.cached(name)
         # A step takes a fraction of a prefill, so that many more of them fit into the same time.
         steps = time({dense: models.decoder(name, dense) for dense in (True, False)})
-        row = GenerationRow(
-            name, image_tokens, batch_size, len(prefill[name]),
-            Spread.of(prefill[None]), Spread.of(prefill[name]), ratios(prefill[None], prefill[name]),
-            cached.flop_speedup, cached.slots, cached.share,
-            Spread.of(steps[True]), Spread.of(steps[False]), ratios(steps[True], steps[False]),
-            None if train is None else ratios(train[None], train[name]),
-            None if train is None else models.train_flop_speedup(name),
-        )  # fmt: skip
+        speedup, dense_step, step = ratios(prefill[None], prefill[name]), *map(Spread.of, steps.values())
+        row = {
+            "preset": name, "image_tokens": image_tokens, "batch_size": batch_size, "rounds": len(prefill[name]),
+            "dense_ms": Spread.of(prefill[None]), "routed_ms": Spread.of(prefill[name]), "speedup": speedup,
+            "flop_speedup": cached.flop_speedup, "of_flops": speedup.median / cached.flop_speedup,
+            "slots": cached.slots, "cache_share": cached.share, "dense_step_ms": dense_step, "step_ms": step,
+            "dense_rate": 1e3 * batch_size / dense_step.median, "rate": 1e3 * batch_size / step.median,
+            "decode": ratios(steps[True], steps[False]),
+        }  # fmt: skip
+        if train is not None:
+            faster, fewer = ratios(train[None], train[name]), models.train_flop_speedup(name)
+            row |= {"train": faster, "train_flop_speedup": fewer, "train_of_flops": faster.median / fewer}
         rows.append(row)
     return rows

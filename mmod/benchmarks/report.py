@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
-from mmod.analysis.statistics import read_published
+from mmod.analysis.timing import Spread
 from mmod.io.claim import check_same
 from mmod.io.files import parse_json, write_atomically
 from mmod.io.journal import Journal
@@ -21,16 +21,19 @@ from mmod.values import check_fields
 
 NAME = "benchmark"
 UNFINISHED = "unfinished.jsonl"
-AnyRow = TypeVar("AnyRow", bound="ReportRow")
+Row = dict[str, Any]
+"""A line of a report: values by column. One with a reason in `left_out` is in the file alone."""
+HIDDEN: Column = ("", "")
+"""A column that is in the file, and not in the table."""
 
 
 class Runs(NamedTuple):
-    """The runs of a benchmark by name, which return rows of one class; `notes` returns sentences below the table."""
+    """The runs of a benchmark by name, which return rows; `notes` returns sentences below the table."""
 
     title: str
-    row: type[Any]
-    calls: Mapping[str, Callable[[], Sequence[Any]]]
-    notes: Callable[[Sequence[Any]], Sequence[str]] = lambda rows: ()
+    columns: Mapping[str, Column]
+    calls: Mapping[str, Callable[[], Sequence[Row]]]
+    notes: Callable[[Sequence[Row]], Sequence[str]] = lambda rows: ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,62 +75,35 @@ class TimedOptions(Options):
 
 
 @dataclass(frozen=True)
-class ReportRow:
-    """A line of a report."""
-
-    # See `table_of`.
-    COLUMNS: ClassVar[Mapping[str, Column]] = {}
-
-    @classmethod
-    def names(cls) -> list[str]:
-        """Names of the fields and of the properties, which follow from them."""
-        properties = [name for name, value in vars(cls).items() if isinstance(value, property)]
-        return [*(field.name for field in fields(cls)), *properties]
-
-    def cells(self) -> dict[str, Any]:
-        """Return the values of the table's columns by name."""
-        return {name: getattr(self, name) for name in self.names()}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return fields and properties as plain JSON values."""
-        return {**asdict(self), **{name: getattr(self, name) for name in self.names()[len(fields(self)) :]}}
-
-    @classmethod
-    def from_dict(cls: type[AnyRow], values: Mapping[str, Any]) -> AnyRow:
-        """Make a row from the values that `to_dict` returned."""
-        return read_published(cls, {field.name: values[field.name] for field in fields(cls) if field.name in values})
-
-
-@dataclass(frozen=True)
 class BenchmarkReport:
-    """The rows of a benchmark, all of one class, with its options as plain values and the machine."""
+    """The rows of a benchmark, with its options as plain values and the machine."""
 
     title: str
+    columns: Mapping[str, Column]
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
-    rows: Sequence[ReportRow]
+    rows: Sequence[Row]
     notes: Sequence[str] = ()
 
     def markdown(self) -> str:
         """Return the rows as a Markdown table: medians, quartiles in brackets, no columns without a value."""
-        table = table_of(self.rows[0].COLUMNS, [row.cells() for row in self.rows]) if self.rows else ""
+        shown = {name: column for name, column in self.columns.items() if column != HIDDEN}
+        rows = [{name: _spread(row.get(name)) for name in shown} for row in self.rows if row.get("left_out") is None]
         named = ", ".join(f"{name} {value}" for name, value in self.environment.items())
         notes = "".join(f"\n{note}\n" for note in self.notes)
-        return f"{self.title}; {named}.\n\n{table}\n{notes}"
+        return f"{self.title}; {named}.\n\n{table_of(shown, rows) if rows else ''}\n{notes}"
 
     def save(self, folder: Path) -> None:
         """Write `benchmark.json` and `benchmark.md` into a folder, which `refuse_to_overwrite` has checked."""
         folder.mkdir(parents=True, exist_ok=True)
-        plain = {
-            "title": self.title,
-            "config": dict(self.config),
-            "environment": dict(self.environment),
-            "notes": list(self.notes),
-            "rows": [row.to_dict() for row in self.rows],
-        }
+        plain = {name: value for name, value in vars(self).items() if name != "columns"}
         write_atomically(folder / f"{NAME}.md", self.markdown())
         # Last: this file marks the benchmark as finished.
         write_atomically(folder / f"{NAME}.json", json.dumps(plain, indent=2) + "\n")
+
+
+def _spread(value: Any) -> Any:
+    return Spread(**value) if isinstance(value, dict) and value.keys() == {"median", "low", "high"} else value
 
 
 def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
@@ -154,15 +130,16 @@ def run_all(config: Options, runs: Runs, progress: bool) -> BenchmarkReport:
     journal = Journal(folder / UNFINISHED, {"config": options, "environment": machine}, "benchmark")
     done = dict(journal.records)
 
-    def measure(job: Job[None], tick: Tick) -> list[dict[str, Any]]:
-        return [row.to_dict() for row in runs.calls[job.name]()]
+    def measure(job: Job[None], tick: Tick) -> list[Row]:
+        plain: list[Row] = json.loads(json.dumps(runs.calls[job.name](), default=asdict))
+        return plain
 
     missing = [Job(name, 0, None) for name in runs.calls if name not in done]
-    for job, rows in Runner(1, progress, "benchmark").run(missing, measure):
-        done[job.name] = rows
-        journal.add([job.name, rows])
-    lines = [runs.row.from_dict(values) for name in runs.calls for values in done[name]]
-    report = BenchmarkReport(runs.title, options, machine, lines, runs.notes(lines))
+    for job, measured in Runner(1, progress, "benchmark").run(missing, measure):
+        done[job.name] = measured
+        journal.add([job.name, measured])
+    rows = [row for name in runs.calls for row in done[name]]
+    report = BenchmarkReport(runs.title, runs.columns, options, machine, rows, runs.notes(rows))
     report.save(folder)
     journal.close()
     return report
@@ -202,7 +179,7 @@ def plain_options(config: Any) -> dict[str, Any]:
     return options
 
 
-def finished_rows(config: Options, folder: Path) -> list[dict[str, Any]] | None:
+def finished_rows(config: Options, folder: Path) -> list[Row] | None:
     """Return the rows of a finished benchmark as plain values, None where the folder holds none."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
@@ -212,14 +189,14 @@ def finished_rows(config: Options, folder: Path) -> list[dict[str, Any]] | None:
     report = parse_json(path.read_bytes(), str(path))
     record = {"config": plain_options(config), "environment": environment(config.device)}
     check_same(path, {name: report[name] for name in record}, record, kind="a benchmark")
-    rows: list[dict[str, Any]] = report["rows"]
+    rows: list[Row] = report["rows"]
     return rows
 
 
-def measured_rows(folder: Path) -> list[dict[str, Any]]:
+def measured_rows(folder: Path) -> list[Row]:
     """Return the rows of a benchmark so far, finished or not, as plain values."""
     path = folder / f"{NAME}.json"
     if not path.exists():
         return [row for _, rows in Journal(folder / UNFINISHED, None, "benchmark").records for row in rows]
-    rows: list[dict[str, Any]] = parse_json(path.read_bytes(), str(path))["rows"]
+    rows: list[Row] = parse_json(path.read_bytes(), str(path))["rows"]
     return rows

@@ -5,22 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
-from mmod.benchmarks.generation import GenerationConfig, GenerationRow
-from mmod.benchmarks.models.benchmark import BenchmarkConfig, BenchmarkRow
-from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig, OpRow
+from mmod.benchmarks import generation, models, ops
+from mmod.benchmarks.generation import GenerationConfig
+from mmod.benchmarks.models.benchmark import BenchmarkConfig
+from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig
 from mmod.benchmarks.report import (
+    HIDDEN,
     UNFINISHED,
     BenchmarkReport,
     Options,
-    ReportRow,
+    Row,
     benchmark,
     environment,
     finished_rows,
     plain_options,
     refuse_to_overwrite,
 )
+from mmod.io.tables import Column
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,59 +48,40 @@ class Criterion:
         if (self.at_least is None) == (self.at_most is None):
             raise ValueError(f"the threshold {self.name!r} needs either at_least or at_most")
 
-    def check(self, rows: Sequence[Mapping[str, Any]]) -> CriterionRow:
-        """Return whether rows, as plain values, meet the limit, and the margin of the worst row.
+    def check(self, rows: Sequence[Row]) -> Row:
+        """Return whether rows meet the limit, and the margin of the worst row: negative if it is missed.
 
         Example:
             >>> fast = Criterion(name="fast", parts=["ops"], column="of_bound", at_least=0.85)
             >>> row = fast.check([{"op": "merge_rows", "of_bound": {"median": 0.8}}])
-            >>> row.met, round(row.margin, 2)
+            >>> row["met"], round(row["margin"], 2)
             (False, -0.05)
         """
         limit, sign = (self.at_most, -1.0) if self.at_least is None else (self.at_least, 1.0)
         assert limit is not None
         counted = [(row, value) for row in rows if self._counts(row) and (value := self._value(row)) is not None]
+        about = {"name": self.name, "rows": len(counted), "limit": limit}
         if not counted:
-            return CriterionRow(self.name, 0, "", None, limit, None, False)
+            return {**about, "met": False, "verdict": "not measured"}
         row, worst = min(counted, key=lambda pair: sign * pair[1])
         margin = sign * (worst - limit)
-        return CriterionRow(self.name, len(counted), describe(row), worst, limit, margin, margin >= 0)
+        verdict = "met" if margin >= 0 else f"missed by {-margin:.3g}"
+        about |= {"met": margin >= 0, "verdict": verdict, "margin": margin}
+        return {**about, "worst": worst, "worst_row": describe(row)}
 
-    def _counts(self, row: Mapping[str, Any]) -> bool:
+    def _counts(self, row: Row) -> bool:
         return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in self.where.items())
 
-    def _value(self, row: Mapping[str, Any]) -> float | None:
-        value = row[self.column]
+    def _value(self, row: Row) -> float | None:
+        value = row.get(self.column)
         number: float | None = value["median"] if isinstance(value, Mapping) else value
         return number
 
 
-@dataclass(frozen=True)
-class CriterionRow(ReportRow):
-    """A criterion and its result.
-
-    Args:
-        worst_row: The selected row with the smallest margin, and `worst` its value; None without rows.
-        margin: Distance to the limit; negative if it is missed.
-    """
-
-    COLUMNS: ClassVar = {
-        "name": ("threshold", ""), "verdict": ("verdict", ""), "limit": ("limit", "g"), "worst": ("worst", ".4g"),
-        "rows": ("rows", ""), "worst_row": ("worst row", ""),
-    }  # fmt: skip
-
-    name: str
-    rows: int
-    worst_row: str
-    worst: float | None
-    limit: float
-    margin: float | None
-    met: bool
-
-    def cells(self) -> dict[str, Any]:
-        """Return the cells, with the verdict in words."""
-        missed = "not measured" if self.margin is None else f"missed by {-self.margin:.3g}"
-        return {**super().cells(), "verdict": "met" if self.met else missed}
+COLUMNS: dict[str, Column] = {
+    "name": ("threshold", ""), "verdict": ("verdict", ""), "limit": ("limit", "g"), "worst": ("worst", ".4g"),
+    "rows": ("rows", ""), "worst_row": ("worst row", ""), "margin": HIDDEN, "met": HIDDEN,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -122,10 +106,11 @@ class SuiteConfig:
         names = [member.out for member in self.benchmarks]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a suite needs at least one part, each with an out folder of its own, got {names}")
-        rows: list[tuple[Sequence[Options], type[ReportRow]]] = [
-            (self.ops, OpRow), (self.models, BenchmarkRow), (self.generation, GenerationRow),
+        kinds: list[tuple[Sequence[Options], Mapping[str, Column]]] = [
+            (self.ops, ops.benchmark.COLUMNS), (self.models, models.benchmark.COLUMNS),
+            (self.generation, generation.COLUMNS),
         ]  # fmt: skip
-        columns = {member.out: set(row.names()) for members, row in rows for member in members}
+        columns = {member.out: set(known) for members, known in kinds for member in members}
         for threshold in self.thresholds:
             for name in threshold.parts:
                 if name not in columns:
@@ -168,15 +153,13 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
     """
     folder = Path(config.out)
     refuse_to_overwrite(folder)
-    rows: dict[str, list[dict[str, Any]]] = {}
+    rows: dict[str, Sequence[Row]] = {}
     failures: dict[str, str] = {}
     for member in config.benchmarks:
         out = folder / member.out
         finished = finished_rows(member, out)
         try:
-            if finished is None:
-                finished = [row.to_dict() for row in benchmark(replace(member, out=str(out)), progress).rows]
-            rows[member.out] = finished
+            rows[member.out] = benchmark(replace(member, out=str(out)), progress).rows if finished is None else finished
         except Exception as error:
             failures[member.out] = f"{type(error).__name__}: {error}"
     checked = [
@@ -185,7 +168,7 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
     ]
     notes = [f"{name} failed: {why}" for name, why in failures.items()]
     machine = environment(config.benchmarks[0].device)
-    report = BenchmarkReport("thresholds", plain_options(config), machine, checked, notes)
+    report = BenchmarkReport("thresholds", COLUMNS, plain_options(config), machine, checked, notes)
     report.save(folder)
     if failures:
         (folder / UNFINISHED).touch()
@@ -194,8 +177,8 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
     return report
 
 
-def describe(row: Mapping[str, Any]) -> str:
-    """Return what a row, as plain values, is about: its texts and counts, without what was measured."""
+def describe(row: Row) -> str:
+    """Return what a row is about: its texts and counts, without what was measured."""
     about = [f"{v:g}" if isinstance(v, float) else str(v) for n, v in row.items() if n in _ABOUT and v is not None]
     return " ".join(about)
 

@@ -42,7 +42,7 @@ def test_a_report_names_every_cell(tmp_path: Path) -> None:
     assert all(row["train_of_flops"] == row["train"]["median"] / row["train_flop_speedup"] for row in rows)
     assert report.markdown() == (tmp_path / "benchmark.md").read_text()
     threshold = Criterion(name="prefill", parts=["a"], column="of_flops", at_least=0.0, where={"preset": ["p-mod"]})
-    assert threshold.check(rows).rows == 2
+    assert threshold.check(rows)["rows"] == 2
     assert SuiteConfig(generation=[GenerationConfig(out="a")], thresholds=[threshold]).thresholds == [threshold]
 
 

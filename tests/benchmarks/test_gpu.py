@@ -15,36 +15,36 @@ from mmod.benchmarks import GpuConfig, SuiteFailedError, benchmark_gpu
 from mmod.benchmarks.command import main
 from mmod.benchmarks.gpu import benchmark as gpu_benchmark
 from mmod.benchmarks.gpu.benchmark import PARTS, BenchmarkPart
-from mmod.benchmarks.gpu.config import FiguresRow, PartName, UnavailableError
+from mmod.benchmarks.gpu.config import FIGURES, PartName, UnavailableError, figures_row
 from mmod.benchmarks.gpu.programs import run_tests
 from mmod.benchmarks.ops.cases import CASES
-from mmod.benchmarks.report import BenchmarkReport, Runs, run_all
+from mmod.benchmarks.report import BenchmarkReport, Row, Runs
 from tests.processes import FORKING, run_processes
 
 
-def _fails(config: GpuConfig) -> BenchmarkReport:
+def _fails(config: GpuConfig) -> Runs:
     raise ValueError("no luck")
 
 
-def _crashes(config: GpuConfig) -> BenchmarkReport:
+def _crashes(config: GpuConfig) -> Runs:
     os._exit(7)
 
 
-def _lacks(config: GpuConfig) -> BenchmarkReport:
+def _lacks(config: GpuConfig) -> Runs:
     raise UnavailableError("there is no program")
 
 
-def _row(name: str, folder: Path) -> list[FiguresRow]:
+def _row(name: str, folder: Path) -> list[Row]:
     with (folder / "calls").open("a") as calls:
         calls.write(name)
     if name == "b" and not (folder / "go").exists():
         time.sleep(600)
-    return [FiguresRow(name, {"ms": 1.5})]
+    return [figures_row(name, {"ms": 1.5})]
 
 
-def _hangs(config: GpuConfig) -> BenchmarkReport:
+def _hangs(config: GpuConfig) -> Runs:
     runs = {name: partial(_row, name, Path(config.out)) for name in "ab"}
-    return run_all(config, Runs("letters", FiguresRow, runs), progress=False)
+    return Runs("letters", FIGURES, runs)
 
 
 def config(folder: Path, **options: Any) -> GpuConfig:
@@ -57,7 +57,7 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def statuses(report: BenchmarkReport) -> dict[str, str]:
-    return {row.cells()["part"]: row.cells()["status"] for row in report.rows}
+    return {row["part"]: row["status"] for row in report.rows}
 
 
 def test_parts_that_fail_crash_or_hang_leave_the_others_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -72,7 +72,7 @@ def test_parts_that_fail_crash_or_hang_leave_the_others_alone(monkeypatch: pytes
     expected = {"fails": "failed", "crashes": "failed", "hangs": "timed out", "lacks": "skipped"}
     assert statuses(error.value.report) == expected
     names = ("part", "status", "seconds", "what", "figures")
-    cells = [tuple(row.cells()[name] for name in names) for row in error.value.report.rows]
+    cells = [tuple(row.get(name) for name in names) for row in error.value.report.rows]
     assert ("hangs", "timed out", None, "a", "ms 1.5") in cells, "rows of an unfinished part are shown"
     assert ("lacks", "skipped") in [c[:2] for c in cells if c[4] == "there is no program"]
     assert "no luck" in (tmp_path / "fails" / "log.txt").read_text()
@@ -143,7 +143,7 @@ def rehearse(tmp_path: Path) -> None:
     assert statuses(report) == {**dict.fromkeys(PARTS, "done"), "memcheck": "skipped"}
     shown: dict[str, list[str]] = {}
     for row in report.rows:
-        shown.setdefault(row.cells()["part"], []).append(f"{row.cells()['what']} {row.cells()['figures']}")
+        shown.setdefault(row["part"], []).append(f"{row['what']} {row['figures']}")
     assert "passed 1, failed 0" in shown["tests"][0]
     assert [line.split()[0] for line in shown["training"]] == ["dense", "a-mod", "mod", "merging"]
     assert all("top-1" in line and "GFLOPs" in line for line in shown["training"])

@@ -198,15 +198,15 @@ def test_every_selection_and_context_is_timed_against_its_own_ceiling(tmp_path: 
         **{**TINY, "step": ["train"]}, routers=["attention"], select=["topk", "threshold"], context=["kept", "all"],
         out=str(tmp_path),
     )  # fmt: skip
-    rows = {(row.select, row.context): row for row in benchmark(config, progress=False).rows}
+    rows = {(row["select"], row["context"]): row for row in benchmark(config, progress=False).rows}
     assert len(rows) == 4
     for (select, context), row in rows.items():
-        assert row.kept == 4.0, "the threshold keeps as many tokens as top-k"
-        assert (row.of_topk is None) == (select == "topk")
-        assert (row.peak_bound is None) == (context == "all")
-        assert row.flop_speedup == rows["topk", context].flop_speedup
-    assert rows["topk", "all"].flop_speedup < rows["topk", "kept"].flop_speedup
-    assert rows["topk", "all"].free_ms != rows["topk", "kept"].free_ms
+        assert row["kept"] == 4.0, "the threshold keeps as many tokens as top-k"
+        assert (row["of_topk"] is None) == (select == "topk")
+        assert (row["peak_bound"] is None) == (context == "all")
+        assert row["flop_speedup"] == rows["topk", context]["flop_speedup"]
+    assert rows["topk", "all"]["flop_speedup"] < rows["topk", "kept"]["flop_speedup"]
+    assert rows["topk", "all"]["free_ms"] != rows["topk", "kept"]["free_ms"]
 
 
 def test_routings_by_name_are_timed_against_free_routing_of_as_many_rows(tmp_path: Path) -> None:
@@ -217,10 +217,10 @@ def test_routings_by_name_are_timed_against_free_routing_of_as_many_rows(tmp_pat
     }
     model = {"model": "vit_tiny_patch16_224", "model_args": {"img_size": 64, "depth": 4}}
     config = BenchmarkConfig(**{**TINY, **model}, routers=[], routings=routings, out=str(tmp_path))
-    rows = {row.router: row for row in benchmark(config, progress=False).rows}
+    rows = {row["router"]: row for row in benchmark(config, progress=False).rows}
     assert list(rows) == list(routings)
-    assert rows["late"].free_ms == rows["late attention"].free_ms != rows["gradual"].free_ms
-    assert rows["gradual"].flop_speedup > 1
+    assert rows["late"]["free_ms"] == rows["late attention"]["free_ms"] != rows["gradual"]["free_ms"]
+    assert rows["gradual"]["flop_speedup"] > 1
 
 
 def test_free_blocks_of_a_span_slice_once_and_return_all_tokens() -> None:
@@ -251,7 +251,7 @@ def test_controls_apply_the_same_decisions(tmp_path: Path) -> None:
     report = benchmark(
         BenchmarkConfig(**TINY, routers=["linear"], controls=["loop", "masked", "removed"], out=str(tmp_path)), False
     )
-    speedups = {row.path: row.flop_speedup for row in report.rows}
+    speedups = {row["path"]: row["flop_speedup"] for row in report.rows}
     assert speedups["masked"] < 1.01 < speedups["routed"] == speedups["loop"] < speedups["removed"]
 
 

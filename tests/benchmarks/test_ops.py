@@ -131,7 +131,7 @@ def test_a_killed_benchmark_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     unfinished.write_text(unfinished.read_text() + '{"run": "cut of')
     report = benchmark(options, progress=False)
     assert seen == ["gather_rows", "scatter_rows", "scatter_rows"], "the first run is not repeated"
-    assert {row.to_dict()["op"] for row in report.rows} == {"gather_rows", "scatter_rows"}
+    assert {row["op"] for row in report.rows} == {"gather_rows", "scatter_rows"}
     assert not unfinished.exists()
     with pytest.raises(FileExistsError, match=r"benchmark\.json exists"):
         benchmark(options, progress=False)
@@ -214,7 +214,7 @@ def test_a_suite_checks_thresholds_and_measures_no_part_twice(monkeypatch: pytes
             benchmark_suite(suite, progress=False)
     monkeypatch.setattr(op_benchmark, "interleave", lambda *_, **__: pytest.fail("measured twice"))
     report = benchmark_suite(suite, progress=False)
-    verdicts = [(row.cells()["name"], row.cells()["verdict"]) for row in report.rows]
+    verdicts = [(row["name"], row["verdict"]) for row in report.rows]
     assert verdicts[0] == ("easy", "met")
     assert verdicts[1][1].startswith("missed by ")
     assert verdicts[2:] == [("memory", "met"), ("elsewhere", "not measured")]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmod.benchmarks.generation import GenerationConfig
-from mmod.benchmarks.gpu.config import GpuConfig, SummaryRow, UnavailableError, figures_text
+from mmod.benchmarks.gpu.config import SUMMARY, GpuConfig, UnavailableError, figures_text
 from mmod.benchmarks.gpu.machine import benchmark_attention, describe_machine, device_state
 from mmod.benchmarks.gpu.programs import check_memory, run_tests
 from mmod.benchmarks.gpu.training import compare_training
@@ -25,12 +25,13 @@ from mmod.benchmarks.ops.case import OpSize
 from mmod.benchmarks.report import (
     UNFINISHED,
     BenchmarkReport,
-    Options,
-    benchmark,
+    Row,
+    Runs,
     environment,
     measured_rows,
     plain_options,
     refuse_to_overwrite,
+    run_all,
 )
 from mmod.benchmarks.suite import SuiteFailedError, describe
 from mmod.io.journal import Journal
@@ -48,38 +49,34 @@ class BenchmarkPart:
     """A part of the GPU benchmark.
 
     Args:
-        run: Measures it into the folder `out` of a config; continues where it was killed.
+        runs: Returns what it does.
         seconds: Time box on a GPU.
-        figures: Columns that the summary shows; none for rows of `FiguresRow`.
+        figures: Columns that the summary shows; none for rows of `figures_row`.
         where: Values of columns that a row must have to be in the summary.
     """
 
-    run: Callable[[GpuConfig], BenchmarkReport]
+    runs: Callable[[GpuConfig], Runs]
     seconds: float
     figures: tuple[str, ...] = ()
     where: Mapping[str, Any] = field(default_factory=dict)
 
 
-def _measure(make: Callable[[GpuConfig], Options], config: GpuConfig) -> BenchmarkReport:
-    return benchmark(make(config), progress=False)
-
-
 def _timing(config: GpuConfig, seconds: float, rounds: int) -> dict[str, Any]:
     quick = {"seconds": 0.0, "rounds": 2} if config.rehearses else {"seconds": seconds, "rounds": rounds}
-    return {**quick, "device": config.device, "threads": config.threads, "out": config.out}
+    return {**quick, "device": config.device, "out": config.out}
 
 
-def _ops(config: GpuConfig) -> OpBenchmarkConfig:
+def _ops(config: GpuConfig) -> Runs:
     small = [OpSize(images=2, tokens=17, heads=2, head_channels=16)]
     return OpBenchmarkConfig(
         sizes=small if config.rehearses else [OpSize(**size) for size in LONG],
         dtypes=["bfloat16"],
         step=["forward"] if config.rehearses else ["forward", "train"],
         **_timing(config, 0.3, 10),
-    )
+    ).runs()
 
 
-def _models(config: GpuConfig, step: Any, execution: Any = "eager") -> BenchmarkConfig:
+def _models(config: GpuConfig, step: Any, execution: Any = "eager") -> Runs:
     options: dict[str, Any] = {"model": "vit_base_patch16_224", "batch_sizes": [1, 256, 32, 8]}
     if step == "train":
         options["batch_sizes"] = [64]
@@ -89,38 +86,29 @@ def _models(config: GpuConfig, step: Any, execution: Any = "eager") -> Benchmark
         execution = "eager"
     return BenchmarkConfig(
         **options, capacities=[0.25], dtype="bfloat16", execution=[execution], step=[step], **_timing(config, 2.0, 10)
-    )
+    ).runs()
 
 
-def _llava(config: GpuConfig) -> GenerationConfig:
+def _llava(config: GpuConfig) -> Runs:
     options: dict[str, Any] = {"hidden": 4096, "intermediate": 11008, "layers": 8, "vocabulary": 32000}
     if config.rehearses:
         options = {"hidden": 64, "layers": 6, "vocabulary": 50, "image_tokens": [24], "text_tokens": 8}
     presets = ["p-mod", "a-mod", "videollm-mod"]
-    return GenerationConfig(presets=presets, **options, batch_sizes=[1], dtype="bfloat16", **_timing(config, 2.0, 10))
+    timing = _timing(config, 2.0, 10)
+    return GenerationConfig(presets=presets, **options, batch_sizes=[1], dtype="bfloat16", **timing).runs()
 
 
 PARTS: dict[str, BenchmarkPart] = {
     "environment": BenchmarkPart(describe_machine, 40, where={"what": "machine"}),
     "tests": BenchmarkPart(run_tests, 240),
-    "models": BenchmarkPart(
-        partial(_measure, partial(_models, step="forward")), 90, ("speedup", "flop_speedup", "of_free")
-    ),
+    "models": BenchmarkPart(partial(_models, step="forward"), 90, ("speedup", "flop_speedup", "of_free")),
     "attention": BenchmarkPart(benchmark_attention, 40),
-    "ops": BenchmarkPart(
-        partial(_measure, _ops), 150, ("ms", "of_bound", "of_baseline", "baseline"), {"path": "auto"}
-    ),
+    "ops": BenchmarkPart(_ops, 150, ("ms", "of_bound", "of_baseline", "baseline"), {"path": "auto"}),
     "graphs": BenchmarkPart(
-        partial(_measure, partial(_models, step="forward", execution="cudagraphs")),
-        240, ("speedup", "flop_speedup", "of_free"),
+        partial(_models, step="forward", execution="cudagraphs"), 240, ("speedup", "flop_speedup", "of_free")
     ),
-    "llava": BenchmarkPart(
-        partial(_measure, _llava), 120,
-        ("dense_ms", "speedup", "flop_speedup", "cache_share", "decode"),
-    ),
-    "memory": BenchmarkPart(
-        partial(_measure, partial(_models, step="train")), 60, ("speedup", "peak_of_dense", "peak_of_bound")
-    ),
+    "llava": BenchmarkPart(_llava, 120, ("dense_ms", "speedup", "flop_speedup", "cache_share", "decode")),
+    "memory": BenchmarkPart(partial(_models, step="train"), 60, ("speedup", "peak_of_dense", "peak_of_bound")),
     "training": BenchmarkPart(compare_training, 290),
     "memcheck": BenchmarkPart(check_memory, 120),
 }  # fmt: skip
@@ -131,7 +119,11 @@ LEAST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class State:
-    """The state of a part: status as in `SummaryRow`, why it is not done, seconds and number of its calls."""
+    """The state of a part: why it is not done, seconds and number of its calls.
+
+    Args:
+        status: "done", "skipped", "failed", "timed out" or "not run yet".
+    """
 
     status: str = "not run yet"
     why: str = ""
@@ -195,7 +187,7 @@ def _run_part(name: str, part: BenchmarkPart, config: GpuConfig, seconds: float,
     # Imported once for all parts; each starts without a CUDA context, so a crash of one leaves the others alone.
     context.set_forkserver_preload(["mmod.benchmarks.gpu.benchmark"])
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(part.run, options, sender), name=name)
+    process = context.Process(target=_work, args=(part.runs, options, sender), name=name)
     process.start()
     sender.close()
     begun = time.monotonic()
@@ -222,7 +214,7 @@ def _end(process: Any) -> None:
     process.join()
 
 
-def _work(run: Callable[[GpuConfig], BenchmarkReport], options: GpuConfig, sender: Connection) -> None:
+def _work(runs: Callable[[GpuConfig], Runs], options: GpuConfig, sender: Connection) -> None:
     """Run a part in this process, its output in a log, and send status and reason."""
     os.setsid()
     with (Path(options.out) / "log.txt").open("a") as log:
@@ -230,7 +222,7 @@ def _work(run: Callable[[GpuConfig], BenchmarkReport], options: GpuConfig, sende
             os.dup2(log.fileno(), stream)
     sender.send(None)
     try:
-        run(options)
+        run_all(options, runs(options), progress=False)
         sender.send(("done", ""))
     except UnavailableError as error:
         sender.send(("skipped", str(error)))
@@ -240,21 +232,22 @@ def _work(run: Callable[[GpuConfig], BenchmarkReport], options: GpuConfig, sende
 
 
 def _summarise(config: GpuConfig, machine: Mapping[str, Any], states: Mapping[str, State]) -> BenchmarkReport:
-    folder, rows = Path(config.out), []
+    folder, rows = Path(config.out), list[Row]()
     for name, state in states.items():
         shown = _results(PARTS[name], measured_rows(folder / name))
         if state.why or not shown:
             shown.insert(0, ("", state.why))
         for place, (what, figures) in enumerate(shown):
-            rows.append(SummaryRow(name, state.status, None if place else state.seconds, what, figures))
+            row = {"part": name, "status": state.status, "what": what, "figures": figures}
+            rows.append(row if place else {**row, "seconds": state.seconds})
     clocks = ", ".join(f"{name} {value}" for name, value in device_state().items())
     notes = [f"Clocks and driver: {clocks}."] * bool(clocks) + [f"Command: `{config.command}`"]
-    report = BenchmarkReport("GPU benchmark", plain_options(config), machine, rows, notes)
+    report = BenchmarkReport("GPU benchmark", SUMMARY, plain_options(config), machine, rows, notes)
     report.save(folder)
     return report
 
 
-def _results(part: BenchmarkPart, rows: list[dict[str, Any]]) -> list[tuple[str, str]]:
+def _results(part: BenchmarkPart, rows: list[Row]) -> list[tuple[str, str]]:
     """Return subject and figures of a part's rows, as text."""
     counted = [row for row in rows if all(row[name] == value for name, value in part.where.items())]
     figures = [{name: row[name] for name in part.figures} if part.figures else row["figures"] for row in counted]

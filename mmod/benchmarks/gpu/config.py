@@ -1,13 +1,14 @@
-"""Config and rows of the GPU benchmark."""
+"""Config and columns of the GPU benchmark."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
-from mmod.benchmarks.report import Options, ReportRow
+from mmod.benchmarks.report import HIDDEN, Options, Row
+from mmod.io.tables import Column
 from mmod.values import check_fields
 
 PartName = Literal[
@@ -52,18 +53,13 @@ class UnavailableError(RuntimeError):
     """A part lacks what it needs here; it is recorded as skipped."""
 
 
-@dataclass(frozen=True)
-class FiguresRow(ReportRow):
-    """One subject, such as a model or a file of tests, and its figures as JSON values by name."""
+FIGURES: dict[str, Column] = {"what": ("what", ""), "text": ("figures", ""), "figures": HIDDEN}
+"""Columns of one subject, such as a model or a file of tests, with its figures as JSON values by name."""
 
-    COLUMNS: ClassVar = {"what": ("what", ""), "text": ("figures", "")}
 
-    what: str
-    figures: dict[str, Any]
-
-    def cells(self) -> dict[str, Any]:
-        """Return the line, with the figures as text."""
-        return {**super().cells(), "text": figures_text(self.figures)}
+def figures_row(what: str, figures: Mapping[str, Any]) -> Row:
+    """Return the row of one subject."""
+    return {"what": what, "figures": dict(figures), "text": figures_text(figures)}
 
 
 def figures_text(figures: Mapping[str, Any]) -> str:
@@ -78,23 +74,8 @@ def figures_text(figures: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {text}" for name, text in texts.items())
 
 
-@dataclass(frozen=True)
-class SummaryRow(ReportRow):
-    """One result of a part, or the reason for which it has none.
-
-    Args:
-        status: "done", "skipped", "failed", "timed out" or "not run yet".
-        seconds: Seconds that it has taken, over all calls; None on lines after a part's first.
-        what: What the figures belong to.
-    """
-
-    COLUMNS: ClassVar = {
-        "part": ("part", ""), "status": ("status", ""), "seconds": ("seconds", ".0f"), "what": ("what", ""),
-        "figures": ("figures", ""),
-    }  # fmt: skip
-
-    part: str
-    status: str
-    seconds: float | None
-    what: str
-    figures: str
+SUMMARY: dict[str, Column] = {
+    "part": ("part", ""), "status": ("status", ""), "seconds": ("seconds", ".0f"), "what": ("what", ""),
+    "figures": ("figures", ""),
+}  # fmt: skip
+"""Columns of one result of a part, or of why it has none; the seconds of all its calls are in its first row."""

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmod.analysis.timing import Spread, interleave, ratios
-from mmod.benchmarks.gpu.config import FiguresRow, GpuConfig
-from mmod.benchmarks.report import BenchmarkReport, Runs, environment, run_all
+from mmod.benchmarks.gpu.config import FIGURES, GpuConfig, figures_row
+from mmod.benchmarks.report import Row, Runs, environment
 from mmod.ops import attention_with_importance, choices
 
 PACKAGES = ("triton", "timm", "transformers", "open_clip_torch", "numpy")
@@ -52,12 +52,12 @@ SHAPES = {
 REHEARSED = {"ViT": AttentionShape(2, 2, 17, 16), "LLaVA, prefill": AttentionShape(1, 2, 33, 16, True)}
 
 
-def describe_machine(config: GpuConfig) -> BenchmarkReport:
+def describe_machine(config: GpuConfig) -> Runs:
     """Record device, driver, clocks, versions, and the implementation that each op takes."""
-    return run_all(config, Runs("machine", FiguresRow, {"machine": functools.partial(_facts, config)}), progress=False)
+    return Runs("machine", FIGURES, {"machine": functools.partial(_facts, config)})
 
 
-def _facts(config: GpuConfig) -> list[FiguresRow]:
+def _facts(config: GpuConfig) -> list[Row]:
     facts: dict[str, Any] = environment(config.device)
     facts |= {name: _version(name) for name in PACKAGES}
     facts["cuDNN"] = torch.backends.cudnn.version()
@@ -66,7 +66,7 @@ def _facts(config: GpuConfig) -> list[FiguresRow]:
         facts["capability"] = torch.cuda.get_device_capability()
         facts["multiprocessors"] = torch.cuda.get_device_properties(0).multi_processor_count
     lines = (line.partition(": ") for line in choices(config.device, torch.bfloat16).splitlines())
-    return [FiguresRow("machine", facts | device_state()), *(FiguresRow(op, {"runs": how}) for op, _, how in lines)]
+    return [figures_row("machine", facts | device_state()), *(figures_row(op, {"runs": how}) for op, _, how in lines)]
 
 
 def device_state() -> dict[str, str]:
@@ -86,15 +86,15 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def benchmark_attention(config: GpuConfig) -> BenchmarkReport:
+def benchmark_attention(config: GpuConfig) -> Runs:
     """Record which fused attention SDPA picks at the shapes of known models, and how much longer the others take."""
     shapes = REHEARSED if config.rehearses else SHAPES
     runs = {name: functools.partial(_attend, config, name, shape) for name, shape in shapes.items()}
-    return run_all(config, Runs("fused attention, bfloat16", FiguresRow, runs), progress=False)
+    return Runs("fused attention, bfloat16", FIGURES, runs)
 
 
 @torch.no_grad()
-def _attend(config: GpuConfig, name: str, shape: AttentionShape) -> list[FiguresRow]:
+def _attend(config: GpuConfig, name: str, shape: AttentionShape) -> list[Row]:
     device, (images, heads, tokens, channels, causal) = torch.device(config.device), shape
     generator = torch.Generator(device).manual_seed(0)
     # As from a host's projection: views that are not contiguous.
@@ -114,7 +114,7 @@ def _attend(config: GpuConfig, name: str, shape: AttentionShape) -> list[Figures
     base = times.pop("SDPA")
     relative = {f"{label} / SDPA": asdict(ratios(ms, base)) for label, ms in times.items()}
     size = " x ".join(map(str, shape[:4])) + ", causal" * causal
-    return [FiguresRow(f"{name} ({size})", {"picked": picked, "ms": asdict(Spread.of(base)), **relative})]
+    return [figures_row(f"{name} ({size})", {"picked": picked, "ms": asdict(Spread.of(base)), **relative})]
 
 
 def _forced(call: Callable[[], Any], backend: SDPBackend) -> Any:

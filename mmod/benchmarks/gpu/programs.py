@@ -13,15 +13,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
-from mmod.benchmarks.gpu.config import FiguresRow, GpuConfig, UnavailableError
-from mmod.benchmarks.report import BenchmarkReport, Runs, run_all
+from mmod.benchmarks.gpu.config import FIGURES, GpuConfig, UnavailableError, figures_row
+from mmod.benchmarks.report import Row, Runs
 
 # Exit codes of pytest: no test failed, some failed, none was collected.
 _OK, _FAILED, _NONE = 0, 1, 5
 MOVEMENT = ("gather_rows", "scatter_rows", "gather_norm", "merge_rows")
 
 
-def run_tests(config: GpuConfig) -> BenchmarkReport:
+def run_tests(config: GpuConfig) -> Runs:
     """Run the tests marked `gpu`, file by file: every kernel against float64, models on kernels against torch."""
     missing = [path for path in config.tests if not Path(path).exists()]
     if missing:
@@ -33,10 +33,10 @@ def run_tests(config: GpuConfig) -> BenchmarkReport:
     listed = _pytest(["--collect-only", "-q", *config.tests])
     files = list(dict.fromkeys(line.partition("::")[0] for line in listed.splitlines() if "::" in line))
     runs = {file: functools.partial(_run_file, file) for file in (files[:1] if config.rehearses else files)}
-    return run_all(config, Runs("tests marked gpu", FiguresRow, runs), progress=False)
+    return Runs("tests marked gpu", FIGURES, runs)
 
 
-def _run_file(file: str) -> list[FiguresRow]:
+def _run_file(file: str) -> list[Row]:
     # A process for every core but two compiles kernels.
     workers = max(0, (os.cpu_count() or 1) - 2)
     options = ["-n", str(workers)] if find_spec("xdist") and workers else []
@@ -65,7 +65,7 @@ def _run(command: Sequence[str], **environment: str) -> subprocess.CompletedProc
     return done
 
 
-def _read_results(file: str, results: Path) -> FiguresRow:
+def _read_results(file: str, results: Path) -> Row:
     suite = next(ElementTree.parse(results).iter("testsuite"))
     total, failures, errors, skipped = (int(suite.get(name, 0)) for name in ("tests", "failures", "errors", "skipped"))
     bad = failures + errors
@@ -80,19 +80,18 @@ def _read_results(file: str, results: Path) -> FiguresRow:
         "skipped": skipped,
         "seconds": float(suite.get("time", 0)),
     }
-    return FiguresRow(file, figures | ({"failures": "; ".join(failed)} if failed else {}))
+    return figures_row(file, figures | ({"failures": "; ".join(failed)} if failed else {}))
 
 
-def check_memory(config: GpuConfig) -> BenchmarkReport:
+def check_memory(config: GpuConfig) -> Runs:
     """Run the kernels that move rows under compute-sanitizer, which finds accesses outside of allocated memory."""
     program = shutil.which("compute-sanitizer")
     if program is None or config.rehearses:
         raise UnavailableError("compute-sanitizer is not installed" if program is None else "it needs a GPU")
-    runs = Runs("memcheck", FiguresRow, {"memcheck": functools.partial(_memcheck, program)})
-    return run_all(config, runs, progress=False)
+    return Runs("memcheck", FIGURES, {"memcheck": functools.partial(_memcheck, program)})
 
 
-def _memcheck(program: str) -> list[FiguresRow]:
+def _memcheck(program: str) -> list[Row]:
     sizes = "[{images: 3, tokens: 197, heads: 3}, {images: 2, tokens: 33, heads: 1, head_channels: 33}]"
     with tempfile.TemporaryDirectory() as folder:
         options = {
@@ -105,7 +104,7 @@ def _memcheck(program: str) -> list[FiguresRow]:
         done = _run(checked, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     if done.returncode:
         raise RuntimeError(f"compute-sanitizer ended with exit code {done.returncode}: {_last_lines(done.stdout)}")
-    return [FiguresRow(", ".join(MOVEMENT), {"result": _last_lines(done.stdout, 1)})]
+    return [figures_row(", ".join(MOVEMENT), {"result": _last_lines(done.stdout, 1)})]
 
 
 def _last_lines(text: str, count: int = 5) -> str:

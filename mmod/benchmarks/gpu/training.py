@@ -19,8 +19,8 @@ from torch import Tensor
 
 from mmod.analysis.flops import flops
 from mmod.analysis.memory import peak_bytes
-from mmod.benchmarks.gpu.config import FiguresRow, GpuConfig
-from mmod.benchmarks.report import BenchmarkReport, Runs, run_all
+from mmod.benchmarks.gpu.config import FIGURES, GpuConfig, figures_row
+from mmod.benchmarks.report import Row, Runs
 from mmod.config import Gate
 from mmod.model import apply_
 from mmod.planning import preset
@@ -71,13 +71,13 @@ class Scenes(NamedTuple):
         return ((views - 0.1) / 0.3).expand(-1, 3, -1, -1), labels
 
 
-def compare_training(config: GpuConfig) -> BenchmarkReport:
+def compare_training(config: GpuConfig) -> Runs:
     """Train all models for the same number of seconds, in bfloat16 autocast, and test them on new images."""
     size, device = REHEARSED if config.rehearses else FULL, torch.device(config.device)
     load = functools.cache(functools.partial(_load, size, device))
     runs = {name: functools.partial(_run, name, size, device, load) for name in METHODS}
     title = f"ViT-S/16 at {size.side} px from scratch, {size.seconds:g} s each"
-    return run_all(config, Runs(title, FiguresRow, runs), progress=False)
+    return Runs(title, FIGURES, runs)
 
 
 def _load(size: Size, device: torch.device) -> tuple[Scenes, Scenes]:
@@ -92,7 +92,7 @@ def _load(size: Size, device: torch.device) -> tuple[Scenes, Scenes]:
     return scenes("train", size.train), scenes("test", size.test)
 
 
-def _run(name: str, size: Size, device: torch.device, load: Callable[[], tuple[Scenes, Scenes]]) -> list[FiguresRow]:
+def _run(name: str, size: Size, device: torch.device, load: Callable[[], tuple[Scenes, Scenes]]) -> list[Row]:
     import timm
 
     train, test = load()
@@ -133,7 +133,7 @@ def _run(name: str, size: Size, device: torch.device, load: Callable[[], tuple[S
         "GFLOPs": flops(model, size.side).routed / 1e9,
         "peak MiB": peak / 2**20,
     }
-    return [FiguresRow(name, figures)]
+    return [figures_row(name, figures)]
 
 
 @torch.no_grad()

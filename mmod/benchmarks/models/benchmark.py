@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks.models.variants import DENSE, Step, Variant, Variants
-from mmod.benchmarks.report import ReportRow, Runs, TimedOptions
+from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 from mmod.config import RoutingConfig, score
+from mmod.io.tables import Column
 from mmod.training.engine.methods import resolve_routing
 from mmod.values import check_distinct, check_fields
 
@@ -95,83 +96,29 @@ class BenchmarkConfig(TimedOptions):
         """Return a run of all models for every batch size, execution and step."""
         # Models are made and checked at the first run.
         checked = functools.cache(functools.partial(_Bench, self))
-        calls: dict[str, Callable[[], list[BenchmarkRow]]] = {
+        calls: dict[str, Callable[[], list[Row]]] = {
             "batch {}, {} {}".format(*run): functools.partial(lambda *run: checked().run(*run), *run)
             for run in itertools.product(self.batch_sizes, self.execution, self.step)
         }
         size = f" at {self.image_size} px" if self.image_size else ""
-        return Runs(f"{self.model}{size}, {self.dtype}", BenchmarkRow, calls)
+        return Runs(f"{self.model}{size}, {self.dtype}", COLUMNS, calls)
 
 
-@dataclass(frozen=True)
-class BenchmarkRow(ReportRow):
-    """One routed model in one run. Ratios are taken round by round; memory is that of the whole batch.
+COLUMNS: dict[str, Column] = {
+    "batch_size": ("batch", ""), "run": ("run", ""), "model": ("router", ""), "capacity": ("capacity", "g"),
+    "kept_most": ("kept (most)", ""), "dense_ms": ("dense ms", ".2f"), "free_ms": ("free ms", ".2f"),
+    "routed_ms": ("routed ms", ".2f"), "of_free": ("routed / free speed", "[.3f"),
+    "of_topk": ("threshold / top-k speed", "[.3f"), "speedup": ("speed-up", "[.3f"),
+    "flop_speedup": ("FLOP speed-up", ".3f"), "of_flops": ("speed-up / FLOP speed-up", ".3f"),
+    "peak_of_dense": ("peak / dense peak", ".3f"), "peak_of_bound": ("peak / bound", ".3f"),
+    **dict.fromkeys(("router", "select", "context", "path", "execution", "step", "rounds", "kept", "most"), HIDDEN),
+    **dict.fromkeys(("dense_peak", "routed_peak", "peak_bound"), HIDDEN),
+}  # fmt: skip
+"""Columns of a routed model in one run. Ratios are taken round by round.
 
-    Args:
-        path: "routed", or a control, see `mmod.benchmarks.models.paths.control`.
-        capacity: Its capacity; for "threshold" the share that the threshold was set to keep.
-        kept: Tokens kept by a routed block, mean over images and blocks.
-        most: The largest number of tokens that one block kept of one image.
-        free_ms: Milliseconds per call of free routing at this capacity.
-        of_free: Speed of this model as a share of free routing's.
-        of_topk: Speed under "threshold" as a share of that of the same model under "topk"; None elsewhere.
-        dense_peak: Most bytes that a training step of the dense model holds beyond the weights; None for "forward".
-        peak_bound: `dense_peak` less the activations of skipped tokens in routed blocks, or the gradients where they
-            are more; None for compiled graphs, where the compiler decides what is held.
-    """
-
-    COLUMNS: ClassVar = {
-        "batch_size": ("batch", ""), "run": ("run", ""), "model": ("router", ""), "capacity": ("capacity", "g"),
-        "kept_most": ("kept (most)", ""), "dense_ms": ("dense ms", ".2f"), "free_ms": ("free ms", ".2f"),
-        "routed_ms": ("routed ms", ".2f"), "of_free": ("routed / free speed", "[.3f"),
-        "of_topk": ("threshold / top-k speed", "[.3f"), "speedup": ("speed-up", "[.3f"),
-        "flop_speedup": ("FLOP speed-up", ".3f"), "of_flops": ("speed-up / FLOP speed-up", ".3f"),
-        "peak_of_dense": ("peak / dense peak", ".3f"), "peak_of_bound": ("peak / bound", ".3f"),
-    }  # fmt: skip
-
-    router: str
-    select: str
-    context: str
-    path: str
-    capacity: float
-    batch_size: int
-    execution: str
-    step: str
-    rounds: int
-    kept: float
-    most: int
-    dense_ms: Spread
-    free_ms: Spread
-    routed_ms: Spread
-    of_free: Spread
-    of_topk: Spread | None
-    speedup: Spread
-    flop_speedup: float
-    dense_peak: int | None = None
-    routed_peak: int | None = None
-    peak_bound: int | None = None
-
-    @property
-    def of_flops(self) -> float:
-        """Measured speed-up as a share of the FLOP speed-up."""
-        return self.speedup.median / self.flop_speedup
-
-    @property
-    def peak_of_dense(self) -> float | None:
-        """Peak memory as a share of the dense model's."""
-        return None if self.dense_peak is None or self.routed_peak is None else self.routed_peak / self.dense_peak
-
-    @property
-    def peak_of_bound(self) -> float | None:
-        """Peak memory over its bound."""
-        return None if self.peak_bound is None or self.routed_peak is None else self.routed_peak / self.peak_bound
-
-    def cells(self) -> dict[str, Any]:
-        """Return the cells, with run, model and kept tokens in words."""
-        model = self.router if self.path == "routed" else f"{self.router}, {self.path}"
-        model += ", threshold" * (self.select == "threshold") + ", context all" * (self.context == "all")
-        texts = {"run": f"{self.execution} {self.step}", "kept_most": f"{self.kept:.1f} ({self.most})"}
-        return {**super().cells(), **texts, "model": model}
+Under "threshold", `capacity` is the share that the threshold was set to keep. Peaks are bytes of a training step on the
+whole batch, beyond the weights. `peak_bound` is the dense model's peak less the activations of skipped tokens in routed
+blocks, or the gradients where they are more; None for compiled graphs, where the compiler decides what is held."""
 
 
 class _Bench:
@@ -187,7 +134,7 @@ class _Bench:
         if self.timed is not self.exact:
             self.timed.check()
 
-    def run(self, batch_size: int, execution: str, step: str) -> list[BenchmarkRow]:
+    def run(self, batch_size: int, execution: str, step: str) -> list[Row]:
         """Time all models at one batch size."""
         config, timed = self.config, self.timed
         if execution != "eager":
@@ -205,14 +152,18 @@ class _Bench:
             dense, routed, free = times[DENSE], times[name], times[timed.free[name]]
             topk = times[name.topk] if name.select == "threshold" and name.topk in times else None
             gradients = sum(p.numel() * p.element_size() for p in timed.models[name].parameters())
-            row = BenchmarkRow(
-                **name._asdict(), **timed.decided(name, images[name])._asdict(),
-                batch_size=batch_size, execution=execution, step=step, rounds=len(routed),
-                dense_ms=Spread.of(dense), free_ms=Spread.of(free), routed_ms=Spread.of(routed),
-                of_free=ratios(free, routed), of_topk=None if topk is None else ratios(topk, routed),
-                speedup=ratios(dense, routed), dense_peak=peaks.get(DENSE), routed_peak=peaks.get(name),
-                peak_bound=max(peaks[DENSE] - saved[name], gradients) if name in saved else None,
-            )  # fmt: skip
+            bound = max(peaks[DENSE] - saved[name], gradients) if name in saved else None
+            speedup, decided = ratios(dense, routed), timed.decided(name, images[name])
+            row = {
+                **name._asdict(), **decided._asdict(), "batch_size": batch_size, "execution": execution, "step": step,
+                "run": f"{execution} {step}", "model": name.title, "kept_most": f"{decided.kept:.1f} ({decided.most})",
+                "rounds": len(routed), "dense_ms": Spread.of(dense), "free_ms": Spread.of(free),
+                "routed_ms": Spread.of(routed), "of_free": ratios(free, routed),
+                "of_topk": None if topk is None else ratios(topk, routed), "speedup": speedup,
+                "of_flops": speedup.median / decided.flop_speedup, "dense_peak": peaks.get(DENSE),
+                "routed_peak": peaks.get(name), "peak_of_dense": peaks[name] / peaks[DENSE] if peaks else None,
+                "peak_bound": bound, "peak_of_bound": None if bound is None else peaks[name] / bound,
+            }  # fmt: skip
             rows.append(row)
         torch.compiler.reset()
         return rows

@@ -40,7 +40,7 @@ COMPILED_GRADIENT_TOLERANCE = 1e-3
 
 
 class Variant(NamedTuple):
-    """Names a model of a benchmark: a router or routing, "dense" or "free", and fields of `BenchmarkRow`."""
+    """Names a model of a benchmark: a router or routing, "dense" or "free", and how it is routed."""
 
     router: str
     capacity: float
@@ -53,6 +53,13 @@ class Variant(NamedTuple):
         """The same model routed by top-k."""
         return self._replace(select="topk")
 
+    @property
+    def title(self) -> str:
+        """The name in tables, which leave out what is common."""
+        path = "" if self.path == "routed" else f", {self.path}"
+        select, context = ", threshold" * (self.select == "threshold"), ", context all" * (self.context == "all")
+        return f"{self.router}{path}{select}{context}"
+
     def __str__(self) -> str:
         """Return the name for messages."""
         return f"{self.router} at capacity {self.capacity:g} ({self.select}, context {self.context}, {self.path})"
@@ -62,7 +69,7 @@ DENSE = Variant("dense", 1.0)
 
 
 class Decided(NamedTuple):
-    """Fields of `BenchmarkRow` that follow from a model's decisions."""
+    """Tokens that a routed block keeps, the mean over images and blocks and the most of one image, and FLOPs."""
 
     kept: float
     most: int

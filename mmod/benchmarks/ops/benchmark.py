@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,8 @@ from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks.ops.case import Probes, Result, cache_flush
 from mmod.benchmarks.ops.cases import CASES, OpCase, OpSize, make_case
 from mmod.benchmarks.oracle import PLAIN_TOLERANCE, check_close, check_error_rule
-from mmod.benchmarks.report import ReportRow, Runs, TimedOptions
+from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
+from mmod.io.tables import Column
 from mmod.ops import use
 from mmod.values import check_distinct
 
@@ -63,64 +64,28 @@ class OpBenchmarkConfig(TimedOptions):
             f"{op}, {size}, {dtype}, {step}": partial(_run, self, op, size, dtype, step)
             for op, size, dtype, step in itertools.product(self.ops, self.sizes, self.dtypes, self.step)
         }
-        return Runs("ops", OpRow, calls, _reasons)
+        return Runs("ops", COLUMNS, calls, _reasons)
 
 
-@dataclass(frozen=True)
-class OpRow(ReportRow):
-    """One implementation of one op at one size. All ratios are taken round by round.
+COLUMNS: dict[str, Column] = {
+    "op": ("op", ""), "images": ("images", ""), "tokens": ("tokens", ""), "kept": ("kept", ""),
+    "heads_channels": ("heads x channels", ""), "dtype": ("dtype", ""), "step": ("step", ""), "path": ("by", ""),
+    "ms": ("ms", ".4f"), "bound_ms": ("bound ms", ".4f"), "limit": ("bound by", ""),
+    "of_bound": ("speed / bound", "[.3f"), "extra_mib": ("extra MiB", ".2f"), "baseline": ("baseline", ""),
+    "of_baseline": ("speed / baseline", "[.3f"),
+    **dict.fromkeys(("heads", "channels", "rounds", "extra_bytes", "left_out"), HIDDEN),
+}  # fmt: skip
+"""Columns of one implementation of one op at one size. Ratios are taken round by round.
 
-    Args:
-        path: A backend's name, "torch, compiled", or another implementation's name.
-        limit: What bounds it: the "copy" of its bytes or the "matmul" of its FLOPs.
-        bound_ms: The time that its bytes and FLOPs take at the rates measured in the same run.
-        of_bound: Speed as a share of the bound's; above 1 where the data stays in a cache.
-        extra_bytes: Peak memory during the call beyond inputs and results.
-        baseline: The fastest implementation of others in the run, compiled where this one is; None for baselines.
-        left_out: Why this backend was not timed; None where it was.
-    """
-
-    COLUMNS: ClassVar = {
-        "op": ("op", ""), "images": ("images", ""), "tokens": ("tokens", ""), "kept": ("kept", ""),
-        "heads_channels": ("heads x channels", ""), "dtype": ("dtype", ""), "step": ("step", ""), "path": ("by", ""),
-        "ms": ("ms", ".4f"), "bound_ms": ("bound ms", ".4f"), "limit": ("bound by", ""),
-        "of_bound": ("speed / bound", "[.3f"), "extra_mib": ("extra MiB", ".2f"), "baseline": ("baseline", ""),
-        "of_baseline": ("speed / baseline", "[.3f"),
-    }  # fmt: skip
-
-    op: str
-    images: int
-    tokens: int
-    kept: int
-    heads: int
-    channels: int
-    dtype: str
-    step: str
-    path: str
-    rounds: int = 0
-    ms: Spread | None = None
-    limit: str | None = None
-    bound_ms: float | None = None
-    of_bound: Spread | None = None
-    extra_bytes: int | None = None
-    baseline: str | None = None
-    of_baseline: Spread | None = None
-    left_out: str | None = None
-
-    def cells(self) -> dict[str, Any]:
-        """Return the line, empty where the backend was left out."""
-        if self.extra_bytes is None:
-            return {}
-        texts = {"heads_channels": f"{self.heads} x {self.channels}", "extra_mib": self.extra_bytes / 2**20}
-        return {**super().cells(), **texts}
+`of_bound` is above 1 where the data stays in a cache. `left_out` says why a backend was not timed."""
 
 
-def _reasons(rows: Sequence[OpRow]) -> list[str]:
+def _reasons(rows: Sequence[Row]) -> list[str]:
     """Return a sentence for each reason why backends were left out."""
     ops: dict[str, list[str]] = {}
     for row in rows:
-        if row.left_out is not None:
-            ops.setdefault(row.left_out.removeprefix(row.op).strip(), []).append(row.op)
+        if row["left_out"] is not None:
+            ops.setdefault(row["left_out"].removeprefix(row["op"]).strip(), []).append(row["op"])
     return [f"Left out: {', '.join(dict.fromkeys(names))} {reason}." for reason, names in ops.items()]
 
 
@@ -229,7 +194,7 @@ def _double(value: object) -> object:
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def _run(config: OpBenchmarkConfig, op: str, size: OpSize, dtype: str, step: str) -> list[OpRow]:
+def _run(config: OpBenchmarkConfig, op: str, size: OpSize, dtype: str, step: str) -> list[Row]:
     """Check and time one op at one size."""
     device = torch.device(config.device)
     torch.manual_seed(config.seed)
@@ -249,17 +214,18 @@ def _run(config: OpBenchmarkConfig, op: str, size: OpSize, dtype: str, step: str
     baseline_of = _baselines(case, times)
     about: dict[str, Any] = {
         "op": op, "images": size.images, "tokens": size.tokens, "kept": size.kept, "heads": size.heads,
-        "channels": size.channels, "dtype": dtype, "step": step,
+        "channels": size.channels, "heads_channels": f"{size.heads} x {size.channels}", "dtype": dtype, "step": step,
     }  # fmt: skip
-    rows = [OpRow(**about, path=path, left_out=reason) for path, reason in left_out.items()]
+    rows = [{**dict.fromkeys(COLUMNS), **about, "path": path, "left_out": why} for path, why in left_out.items()]
     for path, call in calls.items():
-        against = baseline_of.get(path)
-        row = OpRow(
-            **about, path=path, rounds=len(times[path]), ms=Spread.of(times[path]), limit=rates[0].limit(work),
-            bound_ms=Spread.of(bounds).median, of_bound=ratios(bounds, times[path]),
-            extra_bytes=_extra_bytes(call, device), baseline=against,
-            of_baseline=None if against is None else ratios(times[against], times[path]),
-        )  # fmt: skip
+        against, extra = baseline_of.get(path), _extra_bytes(call, device)
+        row = {
+            **about, "path": path, "rounds": len(times[path]), "ms": Spread.of(times[path]),
+            "limit": rates[0].limit(work), "bound_ms": Spread.of(bounds).median,
+            "of_bound": ratios(bounds, times[path]), "extra_bytes": extra, "extra_mib": extra / 2**20,
+            "baseline": against, "left_out": None,
+            "of_baseline": None if against is None else ratios(times[against], times[path]),
+        }  # fmt: skip
         rows.append(row)
     torch.compiler.reset()
     return rows
