@@ -173,6 +173,8 @@ def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module
 
     if Path(name).is_dir():
         name, pretrained = f"local-dir:{Path(name).resolve()}", True
+    elif "/" in name and ":" not in name:
+        raise FileNotFoundError(f"no folder of a model at {name!r}; a model of a hub is hf-hub:OWNER/NAME")
     try:
         flexible = {**arguments, "dynamic_img_size": True}
         return create_dense_model(ModelConfig(name=name, pretrained=pretrained, args=flexible))

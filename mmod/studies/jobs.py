@@ -116,8 +116,9 @@ class Runner:
                 for future in done:
                     index = running.pop(future)
                     finished.add(index)
+                    result = future.result()
                     bar.update(index, 1.0)
-                    yield jobs[index], future.result()
+                    yield jobs[index], result
         except BaseException:
             # Runs can be resumed, so the others are not waited for.
             pool.shutdown(wait=False, cancel_futures=True)

@@ -35,6 +35,8 @@ Config = TypeVar("Config")
 Evaluation = TypeVar("Evaluation")
 # The dense model that all fine-tuning starts from; the point shown as dense is fine-tuned like the others.
 _BASE = "base"
+# Epochs that take about as long as evaluating once.
+_EVALUATION = 0.05
 # The control of series for which a study names no other.
 _CONTROL = "random"
 Scores = Mapping[str, Mapping[int, float]]
@@ -173,6 +175,8 @@ class Study(ABC, Generic[Config, Evaluation]):
         Table and pictures are written as soon as there is a model to compare with the dense one, and again with every
         further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
         """
+        # A folder that cannot be written is no news for the end of a run.
+        Path(self.config.output).mkdir(parents=True, exist_ok=True)
         runner = Runner(self.config.processes, progress)
         self.prepare(runner)
         entrants, jobs = self.plan()
@@ -211,15 +215,15 @@ class Study(ABC, Generic[Config, Evaluation]):
             folder = Path(config.bases) / root.name / _BASE if config.bases else root / base
             seeded = dataclasses.replace(dense, output=str(folder), seed=seed)
             if config.train_dense or not config.tune_dense:
-                runs.append(Job(base, seed, seeded, is_trained=config.train_dense, work=self.recipe(seeded).work))
+                work = self.recipe(seeded).work if config.train_dense else _EVALUATION
+                runs.append(Job(base, seed, seeded, is_trained=config.train_dense, work=work))
             start: Any = self.recipe(tuned).started_from(str(folder)) if config.train_dense else tuned
             for entrant in entrants:
                 if entrant.name == base:
                     continue
                 run = entrant.configure(seeded, dataclasses.replace(start, seed=seed))
                 run = dataclasses.replace(run, output=str(root / entrant.name))
-                # Evaluating alone takes about as long as a twentieth of an epoch.
-                work = entrant.share * self.recipe(run).work if entrant.is_trained else 0.05
+                work = entrant.share * self.recipe(run).work if entrant.is_trained else _EVALUATION
                 search = None if entrant.search is None else Search(entrant.search, root / f"{entrant.series}.plans")
                 runs.append(Job(entrant.name, seed, run, entrant.is_tuned, entrant.is_trained, work, search))
         return entrants, runs

@@ -114,6 +114,7 @@ def test_broken_images_are_named_or_counted(tmp_path: Path, capsys: pytest.Captu
     [
         ("vit_tinny", "timm knows no model 'vit_tinny'"),
         ("resnet10t", "ResNet"),
+        ("models/none", "no folder of a model at 'models/none'"),
         ("open_clip:RN5000", "open_clip knows no model 'RN5000'"),
     ],
 )
@@ -197,3 +198,5 @@ def test_a_file_of_prompts_gives_a_report(tmp_path: Path, capsys: pytest.Capture
         main(command[:2])
     with pytest.raises(SystemExit, match=r"--prompts 'missing\.json' is no file"):
         main([*command[:2], "--prompts", "missing.json"])
+    with pytest.raises(SystemExit, match=r"'\./none' is no folder of a processor"):
+        main(["advise", "./none", *command[2:]])

@@ -25,7 +25,10 @@ class MapSource:
         images, labels = (Path(root) / folder / split for folder in ("images", "labels"))
         for folder in (images, labels):
             if not folder.is_dir():
-                raise ValueError(f"label maps need the folder {folder}, which does not exist")
+                raise ValueError(
+                    f"label maps need the folder {folder}, which does not exist: name its root by data.root, or by "
+                    "images in a study"
+                )
         known = {f".{extension}" for extension in IMAGE_EXTENSIONS}
         paths = sorted(path for path in images.iterdir() if path.suffix.lower() in known)
         if not paths:

@@ -61,7 +61,12 @@ def create_processor(config: ModelConfig) -> Any:
     from transformers import AutoProcessor
 
     if config.processor != _WORDS:
-        processor = AutoProcessor.from_pretrained(config.processor or config.checkpoint)
+        source = config.processor or config.checkpoint
+        try:
+            processor = AutoProcessor.from_pretrained(source)
+        except OSError as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{source!r} is no folder of a processor, nor a model of the hub: {reason}") from error
         return processor if config.image_size is None else _at_size(processor, config.image_size)
     vision = (config.config or {}).get("vision_config", {})
     if not {"image_size", "patch_size"} <= set(vision):
