@@ -23,6 +23,7 @@ from mmod.io.claim import claim_folder
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.engine.checkpoint import find_weights, read_weights
+from mmod.training.engine.model import described
 from mmod.training.engine.parse import config_from, dataclass_in, parse_config
 from mmod.training.engine.run_folder import read_fit
 from mmod.training.image.evaluate import EvalResult
@@ -342,6 +343,27 @@ def test_sizes_of_language_models_are_checked_before_they_are_built(name: str, v
         model = {"config": described, **({"processor": "words"} if part else {})}
         with pytest.raises((TypeError, ValueError), match=rf"{name} must be an integer.*, got {value!r}"):
             config_from({"output": "run", "model": model}, kind)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"text_config": {"model_type": "llama", "hiden_size": 32}},
+            "text_config.hiden_size .*: is hidden_size meant",
+        ),
+        ({"text_config": {"model_type": "llama", "hidden_size": "32"}}, "describes no model of transformers: .*'32'"),
+        ({"model_type": "lava"}, "describes no model of transformers: Unrecognized model identifier: lava"),
+    ],
+)
+def test_fields_of_a_transformers_config_are_checked_before_it_is_built(fields: Any, message: str) -> None:
+    # This one is read by the tower, and declared by no config.
+    vision = {"vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False}}
+    config = {"model_type": "llava", **vision}
+    assert not described(config).vision_config.vision_use_head
+    with pytest.raises(ValueError, match=message) as error:
+        described({**config, **fields})
+    assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("policy", ["rand-z9", "augmix-q1", "v0-m3"])

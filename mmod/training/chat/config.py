@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmod.data.readers.conversations import ConversationsConfig
-from mmod.training.engine.config import RunConfig, check_sizes
+from mmod.training.engine.config import RunConfig, check_described
 from mmod.training.engine.methods import resolve_methods
 from mmod.values import check_fields, check_value
 
@@ -72,11 +72,11 @@ class ModelConfig:
             raise ValueError("give either model.checkpoint or model.config")
         if self.config is not None and self.processor is None:
             raise ValueError("model.config needs model.processor: a folder, a name, or 'words'")
-        check_sizes(self.config or {}, "model.config")
-        if self.config is not None and "model_type" not in self.config:
-            raise ValueError(f"model.config needs a model_type, got {', '.join(self.config) or 'nothing'}")
+        if self.config is None:
+            return
+        check_described(self.config)
         foreign = sorted(set(self.args) - set(WITHOUT_WEIGHTS))
-        if self.config is not None and foreign:
+        if foreign:
             known = " and ".join(WITHOUT_WEIGHTS)
             raise ValueError(f"model.args {', '.join(foreign)} need a checkpoint; random weights take {known}")
 

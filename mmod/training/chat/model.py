@@ -22,6 +22,7 @@ from mmod.pretrained import apply_again, load_pretrained
 from mmod.routing import BorrowedScore
 from mmod.training.chat.config import WITHOUT_WEIGHTS, ModelConfig, TrainConfig
 from mmod.training.engine.methods import resolve_methods
+from mmod.training.engine.model import described
 from mmod.values import refuse_unknown
 
 _WORDS = "words"
@@ -149,17 +150,16 @@ def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
             return load_pretrained(source.checkpoint, **source.args)
         return AutoModelForImageTextToText.from_pretrained(source.checkpoint, **source.args)
     if source.config is None:
-        described = AutoConfig.from_pretrained(str(source.checkpoint))
+        model_config = AutoConfig.from_pretrained(str(source.checkpoint))
     else:
-        described = AutoConfig.for_model(
-            **_with_words(source.config, processor) if source.processor == _WORDS else source.config
-        )
+        fields = _with_words(source.config, processor) if source.processor == _WORDS else source.config
+        model_config = described(fields)
     routed = source.checkpoint is not None and _was_routed(source.checkpoint)
-    description = take_description(described, str(source.checkpoint)) if routed else None
+    description = take_description(model_config, str(source.checkpoint)) if routed else None
     torch.manual_seed(config.seed)
     known = {name: source.args[name] for name in WITHOUT_WEIGHTS if name in source.args}
     with torch.device("meta" if on_meta else "cpu"):
-        model = AutoModelForImageTextToText.from_config(described, **known)
+        model = AutoModelForImageTextToText.from_config(model_config, **known)
         if description is not None:
             apply_again(model, description)
     return model

@@ -126,11 +126,17 @@ class DistributedConfig:
         return self.kind == "fsdp"
 
 
-def check_sizes(fields: Mapping[str, Any], name: str) -> None:
-    """Raise unless the sizes in a transformers config are integers of at least 1; `name` is for messages."""
+def check_described(fields: Mapping[str, Any]) -> None:
+    """Raise unless fields of a transformers config name a model type, and sizes that are integers of at least 1."""
+    _check_sizes(fields, "model.config")
+    if not isinstance(fields.get("model_type"), str):
+        raise ValueError(f"model.config needs a model_type, got {', '.join(fields) or 'nothing'}")
+
+
+def _check_sizes(fields: Mapping[str, Any], name: str) -> None:
     for key, value in fields.items():
         if isinstance(value, Mapping):
-            check_sizes(value, f"{name}.{key}")
+            _check_sizes(value, f"{name}.{key}")
         elif key in _SIZES:
             check_value(f"{name}.{key}", value, int | None, "[1, inf)")
 

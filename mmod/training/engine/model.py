@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -42,6 +44,37 @@ def converted(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor
         return dict(state)
     converted_state: dict[str, Tensor] = convert(dict(state), model)
     return converted_state
+
+
+def described(fields: Mapping[str, Any]) -> Any:
+    """Return the transformers config with these fields, among them `model_type`; misspelled ones are refused.
+
+    Example:
+        >>> described({"model_type": "llama", "hiden_size": 32})
+        Traceback (most recent call last):
+        ValueError: model.config.hiden_size is no field of a LlamaConfig: is hidden_size meant?
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(**fields)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise ValueError(f"model.config describes no model of transformers: {' '.join(str(error).split())}") from error
+    _check_names(config, fields, "model.config")
+    return config
+
+
+def _check_names(config: Any, fields: Mapping[str, Any], name: str) -> None:
+    known = [*vars(type(config)()), *config.attribute_map]
+    for key, value in fields.items():
+        # Models read some fields that their configs do not declare, so only names that look misspelled are refused.
+        near = [] if key in known else get_close_matches(key, known, 1, cutoff=0.8)
+        if near:
+            raise ValueError(f"{name}.{key} is no field of a {type(config).__name__}: is {near[0]} meant?")
+        part = getattr(config, key, None)
+        if isinstance(value, Mapping) and hasattr(part, "attribute_map"):
+            _check_names(part, value, f"{name}.{key}")
 
 
 def classifier_names(model: nn.Module) -> tuple[str, ...]:

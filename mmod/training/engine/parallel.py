@@ -139,10 +139,12 @@ class Shards(Replicas):
     def whole(self, model: nn.Module) -> Iterator[nn.Module]:
         """Context with a copy of a model that is not sharded; see `Replicas.whole`."""
         weights = self._whole.to(self.process.device).state_dict()
-        for name, value in model.state_dict().items():
-            weights[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
-        yield self._whole
-        self._whole.cpu()
+        try:
+            for name, value in model.state_dict().items():
+                weights[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
+            yield self._whole
+        finally:
+            self._whole.cpu()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Return the optimiser's state by names of weights; see `Replicas.optimizer_state`."""

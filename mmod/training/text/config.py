@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mmod.data.config import TextConfig
-from mmod.training.engine.config import LoopConfig, StartConfig, check_sizes
+from mmod.training.engine.config import LoopConfig, StartConfig, check_described
 
 BYTES = 256
 """Vocabulary of a model of bytes."""
@@ -36,9 +36,7 @@ class ModelConfig(StartConfig):
             if self.checkpoint is None:
                 raise ValueError("give model.config, fields of a transformers config, or model.checkpoint")
             return
-        check_sizes(self.config, "model.config")
-        if "model_type" not in self.config:
-            raise ValueError(f"model.config needs a model_type, got {', '.join(self.config) or 'nothing'}")
+        check_described(self.config)
         vocabulary = self.config.get("vocab_size", BYTES)
         if vocabulary != BYTES:
             raise ValueError(f"model.config.vocab_size must be {BYTES}, as many as there are bytes, got {vocabulary}")

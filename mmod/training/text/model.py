@@ -13,6 +13,7 @@ from mmod.analysis import prefill_flops
 from mmod.data.readers.text import END
 from mmod.methods.base import deciding_together
 from mmod.training.engine.checkpoint import find_weights
+from mmod.training.engine.model import described
 from mmod.training.text.config import BYTES, ModelConfig
 
 
@@ -20,15 +21,15 @@ def create_dense(config: ModelConfig) -> Any:
     """Create the dense model without the weights of its checkpoint, in training mode; its end token ends a file."""
     fields: dict[str, Any] = {"vocab_size": BYTES, "pad_token_id": None, "bos_token_id": END, "eos_token_id": END}
     if config.config is not None:
-        described: Any = AutoConfig.for_model(**{**fields, **config.config})
+        model_config: Any = described({**fields, **config.config})
     else:
         folder = find_weights(str(config.checkpoint)).parent
-        described = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        if described.vocab_size != BYTES:
-            raise ValueError(f"{str(folder)!r} holds a model of {described.vocab_size} tokens, not of {BYTES} bytes")
+        model_config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        if model_config.vocab_size != BYTES:
+            raise ValueError(f"{str(folder)!r} holds a model of {model_config.vocab_size} tokens, not of {BYTES} bytes")
         # The run's config says how the checkpoint was routed.
-        forget_description(described)
-    return AutoModelForCausalLM.from_config(described).train()
+        forget_description(model_config)
+    return AutoModelForCausalLM.from_config(model_config).train()
 
 
 def with_tied_weights(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
