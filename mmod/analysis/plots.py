@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +14,6 @@ from mmod.adapters import find_stack
 from mmod.analysis.style import FAINT, INK, PAPER, add_hint, add_legend, looks, new_figure, place_labels, tidy
 from mmod.analysis.trace import Trace, trace
 from mmod.extras import name_missing_extra
-from mmod.values import check_value
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +23,6 @@ if TYPE_CHECKING:
 VEIL_COLOUR, VEIL_OPACITY = (0.60, 0.68, 0.80), 0.82
 # With more points than these, a legend names the series, and points show their names where one points at them.
 _NAMED = 16
-_PNG = "data:image/png;base64,"
 
 
 class RoutingMaps(NamedTuple):
@@ -35,30 +30,6 @@ class RoutingMaps(NamedTuple):
 
     images: Tensor
     kept: dict[str, Tensor]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return everything as plain JSON values; images are PNGs of 8 bits."""
-        blocks = {
-            name: [row.nonzero().flatten().tolist() for row in kept.flatten(1)] for name, kept in self.kept.items()
-        }
-        grid = list(next(iter(self.kept.values())).shape[1:])
-        return {"grid": grid, "blocks": blocks, "images": [_encode(image) for image in self.images]}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> RoutingMaps:
-        """Return the maps that `to_dict` wrote."""
-        if not all(isinstance(url, str) and url.startswith(_PNG) for url in values["images"]):
-            raise ValueError("images must be PNGs that the file itself holds")
-        check_value("grid", values["grid"], list[int], "[1, inf)")
-        rows, columns = values["grid"]
-        kept = {}
-        for name, blocks in values["blocks"].items():
-            check_value("kept patches", blocks, list[list[int]], f"[0, {rows * columns})")
-            flat = torch.zeros(len(blocks), rows * columns, dtype=torch.bool)
-            for row, patches in zip(flat, blocks):
-                row[patches] = True
-            kept[name] = flat.unflatten(1, (rows, columns))
-        return cls(torch.stack([_decode(url) for url in values["images"]]), kept)
 
     @name_missing_extra()
     def draw(self, labels: Sequence[str] | None = None) -> Figure:
@@ -139,23 +110,6 @@ def draw_routing_maps(
     if maps.shape[1] != len(images):
         raise ValueError(f"the trace holds decisions for {maps.shape[1]} images, got {len(images)} images")
     return RoutingMaps(images, dict(zip(trace, maps))).draw(labels)
-
-
-def _encode(image: Tensor) -> str:
-    """Return an image (C, height, width) in [0, 1] as the address of a PNG that holds it."""
-    from PIL import Image
-
-    pixels = (image.expand(3, -1, -1) * 255).round().byte().permute(1, 2, 0).cpu().numpy()
-    file = io.BytesIO()
-    Image.fromarray(pixels).save(file, "png", optimize=True)
-    return f"{_PNG}{base64.b64encode(file.getvalue()).decode()}"
-
-
-def _decode(url: str) -> Tensor:
-    from PIL import Image
-
-    with Image.open(io.BytesIO(base64.b64decode(url.removeprefix(_PNG))), formats=["png"]) as image:
-        return torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1) / 255
 
 
 def _pictures(images: Tensor) -> Tensor:

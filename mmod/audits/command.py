@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shlex
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +11,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmod.audits.config import AUDITS, AnyConfig, PairsAuditConfig
+from mmod.audits.config import audit_config
+from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config
-from mmod.training.kinds import kind_of, recipe_of, split_kind
+from mmod.training.kinds import CONFIGS, kind_of, recipe_of, split_kind
 
 if TYPE_CHECKING:
     from mmod.analysis.audit.result import Audit
@@ -23,16 +23,18 @@ if TYPE_CHECKING:
 _RUN = "config.yaml"
 
 
-def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool = True) -> Audit:
+def audit_run(config: Any, *, command: str | None = None, progress: bool = True) -> Audit:
     """Audit the model that a run would start from, and write the results into the folder `audit` of its output."""
     from mmod import is_routed
     from mmod.analysis.audit.plots import draw_audit
     from mmod.analysis.audit.result import Audit
     from mmod.analysis.statistics import published
     from mmod.analysis.style import save_figure
+    from mmod.analysis.timing import environment
     from mmod.audits.subjects import subject_of
     from mmod.io.claim import claim_folder
     from mmod.io.files import write_atomically
+    from mmod.studies.results import save_picture
     from mmod.training.engine.loop import seed_draws
 
     folder = Path(config.output) / "audit"
@@ -51,20 +53,19 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
     baselines = _baselines(config)
     report = _audited(subject, model, baselines, claim, progress_file, progress)
     costs = {name: subject.cost(baseline) for name, baseline in baselines.items()}
-    maps = subject.maps(model, config.audit.maps) if config.audit.maps else None
     cost, generation = subject.flops(model), subject.generation(model)
     record = {
         "name": Path(config.output).name,
         "command": command or f"mmod audit {shlex.quote(config.output)}",
-        "environment": _environment(),
+        "environment": environment(),
         "audit": report.to_dict(),
         "flops": cost,
         "beside_flops": costs,
         "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
-        "maps": None if maps is None else maps.to_dict(),
     }
+    maps = subject.maps(model, config.audit.maps) if config.audit.maps else None
     if maps is not None:
-        save_figure(maps.draw(), folder / "maps.png", dpi=150)
+        save_picture(folder, "maps", maps)
     save_figure(draw_audit(report), folder / "audit.png", dpi=150)
     more = "" if generation is None else f"\n{generation}\n"
     write_atomically(folder / "audit.md", f"{report}\n{_costs_text(cost, costs)}{more}")
@@ -74,7 +75,7 @@ def audit_run(config: AnyConfig, *, command: str | None = None, progress: bool =
 
 
 def _audited(
-    subject: Subject[Any],
+    subject: Subject,
     model: Any,
     baselines: Mapping[str, Any],
     claim: Callable[[], object],
@@ -111,7 +112,7 @@ def _audited(
     )
 
 
-def _baselines(config: AnyConfig) -> dict[str, Any]:
+def _baselines(config: Any) -> dict[str, Any]:
     """Return the models of `audit.beside` by the names of their folders."""
     from mmod.audits.subjects import subject_of
 
@@ -135,36 +136,20 @@ def _costs_text(cost: Mapping[str, Any] | None, costs: Mapping[str, float]) -> s
     return f"\nMFLOPs of a sample, as counted on these: this model {cost['routed'] / 1e6:.2f}, {others}.\n"
 
 
-def _record(config: AnyConfig) -> dict[str, Any]:
+def _record(config: RunConfig) -> dict[str, Any]:
     """Return the options that the results depend on, as plain values."""
     # Captions are retrieved within a batch, so its size counts.
-    free = ("workers", "pin_memory", *(() if isinstance(config, PairsAuditConfig) else ("batch_size",)))
+    free = ("workers", "pin_memory", *(() if isinstance(config, CONFIGS["pairs"]) else ("batch_size",)))
     plain = config.to_dict()
     data = {name: value for name, value in plain["data"].items() if name not in free}
-    kept = ("model", "routing", "audit", "questions", "generation", "texts")
+    kept = ("model", "routing", "audit")
     return {name: value for name, value in plain.items() if name in kept} | {"data": data}
-
-
-def _environment() -> dict[str, Any]:
-    import platform
-    from importlib.metadata import version
-
-    import torch
-
-    return {
-        "mmod": version("mmod"),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-    }
 
 
 def main(arguments: Sequence[str]) -> list[Path]:
     """Audit as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the results."""
     command = shlex.join(["mmod", "audit", *arguments])
-    config: AnyConfig
+    config: Any
     if arguments and (Path(arguments[0]) / _RUN).is_file():
         run = _run_config(Path(arguments[0]))
         with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
@@ -173,18 +158,17 @@ def main(arguments: Sequence[str]) -> list[Path]:
             config = parse_config([file.name, *arguments[1:]], type(run))
     else:
         name, options = split_kind(arguments)
-        config = parse_config(options, AUDITS[name])
+        config = parse_config(options, audit_config(name))
     audit_run(config, command=command)
     folder = Path(config.output) / "audit"
     print(f"{(folder / 'audit.md').read_text()}\nTables and pictures: {folder}")
     return [Path(config.output)]
 
 
-def _run_config(folder: Path) -> AnyConfig:
+def _run_config(folder: Path) -> Any:
     """Return the config of the audit of a finished run."""
     from mmod.io.yaml import read_yaml
 
     fields = {name: value for name, value in read_yaml(folder / _RUN).items() if name != "world_size"}
-    config = AUDITS[kind_of(fields)].from_dict({**fields, "output": str(folder)})
-    finished: AnyConfig = recipe_of(config).finished(str(folder))
-    return finished
+    config = audit_config(kind_of(fields)).from_dict({**fields, "output": str(folder)})
+    return recipe_of(config).finished(str(folder))

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmod.training.chat import config as chat
-from mmod.training.image.config import TrainConfig
-from mmod.training.pairs import config as pairs
-from mmod.training.text import config as text
+from mmod.training.kinds import config_with
 from mmod.values import check_fields
 
 
@@ -32,6 +29,11 @@ class AuditOptions:
             `{aligned: {source: "digits:aligned"}}`.
         leave_one_out: Batches on which every token is left out once.
         beside: Folders of baseline runs of the same kind, evaluated on the same set and strata.
+        questions: Conversations of `data.val` that are asked, drawn at random; null for all. Those without images are
+            left out.
+        generation: Bytes that a model of text writes after prompts of `data.length`, to compare its decisions byte by
+            byte with the top-k, which it must have been trained with; a multiple of `data.length`, or 0 for none.
+        texts: Number of such texts, drawn evenly from the evaluation split.
     """
 
     conditions: list[str] | None = None
@@ -45,78 +47,18 @@ class AuditOptions:
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
     leave_one_out: int = 0
     beside: list[str] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        limits = {"draws": "[1, inf)", "resamples": "[100, inf)", "maps": "[0, inf)", "leave_one_out": "[0, inf)"}
-        check_fields(self, "audit", margin="(0, inf)", **limits)
-
-
-@dataclass(frozen=True, kw_only=True)
-class AuditConfig(TrainConfig):
-    """The keys of a training config, whose `model`, `data`, `routing` and `device` say what is audited.
-
-    Args:
-        audit: Options of the audit. Its results go to the folder `audit` in `output`.
-    """
-
-    audit: AuditOptions = field(default_factory=AuditOptions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairsAuditConfig(pairs.TrainConfig):
-    """The keys of a training config on pairs; images and captions are matched within a batch of `data.batch_size`.
-
-    Args:
-        audit: Options of the audit.
-    """
-
-    audit: AuditOptions = field(default_factory=AuditOptions)
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextAuditConfig(text.TrainConfig):
-    """The keys of a training config on text; see `AuditConfig`.
-
-    Args:
-        audit: Options of the audit.
-        generation: Bytes that the model writes after prompts of `data.length`, to compare its decisions byte by byte
-            with the top-k, which it must have been trained with; a multiple of `data.length`, or 0 for none.
-        texts: Number of such texts, drawn evenly from the evaluation split.
-    """
-
-    audit: AuditOptions = field(default_factory=AuditOptions)
+    questions: int | None = None
     generation: int = 0
     texts: int = 32
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fields(self, "", generation="[0, inf)", texts="[2, inf)")
-        if self.generation % self.data.length:
-            raise ValueError(f"generation must be a multiple of data.length={self.data.length}, got {self.generation}")
+        check_fields(
+            self, "audit", margin="(0, inf)", draws="[1, inf)", resamples="[100, inf)", maps="[0, inf)",
+            leave_one_out="[0, inf)", questions="[2, inf)", generation="[0, inf)", texts="[2, inf)",
+        )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChatAuditConfig(chat.TrainConfig):
-    """The keys of a training config on conversations; see `AuditConfig`.
-
-    Args:
-        audit: Options of the audit. Conversations without images are left out.
-        questions: Conversations of `data.val` that are asked, drawn at random; null for all.
-    """
-
-    audit: AuditOptions = field(default_factory=AuditOptions)
-    questions: int | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fields(self, "", questions="[2, inf)")
-
-
-AnyConfig = AuditConfig | PairsAuditConfig | ChatAuditConfig | TextAuditConfig
-AUDITS: dict[str, type[AnyConfig]] = {
-    "image": AuditConfig,
-    "pairs": PairsAuditConfig,
-    "chat": ChatAuditConfig,
-    "text": TextAuditConfig,
-}
-"""Name of each kind of training to the config of its audits."""
+def audit_config(kind: str) -> Any:
+    """Return the dataclass of the config of an audit: that of a kind of training, with `audit`."""
+    purpose = "Options of the audit. Its results go to the folder `audit` in `output`."
+    return config_with(kind, "audit", AuditOptions, purpose)

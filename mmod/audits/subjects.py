@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -19,8 +19,7 @@ from mmod.adapters import find_stack
 from mmod.analysis.audit.choices import REFERENCE_ENTROPY, default_choices
 from mmod.analysis.audit.generation import Generation, judge_generation
 from mmod.analysis.audit.shifts import SHIFTS
-from mmod.analysis.plots import RoutingMaps, sample_maps
-from mmod.audits.config import AnyConfig, AuditConfig, ChatAuditConfig, PairsAuditConfig, TextAuditConfig
+from mmod.analysis.plots import sample_maps
 from mmod.data.config import DataConfig
 from mmod.data.readers.chat import IGNORED
 from mmod.data.readers.conversations import open_conversations
@@ -32,14 +31,15 @@ from mmod.model import routing_configs
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import KeptShares, RoutedResult
 from mmod.training.image.recipe import sample_images
-from mmod.training.kinds import recipe_of
+from mmod.training.kinds import CONFIGS, recipe_of
 from mmod.training.text.config import BYTES
 from mmod.values import refuse_unknown
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from mmod.analysis.audit.auditor import Shift
 
-Config = TypeVar("Config", bound=AnyConfig)
 # Changes of the evaluation set: none.
 _UNCHANGED: Mapping[str, Any] = MappingProxyType({})
 _PIXELS = "pixel_values"
@@ -68,7 +68,7 @@ class Batches:
         return self.make()
 
 
-class Subject(ABC, Generic[Config]):
+class Subject(ABC):
     """A trained model and its evaluation set; a subclass for every kind of training, whose recipe makes the model."""
 
     split: ClassVar[str] = "val_split"  # The key of `data` that names the evaluation set.
@@ -76,7 +76,7 @@ class Subject(ABC, Generic[Config]):
     on_request: ClassVar[frozenset[str]] = frozenset()
     model: nn.Module  # The routed one, once it was made.
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Any) -> None:
         self.config = config
         self.recipe: Any = recipe_of(config)
 
@@ -104,13 +104,11 @@ class Subject(ABC, Generic[Config]):
     def data(self, changes: Mapping[str, Any]) -> Any:
         """Return the config of a set with changed keys of `data`."""
         refuse_unknown("key of data", changes, [field.name for field in dataclasses.fields(self.config.data)])
-        data: Any = self.config.data
-        return dataclasses.replace(data, **changes)
+        return dataclasses.replace(self.config.data, **changes)
 
     def stream(self, changes: Mapping[str, Any]) -> BatchStream:
         """Return the batches of a set as the model reads them."""
-        config: Any = self.config
-        other = type(self.recipe)(dataclasses.replace(config, data=self.data(changes)))
+        other = type(self.recipe)(dataclasses.replace(self.config, data=self.data(changes)))
         stream: BatchStream = other.create_stream(Process(0, 1, other.device), self.model)
         return stream
 
@@ -137,8 +135,8 @@ class Subject(ABC, Generic[Config]):
         """Return the decisions of the model while it writes long texts; None where the config asks for none."""
         return None
 
-    def maps(self, model: nn.Module, count: int) -> RoutingMaps | None:
-        """Return the kept tokens of some samples; None where they are not drawn."""
+    def maps(self, model: nn.Module, count: int) -> Figure | None:
+        """Draw the kept tokens of some samples; None where they are not drawn."""
         return None
 
     def shifts(self) -> dict[str, Shift]:
@@ -156,7 +154,7 @@ class Subject(ABC, Generic[Config]):
         return {name: shift_of(name) for name in names}
 
 
-class _Images(Subject[AuditConfig]):
+class _Images(Subject):
     def create(self, reference: str | None = None) -> nn.Module:
         model = super().create(reference)
         if reference is None:
@@ -176,8 +174,8 @@ class _Images(Subject[AuditConfig]):
 
         return Batches(make, stream.steps_per_epoch)
 
-    def maps(self, model: nn.Module, count: int) -> RoutingMaps:
-        return sample_maps(model, sample_images(self.config, count))
+    def maps(self, model: nn.Module, count: int) -> Figure:
+        return sample_maps(model, sample_images(self.config, count)).draw()
 
     def _token_kinds(self, scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, NDArray[np.str_]]:
         """Return the content of every token of a batch; empty where the set does not name it."""
@@ -190,7 +188,7 @@ class _Images(Subject[AuditConfig]):
         return {"region": np.pad(shown.astype(object), ((0, 0), (self._prefix, 0)), constant_values="prefix token")}
 
 
-class _Pairs(Subject[PairsAuditConfig]):
+class _Pairs(Subject):
     split = "val"
     # No head of such a model predicts tokens.
     on_request = frozenset({REFERENCE_ENTROPY})
@@ -200,7 +198,7 @@ class _Pairs(Subject[PairsAuditConfig]):
         return Batches(lambda: (Labelled(batch) for batch in stream.batches(0)), stream.steps_per_epoch)
 
 
-class _Chat(Subject[ChatAuditConfig]):
+class _Chat(Subject):
     split = "val"
     # Conversations differ in length, and no loss trained the head on image tokens.
     on_request = frozenset({"shuffled", REFERENCE_ENTROPY})
@@ -213,7 +211,7 @@ class _Chat(Subject[ChatAuditConfig]):
         # Conversations with images, those of about equal length together.
         order = np.lexsort((talks.letters, talks.images))
         order = order[np.asarray(talks.images)[order] > 0]
-        wanted = self.config.questions
+        wanted = self.config.audit.questions
         if wanted is not None and wanted < len(order):
             chosen = np.random.default_rng(self.config.seed).choice(len(order), wanted, replace=False)
             order = order[np.sort(chosen)]
@@ -248,7 +246,13 @@ def _role(byte: bytes) -> str:
 _ROLES = np.array([_role(bytes([value])) for value in range(BYTES)])
 
 
-class _Text(Subject[TextAuditConfig]):
+class _Text(Subject):
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        generation, length = config.audit.generation, config.data.length
+        if generation % length:
+            raise ValueError(f"audit.generation must be a multiple of data.length={length}, got {generation}")
+
     def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
         stream = self.stream(changes)
 
@@ -259,12 +263,12 @@ class _Text(Subject[TextAuditConfig]):
         return Batches(make, stream.steps_per_epoch)
 
     def generation(self, model: nn.Module) -> Generation | None:
-        config = self.config
-        if not config.generation:
+        config, options = self.config, self.config.audit
+        if not options.generation:
             return None
         # Longer texts than the windows of the training.
-        length = config.data.length + config.generation
-        stream = text_stream(dataclasses.replace(config.data, length=length, val_limit=config.texts))
+        length = config.data.length + options.generation
+        stream = text_stream(dataclasses.replace(config.data, length=length, val_limit=options.texts))
         tokens_BN = torch.cat([tokens for tokens, _ in stream.batches(0)]).to(next(model.parameters()).device)
         return judge_generation(model, tokens_BN, config.data.length, config.seed)
 
@@ -313,14 +317,9 @@ def _roles(batch: Mapping[str, Tensor], processor: Any) -> dict[str, NDArray[np.
     return {"role": np.where(tokens == processor.image_token_id, "image", names)}
 
 
-_SUBJECTS: dict[type, type[Subject[Any]]] = {
-    AuditConfig: _Images,
-    PairsAuditConfig: _Pairs,
-    ChatAuditConfig: _Chat,
-    TextAuditConfig: _Text,
-}
+_SUBJECTS: dict[str, type[Subject]] = {"image": _Images, "pairs": _Pairs, "chat": _Chat, "text": _Text}
 
 
-def subject_of(config: AnyConfig) -> Subject[Any]:
+def subject_of(config: Any) -> Subject:
     """Return the subject of an audit."""
-    return _SUBJECTS[type(config)](config)
+    return next(_SUBJECTS[kind] for kind, cls in CONFIGS.items() if isinstance(config, cls))(config)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import platform
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mmod.analysis.timing import Spread
+from mmod.analysis.timing import Spread, environment
 from mmod.io.claim import check_same
 from mmod.io.files import parse_json, write_atomically
 from mmod.io.journal import Journal
@@ -151,25 +150,6 @@ def refuse_to_overwrite(folder: Path) -> None:
     for path in (folder / f"{NAME}.json", folder / f"{NAME}.md"):
         if path.exists() and not unfinished:
             raise FileExistsError(f"{path} exists: give another out folder, or remove it")
-
-
-def environment(device: str = "cpu") -> dict[str, Any]:
-    """Return what a measurement depends on: versions, processor and threads."""
-    machine: dict[str, Any] = {"torch": str(torch.__version__), "python": platform.python_version(), "device": device}
-    if torch.device(device).type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device {device!r} was asked for and torch sees no GPU; use 'cpu'")
-        return {**machine, "gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return {**machine, "processor": _processor(), "threads": torch.get_num_threads()}
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def plain_options(config: Any) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from mmod.analysis.timing import environment
 from mmod.benchmarks import generation, models, ops
 from mmod.benchmarks.generation import GenerationConfig
 from mmod.benchmarks.models.benchmark import BenchmarkConfig
@@ -18,7 +19,6 @@ from mmod.benchmarks.report import (
     Options,
     Row,
     benchmark,
-    environment,
     finished_rows,
     plain_options,
     refuse_to_overwrite,

@@ -145,12 +145,6 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
         listed = ", ".join(f"{row['part']} {row['dense']:.2f} and {row['routed']:.2f}" for row in rows)
         text = f"MFLOPs of a sample in {record.name}, dense and routed, by part: {listed}."
         charts.append(chart("flops", "FLOPs by part", text, rows, draw_flops(record.flops)))
-    if record.maps is not None:
-        rows = [{"block": block, "kept": kept.float().mean().item()} for block, kept in record.maps.kept.items()]
-        text = (
-            f"{len(record.maps.images)} sample images; patches that a routed block of {record.name} drops are veiled."
-        )
-        charts.append(chart("maps", "patches that each routed block keeps", text, rows, record.maps.draw()))
     return charts
 
 

@@ -130,11 +130,13 @@ def _audit_section(record: AuditRecord, figure: _Draw) -> _Section:
     costs = ", ".join(f"{name} {cost / 1e6:.2f}" for name, cost in counted.items() if cost is not None)
     parts = [*audit.sections(), *([f"MFLOPs of a sample: {costs}."] if record.beside_flops and costs else [])]
     parts += [] if generation is None else [generation.table()]
+    maps = dict.fromkeys(record.folder.glob("maps.svg"), _MAPS.format(record.name))
     return _Section(
         f"Audit of {record.name}",
         audit.verdict,
-        first + "".join(map(_part, parts)) + "".join(others) + _details("Environment", _lines(record.environment)),
-    )
+        first + "".join(map(_part, parts)) + "".join(others) + _pictures(record.name, "Routing maps", maps)
+        + _details("Environment", _lines(record.environment)),
+    )  # fmt: skip
 
 
 def _part(part: str | Table) -> str:

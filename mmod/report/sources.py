@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from mmod.analysis.audit.generation import Generation
 from mmod.analysis.audit.result import Audit
-from mmod.analysis.plots import RoutingMaps
 from mmod.analysis.statistics import read_published
 from mmod.io.files import parse_json
 from mmod.values import check_value
@@ -43,7 +42,7 @@ class StudyRecord:
 
 @dataclass(frozen=True)
 class AuditRecord:
-    """An audit, with FLOPs, maps and decisions in long texts where it has them, and the FLOPs of other models."""
+    """An audit, with FLOPs and decisions in long texts where it has them, and the FLOPs of other models."""
 
     name: str
     folder: Path
@@ -51,7 +50,6 @@ class AuditRecord:
     environment: Mapping[str, Any]
     audit: Audit
     flops: Mapping[str, Any] | None
-    maps: RoutingMaps | None
     beside_flops: Mapping[str, float | None]
     generation: Generation | None
 
@@ -129,13 +127,13 @@ def _cells(line: str) -> list[str]:
 def _read_audit(path: Path, root: Path) -> AuditRecord:
     record = parse_json(path.read_bytes(), str(path))
     try:
-        maps, generation = record["maps"], record["generation"]
+        generation = record["generation"]
         return AuditRecord(
             _run_name(path.parent.parent, root), path.parent, record["command"], record["environment"],
-            Audit.from_dict(record["audit"]), record["flops"], None if maps is None else RoutingMaps.from_dict(maps),
-            record["beside_flops"], None if generation is None else read_published(Generation, generation),
+            Audit.from_dict(record["audit"]), record["flops"], record["beside_flops"],
+            None if generation is None else read_published(Generation, generation),
         )  # fmt: skip
-    except (KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is no audit of `mmod audit` ({type(error).__name__}: {error})") from error
 
 

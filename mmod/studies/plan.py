@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,25 +10,17 @@ from mmod.io.locks import locked
 from mmod.studies.config import PlanOptions
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config
-from mmod.training.kinds import CONFIGS, recipe_of, split_kind
+from mmod.training.kinds import config_with, recipe_of, split_kind
 
 if TYPE_CHECKING:
     # By way of the package, which readers of the fields' types import without torch.
     import mmod.planning
 
-_DOCS = """The keys of a training config, whose model, data and device say what is searched.
-
-Args:
-    plan: How it is searched. The plan goes to the folder `plan` in `output`.
-"""
-
 
 def plan_config(kind: str) -> Any:
     """Return the dataclass of the config of a search: that of a kind of training, with `plan`."""
-    group = ("plan", PlanOptions, dataclasses.field(default_factory=PlanOptions))
-    return dataclasses.make_dataclass(
-        "PlanConfig", [group], bases=(CONFIGS[kind],), namespace={"__doc__": _DOCS}, frozen=True, kw_only=True
-    )
+    purpose = "How it is searched. The plan goes to the folder `plan` in `output`."
+    return config_with(kind, "plan", PlanOptions, purpose)
 
 
 def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.planning.PlanSearch:

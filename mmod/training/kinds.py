@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import importlib
 import typing
 from collections.abc import Mapping, Sequence
@@ -92,6 +93,20 @@ def fit(config: RunConfig, **options: Any) -> Any:
         (4, 64)
     """
     return recipe_of(config).fit(**options)
+
+
+@functools.cache
+def config_with(kind: str, group: str, options: type, purpose: str) -> Any:
+    """Return the config of a kind of training with one more group of options.
+
+    Args:
+        purpose: What the group is for, in `--help`.
+    """
+    doc = "The keys of a training config, whose model, data and device say what is examined.\n\nArgs:\n"
+    return dataclasses.make_dataclass(
+        f"{options.__name__}Of{kind.capitalize()}", [(group, options, dataclasses.field(default_factory=options))],
+        bases=(CONFIGS[kind],), namespace={"__doc__": f"{doc}    {group}: {purpose}\n"}, frozen=True, kw_only=True,
+    )  # fmt: skip
 
 
 def kind_of(fields: Mapping[str, Any]) -> str:

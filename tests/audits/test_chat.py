@@ -12,7 +12,7 @@ import torch
 from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
-from mmod.audits.config import ChatAuditConfig
+from mmod.audits.config import audit_config
 from mmod.audits.subjects import _roles
 from mmod.training import fit
 from tests.training.chat.configs import vlm_config
@@ -24,7 +24,7 @@ ROUTED = {"language": {"router": "linear", "capacity": 0.5, "blocks": [1, 2], "l
 def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fit(vlm_config(tmp_path, "run", routing=ROUTED, trainer={"max_steps": 1}), progress=False)
     capsys.readouterr()
-    main([str(tmp_path / "run"), *QUICK, "--questions", "24", "--audit.leave_one_out", "1"])
+    main([str(tmp_path / "run"), *QUICK, "--audit.questions", "24", "--audit.leave_one_out", "1"])
     record = json.loads((tmp_path / "run/audit/audit.json").read_text())
     found = Audit.from_dict(record["audit"])
     assert capsys.readouterr().out.startswith(str(found))
@@ -43,9 +43,9 @@ def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.Captur
     assert "text" not in {own.name for own in kinds}
     assert found.leave_one_out is not None
     with pytest.raises(ValueError, match="questions: 24 there, 8 now"):
-        main([str(tmp_path / "run"), *QUICK, "--questions", "8", "--audit.leave_one_out", "1"])
+        main([str(tmp_path / "run"), *QUICK, "--audit.questions", "8", "--audit.leave_one_out", "1"])
     with pytest.raises(ValueError, match="questions must be"):
-        ChatAuditConfig.from_dict({**vlm_config(tmp_path).to_dict(), "questions": 1})
+        audit_config("chat").from_dict({**vlm_config(tmp_path).to_dict(), "audit": {"questions": 1}})
 
 
 def test_tokens_of_a_conversation_have_roles() -> None:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import math
 from pathlib import Path
 
 import torch
-from PIL import Image
 
 import mmod
+from mmod.analysis.plots import sample_maps
 from mmod.analysis.style import new_figure, svg_of
 from mmod.studies.isoflop.report import table, verdict
 from mmod.training.engine.health import FIGURES, evaluated, write_rows
-from tests.analysis.audit.planted import SIDE, batches_of, plant
+from tests.analysis.audit.planted import batches_of, plant
 
 TABLE = """| model | top-1 % |
 |:--|--:|
@@ -82,10 +80,6 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
         beside={"dense": mmod.unroute_(plant(router, blocks, capacity))},
     )  # fmt: skip
     images = batches[0][0][:4]
-    with torch.no_grad(), mmod.trace(model) as decisions:
-        model(images)
-    kept = decisions.maps(1, (SIDE, SIDE)).flatten(2)
-    pictures = [f"data:image/png;base64,{base64.b64encode(_png(image[0])).decode()}" for image in images]
     record = {
         "name": run.name,
         "command": f"mmod audit {run}",
@@ -94,13 +88,9 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
         "flops": mmod.flops(model, images.shape[1:]).to_dict(),
         "generation": None,
         "beside_flops": {"dense": float(mmod.flops(model, images.shape[1:]).dense)},
-        "maps": {
-            "grid": [SIDE, SIDE],
-            "blocks": {name: [row.nonzero().flatten().tolist() for row in own] for name, own in zip(decisions, kept)},
-            "images": pictures,
-        },
     }
     (run / "audit").mkdir(parents=True)
+    (run / "audit/maps.svg").write_text(svg_of(sample_maps(model, images).draw()))
     (run / "audit/audit.json").write_text(json.dumps(record))
     return run
 
@@ -113,10 +103,3 @@ def write_run(run: Path, steps: int = 3, blocks: int = 2) -> Path:
         for step in range(steps) for block in range(blocks)
     ] + evaluated(10 * steps, "val", {"blocks.0": 0.5}))  # fmt: skip
     return run
-
-
-def _png(image: torch.Tensor) -> bytes:
-    low, high = image.min(), image.max()
-    file = io.BytesIO()
-    Image.fromarray(((image - low) / (high - low) * 255).byte().numpy()).save(file, "png")
-    return file.getvalue()

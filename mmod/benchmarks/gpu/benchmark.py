@@ -14,6 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from mmod.analysis.timing import environment
 from mmod.benchmarks.generation import GenerationConfig
 from mmod.benchmarks.gpu.config import SUMMARY, GpuConfig, UnavailableError, figures_text
 from mmod.benchmarks.gpu.machine import benchmark_attention, describe_machine, device_state
@@ -27,7 +28,6 @@ from mmod.benchmarks.report import (
     BenchmarkReport,
     Row,
     Runs,
-    environment,
     measured_rows,
     plain_options,
     refuse_to_overwrite,

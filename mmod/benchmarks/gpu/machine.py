@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from mmod.analysis.timing import Spread, interleave, ratios
+from mmod.analysis.timing import Spread, environment, interleave, ratios
 from mmod.benchmarks.gpu.config import FIGURES, GpuConfig, figures_row
-from mmod.benchmarks.report import Row, Runs, environment
+from mmod.benchmarks.report import Row, Runs
 from mmod.ops import attention_with_importance, choices
 
 PACKAGES = ("triton", "timm", "transformers", "open_clip_torch", "numpy")
