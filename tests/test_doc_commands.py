@@ -52,8 +52,8 @@ SMALL = {
     "train text": f"{TEXT} --epochs 1 --epoch_steps 1 --eval_every 1 --schedule.warmup_epochs 0",
     "evaluate": IMAGES,
     "audit": f"{IMAGES} {AUDIT}",
-    "audit runs/text": f"{TEXT} {AUDIT} --generation 64",
-    "audit runs/vlm": f"--questions 4 {AUDIT}",
+    "audit runs/text": f"{TEXT} {AUDIT} --audit.generation 64",
+    "audit runs/vlm": f"--audit.questions 4 {AUDIT}",
     "plan": f"{QUESTIONS} --plan.batches 1 --plan.batch_size 2",
     "isoflop": "--dry-run",
     "advise llava": "--number 4 --batch_size 2 --device cpu",
@@ -170,7 +170,7 @@ IMAGE = pytest.param("image", marks=pytest.mark.slow)
 def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_clip_train.main, "main", lambda words: print(*words))
     for name in ("benchmark_suite", "benchmark_gpu"):
-        monkeypatch.setattr(mmod.benchmarks, name, lambda config: BenchmarkReport(str(config), {}, {}, []))
+        monkeypatch.setattr(mmod.benchmarks, name, lambda config: BenchmarkReport(str(config), {}, {}, {}, []))
     for output, command in RUNS.get(group, {}).items():
         run(f"{command} --output {output}")
     if group == "image":
