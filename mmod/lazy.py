@@ -18,9 +18,6 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     The names are those that the package imports below `if TYPE_CHECKING:`, read from its source. `__getattr__` also
     imports submodules.
 
-    Args:
-        package: Name of the package, called while it is imported.
-
     Example:
         >>> lazy_names("mmod.data")[2][:2]
         ['AugmentConfig', 'BatchStream']

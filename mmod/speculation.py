@@ -64,8 +64,6 @@ class DraftReport:
     """Acceptance and speed of a routed model's drafts.
 
     Args:
-        new_tokens: Number of generated tokens.
-        drafted: Number of drafted tokens.
         accepted: Number of drafted tokens that the full pass accepted.
         passes: Forward passes of the full model, including prefill; without drafts there is one per token.
         plain_seconds: Time of greedy generation by the full model, the minimum over rounds.
@@ -109,7 +107,6 @@ def judge_drafts(
     Args:
         model: A routed language model of transformers, in evaluation mode.
         input_ids: A prompt (1, N); transformers drafts for one sample.
-        new_tokens: Tokens to generate.
         rounds: Number of timed rounds; the first one counts too.
         draft_tokens: Drafted tokens per full pass; None follows transformers, at most 20.
     """

@@ -34,10 +34,8 @@ class BlockStack:
     """A stack of residual blocks in a supported model: the model's only one, or a part such as a tower.
 
     Args:
-        library: Name of the adapter.
         names: Module names of the blocks in the model, in order.
         prefix: Number of tokens that are always kept: the leading ones, unless a block's `marks` says which.
-        dim: Channels of a token.
         call_of: Returns a block's `BlockCall` from its config, or from None for a dense block; raises a ValueError that
             says why the block cannot be routed.
         tracker: Holds the state that modules of the stack share in a forward pass.
@@ -47,7 +45,6 @@ class BlockStack:
         language: The part supports `RoutingConfig.language`.
         reads_images: Image tokens stand among the text of a language part.
         class_token: The first token is a class token.
-        router: Router class of the blocks.
         mixins: Mixins of a routed block and of a block that computes importance.
         hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
         hands_on: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then

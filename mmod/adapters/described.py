@@ -16,7 +16,6 @@ class Saving:
 
     Args:
         package: Name of the library's distribution.
-        keys: Keys of a description.
         describe: Returns the description of a model, from the architecture if the model does not know it.
         check: Raises a ValueError if an untrusted description refers to anything outside its folder.
         build: Returns the dense model of a description, with new weights.

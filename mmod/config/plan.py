@@ -51,7 +51,6 @@ class Plan:
     Args:
         blocks: Indices of the routed blocks, ascending.
         capacities: Share of tokens kept in each routed block, in [0, 1].
-        depth: Number of blocks of the model.
         operators: What skipped tokens miss in each routed block, see `RoutingConfig.operator`; "block" if empty.
         contexts: What kept tokens attend to in each routed block, see `RoutingConfig.context`; "kept" if empty.
         router: The score that chooses tokens, see `RoutingConfig.router`. None leaves it to `RoutingConfig.from_plan`,

@@ -165,7 +165,6 @@ def score(name: str, **options: Any) -> Score:
     """Return a score with options, for `RoutingConfig(router=...)`.
 
     Args:
-        name: A registered name.
         options: The score's options, such as `bias` of "linear", `seed` of "random" or `importance` of "attention".
 
     Example:

@@ -32,10 +32,7 @@ def create_train_stream(config: DataConfig, seed: int, rank: int = 0, world: int
     """Create the stream of shuffled and augmented training batches of one process.
 
     Args:
-        config: The data set.
         seed: Seed of order and augmentation, the same in all processes.
-        rank: Index of this process.
-        world: Number of processes.
 
     Raises:
         ValueError: The source is missing, too small for one batch, or does not match the config.

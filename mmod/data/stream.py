@@ -122,7 +122,6 @@ class BatchStream:
         config: `batch_size` per process, `workers` and `pin_memory`.
         place: Rank and world size.
         seed: Seed of the training order; None reads every sample once, in order.
-        name: Name of the source, for messages.
         lanes: Read each training batch from one of so many lanes, see `StreamedSource`; 0 for a permutation.
     """
 

@@ -67,15 +67,21 @@ def check_same(
 def differences(
     existing: Mapping[str, Any], record: Mapping[str, Any], free_keys: Collection[str] = ()
 ) -> dict[str, tuple[Any, Any]]:
-    """Return the dotted keys with different values in two records, with both values; a missing key counts as None.
+    """Return the dotted keys with different values in two records, with both values.
+
+    A missing key counts as None, and so do an empty list and mapping.
 
     Example:
-        >>> differences({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2}, "limit": None})
+        >>> differences({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2}, "limit": None, "methods": []})
         {'optim.lr': (0.1, 0.2)}
     """
     old, new = flatten(_plain(existing)), flatten(_plain(record))
-    keys = sorted({*old, *new} - set(free_keys))
-    return {key: (old.get(key), new.get(key)) for key in keys if old.get(key) != new.get(key)}
+    pairs = {key: (old.get(key), new.get(key)) for key in sorted({*old, *new} - set(free_keys))}
+    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and any(map(_says_something, pair))}
+
+
+def _says_something(value: Any) -> bool:
+    return value is not None and value not in ([], {})
 
 
 def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:

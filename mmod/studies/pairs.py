@@ -10,7 +10,7 @@ from mmod.studies.entrants import DENSE
 from mmod.studies.jobs import Job
 from mmod.studies.study import Study, latencies
 from mmod.training.engine.distributed import choose_device
-from mmod.training.pairs.config import RoutingParts, TrainConfig
+from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult
 from mmod.training.pairs.recipe import PairsRecipe
 
@@ -27,10 +27,10 @@ class PairsStudy(Study[TrainConfig, EvalResult]):
         "recall1", "recall1_std", "to_dense", "to_control", "recall5", "zero_shot", "before", "kept",
     )  # fmt: skip
 
-    def routing(self, fields: dict[str, Any], capacity: float | None) -> RoutingParts:
+    def routing(self, fields: dict[str, Any], capacity: float | None) -> dict[str, Any]:
         """Return the routing of both towers at a capacity."""
         routing = super().routing
-        return RoutingParts(**{tower: routing(settings, capacity) for tower, settings in fields.items()})
+        return {tower: routing(settings, capacity) for tower, settings in fields.items()}
 
     def figures(self, evaluation: EvalResult) -> dict[str, float]:
         """Return recall, zero-shot accuracy where it was measured, and kept share."""

@@ -67,7 +67,6 @@ def fit(config: RunConfig, **options: Any) -> Any:
     """Train a model of any kind, from scratch or from where the run in its folder stopped.
 
     Args:
-        config: The run's config.
         options: `progress=False` hides bars; `streams` are training and evaluation batches to use instead of those that
             `config.data` names.
 

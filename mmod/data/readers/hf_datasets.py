@@ -83,9 +83,7 @@ class StreamedSource:
 
     Args:
         columns: Names of the columns of images and of classes or captions.
-        limit: Maximum number of samples.
         seed: Of the order of training samples; None keeps that of the dataset.
-        world: Number of processes.
     """
 
     def __init__(

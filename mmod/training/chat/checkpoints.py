@@ -23,8 +23,6 @@ class RunCallback(TrainerCallback):
 
     Args:
         claim: Writes the config into the run folder; None in all processes but the first.
-        stop: Whether a signal came.
-        progress: Show a bar.
     """
 
     def __init__(self, claim: Callable[[], object] | None, stop: StopRequest, progress: bool) -> None:

@@ -159,9 +159,3 @@ class TrainConfig(RunConfig):
     def free_keys(self) -> frozenset[str]:
         """Keys that a resumed run may change; see `RunConfig.free_keys`."""
         return super().free_keys | {"data.root", "eval_batch_size", *(f"trainer.{name}" for name in _FREE)}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values, as the run folder keeps them."""
-        plain = super().to_dict()
-        # Left out if empty, so that run folders without methods read the same.
-        return plain if self.methods else {name: value for name, value in plain.items() if name != "methods"}

@@ -36,15 +36,12 @@ class ChatEstimate(RunEstimate):
     Activations are inputs and outputs of linear layers, or with gradient checkpointing the inputs of blocks.
 
     Args:
-        samples: Training conversations.
         tokens: Mean tokens of a conversation, image tokens included.
-        image_tokens: Mean image tokens.
         longest: Tokens of the longest encoded conversation.
         answers: Mean number of tokens with a label.
         language: FLOPs of the language model for a conversation of mean length.
         kept: Kept share by routed block; None for a threshold.
         depth: Number of blocks in the routed parts, or in the language model if none is routed.
-        router_parameters: Parameters of routers.
     """
 
     samples: int

@@ -92,12 +92,6 @@ def evaluate(
 
     Args:
         model: The model; its mode is restored at the end.
-        collator: Encodes the prompts.
-        batch_size: Questions per batch.
-        max_new_tokens: Longest answer, in tokens.
-        rank: Rank of this process.
-        world: Number of processes.
-        progress: Show a bar.
 
     Raises:
         ValueError: There are fewer conversations than processes, or logits are not finite.

@@ -271,9 +271,7 @@ class LengthSampler(Sampler[int]):
     """Shuffles samples so that batches have similar lengths; a function of seed and epoch.
 
     Args:
-        lengths: Length of each sample.
         batch: Samples of one step over all processes.
-        seed: Seed of the order.
         images: Images of each sample, if each batch of a process needs one: processes wait for each other's gradients
             of the vision tower. None otherwise.
         share: Samples in a batch of one process.

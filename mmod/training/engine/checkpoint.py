@@ -45,8 +45,6 @@ class Checkpoint:
     """The state from which a run resumes.
 
     Args:
-        weights: The model's state dict.
-        average: The moving average's state dict; None without one.
         training: Optimiser, loss scaler, position and metrics so far, as plain values and tensors.
         moments: The optimiser's tensors by weight, if they are sharded over processes.
     """

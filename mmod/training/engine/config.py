@@ -299,6 +299,9 @@ class LoopConfig(RunConfig):
     log_every: int = 20
     tensorboard: bool = False
 
+    part = ""
+    """The only part of a model, which `routing` is about; empty where it is a mapping of parts."""
+
     def __post_init__(self) -> None:
         counts = ("epochs", "epoch_steps", "accumulate", "eval_every", "log_every", "checkpoint_every")
         self.check(grad_clip="(0, inf)", skip_nonfinite="[0, inf)", **dict.fromkeys(counts, "[1, inf)"))
@@ -347,7 +350,7 @@ class LoopConfig(RunConfig):
 
     def routing_parts(self) -> Mapping[str, Mapping[str, Any] | None]:
         """Return the fields of `routing` by part of the model."""
-        raise NotImplementedError
+        return {self.part: self.routing} if self.part else self.routing or {}
 
     def depths(self) -> Mapping[str, int]:
         """Return the known numbers of blocks by part of the model."""
@@ -361,15 +364,7 @@ class LoopConfig(RunConfig):
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values with resolved methods, as the run folder keeps them."""
-        plain = {**super().to_dict(), "routing": self.plain_routing()}
-        # Left out if empty, so that run folders of earlier versions read the same.
-        plain.pop("methods")
-        if self.distributed == DistributedConfig():
-            plain.pop("distributed")
+        parts = {name for name, fields in self.routing_parts().items() if fields is not None}
+        routing = {name: config.to_dict() for name, config in self.routings.items() if name in parts}
         listed = [method.to_dict() for method in self.applied[: len(self.methods)]]
-        return {**plain, "methods": listed} if listed else plain
-
-    def plain_routing(self) -> Any:
-        """Return `routing` resolved into plain values."""
-        short = [self.routings[name].to_dict() for name, fields in self.routing_parts().items() if fields is not None]
-        return short[0] if short else None
+        return {**super().to_dict(), "routing": routing.get(self.part, routing or None), "methods": listed}

@@ -26,12 +26,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those that train together.
-
-    Args:
-        rank: Its number, from 0.
-        world: Number of processes.
-    """
+    """This process among those that train together."""
 
     rank: int
     world: int
@@ -65,7 +60,6 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
     """Join the processes that `torchrun` or Slurm started, with gloo on CPUs and nccl on GPUs; one process without.
 
     Args:
-        device: Device of the config.
         grouped: A single process makes a group too.
         timeout: Seconds to wait for another process; None for torch's limit.
 

@@ -24,13 +24,8 @@ class RunEstimate:
     """The cost of a run; its text has several lines.
 
     Args:
-        epochs: Passes over the training data.
-        steps: Optimiser steps.
         batch: Samples per step over all processes.
         flops: Forward FLOPs of a sample, by input.
-        parameters: Number of parameters.
-        trained: Number of those that are trained.
-        processes: Number of processes.
         weight_bytes: Memory of a process for the weights, with those of the teacher and the moving average.
         training_bytes: Memory of a process for gradients and two moments.
         activation_bytes: Memory held for the backward pass of one batch of one process.

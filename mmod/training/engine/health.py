@@ -33,7 +33,6 @@ class Figures(NamedTuple):
         spread: Standard deviation of scores within an image, mean over images; over images if each has one score.
         level: Root mean square of the scores.
         gate: Mean gate of the kept tokens.
-        gate_std: Standard deviation of the gate.
         gradient: Share of the tokens that may be skipped whose score receives a gradient.
     """
 
@@ -55,7 +54,6 @@ class RouterHealth:
     """Reads the routers of a model, if any, at logged steps, and warns of collapsed ones.
 
     Args:
-        model: The model that trains.
         measured: Measure the gradients of scores, which is impossible in a compiled model.
     """
 

@@ -59,7 +59,6 @@ class TensorBoard:
     """TensorBoard's writer; a no-op without a folder.
 
     Args:
-        folder: Folder of the logs.
         step: Optimiser steps done; later ones that an interrupted run wrote are hidden.
     """
 
@@ -106,11 +105,7 @@ _PEAKS = ("rss", "cuda")
 
 
 class Usage:
-    """Time, throughput and memory of this process, summed over all starts of a run.
-
-    Args:
-        device: The device that computes.
-    """
+    """Time, throughput and memory of this process, summed over all starts of a run."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

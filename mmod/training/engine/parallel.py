@@ -34,11 +34,8 @@ class Replicas:
     """The whole model in each process; DistributedDataParallel averages the gradients of several.
 
     Args:
-        model: The model to train.
         average: Its moving average; None without one.
-        process: This process.
         precision: That of the forward pass; see `LoopConfig`.
-        compiled: Compile the model.
 
     Attributes:
         models: All models whose capacity a schedule changes.

@@ -34,12 +34,7 @@ Tick = Callable[[float], object]
 
 
 class Reading(NamedTuple):
-    """A forward pass to be timed.
-
-    Attributes:
-        call: Runs it.
-        samples: Number of samples that it reads.
-    """
+    """A forward pass to be timed."""
 
     call: Callable[[], object]
     samples: int
@@ -48,8 +43,7 @@ class Reading(NamedTuple):
 class Recipe(ABC, Generic[Config, Result]):
     """One kind of training. Every command that trains, evaluates, counts or searches a model uses it.
 
-    Args:
-        config: The run's config.
+    Models that its methods take are on `device`.
 
     Attributes:
         result: The dataclass that evaluations return.
@@ -114,19 +108,13 @@ class Recipe(ABC, Generic[Config, Result]):
 
     @abstractmethod
     def assess(self, model: nn.Module, progress: bool = False) -> Result:
-        """Evaluate a model on the full evaluation set, in this process.
-
-        Args:
-            model: The model, on its device.
-            progress: Show a bar.
-        """
+        """Evaluate a model on the full evaluation set, in this process."""
 
     @abstractmethod
     def cost(self, model: nn.Module, evaluation: Result) -> dict[str, float]:
         """Count the FLOPs of a sample by input: an "image", a caption ("text"), a "window" or a "prompt".
 
         Args:
-            model: The model.
             evaluation: Its evaluation, for models whose cost depends on the data.
         """
 
@@ -136,22 +124,11 @@ class Recipe(ABC, Generic[Config, Result]):
 
     @abstractmethod
     def readings(self, model: nn.Module, count: int) -> dict[str, Reading]:
-        """Return forward passes over the first evaluation samples, by input as in `cost`.
-
-        Args:
-            model: The model, on its device.
-            count: Largest number of samples.
-        """
+        """Return forward passes over at most `count` evaluation samples, by input as in `cost`."""
 
     @abstractmethod
     def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[Any]:
-        """Return batches of training data for `mmod.search_plan`, spread evenly over the set.
-
-        Args:
-            model: The model, on its device.
-            batches: Number of batches.
-            size: Samples per batch.
-        """
+        """Return so many batches of `size` training samples for `mmod.search_plan`, spread evenly over the set."""
 
 
 class LoopParts(Recipe[InLoop, Result]):
@@ -231,8 +208,6 @@ class LoopParts(Recipe[InLoop, Result]):
 
         Args:
             model: The dense model. Methods whose weights replace dense ones in the checkpoint are applied to it first.
-            checkpoint: A file or folder.
-            methods: The methods of the run.
         """
         state = read_weights(checkpoint)
         replacing = [place for place, method in enumerate(methods) if method.replaced_in(state)]

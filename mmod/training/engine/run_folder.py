@@ -36,8 +36,6 @@ class FitResult(Generic[Result]):
 
     Args:
         folder: The run folder. `model/` holds the final weights, `ema/` their moving average.
-        epochs: Passes over the training data.
-        steps: Number of optimiser steps.
         evaluation: The evaluation of the final weights; None where there is no evaluation data.
         average: The evaluation of their moving average; None without one.
         history: One row per epoch, as in `metrics.csv`; of conversations, the logs of the trainer.

@@ -46,8 +46,6 @@ class Pass(NamedTuple):
 
     Attributes:
         arguments: Arguments of the task's forward.
-        weight: Weight of its loss.
-        samples: Samples in the batch.
     """
 
     arguments: tuple[Any, ...]
@@ -62,9 +60,7 @@ class Task(nn.Module):
 
     Args:
         teacher: A frozen model to imitate; None for none.
-        distill_weight: Weight of that term.
         auxiliary: Add the auxiliary losses of the routed model.
-        precision: "fp32", "bf16" or "fp16".
 
     Attributes:
         shown: Names of the figures in the progress bar.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,9 +18,6 @@ from mmod.values import check_fields, check_value
 if TYPE_CHECKING:
     # From the package, which can be imported without torch to read the types of fields.
     from mmod import methods as package
-
-# Left out of run folders if None, so that the folders of earlier runs read the same.
-_OPTIONAL = ("elastic", "learn_capacity", "in_training", "trained")
 
 
 @dataclass(frozen=True)
@@ -247,6 +243,8 @@ class TrainConfig(engine.LoopConfig):
     in_training: InTrainingConfig | None = None
     trained: Literal["routers"] | None = None
 
+    part = "image"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_elastic()
@@ -310,12 +308,3 @@ class TrainConfig(engine.LoopConfig):
     def image_routing(self) -> RoutingConfig | None:
         """The routing of the model; None for a dense model."""
         return self.routings.get("image")
-
-    def routing_parts(self) -> Mapping[str, Mapping[str, Any] | None]:
-        """Return the fields of `routing` by part; a timm model has one."""
-        return {"image": self.routing}
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values with resolved methods, as the run folder keeps them."""
-        plain = super().to_dict()
-        return {name: value for name, value in plain.items() if value is not None or name not in _OPTIONAL}

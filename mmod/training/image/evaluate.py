@@ -27,7 +27,6 @@ class EvalResult(RoutedResult):
         top1: Accuracy on labels, of images or of patches, in percent.
         top5: Share of labels among the first five guesses, in percent.
         loss: Mean cross entropy.
-        samples: Number of images.
         kept: Mean kept share of tokens, in [0, 1], by routed block.
         objects: Accuracy on patches of any class but 0, the background, in percent; None for labels of images.
         mean_iou: Mean intersection over union of the classes, in percent; None for labels of images.
@@ -80,10 +79,6 @@ def evaluate(
 
     Args:
         model: The model, on `device`; its mode is restored at the end.
-        stream: The batches.
-        device: The model's device.
-        precision: "fp32", "bf16" or "fp16".
-        progress: Show a bar.
 
     Raises:
         TypeError: The model returns integers or complex numbers.

@@ -54,7 +54,6 @@ def extract(
     Args:
         folder: Folder of the features of this model, stream and kind: a file for every few batches.
         kind: See `feature_of`.
-        tick: Receives the share that is done.
     """
     folder, device = Path(folder), next(model.parameters()).device
     folder.mkdir(parents=True, exist_ok=True)

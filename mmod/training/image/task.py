@@ -24,7 +24,6 @@ class ClassificationTask(Task):
     Args:
         model: The model; see `answers`.
         criterion: From logits (B, C) and targets to a scalar.
-        distill_weight: Weight of distillation.
         temperature: Divisor of the logits in distillation.
         feature_weight: Weight of a term that imitates the teacher's final tokens; None for no such term.
         mixup: Mixes images and targets of a batch; None for no mixing.

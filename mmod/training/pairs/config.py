@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ from typing_extensions import Self
 
 from mmod.data.config import PairsConfig
 from mmod.training.engine.config import LoopConfig, StartConfig
-from mmod.values import check_fields
+from mmod.values import refuse_unknown
 
 
 @dataclass(frozen=True)
@@ -48,24 +47,6 @@ class ModelConfig(StartConfig):
         return dataclasses.replace(self, image_checkpoint=None, checkpoint=checkpoint, pretrained=None)
 
 
-@dataclass(frozen=True)
-class RoutingParts:
-    """How the towers are routed: fields of `mmod.RoutingConfig`, or `preset: NAME` with the fields to change.
-
-    Args:
-        image: Routing of the image tower; None leaves it dense.
-        text: Routing of the text tower; None leaves it dense.
-    """
-
-    image: dict[str, Any] | None = None
-    text: dict[str, Any] | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "routing")
-        if self.image is None and self.text is None:
-            raise ValueError("routing needs an entry for image or text; use `routing: null` for a dense model")
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(LoopConfig):
     """The config of training on image-text pairs.
@@ -75,7 +56,8 @@ class TrainConfig(LoopConfig):
     Args:
         model: The model and its starting weights.
         data: The pairs.
-        routing: How the towers are routed; None trains the dense model.
+        routing: The routing by tower (`image`, `text`): fields of `mmod.RoutingConfig`, or `preset: NAME` with the
+            fields to change. None trains the dense model.
         augment: Augmentation of training images: fields of `open_clip.transform.AugmentationCfg` (`{}` for open_clip's
             defaults). None prepares them as for evaluation.
         loss: "clip" for the contrastive loss, "siglip" for the sigmoid one, "coca" for contrast and captioning.
@@ -86,22 +68,17 @@ class TrainConfig(LoopConfig):
 
     model: ModelConfig
     data: PairsConfig = field(default_factory=PairsConfig)
-    routing: RoutingParts | None = None
+    routing: dict[str, dict[str, Any]] | None = None
     augment: dict[str, Any] | None = field(default_factory=dict)
     loss: Literal["clip", "siglip", "coca"] = "clip"
     zero_shot: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.routing is not None:
+            refuse_unknown("tower of routing", self.routing, ("image", "text"))
+            if not self.routing:
+                raise ValueError("routing names no tower; use `routing: null` for a dense model")
         kind = (self.zero_shot or "scenes").partition(":")[0]
         if kind not in ("scenes", "imagenet") or self.zero_shot == "imagenet":
             raise ValueError(f"zero_shot must be 'scenes' or 'imagenet:FOLDER', got {self.zero_shot!r}")
-
-    def routing_parts(self) -> Mapping[str, Mapping[str, Any] | None]:
-        """Return the fields of `routing` by tower."""
-        return {} if self.routing is None else vars(self.routing)
-
-    def plain_routing(self) -> Any:
-        """Return the resolved routing of each routed tower."""
-        towers = [name for name, fields in self.routing_parts().items() if fields is not None]
-        return {name: self.routings[name].to_dict() for name in towers} or None

@@ -31,7 +31,6 @@ class EvalResult(RoutedResult):
         image_to_text_r5: Images whose caption ranks among the first five.
         text_to_image_r1: Captions whose image ranks first among all images.
         text_to_image_r5: Captions whose image ranks among the first five.
-        samples: Number of pairs.
         zero_shot_top1: Zero-shot accuracy; None without zero-shot classes.
         zero_shot_top5: Images whose class is among the first five guesses.
         kept: Mean kept share of tokens, in [0, 1], by routed block.
@@ -93,15 +92,11 @@ def evaluate(
 
     Args:
         model: An open_clip model, on `device`; its mode is restored at the end.
-        stream: The batches of images and tokens.
         tokenizer: From prompts to tokens (B, L).
-        device: The model's device.
-        precision: "fp32", "bf16" or "fp16".
         zero_shot: "scenes", "imagenet:FOLDER" or None; see `TrainConfig`.
         transform: From a PIL image to a tensor, for the images of a folder.
         workers: Worker processes that read the images of a folder.
         place: Rank of this process and number of processes.
-        progress: Show a bar.
 
     Raises:
         ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.

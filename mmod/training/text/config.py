@@ -60,14 +60,12 @@ class TrainConfig(LoopConfig):
     routing: dict[str, Any] | None = None
     elastic: bool = False
 
+    part = "language"
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.elastic and not self.routings:
             raise ValueError("elastic trains a routed model: set routing, or elastic: false")
-
-    def routing_parts(self) -> Mapping[str, Mapping[str, Any] | None]:
-        """Return the fields of `routing` by part; the model has one."""
-        return {"language": self.routing}
 
     def depths(self) -> Mapping[str, int]:
         """Return the number of layers, if the config states it."""

@@ -94,11 +94,7 @@ def evaluate(
 
     Args:
         model: A causal language model, on `device`; its mode is restored at the end.
-        stream: The batches.
-        device: The model's device.
-        precision: "fp32", "bf16" or "fp16".
         elastic: Also measure the loss with all tokens in all layers.
-        progress: Show a bar.
     """
     device = torch.device(device)
     methods = methods_of(model)

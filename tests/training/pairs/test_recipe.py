@@ -202,7 +202,7 @@ def test_corrupt_pairs_stop_a_run_or_are_reported_by_it(folder: Path) -> None:
         ({"loss": "siglip"}, "needs a model with a logit bias"),
         ({"loss": "coca"}, "'coca' is for CoCa models alone"),
         ({"augment": {"scales": 1}}, "unknown field of augment scales; valid ones are scale, ratio"),
-        ({"routing": {"images": {}}}, "unknown config key 'routing.images'"),
+        ({"routing": {"images": {}}}, "unknown tower of routing images"),
         ({"routing": {"image": {"router": "atention"}}}, "router must be one of"),
         ({"data": {"train": "none-*.tar"}}, "no shard matches 'none-"),
         ({"data": {"batch_size": 49}}, "fewer than one batch"),
