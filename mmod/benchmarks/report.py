@@ -42,8 +42,8 @@ class Options:
     Args:
         threads: CPU threads; None leaves torch's choice.
         device: "cpu" or "cuda".
-        out: Folder for `benchmark.json` and `benchmark.md`, which are never overwritten. A benchmark that was killed
-            goes on in the same folder.
+        out: Folder for `benchmark.json` and `benchmark.md`. A benchmark that was killed goes on there, and a finished
+            one is read.
     """
 
     threads: int | None = None
@@ -93,12 +93,11 @@ class BenchmarkReport:
         return f"{self.title}; {named}.\n\n{table_of(shown, rows) if rows else ''}\n{notes}"
 
     def save(self, folder: Path) -> None:
-        """Write `benchmark.json` and `benchmark.md` into a folder, which `refuse_to_overwrite` has checked."""
+        """Write `benchmark.json` and `benchmark.md` into a folder."""
         folder.mkdir(parents=True, exist_ok=True)
-        plain = {name: value for name, value in vars(self).items() if name != "columns"}
         write_atomically(folder / f"{NAME}.md", self.markdown())
         # Last: this file marks the benchmark as finished.
-        write_atomically(folder / f"{NAME}.json", json.dumps(plain, indent=2) + "\n")
+        write_atomically(folder / f"{NAME}.json", json.dumps(vars(self), indent=2) + "\n")
 
 
 def _spread(value: Any) -> Any:
@@ -106,27 +105,27 @@ def _spread(value: Any) -> Any:
 
 
 def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
-    """Check and time all runs that a config asks for, except those of an earlier call, and write the results.
+    """Check and time all runs that a config asks for, and write the results; what an earlier call did is read.
 
     Args:
         config: What to time: models, ops, generation or drafts.
         progress: Show a progress bar on stderr.
 
     Raises:
-        FileExistsError: The output folder holds a finished benchmark.
-        ValueError: The output folder holds an unfinished benchmark with other options or of another machine.
+        ValueError: The output folder holds a benchmark with other options or of another machine.
         WrongOutputError: A path computes something wrong; it is not timed then.
     """
-    return run_all(config, config.runs(), progress)
+    return run_all(config, config.runs, progress)
 
 
-def run_all(config: Options, runs: Runs, progress: bool) -> BenchmarkReport:
+def run_all(config: Options, make: Callable[[], Runs], progress: bool) -> BenchmarkReport:
     """Do the runs that are not done yet, and write the results of all; see `benchmark`."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    options, folder, machine = plain_options(config), Path(config.out), environment(config.device)
-    refuse_to_overwrite(folder)
-    journal = Journal(folder / UNFINISHED, {"config": options, "environment": machine}, "benchmark")
+    folder, identity = Path(config.out), identity_of(config)
+    if (finished := earlier_report(folder, identity)) is not None:
+        return finished
+    runs, journal = make(), Journal(folder / UNFINISHED, identity, "benchmark")
     done = dict(journal.records)
 
     def measure(job: Job[None], tick: Tick) -> list[Row]:
@@ -138,45 +137,38 @@ def run_all(config: Options, runs: Runs, progress: bool) -> BenchmarkReport:
         done[job.name] = measured
         journal.add([job.name, measured])
     rows = [row for name in runs.calls for row in done[name]]
-    report = BenchmarkReport(runs.title, runs.columns, options, machine, rows, runs.notes(rows))
+    report = BenchmarkReport(runs.title, runs.columns, **identity, rows=rows, notes=runs.notes(rows))
     report.save(folder)
     journal.close()
     return report
 
 
-def refuse_to_overwrite(folder: Path) -> None:
-    """Raise a FileExistsError if a folder holds a finished benchmark."""
-    unfinished = (folder / UNFINISHED).exists()
-    for path in (folder / f"{NAME}.json", folder / f"{NAME}.md"):
-        if path.exists() and not unfinished:
-            raise FileExistsError(f"{path} exists: give another out folder, or remove it")
-
-
-def plain_options(config: Any) -> dict[str, Any]:
-    """Return the options that the results of a benchmark depend on, all but `out`, as plain JSON values."""
+def identity_of(config: Any) -> dict[str, dict[str, Any]]:
+    """Return what the results of a benchmark depend on: its options but `out`, as plain values, and the machine."""
     options: dict[str, Any] = json.loads(json.dumps(asdict(config)))
-    options.pop("out")
-    return options
+    del options["out"]
+    return {"config": options, "environment": environment(config.device)}
 
 
-def finished_rows(config: Options, folder: Path) -> list[Row] | None:
-    """Return the rows of a finished benchmark as plain values, None where the folder holds none."""
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
+def earlier_report(folder: Path, identity: Mapping[str, Any]) -> BenchmarkReport | None:
+    """Return the report in a folder, if there is one; raise a FolderTakenError where that is of another benchmark."""
+    report = read_report(folder)
+    if report is not None:
+        check_same(folder, {name: getattr(report, name) for name in identity}, identity, kind="a benchmark")
+    return report
+
+
+def read_report(folder: Path) -> BenchmarkReport | None:
+    """Return the report in a folder; None without one."""
     path = folder / f"{NAME}.json"
     if not path.exists():
         return None
-    report = parse_json(path.read_bytes(), str(path))
-    record = {"config": plain_options(config), "environment": environment(config.device)}
-    check_same(path, {name: report[name] for name in record}, record, kind="a benchmark")
-    rows: list[Row] = report["rows"]
-    return rows
+    saved = parse_json(path.read_bytes(), str(path))
+    return BenchmarkReport(**{**saved, "columns": {name: tuple(column) for name, column in saved["columns"].items()}})
 
 
-def measured_rows(folder: Path) -> list[Row]:
-    """Return the rows of a benchmark so far, finished or not, as plain values."""
-    path = folder / f"{NAME}.json"
-    if not path.exists():
-        return [row for _, rows in Journal(folder / UNFINISHED, None, "benchmark").records for row in rows]
-    rows: list[Row] = parse_json(path.read_bytes(), str(path))["rows"]
-    return rows
+def measured_rows(folder: Path) -> Sequence[Row]:
+    """Return the rows of a benchmark so far, finished or not."""
+    if (report := read_report(folder)) is not None:
+        return report.rows
+    return [row for _, rows in Journal(folder / UNFINISHED, None, "benchmark").records for row in rows]

@@ -7,21 +7,18 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from mmod.analysis.timing import environment
 from mmod.benchmarks import generation, models, ops
 from mmod.benchmarks.generation import GenerationConfig
 from mmod.benchmarks.models.benchmark import BenchmarkConfig
 from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig
 from mmod.benchmarks.report import (
     HIDDEN,
-    UNFINISHED,
     BenchmarkReport,
     Options,
     Row,
     benchmark,
-    finished_rows,
-    plain_options,
-    refuse_to_overwrite,
+    earlier_report,
+    identity_of,
 )
 from mmod.io.tables import Column
 
@@ -125,6 +122,11 @@ class SuiteConfig:
                     )
 
     @property
+    def device(self) -> str:
+        """The device of the first benchmark."""
+        return self.benchmarks[0].device
+
+    @property
     def benchmarks(self) -> list[Options]:
         """All benchmarks, in the order in which they run."""
         return [*self.ops, *self.models, *self.generation]
@@ -139,7 +141,7 @@ class SuiteFailedError(RuntimeError):
 
 
 def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkReport:
-    """Run all benchmarks of a suite that are not finished yet, and check their rows against its thresholds.
+    """Run all benchmarks of a suite that are not finished yet, and check the rows of all against its thresholds.
 
     A benchmark that fails does not keep the next ones from running; the same command tries it again.
 
@@ -147,19 +149,16 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
         A row for each threshold. The benchmarks' tables are in their folders.
 
     Raises:
-        FileExistsError: The output folder holds a finished suite.
-        ValueError: It holds a benchmark with other options or of another machine.
+        ValueError: The output folder holds another suite.
         SuiteFailedError: Benchmarks failed. The report is written all the same; thresholds over them are not checked.
     """
-    folder = Path(config.out)
-    refuse_to_overwrite(folder)
+    folder, identity = Path(config.out), identity_of(config)
+    earlier_report(folder, identity)
     rows: dict[str, Sequence[Row]] = {}
     failures: dict[str, str] = {}
     for member in config.benchmarks:
-        out = folder / member.out
-        finished = finished_rows(member, out)
         try:
-            rows[member.out] = benchmark(replace(member, out=str(out)), progress).rows if finished is None else finished
+            rows[member.out] = benchmark(replace(member, out=str(folder / member.out)), progress).rows
         except Exception as error:
             failures[member.out] = f"{type(error).__name__}: {error}"
     checked = [
@@ -167,13 +166,10 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
         for threshold in config.thresholds
     ]
     notes = [f"{name} failed: {why}" for name, why in failures.items()]
-    machine = environment(config.benchmarks[0].device)
-    report = BenchmarkReport("thresholds", COLUMNS, plain_options(config), machine, checked, notes)
+    report = BenchmarkReport("thresholds", COLUMNS, **identity, rows=checked, notes=notes)
     report.save(folder)
     if failures:
-        (folder / UNFINISHED).touch()
         raise SuiteFailedError(failures, report)
-    (folder / UNFINISHED).unlink(missing_ok=True)
     return report
 
 

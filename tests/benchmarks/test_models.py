@@ -6,6 +6,7 @@ import copy
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import timm
@@ -19,6 +20,7 @@ from mmod.analysis.memory import held_by_blocks, peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks import BenchmarkConfig, WrongOutputError, benchmark, check_dense, check_reference, free_routing
 from mmod.benchmarks.command import main
+from mmod.benchmarks.models.benchmark import _Bench
 from mmod.benchmarks.models.paths import control, sharing_copy
 from mmod.benchmarks.models.variants import Step, check_compiled
 from mmod.benchmarks.oracle import clear_images
@@ -167,7 +169,9 @@ def test_long_sequences_are_clear_to_within_their_rounding() -> None:
         assert torch.equal(routing.kept.index_BK, expected[name].kept.index_BK)
 
 
-def test_the_command_prints_a_table_and_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_a_table_and_overwrites_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     arguments = [
         "models", "--model=test_vit", "--model_args={img_size: 64}", "--batch_sizes=[2]", "--capacities=[0.5]",
@@ -184,8 +188,11 @@ def test_the_command_prints_a_table_and_overwrites_nothing(tmp_path: Path, capsy
     assert runs == {(b, s, r) for b in (2,) for s in ("forward", "train") for r in ("linear", "attention")}
     for row in saved["rows"]:
         assert row["of_flops"] == pytest.approx(row["speedup"]["median"] / row["flop_speedup"])
-    with pytest.raises(FileExistsError, match=r"benchmark\.json exists"):
-        main(arguments)
+    monkeypatch.setattr(_Bench, "run", mock.Mock(side_effect=AssertionError("timed again")))
+    main(arguments)
+    assert capsys.readouterr().out == printed.out
+    with pytest.raises(ValueError, match=r"config\.seed: 0 there, 1 now"):
+        main([*arguments, "--seed=1"])
 
 
 def test_half_precision_runs(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -24,13 +24,11 @@ from mmod.benchmarks.models.benchmark import BenchmarkConfig
 from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig
 from mmod.benchmarks.ops.case import OpSize
 from mmod.benchmarks.report import (
-    UNFINISHED,
     BenchmarkReport,
     Row,
     Runs,
+    identity_of,
     measured_rows,
-    plain_options,
-    refuse_to_overwrite,
     run_all,
 )
 from mmod.benchmarks.suite import SuiteFailedError, describe
@@ -145,10 +143,9 @@ def benchmark_gpu(config: GpuConfig, progress: bool = True) -> BenchmarkReport:
     Returns:
         The summary. Tables and logs of the parts are in folders with their names.
     """
-    folder, machine = Path(config.out), environment(config.device)
-    refuse_to_overwrite(folder)
-    identity = {"device": config.device, "tests": config.tests, "environment": machine}
-    journal = Journal(folder / UNFINISHED, identity, "GPU benchmark")
+    folder = Path(config.out)
+    identity = {"device": config.device, "tests": config.tests, "environment": environment(config.device)}
+    journal = Journal(folder / "journal.jsonl", identity, "GPU benchmark")
     recorded = dict(journal.records)
     states = {name: State(**recorded.get(name, {})) for name in PARTS}
     for name in states.keys() - recorded.keys():
@@ -156,7 +153,7 @@ def benchmark_gpu(config: GpuConfig, progress: bool = True) -> BenchmarkReport:
     deadline = time.monotonic() + 60 * config.minutes
     pending = [name for name, state in states.items() if not state.settled and config.only in (None, name)]
     failures = {}
-    report = _summarise(config, machine, states)
+    report = _summarise(config, states)
     for name in sorted(pending, key=lambda name: states[name].tries):
         seconds = min(PARTS[name].seconds, deadline - time.monotonic())
         if seconds < LEAST_SECONDS:
@@ -169,9 +166,7 @@ def benchmark_gpu(config: GpuConfig, progress: bool = True) -> BenchmarkReport:
             say(f"{name}: {states[name].status} {states[name].why}".rstrip())
         if states[name].status == "failed":
             failures[name] = states[name].why
-        report = _summarise(config, machine, states)
-    if all(state.settled for state in states.values()):
-        journal.close()
+        report = _summarise(config, states)
     if failures:
         raise SuiteFailedError(failures, report)
     return report
@@ -222,7 +217,7 @@ def _work(runs: Callable[[GpuConfig], Runs], options: GpuConfig, sender: Connect
             os.dup2(log.fileno(), stream)
     sender.send(None)
     try:
-        run_all(options, runs(options), progress=False)
+        run_all(options, partial(runs, options), progress=False)
         sender.send(("done", ""))
     except UnavailableError as error:
         sender.send(("skipped", str(error)))
@@ -231,7 +226,7 @@ def _work(runs: Callable[[GpuConfig], Runs], options: GpuConfig, sender: Connect
         sender.send(("failed", f"{type(error).__name__}: {error}"))
 
 
-def _summarise(config: GpuConfig, machine: Mapping[str, Any], states: Mapping[str, State]) -> BenchmarkReport:
+def _summarise(config: GpuConfig, states: Mapping[str, State]) -> BenchmarkReport:
     folder, rows = Path(config.out), list[Row]()
     for name, state in states.items():
         shown = _results(PARTS[name], measured_rows(folder / name))
@@ -242,12 +237,12 @@ def _summarise(config: GpuConfig, machine: Mapping[str, Any], states: Mapping[st
             rows.append(row if place else {**row, "seconds": state.seconds})
     clocks = ", ".join(f"{name} {value}" for name, value in device_state().items())
     notes = [f"Clocks and driver: {clocks}."] * bool(clocks) + [f"Command: `{config.command}`"]
-    report = BenchmarkReport("GPU benchmark", SUMMARY, plain_options(config), machine, rows, notes)
+    report = BenchmarkReport("GPU benchmark", SUMMARY, **identity_of(config), rows=rows, notes=notes)
     report.save(folder)
     return report
 
 
-def _results(part: BenchmarkPart, rows: list[Row]) -> list[tuple[str, str]]:
+def _results(part: BenchmarkPart, rows: Sequence[Row]) -> list[tuple[str, str]]:
     """Return subject and figures of a part's rows, as text."""
     counted = [row for row in rows if all(row[name] == value for name, value in part.where.items())]
     figures = [{name: row[name] for name in part.figures} if part.figures else row["figures"] for row in counted]
