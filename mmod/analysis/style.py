@@ -168,6 +168,13 @@ def inline_svg(svg: str, name: str, text: str) -> str:
     """Return SVG as a part of a page, in the page's colours and with ids that no other figure has."""
     slug = re.sub(r"[^\w-]+", "-", name)
     svg = svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{escape(text)}"', 1)
+    # On a narrow screen a wide figure scrolls before its labels are too small to read.
+    svg = re.sub(
+        r' width="([\d.]+)pt"',
+        lambda width: f'{width[0]} style="min-width: {0.75 * float(width[1]):.0f}pt"',
+        svg,
+        count=1,
+    )
     for colour, variable in _THEME.items():
         svg = svg.replace(f": {colour}", f": {variable}")
     return re.sub(r'( id="|url\(#|href="#)', rf"\g<1>{slug}-", svg)

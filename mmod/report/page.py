@@ -34,7 +34,7 @@ a { color: var(--link); }
 h1 { font-size: 1.6rem; }
 h2 { font-size: 1.25rem; margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: 1rem; }
 .finding { white-space: pre-line; }
-figure { margin: 1.5rem 0; } .chart svg { max-width: 100%; height: auto; }
+figure { margin: 1.5rem 0; } .chart { overflow-x: auto; } .chart svg { max-width: 100%; height: auto; }
 g:has(> title):hover { stroke-width: 4; filter: brightness(1.25); }
 figcaption { color: var(--faint); font-size: .9rem; }
 code, pre { font: .8rem/1.4 ui-monospace, monospace; } figcaption code { display: block; overflow-wrap: anywhere;

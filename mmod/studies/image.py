@@ -266,8 +266,8 @@ class ImageStudy(TimmStudy[EvalResult]):
     """A study of timm's classifiers, of images or of patches; see `Study`."""
 
     columns = (
-        "name", "capacity", "epochs", "gflops", "latency_ms", "speedup", "peak_mb", "mean_iou", "objects", "top1",
-        "top1_std", "to_dense", "to_control", "before", "kept",
+        "name", "capacity", "epochs", "mean_iou", "objects", "top1", "top1_std", "gflops", "speedup", "latency_ms",
+        "peak_mb", "to_dense", "to_control", "before", "kept",
     )  # fmt: skip
 
     def __init__(self, config: ImageStudyConfig) -> None:

@@ -175,11 +175,11 @@ class Study(ABC, Generic[Config, Evaluation]):
         Table and pictures are written as soon as there is a model to compare with the dense one, and again with every
         further model of the first seed and every further seed. Latency joins them at the end, when nothing else runs.
         """
-        # A folder that cannot be written is no news for the end of a run.
-        Path(self.config.output).mkdir(parents=True, exist_ok=True)
         runner = Runner(self.config.processes, progress)
         self.prepare(runner)
         entrants, jobs = self.plan()
+        # A folder that cannot be written is no news for the end of a run.
+        Path(self.config.output).mkdir(parents=True, exist_ok=True)
         first = {job.name: job for job in jobs if job.seed == 0 and job.name != _BASE}
         figures: dict[str, dict[int, dict[str, float]]] = {name: {} for name in first}
         costs: dict[str, dict[str, float]] = {}

@@ -55,7 +55,7 @@ def asked(driver: Any) -> set[str]:
 
 def test_every_figure_is_drawn_and_says_what_it_shows(browser: Any) -> None:
     figures = browser.find_elements("css selector", "figure:has(> .chart)")
-    assert len(figures) == 1 + 2 + 6 + 6
+    assert len(figures) == 1 + 2 + 5 + 5
     for figure in figures:
         drawn = figure.find_element("css selector", "svg")
         assert drawn.rect["width"] > 100
@@ -67,8 +67,9 @@ def test_a_phone_scrolls_one_way_and_dark_is_dark(browser: Any) -> None:
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     browser.refresh()
     assert browser.execute_script("return document.scrollingElement.scrollWidth") <= 360
-    charts = "return [...document.querySelectorAll('.chart')].every(chart => chart.scrollWidth <= chart.clientWidth)"
-    assert browser.execute_script(charts)
+    # Wide figures scroll within the page instead of shrinking until their labels cannot be read.
+    shares = "return [...document.querySelectorAll('.chart svg')].map(svg => svg.clientWidth / svg.width.baseVal.value)"
+    assert min(browser.execute_script(shares)) > 0.7
     paper = "return getComputedStyle(document.body).backgroundColor"
     ink = "return getComputedStyle(document.querySelector('figure text')).fill"
     light = browser.execute_script(paper), browser.execute_script(ink)
