@@ -124,7 +124,8 @@ def judge_drafts(
             for name, mode_options in modes.items():
                 start = time.perf_counter()
                 tokens[name] = full.generate(**inputs, **options, **mode_options)
-                _wait(input_ids)
+                if input_ids.is_cuda:
+                    torch.cuda.synchronize(input_ids.device)
                 seconds[name] = min(seconds[name], time.perf_counter() - start)
     return DraftReport(
         new_tokens=new_tokens,
@@ -170,8 +171,3 @@ def _counted(model: nn.Module) -> Iterator[list[int]]:
         yield count
     finally:
         handle.remove()
-
-
-def _wait(tensor: Tensor) -> None:
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)

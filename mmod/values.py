@@ -11,6 +11,7 @@ import operator
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, Union
 
 if TYPE_CHECKING:
@@ -154,14 +155,18 @@ def from_plain(cls: type[Config], values: object, name: str, **limits: Limit) ->
     config_class: Any = cls
     hints = _hints(config_class)
     refuse_unknown(f"field of {name}", values, list(hints))
-    defaults = {item.name for item in dataclasses.fields(config_class) if _has_default(item)}
-    missing = [field for field in hints if field not in values and field not in defaults]
+    missing = [field for field in required_fields(config_class) if field not in values]
     if missing:
         raise ValueError(f"{name} needs {', '.join(missing)}")
     fields = {field: _from_plain(hints[field], value, f"{name}.{field}") for field, value in values.items()}
     for field, value in fields.items():
         check_value(f"{field} of {name}", value, hints[field], limits.get(field, _FINITE))
     return cls(**fields)
+
+
+def required_fields(cls: Any) -> list[str]:
+    """Return the fields of a dataclass that have no default."""
+    return [field.name for field in dataclasses.fields(cls) if field.default is field.default_factory is MISSING]
 
 
 def _from_plain(hint: Any, value: Any, name: str) -> Any:
@@ -180,10 +185,6 @@ def _from_plain(hint: Any, value: Any, name: str) -> Any:
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_plain(typing.cast(type, hint), value, name)
     return value
-
-
-def _has_default(field: dataclasses.Field[Any]) -> bool:
-    return field.default is not dataclasses.MISSING or field.default_factory is not dataclasses.MISSING
 
 
 @functools.cache

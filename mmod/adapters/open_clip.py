@@ -103,19 +103,16 @@ def _stack(tower: Any, name: str, prefix: int, captions: bool = False, causal: b
     )
 
 
-def _normed_attention(block: nn.Module) -> bool:
-    """Return whether a norm follows attention: its bias makes a zero output nonzero."""
-    return not isinstance(getattr(block, "ln_attn", nn.Identity()), nn.Identity)
-
-
 def _call_of(block: nn.Module, captions: bool, causal: bool) -> ClipBlock:
     attention: Any = block.attn
     multihead = isinstance(attention, nn.MultiheadAttention)
+    # The bias of a norm after attention makes a zero output nonzero.
+    plain = isinstance(getattr(block, "ln_attn", nn.Identity()), nn.Identity)
     return ClipBlock(
         names=("k_x", "v_x", "attn_mask") if multihead else ("attn_mask",),
         fused=multihead or (attention.use_fsdpa and attention.logit_scale is None),
         projections=(("attn.in_proj_weight", attention.in_proj_weight.shape[0] // 3),),
-        operators={"mlp": "mlp", **({} if _normed_attention(block) else {"attention": "attn"})},
+        operators={"mlp": "mlp", **({"attention": "attn"} if plain else {})},
         tuples=("attention",) if multihead else (),
         heads=int(attention.num_heads),
         flat_masks=multihead,
@@ -317,12 +314,9 @@ def _check_description(description: Mapping[str, Any]) -> None:
         if fields.get(f"{key}_pretrained", False) is not False:
             raise ValueError(f"a saved folder may not download weights: {tower} has {key}_pretrained")
         name = fields.get(f"{key}_name")
-        if name is not None and not (name in texts if key == "hf_model" else _is_timm_model(name)):
+        is_known = name in texts if key == "hf_model" else isinstance(name, str) and timm.is_model(name)
+        if name is not None and not is_known:
             raise ValueError(f"a saved folder may not refer to another model: {tower} has {key}_name {name!r}")
-
-
-def _is_timm_model(name: Any) -> bool:
-    return isinstance(name, str) and bool(timm.is_model(name))
 
 
 SAVING = Saving(

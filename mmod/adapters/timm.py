@@ -209,7 +209,8 @@ def _check_description(description: Mapping[str, Any]) -> None:
     if not isinstance(description["architecture"], str):
         raise ValueError(f"architecture in a saved folder must be a string, got {description['architecture']!r}")
     check_keys("arguments", description["arguments"], _arguments())
-    check_keys("pretrained_cfg", description["pretrained_cfg"], _pretrained_fields())
+    fields = {field.name for field in dataclasses.fields(PretrainedCfg)} - _SOURCES
+    check_keys("pretrained_cfg", description["pretrained_cfg"], fields)
 
 
 @functools.cache
@@ -225,11 +226,6 @@ def _arguments() -> frozenset[str]:
     )
     fields = {field.name for field in dataclasses.fields(naflexvit.NaFlexVitCfg)}
     return frozenset(fields | {name for model_class in classes for name in parameters(model_class)})
-
-
-@functools.cache
-def _pretrained_fields() -> frozenset[str]:
-    return frozenset({field.name for field in dataclasses.fields(PretrainedCfg)} - _SOURCES)
 
 
 SAVING = Saving("timm", ("architecture", "arguments", "pretrained_cfg"), describe, _check_description, build)

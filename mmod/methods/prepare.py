@@ -88,7 +88,11 @@ def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
             "decide per token"
         )
     if not config.protect_prefix and not config.router.whole:
-        _check_free_prefix(stack, plan)
+        for index in plan.blocks:
+            if stack.prefix and stack.call_of(stack.blocks[index], None).needs_prefix:
+                raise ValueError(
+                    "protect_prefix must be True: rotary positions need the prefix tokens first in every block"
+                )
     if config.wants_importance(training=True):
         stack.check_importance(config.importance)
 
@@ -172,14 +176,6 @@ def _span_start(index: int, plan: Plan) -> int:
     while index - 1 in plan.blocks:
         index -= 1
     return index
-
-
-def _check_free_prefix(stack: BlockStack, plan: Plan) -> None:
-    for index in plan.blocks:
-        if stack.prefix and stack.call_of(stack.blocks[index], None).needs_prefix:
-            raise ValueError(
-                "protect_prefix must be True: rotary positions need the prefix tokens first in every block"
-            )
 
 
 def check_budget(name: str, router: Router, capacity: Fraction) -> None:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from mmod.methods.base import METHODS, Method
-from mmod.values import refuse_unknown
+from mmod.values import refuse_unknown, required_fields
 
 for _module in pkgutil.iter_modules([str(Path(__file__).parent)]):
     importlib.import_module(f"mmod.methods.{_module.name}")
@@ -30,11 +30,7 @@ def read_method(values: Mapping[str, Any]) -> Method:
     options = dict(values)
     method = METHODS[options.pop("kind", None)]
     refuse_unknown(f"field of method {method.kind}", options, [field.name for field in fields(method)])
-    missing = [
-        field.name
-        for field in fields(method)
-        if field.name not in options and field.default is field.default_factory is MISSING
-    ]
+    missing = [name for name in required_fields(method) if name not in options]
     if missing:
         raise ValueError(f"method {method.kind!r} needs {', '.join(missing)}")
     return method(**options)

@@ -17,7 +17,7 @@ from mmod.training.engine.parse import dataclass_in, parse_config
 from mmod.training.image import config as image
 from mmod.training.pairs import config as pairs
 from mmod.training.text import config as text
-from mmod.values import check_value, one_of
+from mmod.values import check_value, one_of, required_fields
 
 if TYPE_CHECKING:
     from mmod.training.chat.evaluate import EvalResult as ChatResult
@@ -123,11 +123,7 @@ def kind_of(fields: Mapping[str, Any]) -> str:
 def _misfit(fields: Mapping[str, Any], config: type) -> int:
     """Return the number of keys in a file that a config lacks, and of required keys that the file lacks."""
     hints, known = typing.get_type_hints(config), {field.name: field for field in dataclasses.fields(config)}
-    required = {
-        name
-        for name, field in known.items()
-        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING and name != "output"
-    }
+    required = set(required_fields(config)) - {"output"}
     groups = ((value, dataclass_in(hints[name])) for name, value in fields.items() if name in known)
     inner = sum(_misfit(value, group) for value, group in groups if group is not None and isinstance(value, Mapping))
     return len(set(fields) - set(known)) + len(required - set(fields)) + inner

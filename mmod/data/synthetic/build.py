@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -16,7 +15,7 @@ from PIL import Image
 
 from mmod.data.synthetic.handwriting import SPLITS
 from mmod.io.claim import check_same, read_claim
-from mmod.io.files import open_shard, parse_json, replacing
+from mmod.io.files import open_shard, parse_json, replacing, sha256
 from mmod.io.locks import locked
 from mmod.io.progress import progress_bar
 
@@ -111,7 +110,7 @@ class SyntheticSet(Generic[Config]):
                         for index, scene in islice(scenes, count):
                             key = f"{index:0{self.key_digits}d}"
                             writer.write({"__key__": key, **self.encode(key, scene)})
-                    shards[path.name] = {"samples": count, "sha256": _sha256(path)}
+                    shards[path.name] = {"samples": count, "sha256": sha256(path)}
                     bar.update(count)
         return dict(sorted(shards.items()))
 
@@ -122,15 +121,11 @@ class SyntheticSet(Generic[Config]):
         recorded = {**late, **manifest["parameters"], "format": manifest.get("format")}
         check_same(root, recorded, {**asdict(config), "format": self.format}, kind=f"a build of {self.title}")
         for name, shard in manifest["shards"].items():
-            if not (root / name).is_file() or _sha256(root / name) != shard["sha256"]:
+            if not (root / name).is_file() or sha256(root / name) != shard["sha256"]:
                 raise ValueError(
                     f"{root / name} is missing or differs from its checksum; delete {root} to build it again"
                 )
         return manifest
-
-
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def save_montage(path: str | Path, dataset: SyntheticSet[Any], config: Any) -> None:

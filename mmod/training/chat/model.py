@@ -50,7 +50,10 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
     _check_protected(model, config.data.protected)
     _freeze(model, config.frozen)
     if config.lora is not None:
-        model = _add_adapters(model, config.lora)
+        from peft import LoraConfig, get_peft_model
+
+        refuse_unknown("option of LoRA", config.lora, [item.name for item in dataclasses.fields(LoraConfig)])
+        model = get_peft_model(model, LoraConfig(**config.lora))
     for parameter in router_parameters(model).values():
         parameter.requires_grad_(True)
     check_routers_learn(model)
@@ -201,13 +204,6 @@ def _owner(name: str) -> str:
     matches = [part for part, prefixes in _PREFIXES.items() if any(f"{prefix}." in name for prefix in prefixes)]
     # A projector can lie inside the tower.
     return "projector" if "projector" in matches else next(iter(matches), "language")
-
-
-def _add_adapters(model: nn.Module, fields: Mapping[str, Any]) -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    refuse_unknown("option of LoRA", fields, [item.name for item in dataclasses.fields(LoraConfig)])
-    return get_peft_model(model, LoraConfig(**fields))
 
 
 _ROLES = ("<user>", "<assistant>")

@@ -118,7 +118,9 @@ class RoutedTrainer(Trainer):
     ) -> Any:
         """Return the model's loss with the auxiliary losses; see `transformers.Trainer.compute_loss`."""
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        if model.training and self._is_logged(self.state.global_step + 1):
+        step = self.state.global_step + 1
+        logged = self.args.logging_strategy != "steps" or step == 1 or step % self.state.logging_steps == 0
+        if model.training and logged:
             self._health.read()
         if model.training and self._losses is not None:
             auxiliary = self._losses.take()
@@ -132,9 +134,6 @@ class RoutedTrainer(Trainer):
         """Log, with the statistics of routers."""
         logs |= named(self._health.take(self.state.global_step))
         super().log(logs, start_time)
-
-    def _is_logged(self, step: int) -> bool:
-        return self.args.logging_strategy != "steps" or step == 1 or step % self.state.logging_steps == 0
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         dataset = self.train_dataset if train_dataset is None else train_dataset
@@ -183,7 +182,10 @@ class RoutedTrainer(Trainer):
         finally:
             vars(model).pop("save_pretrained", None)
         if _has_adapters(model) and self.args.should_save:
-            _save_routers(model, folder, state_dict or {})
+            # They are not saved with adapters.
+            routers = {name: (state_dict or {}).get(name, value) for name, value in router_parameters(model).items()}
+            if routers:
+                write_tensors(Path(folder) / _ROUTERS, routers)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.is_fsdp_enabled:
@@ -250,13 +252,6 @@ def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
         matches = [type(m).__name__ for m in model.modules() if name in (type(m).__name__, host_class(m).__name__)]
         classes |= set(matches or [name])
     return sorted(classes)
-
-
-def _save_routers(model: nn.Module, folder: str, state: dict[str, Tensor]) -> None:
-    """Write the weights of routers, which are not saved with adapters."""
-    routers = router_parameters(model)
-    if routers:
-        write_tensors(Path(folder) / _ROUTERS, {name: state.get(name, value) for name, value in routers.items()})
 
 
 def _has_adapters(model: Any) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -19,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.tensor import DTensor
 
-from mmod.io.files import DamagedFileError, read_json_object, replacing, write_atomically
+from mmod.io.files import DamagedFileError, read_json_object, replacing, sha256, write_atomically
 from mmod.io.tensors import read_tensors, unshared, write_tensors
 from mmod.training.engine.distributed import gathered, own_rank, wait_for_all
 from mmod.values import one_of
@@ -27,7 +26,7 @@ from mmod.values import one_of
 Content = TypeVar("Content")
 
 # With a prefix and suffix, a checkpoint that was never finished.
-_NAME = re.compile(r"\.?step-(\d{9,})-epoch-(\d{5,})(?:\.partial)?")
+_NAME = re.compile(r"\.?step-\d{9,}-epoch-\d{5,}(\.partial)?")
 _KEPT = 2
 _WEIGHTS = "model.safetensors"
 _CLIP_WEIGHTS = "open_clip_model.safetensors"
@@ -137,21 +136,14 @@ def check_sums(folder: Path, *names: str, together: bool = False) -> None:
 def _sums(folder: Path, names: Sequence[str], together: bool) -> dict[str, str | None]:
     """Return the checksum of each file, None if it is missing."""
     mine = names[own_rank() :: len(gathered(None))] if together else names
-    sums = {name: _sum(folder / name) if (folder / name).is_file() else None for name in mine}
+    sums = {name: sha256(folder / name) if (folder / name).is_file() else None for name in mine}
     return {name: found for part in gathered(sums) for name, found in part.items()} if together else sums
-
-
-def _sum(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the finished checkpoints in a folder, newest first; other files are ignored."""
-    return sorted((path for path in _checkpoints(folder) if path.name.startswith("step-")), key=_position, reverse=True)
+    finished = [path for path in _checkpoints(folder) if path.name.startswith("step-")]
+    return sorted(finished, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], reverse=True)
 
 
 def remove_checkpoints(folder: Path) -> None:
@@ -297,13 +289,6 @@ def _plain_errors(read: Path | None = None) -> Iterator[None]:
 def _checkpoints(folder: Path) -> list[Path]:
     """Return the checkpoints in a folder, finished or not."""
     return [path for path in folder.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
-
-
-def _position(path: Path) -> tuple[int, int]:
-    """Return step and epoch of a checkpoint."""
-    match = _NAME.fullmatch(path.name)
-    assert match is not None
-    return int(match[1]), int(match[2])
 
 
 def _load_pickle(path: Path) -> Any:

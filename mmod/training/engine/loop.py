@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
@@ -158,7 +158,7 @@ class _Trainer(Generic[Result]):
             row: dict[str, float] = {"epoch": self.epoch, "step": self.step, "lr": self._learning_rate()}
             self.meters.gather(keep=True)
             row |= {f"train_{name}": value for name, value in self.meters.means().items()}
-            if self._is_evaluated():
+            if self.epoch + 1 == self.epochs or (self.epoch + 1) % self.config.eval_every == 0:
                 evaluation, average = self._evaluate()
                 for data, result in (("val", evaluation), ("ema", average)):
                     if result is not None:
@@ -194,7 +194,9 @@ class _Trainer(Generic[Result]):
             shown=self.progress,
         )
         with bar:
-            for group in islice(_groups(batches, config.accumulate), self.steps_per_epoch - done):
+            # The last group of an epoch may be shorter.
+            groups = iter(lambda: list(islice(batches, config.accumulate)), [])
+            for group in islice(groups, self.steps_per_epoch - done):
                 logged = (self.step + 1) % config.log_every == 0
                 samples = sum(len(targets) for _, targets in group) * self.process.world
                 with self.usage.step(samples):
@@ -239,20 +241,17 @@ class _Trainer(Generic[Result]):
         else:
             for parts, samples in passes:
                 self.meters.update(parts, samples)
-            self._update()
+            self.parallel.before_update()
+            if self.config.grad_clip is not None:
+                self.scaler.unscale_(self.optimizer)
+                dispatch_clip_grad(self.model.parameters(), self.config.grad_clip)
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            self.optimizer.zero_grad()
+            self.task.after_step()
         self.step += 1
         if self.ema is not None:
             self.ema.update(self.model, step=self.step)
-
-    def _update(self) -> None:
-        self.parallel.before_update()
-        if self.config.grad_clip is not None:
-            self.scaler.unscale_(self.optimizer)
-            dispatch_clip_grad(self.model.parameters(), self.config.grad_clip)
-        self.scaler.step(self.optimizer)
-        self.scaler.update()
-        self.optimizer.zero_grad()
-        self.task.after_step()
 
     def _refuse(self, group: list[Batch]) -> None:
         """Skip a step whose loss is not finite, or save the state before it and raise."""
@@ -289,9 +288,6 @@ class _Trainer(Generic[Result]):
 
     def _learning_rate(self) -> float:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
-
-    def _is_evaluated(self) -> bool:
-        return self.epoch + 1 == self.epochs or (self.epoch + 1) % self.config.eval_every == 0
 
     def _evaluate(self) -> tuple[Result, Result | None]:
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
@@ -389,9 +385,3 @@ class _Trainer(Generic[Result]):
             with replacing(self.folder / name) as folder:
                 self.recipe.export(whole, folder)
                 write_sums(folder)
-
-
-def _groups(batches: Iterator[Batch], size: int) -> Iterator[list[Batch]]:
-    """Yield lists of `size` batches; the last may be shorter."""
-    while group := list(islice(batches, size)):
-        yield group

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from mmod.config import Plan, RoutingConfig
@@ -12,8 +11,6 @@ from mmod.planning.presets import preset
 if TYPE_CHECKING:
     # Imported without torch otherwise.
     from mmod import methods as package
-
-_NO_DEPTHS: Mapping[str, int] = MappingProxyType({})
 
 
 def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
@@ -35,7 +32,7 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
 def resolve_methods(
     listed: Sequence[Mapping[str, Any]],
     routing: Mapping[str, Mapping[str, Any] | None],
-    depths: Mapping[str, int] = _NO_DEPTHS,
+    depths: Mapping[str, int] | None = None,
 ) -> tuple[package.Method, ...]:
     """Create the methods of a config, in the order in which they are applied.
 
@@ -52,7 +49,7 @@ def resolve_methods(
     from mmod.methods import read_method
 
     def resolved(name: str, fields: Mapping[str, Any]) -> RoutingConfig:
-        depth = {"depth": depths[name]} if "preset" in fields and name in depths else {}
+        depth = {"depth": depths[name]} if "preset" in fields and depths and name in depths else {}
         return resolve_routing({**depth, **fields})
 
     created: list[package.Method] = []

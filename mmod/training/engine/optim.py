@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -94,15 +93,9 @@ def single_precision(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 class _SingleMuon(Muon):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        with _orthogonal_in(torch.float32):
+        plain = timm_muon.zeropower_via_newtonschulz
+        timm_muon.zeropower_via_newtonschulz = partial(plain, dtype=torch.float32)
+        try:
             return super().step(closure)
-
-
-@contextmanager
-def _orthogonal_in(dtype: torch.dtype) -> Iterator[None]:
-    plain = timm_muon.zeropower_via_newtonschulz
-    timm_muon.zeropower_via_newtonschulz = partial(plain, dtype=dtype)
-    try:
-        yield
-    finally:
-        timm_muon.zeropower_via_newtonschulz = plain
+        finally:
+            timm_muon.zeropower_via_newtonschulz = plain

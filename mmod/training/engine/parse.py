@@ -75,11 +75,17 @@ def _refusing(parser: jsonargparse.ArgumentParser) -> Iterator[None]:
 
 
 def _create_parser(kind: type[AnyConfig]) -> jsonargparse.ArgumentParser:
-    return create_parser(
-        kind,
+    """Create a parser with one option per field of a config, named as in the YAML file."""
+    parser = _ConfigParser(
+        exit_on_error=False,
+        parser_mode=STRICT,
         usage="%(prog)s CONFIG [--key value] [--group.key value] [--print_config]",
         description="Do what a config file says; options override the file.",
     )
+    parser.kind = kind
+    parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
+    parser.add_class_arguments(kind)
+    return parser
 
 
 # A study plans many configs, and making a parser takes twice as long as reading with it.
@@ -188,15 +194,6 @@ class _ConfigParser(jsonargparse.ArgumentParser):
         """Return the help, with the fields of groups that are null by default."""
         sections = [] if self.kind is None else list(_sections(self.kind))
         return "\n\n".join([super().format_help(*arguments, **options).rstrip(), *sections]) + "\n"
-
-
-def create_parser(kind: type, **options: Any) -> jsonargparse.ArgumentParser:
-    """Create a parser with one option per field of a config, named as in the YAML file."""
-    parser = _ConfigParser(exit_on_error=False, parser_mode=STRICT, **options)
-    parser.kind = kind
-    parser.add_argument("--config", action="config", help="The config file; its place is the first argument.")
-    parser.add_class_arguments(kind)
-    return parser
 
 
 def dataclass_in(hint: Any) -> type | None:

@@ -122,8 +122,8 @@ def _first_nonfinite(task: Task, arguments: tuple[Any, ...]) -> tuple[str, Tenso
 
     def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         # A router's decision marks tokens that always run, or never, with infinity.
-        bad = torch.isnan if isinstance(module, Router) else _is_nonfinite
-        if not names and any(bool(bad(tensor).any()) for tensor in _floats(output)):
+        decides = isinstance(module, Router)
+        if not names and any(bool((x.isnan() if decides else ~x.isfinite()).any()) for x in _floats(output)):
             names.append(name)
 
     modules = [(name, module) for name, module in task.model.named_modules() if name]
@@ -143,7 +143,3 @@ def _first_nonfinite(task: Task, arguments: tuple[Any, ...]) -> tuple[str, Tenso
 
 def _floats(tree: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
-
-
-def _is_nonfinite(tensor: Tensor) -> Tensor:
-    return ~tensor.isfinite()

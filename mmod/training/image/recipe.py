@@ -25,7 +25,7 @@ from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.model import load_weights
 from mmod.training.engine.recipe import Reading, kept_shares
-from mmod.training.image.config import InTrainingConfig, ModelConfig, TrainConfig
+from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, at_capacities, evaluate
 from mmod.training.image.model import adapt_weights, check_input, create_criterion, create_dense_model, create_mixup
 from mmod.training.image.task import ClassificationTask, ElasticTask
@@ -154,8 +154,13 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
             for hook in hooks:
                 # The moving average takes the capacities that the model has learned.
                 hook.hold(hooks[0].chosen())
-        if self.config.in_training is not None:
-            _change_in_training(models[0], self.config.in_training, epoch)
+        changes = self.config.in_training
+        if changes is not None and changes.epochs is not None and epoch >= changes.epochs:
+            # Without an evaluation in the last epoch, the model is still changed.
+            _make_dense(models[0])
+        elif changes is not None and not methods_of(models[0]):
+            for method in changes.applied:
+                method.apply_(models[0])
         schedule, routing = self.config.capacity_schedule, self.config.image_routing
         if schedule is None or routing is None:
             return
@@ -165,15 +170,6 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         capacity = round(schedule.start + progress * (routing.capacity - schedule.start), 6)
         for model in models:
             set_capacity_(model, capacity)
-
-
-def _change_in_training(model: nn.Module, config: InTrainingConfig, epoch: int) -> None:
-    if config.epochs is not None and epoch >= config.epochs:
-        # Without an evaluation in the last epoch, the model is still changed.
-        _make_dense(model)
-    elif not methods_of(model):
-        for method in config.applied:
-            method.apply_(model)
 
 
 def _make_dense(model: nn.Module) -> None:

@@ -14,7 +14,7 @@ from mmod.data.loader import BatchStream
 from mmod.data.readers.pairs import Tokenizer, Transform
 from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.io.progress import progress_bar
-from mmod.training.engine.distributed import sum_over_processes
+from mmod.training.engine.distributed import gathered, sum_over_processes
 from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluation_batches
 from mmod.training.engine.task import autocast
 from mmod.values import check_finite
@@ -108,10 +108,10 @@ def evaluate(
             with autocast(device, precision), kept.watch():
                 output = model(images, tokens)
             parts.append([output["image_features"].float(), output["text_features"].float(), tokens])
-        gathered = _gather([torch.cat(column) for column in zip(*parts)] if parts else [])
-        if not gathered:
+        collected = _gather([torch.cat(column) for column in zip(*parts)] if parts else [])
+        if not collected:
             raise ValueError("the evaluation stream holds no pairs")
-        images, texts, tokens = gathered
+        images, texts, tokens = collected
         for name, embeddings in (("image", images), ("text", texts)):
             check_finite(f"the {name} embeddings of an evaluation", embeddings)
         top1 = top5 = None
@@ -194,10 +194,8 @@ def _gather(parts: list[Tensor]) -> list[Tensor]:
     """Concatenate tensors over all processes, which may have different numbers of rows."""
     if not dist.is_initialized():
         return parts
-    by_process: list[list[Tensor]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(by_process, [part.cpu() for part in parts])
     device = parts[0].device if parts else torch.device("cpu")
-    return [torch.cat(column).to(device) for column in zip(*filter(None, by_process))]
+    return [torch.cat(rows).to(device) for rows in zip(*filter(None, gathered([part.cpu() for part in parts])))]
 
 
 def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Tensor) -> tuple[float, float]:

@@ -73,7 +73,8 @@ class PairsTask(Task):
             parts = {"auxiliary": auxiliary_loss(self.model)} if self.auxiliary else {}
         scalars: TensorDict = {name: features.pop(name) for name in _SCALARS if name in features}
         # Every pass computes the loss of the step, so each contributes a share of the gradients of scale and bias.
-        scalars = {name: _scale_gradient(value, 1 / max(1, len(cached))) for name, value in scalars.items()}
+        part = 1 / max(1, len(cached))
+        scalars = {name: value.detach() + part * (value - value.detach()) for name, value in scalars.items()}
         share = len(images) / max(len(images), sum(len(batch["image_features"]) for batch in cached))
         joined = _join(features, cached, index)
         parts |= self._losses(joined, scalars)
@@ -118,7 +119,3 @@ def _join(features: TensorDict, cached: list[TensorDict], index: int) -> TensorD
             value = torch.cat([value if place == index else batch[name] for place, batch in enumerate(cached)])
         joined[name] = value.float() if value.is_floating_point() else value
     return joined
-
-
-def _scale_gradient(value: Tensor, factor: float) -> Tensor:
-    return value.detach() + factor * (value - value.detach())
