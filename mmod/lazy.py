@@ -1,4 +1,4 @@
-"""Lazy imports: a package imports its public names on first use."""
+"""Lazy imports: a package imports its public names on first use, and names the extra that is not installed."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
-
-from mmod.extras import name_missing_extra
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
@@ -43,3 +42,47 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
     public = sorted(home_of)
     return get, lambda: public, public
+
+
+EXTRAS = {
+    "train": (
+        "PIL",
+        "adjustText",
+        "docstring_parser",
+        "filelock",
+        "jsonargparse",
+        "matplotlib",
+        "scipy",
+        "sklearn",
+        "timm",
+        "torchvision",
+        "webdataset",
+        "yaml",
+    ),
+    "clip": ("open_clip",),
+    "vlm": ("accelerate", "peft", "transformers"),
+    "datasets": ("datasets",),
+}
+"""Imported packages by extra."""
+
+
+@contextmanager
+def name_missing_extra() -> Iterator[None]:
+    """Context manager in which a failing import names the extra to install.
+
+    Example:
+        >>> with name_missing_extra():
+        ...     raise ModuleNotFoundError("No module named 'peft'", name="peft")
+        Traceback (most recent call last):
+        ModuleNotFoundError: this needs the package peft, which is not installed: pip install "mmod[vlm]"
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
+        if extra is None:
+            raise
+        instruction = f'pip install "mmod[{extra}]"'
+        message = f"this needs the package {package}, which is not installed: {instruction}"
+        raise ModuleNotFoundError(message, name=error.name) from None

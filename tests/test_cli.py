@@ -15,8 +15,8 @@ import pytest
 
 import mmod
 from mmod.cli import COMMANDS, main
-from mmod.extras import EXTRAS
 from mmod.io.configs import config_names, existing_config, find_config
+from mmod.lazy import EXTRAS
 from tests.scripts import ROOT, run_script
 
 CONFIGURED = [command for command in COMMANDS if COMMANDS[command].example]
@@ -196,7 +196,7 @@ said = {"matplotlib": without("matplotlib", draw)}
 said |= {f"command without {package}": without(package, tradeoff) for package in ("jsonargparse", "timm")}
 said["timm"] = without("timm", lambda: importlib.import_module("mmod.training").EvalResult)
 print(json.dumps(said))
-importlib.import_module("mmod.io.locks").locked, importlib.import_module("mmod.training").fit
+importlib.import_module("mmod.io.files").locked, importlib.import_module("mmod.training").fit
 """
 
 

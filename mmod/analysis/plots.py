@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmod.adapters import find_stack
 from mmod.analysis.style import FAINT, INK, PAPER, add_hint, add_legend, looks, new_figure, place_labels, tidy
 from mmod.analysis.trace import Trace, trace
-from mmod.extras import name_missing_extra
+from mmod.lazy import name_missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,8 +13,8 @@ from zlib import crc32
 
 import numpy as np
 
-from mmod.extras import name_missing_extra
 from mmod.io.files import replacing
+from mmod.lazy import name_missing_extra
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

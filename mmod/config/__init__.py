@@ -1,10 +1,21 @@
 """Routing configs, plans and their parts; registries of scores, presets and losses."""
 
-from mmod.config.parts import GATES, Gate, LanguageRouting, Merged, Threshold, differing, spelled
+from mmod.config.parts import (
+    GATES,
+    IMPORTANCE,
+    Gate,
+    LanguageRouting,
+    Merged,
+    Placement,
+    Score,
+    Threshold,
+    WithImportance,
+    differing,
+    spelled,
+)
 from mmod.config.plan import Plan, rational
 from mmod.config.registry import LOSSES, PRESETS, SCORES, register_loss, register_preset, register_score, revised, score
 from mmod.config.routing import ROUTING_FIELDS, RoutingConfig
-from mmod.config.score import IMPORTANCE, Placement, Score, WithImportance
 
 __all__ = [
     "GATES",

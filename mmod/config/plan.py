@@ -10,9 +10,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from mmod.config.parts import Gate, plain, spelled
+from mmod.config.parts import Gate, Score, WithImportance, plain, spelled
 from mmod.config.registry import read_parts
-from mmod.config.score import Score, WithImportance
 from mmod.io.files import check_regular, parse_json, write_atomically
 from mmod.io.tables import html_table, text_table
 from mmod.values import check_fields, check_value, refuse_unknown

@@ -8,8 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmod.config.parts import Gate, LanguageRouting, Merged, Threshold
-from mmod.config.score import Score
+from mmod.config.parts import Gate, LanguageRouting, Merged, Score, Threshold
 from mmod.values import brief, check_value, one_of, refuse_unknown
 
 if TYPE_CHECKING:

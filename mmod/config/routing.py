@@ -8,10 +8,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from mmod.config.parts import Gate, LanguageRouting, Merged, Threshold, plain, spelled
+from mmod.config.parts import IMPORTANCE, Gate, LanguageRouting, Merged, Score, Threshold, plain, spelled
 from mmod.config.plan import CONTEXTS, DEPTH, OPERATORS, Plan
 from mmod.config.registry import LOSSES, SCORES, read_parts, revised
-from mmod.config.score import IMPORTANCE, Score
 from mmod.io.tables import html_table
 from mmod.values import check_fields, check_value, refuse_unknown
 

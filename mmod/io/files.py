@@ -1,4 +1,4 @@
-"""Files: checks before reading, and atomic writes."""
+"""Files and folders: checks before reading, atomic writes, locks."""
 
 from __future__ import annotations
 
@@ -178,3 +178,25 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+class LockedError(RuntimeError):
+    """Another process holds the lock of a folder."""
+
+
+@contextmanager
+def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
+    """Hold the lock of a folder: a file beside it, which the system releases when the process ends or crashes."""
+    from filelock import FileLock, Timeout
+
+    path = Path(folder).absolute()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.parent / f".{path.name}.lock", blocking=wait)
+    try:
+        lock.acquire()
+    except Timeout as error:
+        raise LockedError(f"another process is writing to {str(folder)!r}: wait for it to end") from error
+    try:
+        yield
+    finally:
+        lock.release()

@@ -10,9 +10,9 @@ from pathlib import Path
 from mmod.analysis.redundancy import RedundancyReport
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.timing import Spread
-from mmod.extras import name_missing_extra
 from mmod.io.files import write_atomically
 from mmod.io.tables import markdown_table
+from mmod.lazy import name_missing_extra
 
 AGREEMENT = "agreement"
 # A speed-up below this is within the noise of a machine.

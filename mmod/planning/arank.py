@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_part
 from mmod.config import Plan
-from mmod.extras import name_missing_extra
 from mmod.io.progress import progress_bar
 from mmod.io.tables import text_table
+from mmod.lazy import name_missing_extra
 from mmod.ops.intercept import AttentionCall, AttentionIntercept, inside
 from mmod.values import check_value
 

@@ -17,8 +17,8 @@ from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis.flops import flops
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
 from mmod.config import Plan, RoutingConfig, spelled
-from mmod.extras import name_missing_extra
 from mmod.io.tables import text_table
+from mmod.lazy import name_missing_extra
 from mmod.model import capacities, routed_blocks, routing_configs, set_capacity_, unroute_
 from mmod.ops.select import kept_count
 from mmod.planning.plan_search import BlockCosts, best_choices, stopwatch

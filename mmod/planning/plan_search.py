@@ -21,8 +21,8 @@ from mmod.analysis.flops import flops
 from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.timing import interleave, relative_times
 from mmod.config import Plan, RoutingConfig, Score
-from mmod.extras import name_missing_extra
 from mmod.io.tables import text_table
+from mmod.lazy import name_missing_extra
 from mmod.model import route_, unroute_
 from mmod.values import check_value
 

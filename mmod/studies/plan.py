@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mmod.io.locks import locked
+from mmod.io.files import locked
 from mmod.studies.config import PlanOptions
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.adapters.transformers.rotary import CompactRotary
+from mmod.adapters.transformers.layers import CompactRotary
 from mmod.blocks import PassTracker, RoutedState, SharedScore
 from mmod.routing import Evidence, Kept, Router, Routing, TokenMarks, share_score
 

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from mmod.adapters.base import BlockStack
 from mmod.adapters.transformers.cache_base import CACHE, cache_of, chosen_samples
 from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens
-from mmod.adapters.transformers.layers import GROUPS, DecoderLayerCall, is_sandwich
+from mmod.adapters.transformers.layers import GROUPS, CompactRotary, DecoderLayerCall, is_sandwich
 from mmod.adapters.transformers.masks import valid_tokens
-from mmod.adapters.transformers.rotary import CompactRotary
 from mmod.adapters.transformers.vision import TowerImportance
 from mmod.blocks import ImportanceDecoderBlock, ModelHook, RoutedDecoderBlock, host_class
 from mmod.config import RoutingConfig, Threshold

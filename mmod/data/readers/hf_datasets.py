@@ -12,8 +12,8 @@ from PIL import Image
 
 from mmod.data.corrupt import CorruptDataError, Fault
 from mmod.data.readers.images import MAX_BYTES, decode_image
-from mmod.data.readers.source import UnreadableSampleError
-from mmod.extras import name_missing_extra
+from mmod.data.stream import UnreadableSampleError
+from mmod.lazy import name_missing_extra
 
 PREFIX = "hf-datasets:"
 _BUILDERS = ("parquet", "arrow", "json", "csv", "text", "webdataset")

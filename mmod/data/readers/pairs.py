@@ -10,8 +10,7 @@ from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.hf_datasets import StreamedSource, is_streamed
 from mmod.data.readers.shards import CAPTION, ShardSource
-from mmod.data.readers.source import ImageSource
-from mmod.data.stream import BatchStream, ImageReader
+from mmod.data.stream import BatchStream, ImageReader, ImageSource
 from mmod.data.synthetic.scenes import SCENES
 
 Transform = Callable[..., Tensor]

@@ -17,8 +17,7 @@ from typing import BinaryIO
 import numpy as np
 
 from mmod.data.corrupt import CorruptReport, Fault
-from mmod.io.files import parse_json, replacing
-from mmod.io.locks import LockedError, locked
+from mmod.io.files import LockedError, locked, parse_json, replacing
 from mmod.io.progress import progress_bar
 from mmod.io.remote import RemoteConfig, RemoteError, RemoteFiles, check_drivers, is_remote
 

@@ -15,8 +15,7 @@ from PIL import Image
 
 from mmod.data.synthetic.handwriting import SPLITS
 from mmod.io.claim import check_same, read_claim
-from mmod.io.files import open_shard, parse_json, replacing, sha256
-from mmod.io.locks import locked
+from mmod.io.files import locked, open_shard, parse_json, replacing, sha256
 from mmod.io.progress import progress_bar
 
 if TYPE_CHECKING:

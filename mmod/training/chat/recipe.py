@@ -21,12 +21,11 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample, open_conversations
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing
-from mmod.training.chat.checkpoints import RunCallback, last_checkpoint
 from mmod.training.chat.config import ModelConfig, TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
 from mmod.training.chat.evaluate import EvalResult, evaluate
 from mmod.training.chat.model import create_model, create_processor
-from mmod.training.chat.trainer import CHECKPOINTS, RoutedTrainer, training_arguments
+from mmod.training.chat.trainer import CHECKPOINTS, RoutedTrainer, RunCallback, last_checkpoint, training_arguments
 from mmod.training.engine.distributed import stop_signals, wait_for_all
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.recipe import Reading, Recipe, Tick

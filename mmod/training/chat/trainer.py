@@ -1,4 +1,4 @@
-"""transformers' Trainer for routed models, and the order of conversations in it."""
+"""transformers' Trainer for routed models, and its checkpoints in a run folder."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,24 +14,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.utils.data import Sampler
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from mmod import auxiliary_loss
 from mmod.adapters import find_stacks
 from mmod.blocks import host_class
 from mmod.data.corrupt import original_errors
+from mmod.data.readers.chat import LengthSampler
 from mmod.data.readers.conversations import ChatDataset
-from mmod.io.files import UnwrittenError, writing
-from mmod.io.tensors import read_tensors, write_tensors
+from mmod.io.files import DamagedFileError, UnwrittenError, read_json_object, writing
+from mmod.io.progress import progress_bar
+from mmod.io.tensors import check_complete, read_tensors, write_tensors
 from mmod.methods import methods_of
-from mmod.training.chat.checkpoints import finished_checkpoints
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import check_routers_learn, router_parameters
-from mmod.training.engine.checkpoint import write_sums
+from mmod.training.engine.checkpoint import check_sums, read_newest, write_sums
 from mmod.training.engine.config import OptimConfig
-from mmod.training.engine.distributed import wait_for_all
-from mmod.training.engine.health import RouterHealth, named
+from mmod.training.engine.distributed import StopRequest, wait_for_all
+from mmod.training.engine.health import RouterHealth, named, rows_of_logs, write_rows
 from mmod.training.engine.optim import complete_states, create_optimizer
 from mmod.values import refuse_unknown
 
@@ -258,81 +258,74 @@ def _has_adapters(model: Any) -> bool:
     return hasattr(model, "peft_config")
 
 
-# Batches that are sorted by length together: enough for even batches, few enough that an epoch stays shuffled.
-_WINDOW = 8
+_STATE = "trainer_state.json"
 
 
-class LengthSampler(Sampler[int]):
-    """Shuffles samples so that batches have similar lengths; a function of seed and epoch.
+class RunCallback(TrainerCallback):
+    """Claims the run folder after the first step, writes `routers.csv`, shows a bar, and stops after a signal.
 
     Args:
-        batch: Samples of one step over all processes.
-        images: Images of each sample, if each batch of a process needs one: processes wait for each other's gradients
-            of the vision tower. None otherwise.
-        share: Samples in a batch of one process.
-
-    Example:
-        >>> order = list(LengthSampler([1, 9, 1, 9], batch=2, seed=0))
-        >>> sorted(order), order[0] % 2 == order[1] % 2
-        ([0, 1, 2, 3], True)
+        claim: Writes the config into the run folder; None in all processes but the first.
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int] | np.ndarray,
-        batch: int,
-        seed: int,
-        images: Sequence[int] | np.ndarray | None = None,
-        share: int = 1,
-    ) -> None:
-        self.lengths = np.asarray(lengths)
-        self.batch = batch
-        self.seed = seed
-        self.share = share
-        self.seeing = None if images is None or not np.any(images) else np.asarray(images) > 0
-        self.epoch = 0
-        batches = -(-len(self.lengths) // share)
-        if self.seeing is not None and self.seeing.sum() < batches:
-            raise ValueError(
-                f"{self.seeing.sum()} conversations have an image, and {batches} batches of {share} need one each: use "
-                "larger batches, or leave conversations without images out"
-            )
+    def __init__(self, claim: Callable[[], object] | None, stop: StopRequest, progress: bool) -> None:
+        self._claim = claim
+        self._stop = stop
+        self._progress = progress
+        self.stopped = False
 
-    def set_epoch(self, epoch: int) -> None:
-        """Set the next epoch."""
-        self.epoch = epoch
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Show the bar."""
+        steps = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
+        self._bar = progress_bar(desc="train", shown=self._progress and state.is_world_process_zero, **steps)
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        return len(self.lengths)
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
+        """Show the logged values."""
+        self._bar.set_postfix(logs, refresh=False)
 
-    def __iter__(self) -> Iterator[int]:
-        """Yield the samples of an epoch."""
-        order = list(self._shuffled())
-        return iter(order if self.seeing is None else _spread(order, self.seeing, self.share))
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Close the bar."""
+        self._bar.close()
 
-    def _shuffled(self) -> Iterator[int]:
-        rng = np.random.default_rng([self.seed, self.epoch])
-        order = rng.permutation(len(self.lengths))
-        for start in range(0, len(order), self.batch * _WINDOW):
-            window = order[start : start + self.batch * _WINDOW]
-            window = window[np.argsort(self.lengths[window], kind="stable")]
-            full = len(window) // self.batch * self.batch
-            for place in rng.permutation(full // self.batch):
-                yield from window[place * self.batch : (place + 1) * self.batch].tolist()
-            yield from window[full:].tolist()
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Claim the folder once; stop after a signal."""
+        self._bar.update(state.global_step - self._bar.n)
+        if self._claim is not None:
+            self._claim()
+            self._claim = None
+        if self._stop.agreed() and state.global_step < state.max_steps:
+            self.stopped = control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Write `routers.csv` into the run folder."""
+        if args.should_save:
+            write_rows(Path(args.output_dir).parent, rows_of_logs(state.log_history))
 
 
-def _spread(order: list[int], seeing: np.ndarray, share: int) -> list[int]:
-    """Swap the fewest samples such that every batch has one with an image."""
-    batches = [order[start : start + share] for start in range(0, len(order), share)]
-    donors = [batch for batch in batches if seeing[batch].sum() > 1]
-    for batch in batches:
-        if seeing[batch].any():
-            continue
-        donor = donors[-1]
-        place = int(np.flatnonzero(seeing[donor])[-1])
-        batch[-1], donor[place] = donor[place], batch[-1]
-        if seeing[donor].sum() == 1:
-            donors.pop()
-    return [sample for batch in batches for sample in batch]
+def last_checkpoint(folder: Path) -> str | None:
+    """Return the newest checkpoint in a trainer's folder, after checking it; None without finished ones."""
+    newest = read_newest(finished_checkpoints(folder), _check)
+    return None if newest is None else str(newest[0])
+
+
+def finished_checkpoints(folder: Path) -> list[Path]:
+    """Return the finished checkpoints in a trainer's folder, newest first; other files are ignored."""
+    # A checkpoint's `trainer_state.json` is written last.
+    paths = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]
+    return sorted((path for path in paths if (path / _STATE).is_file()), key=_step, reverse=True)
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rsplit("-", 1)[1])
+
+
+def _check(checkpoint: Path) -> None:
+    """Raise a DamagedFileError if a file of a checkpoint is damaged."""
+    try:
+        is_written = bool(read_json_object(checkpoint / _STATE))
+    except ValueError as error:
+        raise DamagedFileError(str(error)) from error
+    if not is_written:
+        raise DamagedFileError(f"{checkpoint / _STATE} holds no state")
+    check_complete(checkpoint)
+    check_sums(checkpoint)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from mmod.extras import name_missing_extra
+from mmod.lazy import name_missing_extra
 
 _PACKAGE = Path(__file__).parents[2]
 _REFUSALS = (ValueError, TypeError, RuntimeError, OSError, ArithmeticError, ModuleNotFoundError)

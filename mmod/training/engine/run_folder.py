@@ -15,8 +15,7 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from mmod.io.claim import check_same, read_claim
-from mmod.io.files import DamagedFileError, parse_json, write_atomically
-from mmod.io.locks import locked
+from mmod.io.files import DamagedFileError, locked, parse_json, write_atomically
 from mmod.io.tensors import check_complete
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all

@@ -23,7 +23,7 @@ from mmod.data.readers import shard_files
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.pairs import pairs_stream
 from mmod.data.readers.shards import ShardSource, expand_pattern
-from mmod.data.readers.source import UnreadableSampleError
+from mmod.data.stream import UnreadableSampleError
 from mmod.data.synthetic.questions import QUESTIONS
 from mmod.io.remote import RemoteConfig, RemoteError, RemoteFiles
 from tests.data.pair_files import tokenizer, transform, write_pairs

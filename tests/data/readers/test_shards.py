@@ -9,7 +9,7 @@ from PIL import Image
 
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.shards import ShardSource, expand_pattern
-from mmod.data.readers.source import UnreadableSampleError
+from mmod.data.stream import UnreadableSampleError
 from mmod.io.remote import RemoteConfig
 from tests.data.pair_files import write_tar
 

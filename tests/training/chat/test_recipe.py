@@ -19,16 +19,14 @@ import mmod
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
-from mmod.io.files import DamagedFileError, UnwrittenError
-from mmod.io.locks import LockedError, locked
+from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
 from mmod.io.tensors import write_tensors
 from mmod.training import fit
-from mmod.training.chat.checkpoints import RunCallback, last_checkpoint
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
 from mmod.training.chat.evaluate import evaluate, mean_over_kinds
 from mmod.training.chat.model import create_model, create_processor, router_parameters
-from mmod.training.chat.trainer import RoutedTrainer
+from mmod.training.chat.trainer import RoutedTrainer, RunCallback, last_checkpoint
 from mmod.training.engine.health import FIGURES
 from tests.disk import small_disk
 from tests.training.chat.configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmod.io.files import DamagedFileError, UnwrittenError
-from mmod.io.locks import LockedError, locked
+from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
 from mmod.training import OptimConfig, TrainConfig
 from mmod.training.engine.checkpoint import (
     Checkpoint,
