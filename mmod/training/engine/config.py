@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typing_extensions import Self
 
 from mmod.config import RoutingConfig
-from mmod.training.engine.methods import resolve_methods, routings_of
+from mmod.training.engine.methods import resolve_methods
 from mmod.values import Limit, check_fields, check_value
 
 if TYPE_CHECKING:
@@ -333,7 +333,7 @@ class LoopConfig(RunConfig):
     @property
     def routings(self) -> dict[str, RoutingConfig]:
         """The routing of each routed part; empty for a dense model."""
-        return routings_of(self.applied)
+        return {name: config for method in self.applied for name, config in getattr(method, "parts", {}).items()}
 
     @property
     def free_keys(self) -> frozenset[str]:

@@ -52,38 +52,27 @@ from mmod.training.engine.run_folder import FitResult, Result, read_fit, run_onc
 from mmod.training.engine.task import Batch, Task, all_finite, autocast, find_nonfinite
 
 
-def run(
-    recipe: LoopParts[Any, Result],
-    *,
-    streams: Streams | None = None,
-    progress: bool = True,
-    tick: Callable[[float], object] = lambda share: None,
-) -> FitResult[Result]:
-    """Train; see `mmod.training.fit`. `tick` receives the share of steps that are done after each of them."""
-    config = recipe.config
-    shared = config.distributed
-    with process_group(config.device, grouped=shared.sharded, timeout=shared.timeout) as process:
-        autocast(process.device, config.precision)
-
-        def train(claim: Callable[[], object]) -> FitResult[Result]:
-            trainer = _Trainer(recipe, process, streams, claim, tick, progress=progress and process.is_first)
-            with stop_signals() as trainer.stop:
-                return trainer.run()
-
-        read = partial(read_fit, kind=recipe.result)
-        return run_once(config, process.rank, process.world, read, train)
-
-
 class LoopRecipe(LoopParts[InLoop, Result]):
     """A kind of training that uses the loop; see `Recipe`."""
 
-    def fit(self, *, streams: Streams | None = None, progress: bool = True) -> FitResult[Result]:
-        """Train, or read the result of a finished run; see `run`."""
-        return run(self, streams=streams, progress=progress)
+    def fit(
+        self, *, streams: Streams | None = None, progress: bool = True, tick: Tick = lambda share: None
+    ) -> FitResult[Result]:
+        """Train, or read the result of a finished run; see `mmod.training.fit`."""
+        config, shared = self.config, self.config.distributed
+        with process_group(config.device, grouped=shared.sharded, timeout=shared.timeout) as process:
+            autocast(process.device, config.precision)
+
+            def train(claim: Callable[[], object]) -> FitResult[Result]:
+                trainer = _Trainer(self, process, streams, claim, tick, progress=progress and process.is_first)
+                with stop_signals() as trainer.stop:
+                    return trainer.run()
+
+            return run_once(config, process.rank, process.world, partial(read_fit, kind=self.result), train)
 
     def train(self, tick: Tick) -> Result:
         """Train, or read the result of a finished run; see `Recipe.train`."""
-        return run(self, progress=False, tick=tick).best
+        return self.fit(progress=False, tick=tick).best
 
     def estimate(self) -> RunEstimate:
         """Count what the run would cost; see `Recipe.estimate`."""

@@ -62,8 +62,3 @@ def resolve_methods(
             raise ValueError(f"methods: {method.kind!r} cannot follow {', '.join(map(repr, refused))}: remove one")
         created.append(method)
     return tuple(created)
-
-
-def routings_of(applied: Sequence[package.Method]) -> dict[str, RoutingConfig]:
-    """Return the routing of each routed part."""
-    return {name: config for method in applied for name, config in getattr(method, "parts", {}).items()}

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
-from typing import Any
 
 import timm
 from huggingface_hub import constants, try_to_load_from_cache
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, Mixup
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import Tensor, nn
 
 from mmod.data.config import DataConfig
 from mmod.training.engine.model import classifier_names, converted
-from mmod.training.image.config import LossConfig, MixupConfig, ModelConfig
+from mmod.training.image.config import LossConfig, ModelConfig
 from mmod.values import near_names
 
 
@@ -81,17 +79,14 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
             "images, one with model.args.global_pool '' patches"
         )
     if pretrained and data.channels == 3:
-        _check_normalisation(data, getattr(model, "pretrained_cfg", {}))
-
-
-def _check_normalisation(data: DataConfig, published: Mapping[str, Any]) -> None:
-    for name, default in {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}.items():
-        actual, expected = tuple(getattr(data, name) or default), tuple(published.get(name, default))
-        if actual != expected:
-            raise ValueError(
-                f"the published weights expect images normalised with {name} {list(expected)}, "
-                f"data gives {list(actual)}; set data.{name} to {list(expected)}"
-            )
+        published = getattr(model, "pretrained_cfg", {})
+        for name, default in {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}.items():
+            actual, expected = tuple(getattr(data, name) or default), tuple(published.get(name, default))
+            if actual != expected:
+                raise ValueError(
+                    f"the published weights expect images normalised with {name} {list(expected)}, "
+                    f"data gives {list(actual)}; set data.{name} to {list(expected)}"
+                )
 
 
 def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:
@@ -101,11 +96,6 @@ def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:
     if mixed:
         return SoftTargetCrossEntropy()
     return LabelSmoothingCrossEntropy(loss.smoothing) if loss.smoothing else nn.CrossEntropyLoss()
-
-
-def create_mixup(mixup: MixupConfig | None, smoothing: float, num_classes: int) -> Mixup | None:
-    """Create timm's mixup; None for none."""
-    return None if mixup is None else Mixup(**vars(mixup), label_smoothing=smoothing, num_classes=num_classes)
 
 
 def adapt_weights(

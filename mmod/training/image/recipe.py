@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from timm.data import Mixup
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
@@ -27,7 +28,7 @@ from mmod.training.engine.model import load_weights
 from mmod.training.engine.recipe import Reading, kept_shares
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, at_capacities, evaluate
-from mmod.training.image.model import adapt_weights, check_input, create_criterion, create_dense_model, create_mixup
+from mmod.training.image.model import adapt_weights, check_input, create_criterion, create_dense_model
 from mmod.training.image.task import ClassificationTask, ElasticTask
 
 
@@ -87,13 +88,17 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> ClassificationTask:
         """Create the task with the config's criterion, mixup and distillation."""
         config = self.config
+        mixup = None
+        if config.mixup is not None:
+            classes = getattr(model, "num_classes", 0)
+            mixup = Mixup(**vars(config.mixup), label_smoothing=config.loss.smoothing, num_classes=classes)
         task = ClassificationTask if config.elastic is None else partial(ElasticTask, elastic=config.elastic)
         return task(
             model,
             create_criterion(config.loss, mixed=config.mixup is not None),
             temperature=config.distill.temperature,
             feature_weight=config.distill.features,
-            mixup=create_mixup(config.mixup, config.loss.smoothing, getattr(model, "num_classes", 0)),
+            mixup=mixup,
             **self.task_options(teacher),
         )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import open_clip
@@ -15,9 +14,7 @@ from torch import nn
 
 from mmod.data.readers.pairs import Tokenizer, Transform
 from mmod.io.configs import find_config
-from mmod.io.tensors import write_tensors
-from mmod.methods.read import is_added
-from mmod.training.engine.checkpoint import find_weights, read_weights
+from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.model import classifier_names, converted, load_weights
 from mmod.training.pairs.config import ModelConfig
@@ -69,27 +66,6 @@ def create_loss(kind: str, process: Process) -> nn.Module:
         "distill": open_clip.DistillClipLoss,
     }
     return kinds[kind](**place, **gathering)
-
-
-def save_dense(model: Any, name: str, folder: Path) -> None:
-    """Write a dense model into a folder that `open_clip.create_model("local-dir:FOLDER")` reads."""
-    from open_clip.push_to_hf_hub import save_config_for_hf
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save_config_for_hf(model, folder / "open_clip_config.json", model_config=open_clip.get_model_config(name))
-    write_tensors(folder / "open_clip_model.safetensors", model.state_dict())
-
-
-def load_by_open_clip(model: Any, checkpoint: str) -> bool:
-    """Load a dense checkpoint, which open_clip converts if necessary; return whether it is dense."""
-    file = find_weights(checkpoint)
-    if file.suffix not in (".npz", ".npy") and any(map(is_added, read_weights(file))):
-        return False
-    try:
-        open_clip.load_checkpoint(model, str(file), strict=True, weights_only=True)
-    except RuntimeError as error:
-        raise ValueError(f"checkpoint {checkpoint!r} does not fit the model: {error}") from error
-    return True
 
 
 def load_image_tower(visual: nn.Module, checkpoint: str) -> None:

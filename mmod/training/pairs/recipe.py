@@ -10,14 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import open_clip
+from open_clip.push_to_hf_hub import save_config_for_hf
 from torch import Tensor, nn
 
 from mmod import is_routed
 from mmod.analysis import FlopReport, flops
 from mmod.data.loader import BatchStream
 from mmod.data.readers.pairs import pairs_stream
+from mmod.io.tensors import write_tensors
 from mmod.methods import Method
+from mmod.methods.read import is_added
 from mmod.pretrained import save_pretrained
+from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.recipe import Reading, kept_shares
@@ -27,9 +31,7 @@ from mmod.training.pairs.model import (
     create_loss,
     create_model,
     create_transforms,
-    load_by_open_clip,
     load_image_tower,
-    save_dense,
 )
 from mmod.training.pairs.task import PairsTask
 
@@ -67,8 +69,15 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
         return model
 
     def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
-        """Load a checkpoint as open_clip does if it is dense; see `LoopParts.load_dense`."""
-        return {} if load_by_open_clip(model, checkpoint) else super().load_dense(model, checkpoint, methods)
+        """Load a checkpoint as open_clip does, which converts it, if it is dense; see `LoopParts.load_dense`."""
+        file = find_weights(checkpoint)
+        if file.suffix not in (".npz", ".npy") and any(map(is_added, read_weights(file))):
+            return super().load_dense(model, checkpoint, methods)
+        try:
+            open_clip.load_checkpoint(model, str(file), strict=True, weights_only=True)
+        except RuntimeError as error:
+            raise ValueError(f"checkpoint {checkpoint!r} does not fit the model: {error}") from error
+        return {}
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training pairs, for the model's image size and context length."""
@@ -137,7 +146,10 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for open_clip's `local-dir:` if the model is dense."""
+        described = open_clip.get_model_config(self.config.model.name)
         if is_routed(model):
-            save_pretrained(model, folder, architecture=open_clip.get_model_config(self.config.model.name))
-        else:
-            save_dense(model, self.config.model.name, folder)
+            save_pretrained(model, folder, architecture=described)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        save_config_for_hf(model, folder / "open_clip_config.json", model_config=described)
+        write_tensors(folder / "open_clip_model.safetensors", model.state_dict())

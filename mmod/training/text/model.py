@@ -32,12 +32,6 @@ def create_dense(config: ModelConfig) -> Any:
     return AutoModelForCausalLM.from_config(model_config).train()
 
 
-def with_tied_weights(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return weights with those that a checkpoint leaves out because they are tied to others."""
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    return {**{name: state[source] for name, source in tied.items()}, **state}
-
-
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
     """Return the logits (B, L, 256) of the byte after each of some bytes (B, L)."""
     logits: Tensor = model(input_ids=tokens, use_cache=False).logits

@@ -17,7 +17,7 @@ from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.recipe import Reading, kept_shares
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate, judge_text
-from mmod.training.text.model import create_dense, logits_of, window_flops, with_tied_weights
+from mmod.training.text.model import create_dense, logits_of, window_flops
 from mmod.training.text.task import TextTask
 
 
@@ -34,8 +34,9 @@ class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
         return model
 
     def adapted(self, model: Any, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
-        """Return weights with tied ones under all of their names."""
-        return with_tied_weights(model, state)
+        """Return weights with those that a checkpoint leaves out because they are tied to others."""
+        tied = getattr(model, "all_tied_weights_keys", None) or {}
+        return {**{name: state[source] for name, source in tied.items()}, **state}
 
     def checkpoint_gradients(self, model: Any) -> None:
         """Make a model recompute activations in the backward pass."""

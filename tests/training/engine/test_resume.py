@@ -28,7 +28,6 @@ from mmod.training.engine.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from mmod.training.engine.loop import run as run_loop
 from mmod.training.engine.run_folder import run_once
 from mmod.training.kinds import recipe_of
 from tests.disk import small_disk
@@ -300,7 +299,7 @@ def test_a_run_whose_folder_is_removed_ends_with_its_path_and_creates_nothing(tm
     streams = TensorStream(8, seed=0), TensorStream(8, seed=None)
     message = r"run/checkpoints/step-000000004-epoch-00000' could not be written: No such file or directory"
     with pytest.raises(UnwrittenError, match=message):
-        run_loop(recipe_of(config), streams=streams, progress=False, tick=remove)  # type: ignore[arg-type]
+        recipe_of(config).fit(streams=streams, progress=False, tick=remove)  # type: ignore[call-arg]
     assert not (tmp_path / "run").exists()
 
 

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 import mmod
 from mmod.training import fit
-from mmod.training.engine.loop import run
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.recipe import TextRecipe
 from mmod.training.text.task import TextTask
@@ -49,7 +48,7 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path, changes: di
 
     recipe.create_streams = create_streams  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
-        run(recipe, progress=False)
+        recipe.fit(progress=False)
     parts = fit(config, progress=False)
     assert parts.evaluation == whole.evaluation
     own, other = (weights(tmp_path / name / "model") for name in ("whole", "parts"))
