@@ -17,15 +17,8 @@ from torch import Tensor
 from mmod.data.config import EMBEDDED, DataConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.hf_datasets import StreamedSource, is_streamed
-from mmod.data.stream import (
-    BatchStream,
-    ImageReader,
-    ImageSource,
-    LabelledSource,
-    MemoryReader,
-    Subset,
-    UnreadableSampleError,
-)
+from mmod.data.readers.images import ImageSource, LabelledSource, Subset, UnreadableSampleError
+from mmod.data.stream import BatchStream, ImageReader, MemoryReader
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.crowds import CROWDS
 from mmod.data.synthetic.digits import DIGITS

@@ -201,8 +201,8 @@ def read_images(
     import torch
 
     from mmod.data.corrupt import CorruptReport
+    from mmod.data.readers.images import UnreadableSampleError
     from mmod.data.readers.timm import TimmSource
-    from mmod.data.stream import UnreadableSampleError
 
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no folder of images at {folder!r}")

@@ -11,8 +11,7 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.corrupt import CorruptDataError, Fault
-from mmod.data.readers.images import MAX_BYTES, decode_image
-from mmod.data.stream import UnreadableSampleError
+from mmod.data.readers.images import MAX_BYTES, UnreadableSampleError, decode_image
 from mmod.lazy import name_missing_extra
 
 PREFIX = "hf-datasets:"

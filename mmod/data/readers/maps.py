@@ -8,9 +8,8 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.corrupt import Fault
-from mmod.data.readers.images import IMAGE_EXTENSIONS, decode_image, open_image, read_image
+from mmod.data.readers.images import IMAGE_EXTENSIONS, UnreadableSampleError, decode_image, open_image, read_image
 from mmod.data.readers.shards import patch_classes
-from mmod.data.stream import UnreadableSampleError
 
 
 class MapSource:

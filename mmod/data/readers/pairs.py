@@ -9,8 +9,9 @@ from torch import Tensor
 from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.hf_datasets import StreamedSource, is_streamed
+from mmod.data.readers.images import ImageSource
 from mmod.data.readers.shards import CAPTION, ShardSource
-from mmod.data.stream import BatchStream, ImageReader, ImageSource
+from mmod.data.stream import BatchStream, ImageReader
 from mmod.data.synthetic.scenes import SCENES
 
 Transform = Callable[..., Tensor]

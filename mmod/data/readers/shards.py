@@ -20,9 +20,8 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.corrupt import CorruptReport, Fault
-from mmod.data.readers.images import IMAGE_EXTENSIONS, MAX_BYTES, decode_image, open_image
+from mmod.data.readers.images import IMAGE_EXTENSIONS, MAX_BYTES, UnreadableSampleError, decode_image, open_image
 from mmod.data.readers.shard_files import Index, ShardFiles, read_at
-from mmod.data.stream import UnreadableSampleError
 from mmod.io.files import check_regular
 from mmod.io.remote import RemoteConfig, RemoteError, is_remote
 

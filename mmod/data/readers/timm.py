@@ -9,8 +9,7 @@ from PIL import Image
 
 from mmod.data.config import FOLDERS, check_name
 from mmod.data.corrupt import Fault
-from mmod.data.readers.images import convert_image, decode_image, open_image, read_image
-from mmod.data.stream import UnreadableSampleError
+from mmod.data.readers.images import UnreadableSampleError, convert_image, decode_image, open_image, read_image
 
 _SYNONYMS = (("train", "training"), ("val", "valid", "validation", "eval", "evaluation"))
 

@@ -8,8 +8,8 @@ import pytest
 from PIL import Image
 
 from mmod.data.corrupt import CorruptDataError, CorruptReport
+from mmod.data.readers.images import UnreadableSampleError
 from mmod.data.readers.shards import ShardSource, expand_pattern
-from mmod.data.stream import UnreadableSampleError
 from mmod.io.remote import RemoteConfig
 from tests.data.pair_files import write_tar
 

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmod.data.config import DataConfig
 from mmod.data.loader import create_eval_stream, create_train_stream
-from mmod.data.stream import spread
+from mmod.data.readers.images import spread
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,8 @@ import pytest
 from PIL import Image
 
 from mmod.data import DataConfig, create_eval_stream
+from mmod.data.readers.images import UnreadableSampleError
 from mmod.data.readers.timm import TimmSource
-from mmod.data.stream import UnreadableSampleError
 
 
 @pytest.fixture
