@@ -144,6 +144,36 @@ def estimate_of(value: float, resampled: Values) -> Estimate:
     return Estimate(float(value), float(low), float(high))
 
 
+def share_of(is_so_I: Values) -> Estimate:
+    """Return the share of ones among zeros and ones; the interval has a width even where all are equal.
+
+    Source: Wilson, Journal of the American Statistical Association 22 (1927).
+
+    Example:
+        >>> print(100 * share_of(np.ones(64)))
+        100.0 [94.3, 100.0]
+    """
+    images, share = len(is_so_I), float(is_so_I.mean())
+    extra = _NORMAL**2 / images
+    middle = (share + extra / 2) / (1 + extra)
+    half = (extra * share * (1 - share) + extra**2 / 4) ** 0.5 / (1 + extra)
+    return Estimate(share, min(share, middle - half), max(share, middle + half))
+
+
+def change_of(change_I: Values) -> Estimate:
+    """Return the mean of changes by -1, 0 or 1; the interval has a width even where nothing changed.
+
+    Source: Bonett and Price, Journal of Educational and Behavioral Statistics 37 (2012): one more change each way.
+
+    Example:
+        >>> print(100 * change_of(np.zeros(256)))
+        0.0 [-1.1, 1.1]
+    """
+    padded = np.append(change_I, [1.0, -1.0])
+    middle, half = float(padded.mean()), _NORMAL * float(padded.std()) / len(padded) ** 0.5
+    return Estimate(float(change_I.mean()), middle - half, middle + half)
+
+
 class Resampling:
     """The bootstrap over images, see `resampled_means`, with the same draws for all figures that are compared."""
 

@@ -46,9 +46,10 @@ class RecipeResult:
     cache: int | None = None
 
     @property
-    def loss(self) -> float:
+    def loss(self) -> Estimate:
         """Accuracy lost, or disagreement where there are no labels."""
-        return 1 - self.score.value if self.accuracy is None else -self.accuracy.value
+        kept, whole = (self.score, 1) if self.accuracy is None else (self.accuracy, 0)
+        return Estimate(whole - kept.value, whole - kept.high, whole - kept.low)
 
 
 @dataclass(frozen=True)
@@ -87,23 +88,36 @@ class Advice:
     @property
     def best(self) -> RecipeResult | None:
         """The fastest recipe within the tolerance; None if none of them is faster than the dense model."""
-        fitting = [row for row in self.rows if row.loss <= self.tolerance and row.speedup.low >= LEAST_SPEEDUP]
-        return max(fitting, key=lambda row: row.speedup.median, default=None)
+        return next((row for row in self._faster if row.loss.value <= self.tolerance), None)
+
+    @property
+    def undecided(self) -> tuple[RecipeResult, ...]:
+        """Recipes on the front whose intervals include the tolerance, if faster than any that clearly keeps it."""
+        clear = next((place for place, row in enumerate(self._faster) if row.loss.high <= self.tolerance), None)
+        return tuple(row for row in self._faster[:clear] if row.on_front and row.loss.low <= self.tolerance)
+
+    @property
+    def _faster(self) -> list[RecipeResult]:
+        return [row for row in self.rows if row.speedup.low >= LEAST_SPEEDUP]
 
     @property
     def sentence(self) -> str:
-        """The advice in one sentence."""
+        """The advice in one sentence, and which recipes so few samples leave undecided."""
+        limit = f"{100 * self.tolerance:g} %"
+        names = [f"{row.name} ({row.speedup.median:.2f} times as fast)" for row in self.undecided]
+        unsure = (
+            f" {self.images} {self.samples} are too few to tell whether more than {limit} is lost by "
+            f"{' and '.join(names)}."
+            if names
+            else ""
+        )
         if self.best is None:
-            return f"Nothing here pays at a tolerance of {100 * self.tolerance:g} %: keep the dense model."
+            return f"Nothing here pays at a tolerance of {limit}: keep the dense model.{unsure}"
         row = self.best
         action = row.advice or f"use `{row.code}`"
         shown = f"{100 * row.score} %"
         kept = f"at {shown} agreement" if self.measure == AGREEMENT else f"at a {self.measure} of {row.score:.3f}"
         change = "" if row.accuracy is None else f", accuracy {100 * row.accuracy.value:+.1f} points"
-        lowest = row.score.low - 1 if row.accuracy is None else row.accuracy.low
-        unsure = (
-            "" if lowest >= -self.tolerance else f" The interval reaches beyond the tolerance: try more {self.samples}."
-        )
         return (
             f"{action[0].upper()}{action[1:]}: {row.speedup.median:.2f} times as fast {kept} with the dense "
             f"model{change}.{unsure}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import nn
 
 from mmod.adapters import BlockStack, find_part, find_stacks
 from mmod.analysis.modes import in_mode
-from mmod.analysis.statistics import Estimate, estimate_of, resampled_means
+from mmod.analysis.statistics import Estimate, change_of, estimate_of, resampled_means, share_of
 from mmod.analysis.timing import interleave, ratios
 from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
@@ -225,8 +225,10 @@ class _Trials:
             yield RecipeResult(
                 name,
                 ratios(self.times[DENSE], self.times[name]),
-                _mean(self.scores[name]),
-                _mean(self.correct[name] - self.correct[DENSE][:count]) if self.samples.has_labels else None,
+                _mean(self.scores[name], share_of, {0, 1}),
+                _mean(self.correct[name] - self.correct[DENSE][:count], change_of, {-1, 0, 1})
+                if self.samples.has_labels
+                else None,
                 count,
                 recipe.code(self.part, depth),
                 recipe.config(self.part, depth),
@@ -253,5 +255,8 @@ class _Trials:
         return interleave(calls, seconds=0, rounds=ROUNDS, device=device, warmup=1)
 
 
-def _mean(values: np.ndarray) -> Estimate:
+def _mean(values: np.ndarray, of_counts: Callable[[np.ndarray], Estimate], counts: set[int]) -> Estimate:
+    """Return a mean: by its own formula of counts, and by the bootstrap for cosines and shares of a prompt."""
+    if counts.issuperset(values):
+        return of_counts(values)
     return estimate_of(float(values.mean()), resampled_means(values[:, None], _DRAWS, seed=0)[:, 0])

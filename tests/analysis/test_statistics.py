@@ -8,7 +8,16 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from mmod.analysis.statistics import Estimate, Resampling, difference, estimate_of, published, resampled_means
+from mmod.analysis.statistics import (
+    Estimate,
+    Resampling,
+    change_of,
+    difference,
+    estimate_of,
+    published,
+    resampled_means,
+    share_of,
+)
 
 # What both bootstraps gave before they became one: value, and the ends of both intervals.
 FIGURES = [
@@ -51,3 +60,22 @@ def test_audits_and_studies_publish_one_type_under_their_names() -> None:
         "to_dense": {"mean": 2.0, "low": gap.low, "high": gap.high, "seeds": 2},
         "one_seed": {"mean": 1.0, "low": None, "high": None, "seeds": 1},
     }
+
+
+@pytest.mark.parametrize("images", [32, 256])
+@pytest.mark.parametrize("lost", [0.0, 0.02, 0.1])
+def test_intervals_of_counts_hold_the_truth_where_little_changes(images: int, lost: float) -> None:
+    rng = np.random.default_rng(0)
+    held = {share_of: 0, change_of: 0}
+    for _ in range(1000):
+        # A quarter as many images become right as become wrong.
+        drawn = rng.random(images)
+        is_lost, is_gained = drawn < lost, drawn > 1 - lost / 4
+        for of, values, truth in (
+            (share_of, 1.0 - is_lost, 1 - lost),
+            (change_of, is_gained - 1.0 * is_lost, -0.75 * lost),
+        ):
+            estimate = of(values)
+            assert estimate.low <= estimate.value <= estimate.high
+            held[of] += estimate.low <= truth <= estimate.high
+    assert min(held.values()) >= 930

@@ -14,8 +14,11 @@ import yaml
 from torch import Tensor, nn
 
 import mmod
+from mmod.analysis.statistics import Estimate
+from mmod.analysis.timing import Spread
 from mmod.methods import methods_of, read_method
 from mmod.planning import samples, trials
+from mmod.planning.advice import Advice, RecipeResult
 from mmod.planning.recipes import Recipe
 from mmod.training.engine.methods import resolve_routing
 from tests.adapters.clip_zoo import make_clip, make_images
@@ -57,7 +60,10 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     advice = mmod.advise(model, [pictures(12, flat=True)], batch_size=3, folder=tmp_path, progress=False)
     assert advice.best is not None
     assert advice.best.name == "images of 96 px"
-    assert advice.sentence.startswith("Use images of 96 px: 2.00 times as fast at 100.0 [100.0, 100.0] % agreement")
+    assert advice.sentence.startswith("Use images of 96 px: 2.00 times as fast at 100.0 [75.8, 100.0] % agreement")
+    assert advice.sentence.endswith(
+        "12 images are too few to tell whether more than 2 % is lost by images of 96 px (2.00 times as fast)."
+    )
     assert advice.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=96))"
     assert advice.rows[0].on_front
     assert not methods_of(model)
@@ -73,7 +79,7 @@ def test_nothing_is_advised_where_nothing_pays(clock: Callable[..., None]) -> No
     clock({"random 0.5": 5.0})
     advice = mmod.advise(make(), [pictures(8)], tolerance=0.0, progress=False)
     fast = next(row for row in advice.rows if row.name == "random 0.5")
-    if fast.loss > 0:
+    if fast.loss.value > 0:
         assert advice.best is None
     others = [row for row in advice.rows if row is not fast]
     assert not any(row.on_front for row in others)
@@ -81,6 +87,32 @@ def test_nothing_is_advised_where_nothing_pays(clock: Callable[..., None]) -> No
     assert "Nothing here pays at a tolerance of 2 %" in str(slow)
     assert slow._repr_markdown_() == str(slow)
     assert slow.code == ""
+
+
+def test_what_the_images_leave_open_is_named() -> None:
+    def advice(*rows: tuple[str, float, float, float]) -> Advice:
+        results = tuple(
+            RecipeResult(
+                name, Spread(speed, speed, speed), Estimate((low + high) / 2, low, high), None, 64, "", "", "", True
+            )
+            for name, speed, low, high in rows
+        )
+        return Advice(results, {}, "agreement", None, 10.0, 8, 64, 0.02)
+
+    clear, lost = ("clear", 1.5, 0.99, 1.0), ("lost", 2.0, 0.90, 0.95)
+    for rows, best, open_ones in (
+        ([lost, clear], "clear", []),
+        ([("lower", 1.7, 0.96, 0.985), clear], "clear", ["lower"]),
+        ([("higher", 1.7, 0.97, 0.999), clear], "higher", ["higher"]),
+        # Slower than what is clear, or hardly faster than the dense model.
+        ([clear, ("slow", 1.4, 0.97, 0.999)], "clear", []),
+        ([lost, ("noise", 1.02, 0.97, 0.999)], None, []),
+        ([("lower", 1.7, 0.96, 0.985)], None, ["lower"]),
+    ):
+        found = advice(*rows)
+        assert (found.best.name if found.best else None) == best
+        assert [row.name for row in found.undecided] == open_ones
+        assert ("64 images are too few" in found.sentence) == bool(open_ones)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_classes": 0}], ids=["classes", "features"])
