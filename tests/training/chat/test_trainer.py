@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmod
-from mmod.data.readers.chat import ChatCollator, LengthSampler, RoutedTrainer, training_arguments
+from mmod.data.readers.chat import ChatCollator, LengthSampler
 from mmod.data.readers.conversations import open_conversations
 from mmod.io.files import UnwrittenError
 from mmod.training.chat.model import create_model
+from mmod.training.chat.trainer import RoutedTrainer, training_arguments
 from mmod.training.engine.health import RouterHealth
 from tests.training.chat.configs import vlm_config
 
