@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mmod.io.tables import html_table, text_table
+from mmod.io.tables import markdown_table
 
 REST = ""
 
@@ -35,7 +35,7 @@ class BlockFlops:
 
 @dataclass(frozen=True)
 class FlopCounts:
-    """FLOPs of a model by block; `print` shows a summary and a table, notebooks the same as HTML."""
+    """FLOPs of a model by block; `print` and notebooks show a summary and a table."""
 
     blocks: tuple[BlockFlops, ...]
     rest: BlockFlops
@@ -85,11 +85,9 @@ class FlopCounts:
 
     def __str__(self) -> str:
         header, *rows = self.rows()
-        return "\n".join([*self.summary(), text_table(header, rows)])
+        return "\n".join([*self.summary(), "", markdown_table(header, rows)])
 
-    def _repr_html_(self) -> str:
-        header, *rows = self.rows()
-        return html_table(header, rows, self.summary())
+    _repr_markdown_ = __str__  # Notebooks show it.
 
 
 @dataclass(frozen=True)

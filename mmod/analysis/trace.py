@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.blocks import deciding_modules
-from mmod.io.tables import html_table, text_table
+from mmod.io.tables import markdown_table
 from mmod.methods.base import methods_of
 from mmod.routing import Routing
 from mmod.values import check_module
@@ -109,12 +109,9 @@ class Trace(Mapping[str, Routing]):
         return [[name, str(tokens[name]), f"{share:.3f}"] for name, share in self.kept_shares().items()]
 
     def __str__(self) -> str:
-        return f"{self._summary()}\n{text_table(_HEADER, self._rows())}"
+        return f"{self._summary()}\n\n{markdown_table(_HEADER, self._rows())}"
 
-    __repr__ = __str__
-
-    def _repr_html_(self) -> str:
-        return html_table(_HEADER, self._rows(), [self._summary()])
+    __repr__ = _repr_markdown_ = __str__
 
 
 def _name(module: str, place: str) -> str:
@@ -143,10 +140,12 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         torch.Size([1, 50])
         >>> print(decisions)
         3 decisions, 0.495 of the tokens kept on average
-        decision  tokens   kept
-        blocks.1     101  0.495
-        blocks.3     101  0.495
-        blocks.5     101  0.495
+        <BLANKLINE>
+        | decision | tokens |  kept |
+        | :------- | -----: | ----: |
+        | blocks.1 |    101 | 0.495 |
+        | blocks.3 |    101 | 0.495 |
+        | blocks.5 |    101 | 0.495 |
     """
     decisions = Trace(model)
     if not decisions.names and not methods_of(model):

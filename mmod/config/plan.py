@@ -13,7 +13,7 @@ from typing import Any
 from mmod.config.parts import Gate, Score, WithImportance, plain, spelled
 from mmod.config.registry import read_parts
 from mmod.io.files import check_regular, parse_json, write_atomically
-from mmod.io.tables import html_table, text_table
+from mmod.io.tables import markdown_table
 from mmod.values import check_fields, check_value, refuse_unknown
 
 OPERATORS = ("block", "attention", "mlp")
@@ -61,9 +61,11 @@ class Plan:
         >>> plan = Plan((1, 2, 4), (0.5, 0.5, 0.25), depth=5, operators=("block", "block", "mlp"), router="norm")
         >>> print(plan)
         3 of 5 blocks are routed by norm, mean capacity of all blocks 0.65
-        blocks  capacity  operator  context
-        1-2          0.5  block     kept
-        4           0.25  mlp       kept
+        <BLANKLINE>
+        | blocks | capacity | operator | context |
+        | -----: | -------: | :------- | :------ |
+        |    1-2 |      0.5 | block    | kept    |
+        |      4 |     0.25 | mlp      | kept    |
         >>> Plan.from_dict(plan.to_dict()) == plan
         True
     """
@@ -122,8 +124,8 @@ class Plan:
         """Index, capacity, operator and context of each routed block."""
         return tuple(zip(self.blocks, self.capacities, self.operators, self.contexts))
 
-    def _table(self) -> tuple[list[tuple[str, str, str, str]], str]:
-        """Return a row for each run of consecutive blocks that are routed alike, and a sentence."""
+    def __str__(self) -> str:
+        """Return a sentence, and a table with a row for each run of consecutive blocks that are routed alike."""
         runs: list[list[tuple[int, float, str, str]]] = []
         for row in self.rows:
             if runs and runs[-1][-1][0] == row[0] - 1 and runs[-1][-1][1:] == row[1:]:
@@ -138,16 +140,10 @@ class Plan:
         if isinstance(self.router, WithImportance) and self.router.reads_importance:
             by += f" ({self.router.importance})"
         mean = f"mean capacity of all blocks {self.mean_capacity:.3g}"
-        return rows, f"{len(self.blocks)} of {self.depth} blocks are routed{by}, {mean}"
+        sentence = f"{len(self.blocks)} of {self.depth} blocks are routed{by}, {mean}"
+        return f"{sentence}\n\n{markdown_table(_HEADER, rows)}"
 
-    def __str__(self) -> str:
-        """Return the plan as a table; other blocks are dense."""
-        rows, sentence = self._table()
-        return f"{sentence}\n{text_table(_HEADER, rows)}"
-
-    def _repr_html_(self) -> str:
-        rows, sentence = self._table()
-        return html_table(_HEADER, rows, [sentence])
+    _repr_markdown_ = __str__  # Notebooks show it.
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields as plain JSON values."""

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from mmod.config.parts import IMPORTANCE, Gate, LanguageRouting, Merged, Score, Threshold, plain, spelled
 from mmod.config.plan import CONTEXTS, DEPTH, OPERATORS, Plan
 from mmod.config.registry import LOSSES, SCORES, read_parts, revised
-from mmod.io.tables import html_table
 from mmod.values import check_fields, check_value, refuse_unknown
 
 if TYPE_CHECKING:
@@ -270,11 +269,6 @@ class RoutingConfig:
     def __repr__(self) -> str:
         """Return the call that makes the config, without fields that have their defaults."""
         return f"RoutingConfig({', '.join(f'{name}={spelled(value)!r}' for name, value in self._differing().items())})"
-
-    def _repr_html_(self) -> str:
-        rows = [(name, repr(spelled(value))) for name, value in self._differing().items()]
-        above = f"RoutingConfig, {'other' if rows else 'all'} fields at their defaults"
-        return html_table(["field", "value"], rows, [above])
 
     def to_dict(self, settled: bool = False) -> dict[str, Any]:
         """Return plain JSON values.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmod.adapters import find_part
 from mmod.config import Plan
 from mmod.io.progress import progress_bar
-from mmod.io.tables import text_table
+from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.ops.intercept import AttentionCall, AttentionIntercept, inside
 from mmod.values import check_value
@@ -75,12 +75,12 @@ class LayerRanks:
     def __str__(self) -> str:
         """Return the ranks as a table, lowest first."""
         rows = sorted(zip(self.names, self.ranks), key=lambda row: row[1])
-        table = text_table(
+        table = markdown_table(
             ["layer", "rank", "share"], [(name, f"{rank:.1f}", f"{rank / self.tokens:.3f}") for name, rank in rows]
         )
         tolerance = "fp32 epsilon times tokens" if self.tolerance is None else f"{self.tolerance:g}"
         return (
-            f"{table}\nmean over heads and {self.samples} samples of {self.tokens:.1f} tokens on average; singular "
+            f"{table}\n\nmean over heads and {self.samples} samples of {self.tokens:.1f} tokens on average; singular "
             f"values below {tolerance} of the largest do not count"
         )
 

@@ -17,7 +17,7 @@ from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis.flops import flops
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
 from mmod.config import Plan, RoutingConfig, spelled
-from mmod.io.tables import text_table
+from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.model import capacities, routed_blocks, routing_configs, set_capacity_, unroute_
 from mmod.ops.select import kept_count
@@ -221,13 +221,13 @@ class LearnedPlan:
     def __str__(self) -> str:
         """Return the capacities as a table, and the share of the cost."""
         rows = zip(self.names, self.learned, self.plan.capacities, self.shares)
-        table = text_table(
+        table = markdown_table(
             ["block", "learned", "capacity", "share of the cost"],
             [(name, f"{capacity:.4f}", f"{kept:g}", f"{share:.4f}") for name, capacity, kept, share in rows],
         )
         return (
-            f"{table}\n{len(self.names)} of {self.plan.depth} blocks are routed\n{self.share:.4f} of the dense model's "
-            f"{self.cost}, for a budget of {self.budget:.4g}"
+            f"{table}\n\n{len(self.names)} of {self.plan.depth} blocks are routed, {self.share:.4f} of the dense model's "
+            f"{self.cost} for a budget of {self.budget:.4g}"
         )
 
     @name_missing_extra()

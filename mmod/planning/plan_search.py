@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from mmod.analysis.flops import flops
 from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.timing import interleave, relative_times
 from mmod.config import Plan, RoutingConfig, Score
-from mmod.io.tables import text_table
+from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.model import route_, unroute_
 from mmod.values import check_value
@@ -286,12 +285,11 @@ class PlanSearch:
         measured = "" if self.divergence is None else f", of the complete plan {self.divergence:.4g}"
         return (
             f"{plan}\n{share}, sum of divergences {self.score(plan):.4g}{measured}\n\n"
-            f"divergence added by each option, mean over {self.rows} rows\n"
-            f"{text_table(['block', *map(str, self.options)], rows)}"
+            f"divergence added by each option, mean over {self.rows} rows\n\n"
+            f"{markdown_table(['block', *map(str, self.options)], rows)}"
         )
 
-    def _repr_html_(self) -> str:
-        return f"<pre>{escape(str(self))}</pre>"
+    _repr_markdown_ = __str__  # Notebooks show it.
 
     @name_missing_extra()
     def plot(self, path: str | Path) -> None:

@@ -135,69 +135,27 @@ class Runner:
 
 
 class _Bar:
-    """A bar over all runs, with the time left at the rate measured so far."""
+    """A bar over all runs, weighed by their work."""
 
     def __init__(self, jobs: Sequence[Job[Any]], title: str, progress: bool) -> None:
-        self.jobs = jobs
-        self.shares = [0.0] * len(jobs)
-        self.total = sum(job.work for job in jobs)
-        self.started: tuple[float, float] | None = None
-        layout = f"{title}: {{percentage:.0f}} % |{{bar}}| {{desc}}"
-        self.bar = progress_bar(total=self.total, bar_format=layout, shown=progress)
-        self.shown = 0.0
+        self.jobs, self.shares = jobs, [0.0] * len(jobs)
+        layout = f"{title}: {{percentage:.0f}} % |{{bar}}| {{desc}}, {{remaining}} left"
+        self.bar = progress_bar(total=sum(job.work for job in jobs), bar_format=layout, shown=progress)
 
     def __enter__(self) -> _Bar:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self.started is not None:
-            self._show()
         self.bar.close()
-
-    @property
-    def done(self) -> float:
-        """The work done so far."""
-        return sum(job.work * share for job, share in zip(self.jobs, self.shares))
 
     def begin(self, index: int) -> None:
         """Name the run that begins."""
-        self.name = str(self.jobs[index])
-        self._show()
+        self.bar.set_description_str(str(self.jobs[index]))
 
     def update(self, index: int, share: float) -> None:
         """Record the progress of a run."""
+        self.bar.update(self.jobs[index].work * max(0.0, share - self.shares[index]))
         self.shares[index] = max(share, self.shares[index])
-        # Runs of an earlier start say nothing about the rate, so the clock starts at the first report.
-        self.started = self.started or (time.perf_counter(), self.done)
-        if time.monotonic() - self.shown > 0.5:
-            self._show()
-
-    def _show(self) -> None:
-        self.shown = time.monotonic()
-        self.bar.n = self.done
-        self.bar.set_description_str(f"{self.name}, {self._left()}")
-
-    def _left(self) -> str:
-        done = self.done
-        if self.started is None or done <= self.started[1]:
-            return "time left: measuring"
-        seconds = time.perf_counter() - self.started[0]
-        return in_words(seconds * (self.total - done) / (done - self.started[1]))
-
-
-def in_words(seconds: float) -> str:
-    """Return how much time is left, in words.
-
-    Example:
-        >>> in_words(20), in_words(250), in_words(9000)
-        ('less than a minute left', 'about 4 minutes left', 'about 2.5 hours left')
-    """
-    if seconds < 60:
-        return "less than a minute left"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return f"about {minutes} minute{'' if minutes == 1 else 's'} left"
-    return f"about {seconds / 3600:.1f} hours left"
 
 
 _reports: Any = None

@@ -71,7 +71,7 @@ def test_the_best_measured_plan_within_the_budget_of_time_wins(
     assert found.score(found.plan) == min(map(found.score, fitting))
     assert found.time == pytest.approx(20 * measured[found.plan])
     assert f"{found.time:.4g} of the dense model's 20 milliseconds" in str(found)
-    assert str(found.plan) in found._repr_html_()
+    assert str(found.plan) in found._repr_markdown_()
 
 
 @pytest.mark.parametrize("exponent", [0.8, 1.0, 1.3])
