@@ -226,8 +226,8 @@ class LearnedPlan:
             [(name, f"{capacity:.4f}", f"{kept:g}", f"{share:.4f}") for name, capacity, kept, share in rows],
         )
         return (
-            f"{table}\n\n{len(self.names)} of {self.plan.depth} blocks are routed, {self.share:.4f} of the dense model's "
-            f"{self.cost} for a budget of {self.budget:.4g}"
+            f"{table}\n\n{len(self.names)} of {self.plan.depth} blocks are routed, {self.share:.4f} of the "
+            f"dense model's {self.cost} for a budget of {self.budget:.4g}"
         )
 
     @name_missing_extra()

@@ -57,7 +57,7 @@ def test_a_plan_routes_the_layers_of_lowest_rank(tmp_path: Path) -> None:
     assert plan.mean_capacity == pytest.approx(0.8)
     assert ranks.plan(0.25, budget=0.55).mean_capacity == pytest.approx(0.55)
     table = str(ranks).splitlines()
-    assert [line.split()[0] for line in table[1:6]] == ["d", "b", "c", "e", "a"]
+    assert [line.split()[1] for line in table[2:7]] == ["d", "b", "c", "e", "a"]
     assert "0.01" in table[-1]
     ranks.plot(tmp_path / "ranks.png")
     with pytest.raises(FileExistsError):
