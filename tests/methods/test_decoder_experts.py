@@ -17,7 +17,6 @@ from mmod.methods import Experts, methods_of, read_method, undo_
 from mmod.methods.base import deciding_together
 from mmod.methods.experts import ExpertMlp
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.loop import run
 from mmod.training.text.evaluate import evaluate
 from mmod.training.text.recipe import TextRecipe
 from tests.adapters.vlm_zoo import make_joint, make_language
@@ -214,7 +213,7 @@ SINGLE = Process(0, 1, torch.device("cpu"))
 def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, choice: str) -> None:
     method = {"kind": "experts", "experts": 2, "capacity": 0.5, "choice": choice, "membership": 0.1}
     config = text_config(tmp_path / "run", methods=[method], epochs=1)
-    found: Any = run(TextRecipe(config), progress=False).evaluation
+    found: Any = TextRecipe(config).fit(progress=False).evaluation
     assert len(found.kept) == len(found.agreement) == 8
     assert found.kept["model.layers.3.mlp.expert2"] == 0.25
     assert found.causal_loss != found.loss
@@ -227,16 +226,15 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
 
 def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_path: Path) -> None:
     method = {"kind": "experts", "experts": 2, "choice": "predictor"}
-    staged: Any = run(
-        TextRecipe(text_config(tmp_path / "a", methods=[method], routing=PREDICTOR, epochs=1)), progress=False
-    )
+    config = text_config(tmp_path / "a", methods=[method], routing=PREDICTOR, epochs=1)
+    staged: Any = TextRecipe(config).fit(progress=False)
     found = staged.evaluation
     # Experts inside routed layers share the tokens of these.
     assert [name.rpartition(".")[2] for name in found.kept] == ["expert1", "expert2", "1", "expert1", "expert2", "3"]
     assert found.kept["model.layers.0.mlp.expert1"] == 0.5
     assert found.causal_loss != found.loss
     method = {"kind": "experts", "experts": 2, "choice": "tokens", "capacity": None}
-    tokens: Any = run(TextRecipe(text_config(tmp_path / "b", methods=[method], epochs=1)), progress=False).evaluation
+    tokens: Any = TextRecipe(text_config(tmp_path / "b", methods=[method], epochs=1)).fit(progress=False).evaluation
     assert tokens.causal_loss == tokens.loss
     assert not tokens.agreement
     assert sum(tokens.kept.values()) == pytest.approx(4)

@@ -18,7 +18,6 @@ from mmod.methods import Recursions, methods_of, read_method, undo_
 from mmod.methods.base import deciding_together
 from mmod.methods.recursions import Cycle
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.loop import run
 from mmod.training.text.evaluate import evaluate
 from mmod.training.text.recipe import TextRecipe
 from tests.adapters.vlm_zoo import make_joint, make_language
@@ -282,7 +281,7 @@ SINGLE = Process(0, 1, torch.device("cpu"))
 def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, choice: str) -> None:
     method = {"kind": "recursions", "recursions": 2, "choice": choice, "membership": 0.1}
     config = text_config(tmp_path / "run", methods=[method], epochs=1)
-    found: Any = run(TextRecipe(config), progress=False).evaluation
+    found: Any = TextRecipe(config).fit(progress=False).evaluation
     assert list(found.kept) == ["model.layers.1.recursion2"]
     assert found.mean_kept == 0.5
     assert found.causal_loss != found.loss
@@ -296,7 +295,7 @@ def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path
 
 def test_what_decides_in_one_way_has_one_loss(tmp_path: Path) -> None:
     tokens, best = (
-        run(TextRecipe(text_config(tmp_path / way["choice"], methods=[way], epochs=1)), progress=False).evaluation
+        TextRecipe(text_config(tmp_path / way["choice"], methods=[way], epochs=1)).fit(progress=False).evaluation
         for way in ({"kind": "recursions", "choice": "tokens"}, {"kind": "recursions", "choice": "topk"})
     )
     assert tokens.causal_loss == tokens.loss
