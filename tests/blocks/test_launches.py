@@ -75,7 +75,7 @@ def launches_of(config: RoutingConfig | None) -> Counter[str]:
         (RoutingConfig(router="redundancy", skipped="merge", blocks="late", **HALF), 140),
         (RoutingConfig(router="random", **HALF), 143),
         (RoutingConfig(router="attention", blocks="late", **HALF), 130),
-        (RoutingConfig(router=mmod.config.parts("linear", shared=True), blocks="late", **HALF), 140),
+        (RoutingConfig(router=mmod.config.score("linear", shared=True), blocks="late", **HALF), 140),
     ],
     ids=["dense", "gradual", "late merge", "random", "late attention", "late learned, shared"],
 )

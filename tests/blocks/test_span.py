@@ -348,7 +348,7 @@ def test_threads_that_look_and_threads_that_do_not_see_the_same() -> None:
     "config",
     [
         RoutingConfig(router="redundancy", skipped="merge", capacity=0.5, blocks="late"),
-        RoutingConfig(router=mmod.config.parts("linear", shared=True), capacity=0.5, blocks="late"),
+        RoutingConfig(router=mmod.config.score("linear", shared=True), capacity=0.5, blocks="late"),
         mmod.preset("gradual", depth=6),
     ],
     ids=["merged", "learned", "gradual"],

@@ -17,7 +17,6 @@ from torch import Tensor
 
 import mmod
 from mmod.training import CapacityScheduleConfig, DistillConfig, EmaConfig, evaluate, fit
-from mmod.training.engine import loop
 from mmod.training.engine.loop import seed_draws
 from mmod.training.image.recipe import ImageRecipe
 from tests.processes import run_processes
@@ -57,7 +56,7 @@ def test_an_epoch_may_end_before_its_data(tmp_path: Path) -> None:
 def test_the_share_that_is_done_is_told_after_each_step(tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=2, batch_size=8, accumulate=2, epoch_steps=2)
     streams, told = (TensorStream(8, seed=0), TensorStream(8, seed=None)), list[float]()
-    loop.run(ImageRecipe(config), streams=streams, progress=False, tick=told.append)
+    ImageRecipe(config).fit(streams=streams, progress=False, tick=told.append)  # type: ignore[arg-type]
     assert told == [0.25, 0.5, 0.75, 1.0]
 
 
