@@ -56,100 +56,35 @@ def lerp_rows(z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None) -> Tensor:
 
 def take_rows(x_BND: Tensor, index_BK: Tensor) -> Tensor:
     """Gather rows in torch operations."""
-    if not _copies_rows(x_BND):
+    if not _indexes_rows(x_BND):
         return torch.gather(x_BND, 1, index_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1]).long())
-    if torch.is_grad_enabled() and x_BND.requires_grad:
-        return _TakeRows.apply(x_BND, index_BK)
-    return _take(x_BND, index_BK)
+    rows = x_BND.flatten(0, 1).index_select(0, flat_rows(index_BK, x_BND.shape[1]))
+    return rows.view(*index_BK.shape, x_BND.shape[2])
 
 
 def put_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
     """Scatter rows in torch operations."""
-    if not _copies_rows(x_BND):
+    if not _indexes_rows(x_BND):
         return torch.scatter(x_BND, 1, index_BK.unsqueeze(-1).expand_as(y_BKD).long(), y_BKD)
-    if torch.is_grad_enabled() and (x_BND.requires_grad or y_BKD.requires_grad):
-        return _PutRows.apply(x_BND, index_BK, y_BKD)
-    return _put(x_BND.clone(), index_BK, y_BKD)
+    index = flat_rows(index_BK, x_BND.shape[1])
+    return x_BND.flatten(0, 1).index_copy(0, index, y_BKD.flatten(0, 1)).view(x_BND.shape)
 
 
-def _copies_rows(x_BND: Tensor) -> bool:
+def _indexes_rows(x_BND: Tensor) -> bool:
     """Return whether torch may index rows over the batch; graphs, and devices other than a CPU, index elements."""
-    # Measured on two CPU threads, ViT-S, fp32, half the tokens kept: gather 45 -> 9 us at batch 1, 2.7 -> 0.1 ms at
-    # batch 32, scatter 62 -> 16 us and 3.4 -> 0.5 ms.
+    # Measured on one CPU thread, ViT-S, fp32, half the tokens kept: gather 45 -> 9 us at batch 1, 2.7 -> 0.1 ms at
+    # batch 32, scatter 87 -> 26 us and 2.9 -> 1.0 ms.
     if x_BND.device.type != "cpu" or torch.compiler.is_compiling() or torch.jit.is_tracing():
         return False
     return x_BND.is_contiguous()
 
 
-def _take(x_BND: Tensor, index_BK: Tensor) -> Tensor:
-    return x_BND.flatten(0, 1).index_select(0, _flat(index_BK, x_BND.shape[1])).unflatten(0, index_BK.shape)
-
-
-def _put(out_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
-    """Write rows into a fresh tensor, in place."""
-    flat, rows = _flat(index_BK, out_BND.shape[1]), y_BKD.flatten(0, 1)
-    size = out_BND.element_size()
-    aligned = out_BND.shape[2] * size % 16 == 0 and rows.storage_offset() * size % 16 == 0
-    # Torch 2.11 has no batching rule for a view with another dtype.
-    batched = any(torch._C._functorch.is_batchedtensor(x) for x in (out_BND, rows))
-    if aligned and not batched and rows.is_contiguous() and rows.dtype == out_BND.dtype:
-        # Torch looks the index up once per element: copying 16 bytes per element is 4 to 5 times faster.
-        out_BND.flatten(0, 1).view(torch.complex128).index_copy_(0, flat, rows.view(torch.complex128))
-    else:
-        out_BND.flatten(0, 1).index_copy_(0, flat, rows)
-    return out_BND
-
-
-def _flat(index_BK: Tensor, tokens: int) -> Tensor:
+def flat_rows(index_BK: Tensor, tokens: int) -> Tensor:
+    """Return rows of images numbered over the batch (B K)."""
     images = index_BK.shape[0]
     if images == 1:
         return index_BK.flatten().long()
     return (index_BK + torch.arange(0, images * tokens, tokens, device=index_BK.device).unsqueeze(1)).flatten()
-
-
-class _TakeRows(torch.autograd.Function):
-    """Gather whose gradient is a copy, because indices are unique; torch's gradient would accumulate."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x_BND: Tensor, index_BK: Tensor) -> Tensor:
-        return _take(x_BND, index_BK)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.shape = inputs[0].shape
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad_BKD: Tensor) -> tuple[Tensor, None]:
-        move = put_rows if torch.is_grad_enabled() else _put
-        return move(grad_BKD.new_zeros(ctx.shape), ctx.saved_tensors[0], grad_BKD), None
-
-
-class _PutRows(torch.autograd.Function):
-    """Scatter whose gradients are two row copies: zeros for replaced rows, a gather for new rows."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
-        return _put(x_BND.clone(), index_BK, y_BKD)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        ctx.save_for_backward(inputs[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad_BND: Tensor) -> tuple[Tensor | None, None, Tensor | None]:
-        (index_BK,) = ctx.saved_tensors
-        grad_BND = grad_BND.contiguous()
-        grad_x, grad_y = None, None
-        if ctx.needs_input_grad[0]:
-            grad_x = put_rows(grad_BND, index_BK, grad_BND.new_zeros(*index_BK.shape, grad_BND.shape[2]))
-        if ctx.needs_input_grad[2]:
-            grad_y = take_rows(grad_BND, index_BK)
-        return grad_x, None, grad_y
 
 
 def _empty_like(x: Tensor, *unused: Any) -> Tensor:
