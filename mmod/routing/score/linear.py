@@ -122,8 +122,9 @@ class LinearScore(nn.Module):
             x_BND, weight = x_BND.float(), self.weight[0].float()
             if self.normalize:
                 # Dividing the product instead of the tokens reads them twice and writes them never.
-                norm_BN = torch.linalg.vector_norm(x_BND, dim=-1).clamp_min(1e-6)
-                score_BN = x_BND @ (weight * math.sqrt(x_BND.shape[-1])) / norm_BN
+                norm_BN = torch.linalg.vector_norm(x_BND, dim=-1)
+                # 1e-6 + rms(x) in one operation.
+                score_BN = x_BND @ weight / torch.rsub(norm_BN, 1e-6, alpha=-1 / math.sqrt(x_BND.shape[-1]))
             else:
                 score_BN = x_BND @ weight
             if self.bias is not None:
