@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmod.ops import tiles
-from mmod.ops.tiles import cut_map, hide_later
+from mmod.ops.tiles import hide_later, tile_size
 
 
 def attend_and_sum(
@@ -34,34 +34,56 @@ def attend_and_sum(
 def _attend_by_tiles(
     q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool, is_causal: bool, weight_N: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    images, heads, tokens, width = q.shape
+    heads, tokens = q.shape[1:3]
     out, total_BN, lse = _empty_shared(q, keeps_lse)
     total_BN.zero_()
-    for tile in cut_map(images, heads, tokens, tiles.CHUNK_ELEMENTS, is_causal):
-        keys = tile[2].stop if is_causal else tokens
-        queries, key_tile = q[tile], (*tile[:2], slice(keys))
-        rows = queries.reshape(-1, queries.shape[2], width)
-        attention = q.new_empty(*rows.shape[:2], keys)
-        columns = k[key_tile].reshape(-1, keys, width).transpose(1, 2)
-        torch.baddbmm(attention, rows, columns, beta=0, alpha=scale, out=attention)
-        if is_causal:
-            hide_later(attention)
-        top = attention.amax(dim=-1) if keeps_lse else None
-        torch.softmax(attention, dim=-1, out=attention)
-        if top is not None:
-            # The largest probability of a row is exp(top score - log-sum-exp), and never underflows.
-            lse[tile] = (top - attention.amax(dim=-1).log()).view(queries.shape[:3])
-        out[tile] = torch.bmm(attention, v[key_tile].reshape(-1, keys, width)).view(queries.shape)
-        received = attention if weight_N is None else weight_N[tile[2]] @ attention
-        total_BN[tile[0], :keys].add_(received.view(queries.shape[0], -1, keys).sum(dim=1))
+    _, together, rows = tile_size(heads, tokens, tiles.CHUNK_ELEMENTS, is_causal)
+    # Image by image, whose heads are a view of the host's projection; those of several images would be a copy.
+    batch = q, k.transpose(2, 3), v, out, lse
+    for parts in zip(*(x.split(together, dim=1) for x in batch)) if together < heads else (batch,):
+        for *image, total_N in zip(*(x.unbind(0) for x in parts), total_BN.unbind(0)):
+            for first in range(0, tokens, rows):
+                tile, weight = image, weight_N
+                if rows < tokens:
+                    queries, keys = slice(first, first + rows), slice(min(first + rows, tokens) if is_causal else None)
+                    q_HNE, k_HEN, v_HNE, out_HNE, lse_HN = image
+                    tile = [
+                        q_HNE[:, queries],
+                        k_HEN[..., keys],
+                        v_HNE[:, keys],
+                        out_HNE[:, queries],
+                        lse_HN[:, queries],
+                    ]
+                    weight = None if weight_N is None else weight_N[queries]
+                _attend_tile(*tile, total_N=total_N, scale=scale, is_causal=is_causal, weight_Q=weight)
     return out, total_BN, lse
+
+
+def _attend_tile(
+    q_HQE: Tensor, k_HEN: Tensor, v_HNE: Tensor, out_HQE: Tensor, lse_HQ: Tensor, *, total_N: Tensor,
+    scale: float, is_causal: bool, weight_Q: Tensor | None,
+) -> None:  # fmt: skip
+    """Write the output of a tile, its log-sum-exp unless that has no elements, and add to the sums."""
+    keys = k_HEN.shape[2]
+    attention = q_HQE.new_empty(*q_HQE.shape[:2], keys)
+    torch.baddbmm(attention, q_HQE, k_HEN, beta=0, alpha=scale, out=attention)
+    if is_causal:
+        hide_later(attention)
+    top = attention.amax(dim=-1) if lse_HQ.numel() else None
+    torch.softmax(attention, dim=-1, out=attention)
+    if top is not None:
+        # The largest probability of a row is exp(top score - log-sum-exp), and never underflows.
+        torch.sub(top, attention.amax(dim=-1).log(), out=lse_HQ)
+    out_HQE.copy_(torch.bmm(attention, v_HNE))
+    received = attention.sum(dim=(0, 1)) if weight_Q is None else (weight_Q @ attention).sum(dim=0)
+    total_N[:keys].add_(received)
 
 
 def _empty_shared(q: Tensor, keeps_lse: bool) -> tuple[Tensor, Tensor, Tensor]:
     images, heads, tokens, width = q.shape
     # Channels-last like the result of fused attention, so that the host's transpose and reshape copy nothing.
     out = q.new_empty(images, tokens, heads, width).transpose(1, 2)
-    return out, q.new_empty(images, tokens), q.new_empty((images, heads, tokens) if keeps_lse else (0,))
+    return out, q.new_empty(images, tokens), q.new_empty(images, heads, tokens if keeps_lse else 0)
 
 
 @torch.library.custom_op("mmod::shared_attention", mutates_args=())

@@ -14,7 +14,7 @@ Tile = tuple[slice, slice, slice]
 
 # Elements of a tile. 1 MB of fp32 fits in a core's second cache, and is one image of ViT-S at 224: its heads are a view
 # of the host's projection, those of several images a copy. Attention with importance over plain attention (one CPU
-# thread, ViT-S): at batch 8 and N = 197 1.18 with 1 MB, 1.35 with 4 MB; at N = 785 1.26 and 1.22. A GPU needs larger
+# thread, ViT-S): at batch 8 and N = 197 1.17 with 1 MB, 1.35 with 4 MB; at N = 785 1.26 and 1.22. A GPU needs larger
 # tiles to be busy.
 CHUNK_ELEMENTS = 1 << 18
 GPU_CHUNK_ELEMENTS = 1 << 25
@@ -22,17 +22,26 @@ GPU_CHUNK_ELEMENTS = 1 << 25
 CAUSAL_QUERIES = 128
 
 
-def cut_map(images: int, heads: int, tokens: int, elements: int, is_causal: bool) -> Iterator[Tile]:
-    """Yield slices of images, heads and queries: full images where `elements` hold them, else heads, else queries."""
+def tile_size(heads: int, tokens: int, elements: int, is_causal: bool) -> tuple[int, int, int]:
+    """Return the images, heads and queries of a tile: full images where `elements` hold them, else heads, else queries.
+
+    The queries of a causal tile are at most `CAUSAL_QUERIES`.
+    """
     rows = min(tokens, CAUSAL_QUERIES) if is_causal else tokens
-    steps = [max(1, elements // max(1, size)) for size in (heads * rows * tokens, rows * tokens, tokens)]
-    rows = min(rows, steps[2])
+    sizes = (heads * rows * tokens, rows * tokens, tokens)
+    images, together, queries = (max(1, elements // max(1, size)) for size in sizes)
+    return images, min(heads, together), max(1, min(rows, queries))
+
+
+def cut_map(images: int, heads: int, tokens: int, elements: int, is_causal: bool) -> Iterator[Tile]:
+    """Yield slices of images, heads and queries, see `tile_size`."""
+    steps = tile_size(heads, tokens, elements, is_causal)
     for image in range(0, images, steps[0]):
         for head in range(0, heads, steps[1]):
-            for query in range(0, tokens, max(1, rows)):
+            for query in range(0, tokens, steps[2]):
                 # Indexing clips slices that end past the end.
                 leading = slice(image, image + steps[0]), slice(head, head + steps[1])
-                yield *leading, slice(query, min(query + rows, tokens))
+                yield *leading, slice(query, min(query + steps[2], tokens))
 
 
 def hide_later(score: Tensor) -> None:
