@@ -308,13 +308,12 @@ def test_what_goes_to_the_hub_opens_as_a_routed_model(door: str, tmp_path: Path,
 
     monkeypatch.setattr(transformers.modeling_utils, "hf_api", Hub)
     monkeypatch.setattr("transformers.utils.hub.hf_api", Hub)
-    monkeypatch.setattr("transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: SimpleNamespace(save=id))
+    card = SimpleNamespace(save=lambda path: None)
+    for module in ("utils.hub", "modeling_utils"):
+        monkeypatch.setattr(f"transformers.{module}.create_and_tag_model_card", lambda *_, **__: card)
     model = mmod.route_(make_language("llama"), LINEAR_TEXT)
     monkeypatch.setattr(transformers.PreTrainedModel, "_upload_modified_files", upload)
     if door == "push_to_hub":
-        monkeypatch.setattr(
-            "transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: SimpleNamespace(save=lambda path: None)
-        )
         model.push_to_hub("me/small")
     else:
         model.save_pretrained(tmp_path, push_to_hub=True, repo_id="me/small")

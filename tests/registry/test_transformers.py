@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import json
 import subprocess
 import sys
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from mmod.blocks import host_class
 from mmod.model import routing_configs
 from mmod.registry.transformers import open_routed_folders
 from tests.adapters.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
+from tests.processes import run_processes
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted({name.removesuffix("-window") for name in (*LANGUAGE, *JOINT)} - {"llava-mistral"})
@@ -64,46 +67,50 @@ def test_routed_folders_give_routed_models(name: str, tmp_path: Path) -> None:
             load(tmp_path)
 
 
+AUTOS = ("AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification")
+CLASSES = {
+    "llama": ("LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification", *AUTOS),
+    "llava": ("LlavaForConditionalGeneration", "LlavaModel", "LlamaForCausalLM", "CLIPVisionModel", *AUTOS),
+}
+
+
+def forget_mmod() -> None:
+    """Let this process find no mmod."""
+    sys.modules.update({name: None for name in sys.modules if name.partition(".")[0] == "mmod"})  # type: ignore[misc]
+
+
+def open_with_every_class(folder: Path, installed: bool) -> None:
+    """Check in a process of its own that no class opens routed folders, with or without mmod."""
+    if not installed:
+        forget_mmod()
+    for name, kinds in CLASSES.items():
+        for kind, options in itertools.product(kinds, ({}, {"attn_implementation": "eager"}, {"dtype": "auto"})):
+            with pytest.raises(ValueError, match=r"no dense model|Unrecognized configuration class"):
+                getattr(transformers, kind).from_pretrained(folder / name, **options)
+        assert len(transformers.AutoConfig.from_pretrained(folder / name).to_dict()) > 10
+
+
 @pytest.mark.parametrize("installed", [True, False])
 def test_no_class_opens_a_routed_folder_as_a_dense_model(installed: bool, tmp_path: Path) -> None:
-    autos = ["AutoModel", "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSequenceClassification"]
-    kinds = {
-        "llama": ["LlamaForCausalLM", "LlamaModel", "LlamaForSequenceClassification", *autos],
-        "llava": ["LlavaForConditionalGeneration", "LlavaModel", "LlamaForCausalLM", "CLIPVisionModel", *autos],
-    }
-    for name in kinds:
+    for name in CLASSES:
         save(name, tmp_path / name)
-    code = (
-        "import sys, transformers\n"
-        + ("" if installed else "sys.modules['mmod'] = None\n")
-        + f"for name, kind in {[(name, kind) for name in kinds for kind in kinds[name]]!r}:\n"
-        + "    for options in ({}, {'attn_implementation': 'eager'}, {'dtype': 'auto'}):\n"
-        + "        try:\n"
-        + "            model = getattr(transformers, kind).from_pretrained(f'{sys.argv[1]}/{name}', **options)\n"
-        + "        except ValueError as error:\n"
-        + "            text = str(error)\n"
-        + "            assert 'no dense model' in text or 'Unrecognized configuration class' in text, text\n"
-        + "        else:\n"
-        + "            raise AssertionError(f'{kind} gave {type(model)}')\n"
-        + "for name in ('llama', 'llava'):\n"
-        + "    print(len(list(transformers.AutoConfig.from_pretrained(f'{sys.argv[1]}/{name}').to_dict())))\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, cwd=ROOT)
-    assert not done.returncode, done.stderr
-    assert all(int(fields) > 10 for fields in done.stdout.split())
+    log = tmp_path / "log"
+    assert run_processes(open_with_every_class, tmp_path, installed, log=log) == [0], log.read_text()
+
+
+def open_without_mmod(folder: Path) -> None:
+    """Run the code of a routed folder in a process that has no mmod."""
+    forget_mmod()
+    transformers.AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
 
 def test_without_mmod_its_code_says_what_to_install(tmp_path: Path) -> None:
     save("llama", tmp_path)
-    code = (
-        "import sys, transformers\n"
-        "sys.modules['mmod'] = None\n"
-        f"transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}, trust_remote_code=True)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 1
-    assert "mmod" in done.stderr.splitlines()[-1]
-    assert "Error" in done.stderr.splitlines()[-1]
+    log = tmp_path / "log"
+    assert run_processes(open_without_mmod, tmp_path, log=log) == [1]
+    last = log.read_text().splitlines()[-1]
+    assert "mmod" in last
+    assert "Error" in last
 
 
 def test_arguments_mean_what_they_always_do(tmp_path: Path) -> None:
@@ -292,10 +299,10 @@ def test_importing_mmod_changes_no_other_library() -> None:
     assert "from_pretrained" in by_call
 
 
-def test_no_folder_beside_the_package_is_taken_for_a_library() -> None:
+def test_no_folder_beside_a_program_is_taken_for_a_library(tmp_path: Path) -> None:
     code = "import transformers.utils, mmod.adapters.transformers; print(transformers.utils.is_datasets_available())"
-    shown = [
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=place).stdout
-        for place in (ROOT, ROOT / "tests")
-    ]
-    assert shown[0] == shown[1]
+    (tmp_path / "datasets").mkdir()
+    shown = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
+    ).stdout
+    assert shown.split() == [str("datasets" in packages_distributions())]
