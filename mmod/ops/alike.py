@@ -9,16 +9,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops import tiles
-from mmod.ops.backend import Kernel, exporting, op, transforming
+from mmod.ops.backend import Kernel, exporting, op
 from mmod.ops.casting import without_autocast
 from mmod.ops.merging import held_slots
 from mmod.ops.rows import take_rows
+
+Constant = TypeVar("Constant")
 
 
 def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
@@ -43,7 +46,7 @@ def signed_sums(x_BND: Tensor, channels: int | None) -> Tensor:
     signed_BND = x_BND * _signs(dim).to(x_BND.device)
     if dim % channels:
         signed_BND = F.pad(signed_BND, (0, -dim % channels))
-    return signed_BND.unflatten(-1, (-1, channels)).sum(dim=-2)
+    return signed_BND.reshape(*x_BND.shape[:-1], -1, channels).sum(dim=-2)
 
 
 def spread_evenly(tokens: int, device: torch.device) -> Tensor:
@@ -54,18 +57,17 @@ def spread_evenly(tokens: int, device: torch.device) -> Tensor:
     return 1 - (position_N1 // power_W % 2 * power_W.flip(0)).sum(dim=1) * 2.0**-20
 
 
-def _constant(make: Callable[[int], Tensor]) -> Callable[[int], Tensor]:
+def _constant(make: Callable[..., Constant]) -> Callable[..., Constant]:
     """Remember constants of a size on the CPU, for eager mode: making them costs more than a small decision."""
 
     @functools.lru_cache(maxsize=64)
-    def remembered(size: int) -> Tensor:
+    def remembered(*sizes: int) -> Constant:
         with torch.inference_mode(False):
-            return make(size)
+            return make(*sizes)
 
-    def constant(size: int) -> Tensor:
+    def constant(*sizes: int) -> Constant:
         # Graphs need their own, and modes such as FakeTensorMode make tensors that are of no use outside.
-        eager = not torch.compiler.is_compiling() and not torch._C._len_torch_dispatch_stack() and not transforming()
-        return remembered(size) if eager else make(size)
+        return remembered(*sizes) if _is_eager() and not torch._C._len_torch_dispatch_stack() else make(*sizes)
 
     return constant
 
@@ -78,10 +80,10 @@ def _signs(channels: int) -> Tensor:
 
 
 @_constant
-def _spread_order(tokens: int) -> Tensor:
-    """Return the tokens in spread order, and the place of each in it (2, N)."""
+def _spread_order(tokens: int, prefix: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens after a prefix in spread order (N), and the place of every token in it, 0 for the prefix."""
     order_N = spread_evenly(tokens, torch.device("cpu")).argsort(descending=True)
-    return torch.stack([order_N, order_N.argsort()])
+    return order_N + prefix, F.pad(order_N.argsort() + 1, (prefix, 0))
 
 
 @_constant
@@ -90,23 +92,27 @@ def _hide_later(rows: int) -> Tensor:
     return torch.full((rows, rows), -4.0, device="cpu").triu()
 
 
-def _cut(images: int, rows: int, columns: int, most: int | None = None) -> Iterator[tuple[slice, slice]]:
-    """Cut B maps (rows, columns) into tiles of several images, or of at most so many rows of them."""
+def _tile_size(rows: int, columns: int) -> tuple[int, int]:
+    """Return the images and rows of a tile of maps (rows, columns): several images, or some rows of one."""
+    elements = tiles.CHUNK_ELEMENTS
+    return max(1, elements // max(1, rows * columns)), max(1, min(rows, elements // max(1, columns)))
+
+
+def _cut(images: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
+    """Cut B maps (rows, columns) into tiles."""
     if torch.compiler.is_compiling() or exporting():
         # Loops over tiles would be unrolled, for one length.
         yield slice(None), slice(None)
         return
-    together = max(1, tiles.CHUNK_ELEMENTS // max(1, rows * columns))
-    height = min(rows if most is None else most, max(1, tiles.CHUNK_ELEMENTS // max(1, columns)))
+    together, height = _tile_size(rows, columns)
     for image in range(0, images, together):
-        for row in range(0, rows, max(1, height)):
+        for row in range(0, rows, height):
             yield slice(image, image + together), slice(row, min(row + height, rows))
 
 
-def _writes_in_place(rows: Tensor) -> bool:
-    """Return whether tiles may be written in place: on a CPU, not in graphs, nor under torch.func transforms."""
-    graph = torch.compiler.is_compiling() or exporting()
-    return rows.device.type == "cpu" and not graph and not transforming()
+def _is_eager() -> bool:
+    """Return whether operations run at once: not in graphs, nor under torch.func transforms."""
+    return not (torch.compiler.is_compiling() or exporting() or torch._C._are_functorch_transforms_active())
 
 
 def _redundancy_by_rank(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor:
@@ -128,23 +134,26 @@ def _redundancy_by_rank(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) 
     return F.pad(1 - torch.cat(best).view(images, tokens), (prefix, 0), value=2.0)
 
 
-def _redundancy_in_order(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor:
+def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
     """Rows are put in order first: a tile then compares its rows with those before them, and no others."""
     images, tokens = len(unit_BNE), unit_BNE.shape[1] - prefix
-    order_N, place_N = _spread_order(tokens).unbind()
-    unit_BNE = unit_BNE[:, prefix:].index_select(1, order_N)
-    best_BN = unit_BNE.new_empty(images, tokens)
+    order_N, place_N = _spread_order(tokens, prefix)
+    unit_BNE = unit_BNE.index_select(1, order_N)
+    # The prefix scores 2, as if it were as far from others as can be.
+    best_BN = unit_BNE.new_full((images, 1 + tokens), -1.0)
+    together, height = _tile_size(tokens, tokens)
     # The fewer rows, the fewer products with later ones: 0.6 to 0.8 of the time at 785 tokens, 0.9 at 197. A tile that
     # saves less than about a million products is not worth its calls.
     worthwhile = images * tokens * unit_BNE.shape[1] * unit_BNE.shape[2] >> 22
-    height = math.ceil(tokens / max(1, min(math.ceil(tokens / tiles.CAUSAL_QUERIES), worthwhile)))
-    for image, row in _cut(images, tokens, tokens, height):
-        alike = unit_BNE[image, row] @ unit_BNE[image, : row.stop].transpose(1, 2)
-        alike[..., row].add_(_hide_later(row.stop - row.start))
-        torch.amax(alike, dim=-1, out=best_BN[image, row])
-    out_BN = unit_BNE.new_full((images, tokens + prefix), 2.0)
-    torch.index_select(1 - best_BN.clamp_(min=-1), 1, place_N, out=out_BN[:, prefix:])
-    return out_BN
+    height = min(height, math.ceil(tokens / max(1, min(math.ceil(tokens / tiles.CAUSAL_QUERIES), worthwhile))))
+    for part_BNE, part_BN in zip(unit_BNE.split(together), best_BN.split(together)):
+        for start in range(0, tokens, height):
+            stop = min(start + height, tokens)
+            rows, before = (part_BNE[:, start:stop], part_BNE[:, :stop]) if height < tokens else (part_BNE, part_BNE)
+            alike = torch.bmm(rows, before.transpose(1, 2))
+            (alike[..., start:] if start else alike).add_(_hide_later(stop - start))
+            torch.amax(alike, dim=-1, out=part_BN[:, 1 + start : 1 + stop])
+    return 1 - best_BN.clamp_(min=-1).index_select(1, place_N)
 
 
 def _nearest_of_all(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> Tensor:
@@ -163,18 +172,21 @@ def _nearest_of_all(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Ten
     return torch.where(held_BN >= 0, held_BN, torch.cat(nearest).view(images, tokens))
 
 
-def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> Tensor:
+def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int) -> Tensor:
     """Only rows that are not kept are compared with the kept ones."""
-    (images, tokens, _), slots = unit_BNE.shape, row_BK.shape[1]
-    slot_BN = row_BK.new_full((images, tokens), -1)
-    slot_BN.scatter_(1, row_BK, torch.arange(slots).expand(images, -1))
-    other_BR = (slot_BN < 0).nonzero()[:, 1].view(images, tokens - slots)
-    kept_BKE = take_rows(unit_BNE, row_BK[:, prefix:])
-    other_BRE = take_rows(unit_BNE, other_BR)
-    nearest_BR = torch.empty_like(other_BR)
-    for image, row in _cut(images, tokens - slots, slots):
-        nearest_BR[image, row] = (other_BRE[image, row] @ kept_BKE[image].transpose(1, 2)).max(dim=-1).indices
-    return slot_BN.scatter_(1, other_BR, nearest_BR + prefix)
+    (images, tokens, channels), slots = unit_BNE.shape, row_BK.shape[1]
+    slot_BN = row_BK.new_full((images, tokens), -1).scatter_(1, row_BK, torch.arange(slots).expand(images, -1))
+    other_T = (slot_BN.flatten() < 0).nonzero().squeeze(1)
+    other_BRE = unit_BNE.flatten(0, 1).index_select(0, other_T).view(images, tokens - slots, channels)
+    kept_BEK = take_rows(unit_BNE, row_BK[:, prefix:]).transpose(1, 2)
+    together, height = _tile_size(tokens - slots, slots)
+    nearest = [
+        torch.bmm(part, kept).max(dim=-1).indices.flatten()
+        for others, kept in zip(other_BRE.split(together), kept_BEK.split(together))
+        for part in others.split(height, dim=1)
+    ]
+    slot_BN.view(-1).index_copy_(0, other_T, torch.cat(nearest).add_(prefix))
+    return slot_BN
 
 
 def _unit_by_kernel(x_BND: Tensor, channels: int) -> Tensor:
@@ -242,9 +254,10 @@ def redundancy_scores(unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None
         >>> redundancy_scores(unit_rows(torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [1.0, 0.0]]])))
         tensor([[2.0000, 0.9005, 0.0050, 0.0000]])
     """
-    compare = _redundancy_in_order if valid_BN is None and _writes_in_place(unit_BNE) else _redundancy_by_rank
     with without_autocast(unit_BNE):
-        return compare(unit_BNE, prefix, valid_BN)
+        if valid_BN is None and unit_BNE.device.type == "cpu" and _is_eager():
+            return _redundancy_in_order(unit_BNE, prefix)
+        return _redundancy_by_rank(unit_BNE, prefix, valid_BN)
 
 
 @op(_kernel(_nearest_by_kernel), how="tiles of rows that are not kept")
@@ -265,7 +278,9 @@ def nearest_rows(
         >>> nearest_rows(unit, torch.tensor([[0, 2]]))
         tensor([[0, 0, 1, 1]])
     """
-    compare = _nearest_of_others if valid_BK is None and _writes_in_place(unit_BNE) else _nearest_of_all
     with without_autocast(unit_BNE):
-        slot_BN = compare(unit_BNE, row_BK, prefix, valid_BK)
+        if valid_BK is None and unit_BNE.device.type == "cpu" and _is_eager():
+            slot_BN = _nearest_of_others(unit_BNE, row_BK, prefix)
+        else:
+            slot_BN = _nearest_of_all(unit_BNE, row_BK, prefix, valid_BK)
     return slot_BN if real_BN is None else torch.where(real_BN, slot_BN, -1)

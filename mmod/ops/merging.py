@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from mmod.ops.backend import Kernel, kernel_op, op, transforming
+from mmod.ops.rows import flat_rows
 
 
 def first_rows(first_N: Tensor, row_BK: Tensor, valid_BK: Tensor | None = None) -> Tensor:
@@ -46,10 +47,9 @@ def group_sizes(slot_BN: Tensor, slots: int, *, all_join: bool = False) -> Tenso
         slot_BN: Slot of each token, -1 for none (B, N).
         all_join: Promise that no slot is -1, which skips the check.
     """
-    one = torch.ones((), device=slot_BN.device)
-    joined_BN = one.expand(slot_BN.shape) if all_join else (slot_BN >= 0).float()
+    joined_BN = torch.ones(slot_BN.shape, device=slot_BN.device) if all_join else (slot_BN >= 0).float()
     slot_BN = slot_BN if all_join else slot_BN.clamp(min=0)
-    return one.new_zeros(len(slot_BN), slots).scatter_add(1, slot_BN, joined_BN)
+    return joined_BN.new_zeros(len(slot_BN), slots).scatter_add(1, slot_BN, joined_BN)
 
 
 def _aligned(bias_BK: Tensor) -> Tensor:
@@ -62,16 +62,13 @@ def _aligned(bias_BK: Tensor) -> Tensor:
 
 def _flat(slot_BN: Tensor, slots: int, all_join: bool) -> Tensor:
     """Return slots numbered over the batch (B N)."""
-    slot_BN = slot_BN if all_join else slot_BN.clamp(min=0)
-    if len(slot_BN) == 1:
-        return slot_BN.flatten()
-    return (slot_BN + torch.arange(0, len(slot_BN) * slots, slots, device=slot_BN.device).unsqueeze(1)).flatten()
+    return flat_rows(slot_BN if all_join else slot_BN.clamp(min=0), slots)
 
 
 def _spread(update_BKD: Tensor, slot_BN: Tensor, all_join: bool) -> Tensor:
     """Return the update of each row's slot, zeros for rows without one (B, N, D)."""
     index = _flat(slot_BN, update_BKD.shape[1], all_join)
-    added_BND = update_BKD.flatten(0, 1).index_select(0, index).unflatten(0, slot_BN.shape)
+    added_BND = update_BKD.flatten(0, 1).index_select(0, index).view(*slot_BN.shape, -1)
     return added_BND if all_join else torch.where((slot_BN >= 0).unsqueeze(-1), added_BND, 0.0)
 
 
@@ -150,7 +147,7 @@ def size_groups(
 
     Args:
         slot_BN: Slot of each token, -1 for none (B, N).
-        all_join: Promise that no slot is -1, which skips the check.
+        all_join: Promise that no slot is -1 and no group empty, which skips the checks.
 
     Returns:
         The sizes (B, K), fp32, 0 for an empty slot, and their logarithms (B, 1, 1, K), 0 for an empty slot, in memory
@@ -163,7 +160,8 @@ def size_groups(
         (tensor([[2., 1.]]), tensor([[[[0.6931, 0.0000]]]]))
     """
     size_BK = group_sizes(slot_BN, slots, all_join=all_join)
-    return size_BK, _aligned(size_BK.clamp(min=1).log().to(dtype))
+    bias_BK = size_BK.log() if all_join else size_BK.clamp(min=1).log()
+    return size_BK, _aligned(bias_BK.to(dtype))
 
 
 @op(
@@ -185,7 +183,7 @@ def mean_rows(
         slot_BN: Slot of each row, -1 for none (B, N).
         size_BK: Sum of the weights of each slot's rows; no gradient.
         weight_BN: Weight of each row (B, N), or None for 1; no gradient.
-        all_join: Promise that no slot is -1, which skips the check.
+        all_join: Promise that no slot is -1 and no group empty, which skips the checks.
 
     Example:
         >>> mean_rows(torch.tensor([[[1.0], [3.0], [5.0]]]), torch.tensor([[0, 0, 1]]), torch.tensor([[2.0, 1.0]]))
@@ -195,13 +193,13 @@ def mean_rows(
     images, slots = size_BK.shape
     rows_BND = x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
     if not all_join:
-        rows_BND = torch.where((slot_BN >= 0).unsqueeze(-1), rows_BND, 0.0)
+        rows_BND, size_BK = torch.where((slot_BN >= 0).unsqueeze(-1), rows_BND, 0.0), size_BK.clamp(min=1)
     # Torch adds rows where the index is expanded over channels, element by element where it is not flat.
     index = _flat(slot_BN, slots, all_join).unsqueeze(-1).expand(-1, x_BND.shape[2])
     total = x_BND.new_zeros(images * slots, x_BND.shape[2])
     # Transforms have no rule for a tensor that becomes a batch in place.
     total = (total.scatter_add if transforming() else total.scatter_add_)(0, index, rows_BND.flatten(0, 1))
-    return total.view(images, slots, -1).div_(size_BK.clamp(min=1).unsqueeze(-1).to(x_BND.dtype))
+    return total.view(images, slots, -1).div_(size_BK.unsqueeze(-1).to(x_BND.dtype))
 
 
 @op(_kernel(_add_by_kernel, why="not yet measured; reason: one launch instead of six"), how="torch's index_select")

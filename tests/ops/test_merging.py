@@ -25,6 +25,8 @@ def arguments(shape: tuple[int, int, int, int], joined: bool) -> tuple[Tensor, .
     images, tokens, slots, channels = shape
     x = torch.randn(images, channels, tokens).transpose(1, 2)
     slot = torch.randint(0 if joined else -1, slots, (images, tokens))
+    if joined:
+        slot[:, :slots] = torch.arange(slots)
     return x, slot, torch.randint(1, 5, (images, tokens)).float(), torch.randn(images, slots, channels)
 
 
