@@ -9,8 +9,7 @@ from mmod.lazy import lazy_names
 if TYPE_CHECKING:
     from mmod.benchmarks.drafts import DraftConfig
     from mmod.benchmarks.generation import GenerationConfig
-    from mmod.benchmarks.gpu.benchmark import benchmark_gpu
-    from mmod.benchmarks.gpu.config import GpuConfig
+    from mmod.benchmarks.gpu.checks import CheckConfig
     from mmod.benchmarks.models.benchmark import BenchmarkConfig
     from mmod.benchmarks.models.paths import free_routing
     from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig

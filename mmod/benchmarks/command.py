@@ -22,14 +22,13 @@ MODES = {
     "generation": ("GenerationConfig", "benchmark", "Time prefill and decoding of vision-language models."),
     "drafts": ("DraftConfig", "benchmark", "Time self-speculative decoding of a trained language model."),
     "suite": ("SuiteConfig", "benchmark_suite", "Run several benchmarks and say which thresholds are met."),
-    "gpu": ("GpuConfig", "benchmark_gpu", "Test and time everything that matters on a GPU, within a time budget."),
 }
 
 
 def main(arguments: list[str]) -> None:
     """Run a benchmark as the command line says, a mode and its options, and print its table."""
     parser = ArgumentParser(
-        description="Time models, ops, generation, drafts, a suite, or a GPU.", allow_abbrev=False, parser_mode=STRICT
+        description="Time models, ops, generation, drafts, or a suite.", allow_abbrev=False, parser_mode=STRICT
     )
     modes = parser.add_subcommands(dest="mode")
     for mode, (config_name, _, purpose) in MODES.items():

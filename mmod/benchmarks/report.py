@@ -26,6 +26,10 @@ HIDDEN: Column = ("", "")
 """A column that is in the file, and not in the table."""
 
 
+class UnavailableError(RuntimeError):
+    """A benchmark lacks what it needs here; a suite records it as skipped."""
+
+
 class Runs(NamedTuple):
     """The runs of a benchmark by name, which return rows; `notes` returns sentences below the table."""
 
@@ -44,10 +48,12 @@ class Options:
         device: "cpu" or "cuda".
         out: Folder for `benchmark.json` and `benchmark.md`. A benchmark that was killed goes on there, and a finished
             one is read.
+        limit: Seconds after which a suite ends it, to continue in its next call; None for no limit.
     """
 
     threads: int | None = None
     device: str = "cpu"
+    limit: float | None = None
     out: str
 
     def runs(self) -> Runs:
@@ -70,7 +76,7 @@ class TimedOptions(Options):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_fields(self, seconds="[0, inf)", rounds="[1, inf)", threads="[1, inf)", seed="[0, inf)")
+        check_fields(self, seconds="[0, inf)", rounds="[1, inf)", threads="[1, inf)", seed="[0, inf)", limit="(0, inf)")
 
 
 @dataclass(frozen=True)
@@ -92,11 +98,13 @@ class BenchmarkReport:
         notes = "".join(f"\n{note}\n" for note in self.notes)
         return f"{self.title}; {named}.\n\n{table_of(shown, rows) if rows else ''}\n{notes}"
 
-    def save(self, folder: Path) -> None:
-        """Write `benchmark.json` and `benchmark.md` into a folder."""
+    def save(self, folder: Path, is_finished: bool = True) -> None:
+        """Write `benchmark.md` into a folder and, of a finished benchmark, `benchmark.json`."""
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(folder / f"{NAME}.md", self.markdown())
-        # Last: this file marks the benchmark as finished.
+        if not is_finished:
+            return
+        # This file marks the benchmark as finished.
         write_atomically(folder / f"{NAME}.json", json.dumps(vars(self), indent=2) + "\n")
 
 
@@ -132,21 +140,26 @@ def run_all(config: Options, make: Callable[[], Runs], progress: bool) -> Benchm
         plain: list[Row] = json.loads(json.dumps(runs.calls[job.name](), default=asdict))
         return plain
 
+    def report_so_far() -> BenchmarkReport:
+        rows = [row for name in runs.calls for row in done.get(name, ())]
+        return BenchmarkReport(runs.title, runs.columns, **identity, rows=rows, notes=runs.notes(rows))
+
     missing = [Job(name, 0, None) for name in runs.calls if name not in done]
     for job, measured in Runner(1, progress, "benchmark").run(missing, measure):
         done[job.name] = measured
         journal.add([job.name, measured])
-    rows = [row for name in runs.calls for row in done[name]]
-    report = BenchmarkReport(runs.title, runs.columns, **identity, rows=rows, notes=runs.notes(rows))
+        report_so_far().save(folder, is_finished=False)
+    report = report_so_far()
     report.save(folder)
     journal.close()
     return report
 
 
 def identity_of(config: Any) -> dict[str, dict[str, Any]]:
-    """Return what the results of a benchmark depend on: its options but `out`, as plain values, and the machine."""
+    """Return what the results of a benchmark or suite depend on: options as plain values, and the machine."""
     options: dict[str, Any] = json.loads(json.dumps(asdict(config)))
-    del options["out"]
+    free = ("out", "limit", "minutes", "only")
+    options = {name: value for name, value in options.items() if name not in free}
     return {"config": options, "environment": environment(config.device)}
 
 
@@ -165,10 +178,3 @@ def read_report(folder: Path) -> BenchmarkReport | None:
         return None
     saved = parse_json(path.read_bytes(), str(path))
     return BenchmarkReport(**{**saved, "columns": {name: tuple(column) for name, column in saved["columns"].items()}})
-
-
-def measured_rows(folder: Path) -> Sequence[Row]:
-    """Return the rows of a benchmark so far, finished or not."""
-    if (report := read_report(folder)) is not None:
-        return report.rows
-    return [row for _, rows in Journal(folder / UNFINISHED, None, "benchmark").records for row in rows]

@@ -2,25 +2,39 @@
 
 from __future__ import annotations
 
+import math
+import multiprocessing
+import os
+import signal
+import time
+import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from mmod.benchmarks import generation, models, ops
 from mmod.benchmarks.generation import GenerationConfig
+from mmod.benchmarks.gpu.checks import CheckConfig
 from mmod.benchmarks.models.benchmark import BenchmarkConfig
 from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig
 from mmod.benchmarks.report import (
     HIDDEN,
+    NAME,
     BenchmarkReport,
     Options,
     Row,
+    UnavailableError,
     benchmark,
     earlier_report,
     identity_of,
+    read_report,
 )
+from mmod.io.journal import Journal
+from mmod.io.progress import say
 from mmod.io.tables import Column
+from mmod.values import refuse_unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,14 +103,22 @@ class SuiteConfig:
         ops: Benchmarks of ops; `out` names the folder of each within that of the suite.
         models: Benchmarks of models, likewise.
         generation: Benchmarks of generation, likewise.
+        checks: Checks of a GPU, likewise.
+        first: Names of the parts that run first, in this order.
         thresholds: Limits that their rows must keep.
+        minutes: Time of this call; parts that do not fit run in the next one. None for no limit.
+        only: Run this part alone.
         out: Folder for all results. A suite that was killed goes on in the same folder.
     """
 
     ops: list[OpBenchmarkConfig] = field(default_factory=list)
     models: list[BenchmarkConfig] = field(default_factory=list)
     generation: list[GenerationConfig] = field(default_factory=list)
+    checks: list[CheckConfig] = field(default_factory=list)
+    first: list[str] = field(default_factory=list)
     thresholds: list[Criterion] = field(default_factory=list)
+    minutes: float | None = None
+    only: str | None = None
     out: str = "runs/benchmark_suite"
 
     def __post_init__(self) -> None:
@@ -107,6 +129,7 @@ class SuiteConfig:
             (self.ops, ops.benchmark.COLUMNS), (self.models, models.benchmark.COLUMNS),
             (self.generation, generation.COLUMNS),
         ]  # fmt: skip
+        refuse_unknown("part in first or only", [*self.first, *([self.only] if self.only else [])], names)
         columns = {member.out: set(known) for members, known in kinds for member in members}
         for threshold in self.thresholds:
             for name in threshold.parts:
@@ -124,12 +147,40 @@ class SuiteConfig:
     @property
     def device(self) -> str:
         """The device of the first benchmark."""
-        return self.benchmarks[0].device
+        return str(self.benchmarks[0].device)
 
     @property
     def benchmarks(self) -> list[Options]:
         """All benchmarks, in the order in which they run."""
-        return [*self.ops, *self.models, *self.generation]
+        place = {name: number for number, name in enumerate(self.first)}
+        members = [*self.checks, *self.ops, *self.models, *self.generation]
+        return sorted(members, key=lambda member: place.get(member.out, len(place)))
+
+
+LEAST_SECONDS = 10.0
+"""Time left under which no benchmark is started."""
+
+
+@dataclass(frozen=True)
+class State:
+    """The state of a benchmark in a suite: why it is not done, seconds and number of its calls.
+
+    Args:
+        status: "done", "skipped", "failed", "timed out" or "not run yet".
+    """
+
+    status: str = "not run yet"
+    why: str = ""
+    seconds: float = 0.0
+    tries: int = 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether it need not run again."""
+        return self.status in ("done", "skipped")
+
+    def __str__(self) -> str:
+        return f"{self.status}{f', {self.seconds:.0f} s' if self.tries else ''}{f', {self.why}' if self.why else ''}"
 
 
 class SuiteFailedError(RuntimeError):
@@ -141,35 +192,111 @@ class SuiteFailedError(RuntimeError):
 
 
 def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkReport:
-    """Run all benchmarks of a suite that are not finished yet, and check the rows of all against its thresholds.
+    """Run all benchmarks of a suite that are not finished yet, as far as its time goes, and check its thresholds.
 
-    A benchmark that fails does not keep the next ones from running; the same command tries it again.
+    Each runs in a process. One that fails, crashes or outlasts its limit is recorded, and the next one runs; the same
+    command tries it again, after those that never ran, and it continues behind its last finished run.
 
     Returns:
-        A row for each threshold. The benchmarks' tables are in their folders.
+        A row for each threshold; notes with the state and the table of every benchmark.
 
     Raises:
         ValueError: The output folder holds another suite.
-        SuiteFailedError: Benchmarks failed. The report is written all the same; thresholds over them are not checked.
+        SuiteFailedError: Benchmarks failed. The report is written all the same.
     """
     folder, identity = Path(config.out), identity_of(config)
     earlier_report(folder, identity)
-    rows: dict[str, Sequence[Row]] = {}
+    journal = Journal(folder / "journal.jsonl", identity, "suite")
+    members = {member.out: replace(member, out=str(folder / member.out)) for member in config.benchmarks}
+    states = dict.fromkeys(members, State()) | {name: State(**fields) for name, fields in journal.records}
+    deadline = time.monotonic() + 60 * (math.inf if config.minutes is None else config.minutes)
+    pending = [name for name, state in states.items() if config.only in (None, name) and not state.settled]
     failures: dict[str, str] = {}
-    for member in config.benchmarks:
-        try:
-            rows[member.out] = benchmark(replace(member, out=str(folder / member.out)), progress).rows
-        except Exception as error:
-            failures[member.out] = f"{type(error).__name__}: {error}"
-    checked = [
-        threshold.check([] if failures.keys() & {*threshold.parts} else [r for n in threshold.parts for r in rows[n]])
-        for threshold in config.thresholds
-    ]
-    notes = [f"{name} failed: {why}" for name, why in failures.items()]
-    report = BenchmarkReport("thresholds", COLUMNS, **identity, rows=checked, notes=notes)
-    report.save(folder)
+    report = _report(config, identity, states)
+    for name in sorted(pending, key=lambda name: states[name].tries):
+        seconds = min(members[name].limit or math.inf, deadline - time.monotonic())
+        if seconds < LEAST_SECONDS:
+            break
+        states[name] = _run_part(members[name], seconds, states[name], progress)
+        journal.add([name, asdict(states[name])])
+        if progress:
+            say(f"{name}: {states[name]}")
+        if states[name].status == "failed":
+            failures[name] = states[name].why
+        report = _report(config, identity, states)
     if failures:
         raise SuiteFailedError(failures, report)
+    return report
+
+
+def _run_part(member: Options, seconds: float, before: State, progress: bool) -> State:
+    """Run a benchmark for at most some seconds and return its state."""
+    folder = Path(member.out)
+    folder.mkdir(parents=True, exist_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    # Imported once for all parts; each starts without a CUDA context, so a crash of one leaves the others alone.
+    context.set_forkserver_preload(["mmod.benchmarks.suite"])
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(member, sender, progress), name=folder.name)
+    process.start()
+    sender.close()
+    begun = time.monotonic()
+    try:
+        # Its first message says that its imports are done.
+        receiver.recv()
+        is_over = receiver.poll(None if math.isinf(seconds) else seconds)
+        status, why = receiver.recv() if is_over else ("timed out", f"after {seconds:.0f} s")
+        if is_over:
+            process.join(LEAST_SECONDS)
+    except EOFError:
+        process.join()
+        status, why = "failed", f"its process ended with exit code {process.exitcode}; see {folder / 'log.txt'}"
+    finally:
+        _end(process)
+    return State(status, why, before.seconds + time.monotonic() - begun, before.tries + 1)
+
+
+def _end(process: Any) -> None:
+    """Kill the process group of a part that did not end by itself: the part and the programs that it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+    process.join()
+
+
+def _work(member: Options, sender: Connection, progress: bool) -> None:
+    """Run a benchmark in this process, its output in a log, and send status and reason."""
+    os.setsid()
+    with (Path(member.out) / "log.txt").open("a", buffering=1) as log:
+        # Bars of progress stay on the terminal.
+        for stream in (1,) if progress else (1, 2):
+            os.dup2(log.fileno(), stream)
+        sender.send(None)
+        try:
+            benchmark(member, progress)
+            sender.send(("done", ""))
+        except UnavailableError as error:
+            sender.send(("skipped", str(error)))
+        except Exception as error:
+            traceback.print_exc(file=log)
+            sender.send(("failed", f"{type(error).__name__}: {error}"))
+
+
+def _report(config: SuiteConfig, identity: Mapping[str, Any], states: Mapping[str, State]) -> BenchmarkReport:
+    """Check the thresholds on what is measured, and write the report."""
+    folder = Path(config.out)
+    found = {name: report.rows for name in states if (report := read_report(folder / name)) is not None}
+
+    def rows_of(parts: Sequence[str]) -> list[Row]:
+        return [row for name in parts for row in found[name]] if found.keys() >= {*parts} else []
+
+    checked = [threshold.check(rows_of(threshold.parts)) for threshold in config.thresholds]
+    tables = {name: folder / name / f"{NAME}.md" for name in states}
+    notes = [f"{name}: {state}" for name, state in states.items()]
+    notes += [f"## {name}\n\n{table.read_text()}" for name, table in tables.items() if table.exists()]
+    report = BenchmarkReport("thresholds", COLUMNS, **identity, rows=checked, notes=notes)
+    report.save(folder)
     return report
 
 

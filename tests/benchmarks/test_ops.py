@@ -20,9 +20,11 @@ from mmod.benchmarks import (
     OpBenchmarkConfig,
     OpSize,
     SuiteConfig,
+    SuiteFailedError,
     WrongOutputError,
     benchmark,
     benchmark_suite,
+    suite,
 )
 from mmod.benchmarks.command import main
 from mmod.benchmarks.models.benchmark import _Bench
@@ -32,11 +34,26 @@ from mmod.benchmarks.ops.benchmark import _calls, check_case
 from mmod.benchmarks.ops.case import Rates, Work
 from mmod.benchmarks.ops.cases import CASES, make_case
 from mmod.benchmarks.ops.cases.attention import packed_baselines
+from mmod.benchmarks.suite import State
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 TINY = OpSize(images=3, tokens=11, heads=2, head_channels=8, capacity=0.3)
 SUITES = sorted((ROOT / "configs" / "benchmark").glob("*.yaml"))
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of suites run here, where tests change what they do; `test_gpu.py` has those in processes."""
+
+    def run_part(member: Any, seconds: float, before: State, progress: bool) -> State:
+        try:
+            benchmark(member, progress)
+        except Exception as error:
+            return State("failed", f"{type(error).__name__}: {error}", 0.0, before.tries + 1)
+        return State("done", "", 0.0, before.tries + 1)
+
+    monkeypatch.setattr(suite, "_run_part", run_part)
 
 
 @pytest.fixture
@@ -207,21 +224,21 @@ def test_a_suite_checks_thresholds_and_measures_no_part_twice(monkeypatch: pytes
         Criterion(name="memory", parts=["models"], column="peak_of_bound", at_most=10),
         Criterion(name="elsewhere", parts=["ops"], where={"op": "merge_rows"}, column="of_bound", at_least=0),
     ]
-    suite = SuiteConfig(ops=[tiny_ops], models=[tiny_models], thresholds=thresholds, out=str(tmp_path / "suite"))
+    whole = SuiteConfig(ops=[tiny_ops], models=[tiny_models], thresholds=thresholds, out=str(tmp_path / "suite"))
     with monkeypatch.context() as patch:
-        patch.setattr(_Bench, "run", mock.Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            benchmark_suite(suite, progress=False)
+        patch.setattr(_Bench, "run", mock.Mock(side_effect=RuntimeError("killed")))
+        with pytest.raises(SuiteFailedError, match="models: RuntimeError: killed"):
+            benchmark_suite(whole, progress=False)
     monkeypatch.setattr(op_benchmark, "interleave", lambda *_, **__: pytest.fail("measured twice"))
-    report = benchmark_suite(suite, progress=False)
+    report = benchmark_suite(whole, progress=False)
     verdicts = [(row["name"], row["verdict"]) for row in report.rows]
     assert verdicts[0] == ("easy", "met")
     assert verdicts[1][1].startswith("missed by ")
     assert verdicts[2:] == [("memory", "met"), ("elsewhere", "not measured")]
     assert (tmp_path / "suite" / "models" / "benchmark.md").exists()
-    assert benchmark_suite(suite, progress=False).rows == report.rows
+    assert benchmark_suite(whole, progress=False).rows == report.rows
     with pytest.raises(ValueError, match="another config"):
-        benchmark_suite(replace(suite, thresholds=thresholds[1:]), progress=False)
+        benchmark_suite(replace(whole, thresholds=thresholds[1:]), progress=False)
 
 
 @pytest.mark.usefixtures("small_probes")
@@ -245,12 +262,13 @@ def test_a_suite_goes_on_past_a_part_that_fails(
             main(command)
     report = json.loads((tmp_path / "out" / "benchmark.json").read_text())
     assert [row["met"] for row in report["rows"]] == [False, True, True]
-    assert report["notes"][0].startswith("gather_rows failed: WrongOutputError: gather_rows by auto")
+    assert report["notes"][0].startswith("gather_rows: failed, ")
+    assert "WrongOutputError: gather_rows by auto" in report["notes"][0]
     assert report["notes"][0] in capsys.readouterr().out
     main(command)
     report = json.loads((tmp_path / "out" / "benchmark.json").read_text())
     assert [row["met"] for row in report["rows"]] == [True, True, True]
-    assert not report["notes"]
+    assert not any("failed" in note for note in report["notes"])
 
 
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
@@ -261,7 +279,7 @@ def test_suites_are_read_strictly_and_name_their_command(monkeypatch: pytest.Mon
         def markdown(self) -> str:
             return ""
 
-    monkeypatch.setattr("mmod.benchmarks.benchmark_suite", lambda suite: seen.append(suite) or Printed())
+    monkeypatch.setattr("mmod.benchmarks.benchmark_suite", lambda config: seen.append(config) or Printed())
     main(["suite", "--config", str(path)])
     relative = path.relative_to(ROOT)
     assert f"mmod benchmark suite --config {relative}" in path.read_text()

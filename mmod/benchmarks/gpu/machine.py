@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmod.analysis.timing import Spread, environment, interleave, ratios
-from mmod.benchmarks.gpu.config import FIGURES, GpuConfig, figures_row
+from mmod.benchmarks.gpu.config import FIGURES, GpuOptions, figures_row
 from mmod.benchmarks.report import Row, Runs
 from mmod.ops import attention_with_importance, choices
 
@@ -52,12 +52,12 @@ SHAPES = {
 REHEARSED = {"ViT": AttentionShape(2, 2, 17, 16), "LLaVA, prefill": AttentionShape(1, 2, 33, 16, True)}
 
 
-def describe_machine(config: GpuConfig) -> Runs:
+def describe_machine(config: GpuOptions) -> Runs:
     """Record device, driver, clocks, versions, and the implementation that each op takes."""
     return Runs("machine", FIGURES, {"machine": functools.partial(_facts, config)})
 
 
-def _facts(config: GpuConfig) -> list[Row]:
+def _facts(config: GpuOptions) -> list[Row]:
     facts: dict[str, Any] = environment(config.device)
     facts |= {name: _version(name) for name in PACKAGES}
     facts["cuDNN"] = torch.backends.cudnn.version()
@@ -86,7 +86,7 @@ def _version(package: str) -> str:
         return "not installed"
 
 
-def benchmark_attention(config: GpuConfig) -> Runs:
+def benchmark_attention(config: GpuOptions) -> Runs:
     """Record which fused attention SDPA picks at the shapes of known models, and how much longer the others take."""
     shapes = REHEARSED if config.rehearses else SHAPES
     runs = {name: functools.partial(_attend, config, name, shape) for name, shape in shapes.items()}
@@ -94,7 +94,7 @@ def benchmark_attention(config: GpuConfig) -> Runs:
 
 
 @torch.no_grad()
-def _attend(config: GpuConfig, name: str, shape: AttentionShape) -> list[Row]:
+def _attend(config: GpuOptions, name: str, shape: AttentionShape) -> list[Row]:
     device, (images, heads, tokens, channels, causal) = torch.device(config.device), shape
     generator = torch.Generator(device).manual_seed(0)
     # As from a host's projection: views that are not contiguous.

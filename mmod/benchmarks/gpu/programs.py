@@ -13,15 +13,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from xml.etree import ElementTree
 
-from mmod.benchmarks.gpu.config import FIGURES, GpuConfig, UnavailableError, figures_row
-from mmod.benchmarks.report import Row, Runs
+from mmod.benchmarks.gpu.config import FIGURES, GpuOptions, figures_row
+from mmod.benchmarks.report import Row, Runs, UnavailableError
 
 # Exit codes of pytest: no test failed, some failed, none was collected.
 _OK, _FAILED, _NONE = 0, 1, 5
 MOVEMENT = ("gather_rows", "scatter_rows", "gather_norm", "merge_rows")
 
 
-def run_tests(config: GpuConfig) -> Runs:
+def run_tests(config: GpuOptions) -> Runs:
     """Run the tests marked `gpu`, file by file: every kernel against float64, models on kernels against torch."""
     missing = [path for path in config.tests if not Path(path).exists()]
     if missing:
@@ -83,7 +83,7 @@ def _read_results(file: str, results: Path) -> Row:
     return figures_row(file, figures | ({"failures": "; ".join(failed)} if failed else {}))
 
 
-def check_memory(config: GpuConfig) -> Runs:
+def check_memory(config: GpuOptions) -> Runs:
     """Run the kernels that move rows under compute-sanitizer, which finds accesses outside of allocated memory."""
     program = shutil.which("compute-sanitizer")
     if program is None or config.rehearses:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mmod.analysis.flops import flops
 from mmod.analysis.memory import peak_bytes
-from mmod.benchmarks.gpu.config import FIGURES, GpuConfig, figures_row
+from mmod.benchmarks.gpu.config import FIGURES, GpuOptions, figures_row
 from mmod.benchmarks.report import Row, Runs
 from mmod.config import Gate
 from mmod.model import apply_
@@ -71,7 +71,7 @@ class Scenes(NamedTuple):
         return ((views - 0.1) / 0.3).expand(-1, 3, -1, -1), labels
 
 
-def compare_training(config: GpuConfig) -> Runs:
+def compare_training(config: GpuOptions) -> Runs:
     """Train all models for the same number of seconds, in bfloat16 autocast, and test them on new images."""
     size, device = REHEARSED if config.rehearses else FULL, torch.device(config.device)
     load = functools.cache(functools.partial(_load, size, device))
