@@ -124,7 +124,7 @@ class DataConfig(StreamConfig, SourceConfig):
         source: "digits" or "digits:DIFFICULTY", the embedded set, built into `root` on demand; "crowds" or
             "crowds:DIFFICULTY", with a label per patch; "shards:PATTERN", webdataset shards, with `{split}` in the
             pattern; "maps:SIDE", images and label maps scaled to squares of SIDE pixels, see
-            `mmod.data.readers.maps.MapSource`; "hf-datasets:NAME:SPLIT", "hf-datasets:NAME@SUBSET:SPLIT" or
+            `mmod.data.readers.images.MapSource`; "hf-datasets:NAME:SPLIT", "hf-datasets:NAME@SUBSET:SPLIT" or
             "hf-datasets:BUILDER:FILES" (such as "hf-datasets:parquet:data/{split}-*.parquet"), streamed by `datasets`,
             also with `{split}`; or a name for `timm.data.create_dataset`: "folder", "torch/...",
             "hfds/...".

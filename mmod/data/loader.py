@@ -7,6 +7,7 @@ run resumed in the middle of an epoch would see other batches.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -14,14 +15,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmod.data.config import EMBEDDED, DataConfig
+from mmod.data.config import EMBEDDED, DataConfig, PairsConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.hf_datasets import StreamedSource, is_streamed
 from mmod.data.readers.images import ImageSource, LabelledSource, Subset, UnreadableSampleError
+from mmod.data.readers.shards import CAPTION, ShardSource
 from mmod.data.stream import BatchStream, ImageReader, MemoryReader
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.crowds import CROWDS
 from mmod.data.synthetic.digits import DIGITS
+from mmod.data.synthetic.scenes import SCENES
 
 _SETS: dict[str, SyntheticSet[Any]] = {"digits": DIGITS, "crowds": CROWDS}
 # Mean and standard deviation of the embedded sets' grey values; approximate, for all difficulties.
@@ -106,7 +109,7 @@ def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
 
 
 def _create_source(config: DataConfig, split: str, report: CorruptReport) -> LabelledSource:
-    from mmod.data.readers.maps import MapSource
+    from mmod.data.readers.images import MapSource
     from mmod.data.readers.shards import CLASS, ShardSource, label_map
     from mmod.data.readers.timm import TimmSource
 
@@ -172,3 +175,46 @@ def _transform(config: DataConfig, training: bool, mean: Tensor, std: Tensor, no
 def _crop_pct(config: DataConfig) -> float:
     # Label maps are not cropped, so their images must not be cropped either.
     return 1.0 if _is_embedded(config) or config.label_patch is not None else config.crop_pct
+
+
+Transform = Callable[..., Tensor]
+Tokenizer = Callable[[list[str]], Tensor]
+
+
+def pairs_stream(
+    config: PairsConfig,
+    transform: Transform,
+    tokenizer: Tokenizer,
+    seed: int | None = None,
+    rank: int = 0,
+    world: int = 1,
+) -> BatchStream:
+    """Create the stream of one process: images (B, C, H, W) and tokens (B, L).
+
+    Args:
+        transform: From a PIL image to a tensor (C, H, W), as `open_clip.image_transform` makes it.
+        seed: Of order and augmentation of the training pairs; None reads every evaluation pair once, in order.
+
+    Example:
+        >>> import tempfile, torch
+        >>> config = PairsConfig("scenes:tiny/train", root=tempfile.mkdtemp(), batch_size=16)
+        >>> lengths = lambda captions: torch.tensor([[len(caption)] for caption in captions])
+        >>> stream = pairs_stream(config, lambda image: torch.zeros(3, *image.size), lengths, seed=0)
+        >>> images, tokens = next(stream.batches(epoch=0))
+        >>> images.shape, tokens.shape, stream.steps_per_epoch
+        (torch.Size([16, 3, 48, 48]), torch.Size([16, 1]), 16)
+    """
+    shards = config.val if seed is None else config.train
+    report, cache, pattern = CorruptReport(config.on_corrupt, limit=config.max_corrupt), config.root, shards
+    if isinstance(pattern, str) and pattern.startswith("scenes:"):
+        pattern, cache = SCENES.locate(pattern, config.root), None
+    source: ImageSource
+    lanes = 0
+    if is_streamed(pattern):
+        source = StreamedSource(pattern, config.columns, seed=seed, world=world)
+        lanes = source.lanes
+    else:
+        source = ShardSource(pattern, report, cache, progress=True, target=CAPTION, remote=config.remote)
+    # Training replaces corrupt samples, so that all processes keep the same number of full batches.
+    reader = ImageReader(source, "RGB", transform, replace=seed is not None, collate=tokenizer)
+    return BatchStream(reader, report, config, (rank, world), seed, repr(shards), lanes)

@@ -42,7 +42,9 @@ def read_claim(folder: str | Path, file: str) -> dict[str, Any] | None:
     if (folder / file).is_file():
         return _load(folder / file)
     entries = [folder] if folder.is_file() else folder.iterdir() if folder.exists() else ()
-    if any(_holds_file(path) for path in entries if not path.name.startswith(".")):
+    shown = [path for path in entries if not path.name.startswith(".")]
+    # A file, or a folder that contains one.
+    if any(not path.is_dir() or any(not child.is_dir() for child in path.rglob("*")) for path in shown):
         raise FolderTakenError(f"{str(folder)!r} holds files but no {file}: choose a new or empty folder")
     return None
 
@@ -120,8 +122,3 @@ def _dump(file: str, record: Mapping[str, Any]) -> str:
 
         return yaml.safe_dump(dict(record), sort_keys=False)
     return json.dumps(dict(record), indent=2) + "\n"
-
-
-def _holds_file(path: Path) -> bool:
-    """Return whether a path is a file or a folder that contains one."""
-    return not path.is_dir() or any(not child.is_dir() for child in path.rglob("*"))

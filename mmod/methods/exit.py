@@ -177,7 +177,9 @@ class ExitBlock(Deciding, ConvertedBlock):
             logits = self.exit(y_BND[leaves_B])
         else:
             logits = self.exit(y_BND)
-            leaves_B = _sure(logits, state.confidence)
+            sure = logits.detach().softmax(dim=-1).amax(dim=-1)
+            # An image is as sure as its tokens on average, if there are logits for every token.
+            leaves_B = (sure.flatten(1).mean(dim=1) if sure.ndim > 1 else sure) >= state.confidence
             logits = logits[leaves_B]
         leaving.answers.append((leaving.index_B[leaves_B], logits))
         leaving.index_B = leaving.index_B[~leaves_B]
@@ -199,9 +201,3 @@ class ExitModel(nn.Module):
         places, logits = zip(*leaving.answers, (leaving.index_B, last))
         order = torch.cat(places).argsort()
         return torch.cat(logits)[order]
-
-
-def _sure(logits: Tensor, confidence: float) -> Tensor:
-    """Return which images (B) reach the confidence, on average over tokens if there are logits for every token."""
-    sure = logits.detach().softmax(dim=-1).amax(dim=-1)
-    return (sure.flatten(1).mean(dim=1) if sure.ndim > 1 else sure) >= confidence

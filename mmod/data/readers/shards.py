@@ -20,7 +20,14 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.corrupt import CorruptReport, Fault
-from mmod.data.readers.images import IMAGE_EXTENSIONS, MAX_BYTES, UnreadableSampleError, decode_image, open_image
+from mmod.data.readers.images import (
+    IMAGE_EXTENSIONS,
+    MAX_BYTES,
+    UnreadableSampleError,
+    decode_image,
+    open_image,
+    patch_classes,
+)
 from mmod.data.readers.shard_files import Index, ShardFiles, read_at
 from mmod.io.files import check_regular
 from mmod.io.remote import RemoteConfig, RemoteError, is_remote
@@ -71,14 +78,6 @@ def parse_patches(data: bytes, side: int) -> list[int]:
             f"with a multiple of {side} pixels, and of mode L or P"
         )
     return patch_classes(np.asarray(image), side)
-
-
-def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
-    """Return the most frequent class of each patch of a square label map, row by row; the lowest in a tie."""
-    steps = len(labels_HH) // side
-    patches = labels_HH.reshape(steps, side, steps, side).swapaxes(1, 2).reshape(steps**2, side**2)
-    counts = [(patches == label).sum(1) for label in range(int(patches.max()) + 1)]
-    return [int(label) for label in np.argmax(counts, axis=0)]
 
 
 def label_map(side: int) -> Target:

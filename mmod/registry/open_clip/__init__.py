@@ -12,7 +12,7 @@ from torch import nn
 from mmod.adapters.open_clip import MODELS
 from mmod.config import RoutingConfig
 from mmod.model import is_routed, route_
-from mmod.registry.weights import keep_new_routers
+from mmod.registry import keep_new_routers
 
 
 @contextlib.contextmanager

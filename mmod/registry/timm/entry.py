@@ -15,7 +15,7 @@ from mmod.adapters.find import find_stack
 from mmod.config import ROUTING_FIELDS, RoutingConfig
 from mmod.model import route_
 from mmod.planning import preset
-from mmod.registry.weights import keep_new_routers
+from mmod.registry import keep_new_routers
 
 
 def routed_name(dense: str) -> str:

@@ -19,29 +19,17 @@ _TAKEN = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_nam
 # Arguments of the trainer that do not affect the result.
 _FREE = ("logging_steps", "save_steps", "save_total_limit", "report_to", "disable_tqdm", "dataloader_num_workers")
 # Ranges of numbers that the trainer and peft do not check.
-_TRAINER: dict[str, tuple[Any, str]] = {
-    "learning_rate": (float, "[0, inf)"),
-    "weight_decay": (float, "[0, inf)"),
-    "max_grad_norm": (float, "[0, inf)"),
-    "num_train_epochs": (float, "(0, inf)"),
-    "max_steps": (int, "[-1, inf)"),
-    "per_device_train_batch_size": (int, "[1, inf)"),
-    "gradient_accumulation_steps": (int, "[1, inf)"),
-    "warmup_steps": (float, "[0, inf)"),
-    "warmup_ratio": (float, "[0, 1]"),
-    "adam_beta1": (float, "[0, 1)"),
-    "adam_beta2": (float, "[0, 1)"),
-    "adam_epsilon": (float, "(0, inf)"),
-    "label_smoothing_factor": (float, "[0, 1)"),
-    "dataloader_num_workers": (int, "[0, inf)"),
-    "logging_steps": (float, "(0, inf)"),
-    "save_steps": (float, "(0, inf)"),
-    "save_total_limit": (int, "[1, inf)"),
-}
-_LORA: dict[str, tuple[Any, str]] = {
-    "r": (int, "[1, inf)"),
-    "lora_alpha": (float, "(0, inf)"),
-    "lora_dropout": (float, "[0, 1)"),
+_RANGES: dict[str, dict[tuple[Any, str], tuple[str, ...]]] = {
+    "trainer": {
+        (float, "[0, inf)"): ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"),
+        (float, "(0, inf)"): ("num_train_epochs", "adam_epsilon", "logging_steps", "save_steps"),
+        (float, "[0, 1)"): ("adam_beta1", "adam_beta2", "label_smoothing_factor"),
+        (float, "[0, 1]"): ("warmup_ratio",),
+        (int, "[1, inf)"): ("per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"),
+        (int, "[0, inf)"): ("dataloader_num_workers",),
+        (int, "[-1, inf)"): ("max_steps",),
+    },
+    "lora": {(int, "[1, inf)"): ("r",), (float, "(0, inf)"): ("lora_alpha",), (float, "[0, 1)"): ("lora_dropout",)},
 }
 
 
@@ -118,10 +106,11 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         self.check(frozen=TOWERS, eval_batch_size="[1, inf)", max_new_tokens="[1, inf)")
-        for group, limits in (("trainer", _TRAINER), ("lora", _LORA)):
+        for group, ranges in _RANGES.items():
             options = getattr(self, group) or {}
-            for name in sorted(limits.keys() & options.keys()):
-                check_value(f"{group}.{name}", options[name], *limits[name])
+            for limit, names in ranges.items():
+                for name in sorted(set(names) & set(options)):
+                    check_value(f"{group}.{name}", options[name], *limit)
         taken = sorted(set(_TAKEN) & set(self.trainer))
         if taken:
             raise ValueError(f"trainer must not set {', '.join(taken)}: the run sets them")

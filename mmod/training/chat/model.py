@@ -47,7 +47,12 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
         depths = {name: len(find().blocks) for name, find in find_parts(model).items() if name in parts}
         for method in resolve_methods(config.methods, config.routing or {}, depths):
             method.apply_(model)
-    _check_protected(model, config.data.protected)
+    protected = config.data.protected
+    if protected is not None and not any(getattr(hook, "tokens", None) == "all" for hook in model_hooks(model)):
+        raise ValueError(
+            f"data.protected: {protected} would change nothing, as no layer may skip text here: set "
+            "`routing.language.tokens: all`, or data.protected: null"
+        )
     _freeze(model, config.frozen)
     if config.lora is not None:
         from peft import LoraConfig, get_peft_model
@@ -179,14 +184,6 @@ def _with_words(fields: Mapping[str, Any], processor: Any) -> dict[str, Any]:
     text = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     text = {"vocab_size": len(tokenizer), **text, **fields.get("text_config", {})}
     return {**fields, "image_token_index": processor.image_token_id, "text_config": text}
-
-
-def _check_protected(model: nn.Module, protected: str | None) -> None:
-    if protected is not None and not any(getattr(hook, "tokens", None) == "all" for hook in model_hooks(model)):
-        raise ValueError(
-            f"data.protected: {protected} would change nothing, as no layer may skip text here: set "
-            "`routing.language.tokens: all`, or data.protected: null"
-        )
 
 
 def _freeze(model: nn.Module, parts: list[str]) -> None:

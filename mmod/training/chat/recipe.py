@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, Subset
 
 from mmod import is_routed
 from mmod.adapters.transformers.cache_base import cache_of
@@ -110,12 +111,18 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         prompts = self.prompts(count)[0]
         return {"prompt": Reading(partial(read_prompts, model, prompts), len(prompts["input_ids"]))}
 
-    def calibration(self, model: nn.Module, batches: int, size: int) -> Calibration:
+    def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[dict[str, Tensor]]:
         """Return training conversations; see `Recipe.calibration`."""
         talks = open_conversations(self.config.data.train, self.config.data)
         count = min(len(talks), batches * size)
         chosen = [place * len(talks) // count for place in range(count)]
-        return Calibration(self.collator, talks, chosen, size, self.device)
+        collator, device = self.collator, self.device
+
+        def encoded(chats: list[ChatSample]) -> dict[str, Tensor]:
+            return {name: value.to(device) for name, value in collator(chats).items()}
+
+        # An explicit generator: the loader would otherwise draw from the global one.
+        return DataLoader(Subset(talks, chosen), size, collate_fn=encoded, generator=torch.Generator())  # type: ignore[arg-type]
 
     @property
     def collator(self) -> ChatCollator:
@@ -152,23 +159,6 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         rows = len(prompts["input_ids"])
         image = int((prompts["input_ids"] == collator.processor.image_token_id).sum()) // rows
         return prompts, int(prompts["attention_mask"].sum()) // rows - image, image
-
-
-class Calibration:
-    """Batches of `size` conversations with the chosen indices, encoded on demand."""
-
-    def __init__(
-        self, collator: ChatCollator, talks: ChatDataset, chosen: list[int], size: int, device: torch.device
-    ) -> None:
-        self._collator, self._talks, self._chosen, self._size, self._device = collator, talks, chosen, size, device
-
-    def __len__(self) -> int:
-        return -(-len(self._chosen) // self._size)
-
-    def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        for start in range(0, len(self._chosen), self._size):
-            talks = [self._talks[place] for place in self._chosen[start : start + self._size]]
-            yield {name: value.to(self._device) for name, value in self._collator(talks).items()}
 
 
 def read_prompts(model: Any, prompts: Mapping[str, Tensor]) -> Any:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmod.data.loader import BatchStream
-from mmod.data.readers.pairs import Tokenizer, Transform
+from mmod.data.loader import BatchStream, Tokenizer, Transform
 from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.io.progress import progress_bar
 from mmod.training.engine.distributed import gathered, sum_over_processes
@@ -24,15 +23,10 @@ _ROWS = 1024
 
 @dataclass(frozen=True)
 class EvalResult(RoutedResult):
-    """The result of an evaluation on pairs; shares in percent.
+    """The result of an evaluation on pairs: recall at 1 and 5 in both directions, and accuracies, in percent.
 
     Args:
-        image_to_text_r1: Images whose caption ranks first among all captions.
-        image_to_text_r5: Images whose caption ranks among the first five.
-        text_to_image_r1: Captions whose image ranks first among all images.
-        text_to_image_r5: Captions whose image ranks among the first five.
         zero_shot_top1: Zero-shot accuracy; None without zero-shot classes.
-        zero_shot_top5: Images whose class is among the first five guesses.
         kept: Mean kept share of tokens, in [0, 1], by routed block.
     """
 

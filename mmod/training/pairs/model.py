@@ -12,7 +12,7 @@ from open_clip.loss import SigLipLoss
 from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 from torch import nn
 
-from mmod.data.readers.pairs import Tokenizer, Transform
+from mmod.data.loader import Tokenizer, Transform
 from mmod.io.configs import find_config
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.distributed import Process

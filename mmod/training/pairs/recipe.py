@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from mmod import is_routed
 from mmod.analysis import FlopReport, flops
-from mmod.data.loader import BatchStream
-from mmod.data.readers.pairs import pairs_stream
+from mmod.data.loader import BatchStream, pairs_stream
 from mmod.io.tensors import write_tensors
 from mmod.methods import Method
 from mmod.methods.read import is_added

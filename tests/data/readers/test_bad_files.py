@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 
 from mmod.data.config import DataConfig, PairsConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport
-from mmod.data.loader import create_eval_stream, create_train_stream
+from mmod.data.loader import create_eval_stream, create_train_stream, pairs_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.images import decode_image
-from mmod.data.readers.pairs import pairs_stream
 from mmod.data.readers.shards import ShardSource
 from tests.data.bad_files import (
     ARCHIVES,

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptDataError
-from mmod.data.readers.pairs import pairs_stream
+from mmod.data.loader import pairs_stream
 from tests.data.pair_files import pair, png, tokenizer, transform, write_pairs, write_tar
 
 

@@ -18,11 +18,10 @@ import torch
 
 from mmod.data.config import DataConfig, PairsConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport
-from mmod.data.loader import create_train_stream
+from mmod.data.loader import create_train_stream, pairs_stream
 from mmod.data.readers import shard_files
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.images import UnreadableSampleError
-from mmod.data.readers.pairs import pairs_stream
 from mmod.data.readers.shards import ShardSource, expand_pattern
 from mmod.data.synthetic.questions import QUESTIONS
 from mmod.io.remote import RemoteConfig, RemoteError, RemoteFiles

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.data.config import PairsConfig
-from mmod.data.readers.pairs import pairs_stream
+from mmod.data.loader import pairs_stream
 from mmod.training.pairs.evaluate import evaluate, rank_matches
 from tests.sets import SETS
 from tests.training.pairs.worker import MODEL
