@@ -204,14 +204,11 @@ def _build_dense(config: dict[str, Any]) -> nn.Module:
 def _check_plain(state: Mapping[str, Tensor]) -> None:
     others = [f"{name} ({type(value).__name__})" for name, value in state.items() if type(value) is not Tensor]
     if others:
+        some = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
         raise ValueError(
-            f"cannot save weights that are no plain tensors, as quantized or sharded ones: {_some(others)}. Save the "
+            f"cannot save weights that are no plain tensors, as quantized or sharded ones: {some}. Save the "
             "model before it is quantized, and quantize what mmod.load_pretrained returns"
         )
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, Tensor]) -> None:

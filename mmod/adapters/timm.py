@@ -125,6 +125,8 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
     attentions = {name: module for name, module in block.named_modules() if hasattr(module, "fused_attn")}
     fused = bool(attentions) and all(module.fused_attn for module in attentions.values())
     projections = [projection for name, module in attentions.items() for projection in _projections(name, module)]
+    name = "norm1" if isinstance(block, PRE_NORM) else "in_norm"
+    norm = getattr(block, name, None)
     return NamedArguments(
         names=tuple(parameters),
         rope_prefix=rope_prefix,
@@ -133,17 +135,10 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
         projections=tuple(projections),
         # Differential attention subtracts two maps, from two calls.
         attention_calls=sum(2 if isinstance(module, DiffAttention) else 1 for module in attentions.values()),
-        fused_norm=_fused_norm(block),
+        fused_norm=name if norm is not None and host_class(norm) in PLAIN_NORMS else "",
         operators={"attention": "attn", "mlp": "mlp"} if isinstance(block, PRE_NORM) else {},
         halves=HALVES if isinstance(block, SPLIT) else None,
     )
-
-
-def _fused_norm(block: nn.Module) -> str:
-    """Return the name of a block's first norm if it is a plain one, else an empty string."""
-    name = "norm1" if isinstance(block, PRE_NORM) else "in_norm"
-    norm = getattr(block, name, None)
-    return name if norm is not None and host_class(norm) in PLAIN_NORMS else ""
 
 
 def _projections(name: str, attention: nn.Module) -> list[tuple[str, int]]:

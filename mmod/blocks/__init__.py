@@ -10,7 +10,6 @@ from mmod.blocks.conversion import (
     host_of,
     is_converted,
     make_dense,
-    make_important,
     make_routed,
 )
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock

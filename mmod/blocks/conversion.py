@@ -8,7 +8,7 @@ from torch import nn
 
 from mmod.blocks.branches import Branch
 from mmod.blocks.call import DecoderCall
-from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, RoutedState
+from mmod.blocks.routed import RoutedBlock, RoutedState
 from mmod.blocks.rows import FusedNorm
 from mmod.routing import Router
 
@@ -99,11 +99,6 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
     if config.language.gate_on != "update":
         for branch in cast(DecoderCall, state.call).branches(block, config.language.gate_on):
             convert(branch, Branch, state.tracker)
-
-
-def make_important(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:
-    """Convert a dense block into one that shares its importance."""
-    convert(block, mixin, state)
 
 
 def make_dense(module: nn.Module) -> None:

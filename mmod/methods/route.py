@@ -22,7 +22,6 @@ from mmod.blocks import (
     detach_hooks,
     is_converted,
     make_dense,
-    make_important,
     make_routed,
 )
 from mmod.config import RoutingConfig, rational
@@ -155,7 +154,7 @@ class Route(Method):
                     assert router is not None
                     make_routed(block, router, state, stack.mixins[0])
                 else:
-                    make_important(block, state, stack.mixins[1])
+                    convert(block, stack.mixins[1], state)
             *path, block_list, _ = stack.names[0].split(".")
             owner = model.get_submodule(".".join(path))
             if self.parts[name].router.tied:

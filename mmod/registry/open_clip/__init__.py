@@ -42,7 +42,8 @@ def routed(config: RoutingConfig | None = None, **parts: RoutingConfig | None) -
         def build(self: nn.Module, *args: Any, **kwargs: Any) -> None:
             original(self, *args, **kwargs)
             route_(self, config, **parts)
-            accept_dense_weights(self)
+            # Dense weights load strictly, and leave the new routers.
+            self.register_load_state_dict_pre_hook(_complete)
 
         return build
 
@@ -53,11 +54,6 @@ def routed(config: RoutingConfig | None = None, **parts: RoutingConfig | None) -
     finally:
         for model, original in originals.items():
             model.__init__ = original  # type: ignore[method-assign]
-
-
-def accept_dense_weights(model: nn.Module) -> None:
-    """Let a routed model load dense weights strictly, and keep its new routers."""
-    model.register_load_state_dict_pre_hook(_complete)
 
 
 def _complete(model: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

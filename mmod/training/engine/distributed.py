@@ -6,7 +6,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mmod.data.corrupt import Fault
 from mmod.training.engine.command import LostProcessError
 
 Value = TypeVar("Value")
@@ -84,30 +83,18 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
         store = None if world > 1 else dist.HashStore()
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=limit, store=store)
     try:
-        with lost_processes():
-            yield Process(rank, world, chosen)
-    finally:
-        if not joined and dist.is_initialized():
-            dist.destroy_process_group()
-
-
-@contextmanager
-def lost_processes() -> Iterator[None]:
-    """Context that raises a LostProcessError in place of the errors with which communication ends."""
-    try:
-        yield
+        yield Process(rank, world, chosen)
     except RuntimeError as error:
+        # The errors with which communication ends.
         if not isinstance(error, dist.DistError) and not re.search("gloo|NCCL", str(error)):
             raise
         raise LostProcessError(
             f"another process of the run ended or did not answer in time ({str(error).splitlines()[0]}); its own error "
             "says why. The same command goes on from the last checkpoint"
         ) from error
-
-
-def merge_faults(faults: Iterable[Fault]) -> dict[Fault, None]:
-    """Return the faults of all processes without duplicates: processes that read the same files meet the same ones."""
-    return dict.fromkeys(sorted(fault for part in gathered(list(faults)) for fault in part))
+    finally:
+        if not joined and dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def own_rank() -> int:
@@ -137,13 +124,6 @@ def wait_for_all() -> None:
     """Wait until all processes reach this point."""
     if dist.is_initialized():
         dist.barrier()
-
-
-def check_agreement(path: Path | None) -> None:
-    """Raise a ValueError unless all processes would resume from the same checkpoint."""
-    paths = gathered(path)
-    if len(set(paths)) > 1:
-        raise ValueError(f"the processes would go on from different checkpoints: {', '.join(map(str, paths))}")
 
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)

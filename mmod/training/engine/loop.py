@@ -35,8 +35,7 @@ from mmod.training.engine.checkpoint import (
 from mmod.training.engine.distributed import (
     Process,
     StopRequest,
-    check_agreement,
-    merge_faults,
+    gathered,
     process_group,
     stop_signals,
     sum_over_processes,
@@ -316,7 +315,9 @@ class _Trainer(Generic[Result]):
     def _resume(self) -> None:
         """Resume from the newest checkpoint, if there is one."""
         paths = list_checkpoints(self._checkpoints)
-        check_agreement(next(iter(paths), None))
+        newest = gathered(next(iter(paths), None))
+        if len(set(newest)) > 1:
+            raise ValueError(f"the processes would go on from different checkpoints: {', '.join(map(str, newest))}")
         path, training = read_newest(paths, partial(self.parallel.load, optimizer=self.optimizer)) or (None, None)
         if path is None or training is None:
             return
@@ -335,11 +336,12 @@ class _Trainer(Generic[Result]):
         self.usage.load_state_dict(training["usage"])
 
     def _reports(self) -> dict[str, CorruptReport]:
-        streams = {"train": self.train_stream, "val": self.test_stream}
-        return {
-            name: CorruptReport(stream.report.on_corrupt, merge_faults(stream.report.faults))
-            for name, stream in streams.items()
-        }
+        reports = {}
+        for name, stream in (("train", self.train_stream), ("val", self.test_stream)):
+            # Without duplicates: processes that read the same files meet the same faults.
+            faults = sorted({fault for part in gathered(list(stream.report.faults)) for fault in part})
+            reports[name] = CorruptReport(stream.report.on_corrupt, dict.fromkeys(faults))
+        return reports
 
     def _finish(self, evaluation: Result, average: Result | None) -> FitResult[Result]:
         self.board.close()

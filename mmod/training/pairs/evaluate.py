@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from mmod.data.loader import BatchStream, Tokenizer, Transform
@@ -102,7 +101,9 @@ def evaluate(
             with autocast(device, precision), kept.watch():
                 output = model(images, tokens)
             parts.append([output["image_features"].float(), output["text_features"].float(), tokens])
-        collected = _gather([torch.cat(column) for column in zip(*parts)] if parts else [])
+        # Processes may have different numbers of rows, or none.
+        mine = [torch.cat(column).cpu() for column in zip(*parts)]
+        collected = [torch.cat(rows).to(device) for rows in zip(*filter(None, gathered(mine)))]
         if not collected:
             raise ValueError("the evaluation stream holds no pairs")
         images, texts, tokens = collected
@@ -182,14 +183,6 @@ def judge_pairs(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tenso
         loss_B += (similarity_BB.logsumexp(1) - matched_B) / 2
         right_B += (rank_matches(queries, others, texts) < 1) / 2
     return loss_B, right_B
-
-
-def _gather(parts: list[Tensor]) -> list[Tensor]:
-    """Concatenate tensors over all processes, which may have different numbers of rows."""
-    if not dist.is_initialized():
-        return parts
-    device = parts[0].device if parts else torch.device("cpu")
-    return [torch.cat(rows).to(device) for rows in zip(*filter(None, gathered([part.cpu() for part in parts])))]
 
 
 def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Tensor) -> tuple[float, float]:
