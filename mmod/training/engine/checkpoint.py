@@ -127,9 +127,9 @@ def check_sums(folder: Path, *names: str, together: bool = False) -> None:
     except ValueError as error:
         raise DamagedFileError(str(error)) from error
     chosen = [name for name in sorted(sums) if not names or name in names or Path(name).parts[0] in names]
-    for name, found in _sums(folder, chosen, together).items():
-        if found != sums[name]:
-            state = "is missing" if found is None else "differs from its checksum"
+    for name, digest in _sums(folder, chosen, together).items():
+        if digest != sums[name]:
+            state = "is missing" if digest is None else "differs from its checksum"
             raise DamagedFileError(f"{str(folder / name)!r} is damaged: it {state} in {_SUMS}")
 
 
@@ -137,7 +137,7 @@ def _sums(folder: Path, names: Sequence[str], together: bool) -> dict[str, str |
     """Return the checksum of each file, None if it is missing."""
     mine = names[own_rank() :: len(gathered(None))] if together else names
     sums = {name: sha256(folder / name) if (folder / name).is_file() else None for name in mine}
-    return {name: found for part in gathered(sums) for name, found in part.items()} if together else sums
+    return {name: digest for part in gathered(sums) for name, digest in part.items()} if together else sums
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -73,15 +73,15 @@ class Replicas:
 
     def load(self, path: Path, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Load weights, moving average and optimiser from a checkpoint in place; return its state of training."""
-        found = load_checkpoint(path, averaged=self.average is not None)
-        self._load(found)
-        optimizer.load_state_dict(found.training["optimizer"])
-        return found.training
+        checkpoint = load_checkpoint(path, averaged=self.average is not None)
+        self._load(checkpoint)
+        optimizer.load_state_dict(checkpoint.training["optimizer"])
+        return checkpoint.training
 
-    def _load(self, found: Checkpoint) -> None:
-        self.model.load_state_dict(found.weights)
-        if self.average is not None and found.average is not None:
-            self.average.load_state_dict(found.average)
+    def _load(self, checkpoint: Checkpoint) -> None:
+        self.model.load_state_dict(checkpoint.weights)
+        if self.average is not None and checkpoint.average is not None:
+            self.average.load_state_dict(checkpoint.average)
 
 
 class Shards(Replicas):
@@ -157,8 +157,8 @@ class Shards(Replicas):
         average = None if self.average is None else self.average.state_dict()
         # A new optimiser makes the moments that are loaded in a step without gradients.
         _, moments = self.optimizer_state(optimizer)
-        found = load_checkpoint(path, into=Checkpoint(self.model.state_dict(), average, {}, moments))
-        self._load(found)
-        state = {**found.training["optimizer"], **(found.moments or {})}
+        checkpoint = load_checkpoint(path, into=Checkpoint(self.model.state_dict(), average, {}, moments))
+        self._load(checkpoint)
+        state = {**checkpoint.training["optimizer"], **(checkpoint.moments or {})}
         set_optimizer_state_dict(self.model, optimizer, state, options=_FLAT)
-        return found.training
+        return checkpoint.training

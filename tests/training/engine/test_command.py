@@ -48,7 +48,7 @@ def test_an_interrupt_ends_with_code_130(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_refusals_end_in_one_line_and_faults_keep_their_traceback() -> None:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
 
         def elsewhere(task: Callable[[], None]) -> Callable[[], None]:
             return lambda: pool.submit(task).result()
