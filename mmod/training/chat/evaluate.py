@@ -36,13 +36,13 @@ class EvalResult(RoutedResult):
         asked: Number of questions by kind.
         kept: Kept share of the tokens that may be skipped, in this process, by routed block; empty for a dense model.
         prior: Accuracy in percent, by kind of question, of always giving the most frequent training answer to it; empty
-            if it was not measured.
+            if it was not measured. No part of equality, as it is about the data.
     """
 
     right: dict[str, float]
     asked: dict[str, int]
     kept: dict[str, float] = field(default_factory=dict)
-    prior: dict[str, float] = field(default_factory=dict)
+    prior: dict[str, float] = field(default_factory=dict, compare=False)
 
     @property
     def accuracy(self) -> float:
