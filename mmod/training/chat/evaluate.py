@@ -55,12 +55,14 @@ class EvalResult(RoutedResult):
         return {"right": self.accuracy, **kinds, **self.kept_columns()}
 
     def __str__(self) -> str:
-        priors = {kind: f" (prior {share:.2f} %)" for kind, share in self.prior.items()}
-        kinds = ", ".join(
-            f"{kind} {share:.2f} % of {self.asked[kind]}{priors.get(kind, '')}" for kind, share in self.right.items()
-        )
-        prior = f" (language-only prior {mean_over_kinds(self.prior):.2f} %)" if self.prior else ""
-        return f"answers right {self.accuracy:.2f} %{prior}: {kinds}; kept {self.mean_kept:.3f}"
+        kinds = ", ".join(f"{kind} {share:.2f} % of {self.asked[kind]}" for kind, share in self.right.items())
+        return f"answers right {self.accuracy:.2f} %: {kinds}; kept {self.mean_kept:.3f}"
+
+    @property
+    def baseline(self) -> str:
+        """The language-only prior."""
+        kinds = ", ".join(f"{kind} {share:.2f} %" for kind, share in self.prior.items())
+        return kinds and f"language-only prior {mean_over_kinds(self.prior):.2f} %: {kinds}"
 
 
 def mean_over_kinds(figures: Mapping[str, float]) -> float:

@@ -33,6 +33,11 @@ class RoutedResult:
         raise NotImplementedError
 
     @property
+    def baseline(self) -> str:
+        """What the data gives without a model, for the report of a run; empty if that is not known."""
+        return ""
+
+    @property
     def mean_kept(self) -> float:
         """Mean kept share over the modules that decide; 1 for a dense model."""
         return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0

@@ -65,6 +65,8 @@ class FitResult(Generic[Result]):
         lines = [f"{self.folder}: {state} after {self.epochs:g} epochs, {self.steps} steps"]
         results = {"weights": self.evaluation, "moving average": self.average}
         lines += [f"{name}: {result}" for name, result in results.items() if result is not None]
+        if self.evaluation is not None and self.evaluation.baseline:
+            lines.append(self.evaluation.baseline)
         for split, counts in self.skipped.items():
             lines += [f"{split} data, unreadable and passed over: {count} in {file}" for file, count in counts.items()]
         return "\n".join(lines)

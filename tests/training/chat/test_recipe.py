@@ -57,6 +57,7 @@ def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
     go_on = vlm_config(folder, model=ModelConfig(checkpoint=str(folder / "routed" / "model")))
     assert estimate(go_on).kept == mmod.capacities(model)
     assert "answers right" in str(result)
+    assert "language-only prior" in str(result)
     with pytest.raises(ValueError, match=r"trainer\.learning_rate: 0\.001 there, 0\.01 now"):
         fit(vlm_config(folder, "routed", {"learning_rate": 1e-2}, routing=GAMMA), progress=False)
 
