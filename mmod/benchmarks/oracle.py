@@ -250,10 +250,8 @@ class _FullMaps(AttentionIntercept):
         self._add(torch.softmax(product, dim=-1), result)
         return result
 
-    def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        # Attention without the fused call.
-        if func in (torch.softmax, Tensor.softmax, torch.nn.functional.softmax) and result.ndim == 4:
-            self._add(result.detach(), result)
+    def observe(self, score: Tensor, attention: Tensor) -> None:
+        self._add(attention.detach(), attention)
 
     def _add(self, attention: Tensor, result: Tensor) -> None:
         self.maps.append(attention.to(torch.promote_types(result.dtype, torch.float32)))

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops.casting import cast_alike
 from mmod.ops.importance import attention_with_importance, class_token_importance, importance_of_map
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.ops.views import views_of_scores
-
-_SOFTMAX = (torch.softmax, torch.Tensor.softmax, F.softmax)
 
 
 class capture_importance(AttentionIntercept):
@@ -32,7 +26,7 @@ class capture_importance(AttentionIntercept):
     Example:
         >>> q = k = v = torch.zeros(1, 1, 2, 8)
         >>> with capture_importance() as captured:
-        ...     _ = F.scaled_dot_product_attention(q, k, v)
+        ...     _ = torch.nn.functional.scaled_dot_product_attention(q, k, v)
         >>> captured.importance_BN
         tensor([[0.5000, 0.5000]])
     """
@@ -44,10 +38,10 @@ class capture_importance(AttentionIntercept):
         self.calls = 0
         self.importance_BN: Tensor | None = None
 
-    def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        """Read the attention map from a host's softmax."""
-        if func in _SOFTMAX and result.ndim == 4 and result.shape[-1] == result.shape[-2]:
-            self._add(self._of_map(args[0], result))
+    def observe(self, score: Tensor, attention: Tensor) -> None:
+        """Read a square map from a host's softmax."""
+        if attention.shape[-1] == attention.shape[-2]:
+            self._add(self._of_map(score, attention))
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend, and capture importance."""

@@ -11,11 +11,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mmod.ops.multihead import multihead_attention
+
+_SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
 
 
 class AttentionCall(NamedTuple):
@@ -48,12 +51,13 @@ class AttentionIntercept(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Replace some calls and pass all others through."""
+        """Replace some calls, read the maps of a host's softmax, and pass all other calls through."""
         replacement = self.replace(func)
         if replacement is not None:
             return replacement(*args, **(kwargs or {}))
         result = func(*args, **kwargs) if kwargs else func(*args)
-        self.observe(func, args, result)
+        if func in _SOFTMAX and result.ndim == 4:
+            self.observe(args[0], result)
         return result
 
     def _call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -74,8 +78,8 @@ class AttentionIntercept(TorchFunctionMode):
         """Return the result of a call of `scaled_dot_product_attention`."""
         raise NotImplementedError
 
-    def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        """Receive any other call: its positional arguments and its result."""
+    def observe(self, score: Tensor, attention: Tensor) -> None:
+        """Receive a map (B, H, N, N) that a host computes without the fused call, before and after its softmax."""
 
 
 @contextmanager

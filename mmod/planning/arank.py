@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters import find_part
@@ -174,10 +173,8 @@ class _Ranks(AttentionIntercept):
         self._take(query.shape[0], query.shape[1], attention_map)
         return call.run()
 
-    def observe(self, func: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
-        # Hosts compute the maps of eager attention with softmax.
-        if func in (torch.softmax, torch.Tensor.softmax, F.softmax) and result.ndim == 4:
-            self._take(result.shape[0], result.shape[1], lambda sample, head: result[sample, head].float())
+    def observe(self, score: Tensor, attention: Tensor) -> None:
+        self._take(len(attention), attention.shape[1], lambda sample, head: attention[sample, head].float())
 
     def _take(self, samples: int, heads: int, attention_map: Callable[[int, int], Tensor]) -> None:
         self.samples = samples
