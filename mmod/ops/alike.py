@@ -235,8 +235,7 @@ def unit_rows(x_BND: Tensor, channels: int | None = None) -> Tensor:
         tensor([[[0.6000, 0.8000]]])
     """
     channels = x_BND.shape[-1] if channels is None else min(channels, x_BND.shape[-1])
-    with torch.no_grad():
-        return _unit_rows(x_BND.detach(), channels)
+    return _unit_rows(x_BND.detach(), channels)
 
 
 @op(_kernel(_redundancy_by_kernel), how="tiles of rows in spread order, each compared with rows before it")

@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
+_AS_IT_IS = nullcontext()
+
 
 def cast_alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values in one dtype: under autocast in autocast's, as torch's fused attention does.
@@ -34,5 +36,5 @@ def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     device = tensor.device.type
     # `is_autocast_enabled` raises for the meta device.
     if device == "meta" or not torch.is_autocast_enabled(device):
-        return nullcontext()
+        return _AS_IT_IS
     return torch.autocast(device, enabled=False)

@@ -55,9 +55,9 @@ def group_sizes(slot_BN: Tensor, slots: int, *, all_join: bool = False) -> Tenso
 def _aligned(bias_BK: Tensor) -> Tensor:
     """Return a bias of keys (B, 1, 1, K), whose rows start at multiples of eight elements on a GPU."""
     slots = bias_BK.shape[1]
-    if bias_BK.device.type == "cuda":
-        bias_BK = torch.nn.functional.pad(bias_BK, (0, -slots % 8))
-    return bias_BK.view(len(bias_BK), 1, 1, -1)[..., :slots]
+    if bias_BK.device.type != "cuda":
+        return bias_BK.view(len(bias_BK), 1, 1, slots)
+    return torch.nn.functional.pad(bias_BK, (0, -slots % 8)).view(len(bias_BK), 1, 1, -1)[..., :slots]
 
 
 def _flat(slot_BN: Tensor, slots: int, all_join: bool) -> Tensor:
