@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import ADAPTERS, find_library, load_adapter
-from mmod.adapters.described import Saving
+from mmod.adapters.base import Saving
 from mmod.io.files import parse_json, replacing, write_atomically
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.methods.base import methods_of

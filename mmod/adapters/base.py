@@ -6,7 +6,8 @@ Axes: B images, N tokens, K slots per image, H heads.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -228,3 +229,47 @@ def _of_images(value: Any, image_S: Tensor) -> Any:
     """Return an argument for some images of a batch; values without a batch axis are unchanged."""
     batched = isinstance(value, Tensor) and value.ndim == 4 and len(value) > 1
     return value.index_select(0, image_S) if batched else value
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How models of a library are described in a saved folder, and rebuilt.
+
+    A description says how to build a model, never what to read or download elsewhere.
+
+    Args:
+        package: Name of the library's distribution.
+        describe: Returns the description of a model, from the architecture if the model does not know it.
+        check: Raises a ValueError if an untrusted description refers to anything outside its folder.
+        build: Returns the dense model of a description, with new weights.
+        needs_architecture: The caller passes the architecture, so the saved model is compared with the rebuilt one.
+    """
+
+    package: str
+    keys: tuple[str, ...]
+    describe: Callable[[nn.Module, str | Mapping[str, Any] | None], dict[str, Any]]
+    check: Callable[[Mapping[str, Any]], None]
+    build: Callable[[Mapping[str, Any]], nn.Module]
+    needs_architecture: bool = False
+
+    def check_description(self, description: Any) -> None:
+        """Check a description from an untrusted file."""
+        if not isinstance(description, Mapping) or set(description) != set(self.keys):
+            keys = sorted(map(str, description)) if isinstance(description, Mapping) else repr(description)
+            raise ValueError(f"a saved {self.package} model is described by {', '.join(self.keys)}, got {keys}")
+        self.check(description)
+
+
+def check_keys(group: str, values: Any, allowed: Iterable[str]) -> None:
+    """Raise a ValueError unless a section of a description is a mapping with allowed keys."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{group} in a saved folder must be a mapping, got {values!r}")
+    unknown = sorted(set(values) - set(allowed))
+    if unknown:
+        raise ValueError(f"{group} in a saved folder may not have {', '.join(unknown)}: models have no such option")
+
+
+def parameters(model_class: type) -> set[str]:
+    """Return the names of the arguments of a class's constructor."""
+    values = inspect.signature(model_class).parameters.values()
+    return {value.name for value in values if value.kind not in (value.VAR_POSITIONAL, value.VAR_KEYWORD)}

@@ -22,8 +22,7 @@ from open_clip.timm_model import TimmModel
 from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
-from mmod.adapters.base import BlockStack, NamedArguments, Part
-from mmod.adapters.described import Saving, check_keys, parameters
+from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters
 from mmod.blocks import ForwardPass, PassTracker, host_class
 from mmod.routing import Routing, TokenMarks
 

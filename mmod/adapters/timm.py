@@ -1,4 +1,7 @@
-"""timm: models whose residual blocks can run on some of their tokens, and how their blocks are called."""
+"""timm: models whose residual blocks can run on some of their tokens, and how blocks and their halves are called.
+
+Axes: B images, N tokens, D channels.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +26,7 @@ from timm.models import (
 )
 from torch import Tensor, nn
 
-from mmod.adapters.base import BlockStack, NamedArguments, Part
-from mmod.adapters.described import Saving, check_keys, parameters
+from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters
 from mmod.blocks import Halves, host_class
 from mmod.config import ROUTING_FIELDS
 
@@ -232,6 +234,7 @@ SPLIT: tuple[type[nn.Module], ...] = PRE_NORM + _POST_NORM
 """Blocks whose halves can run separately."""
 
 
+# Hosts have no hook between the halves of a block, so its residual sums are repeated here, with the host's modules.
 def attend(block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
     """Return tokens (B, N, D) after a block's attention."""
     if isinstance(block, _POST_NORM):

@@ -189,7 +189,9 @@ def pairs_stream(
     rank: int = 0,
     world: int = 1,
 ) -> BatchStream:
-    """Create the stream of one process: images (B, C, H, W) and tokens (B, L).
+    """Create the stream of one process: images (B, C, H, W) and tokens (B, L) of their captions.
+
+    The pairs are those of `datasets` or of webdataset shards, with one image and one `.txt` caption a sample.
 
     Args:
         transform: From a PIL image to a tensor (C, H, W), as `open_clip.image_transform` makes it.

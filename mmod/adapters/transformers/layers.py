@@ -1,6 +1,7 @@
 """Decoder layers: how transformers calls them, and their arguments for kept tokens.
 
-Axes: B samples, H heads, N tokens, K slots per sample, L slots in a layer's cache and the new ones behind them.
+Axes: B samples, H heads, N tokens, K slots per sample, L slots in a layer's cache and the new ones behind them, E
+channels of a head.
 """
 
 from __future__ import annotations

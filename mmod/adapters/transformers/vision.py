@@ -1,6 +1,6 @@
-"""Vision towers: supported encoders, and how their layers are called.
+"""Vision towers: supported encoders, how their layers are called, and the importance of image tokens in them.
 
-Axes: B images, N tokens, K slots per image.
+Axes: B images or samples, I images, N tokens, K slots per image, H heads, E channels of a head.
 """
 
 from __future__ import annotations
