@@ -21,10 +21,10 @@ from mmod.analysis.audit.generation import Generation, judge_generation
 from mmod.analysis.audit.shifts import SHIFTS
 from mmod.analysis.plots import sample_maps
 from mmod.data.config import DataConfig
+from mmod.data.loader import text_stream
 from mmod.data.readers.chat import IGNORED
 from mmod.data.readers.conversations import open_conversations
 from mmod.data.readers.images import spread
-from mmod.data.readers.text import text_stream
 from mmod.data.stream import BatchStream
 from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
 from mmod.model import routing_configs

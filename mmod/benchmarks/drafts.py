@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmod.analysis.timing import Spread
 from mmod.benchmarks.report import HIDDEN, Options, Row, Runs
-from mmod.data.readers.text import TextReader, read_text
+from mmod.data.loader import TextReader, read_text
 from mmod.io.tables import Column
 from mmod.io.yaml import read_yaml
 from mmod.speculation import DraftReport, judge_drafts

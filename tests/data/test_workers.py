@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, UnusableError, original_errors
-from mmod.data.loader import create_eval_stream, pairs_stream
-from mmod.data.readers.text import text_stream
+from mmod.data.loader import create_eval_stream, pairs_stream, text_stream
 from mmod.data.stream import BatchStream
 from tests.data.pair_files import png, tokenizer, write_pairs
 

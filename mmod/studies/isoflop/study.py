@@ -10,7 +10,7 @@ from typing import Any
 
 from mmod.analysis.prefill import training_flops
 from mmod.analysis.statistics import published
-from mmod.data.readers.text import text_stream
+from mmod.data.loader import text_stream
 from mmod.io.yaml import merged, read_yaml
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop.report import draw, optima, point_of, table, verdict

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from mmod.adapters.transformers.saving import forget_description
 from mmod.analysis import prefill_flops
-from mmod.data.readers.text import END
+from mmod.data.loader import END
 from mmod.methods.base import deciding_together
 from mmod.training.engine.checkpoint import find_weights
 from mmod.training.engine.model import described

@@ -10,8 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.data.loader import BatchStream
-from mmod.data.readers.text import text_stream
+from mmod.data.loader import BatchStream, text_stream
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.recipe import Reading, kept_shares

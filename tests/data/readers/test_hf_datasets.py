@@ -14,8 +14,7 @@ from PIL import Image
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError
-from mmod.data.loader import create_eval_stream, create_train_stream, pairs_stream
-from mmod.data.readers.text import read_text, text_stream
+from mmod.data.loader import create_eval_stream, create_train_stream, pairs_stream, read_text, text_stream
 from mmod.data.stream import BatchStream
 
 FILES, ROWS = 5, 20

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.data.config import TextConfig
-from mmod.data.readers.text import TextReader, read_text, text_stream
+from mmod.data.loader import TextReader, read_text, text_stream
 
 
 @given(size=st.integers(2, 200), length=st.integers(1, 40), limit=st.integers(1, 50))

@@ -12,7 +12,7 @@ from torch import Tensor
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.data.config import TextConfig
-from mmod.data.readers.text import text_stream
+from mmod.data.loader import text_stream
 from mmod.methods.base import deciding_together
 from mmod.model import deciding_by
 from mmod.speculation import every_token
