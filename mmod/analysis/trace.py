@@ -129,7 +129,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         A mapping from names to decisions, filled by each forward pass; empty for a method that decides nothing.
 
     Raises:
-        ValueError: No method changed the model.
+        ValueError: No method changed the model, or nothing was decided because no forward pass ran in this thread.
 
     Example:
         >>> import timm, mmod
@@ -155,3 +155,5 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         yield decisions
     finally:
         decisions.close()
+    if decisions.names and not decisions:
+        raise ValueError(f"the trace is empty: call the {type(model).__name__} inside it, in the same thread")

@@ -1,4 +1,4 @@
-"""Command line of the benchmarks: `MODE [--config FILE] [--key value]`; `MODE --help` lists the keys.
+"""Command line of the benchmarks: `MODE [CONFIG] [--key value]`; `MODE --help` lists the keys.
 
 The same command goes on where it was killed. A part of a suite that fails is named in the report, and the command ends
 with an error.
@@ -7,13 +7,11 @@ with an error.
 from __future__ import annotations
 
 import sys
-
-import yaml
-from jsonargparse import ArgumentParser
+from collections.abc import Sequence
 
 import mmod.benchmarks
-from mmod.io.yaml import STRICT, stack_configs
-from mmod.training.engine.parse import make_config
+from mmod.training.engine.parse import parse_config
+from mmod.values import one_of
 
 # Names of a config and a function in mmod.benchmarks, which import torch, and the purpose of the mode.
 MODES = {
@@ -25,26 +23,15 @@ MODES = {
 }
 
 
-def main(arguments: list[str]) -> None:
+def main(arguments: Sequence[str]) -> None:
     """Run a benchmark as the command line says, a mode and its options, and print its table."""
-    parser = ArgumentParser(
-        description="Time models, ops, generation, drafts, or a suite.", allow_abbrev=False, parser_mode=STRICT
-    )
-    modes = parser.add_subcommands(dest="mode")
-    for mode, (config_name, _, purpose) in MODES.items():
-        keys = ArgumentParser(description=purpose, allow_abbrev=False, parser_mode=STRICT)
-        keys.add_argument("--config", action="config", help="YAML file with the same keys")
-        if mode in arguments[:1]:
-            keys.add_class_arguments(getattr(mmod.benchmarks, config_name), None)
-        modes.add_subcommand(mode, keys, help=purpose)
-    fields, words = stack_configs(arguments[1:]) if arguments else (None, [])
-    if fields is not None:
-        words = ["--config", yaml.safe_dump(fields, sort_keys=False), *words]
-    options = parser.instantiate(parser.parse_args([*arguments[:1], *words]))
-    config_name, function_name, _ = MODES[options.mode]
-    chosen = vars(options[options.mode])
-    chosen.pop("config", None)
-    config = make_config(parser, getattr(mmod.benchmarks, config_name), chosen)
+    mode, *options = arguments or ["--help"]
+    if mode in ("-h", "--help"):
+        print("\n".join(f"{name:12}{purpose}" for name, (*_, purpose) in MODES.items()))
+        return
+    one_of("the mode of a benchmark", mode, list(MODES))
+    config_name, function_name, _ = MODES[mode]
+    config = parse_config(options, getattr(mmod.benchmarks, config_name))
     try:
         report = getattr(mmod.benchmarks, function_name)(config)
     except mmod.benchmarks.SuiteFailedError as error:

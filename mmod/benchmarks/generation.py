@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -99,16 +99,6 @@ COLUMNS: dict[str, Column] = {
 
 Decoding is compared with the dense model at as many cached tokens. In training other tokens may be kept, so that its
 FLOPs differ."""
-
-
-class Cached(NamedTuple):
-    """Cost and cache of a routed model's prefill: tokens that a layer caches of the longest prompt, mean over layers;
-    bytes of the cache, and dense FLOPs, over the dense model's and its own.
-    """
-
-    slots: float
-    share: float
-    flop_speedup: float
 
 
 class GenerationModels:
@@ -213,8 +203,8 @@ class GenerationModels:
             cache = cache_of(model(input_ids=words_BN, use_cache=True, logits_to_keep=1))
         return lambda: model(input_ids=self.words_B1, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
 
-    def cached(self, name: str) -> Cached:
-        """Return cost and cache of a routed model's prefill."""
+    def cached(self, name: str) -> dict[str, float]:
+        """Return the columns of a routed model's prefill that need no time: its cache, and its FLOPs."""
         from mmod.adapters.transformers.cache_base import cache_of
 
         with trace(self.models[name]) as decisions:
@@ -226,7 +216,8 @@ class GenerationModels:
         routed, dense = _bytes(cache), _bytes(cache_of(self.prefill(None)))
         if routed * tokens * layers != dense * sum(slots):
             raise WrongOutputError(f"{name} caches {routed} bytes, {sum(slots)} of {tokens * layers} slots of {dense}")
-        return Cached(sum(slots) / layers, routed / dense, self._flop_speedup(self.models[name], decisions))
+        share, flop_speedup = routed / dense, self._flop_speedup(self.models[name], decisions)
+        return {"slots": sum(slots) / layers, "cache_share": share, "flop_speedup": flop_speedup}
 
     def _flop_speedup(self, model: nn.Module, decisions: Mapping[str, Any]) -> float:
         kept = {block: _share(routing) for block, routing in decisions.items()}
@@ -305,8 +296,7 @@ def _run(config: GenerationConfig, image_tokens: int, batch_size: int) -> list[R
         row = {
             "preset": name, "image_tokens": image_tokens, "batch_size": batch_size, "rounds": len(prefill[name]),
             "dense_ms": Spread.of(prefill[None]), "routed_ms": Spread.of(prefill[name]), "speedup": speedup,
-            "flop_speedup": cached.flop_speedup, "of_flops": speedup.median / cached.flop_speedup,
-            "slots": cached.slots, "cache_share": cached.share, "dense_step_ms": dense_step, "step_ms": step,
+            **cached, "of_flops": speedup.median / cached["flop_speedup"], "dense_step_ms": dense_step, "step_ms": step,
             "dense_rate": 1e3 * batch_size / dense_step.median, "rate": 1e3 * batch_size / step.median,
             "decode": ratios(steps[True], steps[False]),
         }  # fmt: skip

@@ -17,6 +17,7 @@ from mmod.io.progress import progress_bar
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.ops.intercept import AttentionCall, AttentionIntercept, inside
+from mmod.planning.divergence import check_batch
 from mmod.values import check_value
 
 
@@ -131,6 +132,7 @@ def attention_ranks(
     totals = [0.0] * len(stack.blocks)
     maps, tokens, samples = 0, 0, 0
     for batch in progress_bar(batches, desc="attention ranks", leave=False):
+        check_batch(batch)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
         modes = [_Ranks(mask, tolerance, diagonal) for _ in stack.blocks]
         with inside(list(zip(stack.blocks, modes))), torch.no_grad():

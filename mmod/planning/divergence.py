@@ -64,7 +64,14 @@ def outputs(model: nn.Module, batch: Any, part: str, image_token: int | None = N
     return rows_RF
 
 
+def check_batch(batch: Any) -> None:
+    """Raise a TypeError unless a batch is what a model is called with."""
+    if not isinstance(batch, (Tensor, Mapping)):
+        raise TypeError(f"a batch must be the model's keyword arguments, or one tensor, got {type(batch).__name__}")
+
+
 def _rows(model: nn.Module, batch: Any, part: str, image_token: int | None) -> Tensor:
+    check_batch(batch)
     if isinstance(batch, Mapping):
         arguments = {name: value for name, value in batch.items() if name != "labels"}
         if hasattr(model, "generation_config"):

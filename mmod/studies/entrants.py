@@ -119,6 +119,9 @@ def _special(name: str, fields: dict[str, Any], epochs: int) -> dict[str, Any]:
         if "checkpoint" in fields:
             return {"changes": merged({"model": {key: fields[key] for key in ("args", "checkpoint")}}, changes)}
         return {"args": fields["args"], "epochs": epochs, "changes": changes}
-    routing = fields.pop("routing", None) if str(kind) in METHODS["routing"].follows else None
-    anew = {"epochs": epochs} if read_method(fields).starts_anew else {"routing": routing}
-    return {"methods": [fields], "changes": changes, **anew}
+    plain = {key: value for key, value in fields.items() if key != "routing"}
+    if read_method(plain).starts_anew:
+        # A model from scratch is not routed: `routing` is refused.
+        read_method(fields)
+        return {"methods": [plain], "changes": changes, "epochs": epochs}
+    return {"methods": [plain], "changes": changes, "routing": fields.get("routing")}

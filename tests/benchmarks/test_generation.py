@@ -28,8 +28,8 @@ def test_every_preset_passes_and_caches_what_it_keeps(name: str) -> None:
     with torch.no_grad():
         found = models.cached(name)
         assert models.train_flop_speedup(name) > 1
-    assert found.share == pytest.approx(found.slots / 32)
-    assert 0 < found.share < 1 < found.flop_speedup
+    assert found["cache_share"] == pytest.approx(found["slots"] / 32)
+    assert 0 < found["cache_share"] < 1 < found["flop_speedup"]
 
 
 def test_a_report_names_every_cell(tmp_path: Path) -> None:

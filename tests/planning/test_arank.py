@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.planning import LayerRanks, attention_ranks
+from mmod.planning import LayerRanks, attention_ranks, plan_divergence
 from tests.adapters.vlm_zoo import make_joint, make_language, prompt
 
 
@@ -73,3 +73,10 @@ def test_a_plan_of_ranks_routes_a_model() -> None:
     plan = attention_ranks(model, [images], tolerance=0.01).plan(0.5, budget=0.8)
     config = mmod.RoutingConfig(router="linear", blocks=plan.blocks, capacity=plan.capacities)
     assert len(mmod.routed_blocks(mmod.route_(model, config))) == len(plan.blocks)
+
+
+def test_batches_of_another_type_are_named() -> None:
+    model, config = make_language("llama"), mmod.RoutingConfig(router="norm")
+    for call in (lambda: attention_ranks(model, ["a text"]), lambda: plan_divergence(model, ["a text"], config)):  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="keyword arguments, or one tensor, got str"):
+            call()

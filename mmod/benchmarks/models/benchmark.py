@@ -155,12 +155,13 @@ class _Bench:
             bound = max(peaks[DENSE] - saved[name], gradients) if name in saved else None
             speedup, decided = ratios(dense, routed), timed.decided(name, images[name])
             row = {
-                **name._asdict(), **decided._asdict(), "batch_size": batch_size, "execution": execution, "step": step,
-                "run": f"{execution} {step}", "model": name.title, "kept_most": f"{decided.kept:.1f} ({decided.most})",
-                "rounds": len(routed), "dense_ms": Spread.of(dense), "free_ms": Spread.of(free),
+                **name._asdict(), **decided, "batch_size": batch_size, "execution": execution, "step": step,
+                "run": f"{execution} {step}", "model": name.title, "rounds": len(routed),
+                "kept_most": f"{decided['kept']:.1f} ({decided['most']})",
+                "dense_ms": Spread.of(dense), "free_ms": Spread.of(free),
                 "routed_ms": Spread.of(routed), "of_free": ratios(free, routed),
                 "of_topk": None if topk is None else ratios(topk, routed), "speedup": speedup,
-                "of_flops": speedup.median / decided.flop_speedup, "dense_peak": peaks.get(DENSE),
+                "of_flops": speedup.median / decided["flop_speedup"], "dense_peak": peaks.get(DENSE),
                 "routed_peak": peaks.get(name), "peak_of_dense": peaks[name] / peaks[DENSE] if peaks else None,
                 "peak_bound": bound, "peak_of_bound": None if bound is None else peaks[name] / bound,
             }  # fmt: skip

@@ -68,14 +68,6 @@ class Variant(NamedTuple):
 DENSE = Variant("dense", 1.0)
 
 
-class Decided(NamedTuple):
-    """Tokens that a routed block keeps, the mean over images and blocks and the most of one image, and FLOPs."""
-
-    kept: float
-    most: int
-    flop_speedup: float
-
-
 class Variants:
     """The models of a benchmark, in evaluation mode by name.
 
@@ -157,15 +149,16 @@ class Variants:
         # Paths that decide separately are only compared in float32.
         return clear_images(model, self.images, count) if self.dtype == torch.float32 else self.images(count)
 
-    def decided(self, name: Variant, images: Tensor) -> Decided:
-        """Return the decisions of a routed model on the images (B, C, height, width) that it was timed on."""
+    def decided(self, name: Variant, images: Tensor) -> dict[str, float]:
+        """Return the columns that follow from a routed model's decisions on the images (B, C, height, width)."""
         if name.path == "removed":
             dense, removed = (flops(self.models[which], self.size).routed for which in (DENSE, name))
-            return Decided(0.0, 0, dense / removed)
+            return {"kept": 0.0, "most": 0, "flop_speedup": dense / removed}
         decisions = self._decisions(name, images)
         counts = torch.stack([routing.keep_BN.sum(dim=1) for routing in decisions.values()])
         report = flops(self.models[name], self.size, kept=decisions if name.select == "threshold" else None)
-        return Decided(float(counts.float().mean()), int(counts.max()), report.speedup)
+        kept, most = float(counts.float().mean()), int(counts.max())
+        return {"kept": kept, "most": most, "flop_speedup": report.speedup}
 
     @torch.no_grad()
     def _decisions(self, name: Variant, images: Tensor) -> Trace:
