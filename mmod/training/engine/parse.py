@@ -136,7 +136,8 @@ def _one_line(message: str, kind: type[AnyConfig]) -> str:
 def _check_tree(fields: Any, kind: type[AnyConfig], prefix: str = "") -> None:
     """Raise at the first key that is no field, group that is no mapping, or value of another type."""
     if not isinstance(fields, Mapping):
-        raise ValueError(f"a config file holds a mapping of keys to values, got {type(fields).__name__}")
+        name = prefix.rstrip(".") or "a config file"
+        raise ValueError(f"{name} holds a mapping of keys to values, got {type(fields).__name__}")
     hints = typing.get_type_hints(kind)
     for key, value in fields.items():
         name = f"{prefix}{key}"
@@ -145,6 +146,9 @@ def _check_tree(fields: Any, kind: type[AnyConfig], prefix: str = "") -> None:
         group = dataclass_in(hints[key])
         if group is not None and isinstance(value, Mapping):
             _check_tree(value, group, f"{name}.")
+        elif group is not None and isinstance(value, list) and typing.get_origin(hints[key]) is list:
+            for place, item in enumerate(value):
+                _check_tree(item, group, f"{name}[{place}].")
         elif not isinstance(value, str):
             # A text may be a number in quotes, which the parser reads.
             check_value(name, value, hints[key])
