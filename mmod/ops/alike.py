@@ -147,7 +147,7 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
     worthwhile = images * tokens * unit_BNE.shape[1] * unit_BNE.shape[2] >> 22
     height = min(height, math.ceil(tokens / max(1, min(math.ceil(tokens / tiles.CAUSAL_QUERIES), worthwhile))))
     for part_BNE, part_BN in zip(unit_BNE.split(together), best_BN.split(together)):
-        for start in range(0, tokens, height):
+        for start in range(0, tokens, max(1, height)):
             stop = min(start + height, tokens)
             rows, before = (part_BNE[:, start:stop], part_BNE[:, :stop]) if height < tokens else (part_BNE, part_BNE)
             alike = torch.bmm(rows, before.transpose(1, 2))
