@@ -74,8 +74,8 @@ def launches_of(config: RoutingConfig | None) -> Counter[str]:
         (mmod.preset("gradual", depth=12), 200),
         (RoutingConfig(router="redundancy", skipped="merge", blocks="late", **HALF), 140),
         (RoutingConfig(router="random", **HALF), 143),
-        (RoutingConfig(router="attention", blocks="late", **HALF), 130),
-        (RoutingConfig(router=mmod.config.score("linear", shared=True), blocks="late", **HALF), 140),
+        (RoutingConfig(router="attention", blocks="late", **HALF), 129),
+        (RoutingConfig(router=mmod.config.score("linear", shared=True), blocks="late", **HALF), 138),
     ],
     ids=["dense", "gradual", "late merge", "random", "late attention", "late learned, shared"],
 )
