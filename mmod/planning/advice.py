@@ -87,8 +87,10 @@ class Advice:
 
     @property
     def best(self) -> RecipeResult | None:
-        """The fastest recipe within the tolerance; None if none of them is faster than the dense model."""
-        return next((row for row in self._faster if row.loss.value <= self.tolerance), None)
+        """The fastest recipe within the tolerance, or one as fast that loses less; None if the dense model is."""
+        fitting = [row for row in self._faster if row.loss.value <= self.tolerance]
+        as_fast = [row for row in fitting if LEAST_SPEEDUP * row.speedup.median >= fitting[0].speedup.median]
+        return min(as_fast, key=lambda row: row.loss.value, default=None)
 
     @property
     def undecided(self) -> tuple[RecipeResult, ...]:
@@ -107,7 +109,7 @@ class Advice:
         names = [f"{row.name} ({row.speedup.median:.2f} times as fast)" for row in self.undecided]
         unsure = (
             f" {self.images} {self.samples} are too few to tell whether more than {limit} is lost by "
-            f"{' and '.join(names)}."
+            f"{', '.join(names)}."
             if names
             else ""
         )
