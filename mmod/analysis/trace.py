@@ -119,6 +119,17 @@ def _name(module: str, place: str) -> str:
 
 
 @contextmanager
+def recording(model: nn.Module) -> Iterator[Trace]:
+    """Record decisions as `trace` does, also of passes that decide nothing: of a dense model, or one tower of two."""
+    decisions = Trace(model)
+    decisions.start()
+    try:
+        yield decisions
+    finally:
+        decisions.close()
+
+
+@contextmanager
 def trace(model: nn.Module) -> Iterator[Trace]:
     """Record the decisions of the forward passes that this thread makes inside the block, in evaluation too.
 
@@ -147,13 +158,12 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         | blocks.3 |    101 | 0.495 |
         | blocks.5 |    101 | 0.495 |
     """
-    decisions = Trace(model)
-    if not decisions.names and not methods_of(model):
-        raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
-    decisions.start()
-    try:
+    with recording(model) as decisions:
+        if not decisions.names and not methods_of(model):
+            raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
         yield decisions
-    finally:
-        decisions.close()
     if decisions.names and not decisions:
-        raise ValueError(f"the trace is empty: call the {type(model).__name__} inside it, in the same thread")
+        raise ValueError(
+            f"the trace is empty: call the {type(model).__name__}, on inputs of a changed part, inside it and in "
+            "the same thread"
+        )
