@@ -218,10 +218,11 @@ class TestCapacity:
 
 
 class TestTrace:
-    def test_a_trace_without_a_forward_pass_is_refused(self) -> None:
+    def test_a_trace_without_a_forward_pass_says_so(self) -> None:
         model = mmod.route_(timm.create_model("test_vit"))
-        with pytest.raises(ValueError, match="the trace is empty: call the"), mmod.trace(model):
-            pass
+        with mmod.trace(model) as decisions:
+            assert not decisions
+        assert str(decisions) == "no decisions: no forward pass in this thread had tokens to choose from"
 
     def test_statistics_and_maps(self) -> None:
         model = mmod.route_(make_model(NAME))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import prod
 from typing import Any, NamedTuple
 
@@ -15,8 +15,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.memory import ActivationMemory
-from mmod.analysis.trace import recording
+from mmod.analysis.trace import trace
+from mmod.methods.base import methods_of
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
+from mmod.routing import Routing
 
 Shape = Sequence[int]
 
@@ -96,7 +98,8 @@ def count_pass(
     # Models of images alone name their argument as they like.
     args, kwargs = (tuple(inputs.values()), {}) if set(inputs) == {"image"} else ((), inputs)
     inference, training = (_CountingPass(model, inputs, cache) for _ in range(2))
-    with recording(model) as decisions:
+    tracing: AbstractContextManager[Mapping[str, Routing]] = trace(model) if methods_of(model) else nullcontext({})
+    with tracing as decisions:
         with torch.no_grad(), _running_modules(model, inference.running), _WithoutMaps(), inference:
             model(*args, **kwargs)
         with torch.enable_grad(), _WithoutMaps(), training:

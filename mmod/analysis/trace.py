@@ -101,32 +101,22 @@ class Trace(Mapping[str, Routing]):
 
     def _summary(self) -> str:
         shares = list(self.kept_shares().values())
-        mean = f", {sum(shares) / len(shares):.3f} of the tokens kept on average" if shares else ""
-        return f"{len(shares)} decisions{mean}"
+        if not shares:
+            return "no decisions: no forward pass in this thread had tokens to choose from"
+        return f"{len(shares)} decisions, {sum(shares) / len(shares):.3f} of the tokens kept on average"
 
     def _rows(self) -> list[list[str]]:
         tokens = {name: routing.keep_BN.shape[1] for name, routing in self.items()}
         return [[name, str(tokens[name]), f"{share:.3f}"] for name, share in self.kept_shares().items()]
 
     def __str__(self) -> str:
-        return f"{self._summary()}\n\n{markdown_table(_HEADER, self._rows())}"
+        return "\n\n".join([self._summary(), *([markdown_table(_HEADER, self._rows())] if self else [])])
 
     __repr__ = _repr_markdown_ = __str__
 
 
 def _name(module: str, place: str) -> str:
     return f"{module}.{place}" if place else module
-
-
-@contextmanager
-def recording(model: nn.Module) -> Iterator[Trace]:
-    """Record decisions as `trace` does, also of passes that decide nothing: of a dense model, or one tower of two."""
-    decisions = Trace(model)
-    decisions.start()
-    try:
-        yield decisions
-    finally:
-        decisions.close()
 
 
 @contextmanager
@@ -140,7 +130,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         A mapping from names to decisions, filled by each forward pass; empty for a method that decides nothing.
 
     Raises:
-        ValueError: No method changed the model, or nothing was decided because no forward pass ran in this thread.
+        ValueError: No method changed the model.
 
     Example:
         >>> import timm, mmod
@@ -158,12 +148,11 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         | blocks.3 |    101 | 0.495 |
         | blocks.5 |    101 | 0.495 |
     """
-    with recording(model) as decisions:
-        if not decisions.names and not methods_of(model):
-            raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
+    decisions = Trace(model)
+    if not decisions.names and not methods_of(model):
+        raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
+    decisions.start()
+    try:
         yield decisions
-    if decisions.names and not decisions:
-        raise ValueError(
-            f"the trace is empty: call the {type(model).__name__}, on inputs of a changed part, inside it and in "
-            "the same thread"
-        )
+    finally:
+        decisions.close()

@@ -256,7 +256,7 @@ def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) 
         rank_BN = rank_BN.clamp(min=torch.finfo(rank_BN.dtype).min).masked_fill(protect_BN, -torch.inf)
     elif prefix:
         rank_BN.narrow(1, 0, prefix).fill_(-torch.inf)
-    if exporting() and torch.onnx.is_in_onnx_export():
+    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
         # ONNX has no stable sort, but its TopK breaks ties by the lower index.
         rank_BN = rank_BN.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
         return torch.topk(rank_BN, count, dim=1, largest=False).indices

@@ -112,7 +112,7 @@ def test_an_error_inside_ends_the_forcing_too() -> None:
     ("arguments", "message"),
     [
         (("cuda",), "valid are auto, torch, triton, xformers"),
-        (("torch", "gather"), "valid are size_groups"),
+        (("torch", "gather"), "valid are gather_rows, scatter_rows"),
         (("xformers", "gather_rows"), "xformers"),
     ],
 )
