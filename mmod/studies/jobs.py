@@ -154,7 +154,9 @@ class _Bar:
 
     def update(self, index: int, share: float) -> None:
         """Record the progress of a run."""
-        self.bar.update(self.jobs[index].work * max(0.0, share - self.shares[index]))
+        done = self.jobs[index].work * max(0.0, share - self.shares[index])
+        # Sums of shares may end a rounding error above the total.
+        self.bar.update(min(done, self.bar.total - self.bar.n))
         self.shares[index] = max(share, self.shares[index])
 
 
