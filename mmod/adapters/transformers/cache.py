@@ -20,7 +20,7 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from mmod.adapters.transformers.cache_base import KeptTokens
+from mmod.adapters.transformers.cache_base import KeptTokens, check_cropping
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
 
 
@@ -157,8 +157,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, kept or not; the number is passed as a negative one."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
+        check_cropping(tokens_to_remove)
         if self.keys is not None:
             self._materialise(self.keys)
         self.length += tokens_to_remove

@@ -83,6 +83,12 @@ class KeptTokens:
                 setattr(self, name, select(tensor))
 
 
+def check_cropping(tokens_to_remove: int) -> None:
+    """Raise a ValueError unless the number of tokens to remove is negative or 0, as transformers passes it."""
+    if tokens_to_remove > 0:
+        raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
+
+
 def chosen_samples(cache: Any) -> Tensor | None:
     """Return in which samples cached tokens competed for selection (B); None for none."""
     chosen = [layer.chosen_B1 for layer in getattr(cache, "layers", ()) if isinstance(layer, KeptTokens)]

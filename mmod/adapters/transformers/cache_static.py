@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from mmod.adapters.transformers.cache_base import KeptTokens
+from mmod.adapters.transformers.cache_base import KeptTokens, check_cropping
 
 # The position of an empty slot.
 EMPTY = -1
@@ -155,8 +155,7 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last tokens, kept or not; the number is passed as a negative one."""
-        if tokens_to_remove > 0:
-            raise ValueError(f"crop takes a negative number of tokens to remove, got {tokens_to_remove}")
+        check_cropping(tokens_to_remove)
         self.cumulative_length.add_(tokens_to_remove)
         if self.position_BS is None:
             return
