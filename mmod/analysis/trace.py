@@ -99,18 +99,14 @@ class Trace(Mapping[str, Routing]):
             raise ValueError(f"a grid of {grid[0]} x {grid[1]} does not hold {kept.shape[-1]} patches")
         return kept.unflatten(-1, grid)
 
-    def _summary(self) -> str:
-        shares = list(self.kept_shares().values())
+    def __str__(self) -> str:
+        shares = self.kept_shares()
         if not shares:
             return "no decisions: no forward pass in this thread had tokens to choose from"
-        return f"{len(shares)} decisions, {sum(shares) / len(shares):.3f} of the tokens kept on average"
-
-    def _rows(self) -> list[list[str]]:
-        tokens = {name: routing.keep_BN.shape[1] for name, routing in self.items()}
-        return [[name, str(tokens[name]), f"{share:.3f}"] for name, share in self.kept_shares().items()]
-
-    def __str__(self) -> str:
-        return "\n\n".join([self._summary(), *([markdown_table(_HEADER, self._rows())] if self else [])])
+        mean = sum(shares.values()) / len(shares)
+        rows = [[name, str(routing.keep_BN.shape[1]), f"{shares[name]:.3f}"] for name, routing in self.items()]
+        title = f"{len(shares)} decisions, {mean:.3f} of the tokens kept on average"
+        return f"{title}\n\n{markdown_table(_HEADER, rows)}"
 
     __repr__ = _repr_markdown_ = __str__
 
