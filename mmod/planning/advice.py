@@ -48,8 +48,8 @@ class RecipeResult:
     @property
     def loss(self) -> Estimate:
         """Accuracy lost, or disagreement where there are no labels."""
-        kept, whole = (self.score, 1) if self.accuracy is None else (self.accuracy, 0)
-        return Estimate(whole - kept.value, whole - kept.high, whole - kept.low)
+        score, lossless = (self.score, 1) if self.accuracy is None else (self.accuracy, 0)
+        return Estimate(lossless - score.value, lossless - score.high, lossless - score.low)
 
 
 @dataclass(frozen=True)
