@@ -57,24 +57,29 @@ def written(page: str, tables: dict[str, Any]) -> str:
 
 
 def pages() -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the path of every page with tables of figures, and the tables; other scripts write the remaining pages."""
+    """Yield the path of every page with tables of figures, and the tables."""
     for path in sorted((DOCS / "results").glob("*.json")):
-        tables = json.loads(path.read_text())
-        if all("columns" in table for table in tables.values()):
-            yield DOCS / f"{path.stem}.md", tables
+        yield DOCS / f"{path.stem}.md", json.loads(path.read_text())
 
 
-def main() -> None:
-    """Write the pages, or end with an error where one differs."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
-    check, changed = parser.parse_args().check, []
+def update(check: bool = False) -> list[str]:
+    """Write the pages whose tables differ, or with `check` none; return their names."""
+    changed = []
     for path, tables in pages():
         before = path.read_text()
         if (text := written(before, tables)) != before:
             changed.append(path.name)
             if not check:
                 path.write_text(text)
+    return changed
+
+
+def main() -> None:
+    """Write the pages, or end with an error where one differs."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
+    check = parser.parse_args().check
+    changed = update(check)
     if check and changed:
         sys.exit(f"tables differ from docs/results: {', '.join(changed)}; run `python scripts/doc_tables.py`")
     print("written:", ", ".join(changed) or "nothing, all tables are as in docs/results")

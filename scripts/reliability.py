@@ -1,4 +1,4 @@
-"""Measure how training and its data hold up, and write docs/reliability.md.
+"""Measure how training and its data hold up, and write the tables of docs/reliability.md.
 
 python -m scripts.reliability                  # everything, half an hour on two cores
 python -m scripts.reliability hostile steps    # some of the measurements; the page shows the last of each
@@ -31,10 +31,15 @@ from mmod.data.readers.shards import ShardSource
 from mmod.data.stream import BatchStream
 from mmod.io.files import write_atomically
 from mmod.training import ModelConfig, TrainConfig, fit
+from scripts import doc_tables
 
-ROOT = Path(__file__).parents[1]
-PAGE, RESULTS = ROOT / "docs/reliability.md", ROOT / "docs/results/reliability.json"
+RESULTS = doc_tables.DOCS / "results/reliability.json"
 _MIB = 1 << 20
+
+
+def table(columns: list[str], formats: list[str], rows: Iterable[list[Any]]) -> dict[str, Any]:
+    """Return a table as `scripts/doc_tables.py` reads it."""
+    return {"columns": columns, "formats": formats, "rows": list(rows)}
 
 
 def hostile() -> dict[str, Any]:
@@ -42,26 +47,29 @@ def hostile() -> dict[str, Any]:
     from tests.hostile import run
     from tests.hostile.cases import GROUPS
 
-    groups = {}
+    rows = []
     for name, make in GROUPS.items():
         outcomes = [run(case) for case in make()]
         for outcome in outcomes:
             if outcome.fault:
                 print(f"{name}: {outcome.case.name}: {outcome.fault}")
         documented = [outcome.case.documented for outcome in outcomes]
-        groups[name] = {
-            **{kind: documented.count(kind) for kind in ("refused", "counted", "read")},
-            "faults": sum(bool(outcome.fault) for outcome in outcomes),
-            "mebibytes": max(outcome.mebibytes for outcome in outcomes),
-        }
-    return {"groups": groups}
+        counts = [documented.count(kind) for kind in ("refused", "counted", "read")]
+        faults = sum(bool(outcome.fault) for outcome in outcomes)
+        rows.append([name, *counts, faults, max(outcome.mebibytes for outcome in outcomes)])
+    totals = [sum(column) for column in [*zip(*rows)][1:-1]]
+    columns = ["input", "refused", "counted", "read", "not as documented", "largest memory, MiB"]
+    return table(columns, ["{}"] * 5 + ["{:.0f}"], [*rows, ["all", *totals, max(row[-1] for row in rows)]])
 
 
 def kills() -> dict[str, Any]:
     """Kill runs and studies 20 times each, and compare what the resumed ones come to."""
     from scripts.kills import WORK, count_kills
 
-    return {"rows": [count_kills(name) for name in WORK]}
+    counts = [count_kills(name) for name in WORK]
+    rows = [[row["name"], row["kills"], row["saving"], [row["equal"], row["resumed"]]] for row in counts]
+    columns = ["what", "kills", "while a file was written", "equal to the undisturbed"]
+    return table(columns, ["{}", "{}", "{}", "{} of {}"], rows)
 
 
 class Watched:
@@ -108,19 +116,17 @@ def steps(total: int = 10_000, epochs: int = 10) -> dict[str, Any]:
     # The first epoch fills caches; evaluations and checkpoints stand between epochs.
     warm = slice(total // epochs, None)
     windows = np.array([np.median(part) for part in np.array_split(seconds[warm], 50)])
-    return {
-        "steps": watched.done,
-        "mebibytes": [*memory[total // epochs :: total // epochs], memory[-1]],
-        "mebibytes_per_1000": _slope(memory[warm]),
-        "files": [int(files[warm].min()), int(files[warm].max())],
-        "milliseconds": float(1e3 * np.median(seconds[warm])),
-        "percent_per_1000": 100 * _slope(windows) * 50 / len(seconds[warm]) / float(np.median(windows)),
-    }
+    rows = [
+        ["resident memory, MiB", float(np.median(memory[warm])), _slope(memory[warm])],
+        ["CPU time of a step, ms", float(1e3 * np.median(seconds[warm])), _slope(windows) * 50 / len(seconds[warm])],
+        ["open files", float(np.median(files[warm])), _slope(files[warm])],
+    ]
+    return table(["", "median", "slope per 1,000 steps, %"], ["{}", "{:.2f}", "{:+.2f}"], rows)
 
 
 def _slope(values: np.ndarray) -> float:
-    """Return the slope of a line through values, per 1,000 of them."""
-    return float(1000 * np.polyfit(np.arange(len(values)), values, 1)[0])
+    """Return the slope of a line through values, per 1,000 of them and in percent of their median."""
+    return float(1e5 * np.polyfit(np.arange(len(values)), values, 1)[0] / np.median(values))
 
 
 def shards(count: int = 1000, samples: int = 100) -> dict[str, Any]:
@@ -141,15 +147,14 @@ def shards(count: int = 1000, samples: int = 100) -> dict[str, Any]:
         next(batches)
         start = time.perf_counter()
         seconds = sum(1 for _ in batches) and (time.perf_counter() - start) / 99 * stream.steps_per_epoch
-    return {
-        "shards": count,
-        "samples": count * samples,
-        "first": times[0],
-        "indexed": [statistics.median(values) for values in zip(*times[1:])],
-        "seconds": seconds,
-        "epoch": statistics.median(resumed[:3]),
-        "middle": statistics.median(resumed[3:]),
-    }
+    rows = [
+        ["first start, which indexes them in parallel processes", *times[0]],
+        ["later starts, which read the indices", *(statistics.median(values) for values in zip(*times[1:]))],
+        ["first batch of an epoch", statistics.median(resumed[:3]), None],
+        ["first batch of an epoch that resumes in its middle", statistics.median(resumed[3:]), None],
+        ["an epoch, from 100 batches", seconds, None],
+    ]
+    return table(["", "seconds", "CPU seconds"], ["{}", "{:.2f}", "{:.2f}"], rows)
 
 
 def _first_batch(stream: BatchStream, start: int) -> float:
@@ -169,9 +174,13 @@ def loader(rounds: int = 8, images: int = 512) -> dict[str, Any]:
     costs = {name: np.array(measured) for name, measured in found.items()}
     # Other work on the machine only adds wall time, so the quietest epoch is nearest to the truth.
     chosen = {name: np.array([cost[:, 0].min(), np.median(cost[:, 1])]) for name, cost in costs.items()}
-    ratios = {name: (chosen[name] / chosen["mmod"]).tolist() for name in ("folder", "wds")}
-    seconds = {name: cost.tolist() for name, cost in chosen.items()}
-    return {"seconds": seconds, "ratios": ratios, "rounds": rounds, "load": os.getloadavg()[1]}
+    names = {"mmod": "mmod, shards", "folder": "timm, image folder", "wds": "timm, `wds/` shards"}
+    rows = []
+    for name, (wall, cpu) in chosen.items():
+        walls, cpus = (None, None) if name == "mmod" else (chosen[name] / chosen["mmod"]).tolist()
+        rows.append([names[name], 1 / wall, walls, 1e3 * cpu, cpus])
+    columns = ["reader", "images per second", "mmod divided by it", "CPU milliseconds per image", "it divided by mmod"]
+    return table(columns, ["{}", "{:.0f}", "{:.2f}", "{:.2f}", "{:.2f}"], rows)
 
 
 def _open(name: str, folder: Path, seed: int) -> Iterable[Any]:
@@ -219,10 +228,15 @@ def padding(seeds: int = 20) -> dict[str, Any]:
     generators = [torch.Generator().manual_seed(seed) for seed in range(seeds)]
     orders = {
         "shuffled": [np.random.default_rng(seed).permutation(len(tokens)) for seed in range(seeds)],
-        "transformers": [get_length_grouped_indices(lengths.tolist(), size, generator=draw) for draw in generators],
-        "mmod": [LengthSampler(lengths, size, seed) for seed in range(seeds)],
+        "transformers' sampler, which draws from the global random state": [
+            get_length_grouped_indices(lengths.tolist(), size, generator=draw) for draw in generators
+        ],
+        "mmod's, a function of seed and epoch, which resumes at any batch": [
+            LengthSampler(lengths, size, seed) for seed in range(seeds)
+        ],
     }
-    return {"batch": size, **{name: float(np.mean([*map(share, drawn)])) for name, drawn in orders.items()}}
+    rows = [[name, 100 * float(np.mean([*map(share, drawn)]))] for name, drawn in orders.items()]
+    return table(["order", "padding, %"], ["{}", "{:.1f}"], rows)
 
 
 def _cost(batches: Iterable[Any]) -> tuple[float, float]:
@@ -265,135 +279,6 @@ def _write_shard(path: Path, samples: list[tuple[bytes, int]]) -> None:
                 tar.addfile(info, io.BytesIO(data))
 
 
-def write_page() -> None:
-    """Write the page from the last result of each measurement."""
-    results = json.loads(RESULTS.read_text())
-    sections = [_SECTIONS[name](results[name]) for name in MEASUREMENTS if name in results]
-    machine = next(iter(results.values()))["machine"]
-    PAGE.write_text("\n\n".join([_HEAD.format(machine=machine), *sections]) + "\n")
-
-
-_HEAD = """# Reliability
-
-What bad input does, what a long run uses, and how fast shards are read. `python -m scripts.reliability` measures all
-of it and writes this page. Machine: {machine}."""
-
-
-def _hostile_section(result: dict[str, Any]) -> str:
-    groups = result["groups"]
-    count = sum(row[kind] for row in groups.values() for kind in ("refused", "counted", "read"))
-    faults = sum(row["faults"] for row in groups.values())
-    rows = [
-        f"| {name} | {row['refused']} | {row['counted']} | {row['read']} | {row['faults']} | {row['mebibytes']:.0f} |"
-        for name, row in groups.items()
-    ]
-    return f"""## Hostile input
-
-{count:,} hostile inputs, each read in a process of its own with a limit of 20 seconds and 2 GiB: {count - faults:,}
-ended as documented, {faults} did not. An audit hook of the interpreter sees every file that is opened for writing,
-every program that is started and every connection; none may occur outside the folder of the case.
-
-| input | refused | counted | read | not as documented | largest memory, MiB |
-|---|---|---|---|---|---|
-{chr(10).join(rows)}
-
-| outcome | meaning |
-|---|---|
-| refused | an error of one line that names the file, or the key in it; nothing was changed |
-| counted | the same error with `on_corrupt: raise`; with `skip` one fault in the report, up to `max_corrupt`, and the \
-sound samples beside it are read |
-| read | unusual but sound: CMYK, EXIF, animations (their first image), captions of 10 MB, members called `../../name` \
-(a name is a key alone), and damaged indices of shards, which are made again |
-
-Not noticed: flipped bits in weights, since safetensors files hold no checksum, and a key that occurs twice in the
-header of such a file, of which its library takes the last. The state of an audit that is forged with a checksum that
-fits it is checked for its form alone. Weights that are not finite load, and the first evaluation refuses their loss.
-
-Configs have at most 256 KiB; `scripts/README.md` says which images are read."""
-
-
-def _kills_section(result: dict[str, Any]) -> str:
-    rows = [
-        f"| {row['name']} | {row['kills']} | {row['saving']} | {row['equal']} of {row['resumed']} |"
-        for row in result["rows"]
-    ]
-    return f"""## Kills
-
-Small runs and studies are killed (SIGKILL) at random moments, half of them at the first file that is being written
-after it, and started again until they finish. A run has the weights of an undisturbed one, bit by bit; a study also
-its table but for times. `python -m scripts.kills` repeats it.
-
-| what | kills | while a file was written | equal to the undisturbed |
-|---|---|---|---|
-{chr(10).join(rows)}"""
-
-
-def _steps_section(result: dict[str, Any]) -> str:
-    low, high = result["files"]
-    memory, slope = result["mebibytes"], result["mebibytes_per_1000"]
-    return f"""## Long runs
-
-{result["steps"]:,} steps of a two-block ViT on embedded digits, with an evaluation and a checkpoint after each of ten
-epochs. Lines are fitted to all steps after the first epoch. Resident memory after each epoch, in MiB:
-{", ".join(f"{value:.1f}" for value in memory)}.
-
-| figure | level | slope per 1,000 steps |
-|---|---|---|
-| resident memory | {memory[-1]:.0f} MiB at the end | {slope:+.2f} MiB |
-| CPU time of a step | {result["milliseconds"]:.2f} ms | {result["percent_per_1000"]:+.2f} % |
-| open files | {low} to {high} | |"""
-
-
-def _shards_section(result: dict[str, Any]) -> str:
-    (first, first_cpu), (later, later_cpu) = result["first"], result["indexed"]
-    share = 100 * max(0.0, result["middle"] - result["epoch"]) / result["seconds"]
-    return f"""## Starting on many shards
-
-| {result["shards"]:,} shards, {result["samples"]:,} samples | seconds | CPU seconds |
-|---|---|---|
-| first start, which indexes them in parallel processes | {first:.2f} | {first_cpu:.2f} |
-| later starts, which read the indices | {later:.2f} | {later_cpu:.2f} |
-| first batch of an epoch | {result["epoch"]:.3f} | |
-| first batch of an epoch that resumes in its middle | {result["middle"]:.3f} | |
-| an epoch, from 100 batches of 16 px images | {result["seconds"]:.0f} | |
-
-Resuming in the middle costs {share:.2f} % of that epoch more than starting it.
-
-[Launching](launching.md#object-storage) says how shards elsewhere are read."""
-
-
-def _loader_section(result: dict[str, Any]) -> str:
-    names = {"mmod": "mmod, shards", "folder": "timm, image folder", "wds": "timm, `wds/` shards"}
-    rows = []
-    for name, label in names.items():
-        (wall, cpu), ratio = result["seconds"][name], result["ratios"].get(name)
-        ratios = ["", ""] if ratio is None else [f"{value:.2f}" for value in ratio]
-        rows.append(f"| {label} | {1 / wall:.0f} | {ratios[0]} | {1e3 * cpu:.2f} | {ratios[1]} |")
-    return f"""## Reading images
-
-JPEG images of 256 pixels, augmented to 224 with timm's transforms, batches of 64, 2 workers: {result["rounds"]} rounds
-in turns, each an epoch with the start of its workers. Ratios above 1 are in favour of mmod. Wall time is that of the
-quietest round, since other work on the machine (its load was {result["load"]:.0f}) only adds to it; CPU time, of
-process and workers, is the median and the fairer figure.
-
-| reader | images per second | mmod divided by it | CPU milliseconds per image | it divided by mmod |
-|---|---|---|---|---|
-{chr(10).join(rows)}"""
-
-
-def _padding_section(result: dict[str, Any]) -> str:
-    return f"""## Padding
-
-Share of padding in batches of {result["batch"]} conversations of the tiny questions, mean of 20 orders, with
-`trainer.train_sampling_strategy: group_by_length`:
-
-| order | padding, % |
-|---|---|
-| shuffled | {100 * result["shuffled"]:.1f} |
-| transformers' sampler, which draws from the global random state | {100 * result["transformers"]:.1f} |
-| mmod's, a function of seed and epoch, which resumes at any batch | {100 * result["mmod"]:.1f} |"""
-
-
 MEASUREMENTS = {
     "hostile": hostile,
     "kills": kills,
@@ -402,27 +287,19 @@ MEASUREMENTS = {
     "loader": loader,
     "padding": padding,
 }
-_SECTIONS = {
-    "hostile": _hostile_section,
-    "kills": _kills_section,
-    "steps": _steps_section,
-    "shards": _shards_section,
-    "loader": _loader_section,
-    "padding": _padding_section,
-}
 
 
 def main() -> None:
-    """Measure what the command line names, and write the page."""
+    """Measure what the command line names, and write the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", choices=[*MEASUREMENTS, []], metavar="NAME", help=", ".join(MEASUREMENTS))
     torch.set_num_threads(1)
     for name in parser.parse_args().names or MEASUREMENTS:
         machine = f"{os.cpu_count()} CPU cores, {platform.machine()}, torch {torch.__version__}"
-        measured = {"machine": machine, **MEASUREMENTS[name]()}
+        measured = {"commands": ["python -m scripts.reliability"], "machine": machine, **MEASUREMENTS[name]()}
         results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
         write_atomically(RESULTS, json.dumps({**results, name: measured}, indent=1) + "\n")
-    write_page()
+    doc_tables.update()
 
 
 if __name__ == "__main__":
