@@ -39,7 +39,10 @@ LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", {**_HEAD, **_WINDOWS, "sliding_window": 9, "attn_implementation": "eager"}),
     "gemma3": ("Gemma3TextConfig", {**_HEAD, **_WINDOWS, "sliding_window": 9}),
 }
-JOINT = ("llava", "llava-qwen2", "llava-mistral-window", "llava-next", "llava-onevision", "qwen2-vl", "qwen2.5-vl")
+JOINT = (
+    *("llava", "llava-qwen2", "llava-mistral-window", "llava-next", "llava-onevision", "internvl"),
+    *("qwen2-vl", "qwen2.5-vl", "qwen3-vl"),
+)
 PATCHES = 9  # image tokens of one image, in every joint model but LLaVA-NeXT
 FRAME = {"qwen2-vl": 9, "qwen2.5-vl": 9, "llava-onevision": 4}  # tokens of a frame of a video
 LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=0.5, blocks=(1, 3))
@@ -70,20 +73,29 @@ def make_joint(name: str, seed: int = 0, attention: str = "sdpa", **changes: Any
 
 
 def _joint_config(name: str, changes: dict[str, Any]) -> Any:
-    if name.startswith("qwen2"):
-        kind = "Qwen2VLConfig" if name == "qwen2-vl" else "Qwen2_5_VLConfig"
+    if name.startswith("qwen"):
+        kind = {"qwen2-vl": "Qwen2VLConfig", "qwen2.5-vl": "Qwen2_5_VLConfig", "qwen3-vl": "Qwen3VLConfig"}[name]
         vision: dict[str, Any] = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 1}
         vision |= {"temporal_patch_size": 1, "in_channels": 3}
         if name == "qwen2-vl":
             vision |= {"embed_dim": 16, "hidden_size": 32, "mlp_ratio": 2}
+        elif name == "qwen3-vl":
+            vision |= {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "num_position_embeddings": 9}
+            vision |= {"deepstack_visual_indexes": [0, 1]}
         else:
             vision |= {"hidden_size": 16, "out_hidden_size": 32, "intermediate_size": 24, "window_size": 8}
             vision |= {"fullatt_block_indexes": [1]}
-        text = {**_SMALL, **_MROPE, **changes}
+        text = {**_SMALL, **_MROPE, **(_HEAD if name == "qwen3-vl" else {}), **changes}
         return getattr(transformers, kind)(
             text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO,
             vision_start_token_id=92, vision_end_token_id=93,
         )  # fmt: skip
+    if name == "internvl":
+        # 6 x 6 patches, of which 2 x 2 become one image token.
+        vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision |= {"image_size": [24, 24], "patch_size": [4, 4]}
+        text_config = _text_config("qwen2", changes)
+        return transformers.InternVLConfig(text_config=text_config, vision_config=vision, image_token_id=IMAGE)
     vision_type = "siglip_vision_model" if name == "llava-onevision" else "clip_vision_model"
     vision = {
         "model_type": vision_type, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
@@ -131,7 +143,7 @@ def prompt(name: str, images: tuple[int, ...], seed: int = 1, side: str = "left"
     batch = pad(samples, side)
     if pixels is not None:
         batch |= {"pixel_values": pixels, **sizes}
-    if name.startswith("qwen2"):
+    if name.startswith("qwen"):
         batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).long()
     return batch
 
@@ -140,7 +152,7 @@ def _pixels(name: str, images: int, generator: torch.Generator) -> tuple[Tensor 
     """Return pixels, what else the model wants with them, and the number of image tokens of every image."""
     if not images:
         return None, {}, []
-    if name.startswith("qwen2"):
+    if name.startswith("qwen"):
         grid = torch.tensor([[1, 3, 3]] * images)
         return torch.randn(images * 9, 48, generator=generator), {"image_grid_thw": grid}, [PATCHES] * images
     if name == "llava-next":
@@ -152,7 +164,8 @@ def _pixels(name: str, images: int, generator: torch.Generator) -> tuple[Tensor 
         pixels = torch.randn(images, 2, 3, 12, 12, generator=generator)
         sizes = {"image_sizes": torch.tensor([[12, 12]] * images)}
         return pixels, sizes, [9 + 3 * 4] * images
-    return torch.randn(images, 3, 12, 12, generator=generator), {}, [PATCHES] * images
+    side = 24 if name == "internvl" else 12
+    return torch.randn(images, 3, side, side, generator=generator), {}, [PATCHES] * images
 
 
 def video(name: str, videos: tuple[int, ...], frames: int = 4, seed: int = 1) -> dict[str, Any]:
@@ -166,7 +179,7 @@ def video(name: str, videos: tuple[int, ...], frames: int = 4, seed: int = 1) ->
     """
     generator = torch.Generator().manual_seed(seed)
     words = iter(torch.randint(3, IMAGE, (1000,), generator=generator).tolist())
-    qwen = name.startswith("qwen2")
+    qwen = name.startswith("qwen")
     tokens = frames * FRAME[name] + (not qwen)
     rows = []
     for number in videos:

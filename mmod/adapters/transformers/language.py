@@ -35,11 +35,20 @@ LAYERS = (
     "Gemma3DecoderLayer",
     "Qwen2VLDecoderLayer",
     "Qwen2_5_VLDecoderLayer",
+    "Qwen3VLTextDecoderLayer",
 )
 # Models that insert image features into the embedded tokens and pass keywords on to their language model.
-JOINT = ("LlavaModel", "LlavaNextModel", "LlavaOnevisionModel", "Qwen2VLModel", "Qwen2_5_VLModel")
+JOINT = (
+    "LlavaModel",
+    "LlavaNextModel",
+    "LlavaOnevisionModel",
+    "InternVLModel",
+    "Qwen2VLModel",
+    "Qwen2_5_VLModel",
+    "Qwen3VLModel",
+)
 # Decoder layers with positions in time, height and width.
-JOINT_LAYERS = ("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer")
+JOINT_LAYERS = ("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer")
 PROTECTED = "protected_mask"
 
 
