@@ -112,7 +112,7 @@ def test_hidden_states_have_all_tokens() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llama", "gemma2", "llava", "llava-onevision", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["llama", "gemma2", "llava", "llava-onevision", "qwen2.5-vl", "qwen3-vl"])
 def test_attention_maps_have_the_index_of_their_layer(name: str) -> None:
     model: Any = make_language(name) if name in LANGUAGE else make_joint(name, attention="eager")
     model.set_attn_implementation("eager")

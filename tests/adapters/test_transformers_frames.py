@@ -87,7 +87,7 @@ def places(start: int, tokens: int, qwen: bool, samples: int = 1) -> dict[str, T
 
 @torch.no_grad()
 @pytest.mark.parametrize("frames", ["span", PATCHES])
-@pytest.mark.parametrize("name", ["llava", "llava-qwen2", "qwen2-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["llava", "llava-qwen2", "qwen2.5-vl", "qwen3-vl"])
 def test_a_stream_of_frames_equals_the_whole_prompt(name: str, frames: Any) -> None:
     model, qwen = routed(name, BY_FRAME.replace(language={"tokens": frames})), name.startswith("qwen")
     images = prompt(name, (3,))
@@ -203,7 +203,7 @@ def test_images_behind_a_prefix_that_peft_has_tuned(name: str, config: mmod.Rout
 @torch.no_grad()
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("method", SECOND_TURN)
-@pytest.mark.parametrize("name", ["llava", "llava-qwen2", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["llava", "llava-qwen2", "qwen2.5-vl", "qwen3-vl"])
 def test_a_second_turn_of_a_padded_chat_equals_its_samples(name: str, method: str, side: str) -> None:
     model, qwen = routed(name, SECOND_TURN[method]), name.startswith("qwen")
     first, turns = prompt(name, (1, 2)), pad([[5, 6, 7], [8, 9, 10, 11, 12]], side)

@@ -166,7 +166,7 @@ def test_generated_batch_equals_generated_samples() -> None:
         assert torch.equal(together[row, -6:], generate(model, alone, eos_token_id=None)[0, -6:])
 
 
-@pytest.mark.parametrize("name", ["llava", "llava-mistral-window", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["llava", "llava-mistral-window", "qwen2.5-vl", "qwen3-vl"])
 @pytest.mark.parametrize(
     "options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2, "top_k": 0}], ids=str
 )
@@ -290,7 +290,7 @@ def test_unrouted_models_have_their_own_classes(name: str) -> None:
         assert [type(module) for module in mmod.unroute_(model).modules()] == classes
 
 
-@pytest.mark.parametrize("name", ["llama", "llava", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["llama", "llava", "qwen2.5-vl", "qwen3-vl"])
 def test_continuous_batching_is_refused_before_it_starts(name: str) -> None:
     model: Any = make_language(name) if name == "llama" else make_joint(name)
     config = EVERYTHING["threshold"] if name == "llama" else IMAGES_ONLY["linear"]

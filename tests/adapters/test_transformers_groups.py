@@ -27,7 +27,7 @@ from tests.adapters.vlm_zoo import (
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llava", "llava-onevision", "qwen2-vl"])
+@pytest.mark.parametrize("name", ["llava", "llava-onevision", "qwen3-vl"])
 def test_skipped_image_tokens_pass_unchanged_and_text_never_does(name: str) -> None:
     model, batch = mmod.route_(make_joint(name), language=LINEAR), prompt(name, (1, 0, 3))
     seen: dict[str, tuple[Tensor, Tensor]] = {}
@@ -99,7 +99,7 @@ def test_an_image_mask_needs_image_tokens_that_may_be_skipped() -> None:
 @torch.no_grad()
 @pytest.mark.parametrize("training", [False, True])
 @pytest.mark.parametrize("router", ["linear", "attention"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "llava", "llava-onevision", "qwen2-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "llava", "llava-onevision", "qwen2.5-vl", "qwen3-vl"])
 def test_an_empty_batch_fares_as_in_the_dense_model(name: str, router: str, training: bool) -> None:
     model = (make_language(name) if name in LANGUAGE else make_joint(name)).train(training)
 

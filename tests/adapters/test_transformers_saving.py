@@ -38,7 +38,7 @@ def test_copies_route_alike() -> None:
 
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
-@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "qwen3-vl"])
 def test_saved_models_load_by_one_call(name: str, shard: str, tmp_path: Path) -> None:
     model = make_joint(name)
     mmod.route_(model, language=LINEAR.replace(router={"one_weight": True}, capacity=(0.5, 0.25)))
@@ -126,7 +126,7 @@ UNDER_PEFT = {
 }
 
 
-@pytest.mark.parametrize("name", ["llama", "llava", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["llama", "llava", "qwen2.5-vl", "qwen3-vl"])
 @pytest.mark.parametrize("method", UNDER_PEFT)
 def test_peft_trains_saves_and_merges_every_router(method: str, name: str, tmp_path: Path) -> None:
     import peft

@@ -115,7 +115,7 @@ def test_static_caches_of_text_that_decides_for_itself(name: str, method: str) -
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["llava", "llava-mistral-window", "qwen2-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize("name", ["llava", "llava-mistral-window", "qwen2.5-vl", "qwen3-vl"])
 def test_capacity_one_equals_the_dense_model_with_a_static_cache(name: str) -> None:
     model: Any = make_joint(name)
     batch = prompt(name, (1, 0, 2))

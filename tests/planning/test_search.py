@@ -52,7 +52,7 @@ def prompts(name: str = "llava") -> list[dict[str, Any]]:
     return [prompt(name, (1, 2), seed=seed) for seed in (1, 2)]
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2-vl"])
+@pytest.mark.parametrize("name", ["llava", "qwen3-vl"])
 def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
     model, batches = make_joint(name), prompts(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
