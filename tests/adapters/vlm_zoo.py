@@ -41,8 +41,10 @@ LANGUAGE: dict[str, tuple[str, dict[str, Any]]] = {
 }
 JOINT = (
     *("llava", "llava-qwen2", "llava-mistral-window", "llava-next", "llava-onevision", "internvl"),
+    *("smolvlm", "mistral3"),
     *("qwen2-vl", "qwen2.5-vl", "qwen3-vl"),
 )
+MERGED = ("internvl", "smolvlm", "mistral3")  # 6 x 6 patches, of which 2 x 2 become one image token
 PATCHES = 9  # image tokens of one image, in every joint model but LLaVA-NeXT
 FRAME = {"qwen2-vl": 9, "qwen2.5-vl": 9, "llava-onevision": 4}  # tokens of a frame of a video
 LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=0.5, blocks=(1, 3))
@@ -96,6 +98,16 @@ def _joint_config(name: str, changes: dict[str, Any]) -> Any:
         vision |= {"image_size": [24, 24], "patch_size": [4, 4]}
         text_config = _text_config("qwen2", changes)
         return transformers.InternVLConfig(text_config=text_config, vision_config=vision, image_token_id=IMAGE)
+    if name == "smolvlm":
+        vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+        vision |= {"image_size": 24, "patch_size": 4}
+        text = _text_config("llama", changes)
+        return transformers.SmolVLMConfig(text_config=text, vision_config=vision, image_token_id=IMAGE)
+    if name == "mistral3":
+        vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+        vision |= {"num_attention_heads": 2, "head_dim": 8, "image_size": 24, "patch_size": 4}
+        text = _text_config("mistral", changes)
+        return transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_id=IMAGE)
     vision_type = "siglip_vision_model" if name == "llava-onevision" else "clip_vision_model"
     vision = {
         "model_type": vision_type, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
@@ -164,8 +176,11 @@ def _pixels(name: str, images: int, generator: torch.Generator) -> tuple[Tensor 
         pixels = torch.randn(images, 2, 3, 12, 12, generator=generator)
         sizes = {"image_sizes": torch.tensor([[12, 12]] * images)}
         return pixels, sizes, [9 + 3 * 4] * images
-    side = 24 if name == "internvl" else 12
-    return torch.randn(images, 3, side, side, generator=generator), {}, [PATCHES] * images
+    side = 24 if name in MERGED else 12
+    pixels = torch.randn(images, 3, side, side, generator=generator)
+    sizes = {"image_sizes": torch.tensor([[24, 24]] * images)} if name == "mistral3" else {}
+    # SmolVLM takes the images of all samples as those of one.
+    return pixels[None] if name == "smolvlm" else pixels, sizes, [PATCHES] * images
 
 
 def video(name: str, videos: tuple[int, ...], frames: int = 4, seed: int = 1) -> dict[str, Any]:

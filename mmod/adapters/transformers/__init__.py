@@ -15,9 +15,9 @@ from mmod.adapters.transformers.saving import (
 from mmod.adapters.transformers.vision import find_vision, is_encoder_layer
 
 SUPPORTED = (
-    "causal language models of the families Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Phi-3, Gemma, Gemma 2 and Gemma 3, "
-    "LLaVA, LLaVA-NeXT, LLaVA-OneVision and InternVL with them, Qwen2-VL, Qwen2.5-VL and Qwen3-VL, and CLIP and SigLIP "
-    "vision towers"
+    "causal language models of the families Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Phi-3, Gemma, Gemma 2 and Gemma 3; "
+    "LLaVA, LLaVA-NeXT, LLaVA-OneVision, InternVL, Idefics3, SmolVLM and Mistral 3 with them; Qwen2-VL, Qwen2.5-VL and "
+    "Qwen3-VL; CLIP and SigLIP vision towers"
 )
 # transformers saves models, with their routing in config.json.
 SAVING = None

@@ -43,6 +43,9 @@ JOINT = (
     "LlavaNextModel",
     "LlavaOnevisionModel",
     "InternVLModel",
+    "Idefics3Model",
+    "SmolVLMModel",
+    "Mistral3Model",
     "Qwen2VLModel",
     "Qwen2_5_VLModel",
     "Qwen3VLModel",
@@ -61,7 +64,8 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
     """Return the decoder layers of a language model."""
     owner = name.rpartition(".")[0]
     text = model.get_submodule(owner)
-    entry = model.get_submodule(owner.rpartition(".")[0]) if owner.endswith("language_model") else text
+    outer, _, place = owner.rpartition(".")
+    entry = model.get_submodule(outer) if place in ("language_model", "text_model") else text
     if entry is not text and type(entry).__name__ not in JOINT:
         raise ValueError(
             f"cannot route the language model of a {type(entry).__name__}: its image tokens are found in "

@@ -26,11 +26,14 @@ from mmod.training.engine.model import described
 from mmod.values import refuse_unknown
 
 _WORDS = "words"
-# Where LLaVA-like models of transformers keep their parts.
+# Names of the parts of LLaVA-like models in transformers.
 _PREFIXES = {
-    "vision": ("vision_tower", "visual"),
-    "projector": ("multi_modal_projector", "visual.merger"),
-    "language": ("language_model",),
+    "vision": ("vision_tower", "vision_model", "visual"),
+    "projector": (
+        *("multi_modal_projector", "image_newline", "connector"),
+        *("visual.merger", "visual.deepstack_merger_list"),
+    ),
+    "language": ("language_model", "text_model"),
 }
 
 
@@ -53,7 +56,7 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
             f"data.protected: {protected} would change nothing, as no layer may skip text here: set "
             "`routing.language.tokens: all`, or data.protected: null"
         )
-    _freeze(model, config.frozen)
+    freeze_parts(model, config.frozen)
     if config.lora is not None:
         from peft import LoraConfig, get_peft_model
 
@@ -186,7 +189,8 @@ def _with_words(fields: Mapping[str, Any], processor: Any) -> dict[str, Any]:
     return {**fields, "image_token_index": processor.image_token_id, "text_config": text}
 
 
-def _freeze(model: nn.Module, parts: list[str]) -> None:
+def freeze_parts(model: nn.Module, parts: list[str]) -> None:
+    """Freeze parts of a vision-language model in place: "vision", "projector" or "language"."""
     owners = {name: _owner(name) for name, _ in model.named_parameters()}
     for part in parts:
         if part not in owners.values():
@@ -198,7 +202,7 @@ def _freeze(model: nn.Module, parts: list[str]) -> None:
 
 def _owner(name: str) -> str:
     """Return the part that a parameter belongs to."""
-    matches = [part for part, prefixes in _PREFIXES.items() if any(f"{prefix}." in name for prefix in prefixes)]
+    matches = [part for part, prefixes in _PREFIXES.items() if any(f"{prefix}." in f"{name}." for prefix in prefixes)]
     # A projector can lie inside the tower.
     return "projector" if "projector" in matches else next(iter(matches), "language")
 

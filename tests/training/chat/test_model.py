@@ -14,9 +14,9 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
 from mmod.io.files import DamagedFileError
 from mmod.training.chat.config import ModelConfig
-from mmod.training.chat.model import create_model, resize_images
+from mmod.training.chat.model import create_model, freeze_parts, resize_images
 from mmod.training.chat.trainer import RoutedTrainer, training_arguments
-from tests.adapters.vlm_zoo import make_joint
+from tests.adapters.vlm_zoo import JOINT, make_joint
 from tests.training.chat.configs import GAMMA, MASKED, MODEL, P_MOD, VISION, vlm_config
 
 
@@ -97,6 +97,18 @@ def test_frozen_parts_do_not_train(folder: Path, parts: list[str], expected: set
 
     trained = {kind(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert trained == expected | {"router"}
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_parts_of_every_family_freeze(name: str) -> None:
+    model: Any = make_joint(name)
+    text = getattr(model.model, "language_model", None) or model.model.text_model
+    language = {id(parameter) for module in (text, model.lm_head) for parameter in module.parameters()}
+    freeze_parts(model, ["vision", "projector"])
+    assert {id(parameter) for parameter in model.parameters() if parameter.requires_grad} == language
+    model.requires_grad_(True)
+    freeze_parts(model, ["vision", "language"])
+    assert any(parameter.requires_grad for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("routing", [None, P_MOD, GAMMA, MASKED], ids=["dense", "p-mod", "gamma-mod", "masked"])
