@@ -2,6 +2,7 @@
 
 # The one list of this package's names.
 # ruff: noqa: F401
+from mmod.blocks.branches import Branch
 from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import (
     StandingModule,

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from mmod.blocks.forward_pass import PassTracker
 from mmod.blocks.rows import Host, Rows, Way, enter_rows, leave_rows
+from mmod.ops.intercept import AttentionIntercept
 from mmod.routing import Routing
 
 # From a host's forward, its arguments after the tokens by name, all tokens and the kept ones to the output.
@@ -82,7 +83,7 @@ class Branch(nn.Module):
 
 
 @contextmanager
-def running_branch(tracker: PassTracker, branch: BranchRows | WeighedBranch) -> Iterator[None]:
+def running_branch(tracker: PassTracker, branch: BranchRows | WeighedBranch | AttentionIntercept) -> Iterator[None]:
     """Context in which the running block's branches run in a certain way."""
     running = tracker.running
     running.branch = branch

@@ -81,7 +81,7 @@ class ForwardPass:
         holds_rows: Blocks of a span may pass on rows instead of all tokens.
         held: The `Rows` that the previous block passed on, or None.
         task: The backward pass that last used it, -1 for none.
-        branch: How branches of the running block run, a `BranchRows` or `WeighedBranch`; None as in the host.
+        branch: How branches of the running block run: `BranchRows`, `WeighedBranch` or a mode; None as in the host.
     """
 
     def __init__(self, holds_rows: bool = False, begun: bool = False, task: int = -1) -> None:

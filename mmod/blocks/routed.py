@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from mmod.blocks.branches import OneBranch
+from mmod.blocks.branches import Branch, OneBranch, running_branch
 from mmod.blocks.call import BlockCall
 from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore, recomputing
 from mmod.blocks.record import Deciding, Records
@@ -208,13 +208,17 @@ class ConvertedBlock(nn.Module):
         self, run: Callable[[], Tensor], valid_BN: Tensor | None, average: str, forward_pass: ForwardPass | None
     ) -> Tensor:
         """Run the host's attention on all tokens, and share the importance that it gives them."""
-        span = self.mod_state.span
+        state, span = self.mod_state, self.mod_state.span
         assert forward_pass is not None
         assert span is not None
-        # Compilers lose the name that `with ... as` binds.
         captured = capture_importance(valid_BN, average)
-        with captured:
-            y = run()
+        attention = getattr(self, state.call.operators.get("attention", ""), None)
+        # Each call of torch inside the mode costs time, so the attention alone runs in it where nothing replaced that.
+        if isinstance(attention, Branch) and "forward" not in vars(attention):
+            with running_branch(state.tracker, captured):
+                y = run()
+        else:
+            y = captured.run(run, (), {})
         if captured.importance_BN is None:
             raise RuntimeError(
                 f"no attention was seen in this {type(self).__name__}: it calls neither scaled_dot_product_attention "

@@ -278,8 +278,7 @@ def run_packed(host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) 
     """Return packed rows (1, T, D) after the host's block, in which each image attends to itself only."""
     assert rows.packing is not None
     attention = attend_within(rows.packing)
-    with attention:
-        y = host(z, **arguments)
+    y: Tensor = attention.run(host, (z,), arguments)
     if not attention.calls:
         raise RuntimeError("packed rows need fused attention: this block called no scaled_dot_product_attention")
     return y

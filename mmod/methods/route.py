@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_parts
 from mmod.blocks import (
+    Branch,
     RoutedBlock,
     RoutedState,
     SpanHook,
@@ -155,6 +156,8 @@ class Route(Method):
                     make_routed(block, router, state, stack.mixins[0])
                 else:
                     convert(block, stack.mixins[1], state)
+                    if "attention" in state.call.operators:
+                        convert(block.get_submodule(state.call.operators["attention"]), Branch, state.tracker)
             *path, block_list, _ = stack.names[0].split(".")
             owner = model.get_submodule(".".join(path))
             if self.parts[name].router.tied:

@@ -44,6 +44,11 @@ class AttentionCall(NamedTuple):
 class AttentionIntercept(TorchFunctionMode):
     """Context manager that hands every call of `scaled_dot_product_attention` inside it to `attend`."""
 
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function inside the mode."""
+        with self:
+            return forward(*args, **kwargs)
+
     def __torch_function__(
         self,
         func: Callable[..., Any],
