@@ -50,7 +50,6 @@ EXTRAS = {
         "adjustText",
         "docstring_parser",
         "filelock",
-        "jsonargparse",
         "matplotlib",
         "scipy",
         "sklearn",

@@ -105,6 +105,11 @@ def check_value(name: str, value: object, hint: Any, limit: Limit = _FINITE) -> 
         raise fault(f"{name} must be {describe(hint, limit)}, got {brief(value)}")
 
 
+def fits(value: object, hint: Any) -> bool:
+    """Return whether a value is of a type; see `check_fields`."""
+    return _fault(value, hint, _FINITE) is None
+
+
 def _builtin(value: Any) -> Any:
     """Return numbers of other libraries as int or float, also inside lists and tuples."""
     if type(value) in (list, tuple):
@@ -139,28 +144,35 @@ def check_module(model: object) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {brief(model)}")
 
 
-def from_plain(cls: type[Config], values: object, name: str, **limits: Limit) -> Config:
-    """Build a dataclass, and the dataclasses and tuples in it, from the plain values of a file; `name` is for messages.
+def from_plain(cls: type[Config], values: object, name: str = "") -> Config:
+    """Build a dataclass, and the dataclasses and tuples in it, from the plain values of a file.
+
+    Args:
+        name: Dotted key of the values in their file, for messages; empty for all of it.
 
     Example:
         >>> @dataclasses.dataclass
         ... class Span:
-        ...     ends: tuple[int, ...]
-        >>> from_plain(Span, {"ends": [1, 4]}, "a span")
-        Span(ends=(1, 4))
+        ...     ends: tuple[float, ...]
+        >>> from_plain(Span, {"ends": [1, 4.5]})
+        Span(ends=(1.0, 4.5))
     """
     if not isinstance(values, Mapping):
-        raise TypeError(f"{name} must be a mapping of names to values, got {brief(values)}")
+        raise TypeError(f"{name or 'a config file'} must be a mapping of keys to values, got {brief(values)}")
     # Typed as Any, because mypy takes a type variable for no dataclass.
     config_class: Any = cls
-    hints = _hints(config_class)
-    refuse_unknown(f"field of {name}", values, list(hints))
-    missing = [field for field in required_fields(config_class) if field not in values]
+    hints, prefix = _hints(config_class), f"{name}." if name else ""
+    for key in values:
+        if key not in hints:
+            where = f"in group {name!r}" if name else "at the top level"
+            valid = ", ".join(sorted(hints))
+            raise ValueError(f"unknown config key {f'{prefix}{key}'!r}; valid keys {where}: {valid}")
+    fields = {key: _from_plain(hints[key], value, f"{prefix}{key}") for key, value in values.items()}
+    for key, value in fields.items():
+        check_value(f"{prefix}{key}", value, hints[key])
+    missing = [prefix + key for key in required_fields(config_class) if key not in values]
     if missing:
-        raise ValueError(f"{name} needs {', '.join(missing)}")
-    fields = {field: _from_plain(hints[field], value, f"{name}.{field}") for field, value in values.items()}
-    for field, value in fields.items():
-        check_value(f"{field} of {name}", value, hints[field], limits.get(field, _FINITE))
+        raise ValueError(f"keys that are required: {', '.join(missing)}")
     return cls(**fields)
 
 
@@ -170,21 +182,22 @@ def required_fields(cls: Any) -> list[str]:
 
 
 def _from_plain(hint: Any, value: Any, name: str) -> Any:
-    """Return a value with mappings and lists replaced by the dataclasses and tuples of its type."""
+    """Return a value with mappings, lists and integers replaced by the dataclasses, tuples and floats of its type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         # At most one type of a union is a dataclass or a container, so the others leave the value unchanged.
         return functools.reduce(lambda plain, option: _from_plain(option, plain, name), arguments, value)
     if origin in (list, tuple) and isinstance(value, list):
         types_of_items = arguments if origin is tuple and arguments[-1] is not Ellipsis else arguments[:1] * len(value)
-        items = [_from_plain(item_type, item, name) for item_type, item in zip(types_of_items, value)]
+        items = [_from_plain(kind, item, f"{name}[{i}]") for i, (kind, item) in enumerate(zip(types_of_items, value))]
         # A list of the wrong length stays a list, which `check_value` refuses.
         return origin(items) if len(types_of_items) == len(value) else value
     if origin in (dict, collections.abc.Mapping) and isinstance(value, Mapping):
-        return {key: _from_plain(arguments[1], item, name) for key, item in value.items()}
+        return {key: _from_plain(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
         return from_plain(typing.cast(type, hint), value, name)
-    return value
+    # Integers that a float holds exactly.
+    return float(value) if hint is float and type(value) is int and abs(value) <= 2**53 else value
 
 
 @functools.cache

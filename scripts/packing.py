@@ -16,15 +16,15 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from jsonargparse import auto_cli
 from PIL import Image
 
 from mmod.data.corrupt import UnusableError
 from mmod.data.readers.images import convert_image, open_image
 from mmod.io.claim import claim_folder
 from mmod.io.files import open_shard, read_json_object, write_atomically
+from mmod.io.options import add_fields, with_options
 from mmod.io.progress import progress_bar
-from mmod.io.yaml import STRICT
+from mmod.values import from_plain
 
 SETTINGS, REPORT, DROPPED = "conversion.json", "report.json", "dropped.csv"
 _STATS = "_stats.json"
@@ -147,16 +147,13 @@ def run_conversion(
     settings: type[PackConfig], convert: Callable[[Any], dict[str, Any]], description: str, arguments: Sequence[str]
 ) -> None:
     """Convert as a command line `SOURCE OUTPUT [--key value]` says, and print the report or a one-line error."""
-    config = auto_cli(
-        settings,
-        args=list(arguments),
-        as_positional=True,
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-        parser_mode=STRICT,
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
+    add_fields(parser, settings)
+    given = vars(parser.parse_args(arguments))
     try:
+        config = from_plain(settings, with_options({}, given.items(), settings))
         print(json.dumps(convert(config), indent=2))
-    except (OSError, ValueError, ModuleNotFoundError) as error:
+    except (OSError, ValueError, TypeError, ModuleNotFoundError) as error:
         sys.exit(f"error: {error}")

@@ -35,27 +35,31 @@ def test_plain_values_become_dataclasses_and_tuples() -> None:
         "weights": {"a": [0.5]},
     }
     line = Line((Point("a", (1, 0.5)), Point("b")), Point("c"), {"a": [0.5]})
-    assert from_plain(Line, json.loads(json.dumps(values)), "a line") == line
-    assert from_plain(Line, {"points": [], "end": None}, "a line") == Line(())
+    assert from_plain(Line, json.loads(json.dumps(values))) == line
+    assert from_plain(Line, {"points": [], "end": None}) == Line(())
+    assert isinstance(from_plain(Line, {"points": [], "width": 2}).width, float)
 
 
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ([1], TypeError, r"a line must be a mapping of names to values, got \[1\]"),
-        ({}, ValueError, "a line needs points"),
-        ({"points": [], "colour": 1}, ValueError, "unknown field of a line colour; valid ones are points, end"),
-        ({"points": [{"place": [1, 2]}]}, ValueError, "a line.points needs name"),
-        ({"points": [{"name": 3}]}, TypeError, "name of a line.points must be a text, got 3"),
-        ({"points": [{"name": "a", "place": [1]}]}, ValueError, "place of a line.points must be 2 values"),
-        ({"points": [], "weights": {"a": [float("nan")]}}, ValueError, "weights of a line must be a mapping"),
-        ({"points": [], "width": 0}, ValueError, "width of a line must be a number above 0, got 0"),
-        ({"points": [], "end": "c"}, TypeError, "end of a line must be a Point or null, got 'c'"),
+        ([1], TypeError, r"a config file must be a mapping of keys to values, got \[1\]"),
+        ({}, ValueError, "required: points"),
+        (
+            {"points": [], "colour": 1},
+            ValueError,
+            "unknown config key 'colour'; valid keys at the top level: end",
+        ),
+        ({"points": [{"place": [1, 2]}]}, ValueError, r"required: points\[0\].name"),
+        ({"points": [{"name": 3}]}, TypeError, r"points\[0\].name must be a text, got 3"),
+        ({"points": [{"name": "a", "place": [1]}]}, ValueError, r"points\[0\].place must be 2 values"),
+        ({"points": [], "weights": {"a": [float("nan")]}}, ValueError, "weights must be a mapping"),
+        ({"points": [], "end": "c"}, TypeError, "end must be a Point or null, got 'c'"),
     ],
 )
 def test_plain_values_are_strict(values: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        from_plain(Line, values, "a line", width="(0, inf)")
+        from_plain(Line, values)
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64])

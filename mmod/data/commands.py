@@ -9,9 +9,8 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jsonargparse import ArgumentParser
-
-from mmod.io.yaml import STRICT
+from mmod.io.options import add_fields, split_options, with_options
+from mmod.values import from_plain
 
 COMMANDS = ("digits", "crowds", "scenes", "questions")
 """The embedded sets: modules of `mmod.data.synthetic`."""
@@ -41,31 +40,29 @@ def main(arguments: Sequence[str]) -> None:
 
 def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[..., Any] | None = None) -> Any:
     """Build or draw a set, and return its parameters, None for a picture; `export` writes JSON instead of shards."""
-    names: dict[str, Any] = {"choices": list(dataset.difficulties), "default": "default"}
-    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser = ArgumentParser(
+    kind = type(dataset.config("default"))
+    parser = argparse.ArgumentParser(
         description=_BUILD.format(dataset),
         prog=prog,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        parser_mode=STRICT,
     )
-    for target in (first, parser):
-        target.add_argument("--difficulty", "--level", **names, help="named parameters to start from")
     parser.add_argument("root", nargs="?", help="folder of the build")
     parser.add_argument("--montage", help="PNG file to draw test images into, instead of building")
+    names: dict[str, Any] = {"choices": list(dataset.difficulties), "default": "default"}
+    parser.add_argument("--difficulty", "--level", **names, help="named parameters to start from")
     if export is not None:
-        parser.add_argument("--json", type=bool, default=False, help="write SPLIT.json and images/ instead of shards")
-    try:
-        defaults = dataset.config(first.parse_known_args(arguments)[0].difficulty)
-    except argparse.ArgumentError as error:
-        parser.error(str(error))
-    parser.add_class_arguments(type(defaults))
-    parser.set_defaults(dataclasses.asdict(defaults))
-    options = parser.parse_args(arguments)
+        parser.add_argument("--json", action="store_true", help="write SPLIT.json and images/ instead of shards")
+    add_fields(parser, kind)
+    options, words = parser.parse_known_args(arguments)
     if (options.root is None) == (options.montage is None):
         parser.error("give either the folder of a build or --montage FILE")
-    config = type(defaults)(**{field.name: options[field.name] for field in dataclasses.fields(defaults)})
+    try:
+        fields = dataclasses.asdict(dataset.config(options.difficulty))
+        given = [(name, text) for name, text in vars(options).items() if name in fields]
+        config = from_plain(kind, with_options(fields, [*given, *split_options(words)], kind))
+    except (ValueError, TypeError) as error:
+        parser.exit(2, f"error: {error}\n")
     if options.montage is not None:
         from mmod.data.synthetic.build import save_montage
 

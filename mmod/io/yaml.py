@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import argparse
 import functools
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import get_loader, set_loader
 from yaml.composer import ComposerError
-from yaml.constructor import ConstructorError
-from yaml.parser import ParserError
-from yaml.reader import ReaderError
-from yaml.scanner import ScannerError
 
 from mmod.io.configs import existing_config, shipped_config
 
-STRICT = "strict"
-"""`parser_mode` of a `jsonargparse.ArgumentParser` that reads files and values as this module does."""
 _DEPTH = 100
 # Parsing takes seconds per 100 kB.
 _BYTES = 1 << 18
@@ -29,10 +23,15 @@ class _DuplicateKeyError(yaml.MarkedYAMLError):
     """A mapping has a duplicate key."""
 
 
-class _Composer(yaml.SafeLoader):
-    """Composes a document, and refuses duplicate keys, aliases and deep nesting."""
+class _Loader(yaml.SafeLoader):
+    """Loads a document, and refuses duplicate keys, aliases and deep nesting; 1e-4 is a number, a date a text."""
 
     depth = 0
+    # The first resolver that matches decides, and PyYAML's of numbers wants a point.
+    yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML declares it
+        first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         """Compose a value; refuse aliases and deep nesting."""
@@ -61,13 +60,23 @@ class _Composer(yaml.SafeLoader):
 def parse_yaml(text: str, source: str = "the value") -> Any:
     """Parse a YAML document into plain values."""
     try:
-        return _load(text)
+        return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = "" if mark is None else f", line {mark.line + 1}"
         raise ValueError(f"{source}{line}: {error.problem or error.context}") from error
     except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{source} is no YAML: {' '.join(str(error).split())}") from error
+
+
+def parse_option(text: str) -> Any:
+    """Parse a value of a command line; one that is no YAML is a text, and a duplicate key stays an error."""
+    try:
+        return yaml.load(text, _Loader)
+    except _DuplicateKeyError as error:
+        raise ValueError(error.problem) from error
+    except (yaml.YAMLError, ValueError):
+        return text
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -144,18 +153,6 @@ def _read(path: Path) -> dict[str, Any]:
     return fields
 
 
-def _load(text: str) -> Any:
-    yaml.compose(text, _Composer)
-    # jsonargparse's loader, so that numbers such as 1e-4 mean the same in a file and on a command line.
-    return get_loader("yaml")(text)
-
-
-def _load_option(text: str) -> Any:
-    try:
-        return _load(text)
-    except _DuplicateKeyError as error:
-        raise ValueError(error.problem) from error
-
-
-# A command-line value that is no YAML is a plain string; a duplicate key stays an error.
-set_loader(STRICT, _load_option, exceptions=(ComposerError, ConstructorError, ParserError, ReaderError, ScannerError))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)

@@ -10,10 +10,11 @@ import typing
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mmod.io.options import dataclass_in
 from mmod.io.yaml import stack_configs
 from mmod.training.chat import config as chat
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.parse import dataclass_in, parse_config
+from mmod.training.engine.parse import parse_config
 from mmod.training.image import config as image
 from mmod.training.pairs import config as pairs
 from mmod.training.text import config as text

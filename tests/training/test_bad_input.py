@@ -20,11 +20,12 @@ from mmod.config import Plan
 from mmod.data.config import AugmentConfig, DataConfig
 from mmod.data.loader import _transform
 from mmod.io.claim import claim_folder
+from mmod.io.options import dataclass_in
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.model import described
-from mmod.training.engine.parse import config_from, dataclass_in, parse_config
+from mmod.training.engine.parse import config_from, parse_config
 from mmod.training.engine.run_folder import read_fit
 from mmod.training.image.evaluate import EvalResult
 from mmod.training.pairs.config import TrainConfig as PairsConfig
@@ -230,14 +231,14 @@ OPTIONS = [
     (["--optim.bogus=1"], "unknown config key 'optim.bogus'; valid keys in group 'optim'"),
     (["stray"], "unrecognized arguments: stray"),
     (["--epochs"], "expected one argument"),
-    (["--epochs", "many"], "epochs must be an integer, got many"),
-    (["--optim.lr", "nan"], "optim.lr must be a finite number, got nan"),
-    (["--optim.lr", ".nan"], "optim.lr must be a number of at least 0, got nan"),
+    (["--epochs", "many"], "epochs must be an integer, got 'many'"),
+    (["--optim.lr", "nan"], "optim.lr must be a finite number, got 'nan'"),
+    (["--optim.lr", ".nan"], "optim.lr must be a finite number, got nan"),
     (["--ema.decay", "2"], "ema.decay must be a number in [0, 1), got 2.0"),
     (["--routing", "{capacity: 0.5, capacity: 0.3}"], "the key 'capacity' occurs twice"),
-    (["--routing.losses.load=1"], "nested too deep; give the mapping --routing.losses as a whole"),
-    (["--tensorboard", "perhaps"], "tensorboard must be true or false, got perhaps"),
-    (["--precision", "fp8"], "precision must be one of 'fp32', 'bf16', 'fp16', got fp8"),
+    (["--routing.losses.lode=1"], "a loss must be one of 'capacity', 'importance', 'load', 'membership', got 'lode'"),
+    (["--tensorboard", "perhaps"], "tensorboard must be true or false, got 'perhaps'"),
+    (["--precision", "fp8"], "precision must be one of 'fp32', 'bf16', 'fp16', got 'fp8'"),
     (["--output="], "output must name a folder, got ''"),
 ]
 """Words of a command line, and what the message says."""

@@ -220,7 +220,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
-        """Create a config from plain nested values; a ValueError names an unknown key or a value of the wrong type.
+        """Create a config from plain nested values; errors name an unknown key, or a value of another type or range.
 
         Example:
             >>> from mmod.training import TrainConfig

@@ -1,0 +1,77 @@
+"""Options of command lines: dotted keys and values in YAML, on top of the plain fields of a config."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from docstring_parser import parse
+
+from mmod.io.yaml import merged, parse_option
+from mmod.values import fits, required_fields
+
+
+def split_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield key and value of the options `--key value` and `--key=value`."""
+    remaining = iter(words)
+    for word in remaining:
+        if not word.startswith("--"):
+            raise ValueError(f"unrecognized arguments: {word}")
+        key, equals, value = word[2:].partition("=")
+        if not equals:
+            value = next(remaining, "--")
+            if value.startswith("--"):
+                raise ValueError(f"argument --{key}: expected one argument")
+        yield key, value
+
+
+def with_options(fields: Mapping[str, Any], options: Iterable[tuple[str, str]], kind: Any) -> dict[str, Any]:
+    """Return the plain fields of a config with those of options: dotted keys, and values in YAML."""
+    result = dict(fields)
+    for key, text in options:
+        result = _with_option(result, key.split("."), text, kind)
+    return result
+
+
+def _with_option(fields: Mapping[str, Any], keys: Sequence[str], text: str, kind: Any) -> dict[str, Any]:
+    name, *inner = keys
+    hint = Any if kind is None else typing.get_type_hints(kind).get(name, Any)
+    group, old = dataclass_in(hint), fields.get(name)
+    if inner:
+        return {**fields, name: _with_option(old if isinstance(old, Mapping) else {}, inner, text, group)}
+    value = parse_option(text)
+    if fits(text, hint) and not fits(value, hint):
+        # A name that YAML reads as something else, such as 2024 or no.
+        value = text
+    if group is not None and isinstance(old, Mapping) and isinstance(value, Mapping):
+        # Keys of a group are changed one by one; a mapping with free keys is replaced.
+        value = merged(old, value)
+    return {**fields, name: value}
+
+
+def add_fields(parser: argparse.ArgumentParser, kind: Any) -> None:
+    """Add the fields of a config without groups to a parser: those without a default by position, others as options.
+
+    The parser keeps their texts; see `with_options`.
+    """
+    required, meanings = required_fields(kind), field_meanings(kind)
+    for item in dataclasses.fields(kind):
+        name = item.name if item.name in required else f"--{item.name}"
+        parser.add_argument(name, default=argparse.SUPPRESS, help=meanings.get(item.name, "").replace("%", "%%"))
+
+
+def field_meanings(kind: type) -> dict[str, str]:
+    """Return the descriptions of a dataclass's fields, its bases' among them."""
+    documents = [parse(cls.__doc__ or "") for cls in reversed(kind.__mro__)]
+    return {item.arg_name: item.description or "" for document in documents for item in document.params}
+
+
+def dataclass_in(hint: Any) -> type | None:
+    """Return the dataclass that a field's type is or allows; None if its keys are free."""
+    for item in (hint, *typing.get_args(hint)):
+        if isinstance(item, type) and dataclasses.is_dataclass(item):
+            return item
+    return None
