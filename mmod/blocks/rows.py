@@ -148,12 +148,16 @@ class Rows:
             self._steps[-1] = before_BND, z_BKD, among
             return z_BKD
         else:
-            among = _among(routing, self.routing)
-            slot_BN, size_BK, *_ = among.joined
-            if size_BK is None or slot_BN is None:
-                z_BKD = gather_rows(rows_BND, among.kept.index_BK)
+            before, size_BK = self.routing, routing.joined.size_BK
+            assert before.joined.slot_BN is not None
+            assert routing.joined.slot_BN is not None
+            # A decision about all tokens, as one about the rows of the decision before.
+            slot_BN = routing.joined.slot_BN.gather(1, before.kept.index_BK)
+            among = routing._replace(joined=routing.joined._replace(slot_BN=slot_BN))
+            if size_BK is None:
+                z_BKD = gather_rows(rows_BND, before.joined.slot_BN.gather(1, routing.kept.index_BK))
             else:
-                z_BKD = mean_rows(rows_BND, slot_BN, size_BK, self.routing.joined.size_BK, all_join=True)
+                z_BKD = mean_rows(rows_BND, slot_BN, size_BK, before.joined.size_BK, all_join=True)
         self._steps.append((rows_BND, z_BKD, among if self.weighs else without_gate(among)))
         self.routing = routing
         return z_BKD
@@ -163,15 +167,6 @@ class Rows:
         for x_BND, z_BKD, routing in reversed(self._steps):
             y_BKD = leave_rows(x_BND, z_BKD, y_BKD, routing)
         return y_BKD
-
-
-def _among(routing: Routing, earlier: Routing) -> Routing:
-    """Return a decision about all tokens as one about the rows of the previous decision."""
-    assert earlier.joined.slot_BN is not None
-    assert routing.joined.slot_BN is not None
-    kept = routing.kept._replace(index_BK=earlier.joined.slot_BN.gather(1, routing.kept.index_BK), inverse_BN=None)
-    slot_BN = routing.joined.slot_BN.gather(1, earlier.kept.index_BK)
-    return routing._replace(kept=kept, joined=routing.joined._replace(slot_BN=slot_BN))
 
 
 def without_gate(routing: Routing) -> Routing:
