@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmod.data.corrupt import CorruptDataError, UnusableError
-from mmod.data.readers.images import ImageFiles, file_extension
+from mmod.data.readers.images import ImageFiles, read_image
 from mmod.data.records import check_record, image_names, read_records
 from mmod.io.files import write_atomically
 from mmod.values import check_fields
-from scripts.packing import DROPPED, PackConfig, check_image, pack_shards, run_conversion, write_report
+from scripts.packing import DROPPED, PackConfig, check_image, file_extension, pack_shards, run_conversion, write_report
 
 CHECKED = "conversations.json"
 
@@ -102,7 +102,7 @@ def _check(record: Any, config: ConversationsConversion, files: ImageFiles) -> d
         raise UnusableError("invalid record", str(error)) from error
     members = {"json": json.dumps(record).encode()}
     for place, name in enumerate(image_names(record)):
-        data = files.read(name)
+        data = read_image(files.locate(name))
         image, _ = check_image(data, config.min_size, f"{name}: ")
         # The extension follows the content; file names may lie.
         members[f"{place}.{file_extension(image)}"] = data

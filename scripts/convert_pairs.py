@@ -21,11 +21,11 @@ from typing import Any, NamedTuple
 from PIL import Image
 
 from mmod.data.corrupt import UnusableError
-from mmod.data.readers.images import ImageFiles, file_extension, is_deep
+from mmod.data.readers.images import ImageFiles, is_deep, read_image
 from mmod.data.synthetic.build import SIZES
 from mmod.io.files import check_regular, parse_json, write_atomically
 from mmod.values import check_fields
-from scripts.packing import PackConfig, check_image, pack_shards, run_conversion, write_report
+from scripts.packing import PackConfig, check_image, file_extension, pack_shards, run_conversion, write_report
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".json")
 # Formats that every reader of shards decodes; other images are re-encoded as JPEG.
@@ -138,7 +138,7 @@ def _read_image(image: Any, files: ImageFiles) -> bytes:
         return image
     if not isinstance(image, str) or not image.strip():
         raise UnusableError("no image", repr(image))
-    return files.read(image)
+    return read_image(files.locate(image))
 
 
 def _encode(data: bytes, config: PairsConversion) -> tuple[str, bytes, tuple[int, int], tuple[int, int]]:

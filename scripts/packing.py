@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from PIL import Image
 
 from mmod.data.corrupt import UnusableError
-from mmod.data.readers.images import convert_image, open_image
+from mmod.data.readers.images import EXTENSIONS, convert_image, open_image
 from mmod.io.claim import claim_folder
 from mmod.io.files import open_shard, read_json_object, write_atomically
 from mmod.io.options import add_fields, with_options
@@ -29,7 +29,16 @@ from mmod.values import from_plain
 SETTINGS, REPORT, DROPPED = "conversion.json", "report.json", "dropped.csv"
 _STATS = "_stats.json"
 
+# MPO files hold several photographs; the first is a regular JPEG.
+_ALIASES = {"MPO": "JPEG"}
+
 Item = TypeVar("Item")
+
+
+def file_extension(image: Image.Image) -> str:
+    """Return the extension in shards for the format of an opened image."""
+    name = image.format or ""
+    return EXTENSIONS[_ALIASES.get(name, name)][0]
 
 
 @dataclasses.dataclass(frozen=True)

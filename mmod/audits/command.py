@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import shlex
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -152,10 +151,7 @@ def main(arguments: Sequence[str]) -> list[Path]:
     config: Any
     if arguments and (Path(arguments[0]) / _RUN).is_file():
         run = _run_config(Path(arguments[0]))
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-            json.dump(run.to_dict(), file)
-            file.flush()
-            config = parse_config([file.name, *arguments[1:]], type(run))
+        config = parse_config(arguments[1:], type(run), run.to_dict())
     else:
         name, options = split_kind(arguments)
         config = parse_config(options, audit_config(name))

@@ -21,18 +21,14 @@ def claim_folder(
     file: str,
     kind: str,
     free_keys: Collection[str] = (),
-    write: bool = True,
 ) -> bool:
-    """Record a config in a free folder unless `write` is False, or check the folder's record; return whether there
-    was one.
-    """
+    """Record a config as JSON in a free folder, or check the folder's record; return whether there was one."""
     existing = read_claim(folder, file)
     if existing is not None:
         check_same(folder, existing, record, kind=kind, free_keys=free_keys)
         return True
-    if write:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        write_atomically(Path(folder) / file, _dump(file, record))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    write_atomically(Path(folder) / file, json.dumps(dict(record), indent=2) + "\n")
     return False
 
 
@@ -77,13 +73,11 @@ def differences(
         >>> differences({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2}, "limit": None, "methods": []})
         {'optim.lr': (0.1, 0.2)}
     """
-    old, new = flatten(_plain(existing)), flatten(_plain(record))
-    pairs = {key: (old.get(key), new.get(key)) for key in sorted({*old, *new} - set(free_keys))}
-    return {key: pair for key, pair in pairs.items() if pair[0] != pair[1] and any(map(_says_something, pair))}
-
-
-def _says_something(value: Any) -> bool:
-    return value is not None and value not in ([], {})
+    before, now = flatten(_plain(existing)), flatten(_plain(record))
+    pairs = {key: (before.get(key), now.get(key)) for key in sorted({*before, *now} - set(free_keys))}
+    return {
+        key: pair for key, pair in pairs.items() if pair[0] != pair[1] and not all(v in (None, [], {}) for v in pair)
+    }
 
 
 def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
@@ -114,11 +108,3 @@ def _load(path: Path) -> dict[str, Any]:
 
         return read_yaml(path)
     return read_json_object(path)
-
-
-def _dump(file: str, record: Mapping[str, Any]) -> str:
-    if file.endswith(".yaml"):
-        import yaml
-
-        return yaml.safe_dump(dict(record), sort_keys=False)
-    return json.dumps(dict(record), indent=2) + "\n"

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmod.config import rational
-from mmod.values import check_distinct, check_fields, one_of, refuse_unknown
+from mmod.values import check_distinct, check_fields, from_plain, one_of, refuse_unknown
 
 RUN_FIELDS = ("image_size", "changes", "tune", "budgets")
 """Fields of a series of routed models that describe its runs instead of its routing."""
@@ -150,14 +150,12 @@ class StudyConfig:
 
     def search_of(self, series: str, capacity: float | None) -> PlanOptions | None:
         """Return how the plan of a series in `routers` is searched at a budget; None where its routing is fixed."""
-        from mmod.training.engine.parse import config_from
-
         fields = self.routers.get(series, {})
         if "search" not in fields:
             return None
         refuse_unknown(f"field beside routers.{series}.search", fields, ("search", *RUN_FIELDS))
         budget = {} if capacity is None else {"budget": capacity}
-        return config_from({**fields["search"], **budget}, PlanOptions)
+        return from_plain(PlanOptions, {**fields["search"], **budget}, f"routers.{series}.search")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from mmod.training.engine.run_folder import portable
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import Features, extract, read_features
 from mmod.training.image.model import check_published
+from mmod.values import from_plain
 
 # The folder of the images that are tested.
 _TESTED = "tested"
@@ -293,26 +295,18 @@ def _folder(job: Job[TrainConfig]) -> Path:
     return Path(output) / "features" if job.is_trained else Path(f"{output}.features")
 
 
-@dataclass(frozen=True)
-class _Data:
-    """A data config that caches can hash."""
-
-    text: str
-    config: DataConfig = dataclasses.field(compare=False)
-
-
 def _streams(config: DataConfig) -> dict[str, BatchStream]:
     """Return the tested images, and where they are another split, those that classifiers are fitted on."""
     tested = dataclasses.replace(config, augment=None, in_memory=True)
     fitted = dataclasses.replace(tested, val_split=config.train_split, val_limit=config.train_limit)
     splits = {_TESTED: tested} if config.train_split == config.val_split else {"fitted": fitted, _TESTED: tested}
-    return {name: _decoded(_Data(repr(data), data)) for name, data in splits.items()}
+    return {name: _decoded(json.dumps(dataclasses.asdict(data))) for name, data in splits.items()}
 
 
 @functools.lru_cache(maxsize=2)
-def _decoded(data: _Data) -> BatchStream:
-    """Return images, decoded once for all models of their size."""
-    return create_eval_stream(data.config)
+def _decoded(fields: str) -> BatchStream:
+    """Return the images of a data config in JSON, decoded once for all models of their size."""
+    return create_eval_stream(from_plain(DataConfig, json.loads(fields)))
 
 
 def split_by_class(labels: np.ndarray, count: int) -> list[Split]:

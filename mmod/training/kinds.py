@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from mmod.io.options import dataclass_in
-from mmod.io.yaml import stack_configs
+from mmod.io.yaml import parse_option, stack_configs
 from mmod.training.chat import config as chat
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config
@@ -35,7 +35,6 @@ CONFIGS: dict[str, type[RunConfig]] = {
     "text": text.TrainConfig,
 }
 """Configs by kind; imported without torch, so that `--help` is fast."""
-_RECIPES = {"image": "ImageRecipe", "pairs": "PairsRecipe", "chat": "ChatRecipe", "text": "TextRecipe"}
 
 
 def recipe_of(config: Any) -> Recipe[Any, Any]:
@@ -49,9 +48,8 @@ def recipe_of(config: Any) -> Recipe[Any, Any]:
     """
     for kind, cls in CONFIGS.items():
         if isinstance(config, cls):
-            recipe: Recipe[Any, Any] = getattr(importlib.import_module(f"mmod.training.{kind}.recipe"), _RECIPES[kind])(
-                config
-            )
+            module = importlib.import_module(f"mmod.training.{kind}.recipe")
+            recipe: Recipe[Any, Any] = getattr(module, f"{kind.capitalize()}Recipe")(config)
             return recipe
     raise TypeError(f"a run's config must be one of {', '.join(CONFIGS)}, got {type(config).__name__}")
 
@@ -163,12 +161,10 @@ def main(arguments: Sequence[str], kind: str) -> None:
     if not dry:
         print(recipe_of(config).fit())
         return
-    rate, speed = dry[-1].partition("=")[2], 0.0
-    if rate:
-        # Before the model is made.
-        speed = float(rate) if rate.replace(".", "", 1).isdecimal() else 0.0
-        check_value(_DRY, speed or rate, float, "(0, inf)")
+    rate = parse_option(dry[-1].partition("=")[2])
+    # Before the model is made.
+    check_value(_DRY, rate, float | None, "(0, inf)")
     estimate = recipe_of(config).estimate()
     print(estimate)
-    if rate:
-        print(f"{estimate.hours(speed):.4g} hours at {speed:g} TFLOP/s in each process")
+    if rate is not None:
+        print(f"{estimate.hours(rate):.4g} hours at {rate:g} TFLOP/s in each process")

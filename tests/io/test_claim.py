@@ -2,19 +2,17 @@ from pathlib import Path
 
 import pytest
 
-from mmod.io.claim import FolderTakenError, claim_folder
+from mmod.io.claim import FolderTakenError, claim_folder, read_claim
 
 RECORD = {"lr": 1e-4, "sizes": (1, 2), "data": {"name": "2020-01-01", "seed": 3}, "args": {}}
 
 
 @pytest.mark.parametrize("file", ["config.yaml", "config.json"])
 def test_a_record_claims_its_folder_once(tmp_path: Path, file: str) -> None:
-    def claim(free_keys: tuple[str, ...] = (), write: bool = True, **changes: object) -> bool:
+    def claim(free_keys: tuple[str, ...] = (), **changes: object) -> bool:
         record = {**RECORD, **changes}
-        return claim_folder(tmp_path / "run", record, file=file, kind="a run", free_keys=free_keys, write=write)
+        return claim_folder(tmp_path / "run", record, file=file, kind="a run", free_keys=free_keys)
 
-    assert not claim(write=False)
-    assert not (tmp_path / "run").exists()
     assert not claim()
     written = (tmp_path / "run" / file).read_bytes()
     assert claim()
@@ -32,7 +30,7 @@ def test_a_folder_with_other_files_is_not_taken(tmp_path: Path, name: str) -> No
     # Left by a start that failed before it kept its record.
     (tmp_path / "checkpoints" / "empty").mkdir(parents=True)
     (tmp_path / ".config.json.partial").touch()
-    assert not claim_folder(tmp_path, RECORD, file="config.json", kind="a run", write=False)
+    assert read_claim(tmp_path, "config.json") is None
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     with pytest.raises(FolderTakenError, match=r"holds files but no config\.json: choose a new or empty folder"):

@@ -25,11 +25,12 @@ from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.model import described
-from mmod.training.engine.parse import config_from, parse_config
+from mmod.training.engine.parse import parse_config
 from mmod.training.engine.run_folder import read_fit
 from mmod.training.image.evaluate import EvalResult
 from mmod.training.pairs.config import TrainConfig as PairsConfig
 from mmod.training.text.config import TrainConfig as TextConfig
+from mmod.values import from_plain
 from tests.trap import Trap
 
 KINDS: dict[type, dict[str, Any]] = {
@@ -88,7 +89,7 @@ def test_a_value_of_another_type_and_a_number_that_is_not_finite_are_refused(kin
         type_ = basic_type(hint)
         for value in (FOREIGN[type_], *((NAN, INF, -INF) if type_ in (int, float) else ())):
             with pytest.raises((TypeError, ValueError)) as error:
-                config_from(nested(KINDS[kind], key, value), kind)
+                from_plain(kind, nested(KINDS[kind], key, value))
             one_line(error.value, key, "must be", f"got {value!r}")
 
 
@@ -152,7 +153,7 @@ OUT_OF_RANGE = [
 @pytest.mark.parametrize(("kind", "key", "value", "valid"), OUT_OF_RANGE)
 def test_a_value_out_of_range_is_refused_with_the_valid_ones(kind: type, key: str, value: Any, valid: str) -> None:
     with pytest.raises((TypeError, ValueError)) as error:
-        config_from(nested(KINDS[kind], key, value), kind)
+        from_plain(kind, nested(KINDS[kind], key, value))
     one_line(error.value, valid)
 
 
@@ -343,7 +344,7 @@ def test_sizes_of_language_models_are_checked_before_they_are_built(name: str, v
         described = {"model_type": "llama", **({"text_config": {name: value}} if part else {name: value})}
         model = {"config": described, **({"processor": "words"} if part else {})}
         with pytest.raises((TypeError, ValueError), match=rf"{name} must be an integer.*, got {value!r}"):
-            config_from({"output": "run", "model": model}, kind)
+            from_plain(kind, {"output": "run", "model": model})
 
 
 @pytest.mark.parametrize(

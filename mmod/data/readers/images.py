@@ -31,8 +31,6 @@ IMAGE_EXTENSIONS = tuple(extension for extensions in EXTENSIONS.values() for ext
 MAX_BYTES = 1 << 28
 """Maximum size of a file or shard member in bytes: Pillow's pixel limit at 3 bytes per pixel."""
 
-# MPO files hold several photographs; the first is a regular JPEG.
-_ALIASES = {"MPO": "JPEG"}
 _WHITE_IS_ZERO, _BITS_PER_SAMPLE, _PHOTOMETRIC = 0, 258, 262
 
 
@@ -71,12 +69,6 @@ def decode_image(data: bytes, mode: str) -> Image.Image:
         return convert_image(image, mode)
     except ValueError as error:
         raise ValueError(f"image of {len(data)} bytes cannot be decoded: {error}") from error
-
-
-def file_extension(image: Image.Image) -> str:
-    """Return the extension in shards for the format of an opened image."""
-    name = image.format or ""
-    return EXTENSIONS[_ALIASES.get(name, name)][0]
 
 
 def is_deep(image: Image.Image) -> bool:
@@ -128,10 +120,6 @@ class ImageFiles:
                     raise UnusableError("image outside the folder", f"{path} is not in {self.folder}")
                 check_regular(path)
         return path
-
-    def read(self, name: str) -> bytes:
-        """Read the bytes of an image; an `UnusableError` if that is impossible."""
-        return read_image(self.locate(name))
 
     def _list(self, folder: str) -> frozenset[str]:
         """Return the names of the regular files of a folder inside the root; links are left out."""

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from mmod.config import RoutingConfig
 from mmod.training.engine.methods import resolve_methods
-from mmod.values import Limit, check_fields, check_value
+from mmod.values import Limit, check_fields, check_value, from_plain
 
 if TYPE_CHECKING:
     # From the package, which can be imported without torch to read the types of fields.
@@ -228,9 +228,7 @@ class RunConfig:
             >>> TrainConfig.from_dict({**fields, "optim": {"lr": 2e-4}}).optim.lr
             0.0002
         """
-        from mmod.training.engine.parse import config_from
-
-        return config_from(fields, cls)
+        return from_plain(cls, fields)
 
     @classmethod
     def load(cls, path: str | Path, overrides: Sequence[str] = ()) -> Self:

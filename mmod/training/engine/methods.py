@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.config import Plan, RoutingConfig
 from mmod.planning.presets import preset
+from mmod.values import check_value
 
 if TYPE_CHECKING:
     # Imported without torch otherwise.
@@ -20,6 +21,7 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
         fields: Fields of `RoutingConfig`; or `preset: NAME` with its arguments; or `plan: FILE` with the fields that
             the plan leaves open.
     """
+    check_value("a routing", fields, Mapping[str, Any])
     fields = dict(fields)
     name, plan = fields.pop("preset", None), fields.pop("plan", None)
     if plan is not None:

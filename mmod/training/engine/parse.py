@@ -17,7 +17,7 @@ from docstring_parser import parse
 
 from mmod.config import PRESETS, Gate, LanguageRouting, Merged, RoutingConfig, Threshold
 from mmod.io.options import dataclass_in, field_meanings, split_options, with_options
-from mmod.io.yaml import stack_configs
+from mmod.io.yaml import merged, stack_configs
 from mmod.values import describe, from_plain
 
 Config = TypeVar("Config")
@@ -29,15 +29,13 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, kind: type[C
     return _read([str(path), *overrides], kind)
 
 
-def config_from(fields: Mapping[str, Any], kind: type[Config]) -> Config:
-    """Make a config from plain nested values; see `RunConfig.from_dict`."""
-    return from_plain(kind, fields)
-
-
-def parse_config(arguments: Sequence[str], kind: type[Config]) -> Config:
+def parse_config(arguments: Sequence[str], kind: type[Config], start: Mapping[str, Any] | None = None) -> Config:
     """Create a config of class `kind` from the command line `CONFIG [--key.sub value ...]`.
 
     `--help` prints the keys and `--print_config` the config with its defaults; both end the program.
+
+    Args:
+        start: Plain fields that the command line changes.
 
     Raises:
         SystemExit: With code 2 and one line if a key is unknown or a value is refused.
@@ -47,7 +45,7 @@ def parse_config(arguments: Sequence[str], kind: type[Config]) -> Config:
         print(_help(kind))
         sys.exit(0)
     try:
-        config = _read(words, kind)
+        config = _read(words, kind, start)
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -57,10 +55,10 @@ def parse_config(arguments: Sequence[str], kind: type[Config]) -> Config:
     return config
 
 
-def _read(arguments: Sequence[str], kind: type[Config]) -> Config:
+def _read(arguments: Sequence[str], kind: type[Config], start: Mapping[str, Any] | None = None) -> Config:
     fields, words = stack_configs(arguments)
     try:
-        return from_plain(kind, with_options(fields or {}, split_options(words), kind))
+        return from_plain(kind, with_options(merged(start or {}, fields or {}), split_options(words), kind))
     except ValueError as error:
         if fields is None and "required: " in str(error):
             raise ValueError(f"{error}; name a CONFIG that has them before the options") from error

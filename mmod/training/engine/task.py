@@ -92,8 +92,14 @@ class Task(nn.Module):
         return self
 
     def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
-        """Yield the passes of an optimiser step, one per batch of the group, which is on the CPU."""
-        raise NotImplementedError
+        """Yield the passes of an optimiser step, one per batch of the group, which is on the CPU.
+
+        By default a pass takes a batch, and weighs as much as its share of the step's samples.
+        """
+        samples = sum(len(targets) for _, targets in group)
+        for inputs, targets in group:
+            moved = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+            yield Pass(moved, len(targets) / samples, len(targets))
 
     def after_step(self) -> None:
         """Called after each optimiser step; does nothing by default."""

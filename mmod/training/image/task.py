@@ -60,16 +60,15 @@ class ClassificationTask(Task):
         self.mixup = mixup
 
     def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
-        """Yield one pass per batch, weighted by its share of the step's images; see `Task.passes`."""
-        step_images = sum(len(targets) for _, targets in group)
-        for images, targets in group:
+        """Yield one pass per batch, with mixed images; see `Task.passes`."""
+        for _, targets in group:
             check_targets(targets, getattr(self.model, "num_classes", None))
-            count = len(targets)
-            images, targets = images.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+        for work in super().passes(group, device):
             if self.mixup is not None:
+                images, targets = work.arguments
                 # timm mixes in place, and the stream may keep the images.
-                images, targets = self.mixup(images.clone(), targets)
-            yield Pass((images, targets), count / step_images, count)
+                work = work._replace(arguments=self.mixup(images.clone(), targets))
+            yield work
 
     def forward(self, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the "loss" of a batch, its terms, and "top1", the accuracy in percent.

@@ -7,10 +7,9 @@ import contextlib
 import functools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 from mmod.config import RoutingConfig
-from mmod.io.yaml import parse_yaml
+from mmod.io.yaml import parse_option
 from mmod.training.engine.methods import resolve_routing
 
 _DESCRIPTION = """Run open_clip's training program on a routed model: everything after `--` is open_clip's own.
@@ -29,7 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     )
     for tower in ("image", "text"):
         text = f"YAML mapping: how the {tower} tower is routed, fields of mmod.RoutingConfig or `preset: NAME`"
-        parser.add_argument(f"--{tower}", type=_mapping, metavar="ROUTING", help=text)
+        parser.add_argument(f"--{tower}", type=parse_option, metavar="ROUTING", help=text)
     parser.add_argument("--models", metavar="PATH", help="JSON file or folder with further model configs")
     options = parser.parse_args(arguments[:place])
     towers = {name: fields for name, fields in (("image", options.image), ("text", options.text)) if fields is not None}
@@ -82,14 +81,3 @@ def readable_shards() -> Iterator[None]:
         yield
     finally:
         data.tar_file_expander = original
-
-
-def _mapping(text: str) -> dict[str, Any]:
-    """Return the mapping that an option holds."""
-    try:
-        fields = parse_yaml(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-    if not isinstance(fields, dict):
-        raise argparse.ArgumentTypeError(f"must be a mapping of keys to values, got {text!r}")
-    return fields

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor, nn
 
 from mmod import auxiliary_loss
 from mmod.speculation import every_token
-from mmod.training.engine.task import Batch, Pass, Task, autocast, divergence, total
+from mmod.training.engine.task import Task, autocast, divergence, total
 from mmod.training.text.model import logits_of
 
 
@@ -26,13 +25,6 @@ class TextTask(Task):
     def __init__(self, model: nn.Module, *, elastic: bool = False, **options: Any) -> None:
         super().__init__(model, **options)
         self.elastic = elastic
-
-    def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
-        """Yield one pass for each batch, weighed by its share of the step's windows; see `Task.passes`."""
-        windows = sum(len(tokens) for tokens, _ in group)
-        for tokens, following in group:
-            moved = tokens.to(device, non_blocking=True), following.to(device, non_blocking=True)
-            yield Pass(moved, len(tokens) / windows, len(tokens))
 
     def forward(self, tokens: Tensor, following: Tensor) -> dict[str, Tensor]:
         """Return the "loss" of bytes (B, L) and the bytes after them, and its terms, in nats per byte."""

@@ -17,7 +17,8 @@ from PIL import Image
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.loader import DataConfig, PairsConfig, create_eval_stream, pairs_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
-from mmod.data.readers.images import EXTENSIONS, convert_image, decode_image, file_extension, open_image
+from mmod.data.readers.images import EXTENSIONS, convert_image, decode_image, open_image
+from scripts.packing import file_extension
 from tests.data.pair_files import tokenizer, transform, write_tar
 
 RAMP = np.arange(65536, dtype=np.uint16).reshape(256, 256)

@@ -13,8 +13,8 @@ from mmod.data.synthetic.digits import DIFFICULTIES
 from mmod.io.tensors import read_tensors
 from mmod.training import TrainConfig
 from mmod.training.engine.checkpoint import find_weights
-from mmod.training.engine.parse import config_from
 from mmod.training.image.recipe import ImageRecipe
+from mmod.values import from_plain
 
 CONFIGS = {"digits-dense": "digits/filled.yaml", "digits-shallow": "digits/filled-shallow.yaml"}
 
@@ -34,7 +34,7 @@ def test_shipped_weights_score_what_they_say(name: str, scenes: Path) -> None:
     assert file.stat().st_size < 3e6
     header = read_tensors(file)[1]
     recipe, config = json.loads(header["config"]), TrainConfig.load(f"configs/{CONFIGS[name]}")
-    assert config_from({"output": config.output, **recipe}, TrainConfig) == config
+    assert from_plain(TrainConfig, {"output": config.output, **recipe}) == config
     assert recipe["seed"] == 0
     config = dataclasses.replace(
         config,
