@@ -128,7 +128,7 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         raise ValueError(f"a config is a base of itself: {chain}; remove a `base`")
     fields, stacked = _read(path), dict[str, Any]()
     bases = fields.pop("base", [])
-    for base in [bases] if isinstance(bases, str) else bases if isinstance(bases, list) else [bases]:
+    for base in bases if isinstance(bases, list) else [bases]:
         if not isinstance(base, str):
             raise ValueError(f"{str(path)!r}: base must be a file or a name, or a list of them, got {base!r}")
         beside = path.parent / base

@@ -1,0 +1,68 @@
+"""Options change the plain fields of a config at any depth, and their values are read as their types ask."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+import mmod.benchmarks
+from mmod.benchmarks.command import MODES
+from mmod.io.options import split_options, with_options
+from mmod.training.engine.parse import parse_config
+from mmod.values import from_plain
+
+
+@dataclass
+class Group:
+    rate: float = 0.1
+    pair: tuple[float, float] | None = None
+
+
+@dataclass
+class Config:
+    name: str = "a"
+    level: str | None = None
+    group: Group = field(default_factory=Group)
+    other: Group | None = None
+    free: dict[str, Any] = field(default_factory=dict)
+
+
+def changed(words: str, fields: dict[str, Any] | None = None) -> Config:
+    return from_plain(Config, with_options(fields or {}, split_options(words.split()), Config))
+
+
+def test_a_text_stays_a_text_and_other_values_are_yaml() -> None:
+    for text in ("2024", "no", "null", "2024-01-01", "[1", "{split}"):
+        assert changed(f"--name={text}").name == text
+    assert changed("--level null").level is None
+    assert changed("--level 2024").level == "2024"
+    assert changed("--group.rate 1e-4 --free.rate 1e-4 --free.day 2024-01-01") == Config(
+        group=Group(1e-4), free={"rate": 1e-4, "day": "2024-01-01"}
+    )
+    assert isinstance(changed("--group.rate=1").group.rate, float)
+
+
+def test_keys_of_a_group_change_one_by_one_and_a_free_mapping_is_replaced() -> None:
+    fields = {"group": {"rate": 0.5}, "free": {"a": {"b": 1, "c": 2}, "d": 3}}
+    assert changed("--group.pair=[1,2] --free.a.b=4", fields) == Config(
+        group=Group(0.5, (1.0, 2.0)), free={"a": {"b": 4, "c": 2}, "d": 3}
+    )
+    assert changed('--group={"pair":[1,2]}', fields).group == Group(0.5, (1.0, 2.0))
+    assert changed("--free={}", fields).free == {}
+    assert changed("--other.rate=2", fields).other == Group(2.0)
+
+
+@pytest.mark.parametrize("words", ["name", "--name", "--name --level", "--free.a.b"])
+def test_what_is_no_option_with_a_value_is_refused(words: str) -> None:
+    with pytest.raises(ValueError, match=r"unrecognized arguments|expected one argument"):
+        changed(words)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_help_of_every_benchmark_names_its_keys(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse_config(["--help"], getattr(mmod.benchmarks, MODES[mode][0]))
+    assert end.value.code == 0
+    assert "  --out\n" in capsys.readouterr().out
