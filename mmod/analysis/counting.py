@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.memory import ActivationMemory
 from mmod.analysis.trace import trace
@@ -33,71 +32,35 @@ class PassCounts(NamedTuple):
     training_bytes: int
 
 
-class _Result(NamedTuple):
-    """FLOPs of an operation, and shape, strides and dtype of its outputs."""
-
-    flops: int
-    outputs: list[tuple[Shape, Shape, torch.dtype]]
-    is_single: bool
-
-
-class ShapeCache:
-    """Results of operations on the meta device by the shapes of their arguments.
-
-    Shape inference takes most of the time of a pass, and the blocks of a model repeat the same operations.
-    """
-
-    def __init__(self) -> None:
-        self.formulas = _flop_formulas()
-        self._results: dict[Any, _Result] = {}
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, int]:
-        """Return the outputs of an operation and its FLOPs."""
-        if isinstance(func, HigherOrderOperator) and func not in self.formulas:
-            raise ValueError(f"cannot count the FLOPs of {func}, which this model calls")
-        key = (func, _key(args), _key(tuple(kwargs.items()))) if _makes_tensors(func) else None
-        result = self._results.get(key)
-        if result is not None:
-            made = [torch.empty_strided(*output[:2], dtype=output[2], device="meta") for output in result.outputs]
-            return (made[0] if result.is_single else tuple(made)), result.flops
-        output = func(*args, **kwargs)
-        formula = self.formulas.get(getattr(func, "_overloadpacket", func))
-        flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=output))
-        outputs = [output] if isinstance(output, Tensor) else output
-        if key is not None and isinstance(outputs, (tuple, list)) and _are_new(outputs, (args, kwargs)):
-            shapes = [(value.shape, value.stride(), value.dtype) for value in outputs]
-            self._results[key] = _Result(flops, shapes, outputs is not output)
-        return output, flops
-
-
 class _CountingPass(ActivationMemory):
     """Counts the FLOPs of the modules that are running, next to memory."""
 
-    def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor], cache: ShapeCache) -> None:
+    def __init__(self, model: nn.Module, inputs: Mapping[str, Tensor]) -> None:
         super().__init__([*inputs.values(), *model.parameters(), *model.buffers()])
         self.flops: Counter[str] = Counter()
         self.running: set[str] = set()
-        self._cache = cache
+        self._formulas = _flop_formulas()
 
-    def compute(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Look up or run the operation, and count it."""
-        result, flops = self._cache.run(func, args, kwargs)
-        if flops:
-            for name in self.running:
-                self.flops[name] += flops
+    def compute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the operation, and count it."""
+        if isinstance(func, HigherOrderOperator) and func not in self._formulas:
+            raise ValueError(f"cannot count the FLOPs of {func}, which this model calls")
+        result = func(*args, **kwargs)
+        formula = self._formulas.get(getattr(func, "_overloadpacket", func))
+        if formula is not None:
+            flops = int(formula(*args, **kwargs, out_val=result))
+            self.flops.update(dict.fromkeys(self.running, flops))
         return result
 
 
-def count_pass(
-    model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mapping[str, Tensor], cache: ShapeCache
-) -> PassCounts:
+def count_pass(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mapping[str, Tensor]) -> PassCounts:
     """Run a model in inference and with gradients, and count what it computes and holds."""
     tokens: dict[str, int] = {}
     for name, block in blocks.items():
         block.register_forward_pre_hook(lambda _, args, name=name: tokens.update({name: args[0].shape[1]}))
     # Models of images alone name their argument as they like.
     args, kwargs = (tuple(inputs.values()), {}) if set(inputs) == {"image"} else ((), inputs)
-    inference, training = (_CountingPass(model, inputs, cache) for _ in range(2))
+    inference, training = (_CountingPass(model, inputs) for _ in range(2))
     tracing: AbstractContextManager[Mapping[str, Routing]] = trace(model) if methods_of(model) else nullcontext({})
     with tracing as decisions:
         with torch.no_grad(), _running_modules(model, inference.running), _WithoutMaps(), inference:
@@ -129,34 +92,6 @@ def _running_modules(model: nn.Module, running: set[str]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _key(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.shape, value.stride(), value.dtype, value.device.type
-    # 1, 1.0 and True are equal, and promote dtypes differently.
-    return tuple(map(_key, value)) if isinstance(value, (tuple, list)) else (type(value), value)
-
-
-def _makes_tensors(func: Any) -> bool:
-    """Return whether an operation is declared to return new tensors: no views, and nothing in place."""
-    schema = getattr(func, "_schema", None)
-    return schema is not None and not schema.is_mutable and all(value.alias_info is None for value in schema.returns)
-
-
-def _are_new(outputs: Sequence[Any], arguments: Any) -> bool:
-    """Return whether outputs are tensors on the meta device, each of which is all of a storage that is new."""
-    storages = {leaf.untyped_storage()._cdata for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)}
-    for value in outputs:
-        if type(value) is not Tensor or value.device.type != "meta" or value.storage_offset():
-            return False
-        storage = value.untyped_storage()
-        last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride()))
-        size = (last + 1) * value.element_size() if value.numel() else 0
-        if storage._cdata in storages or storage.nbytes() != size:
-            return False
-        storages.add(storage._cdata)
-    return True
 
 
 class _WithoutMaps(AttentionIntercept):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mmod.adapters import BlockStack, find_parts, find_stacks
-from mmod.analysis.counting import PassCounts, ShapeCache, count_pass
+from mmod.analysis.counting import PassCounts, count_pass
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport
 from mmod.analysis.trace import Trace
 from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
@@ -67,11 +67,11 @@ def flops(
                 "which tokens a routed language model may skip follows from the ids, which are not read here: use "
                 "mmod.analysis.prefill_flops(model, text_tokens, image_tokens)"
             )
-    inputs, cache = _inputs(dense, stacks, input_size), ShapeCache()
+    inputs = _inputs(dense, stacks, input_size)
 
     def count(counted: nn.Module) -> PassCounts:
         blocks = {name: block for stack in stacks.values() for name, block in _blocks(counted, stack).items()}
-        return count_pass(counted, blocks, inputs, cache)
+        return count_pass(counted, blocks, inputs)
 
     try:
         dense_count = count(dense)

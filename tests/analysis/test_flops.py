@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import Counter
-from typing import Any
 
 import pytest
 import timm
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmod
 from mmod.analysis import flops, trace
@@ -283,31 +280,6 @@ def test_memory_follows_what_is_held() -> None:
     assert memory.live == 4 * kilobyte, "relu saves its result alone"
     del y
     assert memory.live == 0
-
-
-class _Operations(TorchDispatchMode):
-    """Counts the operations that are run and not looked up."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counts[str(func)] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def test_equal_blocks_are_run_once() -> None:
-    counts = []
-    for depth in (2, 4):
-        model = timm.create_model("vit_tiny_patch16_224", img_size=64, depth=depth)
-        with _Operations() as operations:
-            flops(mmod.route_(model, mmod.RoutingConfig(router="linear")), 64)
-        counts.append(
-            {name: operations.counts[f"aten.{name}.default"] for name in ("addmm", "native_layer_norm", "gelu")}
-        )
-    assert counts[0] == counts[1]
-    assert all(counts[0])
 
 
 @pytest.mark.parametrize("name", ["test_vit3", "naflexvit_base_patch16_gap", "vit_so150m_patch16_reg4_gap_256"])
