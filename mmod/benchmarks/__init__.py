@@ -9,12 +9,12 @@ from mmod.lazy import lazy_names
 if TYPE_CHECKING:
     from mmod.benchmarks.drafts import DraftConfig
     from mmod.benchmarks.generation import GenerationConfig
-    from mmod.benchmarks.gpu.checks import CheckConfig
     from mmod.benchmarks.models.benchmark import BenchmarkConfig
     from mmod.benchmarks.models.paths import free_routing
     from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig
     from mmod.benchmarks.ops.case import OpSize
     from mmod.benchmarks.oracle import WrongOutputError, check_dense, check_reference
+    from mmod.benchmarks.program import ProgramConfig
     from mmod.benchmarks.report import BenchmarkReport, benchmark
     from mmod.benchmarks.suite import Criterion, SuiteConfig, SuiteFailedError, benchmark_suite
 

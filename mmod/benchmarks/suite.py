@@ -16,9 +16,9 @@ from typing import Any
 
 from mmod.benchmarks import generation, models, ops
 from mmod.benchmarks.generation import GenerationConfig
-from mmod.benchmarks.gpu.checks import CheckConfig
 from mmod.benchmarks.models.benchmark import BenchmarkConfig
 from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig
+from mmod.benchmarks.program import ProgramConfig
 from mmod.benchmarks.report import (
     HIDDEN,
     NAME,
@@ -103,7 +103,7 @@ class SuiteConfig:
         ops: Benchmarks of ops; `out` names the folder of each within that of the suite.
         models: Benchmarks of models, likewise.
         generation: Benchmarks of generation, likewise.
-        checks: Checks of a GPU, likewise.
+        programs: Programs such as tests, likewise.
         first: Names of the parts that run first, in this order.
         thresholds: Limits that their rows must keep.
         minutes: Time of this call; parts that do not fit run in the next one. None for no limit.
@@ -114,7 +114,7 @@ class SuiteConfig:
     ops: list[OpBenchmarkConfig] = field(default_factory=list)
     models: list[BenchmarkConfig] = field(default_factory=list)
     generation: list[GenerationConfig] = field(default_factory=list)
-    checks: list[CheckConfig] = field(default_factory=list)
+    programs: list[ProgramConfig] = field(default_factory=list)
     first: list[str] = field(default_factory=list)
     thresholds: list[Criterion] = field(default_factory=list)
     minutes: float | None = None
@@ -153,7 +153,7 @@ class SuiteConfig:
     def benchmarks(self) -> list[Options]:
         """All benchmarks, in the order in which they run."""
         place = {name: number for number, name in enumerate(self.first)}
-        members = [*self.checks, *self.ops, *self.models, *self.generation]
+        members = [*self.programs, *self.ops, *self.models, *self.generation]
         return sorted(members, key=lambda member: place.get(member.out, len(place)))
 
 

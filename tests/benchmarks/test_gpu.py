@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 import pytest
 
 from mmod.benchmarks import SuiteConfig, SuiteFailedError, benchmark_suite, suite
 from mmod.benchmarks.command import main
-from mmod.benchmarks.gpu.checks import CHECKS, CheckConfig
-from mmod.benchmarks.gpu.config import FIGURES, GpuOptions, figures_row
-from mmod.benchmarks.gpu.programs import run_tests
+from mmod.benchmarks.program import COLUMNS, ProgramConfig
 from mmod.benchmarks.report import BenchmarkReport, Row, Runs, UnavailableError
 from mmod.io.yaml import read_yaml
 from tests.processes import FORKING, run_processes
@@ -24,15 +24,15 @@ from tests.scripts import ROOT
 REHEARSAL = ROOT / "configs/benchmark/rehearsal.yaml"
 
 
-def _fails(config: GpuOptions) -> Runs:
+def _fails(config: ProgramConfig) -> Runs:
     raise ValueError("no luck")
 
 
-def _crashes(config: GpuOptions) -> Runs:
+def _crashes(config: ProgramConfig) -> Runs:
     os._exit(7)
 
 
-def _lacks(config: GpuOptions) -> Runs:
+def _lacks(config: ProgramConfig) -> Runs:
     raise UnavailableError("there is no program")
 
 
@@ -41,17 +41,20 @@ def _row(name: str, folder: Path) -> list[Row]:
         calls.write(name)
     if name == "b" and not (folder / "go").exists():
         time.sleep(600)
-    return [figures_row(name, {"ms": 1.5})]
+    return [{"result": f"{name} took 1.5 ms"}]
 
 
-def _hangs(config: GpuOptions) -> Runs:
-    return Runs("letters", FIGURES, {name: partial(_row, name, Path(config.out)) for name in "ab"})
+def _hangs(config: ProgramConfig) -> Runs:
+    return Runs("letters", COLUMNS, {name: partial(_row, name, Path(config.out)) for name in "ab"})
+
+
+PARTS: dict[str, Callable[[ProgramConfig], Runs]] = {}
 
 
 def config(folder: Path, *names: str, limits: dict[str, float] | None = None, **options: Any) -> SuiteConfig:
-    """Return a suite of checks; a check may be replaced by another function of its name."""
-    checks = [CheckConfig(check=name, out=name, device="cpu", limit=(limits or {}).get(name)) for name in names]  # type: ignore[arg-type]
-    return SuiteConfig(checks=checks, out=str(folder), **options)
+    """Return a suite of programs, in the place of which the functions of `PARTS` run."""
+    programs = [ProgramConfig(command=["true"], out=name, limit=(limits or {}).get(name)) for name in names]
+    return SuiteConfig(programs=programs, out=str(folder), **options)
 
 
 @pytest.fixture(autouse=True)
@@ -59,15 +62,22 @@ def forking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(suite, "multiprocessing", FORKING)
 
 
+@pytest.fixture
+def parts(monkeypatch: pytest.MonkeyPatch) -> dict[str, Callable[[ProgramConfig], Runs]]:
+    PARTS.clear()
+    monkeypatch.setattr(ProgramConfig, "runs", lambda self: PARTS[Path(self.out).name](self))
+    return PARTS
+
+
 def statuses(report: BenchmarkReport) -> dict[str, str]:
     lines = [note.partition(": ") for note in report.notes if not note.startswith("## ")]
     return {name: state.partition(",")[0] for name, _, state in lines}
 
 
-def test_parts_that_fail_crash_or_hang_leave_the_others_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    parts = {"tests": _fails, "training": _crashes, "attention": _hangs, "memcheck": _lacks}
-    for name, function in parts.items():
-        monkeypatch.setitem(CHECKS, name, function)
+def test_parts_that_fail_crash_or_hang_leave_the_others_alone(
+    monkeypatch: pytest.MonkeyPatch, parts: dict[str, Any], tmp_path: Path
+) -> None:
+    parts |= {"tests": _fails, "training": _crashes, "attention": _hangs, "memcheck": _lacks}
     monkeypatch.setattr(suite, "LEAST_SECONDS", 0.0)
     all_parts = config(tmp_path, *parts, limits={"attention": 3})
     with pytest.raises(SuiteFailedError, match=r"tests: ValueError: no luck; training: .* exit code 7; see") as error:
@@ -75,30 +85,27 @@ def test_parts_that_fail_crash_or_hang_leave_the_others_alone(monkeypatch: pytes
     report = error.value.report
     expected = {"tests": "failed", "training": "failed", "attention": "timed out", "memcheck": "skipped"}
     assert statuses(report) == expected
-    assert any("| a    | ms 1.5  |" in note for note in report.notes), "rows of an unfinished part are shown"
+    assert any("| a took 1.5 ms |" in note for note in report.notes), "rows of an unfinished part are shown"
     assert any(note.endswith("there is no program") for note in report.notes)
     assert "no luck" in (tmp_path / "tests" / "log.txt").read_text()
 
     (tmp_path / "attention" / "go").touch()
-    monkeypatch.setitem(CHECKS, "tests", partial(_row_of, "tests"))
-    monkeypatch.setitem(CHECKS, "training", partial(_row_of, "training"))
+    parts |= {name: partial(_row_of, name) for name in ("tests", "training")}
     with pytest.raises(ValueError, match="another config"):
         benchmark_suite(config(tmp_path, *parts, "environment"), progress=False)
     report = benchmark_suite(all_parts, progress=False)
     assert statuses(report) == {**dict.fromkeys(parts, "done"), "memcheck": "skipped"}
     assert (tmp_path / "attention" / "calls").read_text() == "abb", "the first run is not repeated"
-    for name in parts:
-        monkeypatch.setitem(CHECKS, name, _fails)
+    parts |= dict.fromkeys(parts, _fails)
     assert benchmark_suite(all_parts, progress=False).notes == report.notes, "nothing runs again"
 
 
-def _row_of(name: str, config: GpuOptions) -> Runs:
-    return Runs(name, FIGURES, {name: lambda: [figures_row(name, {})]})
+def _row_of(name: str, config: ProgramConfig) -> Runs:
+    return Runs(name, COLUMNS, {name: lambda: [{"result": name}]})
 
 
-def test_what_does_not_fit_the_budget_runs_in_the_next_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for name in CHECKS:
-        monkeypatch.setitem(CHECKS, name, _lacks)
+def test_what_does_not_fit_the_budget_runs_in_the_next_call(parts: dict[str, Any], tmp_path: Path) -> None:
+    parts |= dict.fromkeys(("tests", "memcheck"), _lacks)
     report = benchmark_suite(config(tmp_path, "tests", "memcheck", minutes=0.01), progress=False)
     assert statuses(report) == {"tests": "not run yet", "memcheck": "not run yet"}
     report = benchmark_suite(config(tmp_path, "tests", "memcheck", only="memcheck"), progress=False)
@@ -114,24 +121,36 @@ def test_parts_run_in_the_order_that_is_asked_for(tmp_path: Path) -> None:
         config(tmp_path, "tests", only="speed")
 
 
-def test_tests_need_the_repository(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match=r"elsewhere/tests is not here: start in a checkout"):
-        run_tests(GpuOptions(device="cpu", out=str(tmp_path), tests=["elsewhere/tests"]))
+def test_the_last_paragraph_of_a_program_is_its_result(tmp_path: Path) -> None:
+    code = "import os, sys; print('begun\\n\\none', os.environ['LETTER']); print(os.path.isdir(sys.argv[1]))"
+    program = ProgramConfig(
+        command=["python", "-c", code, "{folder}"], environment={"LETTER": "a"}, needs=[str(tmp_path)], out="x"
+    )
+    ((name, run),) = program.runs().calls.items()
+    assert (name, run()) == ("program", [{"result": "one a"}, {"result": "True"}])
 
 
-def test_checks_are_those_that_can_be_asked_for() -> None:
-    assert tuple(CHECKS) == get_args(get_type_hints(CheckConfig)["check"])
+def test_a_program_that_fails_or_is_missing_says_so(tmp_path: Path) -> None:
+    (run,) = ProgramConfig(command=["python", "-c", "print('no luck'); exit(3)"], out="x").runs().calls.values()
+    with pytest.raises(RuntimeError, match="python ended with exit code 3: no luck"):
+        run()
+    with pytest.raises(UnavailableError, match=r"elsewhere/tests, no-such-program is not here"):
+        ProgramConfig(command=["no-such-program"], needs=["elsewhere/tests"], out="x").runs()
+    with pytest.raises(ValueError, match="command must name a program"):
+        ProgramConfig(command=[], out="x")
     with pytest.raises(ValueError, match="limit must be"):
-        CheckConfig(check="tests", out="tests", limit=0)
+        ProgramConfig(command=[sys.executable], out="x", limit=0)
 
 
-def test_one_part_runs_alone_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_part_runs_alone_from_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
     main(["suite", "--config", str(REHEARSAL), "--only=environment", f"--out={tmp_path / 'out'}"])
     table = capsys.readouterr().out
     assert (tmp_path / "out" / "benchmark.md").read_text() in table
-    rows = json.loads((tmp_path / "out" / "environment" / "benchmark.json").read_text())["rows"]
-    assert rows[0]["figures"]["torch"] in table
-    assert "gather_rows" in {row["what"] for row in rows}
+    assert "environment: skipped" in table, "its script is in the repository"
+    assert "scripts/gpu_checks.py is not here" in table
     assert "not run yet" in table
 
 
@@ -149,6 +168,7 @@ def rehearse(folder: Path) -> None:
     tests.parent.mkdir(parents=True)
     (tests.parents[1] / "blocks").mkdir()
     tests.write_text("import pytest\n\n\n@pytest.mark.gpu\ndef test_one(): pass\n")
+    (folder.parent / "scripts").symlink_to(ROOT / "scripts")
     (folder.parent / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
     os.chdir(folder.parent)
     main(["suite", "--config", str(REHEARSAL), f"--out={folder}"])
@@ -158,15 +178,17 @@ def rehearse(folder: Path) -> None:
         f"{name}: {'skipped' if name == 'memcheck' else 'done'}" for name in names
     ]
     rows = {name: json.loads((folder / name / "benchmark.json").read_text())["rows"] for name in names[:-1]}
-    assert rows["tests"][0]["text"].startswith("passed 1, failed 0")
-    assert [row["what"] for row in rows["training"]] == ["dense", "a-mod", "mod", "merging"]
-    assert all("top-1" in row["text"] and "GFLOPs" in row["text"] for row in rows["training"])
-    assert all("with importance / SDPA" in row["text"] for row in rows["attention"])
+    results = {name: "\n".join(row["result"] for row in rows[name]) for name in ("tests", "training", "attention")}
+    assert "1 passed" in results["tests"]
+    assert [line.partition(":")[0] for line in results["training"].splitlines()] == ["dense", "a-mod", "mod", "merging"]
+    assert all("top-1" in line and "GFLOPs" in line for line in results["training"].splitlines())
+    assert all("with importance / SDPA" in line for line in results["attention"].splitlines())
+    assert any(row["result"].startswith("gather_rows: runs") for row in rows["environment"])
     assert all(row["peak_of_dense"] for row in rows["memory"])
 
 
 def test_the_half_hour_on_a_gpu_has_the_parts_of_its_rehearsal() -> None:
     whole, small = (read_yaml(REHEARSAL.with_stem(name)) for name in ("gpu", "rehearsal"))
     assert set(whole["first"]) - {"graphs"} == set(small["first"])
-    boxes = [part["limit"] for kind in ("checks", "ops", "models", "generation") for part in whole[kind]]
+    boxes = [part["limit"] for kind in ("programs", "ops", "models", "generation") for part in whole[kind]]
     assert sum(boxes) == 1390
