@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -11,6 +12,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+
+from tests.cover import cover, in_turn
 
 # A process either interprets all its kernels or compiles them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -24,6 +27,16 @@ PLACES = [
         *[("cuda", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)],
     ]
 ]
+
+
+def everywhere(*axes: Iterable[Any]) -> list[Any]:
+    """Return places with values of other axes: all combinations on a GPU, few of them in the interpreter."""
+    values = [list(axis) for axis in axes]
+    interpreted = [place for place in PLACES if "cpu" in place.values]
+    few = in_turn if len(values) == 1 else cover
+    combined = few(interpreted, *values) if interpreted else []
+    combined += itertools.product([place for place in PLACES if "cuda" in place.values], *values)
+    return [pytest.param(*place.values, *rest, marks=place.marks) for place, *rest in combined]
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from torch import Tensor
 from mmod import ops
 from mmod.ops import nearest_rows, redundancy_scores, signed_sums, spread_evenly, tiles, unit_rows, use
 from mmod.ops.hashing import random_scores
-from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, poisoned
+from tests.cover import cover
+from tests.ops.kernels import DEVICES, assert_as_exact_as_torch, everywhere, poisoned
 
 # B, N, E, prefix: one token, odd sizes, several tiles of a kernel, the lengths of common models.
 SHAPES = [(1, 1, 3, 0), (2, 7, 5, 1), (3, 33, 48, 2), (2, 197, 64, 1), (1, 130, 100, 0)]
@@ -42,9 +43,10 @@ def defined_scores(x: Tensor, prefix: int, valid: Tensor | None) -> Tensor:
     return score
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("elements", [tiles.CHUNK_ELEMENTS, 64])
+TILES = cover([tiles.CHUNK_ELEMENTS, 64], SHAPES, [False, True])
+
+
+@pytest.mark.parametrize(("elements", "shape", "padded"), TILES, ids=str)
 def test_scores_are_those_of_a_loop_whatever_the_tile(
     monkeypatch: pytest.MonkeyPatch, shape: Any, padded: bool, elements: int
 ) -> None:
@@ -56,9 +58,7 @@ def test_scores_are_those_of_a_loop_whatever_the_tile(
     torch.testing.assert_close(score[counted].double(), exact[counted], atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("elements", [tiles.CHUNK_ELEMENTS, 64])
+@pytest.mark.parametrize(("elements", "shape", "padded"), TILES, ids=str)
 def test_rows_join_the_kept_row_most_like_them(
     monkeypatch: pytest.MonkeyPatch, shape: Any, padded: bool, elements: int
 ) -> None:
@@ -91,9 +91,7 @@ def kept_of(shape: tuple[int, int, int, int], slots: int) -> tuple[Tensor, Tenso
     return row, valid
 
 
-@pytest.mark.parametrize("channels", [None, 3, 48])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("device", "dtype", "shape", "channels"), everywhere(SHAPES, [None, 3, 48]), ids=str)
 def test_the_kernel_of_unit_rows_is_as_exact_as_torch(
     device: str, dtype: torch.dtype, shape: Any, channels: int | None
 ) -> None:
@@ -133,9 +131,7 @@ def test_the_kernel_joins_as_the_definition(device: str, shape: Any, padded: boo
     assert torch.equal(*results)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("channels", [3, 8, 20])
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("device", "dtype", "channels", "padded"), everywhere([3, 8, 20], [False, True]), ids=str)
 def test_the_kernel_draws_the_same_numbers(device: str, dtype: torch.dtype, channels: int, padded: bool) -> None:
     torch.manual_seed(channels)
     x, valid = torch.randn(5, 300, channels), torch.rand(5, 300) < 0.6

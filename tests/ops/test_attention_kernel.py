@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.ops.attention_oracle import attend_by_loops, by_the_map, by_torch, starts
-from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, gradients, poisoned
+from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 pytest.importorskip("triton")
 from mmod.ops.triton.attend import attend_rows, attend_rows_backward
@@ -59,8 +59,7 @@ def attend(rows: list[Tensor], lengths: list[int], is_causal: bool = False, vali
     return attend_rows(*rows, starts(lengths, str(rows[0].device)), max(lengths), valid, is_causal, 0.3)[0]
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("device", "dtype", "name"), everywhere(CASES), ids=str)
 def test_kernels_are_as_exact_as_torch_in_poisoned_memory(device: str, dtype: torch.dtype, name: str) -> None:
     lengths = CASES[name].lengths
     values, settings = inputs_of(CASES[name])

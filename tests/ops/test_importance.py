@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmod.analysis.memory import ActivationMemory
 from mmod.ops import attention_importance, attention_with_importance, capture_importance, shared_map, tiles, use
 from mmod.ops import importance as importance_module
-from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, gradients, poisoned
+from tests.ops.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 
 def full_map(q, k, mask=None, is_causal=False, scale=None) -> torch.Tensor:
@@ -99,19 +99,20 @@ def test_pieces_of_any_size_give_the_same(elements: int, monkeypatch: pytest.Mon
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "grouped", "causal", "padding", "width"),
-    [
-        (1, False, False, False, 32),
-        (197, False, False, False, 64),
-        (577, False, False, False, 16),
-        (70, True, True, False, 40),
-        (70, True, False, True, 128),
-        (70, False, True, True, 16),
-    ],
-)
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_the_kernels_are_as_exact_as_torch(device, dtype, tokens, grouped, causal, padding, width) -> None:
+# Tokens, grouped queries, causal, padding, width of heads.
+CASES = [
+    (1, False, False, False, 32),
+    (197, False, False, False, 64),
+    (577, False, False, False, 16),
+    (70, True, True, False, 40),
+    (70, True, False, True, 128),
+    (70, False, True, True, 16),
+]
+
+
+@pytest.mark.parametrize(("device", "dtype", "case"), everywhere(CASES), ids=str)
+def test_the_kernels_are_as_exact_as_torch(device, dtype, case) -> None:
+    tokens, grouped, causal, padding, width = case
     values = [(torch.randn(2 if tokens < 100 else 1, heads, tokens, width) * 4).round() / 4 for heads in
               ((2, 1, 1) if grouped else (2, 2, 2) if tokens < 100 else (1, 1, 1))]  # fmt: skip
     valid = torch.arange(tokens, device=device) < torch.tensor([[tokens], [tokens - 20]], device=device)

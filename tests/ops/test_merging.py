@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmod.ops import add_updates, mean_rows, size_groups, use
-from tests.ops.kernels import PLACES, assert_as_exact_as_torch, poisoned
+from tests.ops.kernels import assert_as_exact_as_torch, everywhere, poisoned
 
 # B, N, K, D
 SHAPES = [(1, 1, 1, 1), (2, 40, 7, 24), (3, 70, 33, 130)]
@@ -56,9 +56,7 @@ def test_groups_are_what_a_loop_makes_of_them(shape: Any, joined: bool) -> None:
     assert not plain[size == 0].any()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("device", "dtype", "shape", "weighted"), everywhere(SHAPES, [False, True]), ids=str)
 def test_the_kernels_are_as_exact_as_torch(device: str, dtype: torch.dtype, shape: Any, weighted: bool) -> None:
     x, slot, weight, update = arguments(shape, joined=False)
     slot = slot.to(device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmod.ops import attend_within, pack_rows, packed, packed_attention, use
 from mmod.ops import backend as choice
 from tests.ops.attention_oracle import attend_by_loops, by_the_map, starts
-from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, gradients, poisoned
+from tests.ops.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 
 def rows_of(lengths: list[int], heads: int = 4, shared: int = 4, width: int = 8, **options: Any) -> list[Tensor]:
@@ -40,10 +40,12 @@ def test_images_attend_to_themselves_alone(lengths: list[int], grouped: bool, ca
 
 
 @pytest.mark.parametrize(
-    ("lengths", "causal"), [([1], False), ([0, 30, 0, 3], False), ([50, 7], True), ([0, 0], False)]
+    ("device", "dtype", "case"),
+    everywhere([([1], False), ([0, 30, 0, 3], False), ([50, 7], True), ([0, 0], False)]),
+    ids=str,
 )
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_the_kernel_is_as_exact_as_torch(device: str, dtype: torch.dtype, lengths: list[int], causal: bool) -> None:
+def test_the_kernel_is_as_exact_as_torch(device: str, dtype: torch.dtype, case: tuple[list[int], bool]) -> None:
+    lengths, causal = case
     # Few bits, so that a gradient that is zero, as that of a single row, is so in every order of summation.
     values = [(x * 4).round() / 4 for x in rows_of(lengths, 2, 1, 16)]
     results = []

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmod import ops
 from mmod.ops import gather_norm, gather_rows, inverse_rows, merge_rows, scatter_rows, use
-from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, gradients, poisoned
+from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 # B, N, K, D: single tokens, everything kept, nothing kept, odd and wide rows, the lengths of common models.
 SHAPES = [
@@ -55,8 +55,7 @@ def leaves(*tensors: Tensor | None, dtype: torch.dtype | None = None) -> list[An
     return [None if t is None else t.requires_grad_() for t in made]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("device", "dtype", "shape"), everywhere(SHAPES), ids=str)
 def test_gathering_moves_the_bits_of_torch(device: str, dtype: torch.dtype, shape: Any) -> None:
     x, index, _, _ = rows_of(shape, device, dtype)
     index_dtype = torch.int64 if shape[1] % 3 else torch.int32
@@ -71,8 +70,7 @@ def test_gathering_moves_the_bits_of_torch(device: str, dtype: torch.dtype, shap
         assert torch.equal(grad, results[0][1])
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(("device", "dtype", "shape"), everywhere(SHAPES), ids=str)
 def test_scattering_moves_the_bits_of_torch(device: str, dtype: torch.dtype, shape: Any) -> None:
     x, index, y, _ = rows_of(shape, device, dtype)
     results = []
@@ -115,13 +113,15 @@ def test_moved_rows_pass_the_numerical_check_of_gradients_twice() -> None:
         assert torch.autograd.gradgradcheck(function, inputs)
 
 
-@pytest.mark.parametrize(("gated", "padded"), [(True, False), (True, True), (False, True)])
-@pytest.mark.parametrize("shape", [*SHAPES[:4], *ODD], ids=str)
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
-def test_merging_is_as_exact_as_torch(device: str, dtype: torch.dtype, shape: Any, gated: bool, padded: bool) -> None:
+@pytest.mark.parametrize(
+    ("device", "dtype", "shape", "given"),
+    everywhere([*SHAPES[:4], *ODD], [("gate",), ("gate", "valid"), ("valid",)]),
+    ids=str,
+)
+def test_merging_is_as_exact_as_torch(device: str, dtype: torch.dtype, shape: Any, given: Any) -> None:
     x, index, y, gate = rows_of(shape, device, dtype)
     z = torch.randn(y.shape).to(y)
-    valid = torch.rand(index.shape, device=device) < 0.6 if padded else None
+    gated, valid = "gate" in given, torch.rand(index.shape, device=device) < 0.6 if "valid" in given else None
     results = []
     for backend, kind in (("torch", torch.float64), ("torch", dtype), ("triton", dtype)):
         wanted = [*leaves(x, z, y, dtype=kind), *leaves(gate if gated else None)]
@@ -158,12 +158,15 @@ def test_merging_takes_an_update_of_lower_precision(device: str) -> None:
             torch.testing.assert_close(kernel, plain)
 
 
-@pytest.mark.parametrize(("kind", "affine"), [("layer", "both"), ("layer", "none"), ("rms", "weight"), ("rms", "both")])
-@pytest.mark.parametrize("shape", [*SHAPES[::3], *ODD], ids=str)
-@pytest.mark.parametrize(("device", "dtype"), PLACES)
+@pytest.mark.parametrize(
+    ("device", "dtype", "shape", "norm"),
+    everywhere([*SHAPES[::3], *ODD], [("layer", "both"), ("layer", "none"), ("rms", "weight"), ("rms", "both")]),
+    ids=str,
+)
 def test_gathering_with_a_norm_is_as_exact_as_torch(
-    device: str, dtype: torch.dtype, shape: Any, kind: str, affine: str
+    device: str, dtype: torch.dtype, shape: Any, norm: tuple[str, str]
 ) -> None:
+    kind, affine = norm
     x, index, _, _ = rows_of(shape, device, dtype)
     weight, bias = torch.randn(2, shape[3]).to(device, dtype).unbind()
     results = []

@@ -13,6 +13,7 @@ from mmod import RoutingConfig
 from mmod.ops import inverse_rows, use
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import Selection, kept_count, select_topk
+from tests.cover import cover
 from tests.ops.kernels import DEVICES, assert_as_exact_as_torch, gradients, poisoned
 from tests.zoo import make_model
 
@@ -53,13 +54,12 @@ def masks_of(images: int, tokens: int, prefix: int, device: str, masks: str) -> 
     return tuple(None if mask is None else mask.to(device) for mask in (valid, protect))  # type: ignore[return-value]
 
 
-@pytest.mark.parametrize("masks", ["", "padded", "protected", "padded protected"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(("case", "padded", "protected"), cover(CASES, ["", "padded"], ["", "protected"]), ids=str)
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_kernel_selects_what_sorting_selects(device: str, case: Any, masks: str) -> None:
+def test_the_kernel_selects_what_sorting_selects(device: str, case: Any, padded: str, protected: str) -> None:
     images, tokens, capacity, prefix = case
     score = scores_of(images, tokens, device)
-    arguments = (score, capacity, prefix, *masks_of(images, tokens, prefix, device, masks))
+    arguments = (score, capacity, prefix, *masks_of(images, tokens, prefix, device, padded + protected))
     found: list[Selection] = []
     for backend in ("torch", "triton", "triton"):
         with use(backend), poisoned():
