@@ -35,10 +35,12 @@ QUESTIONS = f"--data.train questions:tiny/train --data.val questions:tiny/val --
 TEXT = "--data.length 32 --data.batch_size 2 --data.val_limit 2 --device cpu"
 CHAT_STEPS = "--trainer.max_steps 1 --trainer.warmup_steps 0 --trainer.use_cpu true --max_new_tokens 1"
 AUDIT = "--audit.draws 1 --audit.resamples 100 --audit.maps 0 --audit.leave_one_out 0"
+PRESETS = "--presets '[p-mod, modification]'"
 TIMED = "--seconds 0.01 --rounds 1 --threads 1"
 # Options that make a command small, by its beginning; the longest that fits counts. Models of 7 billion parameters and
 # those whose weights lie elsewhere are not made: their merged config is printed.
 SMALL = {
+    "": "",
     "train image": f"{IMAGES} {STEPS}",
     "train image configs/digits/routed-training": f"{IMAGES} {STEPS} {SIDE} --in_training.epochs 1",
     "train image configs/cifar/dinov2": "--print_config",
@@ -59,7 +61,7 @@ SMALL = {
     "advise llava": "--number 4 --batch_size 2 --device cpu",
     "advise": "--number 2 --batch_size 2 --no_pretrained",
     "benchmark drafts": "--prompts 1 --prompt_tokens 4 --new_tokens 2 --rounds 1 --draft_tokens [3] --threads 1",
-    "benchmark generation": f"--image_tokens [16] --batch_sizes [1] --hidden 64 --layers 6 {TIMED}",
+    "benchmark generation": f"{PRESETS} --image_tokens [16] --batch_sizes [1] --hidden 64 --layers 6 {TIMED}",
     "benchmark models": f"--model test_vit --capacities [0.5] --batch_sizes [1] --execution [eager] {TIMED}",
     "benchmark ops": f"--sizes '[{{images: 1, tokens: 17}}]' --backends [auto] {TIMED}",
 }
@@ -137,10 +139,29 @@ def narrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+def small(command: str) -> list[str]:
+    """Return the options that make a command small."""
+    return shlex.split(SMALL[max(("", *SMALL), key=lambda start: len(start) * command.startswith(start))])
+
+
+def unlike(commands: list[str]) -> list[str]:
+    """Return commands that differ by more than options that are replaced, and that no other one continues."""
+    words: dict[tuple[str, ...], str] = {}
+    for command in commands:
+        said, replaced = shlex.split(command), small(command)
+        places = [place for place, word in enumerate(said) if word.startswith("--") and word in replaced]
+        own = [word for place, word in enumerate(said) if not {place, place - 1} & set(places)]
+        words.setdefault(tuple(own), command)
+    return [
+        command
+        for own, command in words.items()
+        if not any(own == other[: len(own)] and own != other and "--dry-run" not in other for other in words)
+    ]
+
+
 def run(command: str) -> str:
     """Run a command in small and return what it prints."""
-    small = max((beginning for beginning in SMALL if command.startswith(beginning)), key=len, default="")
-    words = [*shlex.split(command), *shlex.split(SMALL.get(small, ""))]
+    words = [*shlex.split(command), *small(command)]
     if "--in_training" in words:
         words += ["--in_training.epochs", "1"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -153,8 +174,10 @@ def run(command: str) -> str:
 
 
 def run_group(group: str) -> None:
-    """Run the commands of a group, reports last."""
+    """Run the commands of a group that are not among its `RUNS`, reports last."""
+    made = {re.sub(r"^(train \w+) (\S+)", r"\1 configs/\2.yaml", command) for command in RUNS.get(group, {}).values()}
     commands = [command for command in COMPLETE if re.match(f"(?:{GROUPS[group]})", command)]
+    commands = [command for command in unlike(commands) if command not in made]
     assert commands
     for number, command in enumerate(sorted(commands, key=lambda command: command.startswith("report"))):
         # Two pages may run one config in different ways.

@@ -12,8 +12,8 @@ _BY_56 = {**_SMALL, "img_size": 56}
 
 ZOO: dict[str, dict[str, object]] = {
     "test_vit": {"img_size": 96, "num_classes": 7},
-    "test_vit2": {"img_size": 96, "num_classes": 7},
-    "test_vit3": {"img_size": 96, "num_classes": 7},
+    "test_vit2": {"img_size": 96, "num_classes": 7, "depth": 4},
+    "test_vit3": {"img_size": 96, "num_classes": 7, "depth": 4},
     "vit_tiny_patch16_224": _BY_64,
     "vit_base_patch32_clip_224": {**_SMALL, "img_size": 128},
     "vit_base_patch16_siglip_224": _BY_64,

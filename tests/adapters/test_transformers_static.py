@@ -173,12 +173,12 @@ def test_text_goes_on_in_chunks(name: str) -> None:
 
 # What is traced grows with the depth.
 SHALLOW = {
-    "llava": {"num_hidden_layers": 3},
+    "llava": {"num_hidden_layers": 2},
     "llava-mistral-window": {"num_hidden_layers": 2},
     "gemma3": {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]},
 }
 COMPILED = {
-    "p-mod": ("llava", PRESETS["p-mod"]),
+    "p-mod": ("llava", PRESETS["p-mod"].replace(blocks=(1,), capacity=0.3)),
     "gamma-mod": ("llava", PRESETS["gamma-mod"].replace(blocks=(1,))),
     "window": ("llava-mistral-window", IMAGES_ONLY["linear"].replace(blocks=(0, 1))),
     "predictor": ("gemma3", EVERYTHING["predictor"]),
@@ -189,9 +189,7 @@ COMPILED = {
 def test_decoding_compiles_to_one_graph(case: str) -> None:
     torch._dynamo.reset()
     name, config = COMPILED[case]
-    # Gamma-MoD thresholds in one block what it thresholds in two.
-    layers = {"num_hidden_layers": 2} if case == "gamma-mod" else SHALLOW[name]
-    model = routed(name, config, **layers)
+    model = routed(name, config, **SHALLOW[name])
     counter = CompileCounterWithBackend("eager")
     step = torch.compile(model.__call__, backend=counter, fullgraph=True)
     # A sliding window's mask has a shape of its own each time it grows: transformers' dense layers compile twice, too.
@@ -247,7 +245,10 @@ def test_generate_compiles_decoding_by_itself(name: str) -> None:
 
 def test_models_compiled_by_the_user_generate_the_same() -> None:
     torch._dynamo.reset()
-    model, batch = routed("llava", IMAGES_ONLY["p-mod"], **SHALLOW["llava"]), prompt("llava", (1, 0))
+    model, batch = (
+        routed("llava", IMAGES_ONLY["p-mod"].replace(blocks=(1,), capacity=0.3), **SHALLOW["llava"]),
+        prompt("llava", (1, 0)),
+    )
     expected = generated(model, batch, max_new_tokens=3)
     model.compile(backend="eager")
     assert torch.equal(generated(model, batch, max_new_tokens=3, cache_implementation="static"), expected)

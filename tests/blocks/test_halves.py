@@ -156,7 +156,9 @@ def test_checkpointing_gives_the_same_gradients(router: str) -> None:
 
 @pytest.mark.parametrize("router", ["redundancy", "attention"])
 def test_compiled_it_is_the_same(router: str) -> None:
-    model, images = routed("vit_tiny_patch16_224", router=router), make_images("vit_tiny_patch16_224", 2).double()
+    name, fields = "vit_tiny_patch16_224", {"router": router, **FIELDS, "blocks": (1, 2), "capacity": (0.8, 0.4)}
+    model, images = make_model(name, depth=3).double(), make_images(name, 2).double()
+    mmod.route_(model, mmod.RoutingConfig(**fields))
     with torch.no_grad():
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")(images)
         torch.testing.assert_close(compiled, model(images), rtol=1e-9, atol=1e-9)

@@ -71,9 +71,10 @@ def test_a_model_that_answers_every_patch_gives_its_whole_grid(name: str, method
     assert read(method.apply_(model), images).shape == dense.shape
 
 
-@pytest.mark.parametrize("method", METHODS[:3], ids=IDS[:3])
+@pytest.mark.parametrize("method", [Prune(0.6, (0,)), Prune(0.6, (1,), fuse=False, by="mean"), Merge(3)], ids=IDS[:3])
 def test_compiled_methods_are_the_same(method: Method) -> None:
-    model, images = make_model(SMALL).double(), make_images(SMALL, 2).double()
+    # What is traced grows with the depth.
+    model, images = make_model(SMALL, depth=2).double(), make_images(SMALL, 2).double()
     answers = read(method.apply_(model), images)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -81,8 +82,8 @@ def test_compiled_methods_are_the_same(method: Method) -> None:
 
 
 def test_early_exit_compiles_in_parts() -> None:
-    model, images = make_model(SMALL).double(), make_images(SMALL, 3).double()
-    answers = read(Exit(0.3, (0, 2)).apply_(model), images)
+    model, images = make_model(SMALL, depth=3).double(), make_images(SMALL, 3).double()
+    answers = read(Exit(0.3, (0, 1)).apply_(model), images)
     torch._dynamo.reset()
     torch.testing.assert_close(read(torch.compile(model, backend="aot_eager"), images), answers, rtol=0, atol=1e-12)
 
@@ -168,7 +169,7 @@ def test_resized_images_are_those_of_a_smaller_model(name: str) -> None:
 
 
 def test_resizing_compiles_as_one_graph() -> None:
-    model, images = make_model(SMALL, dynamic_img_size=True).double(), make_images(SMALL, 2).double()
+    model, images = make_model(SMALL, depth=1, dynamic_img_size=True).double(), make_images(SMALL, 2).double()
     answers = read(mmod.apply_(model, Resize(32)), images)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

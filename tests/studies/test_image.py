@@ -48,7 +48,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
         },
         capacities=[0.5],
         seeds=2,
-        latency_batch=16,
+        latency_batch=2,
         latency_batches=[],
         latency_rounds=2,
         maps=2,
@@ -255,16 +255,3 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     assert all(job.config.model.has_weights and job.config.image_routing for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
     assert re.search(rf"mmod tradeoff ({path}|{path.stem})\b", path.read_text())
-    # Every rival fits the model that it is meant for.
-    rivals = {
-        f"{series}-{capacity:g}"
-        for series, budgets in config.rivals.items()
-        for capacity in budgets
-        if config.is_run(capacity)
-    }
-    for job in planned if rivals else ():
-        if job.name in rivals and job.seed == 0:
-            untrained = dataclasses.replace(job.config.model, checkpoint=None)
-            ImageStudy(config).create(dataclasses.replace(job.config, model=untrained))
-            rivals.remove(job.name)
-    assert not rivals
