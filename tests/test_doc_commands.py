@@ -23,9 +23,9 @@ from mmod import cli
 from mmod.benchmarks.report import BenchmarkReport
 from mmod.planning import trials
 from mmod.studies.study import Study
+from tests import test_docs
 from tests.sets import SETS
 from tests.studies.test_advise import make_prompts
-from tests.test_docs import NAMED
 
 IMAGES = f"--data.source digits:tiny --data.root {SETS}/digits --data.batch_size 16 --data.val_limit 32 --device cpu"
 STEPS = "--epochs 2 --epoch_steps 1 --eval_every 2 --schedule.warmup_epochs 0"
@@ -112,13 +112,7 @@ def filled(command: str) -> str:
     return command.removeprefix("mmod ")
 
 
-def is_complete(command: str) -> bool:
-    """Whether a page says more than the name of a command, which its text may stop at."""
-    names = [[word for word in name.split() if word.islower()] for name in cli.COMMANDS if "CONFIG" in name]
-    return "..." not in command and command.split()[1:] not in [*names, ["advise"], ["report"]]
-
-
-COMPLETE = sorted({filled(command) for _, command in NAMED if command.startswith("mmod ") and is_complete(command)})
+COMPLETE = sorted(set(map(filled, test_docs.COMPLETE)))
 
 
 def test_every_command_is_in_a_group() -> None:

@@ -55,7 +55,8 @@ def launch(options: dict[str, Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_torchrun_restarts_a_killed_run_which_ends_as_an_undisturbed_one(tmp_path: Path, kind: str) -> None:
-    options = {"batch_size": 4, "checkpoint_every": 2, "distributed": {"kind": kind}, "ema": {"decay": 0.5}}
+    options = {"epochs": 1, "batch_size": 4, "checkpoint_every": 2, "distributed": {"kind": kind}}
+    options["ema"] = {"decay": 0.5}
     assert run_processes(train, {**options, "output": str(tmp_path / "whole")}, world=2) == [0, 0]
     assert run_processes(launch, {**options, "output": str(tmp_path / "killed")}, log=tmp_path / "log") == [0]
     assert sorted((tmp_path / "killed.starts").read_text()) == ["0", "0", "1", "1"]

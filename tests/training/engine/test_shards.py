@@ -38,10 +38,11 @@ def same(one: Path, other: Path) -> None:
 
 @pytest.mark.slow
 def test_shards_of_two_processes_go_on_in_one_and_in_three(tmp_path: Path) -> None:
-    alone = tiny_config(output=tmp_path / "alone", batch_size=12, **{**OPTIONS, "distributed": {}})
+    options = {**OPTIONS, "epochs": 1}
+    alone = tiny_config(output=tmp_path / "alone", batch_size=12, **{**options, "distributed": {}})
     whole = run(alone)
-    two = {**OPTIONS, "output": str(tmp_path / "two"), "batch_size": 6}
-    stopped = partial(main, signals={2: signal.SIGTERM})
+    two = {**options, "output": str(tmp_path / "two"), "batch_size": 6}
+    stopped = partial(main, signals={1: signal.SIGTERM})
     assert run_processes(stopped, two, world=2) == [128 + signal.SIGTERM] * 2
 
     (checkpoint,) = list_checkpoints(tmp_path / "two/checkpoints")

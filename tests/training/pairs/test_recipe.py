@@ -81,10 +81,10 @@ def test_a_batch_on_its_own_has_other_negatives(folder: Path) -> None:
 
 def test_two_processes_equal_one_with_the_same_global_batch(folder: Path) -> None:
     ones, configs = {}, []
-    kinds = (("clip", 1, "ddp"), ("clip", 2, "ddp"), ("siglip", 1, "fsdp"), ("routed", 1, "ddp"), ("routed", 2, "fsdp"))
+    kinds = (("clip", 2, "ddp"), ("siglip", 1, "fsdp"), ("routed", 1, "ddp"), ("routed", 2, "fsdp"))
     for kind, accumulate, shared in kinds:
         changes: dict[str, Any] = {"siglip": siglip(folder), "routed": {"routing": ROUTED}}.get(kind, {})
-        changes["epochs"] = 2
+        changes["epochs"] = 2 if kind == "clip" else 1
         name = f"{kind}-{accumulate}"
         ones[name] = run(clip_config(folder, f"one-{name}", data={"batch_size": 12}, **changes))
         changes |= {"data": {"batch_size": 6 // accumulate}, "accumulate": accumulate, "distributed": {"kind": shared}}
