@@ -20,6 +20,7 @@ if not torch.cuda.is_available():
     # Read when kernels are defined, so before anything imports them.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import tests.sets  # noqa: F401  (its folder is shared by the workers, which start after it is made)
 from tests.processes import start_server
 
 # What is imported for the tests lives to the end: no garbage is looked for in it, now or later.

@@ -20,10 +20,11 @@ def cover(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
     return [tuple(axis[place] for axis, place in zip(values, places)) for places in every if places in chosen]
 
 
-def in_turn(*axes: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return as many combinations as the longest axis has values; the others begin again at their end."""
-    values = [list(axis) for axis in axes]
-    return [tuple(axis[row % len(axis)] for axis in values) for row in range(max(map(len, values)))]
+def in_turn(values: Iterable[Any], others: Iterable[Any], times: int = 1) -> list[tuple[Any, Any]]:
+    """Return each of the values with so many of the others, which take turns; they must be no more than the values."""
+    first, second = list(values), list(others)
+    assert len(second) <= len(first)
+    return [(one, second[(place + step) % len(second)]) for place, one in enumerate(first) for step in range(times)]
 
 
 def _pairs(places: tuple[int, ...]) -> set[tuple[int, int, int, int]]:

@@ -13,6 +13,7 @@ import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.speculation import every_token, full_pass, judge_drafts
 from tests.adapters.vlm_zoo import make_language
+from tests.cover import in_turn
 
 SCORE = mmod.score("linear", init_std=0.2)
 ALONE: dict[str, Any] = {"inference_threshold": 0.5}
@@ -36,8 +37,10 @@ def make(name: str, routing: str) -> Any:
     return mmod.route_(make_language(name).double(), ROUTINGS[routing]).eval()
 
 
-@pytest.mark.parametrize("routing", ROUTINGS)
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "mistral", "gemma"])
+@pytest.mark.parametrize(
+    ("name", "routing"),
+    [*(("llama", routing) for routing in ROUTINGS), *in_turn(["qwen2", "qwen3", "mistral", "gemma"], ROUTINGS)],
+)
 def test_tokens_are_those_of_greedy_decoding(name: str, routing: str) -> None:
     draft = make(name, routing)
     full, prompt = full_pass(draft), torch.randint(3, 80, (1, 9))

@@ -15,6 +15,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.blocks import RoutedBlock, host_class
 from tests.adapters.clip_zoo import CONTEXT, TEXT_ONLY, ZOO, embed, make_captions, make_clip, make_images
+from tests.cover import in_turn
 
 # The dense tower's embedding does not depend on what follows the end of a caption.
 CAUSAL = ("ViT-B-32", "ViT-H-14-worldwide", "EVA02-B-16", "vit_medium_patch16_gap_256", "custom-blocks")
@@ -33,8 +34,8 @@ ROUTED = [
 ]
 
 
-def ids(config: RoutingConfig) -> str:
-    return f"{config.router.name}-{config.select}-{config.context}"
+def ids(value: RoutingConfig | str) -> str:
+    return value if isinstance(value, str) else f"{value.router.name}-{value.select}-{value.context}"
 
 
 def outputs(model: nn.Module, images: Tensor, captions: Tensor) -> tuple[Tensor, Tensor]:
@@ -42,8 +43,7 @@ def outputs(model: nn.Module, images: Tensor, captions: Tensor) -> tuple[Tensor,
         return embed(model, images, captions)
 
 
-@pytest.mark.parametrize("config", WITHOUT_UPDATE, ids=ids)
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("name", "config"), in_turn(ZOO, WITHOUT_UPDATE, times=2), ids=ids)
 def test_everything_kept_equals_dense(name: str, config: RoutingConfig) -> None:
     model, images, captions = make_clip(name), make_images(name), make_captions(name)
     dense = outputs(model, images, captions)
@@ -64,8 +64,7 @@ def test_captions_of_a_decoder_equal_dense(name: str) -> None:
     torch.testing.assert_close(routed[told], dense[told], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("config", ROUTED, ids=ids)
-@pytest.mark.parametrize("name", ZOO)
+@pytest.mark.parametrize(("name", "config"), in_turn(ZOO, ROUTED, times=2), ids=ids)
 def test_embeddings_do_not_depend_on_their_batch(name: str, config: RoutingConfig) -> None:
     model, images, captions = mmod.route_(make_clip(name), config), make_images(name), make_captions(name)
     together = outputs(model, images, captions)

@@ -14,6 +14,7 @@ import mmod
 from mmod.adapters.transformers.cache_base import KeptTokens, cache_of
 from tests.adapters.test_transformers_generation import NO_IMAGES, check_cache_changes_nothing
 from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, make_joint, make_language, prompt, words
+from tests.cover import in_turn
 
 WAYS = [("block", "all"), ("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
 LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), blocks=(1, 3), capacity=0.5)
@@ -85,8 +86,7 @@ def doubled(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", JOINT)
+@pytest.mark.parametrize(("name", "way"), in_turn(JOINT, WAYS, times=2))
 def test_image_tokens_by_the_definition_in_every_family(name: str, way: tuple[str, str]) -> None:
     for capacity in (0.5, 0):
         config = LINEAR.replace(operator=way[0], context=way[1], capacity=capacity)
@@ -96,8 +96,7 @@ def test_image_tokens_by_the_definition_in_every_family(name: str, way: tuple[st
             mmod.route_(model, language=config)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", LANGUAGE)
+@pytest.mark.parametrize(("name", "way"), in_turn(LANGUAGE, WAYS, times=2))
 def test_text_by_the_definition_in_every_family(name: str, way: tuple[str, str]) -> None:
     config = LINEAR.replace(operator=way[0], context=way[1], gate="identity" if name in NORMED else None)
     model = mmod.route_(make_language(name).double(), language=config)
@@ -127,8 +126,10 @@ def test_capacity_one_and_text_alone_are_the_dense_model(attention: str, way: tu
             assert not torch.allclose(model(**batch).logits, dense(**batch).logits, atol=1e-3)
 
 
-@pytest.mark.parametrize("config", [FROZEN, *(LINEAR.replace(operator=o, context=c) for o, c in WAYS)])
-@pytest.mark.parametrize("name", JOINT)
+@pytest.mark.parametrize(
+    ("name", "config"),
+    in_turn(JOINT, [FROZEN, *(LINEAR.replace(operator=o, context=c) for o, c in WAYS)], times=3),
+)
 def test_prefill_and_decode_equal_one_pass(name: str, config: mmod.RoutingConfig) -> None:
     model = mmod.route_(make_joint(name), language=config)
     for images in ((1, 0, 2), (1,)):

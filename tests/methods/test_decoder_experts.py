@@ -20,6 +20,7 @@ from mmod.training.engine.distributed import Process
 from mmod.training.text.evaluate import evaluate
 from mmod.training.text.recipe import TextRecipe
 from tests.adapters.vlm_zoo import make_joint, make_language
+from tests.cover import in_turn
 from tests.training.text.configs import PREDICTOR, text_config
 from tests.zoo import make_model
 
@@ -111,8 +112,7 @@ def test_generation_with_a_cache_is_that_of_whole_passes(staged: bool, way: dict
     assert torch.equal(model.generate(ids, **GREEDY, prompt_lookup_num_tokens=3), whole)
 
 
-@one_way
-@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize(("name", "way"), in_turn(HOSTS, WAYS, times=2))
 @torch.no_grad()
 def test_padded_batches_are_those_of_single_texts(name: str, way: dict[str, Any]) -> None:
     for staged in (False, True):

@@ -22,6 +22,7 @@ from mmod.training.text.evaluate import evaluate
 from mmod.training.text.recipe import TextRecipe
 from tests.adapters.vlm_zoo import make_joint, make_language
 from tests.counting import flop_counter
+from tests.cover import in_turn
 from tests.training.text.configs import text_config
 
 CHOICES: list[dict[str, Any]] = [
@@ -159,8 +160,7 @@ def test_generation_with_a_cache_is_that_of_whole_passes(way: dict[str, Any]) ->
     assert torch.equal(model.generate(ids, **GREEDY, prompt_lookup_num_tokens=3), whole)
 
 
-@pytest.mark.parametrize("way", [WAYS[0], WAYS[6], WAYS[8], WAYS[10]], ids=lambda way: "-".join(way.values()))
-@pytest.mark.parametrize("name", HOSTS)
+@pytest.mark.parametrize(("name", "way"), in_turn(HOSTS, [WAYS[0], WAYS[6], WAYS[8], WAYS[10]], times=2))
 @torch.no_grad()
 def test_padded_batches_are_decoded_as_in_one_pass(name: str, way: dict[str, Any]) -> None:
     model, ids = make(name, **way), words(3, 14)

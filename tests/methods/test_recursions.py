@@ -20,6 +20,7 @@ from mmod.methods import Prune, Recursions, methods_of, read_method, undo_
 from mmod.training import evaluate
 from mmod.training.image.recipe import ImageRecipe
 from tests.counting import flop_counter
+from tests.cover import in_turn
 from tests.training.engine.worker import TensorStream, run, tiny_config
 from tests.zoo import make_images, make_model
 
@@ -162,8 +163,7 @@ def test_one_recursion_at_full_weight_is_the_dense_model_and_undoing_gives_it_ba
         assert torch.equal(model(images), expected)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@one_way
+@pytest.mark.parametrize(("way", "name"), in_turn(WAYS, MODELS, times=3))
 def test_an_image_does_not_depend_on_the_others(name: str, way: dict[str, Any]) -> None:
     images, model = make_images(name, 3).double(), lively(make_model(name).double())
     lively(mmod.apply_(model, Recursions(recursions=2, **way)))

@@ -33,8 +33,11 @@ def everywhere(*axes: Iterable[Any]) -> list[Any]:
     """Return places with values of other axes: all combinations on a GPU, few of them in the interpreter."""
     values = [list(axis) for axis in axes]
     interpreted = [place for place in PLACES if "cpu" in place.values]
-    few = in_turn if len(values) == 1 else cover
-    combined = few(interpreted, *values) if interpreted else []
+    combined: list[Any] = []
+    if interpreted and len(values) == 1:
+        combined += [(place, one) for one, place in in_turn(values[0], interpreted)]
+    elif interpreted:
+        combined += cover(interpreted, *values)
     combined += itertools.product([place for place in PLACES if "cuda" in place.values], *values)
     return [pytest.param(*place.values, *rest, marks=place.marks) for place, *rest in combined]
 

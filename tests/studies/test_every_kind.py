@@ -18,6 +18,7 @@ from tests.scripts import ROOT
 from tests.sets import SETS
 from tests.studies.test_assess import config as image_config
 from tests.training.chat.configs import vlm_config
+from tests.training.pairs.worker import MODEL, write_model
 from tests.training.text.configs import text_config
 
 
@@ -29,9 +30,11 @@ def _tiny(kind: str, folder: Path) -> Any:
         return vlm_config(folder, trainer={"max_steps": 1})
     if kind == "text":
         return text_config(folder / "run", epochs=1, epoch_steps=1)
+    vision = {**MODEL["vision_cfg"], "image_size": 48, "patch_size": 16}  # type: ignore[dict-item]
+    text = {**MODEL["text_cfg"], "context_length": 12}  # type: ignore[dict-item]
     fields = {
         "output": str(folder / "run"),
-        "model": {"name": "tiny-scenes", "config": str(ROOT / "configs/clip/tiny-scenes.json")},
+        "model": write_model(folder, "clip", vision_cfg=vision, text_cfg=text),
         "data": {"train": "scenes:tiny/train", "val": "scenes:tiny/val", "root": str(SETS / "scenes"), "batch_size": 8},
         "augment": None,
         "epochs": 1,

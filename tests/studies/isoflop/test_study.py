@@ -20,6 +20,7 @@ from mmod.training.engine.parse import load_config
 from mmod.training.text.model import window_flops
 from mmod.training.text.recipe import TextRecipe
 from tests.counting import flop_counter
+from tests.cover import in_turn
 from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
 
 ROOT = Path(__file__).parents[3]
@@ -77,8 +78,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("width", [16, 64])
+@pytest.mark.parametrize(("way", "width"), in_turn(WAYS, [16, 64]))
 def test_a_training_step_spends_what_is_counted(tmp_path: Path, way: str, width: int) -> None:
     sizes = {"hidden_size": width, "intermediate_size": 2 * width}
     config = text_config(tmp_path, **WAYS[way], model={"config": sizes}, data={"length": 64})
