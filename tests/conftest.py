@@ -2,6 +2,8 @@ import atexit
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 # Two cores shared by several workers: spinning OpenMP threads would starve each other.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -12,6 +14,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
 # Asked of the driver, a GPU stays free for the processes that tests fork.
@@ -37,10 +40,23 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _figures_keep_their_margins(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Draw figures without a layout, which takes half the time, where tests are not about figures."""
+def _quick_figures(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Draw each file once and without a layout where tests are not about figures: studies renew theirs often."""
+    drawn: dict[Path, bytes] = {}
+    draw = Figure.savefig
+
+    def draw_once(figure: Figure, file: object, **options: Any) -> None:
+        if not isinstance(file, Path):
+            draw(figure, file, **options)
+        elif file in drawn:
+            file.write_bytes(drawn[file])
+        else:
+            draw(figure, file, **options)
+            drawn[file] = file.read_bytes()
+
     with pytest.MonkeyPatch.context() as patched:
         if request.path.parent.name not in ("analysis", "report"):
+            patched.setattr(Figure, "savefig", draw_once)
             patched.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)
         yield
 
