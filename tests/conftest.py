@@ -26,6 +26,8 @@ if not torch.cuda.is_available():
 import tests.sets  # noqa: F401  (its folder is shared by the workers, which start after it is made)
 from tests.processes import start_server
 
+# No test is about a machine that loses power, and waiting for the disk takes a tenth of training.
+os.fsync = lambda _: None
 # What is imported for the tests lives to the end: no garbage is looked for in it, now or later.
 gc.disable()
 settings.register_profile(
