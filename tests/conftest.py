@@ -57,7 +57,7 @@ def _quick_figures(request: pytest.FixtureRequest) -> Iterator[None]:
             drawn[file] = file.read_bytes()
 
     with pytest.MonkeyPatch.context() as patched:
-        if request.path.parent.name not in ("analysis", "report"):
+        if request.path.parent.name not in ("analysis", "io", "report"):
             patched.setattr(Figure, "savefig", draw_once)
             patched.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)
         yield

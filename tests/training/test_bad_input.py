@@ -237,7 +237,7 @@ OPTIONS = [
     (["--optim.lr", ".nan"], "optim.lr must be a finite number, got nan"),
     (["--ema.decay", "2"], "ema.decay must be a number in [0, 1), got 2.0"),
     (["--routing", "{capacity: 0.5, capacity: 0.3}"], "the key 'capacity' occurs twice"),
-    (["--routing.losses.lode=1"], "a loss must be one of 'capacity', 'importance', 'load', 'membership', got 'lode'"),
+    (["--routing.losses.lode=1"], "a loss must be one of 'capacity', 'importance', 'load', 'membership'"),
     (["--tensorboard", "perhaps"], "tensorboard must be true or false, got 'perhaps'"),
     (["--precision", "fp8"], "precision must be one of 'fp32', 'bf16', 'fp16', got 'fp8'"),
     (["--output="], "output must name a folder, got ''"),
