@@ -16,7 +16,7 @@ from mmod.training import TrainConfig
 from mmod.training.image.model import check_input, create_dense_model
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("cifar", "digits", "imagenet", "patches")
+FOLDERS = ("cifar", "digits", "fashion", "imagenet", "patches")
 PATHS = [path for name in FOLDERS for path in sorted((ROOT / "configs" / name).glob("*.yaml"))]
 
 

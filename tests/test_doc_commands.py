@@ -45,6 +45,7 @@ SMALL = {
     "train image configs/digits/routed-training": f"{IMAGES} {STEPS} {SIDE} --in_training.epochs 1",
     "train image configs/cifar/dinov2": "--print_config",
     "train image configs/cifar/routed-training": f"{IMAGES} {STEPS} {SIDE} --in_training.epochs 1",
+    "train image configs/fashion": "--print_config",
     "train image configs/patches": f"--data.source crowds:tiny --data.root {SETS}/crowds {STEPS} {SIDE} --device cpu",
     "train image configs/imagenet": "--print_config",
     "train pairs": f"{SCENES} --epochs 1 --epoch_steps 1 --schedule.warmup_epochs 0",

@@ -232,6 +232,8 @@ CONTROLS = {
     "cifar-dinov2": {"random"},
     "cifar-dinov2-tuned": {"random"},
     "cifar-tuned": {"random"},
+    "fashion": {"random"},
+    "fashion-tuned": {"random"},
     "digits": {"random"},
     "digits-capacities": {"uniform"},
     "digits-cnn": {"random", "random, own"},
