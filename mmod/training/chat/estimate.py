@@ -82,7 +82,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     image_tokens = round(mean(float((entry["input_ids"] == processor.image_token_id).sum()) for entry in batches))
     masks = [entry["protected_mask"] for entry in batches if config.data.protected is not None]
     protected = min(round(mean(float(mask.sum()) for mask in masks)) if masks else 0, tokens - image_tokens)
-    patches = round(mean(_patches(model, entry) for entry in batches))
+    patches = round(mean(count_patches(model, entry) for entry in batches))
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
     epoch_steps = math.ceil(len(train) / batch)
     steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * epoch_steps)
@@ -139,15 +139,16 @@ def _weight_bytes(model: Any, quantization: Mapping[str, Any] | None) -> int:
     return total
 
 
-def _patches(model: Any, batch: Mapping[str, Tensor]) -> int:
-    """Return the number of tokens in the vision tower's layers for a conversation."""
+def count_patches(model: Any, batch: Mapping[str, Tensor]) -> int:
+    """Return the number of patches in the vision tower's layers for a conversation."""
     if "image_grid_thw" in batch:
         return int(batch["image_grid_thw"].prod(-1).sum())
     if "pixel_values" not in batch:
         return 0
     *images, _, height, width = batch["pixel_values"].shape
-    side = model.config.vision_config.patch_size
-    return math.prod(images) * (height // side) * (width // side)
+    side: Any = model.config.vision_config.patch_size
+    down, across = (side, side) if isinstance(side, int) else side
+    return math.prod(images) * (height // down) * (width // across)
 
 
 def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], trainer: Mapping[str, Any]) -> int:

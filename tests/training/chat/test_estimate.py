@@ -14,8 +14,9 @@ from PIL import Image
 
 import mmod
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.estimate import ChatEstimate, estimate
+from mmod.training.chat.estimate import ChatEstimate, count_patches, estimate
 from mmod.training.chat.model import create_model, create_word_processor
+from tests.adapters.vlm_zoo import JOINT, MERGED, PATCHES, make_joint, prompt
 from tests.training.chat.configs import MASKED, P_MOD, vlm_config
 
 ROOT = Path(__file__).parents[3]
@@ -166,3 +167,9 @@ def test_estimate_agrees_with_the_model(folder: Path) -> None:
     assert free.language.routed < masked.language.routed < masked.language.dense
     assert free.activation_bytes < masked.activation_bytes
     assert not (folder / "planned").exists()
+
+
+@pytest.mark.parametrize("name", JOINT)
+def test_patches_of_every_family_are_counted(name: str) -> None:
+    views = {"llava-next": 3, "llava-onevision": 2}.get(name, 4 if name in MERGED else 1)
+    assert count_patches(make_joint(name), prompt(name, (2,))) == 2 * views * PATCHES
