@@ -27,7 +27,7 @@ class _Loader(yaml.SafeLoader):
     """Loads a document, and refuses duplicate keys, aliases and deep nesting; 1e-4 is a number, a date a text."""
 
     depth = 0
-    # The first resolver that matches decides, and PyYAML's of numbers wants a point.
+    # Without dates, which stay texts.
     yaml_implicit_resolvers = {  # noqa: RUF012  # as PyYAML declares it
         first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
@@ -153,6 +153,7 @@ def _read(path: Path) -> dict[str, Any]:
     return fields
 
 
+# PyYAML reads a number with an exponent only if it has a decimal point and a sign.
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
 )
