@@ -86,7 +86,7 @@ Part = Callable[[], BlockStack]
 
 
 @dataclass(frozen=True)
-class NamedArguments:
+class NamedArguments(BlockCall):
     """A `BlockCall` for blocks that take tokens and named masks; it narrows arguments by name.
 
     Args:
@@ -97,10 +97,6 @@ class NamedArguments:
             that are not keys or values.
         attention_calls: Calls of `scaled_dot_product_attention` in a forward pass of the block.
         draws_paths: Stochastic depth draws one Bernoulli number for each sequence of a batch.
-        fused_norm: Name of the block's first norm if it can be fused with gathering rows, else empty.
-        operators: Names of residual branches by operator, if a branch that returns zero adds nothing.
-        tuples: Operators whose branch returns a tuple, output first.
-        halves: The block's attention and MLP halves, or None if they cannot run separately.
     """
 
     names: tuple[str, ...]
@@ -165,7 +161,10 @@ class NamedArguments:
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
         """Return the arguments for the kept tokens, or for all tokens of the kept images."""
         if routing.kept.image_S is not None:
-            return {name: _of_images(value, routing.kept.image_S) for name, value in arguments.items()}
+            # Values without a batch axis are unchanged.
+            batched = {key: mask for key, mask in arguments.items() if isinstance(mask, Tensor) and mask.ndim == 4}
+            kept = {key: mask.index_select(0, routing.kept.image_S) for key, mask in batched.items() if len(mask) > 1}
+            return {**arguments, **kept}
         narrowed = dict(arguments)
         index_BK = routing.kept.index_BK
         if "rope" in narrowed:
@@ -223,12 +222,6 @@ class NamedArguments:
             position = torch.arange(tokens, device=index_BK.device)
             narrowed["attn_mask"] = (position <= index_BK.unsqueeze(-1)).unsqueeze(1)
         return narrowed
-
-
-def _of_images(value: Any, image_S: Tensor) -> Any:
-    """Return an argument for some images of a batch; values without a batch axis are unchanged."""
-    batched = isinstance(value, Tensor) and value.ndim == 4 and len(value) > 1
-    return value.index_select(0, image_S) if batched else value
 
 
 @dataclass(frozen=True)

@@ -65,10 +65,7 @@ def load_adapter(library: str) -> Any:
 
 def find_stack(model: nn.Module) -> BlockStack:
     """Return the blocks of a model with a single part."""
-    parts = find_parts(model)
-    if len(parts) != 1:
-        raise ValueError(f"this {type(model).__name__} has several parts, {', '.join(parts)}: use find_part")
-    return next(iter(parts.values()))()
+    return find_part(model)[1]
 
 
 def find_part(model: nn.Module, part: str | None = None) -> tuple[str, BlockStack]:

@@ -246,8 +246,7 @@ class CaptionReader(nn.Module):
     def forward(self, input: Tensor) -> Tensor:
         """Return the embedded tokens (B, L, D) of ids (B, L)."""
         self.mod_state.begin(input)
-        embedded: Tensor = super().forward(input)
-        return embedded
+        return super().forward(input)
 
 
 def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, Any]:

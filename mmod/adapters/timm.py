@@ -198,8 +198,7 @@ def build(description: Mapping[str, Any]) -> nn.Module:
         for name, value in description["pretrained_cfg"].items()
     }
     cfg["architecture"] = architecture
-    model: nn.Module = timm.create_model(architecture, pretrained_cfg=cfg, **description["arguments"])
-    return model
+    return timm.create_model(architecture, pretrained_cfg=cfg, **description["arguments"])
 
 
 def _check_description(description: Mapping[str, Any]) -> None:
@@ -212,7 +211,6 @@ def _check_description(description: Mapping[str, Any]) -> None:
 
 @functools.cache
 def _arguments() -> frozenset[str]:
-    """Return the arguments of timm's supported classes."""
     classes = (
         vision_transformer.VisionTransformer,
         deit.VisionTransformerDistilled,

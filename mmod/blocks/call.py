@@ -6,6 +6,7 @@ Axes: B images or samples, N tokens, K slots per image or sample, D channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
@@ -28,35 +29,33 @@ class Halves(NamedTuple):
 
 
 class BlockCall(Protocol):
-    """How a host library calls one of its blocks."""
+    """How a host library calls one of its blocks; the calls of adapters derive from it.
+
+    Attributes:
+        operators: Names of residual branches by `RoutingConfig.operator`, if a branch that returns zero adds nothing.
+        tuples: Operators whose branch returns a tuple, its output first.
+        halves: The block's attention and MLP halves, or None if they cannot run separately.
+        fused_norm: Name of the block's first norm if it can be fused with gathering rows, else empty.
+    """
+
+    operators: Mapping[str, str] = MappingProxyType({})
+    tuples: tuple[str, ...] = ()
+    halves: Halves | None = None
+    fused_norm: str = ""
 
     @property
     def contexts(self) -> tuple[str, ...]:
         """What kept tokens can attend to, see `RoutingConfig.context`."""
 
     @property
-    def operators(self) -> Mapping[str, str]:
-        """Names of the block's residual branches by `RoutingConfig.operator`."""
-
-    @property
-    def tuples(self) -> tuple[str, ...]:
-        """Operators whose branch returns a tuple, its output first."""
-
-    @property
-    def halves(self) -> Halves | None:
-        """The block's halves, or None if they cannot run separately."""
-
-    @property
-    def fused_norm(self) -> str:
-        """Name of the block's first norm if it can be fused with gathering rows, else empty."""
-
-    @property
     def weighs_keys(self) -> bool:
         """Whether attention takes a bias, by which a row can count as several tokens."""
+        return False
 
     @property
     def needs_prefix(self) -> bool:
         """Whether the block always needs its prefix tokens first."""
+        return False
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the block's arguments after the tokens by name; raise for those that cannot be narrowed."""
@@ -104,7 +103,7 @@ class DecoderCall(BlockCall, Protocol):
 
     def begin_update(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None,
-        whole: bool = False,
+        all_tokens: bool = False,
     ) -> None:  # fmt: skip
         """Announce to the layer's cache, if any, which tokens its next update receives.
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, cast
+from typing import Any, cast
 
 from torch import nn
 
 from mmod.blocks.branches import Branch
 from mmod.blocks.call import DecoderCall
+from mmod.blocks.record import Deciding
 from mmod.blocks.routed import RoutedBlock, RoutedState
 from mmod.blocks.rows import FusedNorm
 from mmod.routing import Router
 
 
 class StandingModule(nn.Module):
-    """Base of mixins of other methods than routing, which routing and unrouting leave in place.
-
-    Attributes:
-        added_modules: Names of the submodules that the host's module lacks.
-    """
-
-    added_modules: ClassVar[tuple[str, ...]] = ()
+    """Base of mixins of other methods than routing, which routing and unrouting leave in place."""
 
     def chooses_together(self, training: bool) -> bool:
         """Return whether a token's output depends on the other tokens of its image or text."""
@@ -103,9 +98,9 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
 
 def make_dense(module: nn.Module) -> None:
     """Give a converted module its own class back and remove what was added."""
-    if isinstance(module, RoutedBlock):
-        del module.router
-        if module.mod_state.call.fused_norm:
-            make_dense(module.get_submodule(module.mod_state.call.fused_norm))
+    if isinstance(module, RoutedBlock) and module.mod_state.call.fused_norm:
+        make_dense(module.get_submodule(module.mod_state.call.fused_norm))
+    for name in module.added_modules if isinstance(module, Deciding) else ():
+        module._modules.pop(name, None)
     module.__class__ = host_class(module)
     del module.mod_state

@@ -104,7 +104,7 @@ class AmongAllInLayer(_LayerWay):
             if not isinstance(rows, RowsInPlace):
                 return cast(Tensor, call.attend_to_all(block, host, arguments, x, z, routing))
             selected = call.select_tokens(arguments, x, None)
-            call.begin_update(arguments, x, routing, whole=True)
+            call.begin_update(arguments, x, routing, all_tokens=True)
             return host(x, **selected)
 
 
@@ -121,7 +121,7 @@ class OneBranchOfLayer(OneBranch, _LayerWay):
                 call.record_no_attention(z)
         elif self.operator == "mlp" or _in_order(z, routing):
             selected = call.select_tokens(arguments, z, None)
-            call.begin_update(arguments, z, routing, whole=True)
+            call.begin_update(arguments, z, routing, all_tokens=True)
         else:
             attends = partial(call.attend_to_all, block, routing=routing)
         with running_branch(block.mod_state.tracker, BranchRows(routing, attends, self.operator in call.tuples)):

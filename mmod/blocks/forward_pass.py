@@ -100,8 +100,7 @@ class ForwardPass:
         """Return this pass's object of a class that a method keeps its state in, made on first use."""
         if owner not in self._slots:
             self._slots[owner] = owner()
-        value: T = self._slots[owner]
-        return value
+        return self._slots[owner]
 
 
 class _Current:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -47,15 +47,19 @@ class Records(PerThread[Record]):
 
 
 class Deciding(nn.Module):
-    """Mixin of a module that decides which tokens, images or channels run: what traces and FLOP counts read."""
+    """Mixin of a module that decides which tokens, images or channels run: what traces and FLOP counts read.
+
+    Attributes:
+        added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
+    """
 
     mod_state: Any
+    added_modules: ClassVar[tuple[str, ...]] = ()
 
     @property
     def record(self) -> Record:
         """This thread's record."""
-        record: Record = self.mod_state.records.value
-        return record
+        return self.mod_state.records.value
 
     def places(self) -> tuple[str, ...]:
         """Return the names of the decisions in a pass, in order; "" for a single one."""

@@ -128,9 +128,9 @@ class RoutedState(BlockState):
 
     def leave_rows(self, y: Tensor, rows: Rows, router: Router, forward_pass: ForwardPass) -> Tensor:
         """Leave the block; return all tokens after it (B, N, D), or its rows if the next block takes them."""
+        hands_on = self.hands_on and forward_pass.holds_rows and rows.shrinks
         # Blocks that weigh their last slots by a capacity of their own leave rows that differ.
-        is_shared = rows.shrinks and router.rule.partial is None
-        hands_on = self.hands_on and forward_pass.holds_rows and is_shared
+        hands_on = hands_on and router.rule.partial is None
         if hands_on and rows.router is None:
             rows.router = router
         forward_pass.held = rows if hands_on else None
@@ -153,8 +153,7 @@ class RoutedState(BlockState):
         """
         config, held, device = router.config, forward_pass.held, x_BND.device
         if held is not None and not config.joins:
-            known: Routing = held.routing
-            return known
+            return held.routing
         shared, joins, score = self.shared(forward_pass, training), config.joins, config.router
         # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins depends
         # on the block that decides.
@@ -201,8 +200,7 @@ class ConvertedBlock(nn.Module):
 
     def run_host(self, z: Tensor, **arguments: Any) -> Tensor:
         """Return tokens after the host's forward."""
-        y: Tensor = super().forward(z, **arguments)
-        return y
+        return super().forward(z, **arguments)
 
     def observe(
         self, run: Callable[[], Tensor], valid_BN: Tensor | None, average: str, forward_pass: ForwardPass | None
@@ -244,6 +242,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
     router: Router
     mod_state: RoutedState
+    added_modules = ("router",)
 
     @staticmethod
     def choose_way(call: BlockCall, config: RoutingConfig) -> Way:
@@ -265,7 +264,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         if isinstance(select, Threshold) and select.max_tokens is not None:
             # This number of slots runs, filled or empty.
             return 1.0
-        if router.config.router.whole:
+        if router.config.router.per_image:
             # In training, all tokens run with a step gate.
             router.config = router.config.replace(gate="step")
             router.train()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from mmod.blocks.call import BlockCall
@@ -26,6 +25,7 @@ from mmod.ops import (
     pack_rows,
 )
 from mmod.ops.backend import choose
+from mmod.ops.casting import autocasts
 from mmod.routing import Router, Routing
 
 
@@ -65,11 +65,8 @@ def enter_rows(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None) -
 
 
 def _fuses(x_BND: Tensor) -> bool:
-    # Under autocast a norm returns fp32, the op the dtype of its rows. `is_autocast_enabled` raises for meta.
-    device = x_BND.device.type
-    if device == "meta" or torch.is_autocast_enabled(device):
-        return False
-    return choose("gather_norm", x_BND, channels=x_BND.shape[2]) is not None
+    # Under autocast a norm returns fp32, the op the dtype of its rows.
+    return not autocasts(x_BND) and choose("gather_norm", x_BND, channels=x_BND.shape[2]) is not None
 
 
 def leave_rows(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tensor:
@@ -262,8 +259,7 @@ class KeptRows(Way):
         if not routing.kept.index_BK.shape[1]:
             return z
         if self.among_all:
-            y: Tensor = self.call.attend_to_all(block, host, arguments, rows.x_BND, z, routing)
-            return y
+            return self.call.attend_to_all(block, host, arguments, rows.x_BND, z, routing)
         if arguments or routing.kept.valid_BK is not None or routing.joined.size_BK is not None:
             arguments = self.call.select_tokens(arguments, rows.x_BND, routing)
         return host(z, **arguments)
@@ -290,5 +286,4 @@ class TwoHalves(Way):
 
     def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return the rows after the host's MLP."""
-        y: Tensor = self.call.halves.feed(block, z)
-        return y
+        return self.call.halves.feed(block, z)

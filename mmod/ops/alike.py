@@ -254,7 +254,7 @@ def redundancy_scores(unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None
         tensor([[2.0000, 0.9005, 0.0050, 0.0000]])
     """
     with without_autocast(unit_BNE):
-        if valid_BN is None and unit_BNE.device.type == "cpu" and _is_eager():
+        if valid_BN is None and unit_BNE.is_cpu and _is_eager():
             return _redundancy_in_order(unit_BNE, prefix)
         return _redundancy_by_rank(unit_BNE, prefix, valid_BN)
 
@@ -278,7 +278,7 @@ def nearest_rows(
         tensor([[0, 0, 1, 1]])
     """
     with without_autocast(unit_BNE):
-        if valid_BK is None and unit_BNE.device.type == "cpu" and _is_eager():
+        if valid_BK is None and unit_BNE.is_cpu and _is_eager():
             slot_BN = _nearest_of_others(unit_BNE, row_BK, prefix)
         else:
             slot_BN = _nearest_of_all(unit_BNE, row_BK, prefix, valid_BK)

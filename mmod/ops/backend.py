@@ -112,11 +112,10 @@ def op(
         @functools.wraps(definition)
         def run(*args: P.args, **kwargs: P.kwargs) -> Result:
             main: Any = args[0] if args else next(iter(kwargs.values()))
-            if not _forced and main.device.type == "cpu":
+            if not _forced and main.is_cpu:
                 return definition(*args, **kwargs)
             kernel = choose(key, main, **(facts(*args, **kwargs) if facts else {}))
-            result: Result = (definition if kernel is None else kernel.run)(*args, **kwargs)
-            return result
+            return (definition if kernel is None else kernel.run)(*args, **kwargs)
 
         return run
 
@@ -225,7 +224,7 @@ def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
         return None
     if backend is Backend.AUTO:
         # Exported programs must run without this library, and kernels have no rules for torch.func transforms.
-        if tensor.device.type == "cuda" and not exporting() and not transforming():
+        if tensor.is_cuda and not exporting() and not transforming():
             for kernel in entry.kernels:
                 if _preferred(kernel, tensor.dtype) and _refusal(kernel, tensor, facts) is None:
                     return kernel

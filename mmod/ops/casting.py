@@ -21,10 +21,8 @@ def cast_alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
         ...     cast_alike(q, k, v.bfloat16())[0].dtype
         torch.bfloat16
     """
-    device = q.device.type
-    # `is_autocast_enabled` raises for the meta device.
-    if device != "meta" and torch.is_autocast_enabled(device) and q.dtype != torch.float64:
-        dtype = torch.get_autocast_dtype(device)
+    if autocasts(q) and q.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(q.device.type)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"queries, keys and values must have one dtype, got {q.dtype}, {k.dtype} and {v.dtype}")
@@ -33,8 +31,12 @@ def cast_alike(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]
 
 def without_autocast(tensor: Tensor) -> AbstractContextManager[object]:
     """Return a context in which products of a tensor are computed in its own dtype."""
-    device = tensor.device.type
-    # `is_autocast_enabled` raises for the meta device.
-    if device == "meta" or not torch.is_autocast_enabled(device):
+    if not autocasts(tensor):
         return _AS_IT_IS
-    return torch.autocast(device, enabled=False)
+    return torch.autocast(tensor.device.type, enabled=False)
+
+
+def autocasts(tensor: Tensor) -> bool:
+    """Return whether autocast is enabled on a tensor's device."""
+    # `device.type` is slow to read, and `is_autocast_enabled` raises for the meta device.
+    return not tensor.is_meta and torch.is_autocast_enabled("cpu" if tensor.is_cpu else tensor.device.type)

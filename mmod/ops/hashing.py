@@ -32,8 +32,7 @@ def mix(value: Tensor) -> Tensor:
 
 
 def _by_kernel(x_BND: Tensor, salt: int, valid_BN: Tensor | None = None) -> Tensor:
-    score_BN: Tensor = _random_scores(x_BND.detach(), salt, valid_BN)
-    return score_BN
+    return _random_scores(x_BND.detach(), salt, valid_BN)
 
 
 @op(

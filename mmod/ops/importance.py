@@ -61,7 +61,7 @@ def attention_importance(
     """
     scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
     if chunk_elements is None:
-        chunk_elements = tiles.GPU_CHUNK_ELEMENTS if q_BHNE.device.type == "cuda" else tiles.CHUNK_ELEMENTS
+        chunk_elements = tiles.GPU_CHUNK_ELEMENTS if q_BHNE.is_cuda else tiles.CHUNK_ELEMENTS
     _, heads, tokens, _ = q_BHNE.shape
     with torch.no_grad():
         views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device) if per_viewer else None
@@ -348,7 +348,7 @@ def _attend(
     # Measured on two CPU threads, ViT-S, fp32: at N = 197 a shared map adds 1 to 2 % to a block, a second pass 7 %; at
     # N = 1025 6 to 7 % and 27 %.
     plain = mask is None and valid_BN is None and not dropout and _alike(q_BHNE, k_BHNE, v_BHNE)
-    in_place = q_BHNE.device.type == "cpu" and not exporting() and not transforming()
+    in_place = q_BHNE.is_cpu and not exporting() and not transforming()
     if plain and in_place and q_BHNE.dtype == torch.float32:
         return _with_shared_map(q_BHNE, k_BHNE, v_BHNE, is_causal, scale, per_viewer)
     out = F.scaled_dot_product_attention(

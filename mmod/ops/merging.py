@@ -55,7 +55,7 @@ def group_sizes(slot_BN: Tensor, slots: int, *, all_join: bool = False) -> Tenso
 def _aligned(bias_BK: Tensor) -> Tensor:
     """Return a bias of keys (B, 1, 1, K), whose rows start at multiples of eight elements on a GPU."""
     slots = bias_BK.shape[1]
-    if bias_BK.device.type != "cuda":
+    if not bias_BK.is_cuda:
         return bias_BK.view(len(bias_BK), 1, 1, slots)
     return torch.nn.functional.pad(bias_BK, (0, -slots % 8)).view(len(bias_BK), 1, 1, -1)[..., :slots]
 
@@ -87,8 +87,7 @@ def _empty_sizes(slot: Tensor, slots: int, dtype: torch.dtype) -> tuple[Tensor, 
 def _mean_by_kernel(
     x_BND: Tensor, slot_BN: Tensor, size_BK: Tensor, weight_BN: Tensor | None = None, *, all_join: bool = False
 ) -> Tensor:
-    mean_BKD: Tensor = _mean_op(x_BND, slot_BN, size_BK.shape[1], size_BK, weight_BN)
-    return mean_BKD
+    return _mean_op(x_BND, slot_BN, size_BK.shape[1], size_BK, weight_BN)
 
 
 def _mean_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -100,8 +99,7 @@ def _mean_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def _add_by_kernel(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor, *, all_join: bool = False) -> Tensor:
-    rows: Tensor = _add_op(x_BND, update_BKD, slot_BN)
-    return rows
+    return _add_op(x_BND, update_BKD, slot_BN)
 
 
 def _save_for_add(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -257,10 +257,10 @@ def _attend(
     q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    if q_THE.device.type == "cpu":
+    if q_THE.is_cpu:
         worth = q_THE.shape[0] >= ROWS_WORTH_A_CALL * max(1, cu_seqlens.shape[0] - 1)
         run = _image_by_image if worth and not torch.compiler.is_compiling() else _padded
     else:
         plain = not dropout and not is_grouped(q_THE, k_THE) and q_THE.shape[-1] % 8 == 0 and not exporting()
-        run = _by_varlen if q_THE.device.type == "cuda" and q_THE.dtype in HALF and plain else _padded
+        run = _by_varlen if q_THE.is_cuda and q_THE.dtype in HALF and plain else _padded
     return run(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, dropout, is_causal, scale)

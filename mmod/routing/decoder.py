@@ -37,8 +37,7 @@ class Predictor(nn.Module):
         x_BND = x_BND.detach()
         scale = x_BND.float().square().mean(dim=-1, keepdim=True).clamp_min(1e-12).rsqrt()
         x_BND = (x_BND * scale).to(self.hidden.weight.dtype)
-        logit: Tensor = self.out(nn.functional.silu(self.hidden(x_BND))).squeeze(-1).float()
-        return logit
+        return self.out(nn.functional.silu(self.hidden(x_BND))).squeeze(-1).float()
 
 
 class DecoderRouter(Router):

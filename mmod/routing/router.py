@@ -130,7 +130,7 @@ class Router(nn.Module):
 
     def _alike(self, x_BND: Tensor) -> Tensor | None:
         """Return the rows of norm 1 that the score compares, to be compared again; None if it compares none."""
-        return unit_rows(x_BND, self.config.router.compared_channels) if isinstance(self.score, Comparing) else None
+        return unit_rows(x_BND, self.config.router.channels) if isinstance(self.score, Comparing) else None
 
     def join(
         self, routing: Routing, rows: Tensor, earlier: Routing | None = None, alike: Tensor | None = None
@@ -210,7 +210,7 @@ class Router(nn.Module):
                     f"{float(self.capacity)} keeps {slot_BK.shape[1]} of {rows.shape[1]}"
                 )
             return first_rows(self.score.first(rows.shape[1], rows.device), slot_BK, routing.kept.valid_BK)
-        alike = unit_rows(rows, self.config.router.compared_channels) if alike is None else alike
+        alike = unit_rows(rows, self.config.router.channels) if alike is None else alike
         return nearest_rows(alike, slot_BK, self.prefix, routing.kept.valid_BK, real)
 
     def _select(
@@ -230,7 +230,7 @@ class Router(nn.Module):
             )
         elif gate.name == "step" and self.training:
             return self._run_all(score_BN, select.threshold, tokens)
-        elif config.router.whole:
+        elif config.router.per_image:
             level_B = config.router.squashed(score_BN.detach(), valid_BN)[:, 0]
             image_S, index_BK, valid_BK = select_images(level_B, select.threshold, score_BN.shape[1])
             if index_BK.shape[1]:
@@ -284,5 +284,4 @@ class Router(nn.Module):
             raise ValueError("this block uses the score of a block before it: run the whole model")
         read = (importance_BN,) if score.reads_importance else ()
         options = {} if alike is None else {"unit_BNE": alike}
-        score_BN: Tensor = self.score(x_BND, tokens.valid_BN, *read, **options)
-        return score_BN
+        return self.score(x_BND, tokens.valid_BN, *read, **options)

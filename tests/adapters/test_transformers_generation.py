@@ -50,7 +50,7 @@ EVERYTHING = {
         losses={"membership": 0.01},
     ),
     "compact": mmod.RoutingConfig(
-        router={"name": "linear", "normalize": False, "init_std": 0.2, "one_weight": True},
+        router={"name": "linear", "normalize": False, "init_std": 0.2, "tied": True},
         capacity=0.5,
         language={
             "inference_threshold": 0.5,

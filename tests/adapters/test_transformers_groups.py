@@ -232,8 +232,8 @@ def test_wrong_use_is_refused() -> None:
         mmod.route_(model, language=LINEAR.replace(blocks=(1, 9)))
     with pytest.raises(ValueError, match=r"no layer of a language model: remove the options language\.scored"):
         mmod.route_(model, vision=LINEAR.replace(language={"scored": "norm"}))
-    with pytest.raises(ValueError, match=r"router\.one_weight is for layers of a language model"):
-        mmod.route_(model, vision=LINEAR.replace(router={"one_weight": True}))
+    with pytest.raises(ValueError, match=r"router\.tied is for layers of a language model"):
+        mmod.route_(model, vision=LINEAR.replace(router={"tied": True}))
     with pytest.raises(ValueError, match="has no part text"):
         mmod.route_(model, text=LINEAR)
     with pytest.raises(ValueError, match="names no image token"):

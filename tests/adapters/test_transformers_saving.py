@@ -17,7 +17,7 @@ import mmod
 from mmod.adapters.transformers import load
 from mmod.blocks import host_class
 from mmod.methods import Experts, methods_of
-from mmod.model import routing_configs
+from mmod.methods.route import routing_configs
 from mmod.training.chat.model import router_parameters
 from tests.adapters.vlm_zoo import IMAGE, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
 from tests.trap import Trap
@@ -41,7 +41,7 @@ def test_copies_route_alike() -> None:
 @pytest.mark.parametrize("name", ["llava", "qwen2.5-vl", "qwen3-vl"])
 def test_saved_models_load_by_one_call(name: str, shard: str, tmp_path: Path) -> None:
     model = make_joint(name)
-    mmod.route_(model, language=LINEAR.replace(router={"one_weight": True}, capacity=(0.5, 0.25)))
+    mmod.route_(model, language=LINEAR.replace(router={"tied": True}, capacity=(0.5, 0.25)))
     if name == "llava":
         mmod.route_(model, vision=mmod.RoutingConfig(capacity=0.5))
     mmod.set_capacity_(model, [0.4, *list(mmod.capacities(model).values())[1:]])
@@ -162,7 +162,7 @@ def test_peft_trains_saves_and_merges_every_router(method: str, name: str, tmp_p
 
 
 def test_a_shared_score_follows_copies() -> None:
-    model, config = make_joint("llava"), LINEAR.replace(router={"one_weight": True})
+    model, config = make_joint("llava"), LINEAR.replace(router={"tied": True})
     twin = copy.deepcopy(mmod.route_(model, language=config))
     (owner,) = {block.router.score.held for block in mmod.routed_blocks(twin).values()}
     assert owner is twin.model.language_model.shared_router

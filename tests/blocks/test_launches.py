@@ -52,7 +52,8 @@ class Launches(TorchDispatchMode):
 
 
 def launches_of(config: RoutingConfig | None) -> Counter[str]:
-    model = timm.create_model("vit_small_patch16_224").eval().requires_grad_(False)
+    with torch.device("meta"):
+        model = timm.create_model("vit_small_patch16_224").eval().requires_grad_(False)
     if config is not None:
         mmod.route_(model, config)
     launches = Launches()

@@ -37,6 +37,10 @@ class RoutedLayer(KeptTokens, DynamicLayer):
     """
 
     length: int
+    position_BL: Tensor | None
+    valid_BL: Tensor | None
+    implicit: int
+    slot_T: Tensor | None
     _by_sample = ("keys", "values", "position_BL", "valid_BL", "kept_B1", "chosen_B1")
 
     def __init__(self, sliding_window: int | None = None) -> None:
@@ -44,13 +48,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.record_past = False
-        self.length = 0
-        self.position_BL: Tensor | None = None
-        self.valid_BL: Tensor | None = None
-        self.kept_B1 = 0
-        self.ragged = False
-        self.implicit = 0
-        self.slot_T: Tensor | None = None
+        self._forget_all()
 
     def adopt(self, filled: Any) -> None:
         """Start with the cache of a dense layer, whose tokens all count as kept."""
@@ -179,8 +177,12 @@ class RoutedLayer(KeptTokens, DynamicLayer):
     def reset(self) -> None:
         """Clear the cache."""
         super().reset()
-        self.length, self.implicit, self.position_BL, self.valid_BL = 0, 0, None, None
-        self.kept_B1, self.ragged, self.slot_T, self.chosen_B1 = 0, False, None, None
+        self._forget_all()
+
+    def _forget_all(self) -> None:
+        self.length = self.implicit = self.kept_B1 = 0
+        self.position_BL = self.valid_BL = self.slot_T = self.chosen_B1 = None
+        self.ragged = False
 
 
 def open_routed_layer(cache: Any, layer: int) -> None:

@@ -9,6 +9,7 @@ Axes: B samples, H heads, N tokens, K slots per sample, L keys, E channels of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -21,46 +22,43 @@ class _Captured(Exception):
     """Ends a host's forward once its keys and values are known."""
 
 
+@dataclass
 class _KeepingCache:
-    """Cache proxy: forwards keys and values to the cache, if any, and keeps those that the layer attends to."""
+    """Cache proxy: forwards keys and values to the cache, if any, and keeps those that the layer attends to.
 
-    def __init__(self, cache: Any) -> None:
-        self.cache = cache
-        self.kept: tuple[Tensor, Tensor] | None = None
+    Args:
+        ends: End the call of the host's forward then.
+    """
+
+    cache: Any
+    ends: bool
+    kept: tuple[Tensor, Tensor] | None = None
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, H, N, E) of new tokens; return those of all tokens."""
         self.kept = (keys, values) if self.cache is None else self.cache.update(keys, values, *args, **kwargs)
+        if self.ends:
+            raise _Captured
         return self.kept
 
 
-class _CapturingCache(_KeepingCache):
-    """The same, but ends the call of the host's forward."""
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Store keys and values (B, H, N, E) of all tokens, and end the call."""
-        super().update(keys, values, *args, **kwargs)
-        raise _Captured
-
-
+@dataclass
 class OtherLayer:
     """Cache proxy for a layer that runs several times: each run has the cache layer of another index."""
 
-    def __init__(self, cache: Any, index: int) -> None:
-        self.cache = cache
-        self.index = index
+    cache: Any
+    index: int
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, H, N, E) of new tokens; return the visible ones."""
-        visible: tuple[Tensor, Tensor] = self.cache.update(keys, values, self.index, *args, **kwargs)
-        return visible
+        return self.cache.update(keys, values, self.index, *args, **kwargs)
 
 
+@dataclass
 class _CapturedCache:
     """Cache proxy that returns captured keys and values (B, H, L, E)."""
 
-    def __init__(self, captured: tuple[Tensor, Tensor]) -> None:
-        self.captured = captured
+    captured: tuple[Tensor, Tensor]
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Ignore keys and values of the kept tokens, which were not computed."""
@@ -78,7 +76,7 @@ def attend_to_all(
 
     Source: ShortV, arXiv 2504.00502 (text reads keys and values of image tokens that are frozen).
     """
-    capture = _CapturingCache(cache_of(arguments))
+    capture = _KeepingCache(cache_of(arguments), ends=True)
     # The mask is not used, but without one hosts use another layout of keys.
     all_arguments = with_cache({**arguments, "attention_mask": narrowed["attention_mask"]}, capture)
     try:
@@ -93,7 +91,7 @@ def attend_and_keep(
     layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor
 ) -> tuple[Any, tuple[Tensor, Tensor]]:
     """Return the host forward's output for all tokens, and the keys and values (B, H, L, E) that they attend to."""
-    keeping = _KeepingCache(cache_of(arguments))
+    keeping = _KeepingCache(cache_of(arguments), ends=False)
     y = forward(x_BND, **with_cache(arguments, keeping))
     return y, _checked(keeping.kept, layer)
 

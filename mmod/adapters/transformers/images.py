@@ -19,6 +19,13 @@ _KINDS = {"image": IMAGE, "video": VIDEO}
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
+def checked_mask(name: str, mask_BN: Tensor, shape: tuple[int, int]) -> Tensor:
+    """Return a mask of tokens if it has their shape."""
+    if mask_BN.shape != shape:
+        raise ValueError(f"{name} has shape {tuple(mask_BN.shape)}, the tokens have {tuple(shape)}")
+    return mask_BN
+
+
 class Frames(NamedTuple):
     """Boundaries of frames.
 
@@ -52,10 +59,7 @@ class ImageTokens:
         kind_BN = arguments.get("mm_token_type_ids") if mask_BN is None and ids_BN is None else mask_BN
         shape = embeds_BND.shape[:2] if ids_BN is None else ids_BN.shape  # type: ignore[union-attr]
         if kind_BN is not None:
-            if kind_BN.shape != shape:
-                name = IMAGES if mask_BN is not None else "mm_token_type_ids"
-                raise ValueError(f"{name} has shape {tuple(kind_BN.shape)}, the tokens have {tuple(shape)}")
-            return kind_BN.long()
+            return checked_mask("mm_token_type_ids" if mask_BN is None else IMAGES, kind_BN, shape).long()
         if ids_BN is not None:
             return sum((ids_BN == token) * kind for kind, token in self.ids.items())
         return self._kinds_of(module, embeds_BND)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.transformers.cache_base import CACHE, cache_of, chosen_samples
-from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens
+from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens, checked_mask
 from mmod.adapters.transformers.layers import GROUPS, CompactRotary, DecoderLayerCall, is_sandwich
 from mmod.adapters.transformers.masks import valid_tokens
 from mmod.adapters.transformers.vision import TowerImportance
@@ -24,19 +24,20 @@ from mmod.blocks import ImportanceDecoderBlock, ModelHook, RoutedDecoderBlock, h
 from mmod.config import RoutingConfig, Threshold
 from mmod.routing import DecoderRouter, TokenGroups, assign_groups, decoded_groups
 
-LAYERS = (
-    "LlamaDecoderLayer",
-    "MistralDecoderLayer",
-    "Qwen2DecoderLayer",
-    "Qwen3DecoderLayer",
-    "Phi3DecoderLayer",
-    "GemmaDecoderLayer",
-    "Gemma2DecoderLayer",
-    "Gemma3DecoderLayer",
-    "Qwen2VLDecoderLayer",
-    "Qwen2_5_VLDecoderLayer",
-    "Qwen3VLTextDecoderLayer",
-)
+# Class of a decoder layer -> its positions are plain: one number per token, with one rotary embedding for all layers.
+LAYERS = {
+    "LlamaDecoderLayer": True,
+    "MistralDecoderLayer": True,
+    "Qwen2DecoderLayer": True,
+    "Qwen3DecoderLayer": True,
+    "Phi3DecoderLayer": True,
+    "GemmaDecoderLayer": True,
+    "Gemma2DecoderLayer": True,
+    "Gemma3DecoderLayer": False,
+    "Qwen2VLDecoderLayer": False,
+    "Qwen2_5_VLDecoderLayer": False,
+    "Qwen3VLTextDecoderLayer": False,
+}
 # Models that insert image features into the embedded tokens and pass keywords on to their language model.
 JOINT = (
     "LlavaModel",
@@ -50,8 +51,6 @@ JOINT = (
     "Qwen2_5_VLModel",
     "Qwen3VLModel",
 )
-# Decoder layers with positions in time, height and width.
-JOINT_LAYERS = ("Qwen2VLDecoderLayer", "Qwen2_5_VLDecoderLayer", "Qwen3VLTextDecoderLayer")
 PROTECTED = "protected_mask"
 
 
@@ -72,8 +71,8 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
             f"{', '.join(JOINT)} only"
         )
     config: Any = text.config
-    # Compact positions need one-dimensional positions and one rotary embedding.
-    plain = host_class(layers[0]).__name__ not in ("Gemma3DecoderLayer", *JOINT_LAYERS)
+    # Compact positions need plain ones.
+    plain = LAYERS[host_class(layers[0]).__name__]
     rotary = CompactRotary(text.get_submodule("rotary_emb")) if plain else None
     return BlockStack(
         library="transformers",
@@ -164,11 +163,7 @@ class GroupHook(ModelHook):
         return args, kwargs
 
     def groups(
-        self,
-        module: nn.Module,
-        arguments: Mapping[str, Any],
-        protected_BN: Tensor | None,
-        image_BN: Tensor | None = None,
+        self, module: nn.Module, arguments: Mapping[str, Any], protected_BN: Tensor | None, image_BN: Tensor | None
     ) -> TokenGroups | None:
         """Return the groups of the tokens, or None when all of them run.
 
@@ -198,7 +193,9 @@ class GroupHook(ModelHook):
             if self.language.frames is not None and together:
                 frames = self.images.frames(arguments, kind_BN, valid_BN)
         gated_BN = shown_BN if frames is None else shown_BN & ~frames.apart_BN
-        free_BN = gated_BN if protected_BN is None else gated_BN & ~_checked(protected_BN, (samples, tokens)).bool()
+        free_BN = gated_BN
+        if protected_BN is not None:
+            free_BN = gated_BN & ~checked_mask(PROTECTED, protected_BN, (samples, tokens)).bool()
         segment_BN = self._segments(arguments, cache)
         if segment_BN is not None and self.config.importance == "last_token":
             raise ValueError(
@@ -267,9 +264,3 @@ def _source(arguments: Mapping[str, Any]) -> Tensor:
     if source is None:
         raise ValueError("pass input_ids or inputs_embeds")
     return source
-
-
-def _checked(protected_BN: Tensor, shape: tuple[int, int]) -> Tensor:
-    if protected_BN.shape != shape:
-        raise ValueError(f"{PROTECTED} has shape {tuple(protected_BN.shape)}, the tokens have {shape}")
-    return protected_BN

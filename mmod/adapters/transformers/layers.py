@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_all, attend_to_captured
 from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
 from mmod.blocks import ForwardPass
+from mmod.blocks.call import DecoderCall
 from mmod.ops import Packing, gather_rows
 from mmod.routing import Routing, TokenGroups, TokenMarks
 
@@ -32,7 +33,7 @@ _UNKNOWN = object()
 
 
 @dataclass(frozen=True, eq=False)
-class DecoderLayerCall:
+class DecoderLayerCall(DecoderCall):
     """How transformers calls one decoder layer.
 
     Args:
@@ -49,13 +50,8 @@ class DecoderLayerCall:
     compact: CompactRotary | None = None
     window: int | None = None
 
-    # Norms are not fused with gathering rows, tokens of a text are not grouped, and halves cannot run separately.
-    fused_norm: ClassVar[str] = ""
-    weighs_keys: ClassVar[bool] = False
-    needs_prefix: ClassVar[bool] = False
-    operators: ClassVar[Mapping[str, str]] = OPERATORS
-    tuples: ClassVar[tuple[str, ...]] = TUPLES
-    halves: ClassVar[None] = None
+    operators = OPERATORS
+    tuples = TUPLES
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -124,7 +120,7 @@ class DecoderLayerCall:
             cached.append(kept)
             return y
         narrowed = self._narrowed(arguments, x_BND, routing, self._cache(arguments), all_keys=True)
-        self.begin_update(arguments, x_BND, routing, whole=True)
+        self.begin_update(arguments, x_BND, routing, all_tokens=True)
         return attend_to_all(block, forward, arguments, narrowed, x_BND, z_BKD)
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
@@ -174,7 +170,7 @@ class DecoderLayerCall:
 
     def begin_update(
         self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None,
-        whole: bool = False,
+        all_tokens: bool = False,
     ) -> None:  # fmt: skip
         """Announce the tokens of the next update to the layer's cache, see `DecoderCall.begin_update`."""
         cache = self._cache(arguments)
@@ -182,7 +178,7 @@ class DecoderLayerCall:
             return
         if routing is not None:
             cache.remember(routing.evidence.tokens)
-        if routing is None or whole:
+        if routing is None or all_tokens:
             cache.begin_update_all(x_BND)
         elif packing is not None and isinstance(cache, RoutedLayer):
             cache.begin_update(routing.kept.index_BK, routing.kept.valid_BK, x_BND.shape[1], packing.slot_T)
@@ -265,7 +261,6 @@ class DecoderLayerCall:
             )
 
     def _compact_positions(self, x_BND: Tensor, slots: int, cache: KeptTokens | None) -> dict[str, Any]:
-        """Return the arguments with compact positions."""
         assert self.compact is not None
         before_B1, length = (0, 0) if cache is None else (cache.kept_B1, cache.length)
         return {"position_embeddings": self.compact(x_BND, before_B1, slots, length), "position_ids": None}

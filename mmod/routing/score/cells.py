@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from mmod.config import Placement, Score, register_score
 from mmod.ops import group_sizes, mean_rows
 from mmod.routing.grouping import Grouping
-from mmod.values import check_fields
 
 
 @register_score("cells")
 @dataclass(frozen=True, kw_only=True)
-class Cells(Score):
+class Cells(Score, side="[2, inf)", width="[1, inf)"):
     """Variance within each cell of the grid: with `skipped="merge"`, uniform cells are merged into one token each.
 
     Consecutive routed blocks share it. Tokens join only the first of their cell.
@@ -33,9 +32,6 @@ class Cells(Score):
     shared: ClassVar[bool] = True
     side: int = 2
     width: int | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "router", side="[2, inf)", width="[1, inf)")
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
@@ -92,7 +88,6 @@ class CellScore(Grouping):
         return torch.cat([torch.arange(self.prefix, device=device), row_N * width + column_N + self.prefix])
 
     def _grid(self, tokens: int) -> tuple[int, int]:
-        """Return rows and columns of the grid."""
         patches = tokens - self.prefix
         width = isqrt(patches) if self.width is None else self.width
         rows = patches // max(width, 1)

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from mmod.config import Placement, Score, register_score
 from mmod.ops import random_scores, spread_evenly
 from mmod.ops.hashing import mix
-from mmod.values import check_fields
 
 
 @register_score("random")
@@ -26,9 +25,6 @@ class Random(Score):
     shared: ClassVar[bool] = True
     positional: ClassVar[bool] = True
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self, "router")
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
@@ -48,17 +44,14 @@ class Coin(Score):
 
     seed: int = 0
 
-    def __post_init__(self) -> None:
-        check_fields(self, "router")
-
     @property
-    def whole(self) -> bool:
+    def per_image(self) -> bool:
         """Whether all tokens of an image have one score."""
         return True
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return RandomScore(self.seed, place.block, whole=True)
+        return RandomScore(self.seed, place.block, per_image=True)
 
 
 class RandomScore(nn.Module):
@@ -69,18 +62,18 @@ class RandomScore(nn.Module):
 
     Args:
         block: Index of the block, so that blocks draw independently.
-        whole: Give all tokens of an image the number of its first token.
+        per_image: Give all tokens of an image the number of its first token.
     """
 
-    def __init__(self, seed: int, block: int, whole: bool = False) -> None:
+    def __init__(self, seed: int, block: int, per_image: bool = False) -> None:
         super().__init__()
         self.salt = _mix_number(_mix_number(seed) + block)
-        self.whole = whole
+        self.per_image = per_image
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, leaves no fingerprint."""
         score_BN = random_scores(x_BND, self.salt, valid_BN)
-        return score_BN[:, :1].expand_as(score_BN) if self.whole else score_BN
+        return score_BN[:, :1].expand_as(score_BN) if self.per_image else score_BN
 
 
 def _mix_number(value: int) -> int:

@@ -29,19 +29,15 @@ class Diversity(Score):
 
 @register_score("important_diversity")
 @dataclass(frozen=True)
-class ImportantDiversity(WithImportance):
+class ImportantDiversity(WithImportance, Diversity):
     """Importance of a token times how far it is from those that are chosen before it, see `DiversityScore`.
 
     Args:
         importance: Which queries count, see `mmod.config.WithImportance`.
     """
 
+    shared: ClassVar[bool] = False
     reads_importance: ClassVar[bool] = True
-    compares: ClassVar[bool] = True
-
-    def make(self, place: Placement) -> nn.Module:
-        """Return the module that scores tokens."""
-        return DiversityScore(place.prefix)
 
 
 class DiversityScore(Comparing):

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.config import IMPORTANCE, Placement, WithImportance, register_score
+from mmod.config import Placement, WithImportance, register_score
 from mmod.ops.casting import without_autocast
-from mmod.values import check_fields
 
 
 @register_score("linear")
 @dataclass(frozen=True, kw_only=True)
-class Linear(WithImportance):
+class Linear(WithImportance, init_std="[0, inf)"):
     """A learned linear score, see `LinearScore`. A threshold is compared with its sigmoid.
 
     Args:
@@ -28,7 +28,7 @@ class Linear(WithImportance):
             a threshold. No token is protected then.
         initial: Value around which scores start. None means 1 for a linear gate, which is the score itself, and 0
             otherwise. A sigmoid gate that starts near 1, as with 3, leaves a pretrained model what it was.
-        one_weight: All routed layers of a language model score with one weight, stored once (gamma-MoD).
+        tied: All routed layers of a language model score with one weight, stored once (gamma-MoD).
         shared: Consecutive routed blocks of an image or caption encoder use the score of the first of them, which alone
             has a weight; at equal capacity they keep the same tokens, decided once, in training too.
         importance: Which queries count where the loss "importance" teaches it, see `mmod.config.WithImportance`.
@@ -40,21 +40,14 @@ class Linear(WithImportance):
     init_std: float | None = None
     per: Literal["token", "sequence"] = "token"
     initial: float | None = None
-    one_weight: bool = False
-    shared: bool = False  # type: ignore[misc]  # other scores share by class, this one by choice
-
-    def __post_init__(self) -> None:
-        check_fields(self, "router", importance=IMPORTANCE, init_std="[0, inf)", initial="(-inf, inf)")
+    # Other scores are shared by class, this one by choice.
+    tied: bool = False  # type: ignore[misc]
+    shared: bool = False  # type: ignore[misc]
 
     @property
-    def whole(self) -> bool:
+    def per_image(self) -> bool:
         """Whether all tokens of an image have one score."""
         return self.per == "sequence"
-
-    @property
-    def tied(self) -> bool:
-        """Whether all routed layers score with one weight, stored once."""
-        return self.one_weight
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
@@ -66,7 +59,7 @@ class Linear(WithImportance):
             initial=initial,
             normalize=self.normalize,
             init_std=near_dense_std(place.dim, place.gate.scale) if self.init_std is None else self.init_std,
-            whole=self.whole,
+            per_image=self.per_image,
             device=place.device,
             dtype=place.dtype,
         )
@@ -77,7 +70,7 @@ class LinearScore(nn.Module):
 
     Args:
         initial: Value around which the scores start; other than 0 it needs the bias.
-        whole: Give each token the mean score of its image.
+        per_image: Give each token the mean score of its image.
 
     Source: Raposo et al., arXiv 2404.02258, section 3.4 (linear, no bias, raw input). A normalised input keeps the
     size of the score apart from the growth of the residual stream with depth.
@@ -95,7 +88,7 @@ class LinearScore(nn.Module):
         normalize: bool = True,
         init_std: float = 0.0,
         initial: float = 0.0,
-        whole: bool = False,
+        per_image: bool = False,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -103,7 +96,7 @@ class LinearScore(nn.Module):
         self.normalize = normalize
         self.init_std = init_std
         self.initial = initial
-        self.whole = whole
+        self.per_image = per_image
         self.weight = nn.Parameter(torch.empty(1, dim, device=device, dtype=dtype))
         self.bias = nn.Parameter(torch.empty(1, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
@@ -119,17 +112,16 @@ class LinearScore(nn.Module):
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) of tokens (B, N, D)."""
         with without_autocast(x_BND):
-            x_BND, weight = x_BND.float(), self.weight[0].float()
+            x_BND = x_BND.float()
+            score_BN = F.linear(x_BND, self.weight.float()).squeeze(-1)
             if self.normalize:
                 # Dividing the product instead of the tokens reads them twice and writes them never.
                 norm_BN = torch.linalg.vector_norm(x_BND, dim=-1)
                 # 1e-6 + rms(x) in one operation.
-                score_BN = x_BND @ weight / torch.rsub(norm_BN, 1e-6, alpha=-1 / math.sqrt(x_BND.shape[-1]))
-            else:
-                score_BN = x_BND @ weight
+                score_BN = score_BN / torch.rsub(norm_BN, 1e-6, alpha=-1 / math.sqrt(x_BND.shape[-1]))
             if self.bias is not None:
                 score_BN = score_BN + self.bias.float()
-        return mean_score(score_BN, valid_BN) if self.whole else score_BN
+        return mean_score(score_BN, valid_BN) if self.per_image else score_BN
 
 
 def mean_score(score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:

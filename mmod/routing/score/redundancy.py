@@ -10,12 +10,11 @@ from torch import Tensor, nn
 from mmod.config import Placement, Score, register_score
 from mmod.ops import redundancy_scores, unit_rows
 from mmod.routing.grouping import Comparing
-from mmod.values import check_fields
 
 
 @register_score("redundancy")
 @dataclass(frozen=True, kw_only=True)
-class Redundancy(Score):
+class Redundancy(Score, channels="[1, inf)"):
     """How unlike a token is to those before it in an evenly spread order, which consecutive routed blocks share.
 
     Args:
@@ -25,19 +24,11 @@ class Redundancy(Score):
 
     shared: ClassVar[bool] = True
     compares: ClassVar[bool] = True
-    channels: int | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "router", channels="[1, inf)")
+    channels: int | None = None  # type: ignore[misc]  # other scores compare all channels
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
         return RedundancyScore(place.prefix, self.channels)
-
-    @property
-    def compared_channels(self) -> int | None:
-        """Sums of channels by which tokens are compared."""
-        return self.channels
 
 
 class RedundancyScore(Comparing):
