@@ -9,6 +9,7 @@ from mmod.lazy import lazy_names
 if TYPE_CHECKING:
     from mmod.analysis import Trace, audit, flops, prefill_flops, redundancy, trace
     from mmod.config import (
+        AuditConfig,
         Gate,
         LanguageRouting,
         Merged,
@@ -23,17 +24,8 @@ if TYPE_CHECKING:
     )
     from mmod.losses import auxiliary_loss
     from mmod.methods.base import undo_
-    from mmod.model import (
-        apply_,
-        capacities,
-        freeze_dense_,
-        is_routed,
-        route_,
-        routed_blocks,
-        routing_config,
-        set_capacity_,
-        unroute_,
-    )
+    from mmod.methods.route import capacities, is_routed, routed_blocks, routing_config
+    from mmod.model import apply_, freeze_dense_, route_, set_capacity_, unroute_
     from mmod.planning import (
         Option,
         advise,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmod.blocks import Deciding, RoutedBlock
 from mmod.config import LOSSES, register_loss
-from mmod.model import is_routed, routed_blocks
+from mmod.methods.route import is_routed, routed_blocks
 from mmod.routing import Kept, Router, Routing, TokenGroups, apply_gate, select_topk, select_within
 from mmod.values import check_module
 

@@ -8,34 +8,9 @@ from typing import Any
 from mmod.adapters import adapted_model, find_parts
 from mmod.adapters.base import Part
 from mmod.config import Plan, RoutingConfig
-from mmod.methods.base import Method, Model, method_owners, methods_of, undo_, undo_last_
+from mmod.methods.base import Method, Model, method_owners, methods_of, undo_last_
 from mmod.methods.prepare import check_budget
-from mmod.methods.route import (
-    Route,
-    assign_capacities,
-    capacities,
-    deciding_by,
-    exact_capacities,
-    is_routed,
-    routed_blocks,
-    routing_config,
-    routing_configs,
-)
-
-__all__ = [
-    "apply_",
-    "capacities",
-    "deciding_by",
-    "freeze_dense_",
-    "is_routed",
-    "route_",
-    "routed_blocks",
-    "routing_config",
-    "routing_configs",
-    "set_capacity_",
-    "undo_",
-    "unroute_",
-]
+from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks
 
 HowToRoute = RoutingConfig | Plan | None
 

@@ -16,6 +16,7 @@ from mmod.adapters.base import Saving
 from mmod.io.files import parse_json, replacing, write_atomically
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.methods.base import methods_of
+from mmod.values import brief
 
 FORMAT_VERSION = 4
 WEIGHTS = "model.safetensors"
@@ -186,7 +187,6 @@ def _saving(library: str) -> Saving:
 
 
 def _build(config: dict[str, Any]) -> nn.Module:
-    """Build the changed model that a config describes, with fresh weights."""
     model = _build_dense(config)
     apply_again(model, config["methods"])
     return model
@@ -212,8 +212,9 @@ def _check_plain(state: Mapping[str, Tensor]) -> None:
 
 
 def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, Tensor]) -> None:
+    described = brief(config["model"].get("architecture") or config["model"])
     refusal = (
-        f"cannot save this {type(model).__name__}: built again from {_brief(config)} it has other weights, so it was "
+        f"cannot save this {type(model).__name__}: built again from {described} it has other weights, so it was "
         "made differently, or parts of it were exchanged or removed since"
     )
     with torch.device("meta"):
@@ -232,14 +233,9 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
     if present != wanted:
         name = next(name for name in {**wanted, **present} if wanted.get(name) != present.get(name))
         raise ValueError(
-            f"cannot save this {type(model).__name__}: built again from {_brief(config)} its {name} is "
+            f"cannot save this {type(model).__name__}: built again from {described} its {name} is "
             f"{present.get(name)!r}, the model's is {wanted.get(name)!r}"
         )
-
-
-def _brief(config: dict[str, Any]) -> str:
-    text = str(config["model"].get("architecture") or config["model"])
-    return text if len(text) < 200 else f"{text[:200]}..."
 
 
 def _settings(model: nn.Module) -> dict[str, object]:

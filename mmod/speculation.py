@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from mmod.config import RoutingConfig, Threshold
-from mmod.model import deciding_by, route_, routing_configs, unroute_
+from mmod.methods.route import deciding_by, routing_configs
+from mmod.model import route_, unroute_
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -160,7 +161,6 @@ def _drafting(model: Any, tokens: int | None) -> Iterator[None]:
 
 @contextmanager
 def _counted(model: nn.Module) -> Iterator[list[int]]:
-    """Count the forward passes of a model."""
     count = [0]
 
     def add(*_: Any) -> None:

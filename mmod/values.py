@@ -76,14 +76,6 @@ def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
 
     Numbers of numpy are replaced by Python's, which files can hold, and lists by tuples where the type is a tuple.
     `group` is the fields' section in messages.
-
-    Example:
-        >>> @dataclasses.dataclass
-        ... class Average:
-        ...     decay: float = 0.9
-        >>> check_fields(Average(2), "ema", decay="[0, 1)")
-        Traceback (most recent call last):
-        ValueError: ema.decay must be a number in [0, 1), got 2
     """
     cls: Any = type(config)
     hints = _hints(cls)
@@ -98,8 +90,34 @@ def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
             object.__setattr__(config, name, plain)
 
 
-def check_value(name: str, value: object, hint: Any, limit: Limit = _FINITE) -> None:
-    """Raise unless a value is of a type and within a limit; see `check_fields`."""
+class Checked:
+    """Base of dataclasses whose fields are checked when they are made, see `check_fields`.
+
+    Classes declare the fields' `group` and limits where they name their bases, and inherit them.
+
+    Example:
+        >>> @dataclasses.dataclass
+        ... class Average(Checked, group="ema", decay="[0, 1)"):
+        ...     decay: float = 0.9
+        >>> Average(decay=2)
+        Traceback (most recent call last):
+        ValueError: ema.decay must be a number in [0, 1), got 2
+    """
+
+    _group: typing.ClassVar[str] = ""
+    _limits: typing.ClassVar[Mapping[str, Limit]] = {}
+
+    def __init_subclass__(cls, group: str | None = None, **limits: Limit) -> None:
+        super().__init_subclass__()
+        cls._group = cls._group if group is None else group
+        cls._limits = {**cls._limits, **limits}
+
+    def __post_init__(self) -> None:
+        check_fields(self, self._group, **self._limits)
+
+
+def check_value(name: str, value: object, hint: Any, limit: Limit | None = _FINITE) -> None:
+    """Raise unless a value is of a type and within a limit, None for any value; see `check_fields`."""
     fault = _fault(value, hint, limit)
     if fault is not None:
         raise fault(f"{name} must be {describe(hint, limit)}, got {brief(value)}")
@@ -144,11 +162,12 @@ def check_module(model: object) -> None:
         raise TypeError(f"model must be a torch.nn.Module, got {brief(model)}")
 
 
-def from_plain(cls: type[Config], values: object, name: str = "") -> Config:
+def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit | None = _FINITE) -> Config:
     """Build a dataclass, and the dataclasses and tuples in it, from the plain values of a file.
 
     Args:
         name: Dotted key of the values in their file, for messages; empty for all of it.
+        limit: Range of all numbers; None allows NaN, which results may hold.
 
     Example:
         >>> @dataclasses.dataclass
@@ -167,9 +186,9 @@ def from_plain(cls: type[Config], values: object, name: str = "") -> Config:
             where = f"in group {name!r}" if name else "at the top level"
             valid = ", ".join(sorted(hints))
             raise ValueError(f"unknown config key {f'{prefix}{key}'!r}; valid keys {where}: {valid}")
-    fields = {key: _from_plain(hints[key], value, f"{prefix}{key}") for key, value in values.items()}
+    fields = {key: _from_plain(hints[key], value, f"{prefix}{key}", limit) for key, value in values.items()}
     for key, value in fields.items():
-        check_value(f"{prefix}{key}", value, hints[key])
+        check_value(f"{prefix}{key}", value, hints[key], limit)
     missing = [prefix + key for key in required_fields(config_class) if key not in values]
     if missing:
         raise ValueError(f"keys that are required: {', '.join(missing)}")
@@ -181,21 +200,22 @@ def required_fields(cls: Any) -> list[str]:
     return [field.name for field in dataclasses.fields(cls) if field.default is field.default_factory is MISSING]
 
 
-def _from_plain(hint: Any, value: Any, name: str) -> Any:
+def _from_plain(hint: Any, value: Any, name: str, limit: Limit | None) -> Any:
     """Return a value with mappings, lists and integers replaced by the dataclasses, tuples and floats of its type."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
         # At most one type of a union is a dataclass or a container, so the others leave the value unchanged.
-        return functools.reduce(lambda plain, option: _from_plain(option, plain, name), arguments, value)
+        return functools.reduce(lambda plain, option: _from_plain(option, plain, name, limit), arguments, value)
     if origin in (list, tuple) and isinstance(value, list):
         types_of_items = arguments if origin is tuple and arguments[-1] is not Ellipsis else arguments[:1] * len(value)
-        items = [_from_plain(kind, item, f"{name}[{i}]") for i, (kind, item) in enumerate(zip(types_of_items, value))]
+        pairs = enumerate(zip(types_of_items, value))
+        items = [_from_plain(kind, item, f"{name}[{i}]", limit) for i, (kind, item) in pairs]
         # A list of the wrong length stays a list, which `check_value` refuses.
         return origin(items) if len(types_of_items) == len(value) else value
     if origin in (dict, collections.abc.Mapping) and isinstance(value, Mapping):
-        return {key: _from_plain(arguments[1], item, f"{name}.{key}") for key, item in value.items()}
+        return {key: _from_plain(arguments[1], item, f"{name}.{key}", limit) for key, item in value.items()}
     if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
-        return from_plain(typing.cast(type, hint), value, name)
+        return from_plain(typing.cast(type, hint), value, name, limit)
     # Integers that a float holds exactly.
     return float(value) if hint is float and type(value) is int and abs(value) <= 2**53 else value
 
@@ -206,7 +226,7 @@ def _hints(cls: Any) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
 
 
-def _fault(value: object, hint: Any, limit: Limit) -> type[Exception] | None:
+def _fault(value: object, hint: Any, limit: Limit | None) -> type[Exception] | None:
     """Return the type of the error for a value; None for a valid one."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
@@ -230,7 +250,7 @@ def _fault(value: object, hint: Any, limit: Limit) -> type[Exception] | None:
     return None if isinstance(value, hint) else TypeError
 
 
-def _fault_within(value: object, hint: Any, limit: Limit) -> type[Exception] | None:
+def _fault_within(value: object, hint: Any, limit: Limit | None) -> type[Exception] | None:
     """Return the type of the error for a sequence or mapping or its first invalid item; None for a valid one."""
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin not in (list, tuple):
@@ -248,7 +268,9 @@ def _fault_within(value: object, hint: Any, limit: Limit) -> type[Exception] | N
     return next(filter(None, (_fault(item, item_type, limit) for item, item_type in pairs)), None)
 
 
-def _within(value: Any, limit: Limit) -> bool:
+def _within(value: Any, limit: Limit | None) -> bool:
+    if limit is None:
+        return True
     interval = limit if isinstance(limit, str) else _FINITE
     low, high = _bounds(interval)
     above = value >= low if interval[0] == "[" else value > low
@@ -262,7 +284,7 @@ def _bounds(interval: str) -> tuple[float, float]:
     return low, high
 
 
-def describe(hint: Any, limit: Limit = _FINITE) -> str:
+def describe(hint: Any, limit: Limit | None = _FINITE) -> str:
     """Return the description of a type and a limit for messages; see `check_fields`.
 
     Example:
@@ -286,10 +308,10 @@ def describe(hint: Any, limit: Limit = _FINITE) -> str:
         return "a mapping of names" + ("" if arguments[1] is Any else f" to {describe(arguments[1], limit)}")
     if origin is collections.abc.Callable:
         return "a function"
-    return _NAMES.get(hint) or f"a {hint.__name__}"
+    return _NAMES.get(hint) or f"{'an' if hint.__name__[0] in 'AEIOU' else 'a'} {hint.__name__}"
 
 
-def _describe_number(name: str, limit: Limit) -> str:
+def _describe_number(name: str, limit: Limit | None) -> str:
     interval = limit if isinstance(limit, str) else _FINITE
     low, high = _bounds(interval)
     if math.isinf(low) and math.isinf(high):

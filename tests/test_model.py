@@ -14,7 +14,7 @@ import torch
 import mmod
 from mmod import Plan, RoutingConfig
 from mmod.methods.base import undo_
-from mmod.model import deciding_by
+from mmod.methods.route import deciding_by
 from tests.zoo import make_images, make_model
 
 NAME = "test_vit"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
 
-from mmod.values import check_fields, one_of
+from mmod.values import Checked, check_fields, one_of
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ GATES = ("identity", "linear", "sigmoid", "tanh", "step")
 
 
 @dataclass(frozen=True)
-class Threshold:
+class Threshold(Checked, group="select", min_tokens="[0, inf)", max_tokens="[1, inf)"):
     """Keep every token whose score reaches a threshold, so that images keep different numbers of tokens.
 
     Args:
@@ -38,7 +38,7 @@ class Threshold:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "select", min_tokens="[0, inf)", max_tokens="[1, inf)")
+        super().__post_init__()
         if self.max_tokens is not None and self.max_tokens < self.min_tokens:
             raise ValueError(
                 f"select.max_tokens must be at least min_tokens ({self.min_tokens}), got {self.max_tokens}"
@@ -46,7 +46,7 @@ class Threshold:
 
 
 @dataclass(frozen=True)
-class Merged:
+class Merged(Checked, group="skipped"):
     """Skipped tokens merge with the most similar kept token of their image.
 
     The group runs as one row, the mean of its tokens, and attention counts the row as that many tokens. Every token of
@@ -64,10 +64,7 @@ class Merged:
     """
 
     name: ClassVar[str] = "merge"
-    before: str = "block"
-
-    def __post_init__(self) -> None:
-        check_fields(self, "skipped", before=("block", "mlp"))
+    before: Literal["block", "mlp"] = "block"
 
 
 @dataclass(frozen=True, init=False)
@@ -97,7 +94,7 @@ class Gate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageRouting:
+class LanguageRouting(Checked, group="language", tokens="[1, inf)", inference_threshold="[0, 1)"):
     """Options that only the layers of a language model have.
 
     Args:
@@ -122,22 +119,14 @@ class LanguageRouting:
     """
 
     tokens: str | int | None = None
-    scored: str = "input"
+    scored: Literal["input", "norm"] = "input"
     predictor: bool = False
     inference_threshold: float | None = None
-    gate_on: str = "update"
-    positions: str = "original"
+    gate_on: Literal["update", "mlp", "branches"] = "update"
+    positions: Literal["original", "compact"] = "original"
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            "language",
-            tokens="[1, inf)",
-            scored=("input", "norm"),
-            inference_threshold="[0, 1)",
-            gate_on=("update", "mlp", "branches"),
-            positions=("original", "compact"),
-        )
+        super().__post_init__()
         if isinstance(self.tokens, str):
             one_of("language.tokens", self.tokens, ("image", "all", "span"))
         if self.predictor and self.inference_threshold is None:
@@ -193,7 +182,8 @@ def spelled(value: Any) -> Any:
     return {"name": name, **options} if options else name
 
 
-IMPORTANCE = ("per_viewer", "mean", "class_token", "last_token", "vision_tower")
+Importance = Literal["per_viewer", "mean", "class_token", "last_token", "vision_tower"]
+IMPORTANCE: tuple[str, ...] = get_args(Importance)
 
 
 @dataclass(frozen=True)
@@ -216,7 +206,7 @@ class Placement:
 
 
 @dataclass(frozen=True)
-class Score:
+class Score(Checked, group="router"):
     """How tokens are scored: a frozen dataclass whose fields are the options of the score.
 
     `mmod.register_score` registers a subclass by the name that configs use.
@@ -228,7 +218,9 @@ class Score:
             first of them computes it, unless it is importance.
         reads_importance: The score is the importance of the tokens in the dense block before.
         relative: A threshold is compared with the score over its mean in the image, so that 1 means average.
-        compares: The score multiplies all pairs of tokens, of `compared_channels` channels.
+        tied: All routed layers score with one weight, stored once.
+        compares: The score multiplies all pairs of tokens.
+        channels: Sums of channels by which tokens are compared; None compares all channels.
         positional: The score depends on the position of a token in its sequence. Where only some tokens may be
             skipped, it depends on their rank among these.
     """
@@ -238,17 +230,14 @@ class Score:
     shared: ClassVar[bool] = False
     reads_importance: ClassVar[bool] = False
     relative: ClassVar[bool] = False
+    tied: ClassVar[bool] = False
     compares: ClassVar[bool] = False
+    channels: ClassVar[int | None] = None
     positional: ClassVar[bool] = False
 
     @property
-    def whole(self) -> bool:
+    def per_image(self) -> bool:
         """Whether all tokens of an image have one score, so that the image is kept or skipped as a whole."""
-        return False
-
-    @property
-    def tied(self) -> bool:
-        """Whether all routed layers score with one weight, stored once."""
         return False
 
     @property
@@ -263,11 +252,6 @@ class Score:
         None, and with importance (B, N) where the score reads it. It returns raw fp32 scores (B, N).
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what scores tokens")
-
-    @property
-    def compared_channels(self) -> int | None:
-        """Sums of channels by which tokens are compared where some join others; None compares all channels."""
-        return None
 
     def squashed(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the values that a threshold is compared with (B, N), from raw scores.
@@ -286,8 +270,7 @@ class Score:
 
     def to_dict(self) -> str | dict[str, Any]:
         """Return the score as plain values: its name, with the options that differ from their defaults."""
-        values: str | dict[str, Any] = spelled(self)
-        return values
+        return spelled(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -295,16 +278,15 @@ class WithImportance(Score):
     """A score that reads importance, or that the loss "importance" teaches.
 
     Args:
-        importance: Which queries count in the attention that a token receives. "per_viewer" averages over the queries
-            that can see the token. Each is weighed by the number of keys that it sees, so that causal attention does
-            not rank tokens by position. "mean" counts all queries alike (A-MoD); the two differ only where queries see
-            different keys. "class_token" reads the query of the class token alone (EViT). "last_token", for language
-            models, reads the last query of each prompt (FastV, arXiv 2403.06764). "vision_tower", for a LLaVA, reads
-            the attention that each patch receives in the vision tower, from the class token where there is one
-            (VisionZip, arXiv 2412.04467); no layer of the language model has to stay dense then.
+        importance: Which queries count in the attention that a token receives.
+
+            - "per_viewer": those that can see the token, each weighed by the number of keys that it sees. Causal
+              attention then does not rank tokens by position.
+            - "mean": all queries alike (A-MoD). It differs from "per_viewer" only where queries see different keys.
+            - "class_token": the class token's (EViT).
+            - "last_token", for language models: the last one of each prompt (FastV, arXiv 2403.06764).
+            - "vision_tower", for a LLaVA: those of the vision tower, where there is a class token only its own
+              (VisionZip, arXiv 2412.04467). All layers of the language model can be routed then.
     """
 
-    importance: str = IMPORTANCE[0]
-
-    def __post_init__(self) -> None:
-        check_fields(self, "router", importance=IMPORTANCE)
+    importance: Importance = "per_viewer"

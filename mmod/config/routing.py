@@ -164,7 +164,7 @@ class RoutingConfig:
         threshold, branch = isinstance(select, Threshold), self.operator != "block"
         plain_threshold = isinstance(select, Threshold) and select == Threshold(select.threshold)
         # Scores, gates and losses. A draw of 0 or 1 for a whole image needs no gradient.
-        gated = gate.name != "identity" and not (gate.name == "step" and router.whole)
+        gated = gate.name != "identity" and not (gate.name == "step" and router.per_image)
         yield f"gate {gate.name!r}", gated, learning, router.learns
         yield f"losses {dict(self.losses)}", self.losses, learning, router.learns
         fixed = not self.joins and not self.wants_importance(training=True)
@@ -172,11 +172,11 @@ class RoutingConfig:
         yield f"router.shared of {router.name!r}", router.learns and router.shared, needs, fixed
         weighs = gate.name in ("linear", "sigmoid", "tanh")
         yield "losses.load", "load" in self.losses, f"gate 'linear', 'sigmoid' or 'tanh', not {gate.name!r}", weighs
-        all_attend = self.context == "all" or self.operator == "mlp" or router.whole
+        all_attend = self.context == "all" or self.operator == "mlp" or router.per_image
         needs = "select='threshold', and context='all', operator='mlp' or a score for the whole sequence"
         yield "gate 'step'", gate.name == "step", needs, threshold and all_attend
         needs = "context='kept', and select='threshold' without min_tokens and max_tokens: it keeps all tokens or none"
-        yield f"router {router.name!r}", router.whole, needs, plain_threshold and self.context == "kept"
+        yield f"router {router.name!r}", router.per_image, needs, plain_threshold and self.context == "kept"
         # Skipped tokens and operators.
         needs = "select='topk', context='kept' and operator='block': tokens join others for the whole block"
         whole_block = select == "topk" and self.context == "kept" and not branch
@@ -261,7 +261,6 @@ class RoutingConfig:
         return RoutingConfig.from_dict(revised({name: getattr(self, name) for name in ROUTING_FIELDS}, changes))
 
     def _differing(self) -> dict[str, Any]:
-        """Return the fields that differ from their defaults."""
         signature = {name: item.default for name, item in inspect.signature(type(self)).parameters.items()}
         default = {**signature, "losses": {}, **read_parts({"router": self.router}), "router": SCORES["attention"]()}
         return {name: getattr(self, name) for name in ROUTING_FIELDS if getattr(self, name) != default[name]}

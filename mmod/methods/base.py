@@ -26,7 +26,7 @@ from mmod.adapters import find_library, find_stack, load_adapter
 from mmod.blocks import Deciding, is_converted, make_dense
 from mmod.config.registry import Registry, check_frozen
 from mmod.routing import Routing
-from mmod.values import Limit, check_fields, check_module
+from mmod.values import Checked, check_module
 
 Model = TypeVar("Model", bound=nn.Module)
 AnyMethod = TypeVar("AnyMethod", bound="type[Method]")
@@ -53,12 +53,11 @@ def register_method(kind: str) -> Callable[[AnyMethod], AnyMethod]:
 
 
 @dataclass(frozen=True)
-class Method(ABC):
+class Method(Checked, ABC, group="method"):
     """A change that makes a model cheaper, as plain values.
 
     Attributes:
         kind: Its name in configs, set by `register_method`.
-        limits: Limits of the fields' values by name, see `mmod.values.check_fields`, besides their types.
         follows: Kinds of methods that may be applied before it.
         added: Name fragments of the added weights.
         decoders: It supports language models of transformers too.
@@ -68,15 +67,11 @@ class Method(ABC):
     """
 
     kind: ClassVar[str]
-    limits: ClassVar[Mapping[str, Limit]] = {}
     follows: ClassVar[tuple[str, ...]] = ()
     added: ClassVar[tuple[str, ...]] = ()
     decoders: ClassVar[bool] = False
     recomputes: ClassVar[bool] = False
     replaces: ClassVar[str] = ""
-
-    def __post_init__(self) -> None:
-        check_fields(self, "method", **self.limits)
 
     def apply_(self, model: Model) -> Model:
         """Apply the method to a model in place, see `mmod.apply_`."""
@@ -125,11 +120,6 @@ class Method(ABC):
     def adds_weights(self) -> bool:
         """Whether a changed model has weights that the dense one lacks."""
         return bool(self.added or self.replaces)
-
-    @property
-    def starts_anew(self) -> bool:
-        """Whether a changed model is trained from scratch, because dense weights do not fit."""
-        return bool(self.replaces)
 
     @property
     def has_loss(self) -> bool:

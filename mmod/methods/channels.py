@@ -23,7 +23,7 @@ from mmod.routing import Evidence, Kept, RandomScore, Routing, Weights
 
 @register_method("channels")
 @dataclass(frozen=True)
-class Channels(Method):
+class Channels(Method, divisor="[1, inf)", squeeze="[1, inf)"):
     """Narrow ResNet blocks that run on the channels of an image that a selector chooses.
 
     They replace every second block of a stage. The first block of a stage stays, because it may change the number of
@@ -58,7 +58,6 @@ class Channels(Method):
     into: Literal["first", "own"] = "first"
     adds: Literal["output", "change"] = "output"
     chosen: Literal["score", "random", "first"] = "score"
-    limits: ClassVar = {"divisor": "[1, inf)", "squeeze": "[1, inf)"}
     replaces: ClassVar[str] = ".selector."
 
     def find(self, model: nn.Module) -> dict[str, nn.Module]:
@@ -109,7 +108,6 @@ class Channels(Method):
                 weight = next(block.selector.parameters())
                 for name, child in block.mod_state.wide.items():
                     setattr(block, name, child.to(weight.device, weight.dtype).train(block.training))
-                del block.selector
 
 
 class ChannelState(NamedTuple):
@@ -126,6 +124,7 @@ class ChannelBlock(StandingModule, Deciding):
 
     selector: nn.Sequential
     mod_state: ChannelState
+    added_modules = ("selector",)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return all channels after the block (B, C, H, W)."""
@@ -175,8 +174,7 @@ def _narrow(block: Any, divisor: int) -> nn.Module:
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     narrow.zero_init_last()
-    initialised: nn.Module = narrow.train(block.training)
-    return initialised
+    return narrow.train(block.training)
 
 
 def _selector(block: Any, squeeze: int) -> nn.Sequential:

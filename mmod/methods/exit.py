@@ -25,7 +25,7 @@ _HEAD = ("norm", "fc_norm", "head", "head_dist")
 
 @register_method("exit")
 @dataclass(frozen=True)
-class Exit(Method):
+class Exit(Method, confidence="(0, inf)", blocks="[0, inf)"):
     """Early exit after some blocks, each with a separate head.
 
     In evaluation, an image exits where its head's largest probability reaches the confidence. The remaining images are
@@ -45,7 +45,6 @@ class Exit(Method):
         ['blocks.1.exit', 'blocks.3.exit']
     """
 
-    limits: ClassVar = {"confidence": "(0, inf)", "blocks": "[0, inf)"}
     added: ClassVar[tuple[str, ...]] = (".exit.",)
     confidence: float = 0.9
     blocks: tuple[int, ...] = (3, 6, 9)
@@ -71,12 +70,6 @@ class Exit(Method):
                 stack.blocks[index].exit = heads[index]
         convert(model, ExitModel, tracker)
 
-    def remove(self, model: nn.Module) -> None:
-        """Remove the heads."""
-        for module in model.modules():
-            if "exit" in module._modules:
-                del module.exit
-
 
 class ExitHead(nn.Module):
     """Copy of a timm model's final norm and head, with separate weights; all other attributes are the model's."""
@@ -96,8 +89,7 @@ class ExitHead(nn.Module):
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return logits (B, C), or (B, N, C) for a model with one output per token."""
         host: Any = host_class(self.__dict__["model"])
-        logits: Tensor = host.forward_head(self, self.norm(x_BND))
-        return logits
+        return host.forward_head(self, self.norm(x_BND))
 
 
 class _Leaving:
@@ -128,6 +120,7 @@ class ExitBlock(Deciding, ConvertedBlock):
 
     mod_state: _ExitState
     exit: ExitHead
+    added_modules = ("exit",)
 
     @property
     def cost_follows_data(self) -> bool:

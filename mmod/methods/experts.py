@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,12 +36,11 @@ from mmod.methods.mixture import (
 from mmod.ops.select import kept_count
 from mmod.routing import Routing
 from mmod.routing.decoder import Predictor
-from mmod.values import Limit
 
 
 @register_method("experts")
 @dataclass(frozen=True, kw_only=True)
-class Experts(Mixture):
+class Experts(Mixture, experts="[1, inf)", idle="[0, inf)", capacity="(0, inf)", blocks="[0, inf)"):
     """A mixture of experts replaces every MLP; all experts start as copies of it.
 
     An expert has `floor(capacity * N / experts)` slots for N tokens, at least one, so active FLOPs depend on `capacity`
@@ -81,13 +80,6 @@ class Experts(Mixture):
     normalize: bool = False
     blocks: tuple[int, ...] | None = None
     added: ClassVar[tuple[str, ...]] = (".router.", ".others.", ".predictors.")
-    limits: ClassVar[Mapping[str, Limit]] = {
-        **Mixture.limits,
-        "experts": "[1, inf)",
-        "idle": "[0, inf)",
-        "capacity": "(0, inf)",
-        "blocks": "[0, inf)",
-    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -142,7 +134,7 @@ class Experts(Mixture):
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
             router = nn.Linear(stack.dim, self.experts + self.idle, bias=False, **like)
             nn.init.normal_(router.weight, std=0.02)
-            convert(mlp, ExpertMlp, ExpertState(self))
+            convert(mlp, ExpertMlp, ExpertState(self, Records()))
             mlp.router, mlp.others = router, others
             if self.choice == "predictor":
                 mlp.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in range(self.experts))
@@ -153,17 +145,14 @@ class Experts(Mixture):
             text.register_forward_pre_hook(_CompleteTexts(f"layers.{layer}.mlp", names), with_kwargs=True)
 
     def remove(self, model: nn.Module) -> None:
-        """Remove all but the first expert of every MLP."""
+        """Remove the hook of a language model."""
         detach_hooks(model, _CompleteTexts)
-        mixtures: list[Any] = [module for module in model.modules() if isinstance(module, ExpertMlp)]
-        for mlp in mixtures:
-            for name in set(mlp.added_modules) & set(mlp._modules):
-                delattr(mlp, name)
 
     def _blocks(self, stack: BlockStack) -> range | tuple[int, ...]:
         return range(len(stack.blocks)) if self.blocks is None else self.blocks
 
 
+@dataclass(frozen=True)
 class _CompleteTexts:
     """A forward pre-hook of a language model that refuses incomplete and padded texts if experts choose together.
 
@@ -172,12 +161,10 @@ class _CompleteTexts:
         names: Parameters of the model's forward.
     """
 
-    def __init__(self, mixture: str, names: tuple[str, ...]) -> None:
-        self.mixture = mixture
-        self.names = names
+    mixture: str
+    names: tuple[str, ...]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check the arguments of a forward pass."""
         mixture: Any = module.get_submodule(self.mixture)
         if not mixture.chooses_together(module.training):
             return
@@ -197,12 +184,11 @@ class _CompleteTexts:
             )
 
 
-class ExpertState:
+class ExpertState(NamedTuple):
     """Plain state of an `ExpertMlp`."""
 
-    def __init__(self, config: Experts) -> None:
-        self.config = config
-        self.records = Records()
+    config: Experts
+    records: Records
 
 
 class ExpertMlp(StandingModule, Deciding):
@@ -214,7 +200,7 @@ class ExpertMlp(StandingModule, Deciding):
     others: nn.ModuleList
     predictors: nn.ModuleList
     mod_state: ExpertState
-    added_modules: ClassVar[tuple[str, ...]] = ("router", "others", "predictors")
+    added_modules = ("router", "others", "predictors")
 
     def rows_of(self, tokens: int) -> int:
         """Return the slots of all experts together."""

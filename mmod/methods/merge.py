@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +18,7 @@ from mmod.methods.reduction import AttentionInputs, Grid, Reduction, Restore, ch
 
 @register_method("merge")
 @dataclass(frozen=True)
-class Merge(Method):
+class Merge(Method, r="[0, inf)"):
     """Token merging between attention and MLP (ToMe): bipartite soft matching by the keys' mean over heads.
 
     Tokens alternate between two sets, and the r tokens of the first set with the most similar partner in the second
@@ -39,7 +38,6 @@ class Merge(Method):
         53
     """
 
-    limits: ClassVar = {"r": "[0, inf)"}
     r: int | tuple[int, ...] = 8
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:

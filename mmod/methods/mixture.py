@@ -6,7 +6,6 @@ T rows of all experts, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -19,11 +18,10 @@ from mmod.methods.base import Method
 from mmod.ops.casting import without_autocast
 from mmod.routing import Evidence, Kept, Routing, Weights
 from mmod.routing.groups import slots_of
-from mmod.values import Limit
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture(Method):
+class Mixture(Method, balance="[0, inf)", membership="[0, inf)"):
     """A method in which experts or recursions choose tokens, or tokens choose them.
 
     Args:
@@ -37,7 +35,6 @@ class Mixture(Method):
     """
 
     decoders: ClassVar[bool] = True
-    limits: ClassVar[Mapping[str, Limit]] = {"balance": "[0, inf)", "membership": "[0, inf)"}
     choice: Literal["topk", "tokens", "score", "predictor"] = "topk"
     balance: float = 0.01
     membership: float = 0.01

@@ -31,12 +31,13 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     first = plan.blocks[0] - 1 if before else plan.blocks[0]
     readers: dict[int, list[Router]] = {}
     conversions: list[Conversion] = []
-    configs = _configs_by_block(config, plan)
+    configs, start = _configs_by_block(config, plan), 0
     for index, capacity in zip(plan.blocks, plan.capacities):
         block, block_config = stack.blocks[index], configs[index]
         call = stack.call_of(block, block_config)
         _check_block(stack, block_config, index, call)
-        start = _span_start(index, plan)
+        # Consecutive routed blocks are one span.
+        start = start if index - 1 in plan.blocks else index
         if before and start == 0:
             raise ValueError(
                 f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 "
@@ -79,15 +80,15 @@ def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
             f"{', '.join(f'language.{name}' for name in differing(config.language))}"
         )
     if config.router.tied and not stack.language:
-        raise ValueError(f"router.one_weight is for layers of a language model, and {stack.names[0]} is none")
+        raise ValueError(f"router.tied is for layers of a language model, and {stack.names[0]} is none")
     if config.router.learns and config.router.shared and stack.language:
         raise ValueError(f"router.shared is for images and captions, and {stack.names[0]} generates text")
-    if config.router.whole and stack.language:
+    if config.router.per_image and stack.language:
         raise ValueError(
             f"a score per sequence is for images and captions: {stack.names[0]} generates text, so its router must "
             "decide per token"
         )
-    if not config.protect_prefix and not config.router.whole:
+    if not config.protect_prefix and not config.router.per_image:
         for index in plan.blocks:
             if stack.prefix and stack.call_of(stack.blocks[index], None).needs_prefix:
                 raise ValueError(
@@ -144,7 +145,7 @@ def _refusals(
     reason = "whose MLP is a mixture of experts with its own gates: use gate_on='update'"
     yield any(branch in standing for branch in weighed), f"gate_on={gate_on!r}", reason
     reason = "where experts share the kept tokens of an image: the number of kept tokens would vary"
-    yield together and config.select != "topk" and not config.router.whole, "select=Threshold", reason
+    yield together and config.select != "topk" and not config.router.per_image, "select=Threshold", reason
     reason = "where experts share the kept tokens in evaluation too: give them choice='score', 'predictor' or 'tokens'"
     yield in_evaluation and config.language.inference_threshold is not None, "inference_threshold", reason
 
@@ -164,18 +165,11 @@ def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity:
         dim=stack.dim,
         block=index,
         capacity=capacity,
-        prefix=stack.prefix if config.protect_prefix and not config.router.whole else 0,
+        prefix=stack.prefix if config.protect_prefix and not config.router.per_image else 0,
         device=parameter.device,
         dtype=parameter.dtype,
     )
     return router.train(block.training)
-
-
-def _span_start(index: int, plan: Plan) -> int:
-    """Return the first block of the span that contains a routed block."""
-    while index - 1 in plan.blocks:
-        index -= 1
-    return index
 
 
 def check_budget(name: str, router: Router, capacity: Fraction) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from mmod.ops.importance import class_token_attention
 
 @register_method("prune")
 @dataclass(frozen=True)
-class Prune(Method):
+class Prune(Method, keep="(0, 1]", blocks="[0, inf)"):
     """Token pruning between attention and MLP of some blocks, by the attention that tokens receive there (EViT).
 
     Prefix tokens are always kept.
@@ -45,7 +45,6 @@ class Prune(Method):
         28
     """
 
-    limits: ClassVar = {"keep": "(0, 1]", "blocks": "[0, inf)"}
     keep: float = 0.7
     blocks: tuple[int, ...] = (3, 6, 9)
     fuse: bool = True

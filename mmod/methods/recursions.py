@@ -26,7 +26,6 @@ from mmod.routing import Evidence, Kept, Routing, Weights
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import slots_of
 from mmod.routing.score.linear import LinearScore
-from mmod.values import Limit
 
 # Factor of the sigmoid: the best value in Table 13 of the source.
 GATE = 0.1
@@ -34,7 +33,7 @@ GATE = 0.1
 
 @register_method("recursions")
 @dataclass(frozen=True, kw_only=True)
-class Recursions(Mixture):
+class Recursions(Mixture, recursions="[1, inf)", first="[0, inf)", last="[0, inf)"):
     """Recursion over shared middle blocks of a ViT or decoder (Mixture-of-Recursions, "Middle-Cycle").
 
     Of L blocks, the first and the last ones stay. The `(L - first - last) / R` blocks after the first ones are shared:
@@ -68,12 +67,6 @@ class Recursions(Mixture):
     """
 
     replaces: ClassVar[str] = ".shared."
-    limits: ClassVar[Mapping[str, Limit]] = {
-        **Mixture.limits,
-        "recursions": "[1, inf)",
-        "first": "[0, inf)",
-        "last": "[0, inf)",
-    }
     recursions: int = 2
     keys: Literal["kept", "first"] = "kept"
     adds: Literal["output", "change"] = "output"
@@ -145,16 +138,15 @@ class Depths(NamedTuple):
     last_BN: Tensor
 
 
-class CycleState:
-    """Plain state of a `Cycle`; arguments as there."""
+class CycleState(NamedTuple):
+    """Plain state of a `Cycle`: how its shared blocks are called, and the blocks that it removed."""
 
-    def __init__(self, config: Recursions, stack: BlockStack, shared: list[nn.Module], others: list[nn.Module]) -> None:
-        self.config = config
-        self.prefix = stack.prefix
-        self.language = stack.language
-        self.calls: list[Any] = [stack.call_of(block, None) for block in shared]
-        self.others = others
-        self.records = Records()
+    config: Recursions
+    prefix: int
+    language: bool
+    calls: list[Any]
+    others: list[nn.Module]
+    records: Records
 
 
 class Cycle(StandingModule, Deciding):
@@ -167,7 +159,8 @@ class Cycle(StandingModule, Deciding):
 
     def __init__(self, config: Recursions, stack: BlockStack, shared: list[nn.Module], others: list[nn.Module]) -> None:
         super().__init__()
-        self.mod_state = CycleState(config, stack, shared, others)
+        calls = [stack.call_of(block, None) for block in shared]
+        self.mod_state = CycleState(config, stack.prefix, stack.language, calls, others, Records())
         weight = next(shared[0].parameters())
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.shared = nn.ModuleList(shared)
@@ -237,8 +230,7 @@ class Cycle(StandingModule, Deciding):
             return None
         if self.mod_state.config.choice != "tokens" and not self._alone(x_BND) and call.cached(arguments):
             refuse_generation("recursions")
-        valid_BN: Tensor | None = call.valid(arguments, x_BND)
-        return valid_BN
+        return call.valid(arguments, x_BND)
 
     def _alone(self, x_BND: Tensor) -> bool:
         """Return whether tokens are decided independently; FLOPs, counted on meta, are those of training."""
@@ -288,7 +280,6 @@ class Cycle(StandingModule, Deciding):
         return Routing(Kept(index_BK, valid_BK, inverse_BN=inverse_BN), evidence, Weights(weight_BK))
 
     def _depths(self, x_BND: Tensor, valid_BN: Tensor | None) -> Depths:
-        """Return the depths that tokens choose."""
         prefix, config = self.mod_state.prefix, self.mod_state.config
         prob_BNR = probabilities(x_BND, self.routers[0])
         last_BN = prob_BNR.argmax(dim=-1)
@@ -331,6 +322,5 @@ class Cycle(StandingModule, Deciding):
 
 
 def _all_tokens(score_BN: Tensor, gate_BN: Tensor | None) -> Routing:
-    """Return the decision that keeps all tokens."""
     index_BN = torch.arange(score_BN.shape[1], device=score_BN.device).expand_as(score_BN)
     return Routing(Kept(index_BN), Evidence(score_BN), Weights(gate_BN))

@@ -175,7 +175,6 @@ class _Watched(nn.Module):
     mod_state: PassTracker
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run the host's module and store its output."""
         y: Tensor = super().forward(x)
         self.mod_state.running.slot(_NormOutputs)[self] = y
         return y

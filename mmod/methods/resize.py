@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from mmod.methods.base import Method, register_method
 
 @register_method("resize")
 @dataclass(frozen=True)
-class Resize(Method):
+class Resize(Method, size="[1, inf)"):
     """Images are resized before the patch embedding; timm resamples position embeddings in the forward pass.
 
     No weights are added, so a model can train on small images first and on full-size images afterwards. A model with an
@@ -33,7 +33,6 @@ class Resize(Method):
         26
     """
 
-    limits: ClassVar = {"size": "[1, inf)"}
     size: int = 160
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
@@ -59,9 +58,7 @@ class _ResizingPatches(nn.Module):
     mod_state: int
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the patches of the resized images."""
         side = self.mod_state
         if tuple(x.shape[-2:]) != (side, side):
             x = F.interpolate(x, size=(side, side), mode="bicubic", antialias=True)
-        patches: Tensor = super().forward(x, *args, **kwargs)
-        return patches
+        return super().forward(x, *args, **kwargs)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -34,7 +34,7 @@ from mmod.values import check_module, check_value
 
 @register_method("routing")
 @dataclass(frozen=True)
-class Route(Method):
+class Route(Method, capacities="[0, 1]"):
     """Mixture-of-Depths routing of the parts of a model, with one config per part.
 
     Args:
@@ -48,7 +48,6 @@ class Route(Method):
     added = (".router.",)
     decoders = True
     recomputes = True
-    limits: ClassVar = {"capacities": "[0, 1]"}
     parts: Mapping[str, RoutingConfig]
     capacities: tuple[float, ...] = ()
 

@@ -137,11 +137,10 @@ def half() -> Iterator[type[Method]]:
 
     @register_method("half")
     @dataclasses.dataclass(frozen=True)
-    class Half(Method):
+    class Half(Method, block="[0, inf)"):
         follows: ClassVar = ("experts",)
         decoders: ClassVar = True
         recomputes: ClassVar = True
-        limits: ClassVar = {"block": "[0, inf)"}
         block: int = 0
 
         def precedes(self, kind: str) -> bool:

@@ -1,0 +1,34 @@
+"""Options of an audit, shared by `mmod.audit` and the command."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from mmod.values import Checked
+
+
+@dataclass(frozen=True)
+class AuditConfig(
+    Checked, group="audit", draws="[1, inf)", margin="[0, inf)", resamples="[100, inf)", leave_one_out="[0, inf)",
+    grid="[1, inf)",
+):  # fmt: skip
+    """What an audit compares, and how precisely.
+
+    Args:
+        conditions: Choices of tokens to compare, with "random"; null for all. For a run, null leaves out "shuffled"
+            where samples differ in length, and "reference entropy" where no head predicts tokens.
+        draws: Random choices per image, over which results are averaged.
+        margin: A gain over random tokens that is not significant, and whose interval ends below so many points of
+            accuracy, is no better than random.
+        resamples: Number of bootstrap resamples and of sign draws.
+        leave_one_out: Batches on which every token is left out of every decision once, one forward pass per token, to
+            compare its effect with its score.
+        grid: Rows and columns of the tokens that may be skipped; null takes the model's grid, or else a square.
+    """
+
+    conditions: list[str] | None = None
+    draws: int = 5
+    margin: float = 5.0
+    resamples: int = 2000
+    leave_one_out: int = 0
+    grid: tuple[int, int] | None = None
