@@ -1,25 +1,15 @@
 """FLOPs, memory, traces, audits, timing and plots of routed models."""
 
-from mmod.analysis.audit import Audit, DecisionContext, audit, judge_answers, judge_classes
+# The one list of this package's names.
+# ruff: noqa: F401
+from mmod.analysis.audit.choices import DecisionContext
+from mmod.analysis.audit.generation import judge_generation
+from mmod.analysis.audit.judges import judge_answers, judge_classes
+from mmod.analysis.audit.result import Audit
+from mmod.analysis.audit.run import LabelledBatch, audit
+from mmod.analysis.audit.shifts import SHIFTS
 from mmod.analysis.flop_report import BlockFlops, FlopReport, PrefillFlops
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.redundancy import RedundancyReport, redundancy
 from mmod.analysis.trace import Trace, trace
-
-__all__ = [
-    "Audit",
-    "BlockFlops",
-    "FlopReport",
-    "DecisionContext",
-    "PrefillFlops",
-    "RedundancyReport",
-    "Trace",
-    "audit",
-    "flops",
-    "judge_answers",
-    "judge_classes",
-    "prefill_flops",
-    "redundancy",
-    "trace",
-]

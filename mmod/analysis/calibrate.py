@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.analysis.trace import trace
-from mmod.model import routed_blocks
+from mmod.methods.route import routed_blocks
 from mmod.routing import kept_count
 
 # The kept count may differ from that of top-k by this share, so the threshold can lie in a wide gap between scores.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -183,7 +183,9 @@ def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | No
             f"what {', '.join(by_data)} cost follows from the data: pass kept, the share of tokens or images that they "
             "keep, or a trace over representative images"
         )
-    shares = _shares(kept, by_data)
+    shares = kept.kept_shares() if isinstance(kept, Trace) else kept
+    if not isinstance(shares, Mapping):
+        shares = dict.fromkeys(by_data, shares)
     missing = sorted(set(by_data) - set(shares))
     if missing:
         raise ValueError(f"kept names no share for {', '.join(missing)}; it names {', '.join(shares)}")
@@ -194,14 +196,6 @@ def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | No
             raise ValueError(f"the kept share of {name} must be in [0, 1], got {share}")
         images[name] = module.assume_kept(share)
     return {name: share for name, share in images.items() if share < 1}
-
-
-def _shares(kept: float | Mapping[str, float] | Trace, names: Iterable[str]) -> Mapping[str, float]:
-    if isinstance(kept, Trace):
-        return kept.kept_shares()
-    if isinstance(kept, (int, float)):
-        return dict.fromkeys(names, kept)
-    return kept
 
 
 def _stacks(model: nn.Module) -> dict[str, BlockStack]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -25,55 +25,7 @@ VEIL_COLOUR, VEIL_OPACITY = (0.60, 0.68, 0.80), 0.82
 _NAMED = 16
 
 
-class RoutingMaps(NamedTuple):
-    """Sample images in [0, 1] (B, 1 or 3, height, width), and which patches each block keeps (B, rows, columns)."""
-
-    images: Tensor
-    kept: dict[str, Tensor]
-
-    @name_missing_extra()
-    def draw(self, labels: Sequence[str] | None = None) -> Figure:
-        """Draw what `draw_routing_maps` draws."""
-        pictures = _pictures(self.images)
-        if labels is not None and len(labels) != len(pictures):
-            raise ValueError(f"{len(pictures)} images need as many labels, got {len(labels)}")
-        names, maps = list(self.kept), list(self.kept.values())
-        pairs = zip(itertools.pairwise(names), itertools.pairwise(maps))
-        firsts = [0, *(i for i, (near, both) in enumerate(pairs, 1) if not (_adjoin(*near) and torch.equal(*both)))]
-        titles = ["image"]
-        for first, end in zip(firsts, [*firsts[1:], len(maps)]):
-            titles.append(f"{_short(names[first:end])}\n{maps[first].float().mean():.0%} kept")
-        rows, columns = len(pictures), len(titles)
-        side, shape = 1.35, pictures.shape[1:3]
-        figure = new_figure(side * columns, side * rows * shape[0] / shape[1] + 0.45)
-        axes = figure.subplots(rows, columns, squeeze=False)
-        for row, picture in enumerate(pictures):
-            for column, content in enumerate([picture, *(_veiled(picture, maps[first][row]) for first in firsts)]):
-                axis = axes[row, column]
-                axis.imshow(content.numpy(), interpolation="nearest", vmin=0, vmax=1)
-                axis.set(xticks=[], yticks=[])
-                axis.spines[:].set_visible(False)
-                if row == 0:
-                    axis.set_title(titles[column], fontsize=9, color=INK)
-            if labels is not None:
-                axes[row, 0].set_ylabel(labels[row], fontsize=9, color=INK)
-        return figure
-
-
-def sample_maps(model: nn.Module, images: Tensor) -> RoutingMaps:
-    """Return what the routed blocks of an image model keep of some images."""
-    prefix = find_stack(model).prefix
-    with torch.inference_mode(), trace(model) as decisions:
-        model(images.to(next(model.parameters()).device))
-    patches = next(iter(decisions.values())).score_BN.shape[1] - prefix
-    side = int(patches**0.5)
-    square = (side, side) if side * side == patches else (1, patches)
-    grid = getattr(getattr(model, "patch_embed", None), "grid_size", square)
-    low, high = images.amin(), images.amax()
-    shown = ((images - low) / (high - low)).clamp(0, 1)
-    return RoutingMaps(shown, dict(zip(decisions, decisions.maps(prefix, tuple(grid)).cpu())))
-
-
+@name_missing_extra()
 def draw_routing_maps(
     images: Tensor,
     trace: Trace,
@@ -88,10 +40,7 @@ def draw_routing_maps(
 
     Args:
         images: What the traced pass saw, as it should be shown: in [0, 1], one or three channels (B, C, height, width).
-        trace: The decisions for these images.
         prefix: Leading tokens that are not patches.
-        grid: Rows and columns of patches.
-        labels: A text for each image, or None.
         image_BN: True where a token is a patch, in sequences of text and images, see `Trace.maps`.
 
     Raises:
@@ -106,10 +55,50 @@ def draw_routing_maps(
         >>> len(draw_routing_maps(images, decisions, prefix=1, grid=(10, 10)).axes)
         8
     """
-    maps = trace.maps(prefix, grid, image_BN).cpu()
+    maps, names = trace.maps(prefix, grid, image_BN).cpu(), list(trace)
+    pictures = _pictures(images)
     if maps.shape[1] != len(images):
         raise ValueError(f"the trace holds decisions for {maps.shape[1]} images, got {len(images)} images")
-    return RoutingMaps(images, dict(zip(trace, maps))).draw(labels)
+    if labels is not None and len(labels) != len(images):
+        raise ValueError(f"{len(images)} images need as many labels, got {len(labels)}")
+    pairs = zip(itertools.pairwise(names), itertools.pairwise(maps))
+    firsts = [0, *(i for i, (near, both) in enumerate(pairs, 1) if not (_adjoin(*near) and torch.equal(*both)))]
+    titles = ["image"]
+    for first, end in zip(firsts, [*firsts[1:], len(maps)]):
+        titles.append(f"{_short(names[first:end])}\n{maps[first].float().mean():.0%} kept")
+    rows, columns = len(pictures), len(titles)
+    side, shape = 1.35, pictures.shape[1:3]
+    figure = new_figure(side * columns, side * rows * shape[0] / shape[1] + 0.45)
+    axes = figure.subplots(rows, columns, squeeze=False)
+    for row, picture in enumerate(pictures):
+        for column, content in enumerate([picture, *(_veiled(picture, maps[first][row]) for first in firsts)]):
+            axis = axes[row, column]
+            axis.imshow(content.numpy(), interpolation="nearest", vmin=0, vmax=1)
+            axis.set(xticks=[], yticks=[])
+            axis.spines[:].set_visible(False)
+            if row == 0:
+                axis.set_title(titles[column], fontsize=9, color=INK)
+        if labels is not None:
+            axes[row, 0].set_ylabel(labels[row], fontsize=9, color=INK)
+    return figure
+
+
+def draw_sample_maps(model: nn.Module, images: Tensor) -> Figure:
+    """Draw which patches the routed blocks of an image model keep of normalised images (B, C, height, width)."""
+    prefix = find_stack(model).prefix
+    with torch.inference_mode(), trace(model) as decisions:
+        model(images.to(next(model.parameters()).device))
+    patches = next(iter(decisions.values())).score_BN.shape[1] - prefix
+    side = int(patches**0.5)
+    square = (side, side) if side * side == patches else (1, patches)
+    grid = getattr(getattr(model, "patch_embed", None), "grid_size", square)
+    return draw_routing_maps(in_range(images), decisions, prefix, tuple(grid))
+
+
+def in_range(images: Tensor) -> Tensor:
+    """Return images with the lowest value at 0 and the highest at 1."""
+    low, high = images.amin(), images.amax()
+    return (images - low) / (high - low)
 
 
 def _pictures(images: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import nn
 
 from mmod.adapters import find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
-from mmod.blocks import ImportanceBlock, RoutedBlock, StandingModule, model_hooks
+from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, StandingModule, model_hooks
 from mmod.methods.base import deciding_together
 from mmod.routing.decoder import Predictor
 from mmod.values import check_module
@@ -23,19 +23,6 @@ class _Cost(NamedTuple):
     weights: int
     pairs: int
     stopped: int
-
-
-class _Prompt(NamedTuple):
-    """Counts of tokens, and the shares that are kept where they follow from the data."""
-
-    text: int
-    images: Sequence[int] = ()
-    kept: float | Mapping[str, float] | None = None
-    protected: int = 0
-
-    @property
-    def tokens(self) -> int:
-        return self.text + sum(self.images)
 
 
 _FORWARD = _Cost(2, 2, 2)
@@ -70,7 +57,7 @@ def prefill_flops(
             routing without `kept`.
     """
     images = [image_tokens] if isinstance(image_tokens, int) else list(image_tokens)
-    return _count(_FORWARD, model, _Prompt(text_tokens, images, kept, protected_tokens))
+    return _Counter(model, _FORWARD, text_tokens, images, kept, protected_tokens).count()
 
 
 def training_flops(model: nn.Module, tokens: int) -> int:
@@ -81,112 +68,111 @@ def training_flops(model: nn.Module, tokens: int) -> int:
     """
     # Training takes the top-k, whatever decides in evaluation.
     with deciding_together(model):
-        counts = _count(_STEP, model, _Prompt(tokens))
+        counts = _Counter(model, _STEP, tokens).count()
     return counts.routed + (tokens - 1) * counts.rest.routed
 
 
-def _count(cost: _Cost, model: nn.Module, prompt: _Prompt) -> PrefillFlops:
-    check_module(model)
-    stack = find_stacks(model).get("language")
-    if stack is None:
-        raise ValueError(f"this {type(model).__name__} has no language part")
-    if prompt.tokens < 1:
-        raise ValueError("a prompt needs at least one token")
-    if not 0 <= prompt.protected <= prompt.text:
-        raise ValueError(f"protected_tokens={prompt.protected} must lie between 0 and text_tokens={prompt.text}")
-    hooks: list[Any] = [hook for hook in model_hooks(model) if hasattr(hook, "tokens")]
-    free = [prompt.tokens - prompt.protected] if hooks and hooks[0].tokens == "all" else prompt.images
-    rows = []
-    for name, block in zip(stack.names, stack.blocks):
-        kept, router = prompt.tokens, 0
+class _Counter:
+    """Counts one prompt; `kept` are the shares that are kept where they follow from the data."""
+
+    def __init__(
+        self, model: nn.Module, cost: _Cost, text: int, images: Sequence[int] = (),
+        kept: float | Mapping[str, float] | None = None, protected: int = 0,
+    ) -> None:  # fmt: skip
+        check_module(model)
+        stack = find_stacks(model).get("language")
+        if stack is None:
+            raise ValueError(f"this {type(model).__name__} has no language part")
+        self.model, self.stack, self.cost, self.images, self.kept = model, stack, cost, images, kept
+        self.tokens = text + sum(images)
+        if self.tokens < 1:
+            raise ValueError("a prompt needs at least one token")
+        if not 0 <= protected <= text:
+            raise ValueError(f"protected_tokens={protected} must lie between 0 and text_tokens={text}")
+        hooks: list[Any] = [hook for hook in model_hooks(model) if hasattr(hook, "tokens")]
+        # Tokens that may be skipped: those of each image, or all of the prompt.
+        self.free = [self.tokens - protected] if hooks and hooks[0].tokens == "all" else images
+
+    def count(self) -> PrefillFlops:
+        """Return the FLOPs of all layers, and of the logits of one token."""
+        rows = tuple(map(self._row, self.stack.names, self.stack.blocks))
+        heads = [module for name, module in self.model.named_modules() if name.rpartition(".")[2] == "lm_head"]
+        head = sum(self.cost.weights * self.stack.dim * int(module.out_features) for module in heads)
+        block = self.stack.blocks[0]
+        weight = next(weight for weight in block.parameters() if weight.is_floating_point())
+        cached = 2 * _key_width(block.get_submodule("self_attn")) * weight.element_size()
+        return PrefillFlops(rows, BlockFlops(REST, 0, 0, head, head), self.tokens, sum(self.images), cached)
+
+    def _row(self, name: str, block: nn.Module) -> BlockFlops:
+        standing = {place: module for place, module in block.named_modules() if isinstance(module, StandingModule)}
+        if "" in standing:
+            raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
+        attention: Any = block.get_submodule("self_attn")
+        width, tokens = int(attention.config.num_attention_heads) * int(attention.head_dim), self.tokens
+        kept, router, importance, operator, context = tokens, 0, 0, "block", "kept"
         if isinstance(block, RoutedBlock):
-            share = prompt.kept.get(name) if isinstance(prompt.kept, Mapping) else prompt.kept
-            kept += _kept(name, block, free, share) - sum(free)
-            router = _router_flops(cost, block, prompt.tokens, stack.dim, skips=sum(free) > 0)
-        rows.append(_row(cost, name, block, prompt.tokens, kept, router, stack.dim))
-    cached = _bytes_per_token(stack.blocks[0])
-    heads = [module for name, module in model.named_modules() if name.rpartition(".")[2] == "lm_head"]
-    head = sum(cost.weights * stack.dim * int(module.out_features) for module in heads)
-    return PrefillFlops(tuple(rows), BlockFlops(REST, 0, 0, head, head), prompt.tokens, sum(prompt.images), cached)
+            kept += self._kept(name, block) - sum(self.free)
+            router = self._router_flops(block)
+            operator, context = str(block.router.config.operator), str(block.router.config.context)
+        elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
+            importance = 2 * (1 if block.mod_state.average == "last_token" else tokens) * tokens * width
+        deciding = {place: module for place, module in block.named_modules() if isinstance(module, Deciding)}
+        added = tuple(f"{place}.{name}".lstrip(".") for place, item in deciding.items() for name in item.added_modules)
+        sizes = {
+            place: module.in_features * module.out_features
+            for place, module in block.named_modules()
+            if isinstance(module, nn.Linear) and not place.startswith(added)
+        }
+        in_attention = sum(size for place, size in sizes.items() if place.startswith("self_attn"))
+        keys_and_values = 2 * self.stack.dim * _key_width(attention)
 
+        def layer(queries: int, keys: int, rows: int) -> int:
+            """Count attention of some queries to some keys, and the MLP of some rows."""
+            projections = queries * (in_attention - keys_and_values) + keys * keys_and_values
+            in_mlp = rows * (sum(sizes.values()) - in_attention)
+            return self.cost.weights * (projections + in_mlp) + 2 * self.cost.pairs * queries * keys * width
 
-def _kept(name: str, block: RoutedBlock, free: Sequence[int], share: float | None) -> int:
-    config, capacity = block.router.config, block.router.capacity
-    if config.select != "topk" or config.language.inference_threshold is not None:
-        if share is None:
-            raise ValueError(f"what {name} keeps follows from the data: pass kept, the share of tokens it keeps")
-        return int(sum(free) * share)
-    if isinstance(config.language.frames, int):
-        free = [config.language.frames] * (sum(free) // config.language.frames)
-    elif config.language.frames is None:
-        free = [sum(free)]
-    return sum(number * capacity.numerator // capacity.denominator for number in free)
+        queries = tokens if operator == "mlp" else kept
+        keys = tokens if context == "all" else queries
+        rows = tokens if operator == "attention" else kept
+        for module in standing.values():
+            router += rows * sum(map(self._deciding, module.choosing_modules()))
+            rows = module.rows_of(rows)
+        dense, routed = layer(tokens, tokens, tokens), layer(queries, keys, rows) + router + importance
+        return BlockFlops(name, tokens, kept, dense, routed, router, importance, keys)
 
+    def _kept(self, name: str, block: RoutedBlock) -> int:
+        """Return how many of the tokens that may be skipped a block keeps."""
+        config, capacity, free = block.router.config, block.router.capacity, self.free
+        if config.select != "topk" or config.language.inference_threshold is not None:
+            share = self.kept.get(name) if isinstance(self.kept, Mapping) else self.kept
+            if share is None:
+                raise ValueError(f"what {name} keeps follows from the data: pass kept, the share of tokens it keeps")
+            return int(sum(free) * share)
+        if isinstance(config.language.frames, int):
+            free = [config.language.frames] * (sum(free) // config.language.frames)
+        elif config.language.frames is None:
+            free = [sum(free)]
+        return sum(number * capacity.numerator // capacity.denominator for number in free)
 
-def _router_flops(cost: _Cost, block: RoutedBlock, tokens: int, dim: int, *, skips: bool) -> int:
-    """Return what a block spends on its score, and on its predictor; `skips` is False where nothing can be skipped."""
-    score, state = block.router.config.router, block.mod_state
-    flops = tokens * _deciding(cost, block.router)
-    if score.tied:
-        flops += cost.weights * tokens * dim
-    # A score that blocks share is computed by the first of them, and carries no gradient.
-    if score.compares and skips and (not score.shared or state.writes or state.span is None):
-        flops += 2 * tokens**2 * (score.compared_channels or dim)
-    return flops
+    def _router_flops(self, block: RoutedBlock) -> int:
+        """Return what a block spends on its score, and on its predictor."""
+        score, state, dim = block.router.config.router, block.mod_state, self.stack.dim
+        flops = self.tokens * (self._deciding(block.router) + (self.cost.weights * dim if score.tied else 0))
+        # A score that blocks share is computed by the first of them, and carries no gradient.
+        if score.compares and sum(self.free) > 0 and (not score.shared or state.writes or state.span is None):
+            flops += 2 * self.tokens**2 * (score.channels or dim)
+        return flops
 
-
-def _row(cost: _Cost, name: str, block: nn.Module, tokens: int, kept: int, router: int, dim: int) -> BlockFlops:
-    standing = {place: module for place, module in block.named_modules() if isinstance(module, StandingModule)}
-    if "" in standing:
-        raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
-    attention: Any = block.get_submodule("self_attn")
-    width = int(attention.config.num_attention_heads) * int(attention.head_dim)
-    importance = 0
-    operator, context = "block", "kept"
-    if isinstance(block, RoutedBlock):
-        operator, context = str(block.router.config.operator), str(block.router.config.context)
-    elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
-        importance = 2 * (1 if block.mod_state.average == "last_token" else tokens) * tokens * width
-    added = tuple(f"{place}.{name}" for place, module in standing.items() for name in module.added_modules)
-    sizes = {
-        place: module.in_features * module.out_features
-        for place, module in block.named_modules()
-        if isinstance(module, nn.Linear) and not place.startswith(("router", *added))
-    }
-    in_attention = sum(size for place, size in sizes.items() if place.startswith("self_attn"))
-    keys_and_values = 2 * dim * _key_width(attention)
-
-    def layer(queries: int, keys: int, rows: int) -> int:
-        """Count attention of some queries to some keys, and the MLP of some rows."""
-        projections = queries * (in_attention - keys_and_values) + keys * keys_and_values
-        in_mlp = rows * (sum(sizes.values()) - in_attention)
-        return cost.weights * (projections + in_mlp) + 2 * cost.pairs * queries * keys * width
-
-    queries = tokens if operator == "mlp" else kept
-    keys = tokens if context == "all" else queries
-    rows = tokens if operator == "attention" else kept
-    for module in standing.values():
-        router += rows * sum(_deciding(cost, chooser) for chooser in module.choosing_modules())
-        rows = module.rows_of(rows)
-    routed = layer(queries, keys, rows)
-    dense = layer(tokens, tokens, tokens)
-    return BlockFlops(name, tokens, kept, dense, routed + router + importance, router, importance, keys)
-
-
-def _deciding(cost: _Cost, module: nn.Module) -> int:
-    """Return the FLOPs that a router or predictor spends on one token."""
-    predictors = (predictor for predictor in module.modules() if isinstance(predictor, Predictor))
-    stopped = {id(predictor.hidden.weight) for predictor in predictors}
-    weights = [weight for weight in module.parameters() if weight.ndim > 1]
-    return sum((cost.stopped if id(weight) in stopped else cost.weights) * weight.numel() for weight in weights)
+    def _deciding(self, module: nn.Module) -> int:
+        """Return the FLOPs that a router or predictor spends on one token."""
+        predictors = (predictor for predictor in module.modules() if isinstance(predictor, Predictor))
+        stopped = {id(predictor.hidden.weight) for predictor in predictors}
+        weights = [weight for weight in module.parameters() if weight.ndim > 1]
+        cost = self.cost
+        return sum((cost.stopped if id(weight) in stopped else cost.weights) * weight.numel() for weight in weights)
 
 
 def _key_width(attention: Any) -> int:
     """Return the features of a token's keys in one layer, as many as those of its values."""
     return int(attention.config.num_key_value_heads) * int(attention.head_dim)
-
-
-def _bytes_per_token(block: nn.Module) -> int:
-    """Return the bytes of one token's keys and values in a layer's cache."""
-    weight = next(weight for weight in block.parameters() if weight.is_floating_point())
-    return 2 * _key_width(block.get_submodule("self_attn")) * weight.element_size()

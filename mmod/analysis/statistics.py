@@ -6,17 +6,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass
 from statistics import mean, stdev
-from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-Result = TypeVar("Result")
 Values = NDArray[np.float64]
 BySeed = Mapping[int, float]
 """The figure of one model for each seed."""
@@ -81,33 +78,6 @@ def published(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         return {"value": value, "low": low, "high": high}
     low, high = (None if math.isnan(end) else end for end in (low, high))
     return {"mean": value, "low": low, "high": high, "seeds": seeds}
-
-
-def read_published(kind: type[Result], fields: Mapping[str, Any]) -> Result:
-    """Return the dataclass with these fields, as `published` or `dataclasses.asdict` and JSON give them."""
-    hints = get_type_hints(kind)
-    return kind(**{name: _read_field(hints[name], value) for name, value in fields.items()})
-
-
-def _read_field(kind: Any, value: Any) -> Any:
-    if kind is Any:
-        return value
-    inner = get_args(kind)
-    if get_origin(kind) is UnionType:
-        return None if value is None else _read_field(inner[0], value)
-    if isinstance(kind, type) and is_dataclass(kind):
-        return read_published(kind, value)
-    if kind is Tensor:
-        return torch.from_numpy(value)
-    if isinstance(value, Mapping):
-        return {name: _read_field(inner[1], item) for name, item in value.items()}
-    if not isinstance(value, list):
-        return value
-    if get_origin(kind) is tuple:
-        return tuple(map(_read_field, inner, value))
-    if isinstance(kind, type) and issubclass(kind, tuple):
-        return kind(*map(_read_field, get_type_hints(kind).values(), value))
-    return [_read_field(inner[0], item) for item in value]
 
 
 def difference(one: BySeed, other: BySeed) -> Estimate:
@@ -248,16 +218,17 @@ def adjusted(p: Sequence[float]) -> list[float]:
 class RunningMean:
     """Mean and variance of a figure per image in constant memory: `sums` are the count, the sum and that of squares."""
 
-    sums: Values = field(default_factory=lambda: np.zeros(3))
+    sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def add(self, value_B: Tensor) -> None:
         """Add the figures of a batch (B,), without those that are not finite."""
         value_B = value_B[value_B.isfinite()].double()
-        self.sums += [len(value_B), float(value_B.sum()), float(value_B.square().sum())]
+        count, total, squares = self.sums
+        self.sums = count + len(value_B), total + float(value_B.sum()), squares + float(value_B.square().sum())
 
     def mean(self) -> Estimate:
         """Return the mean over images with its normal interval; NaN without images."""
-        count, total, squares = self.sums.tolist()
+        count, total, squares = self.sums
         if not count:
             return Estimate(math.nan)
         mean = total / count

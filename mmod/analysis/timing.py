@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from mmod.io.progress import progress_bar
+
 Name = TypeVar("Name", bound=Hashable)
 
 
@@ -74,27 +76,31 @@ def interleave(
     warmup: int = 2,
     seed: int = 0,
     prepare: Callable[[], object] | None = None,
+    shown: bool = False,
 ) -> dict[Name, list[float]]:
     """Return milliseconds of every call by name and round: every round calls all functions once, in random order.
 
     There are at least `rounds` rounds and `seconds` seconds of them, after `warmup` rounds. `prepare` runs before
     every timed call, outside the time. A GPU is timed by events, a single CPU thread by its CPU time, more threads
-    by wall time.
+    by wall time. `shown` draws a progress bar.
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
     order, shuffle = list(functions), random.Random(seed).shuffle
     timer = _time_on_gpu if device.type == "cuda" else _time_on_cpu
-    for _ in range(warmup):
-        for function in functions.values():
-            timer(function, prepare)
     times: dict[Name, list[float]] = {name: [] for name in functions}
-    started = time.perf_counter()
-    with _without_garbage_collection():
+    total = (warmup + rounds) * len(functions)
+    with _without_garbage_collection(), progress_bar(desc="timing", total=total, unit="runs", shown=shown) as bar:
+        for _ in range(warmup):
+            for function in functions.values():
+                timer(function, prepare)
+                bar.update()
+        started = time.perf_counter()
         while len(times[order[0]]) < rounds or time.perf_counter() - started < seconds:
             shuffle(order)
             for name in order:
                 times[name].append(timer(functions[name], prepare))
+                bar.update()
     return times
 
 

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
+import json
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from mmod import is_routed
+from mmod import audit, is_routed
 from mmod.adapters import find_stack
-from mmod.analysis.audit.choices import REFERENCE_ENTROPY, default_choices
+from mmod.analysis.audit.choices import REFERENCE_ENTROPY, choices, default_choices
 from mmod.analysis.audit.generation import Generation, judge_generation
-from mmod.analysis.audit.shifts import SHIFTS
-from mmod.analysis.plots import sample_maps
+from mmod.analysis.audit.plots import draw_audit
+from mmod.analysis.audit.result import Audit
+from mmod.analysis.audit.run import LabelledBatch, Shift
+from mmod.analysis.audit.shifts import SHIFTS, ImageShift
+from mmod.analysis.plots import draw_sample_maps
+from mmod.analysis.statistics import published
+from mmod.analysis.style import save_figure
+from mmod.analysis.timing import environment
+from mmod.audits.config import record_of, run_config
 from mmod.data.config import DataConfig
 from mmod.data.loader import text_stream
 from mmod.data.readers.chat import IGNORED
@@ -27,9 +37,13 @@ from mmod.data.readers.conversations import open_conversations
 from mmod.data.readers.images import spread
 from mmod.data.stream import BatchStream
 from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
-from mmod.model import routing_configs
+from mmod.io.claim import claim_folder
+from mmod.io.files import write_atomically
+from mmod.methods.route import routing_configs
+from mmod.studies.results import save_picture
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.evaluate import KeptShares, RoutedResult
+from mmod.training.engine.evaluate import KeptShares
+from mmod.training.engine.recipe import seed_draws
 from mmod.training.image.recipe import sample_images
 from mmod.training.kinds import CONFIGS, recipe_of
 from mmod.training.text.config import BYTES
@@ -38,37 +52,27 @@ from mmod.values import refuse_unknown
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from mmod.analysis.audit.auditor import Shift
-
 # Changes of the evaluation set: none.
 _UNCHANGED: Mapping[str, Any] = MappingProxyType({})
 _PIXELS = "pixel_values"
 _QUESTION = "kind of question"
 
 
-class Labelled(NamedTuple):
-    """A batch with labels of its samples and of its tokens; see `strata` and `token_kinds` of `mmod.audit`."""
-
-    batch: Any
-    strata: Mapping[str, Sequence[str] | Sequence[float]] = MappingProxyType({})
-    token_kinds: Mapping[str, ArrayLike] = MappingProxyType({})
-
-
 @dataclass(frozen=True)
 class Batches:
     """A number of batches that can be iterated several times."""
 
-    make: Callable[[], Iterator[Labelled]]
+    make: Callable[[], Iterator[LabelledBatch]]
     count: int
 
     def __len__(self) -> int:
         return self.count
 
-    def __iter__(self) -> Iterator[Labelled]:
+    def __iter__(self) -> Iterator[LabelledBatch]:
         return self.make()
 
 
-class Subject(ABC):
+class Subject:
     """A trained model and its evaluation set; a subclass for every kind of training, whose recipe makes the model."""
 
     split: ClassVar[str] = "val_split"  # The key of `data` that names the evaluation set.
@@ -97,9 +101,14 @@ class Subject(ABC):
         self.model = plain.load()
         return self.model
 
-    @abstractmethod
     def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
         """Return the evaluation set, or another with changed keys of `data`."""
+        stream = self.stream(changes)
+        return Batches(lambda: map(self.labelled, stream.batches(0)), stream.steps_per_epoch)
+
+    def labelled(self, batch: Any) -> LabelledBatch:
+        """Return a batch with what is known of its samples and tokens."""
+        return LabelledBatch(batch)
 
     def data(self, changes: Mapping[str, Any]) -> Any:
         """Return the config of a set with changed keys of `data`."""
@@ -109,8 +118,7 @@ class Subject(ABC):
     def stream(self, changes: Mapping[str, Any]) -> BatchStream:
         """Return the batches of a set as the model reads them."""
         other = type(self.recipe)(dataclasses.replace(self.config, data=self.data(changes)))
-        stream: BatchStream = other.create_stream(Process(0, 1, other.device), self.model)
-        return stream
+        return other.create_stream(Process(0, 1, other.device), self.model)
 
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Return a batch with changed images (B, C, H, W) and the same labels."""
@@ -124,12 +132,11 @@ class Subject(ABC):
 
     def cost(self, model: nn.Module) -> float:
         """Return the mean FLOPs of a sample in a model of another run, which may depend on the sample."""
-        kept, result = KeptShares(model, next(model.parameters()).device), RoutedResult()
+        kept = KeptShares(model, next(model.parameters()).device)
         for labelled in self.batches():
             with torch.inference_mode(), kept.watch():
                 self.recipe.judge(model, labelled.batch)
-        result.kept = kept.means()
-        return float(sum(self.recipe.cost(model, result).values()))
+        return float(sum(self.recipe.cost(model, kept.means()).values()))
 
     def generation(self, model: nn.Module) -> Generation | None:
         """Return the decisions of the model while it writes long texts; None where the config asks for none."""
@@ -141,17 +148,12 @@ class Subject(ABC):
 
     def shifts(self) -> dict[str, Shift]:
         """Return the shifts that the config asks for, as functions of batches."""
-        names = self.config.audit.shifts
-        refuse_unknown("shift of audit.shifts", names, list(SHIFTS))
+        refuse_unknown("shift of audit.shifts", self.config.audit.shifts, list(SHIFTS))
 
-        def shift_of(name: str) -> Shift:
-            def shift(labelled: Labelled, images: range) -> Labelled:
-                changed = self.shifted(labelled.batch, lambda x_BCHW: SHIFTS[name](x_BCHW, images))
-                return labelled._replace(batch=changed)
+        def shift(batch: Any, images: range, change: ImageShift) -> Any:
+            return self.shifted(batch, lambda x_BCHW: change(x_BCHW, images))
 
-            return shift
-
-        return {name: shift_of(name) for name in names}
+        return {name: partial(shift, change=SHIFTS[name]) for name in self.config.audit.shifts}
 
 
 class _Images(Subject):
@@ -165,17 +167,17 @@ class _Images(Subject):
     def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
         stream, scenes = self.stream(changes), _scenes(self.data(changes))
 
-        def make() -> Iterator[Labelled]:
+        def make() -> Iterator[LabelledBatch]:
             start = 0
             for images, targets in stream.batches(0):
                 shown = scenes[start : start + len(images)]
                 start += len(images)
-                yield Labelled((images, targets), _strata(shown, targets), self._token_kinds(shown, targets))
+                yield LabelledBatch((images, targets), _strata(shown, targets), self._token_kinds(shown, targets))
 
         return Batches(make, stream.steps_per_epoch)
 
     def maps(self, model: nn.Module, count: int) -> Figure:
-        return sample_maps(model, sample_images(self.config, count)).draw()
+        return draw_sample_maps(model, sample_images(self.config, count))
 
     def _token_kinds(self, scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, NDArray[np.str_]]:
         """Return the content of every token of a batch; empty where the set does not name it."""
@@ -192,10 +194,6 @@ class _Pairs(Subject):
     split = "val"
     # No head of such a model predicts tokens.
     on_request = frozenset({REFERENCE_ENTROPY})
-
-    def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
-        stream = self.stream(changes)
-        return Batches(lambda: (Labelled(batch) for batch in stream.batches(0)), stream.steps_per_epoch)
 
 
 class _Chat(Subject):
@@ -218,14 +216,14 @@ class _Chat(Subject):
         collate = self.recipe.collator
         is_language_routed = is_routed(self.model) and "language" in routing_configs(self.model)
 
-        def make() -> Iterator[Labelled]:
+        def make() -> Iterator[LabelledBatch]:
             for start in range(0, len(order), size):
                 asked = [talks[int(index)] for index in order[start : start + size]]
                 batch, kinds = collate(asked), [talk.question_type for talk in asked]
                 roles = _roles(batch, collate.processor) if is_language_routed else {}
                 if roles:
                     roles[_QUESTION] = np.repeat(np.asarray(kinds)[:, None], batch["input_ids"].shape[1], axis=1)
-                yield Labelled(batch, {_QUESTION: kinds}, roles)
+                yield LabelledBatch(batch, {_QUESTION: kinds}, roles)
 
         return Batches(make, -(-len(order) // size))
 
@@ -253,14 +251,8 @@ class _Text(Subject):
         if generation % length:
             raise ValueError(f"audit.generation must be a multiple of data.length={length}, got {generation}")
 
-    def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
-        stream = self.stream(changes)
-
-        def make() -> Iterator[Labelled]:
-            for tokens, following in stream.batches(0):
-                yield Labelled((tokens, following), token_kinds={"role": _ROLES[tokens.numpy()]})
-
-        return Batches(make, stream.steps_per_epoch)
+    def labelled(self, batch: Any) -> LabelledBatch:
+        return LabelledBatch(batch, token_kinds={"role": _ROLES[batch[0].numpy()]})
 
     def generation(self, model: nn.Module) -> Generation | None:
         config, options = self.config, self.config.audit
@@ -323,3 +315,79 @@ _SUBJECTS: dict[str, type[Subject]] = {"image": _Images, "pairs": _Pairs, "chat"
 def subject_of(config: Any) -> Subject:
     """Return the subject of an audit."""
     return next(_SUBJECTS[kind] for kind, cls in CONFIGS.items() if isinstance(config, cls))(config)
+
+
+def audit_run(config: Any, *, command: str | None = None, progress: bool = True) -> Audit:
+    """Audit the model that a run would start from, and write the results into the folder `audit` of its output."""
+    folder = Path(config.output) / "audit"
+    result, progress_file, options = folder / "audit.json", folder / "progress.jsonl", config.audit
+    if result.exists():
+        claim_folder(folder, record_of(config), file="config.json", kind="an audit")
+        return Audit.from_dict(json.loads(result.read_text())["audit"])
+    seed_draws(config.seed, 0, 0)
+    subject = subject_of(config)
+    model = subject.create() if subject.recipe.has_weights else None
+    if model is None or not is_routed(model):
+        raise ValueError(
+            "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
+        )
+    choices(subject.conditions, None, has_reference=options.reference is not None)
+    baselines, shifts = _baselines(config), subject.shifts()
+    others = {name: subject.batches(changes) for name, changes in options.others.items()}
+    # Once the options are checked, so that a refused audit leaves no folder.
+    claim_folder(folder, record_of(config), file="config.json", kind="an audit")
+    report = audit(
+        model,
+        subject.batches(),
+        dataclasses.replace(options, conditions=subject.conditions),
+        judge=subject.recipe.judge,
+        positions_from=options.positions_split and subject.batches({subject.split: options.positions_split}),
+        reference=options.reference and subject.create(options.reference),
+        beside=baselines,
+        shifts=shifts,
+        others=others,
+        progress_file=progress_file,
+        progress=progress,
+    )
+    costs = {name: subject.cost(baseline) for name, baseline in baselines.items()}
+    cost, generation = subject.flops(model), subject.generation(model)
+    record = {
+        "name": Path(config.output).name,
+        "command": command or f"mmod audit {shlex.quote(config.output)}",
+        "environment": environment(),
+        "audit": report.to_dict(),
+        "flops": cost,
+        "beside_flops": costs,
+        "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
+    }
+    maps = subject.maps(model, options.maps) if options.maps else None
+    if maps is not None:
+        save_picture(folder, "maps", maps)
+    save_figure(draw_audit(report), folder / "audit.png", dpi=150)
+    more = "" if generation is None else f"\n{generation}\n"
+    write_atomically(folder / "audit.md", f"{report}\n{_costs_text(cost, costs)}{more}")
+    write_atomically(result, json.dumps(record, indent=1) + "\n")
+    progress_file.unlink(missing_ok=True)
+    return report
+
+
+def _baselines(config: Any) -> dict[str, Any]:
+    """Return the models of `audit.beside` by the names of their folders."""
+    folders = {Path(folder).name: Path(folder) for folder in config.audit.beside}
+    if len(folders) < len(config.audit.beside):
+        raise ValueError(f"audit.beside names two folders alike: {', '.join(config.audit.beside)}")
+    models = {}
+    for name, folder in folders.items():
+        run = run_config(folder)
+        if type(run) is not type(config):
+            raise ValueError(f"audit.beside: {str(folder)!r} is a run of another kind than the audited one")
+        models[name] = subject_of(run).create()
+    return models
+
+
+def _costs_text(cost: Mapping[str, Any] | None, costs: Mapping[str, float]) -> str:
+    """Return the costs of the model and its baselines as a line; empty where they were not counted."""
+    if cost is None or not costs:
+        return ""
+    others = ", ".join(f"{name} {value / 1e6:.2f}" for name, value in costs.items())
+    return f"\nMFLOPs of a sample, as counted on these: this model {cost['routed'] / 1e6:.2f}, {others}.\n"

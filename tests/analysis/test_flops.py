@@ -217,7 +217,7 @@ def test_blocks_that_keep_nothing_cost_their_router_alone(operator: str) -> None
         counted_flops = counted(model, side)
     report = flops(model, side, kept=decisions)
     assert report.blocks[1].kept == 0
-    assert report.routed == counted_flops + sum(row.router for row in report.blocks)
+    assert report.routed == counted_flops
 
 
 @pytest.mark.parametrize("size", [None, 0, (3, 64), (3, 64, 6.4), "64", {"x": None}, torch.zeros(3)])
@@ -283,9 +283,11 @@ def test_memory_follows_what_is_held() -> None:
 
 
 @pytest.mark.parametrize("name", ["test_vit3", "naflexvit_base_patch16_gap", "vit_so150m_patch16_reg4_gap_256"])
-def test_memory_is_that_of_a_pass_that_runs_every_operation(name: str) -> None:
+def test_memory_is_that_of_a_pass_that_runs_every_operation(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, images = make_model(name).to("meta"), make_images(name, 1).to("meta")
+    monkeypatch.setattr("mmod.analysis.counting._OUTCOMES", {})
     report = flops(model, tuple(images.shape[1:]))
+    assert flops(model, tuple(images.shape[1:])) == report, "now nearly all operations are known"
     with torch.no_grad(), _WithoutMaps(), ActivationMemory([images, *model.parameters(), *model.buffers()]) as memory:
         model(images)
     assert report.activation_bytes == memory.peak

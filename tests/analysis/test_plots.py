@@ -11,7 +11,7 @@ import timm
 import torch
 
 import mmod
-from mmod.analysis.plots import VEIL_OPACITY, draw_routing_maps, draw_tradeoff, sample_maps
+from mmod.analysis.plots import VEIL_OPACITY, draw_routing_maps, draw_sample_maps, draw_tradeoff, in_range
 from tests.adapters.vlm_zoo import IMAGE, make_joint, prompt
 
 
@@ -157,10 +157,12 @@ def test_tradeoff_names_what_is_missing() -> None:
 def test_samples_have_a_map_for_each_block() -> None:
     routing = mmod.RoutingConfig(router="norm", capacity=0.5)
     model = mmod.route_(timm.create_model("test_vit", img_size=64).eval(), routing)
-    maps = sample_maps(model, torch.randn(2, 3, 64, 64))
-    assert (maps.images.min(), maps.images.max()) == (0, 1)
-    assert list(maps.kept) == list(mmod.routed_blocks(model))
-    assert all(kept.shape == (2, 4, 4) for kept in maps.kept.values())
+    images = torch.randn(2, 3, 64, 64)
+    axes = draw_sample_maps(model, images).axes
+    blocks = [f"block {name.rpartition('.')[2]}" for name in mmod.routed_blocks(model)]
+    assert [axis.get_title().partition("\n")[0] for axis in axes[: 1 + len(blocks)]] == ["image", *blocks]
+    assert len(axes) == 2 * (1 + len(blocks))
+    assert (in_range(images).min(), in_range(images).max()) == (0, 1)
 
 
 def test_maps_of_images_among_text() -> None:

@@ -13,9 +13,9 @@ import yaml
 
 from mmod.analysis.audit import progress as progress_module
 from mmod.analysis.audit.result import Audit
-from mmod.audits.command import audit_run, main
+from mmod.audits.command import main
 from mmod.audits.config import AuditOptions, audit_config
-from mmod.audits.subjects import _regions
+from mmod.audits.subjects import _regions, audit_run
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.io.journal import Journal
 from mmod.training import fit

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from types import MappingProxyType
 from typing import Literal
 
@@ -20,6 +21,7 @@ from mmod.analysis.statistics import Estimate, RunningMean
 # `returning` is 0 where tokens leave for good and 1 where decisions are independent.
 _HALF = 0.5
 _POSITION = "position"
+Kind = Literal["early exit", "block-specific", "one decision", "inconclusive"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class Across:
     never: dict[str, Estimate]
     returning: Estimate | None
     information: dict[str, dict[str, Information]]
-    kind: Literal["early exit", "block-specific", "one decision", "cannot be told"]
+    kind: Kind
     verdict: str
 
 
@@ -87,7 +89,8 @@ class Counter:
                 if np.shape(names) == shapes[name]:
                     counts.setdefault(known, KindCounts()).add_names(names, keep_BN, free_BN, images)
         self.images += len(next(iter(kept.values())))
-        for part in self._parts():
+        for _, of_part in groupby(self.decisions, key=lambda name: name.rpartition(".")[0]):
+            part = list(of_part)
             self._add_part(part, [kept[name] & free[name] for name in part], free[part[0]])
 
     def _add_part(self, names: Sequence[str], keeps: Sequence[Tensor], free_BN: Tensor) -> None:
@@ -115,6 +118,8 @@ class Counter:
         """Return what was counted."""
         names, returning = self.decisions, self.returning.mean() if self.returning.sums[0] else None
         kind, verdict = _judge(returning, len(names))
+        # Facts that are the same for all tokens say nothing.
+        known = {name: {fact: kinds.information() for fact, kinds in self.kinds[name].items()} for name in names}
         return Across(
             decisions=names,
             blocks=self._followers(),
@@ -122,17 +127,10 @@ class Counter:
             again=[[self.pairs[i][j].mean() if j in self.pairs[i] else None for j in names] for i in names],
             never={name: sums.mean() for name, sums in self.never.items()},
             returning=returning,
-            information={name: _informed(self.kinds[name]) for name in names},
+            information={name: {fact: bits for fact, bits in facts.items() if bits} for name, facts in known.items()},
             kind=kind,
             verdict=verdict,
         )
-
-    def _parts(self) -> list[list[str]]:
-        """Return the decisions of each list of blocks."""
-        parts: dict[str, list[str]] = {}
-        for name in self.decisions:
-            parts.setdefault(name.rpartition(".")[0], []).append(name)
-        return list(parts.values())
 
     def _followers(self) -> dict[str, list[str]]:
         """Return the blocks that keep the tokens of each decision, the deciding block first."""
@@ -144,12 +142,10 @@ class Counter:
         return followers
 
 
-def _judge(
-    returning: Estimate | None, decisions: int
-) -> tuple[Literal["early exit", "block-specific", "one decision", "cannot be told"], str]:
+def _judge(returning: Estimate | None, decisions: int) -> tuple[Kind, str]:
     if returning is None:
-        what = "One router decides for all routed blocks" if decisions == 1 else "Each part decides once"
-        return "one decision", f"{what}: tokens are kept by all of them or by none."
+        decider = "One router decides for all routed blocks" if decisions == 1 else "Each part decides once"
+        return "one decision", f"{decider}: tokens are kept by all of them or by none."
     rate = (
         f"a token that was dropped is kept later {returning:.2f} times as often as where decisions are independent "
         "(95 % interval)"
@@ -158,10 +154,4 @@ def _judge(
         return "early exit", f"Tokens leave for good, as in early exit: {rate}."
     if returning.low > _HALF:
         return "block-specific", f"Blocks choose tokens of their own: {rate}."
-    return "cannot be told", f"Whether tokens leave for good or blocks choose their own cannot be told: {rate}."
-
-
-def _informed(counts: Mapping[str, KindCounts]) -> dict[str, Information]:
-    """Return the information in known facts of tokens, but for facts that are the same for all."""
-    information = {known: kinds.information() for known, kinds in counts.items()}
-    return {known: bits for known, bits in information.items() if bits is not None}
+    return "inconclusive", f"Inconclusive whether tokens leave for good or blocks choose their own: {rate}."

@@ -5,7 +5,7 @@ Axes: B images, N tokens, F tokens of an image that may be skipped, D channels."
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -17,7 +17,8 @@ from mmod.ops import spread_evenly
 from mmod.routing import Routing
 
 Family = Literal["random", "position", "other"]
-RANDOM, DENSE_ATTENTION, REFERENCE_ENTROPY = "random", "dense attention", "reference entropy"
+LEARNED, RANDOM = "as learned", "random"
+DENSE_ATTENTION, REFERENCE_ENTROPY = "dense attention", "reference entropy"
 
 
 @dataclass(frozen=True)
@@ -25,16 +26,13 @@ class DecisionContext:
     """The inputs of a counterfactual choice: the replaced decision and its context.
 
     Args:
-        block: Name of the block whose router decides.
         x_BND: The router's input in this forward pass (B, N, D).
         learned: The learned decision on these images.
         free_BN: True where a token may be skipped (B, N).
         partner: The learned decision on another image for each image, over tokens that may be skipped.
-        images: Indices of the images in the set.
         frequency_F: How often the router keeps a token, by its index among tokens that may be skipped, in [0, 1].
-        grid: Rows and columns of the tokens that may be skipped.
-        attention_BN: Mean attention that tokens receive in the same block of the dense model; None without one.
-        entropy_BN: Entropy of the dense model at every token; None without one.
+        reference: By name of a condition that needs the dense model, the mean attention that tokens receive in the same
+            block of that model, and its entropy at every token (B, N).
     """
 
     block: str
@@ -45,9 +43,8 @@ class DecisionContext:
     images: range
     frequency_F: Tensor
     grid: tuple[int, int]
-    attention_BN: Tensor | None = None
-    entropy_BN: Tensor | None = None
-    draw: int = 0
+    reference: Mapping[str, Tensor]
+    draw: int
 
     @property
     def order_BN(self) -> Tensor:
@@ -69,66 +66,35 @@ class Choice(NamedTuple):
     rank: Callable[[DecisionContext], Tensor]
 
 
-def _random(place: DecisionContext) -> Tensor:
-    return _draws(place.draw, place.images, place.x_BND.shape[1]).to(place.x_BND.device)
-
-
 @functools.lru_cache(maxsize=1)
 def _draws(draw: int, images: range, tokens: int) -> Tensor:
     """Draw once per image, seeded by its index: all blocks keep the same tokens, independent of the batch."""
     return torch.from_numpy(np.stack([np.random.default_rng((draw, image)).random(tokens) for image in images]))
 
 
-def _stride(place: DecisionContext) -> Tensor:
-    return spread_evenly(place.x_BND.shape[1], place.x_BND.device)[place.order_BN]
+def _stride(context: DecisionContext) -> Tensor:
+    return spread_evenly(context.x_BND.shape[1], context.x_BND.device)[context.order_BN]
 
 
-def _centre(place: DecisionContext) -> Tensor:
+def _centre(context: DecisionContext) -> Tensor:
     """Rank by distance from the centre of the grid, nearest first."""
-    rows, columns = place.grid
-    row_BN, column_BN = place.order_BN // columns, place.order_BN % columns
+    rows, columns = context.grid
+    row_BN, column_BN = context.order_BN // columns, context.order_BN % columns
     return -torch.hypot((row_BN - (rows - 1) / 2) / rows, (column_BN - (columns - 1) / 2) / columns)
 
 
-def _border(place: DecisionContext) -> Tensor:
-    return -_centre(place)
-
-
-def _mean_mask(place: DecisionContext) -> Tensor:
-    return place.frequency_F[place.order_BN]
-
-
-def _inverted(place: DecisionContext) -> Tensor:
-    """Rank dropped tokens before kept ones, and both by ascending score."""
-    return first(~place.learned.keep_BN, -place.learned.score_BN)
-
-
-def _shuffled(place: DecisionContext) -> Tensor:
+def _shuffled(context: DecisionContext) -> Tensor:
     """Rank the tokens that the router kept in another image first."""
-    tokens, partner = int(place.free_BN.sum(1).max()), place.partner
+    tokens, partner = int(context.free_BN.sum(1).max()), context.partner
     if partner.keep_BF.shape[1] != tokens:
         raise ValueError(
             f"'shuffled' applies the decision of another image, in which {partner.keep_BF.shape[1]} tokens may be "
             f"skipped and not {tokens}: use images of one size, or leave it out of `conditions`"
         )
-    return first(partner.keep_BF, partner.score_BF).gather(1, place.order_BN)
+    return rank_first(partner.keep_BF, partner.score_BF).gather(1, context.order_BN)
 
 
-def _norm(place: DecisionContext) -> Tensor:
-    return place.x_BND.float().norm(dim=-1)
-
-
-def _dense_attention(place: DecisionContext) -> Tensor:
-    assert place.attention_BN is not None
-    return place.attention_BN
-
-
-def _reference_entropy(place: DecisionContext) -> Tensor:
-    assert place.entropy_BN is not None
-    return place.entropy_BN
-
-
-def first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
+def rank_first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
     """Return ranks by score, from 0, with marked tokens above all others (B, N)."""
     order_BN = score_BN.double().argsort(dim=1, stable=True)
     places = torch.arange(score_BN.shape[1], device=score_BN.device).expand(score_BN.shape)
@@ -137,16 +103,16 @@ def first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
 
 
 CHOICES: Mapping[str, Choice] = {
-    RANDOM: Choice("random", _random),
+    RANDOM: Choice("random", lambda context: _draws(context.draw, context.images, context.x_BND.shape[1])),
     "stride": Choice("position", _stride),
     "centre": Choice("position", _centre),
-    "border": Choice("position", _border),
-    "mean mask": Choice("position", _mean_mask),
-    "token norm": Choice("other", _norm),
-    "inverted": Choice("other", _inverted),
+    "border": Choice("position", lambda context: -_centre(context)),
+    "mean mask": Choice("position", lambda context: context.frequency_F[context.order_BN]),
+    "token norm": Choice("other", lambda context: context.x_BND.float().norm(dim=-1)),
+    "inverted": Choice("other", lambda context: rank_first(~context.learned.keep_BN, -context.learned.score_BN)),
     "shuffled": Choice("other", _shuffled),
-    DENSE_ATTENTION: Choice("other", _dense_attention),
-    REFERENCE_ENTROPY: Choice("other", _reference_entropy),
+    DENSE_ATTENTION: Choice("other", lambda context: context.reference[DENSE_ATTENTION]),
+    REFERENCE_ENTROPY: Choice("other", lambda context: context.reference[REFERENCE_ENTROPY]),
 }
 """The default conditions of an audit, by name; the last two need a dense model."""
 _OF_REFERENCE = (DENSE_ATTENTION, REFERENCE_ENTROPY)
@@ -158,7 +124,7 @@ def default_choices(has_reference: bool) -> list[str]:
 
 
 def choices(
-    conditions: tuple[str, ...] | None,
+    conditions: Sequence[str] | None,
     custom: Mapping[str, Callable[[DecisionContext], Tensor]] | None,
     *,
     has_reference: bool = False,
@@ -170,7 +136,7 @@ def choices(
         raise ValueError(f"conditions names {', '.join(unknown)}; valid are {', '.join(CHOICES)}")
     if len(set(names)) < len(names):
         raise ValueError(f"conditions must not repeat a name, got {names}")
-    reserved = sorted(set(custom) & {*CHOICES, "as learned"})
+    reserved = sorted(set(custom) & {*CHOICES, LEARNED})
     if reserved:
         raise ValueError(f"custom uses the reserved names {', '.join(reserved)}: choose other names")
     for name in () if has_reference else _OF_REFERENCE:

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmod.analysis.statistics import Estimate, RunningMean
 from mmod.analysis.trace import trace
 from mmod.io.tables import Table, table_of
-from mmod.model import routed_blocks
+from mmod.methods.route import routed_blocks
 from mmod.routing.groups import assign_groups, select_within
 
 _TEXTS = ("written", "generated")

@@ -19,9 +19,6 @@ from torch.utils._pytree import tree_map
 from mmod.analysis.statistics import Estimate, pseudo_mean
 from mmod.io.tables import Table, table_of
 
-KindsOf = Callable[[Any], Mapping[str, ArrayLike]]
-"""From a batch to what is known of its tokens: the names of their kinds (B, N), prefix tokens and padding included."""
-
 # Images are dealt out to so many groups by their number; each is left out once.
 _GROUPS = 50
 _TOLD = (
@@ -77,9 +74,9 @@ class KindCounts:
 
     def add_names(self, names: ArrayLike, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
         """Count the tokens of a batch whose kinds have names."""
-        there, inverse = np.unique(np.asarray(names, dtype=str), return_inverse=True)
-        self.names += [str(name) for name in there if name not in self.names]
-        numbers = torch.tensor([self.names.index(name) for name in there], device=keep_BN.device)
+        kinds, inverse = np.unique(np.asarray(names, dtype=str), return_inverse=True)
+        self.names += [str(name) for name in kinds if name not in self.names]
+        numbers = torch.tensor([self.names.index(name) for name in kinds], device=keep_BN.device)
         self.add(numbers[torch.from_numpy(inverse).to(keep_BN.device).view(keep_BN.shape)], keep_BN, free_BN, images)
 
     def frequency(self, kinds: int) -> Tensor:

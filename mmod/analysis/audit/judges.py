@@ -19,7 +19,6 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
     """Return cross-entropy and accuracy of every image of a batch.
 
     Args:
-        model: A classifier.
         batch: Images (B, C, height, width) and classes (B,), or classes of patches (B, N), over which means are taken.
     """
     device = next(model.parameters()).device

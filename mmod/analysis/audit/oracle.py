@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mmod.analysis.audit.choices import Choice, DecisionContext, first
+from mmod.analysis.audit.choices import Choice, DecisionContext, rank_first
 from mmod.analysis.statistics import Estimate, RunningMean
 from mmod.io.tables import Table, table_of
 from mmod.routing import Routing
@@ -70,8 +70,8 @@ class TokenValues:
                 sums.setdefault(name, RunningMean()).add(rank_agreement(score_BN, worth[name], free[name]))
         oracle_B = judged(Choice("other", lambda place: worth[place.block]))
         losses = {"loss": loss_B, "oracle": oracle_B - loss_B, "random": judged(random) - loss_B}
-        for what, value_B in losses.items():
-            self.losses.setdefault(what, RunningMean()).add(value_B)
+        for name, value_B in losses.items():
+            self.losses.setdefault(name, RunningMean()).add(value_B)
         self.images += len(loss_B)
 
     def result(self) -> LeaveOneOut | None:
@@ -94,7 +94,7 @@ def _worth(judged: Judge, loss_B: Tensor, name: str, routing: Routing, free_BN: 
 
         def rank(place: DecisionContext, flipped_BN: Tensor = flipped_BN) -> Tensor:
             nonlocal norm_BN
-            rank_BN = first(place.learned.keep_BN, place.learned.score_BN).double()
+            rank_BN = rank_first(place.learned.keep_BN, place.learned.score_BN).double()
             if place.block != name:
                 return rank_BN
             norm_BN = place.x_BND.float().norm(dim=-1)

@@ -1,33 +1,56 @@
-"""The progress of an audit in a journal, so that one that was killed resumes on the same batches."""
+"""What an audit has counted so far, in a journal, so that one that was killed resumes on the same batches."""
 
 from __future__ import annotations
 
 import base64
-import dataclasses
 import io
 import json
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from mmod.analysis.statistics import read_published
+from mmod.analysis.audit.across import Counter
+from mmod.analysis.audit.information import InfluenceCounts
+from mmod.analysis.audit.oracle import TokenValues
+from mmod.analysis.audit.strata import Outcomes, Strata
 from mmod.io.journal import Journal
+from mmod.io.progress import progress_bar
+from mmod.values import from_plain
 
-Counts = TypeVar("Counts")
 # Seconds between two times that it is written.
 _EVERY = 10.0
 _ARRAY = "array"
+# Name of the audited set, beside those of shifts and other sets.
+AUDITED = ""
 
 
-class Progress(Generic[Counts]):
-    """The counts of an audit, a dataclass, and the number of batches by step that they hold.
+@dataclass
+class Counts:
+    """Results of the batches so far; their size does not grow with the images but for losses and accuracies."""
+
+    positions: Counter
+    across: Counter
+    influence: InfluenceCounts = field(default_factory=InfluenceCounts)
+    worth: TokenValues = field(default_factory=TokenValues)
+    strata: Strata = field(default_factory=Strata)
+    # By name of a set: its number of images, and the decisions on its last image.
+    images: dict[str, int] = field(default_factory=dict)
+    last: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    # By names of a shift or set, and of a choice; and on the audited set by name of another model.
+    outcomes: dict[str, dict[str, Outcomes]] = field(default_factory=dict)
+    beside: dict[str, Outcomes] = field(default_factory=dict)
+
+
+class Progress:
+    """The counts of an audit, and the number of batches by step that they hold.
 
     A journal keeps both; without a path they are in memory alone.
     """
@@ -44,34 +67,35 @@ class Progress(Generic[Counts]):
         saved = self.journal.records[-1]
         try:
             self.done, self._checks = dict(saved["done"]), dict(saved["checks"])
-            self.counts = read_published(type(counts), _unpacked(saved["counts"]))
+            self.counts = from_plain(Counts, _unpacked(saved["counts"]), "counts", limit=None)
         except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise ValueError(
                 f"{str(path)!r} is damaged: {type(error).__name__}: {error}. Delete it or choose another file"
             ) from error
 
-    def left(self, step: str, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches that are not done yet."""
-        done, number, check = self.done.get(step, 0), 0, 0
-        for number, batch in enumerate(batches, 1):
-            check = 0 if self.journal.path is None else _check_of(batch, check)
-            is_same = number != done or check == self._checks[step]
-            self.journal.check(is_same, f"its first {done} batches of {step!r} are others")
-            if number > done:
-                self._checks[step] = check
-                yield batch
-        self.journal.check(number >= done, f"it did {done} batches of {step!r}, and there are {number}")
+    def batches(self, step: str, batches: Iterable[Any], *, shown: bool) -> Iterator[tuple[int, Any]]:
+        """Yield the batches that are not done yet, with their numbers; one is done when the next is asked for."""
+        first, number, check = self.done.get(step, 0), 0, 0
+        total = len(batches) if isinstance(batches, Sized) else None
+        with progress_bar(desc=step, total=total, initial=first, shown=shown) as bar:
+            for number, batch in enumerate(batches, 1):
+                check = 0 if self.journal.path is None else _check_of(batch, check)
+                is_same = number != first or check == self._checks[step]
+                self.journal.check(is_same, f"its first {first} batches of {step!r} are others")
+                if number <= first:
+                    continue
+                yield number - 1, batch
+                self.done[step], self._checks[step] = number, check
+                bar.update()
+                if time.monotonic() - self._written >= _EVERY:
+                    self._write()
+        self.journal.check(number >= first, f"it did {first} batches of {step!r}, and there are {number}")
+        if number > first:
+            self._write()
 
-    def add(self, step: str) -> None:
-        """Count one more batch as done, and write the counts if they were written long ago."""
-        self.done[step] = self.done.get(step, 0) + 1
-        if time.monotonic() - self._written >= _EVERY:
-            self.write()
-
-    def write(self) -> None:
-        """Write the counts."""
+    def _write(self) -> None:
         if self.journal.path is not None:
-            record = {"done": self.done, "checks": self._checks, "counts": dataclasses.asdict(self.counts)}  # type: ignore[call-overload]
+            record = {"done": self.done, "checks": self._checks, "counts": asdict(self.counts)}
             self.journal.replace(json.loads(json.dumps(record, default=_packed)))
             self._written = time.monotonic()
 
@@ -84,9 +108,9 @@ def _check_of(batch: Any, check: int) -> int:
     return check
 
 
-def _packed(array: np.ndarray | Tensor) -> dict[str, str]:
+def _packed(tensor: Tensor) -> dict[str, str]:
     file = io.BytesIO()
-    np.save(file, array.cpu().numpy() if isinstance(array, Tensor) else array, allow_pickle=False)
+    np.save(file, tensor.cpu().numpy(), allow_pickle=False)
     return {_ARRAY: base64.b64encode(zlib.compress(file.getvalue())).decode()}
 
 
@@ -96,5 +120,6 @@ def _unpacked(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
     if set(value) == {_ARRAY}:
-        return np.load(io.BytesIO(zlib.decompress(base64.b64decode(value[_ARRAY]))), allow_pickle=False)
+        content = io.BytesIO(zlib.decompress(base64.b64decode(value[_ARRAY])))
+        return torch.from_numpy(np.load(content, allow_pickle=False))
     return {name: _unpacked(item) for name, item in value.items()}

@@ -19,19 +19,18 @@ from mmod.routing import Routing
 
 
 class Reference(NamedTuple):
-    """A dense model's loss per image (B,), attention received by block (B, N), and `token_entropy` if asked for."""
+    """A dense model's loss per image (B,), and by condition and block what it says of tokens (B, N)."""
 
     loss_B: Tensor
-    attention: Mapping[str, Tensor]
-    entropy_BN: Tensor | None
+    tokens: Mapping[str, Mapping[str, Tensor]]
 
 
 def consult(
-    model: nn.Module, judged: Callable[[], Tensor], learned: Mapping[str, Routing], wanted: Collection[str]
+    model: nn.Module, judged: Callable[[], Tensor], learned: Mapping[str, Routing], conditions: Collection[str]
 ) -> Reference:
-    """Run a dense model on a batch, once."""
+    """Run a dense model on a batch, once, and return what the conditions need."""
     captured: dict[str, capture_importance] = {}
-    if DENSE_ATTENTION in wanted:
+    if DENSE_ATTENTION in conditions:
         modules = dict(model.named_modules())
         captured = {
             name: capture_importance(getattr(routing.evidence.tokens, "valid_BN", None))
@@ -41,25 +40,24 @@ def consult(
     entropies: list[Tensor] = []
     with ExitStack() as stack:
         stack.enter_context(inside([(modules[name], capture) for name, capture in captured.items()]))
-        if REFERENCE_ENTROPY in wanted:
+        if REFERENCE_ENTROPY in conditions:
             entropies = stack.enter_context(token_entropy(model))
         loss_B = judged()
-    attention = {name: capture.importance_BN for name, capture in captured.items() if capture.importance_BN is not None}
-    entropy_BN = entropies[-1] if entropies else None
-    for name, routing in learned.items():
-        shape = routing.score_BN.shape
-        if DENSE_ATTENTION in wanted and (name not in attention or attention[name].shape != shape):
-            raise ValueError(
-                f"the dense model has no attention over {shape[1]} tokens in {name}: give the one that the routed "
-                f"model was made from, or leave {DENSE_ATTENTION!r} out of `conditions`"
-            )
-        if REFERENCE_ENTROPY in wanted and (entropy_BN is None or entropy_BN.shape != shape):
-            of = "none" if entropy_BN is None else f"{entropy_BN.shape[1]}"
-            raise ValueError(
-                f"the dense model predicts at {of} of the {shape[1]} tokens in {name}: give the one that "
-                f"the routed model was made from, or leave {REFERENCE_ENTROPY!r} out of `conditions`"
-            )
-    return Reference(loss_B, attention, entropy_BN)
+    values = {
+        DENSE_ATTENTION: {name: capture.importance_BN for name, capture in captured.items()},
+        REFERENCE_ENTROPY: dict.fromkeys(learned, entropies[-1] if entropies else None),
+    }
+    tokens: dict[str, dict[str, Tensor]] = {}
+    for condition in values.keys() & set(conditions):
+        for name, routing in learned.items():
+            value_BN = values[condition].get(name)
+            if value_BN is None or value_BN.shape != routing.score_BN.shape:
+                raise ValueError(
+                    f"the dense model has no {condition} of the {routing.score_BN.shape[1]} tokens in {name}: give the "
+                    f"one that the routed model was made from, or leave {condition!r} out of `conditions`"
+                )
+            tokens.setdefault(condition, {})[name] = value_BN
+    return Reference(loss_B, tokens)
 
 
 @contextmanager
@@ -102,8 +100,7 @@ def _head_watched(host: Any, entropies: list[Tensor]) -> Iterator[None]:
         answer = head(alone)
         logits = answer[:, -1] if answer.ndim == 3 else answer
         entropies.append(_entropy(logits).view(x_BND.shape[:2]))
-        out: Tensor = head(x_BND, *args, **kwargs)
-        return out
+        return head(x_BND, *args, **kwargs)
 
     # The host calls it by name; an attribute of its own stands before the method of its class.
     host.forward_head = forward_head

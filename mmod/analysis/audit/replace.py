@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.model import routed_blocks
+from mmod.methods.route import routed_blocks
 from mmod.ops.gate import apply_gate
 from mmod.routing import Router, Routing, TokenGroups
 from mmod.routing.grouping import Grouping
@@ -37,7 +37,7 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
                 f"{name} has router={router.name!r}, whose tokens join the first of their group: decisions can be "
                 "replaced where a token may join any that is kept, as with 'redundancy'"
             )
-        if router.whole:
+        if router.per_image:
             raise ValueError(
                 f"{name} keeps or skips whole images: decisions can be replaced where a router chooses among tokens"
             )

@@ -3,36 +3,46 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from mmod.analysis.audit.across import Across
-from mmod.analysis.audit.choices import Choice
+from mmod.analysis.audit.choices import LEARNED, RANDOM, Choice
 from mmod.analysis.audit.information import Influence, information_table
 from mmod.analysis.audit.oracle import LeaveOneOut
-from mmod.analysis.audit.strata import Outcomes, Stratum, beside_told, strata_table, strata_told
-from mmod.analysis.statistics import (
-    Estimate,
-    adjusted,
-    estimate_of,
-    published,
-    read_published,
-    resampled_means,
-    sign_test,
+from mmod.analysis.audit.progress import AUDITED, Counts
+from mmod.analysis.audit.strata import (
+    ALL,
+    SHIFT,
+    OutcomePairs,
+    Outcomes,
+    Stratum,
+    compare_strata,
+    say_gaps,
+    strata_table,
 )
+from mmod.analysis.statistics import Estimate, adjusted, estimate_of, published, resampled_means, sign_test
+from mmod.config import AuditConfig
 from mmod.io.tables import Table, table_of
+from mmod.values import from_plain
 
-LEARNED = "as learned"
 _LEVEL = 0.05
 _COLUMNS = {
     "name": ("tokens kept", ""), "accuracy": ("accuracy %", ".1f"), "loss": ("loss", ".3f"),
     "accuracy_change": ("accuracy change", "+.1f"), "accuracy_p": ("p", ".3g"), "loss_change": ("loss change", "+.3f"),
     "loss_p": ("p of loss", ".3g"), "effect": ("effect", ".2f"),
 }  # fmt: skip
-Kind = Literal["content", "position", "both", "no better than random", "cannot be told"]
+Kind = Literal["content", "position", "both", "no better than random", "inconclusive"]
+_LEADS: dict[Kind, str] = {
+    "content": "The router uses content",
+    "position": "The router uses position",
+    "both": "The router uses content and position",
+    "no better than random": "No better than random",
+    "inconclusive": "Inconclusive",
+}
 # Shares of position, of what content and position decide, between which a router uses both.
 _BOTH = (0.25, 0.75)
 # A choice of which content and position each decide less than that, and surely less than twice that, uses neither.
@@ -104,7 +114,7 @@ class Audit:
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Audit:
         """Return the audit that `to_dict` wrote."""
-        return read_published(cls, fields)
+        return from_plain(cls, fields, "audit", limit=None)
 
     def sections(self) -> list[str | Table]:
         """Return sentences and tables, all but the verdict."""
@@ -129,10 +139,10 @@ class Audit:
         parts += [known] if len(known.rows) > 1 else []
         if self.strata:
             caption = "Gaps are those of the learned over the random choice"
-            parts += [strata_table(self.strata, "random", caption), *strata_told(self.strata)]
+            parts += [strata_table(self.strata, "random", caption), *say_gaps(self.strata)]
         if self.beside:
             caption = "Gaps are those of this model over the other, on the same images"
-            parts += [strata_table(self.beside, "its", caption), *beside_told(self.beside)]
+            parts += [strata_table(self.beside, "its", caption), *say_gaps(self.beside)]
         return parts + ([] if self.leave_one_out is None else [self.leave_one_out.table()])
 
     def __str__(self) -> str:
@@ -141,47 +151,67 @@ class Audit:
     _repr_markdown_ = __str__  # Notebooks show it.
 
 
-def compare(
-    outcomes: Mapping[str, Outcomes], made: Mapping[str, Choice], *, resamples: int, margin: float,
-    draws: int, across: Across, influence: Influence | None,
-) -> Audit:  # fmt: skip
-    """Compare the conditions of an audit."""
-    names = list(outcomes)
-    percents = [100 * outcome.accuracy for outcome in outcomes.values()]
-    value_IC = np.stack([*percents, *(outcome.loss for outcome in outcomes.values())], axis=1)
-    mean_C, drawn = value_IC.mean(axis=0), resampled_means(value_IC, resamples, seed=0)
-    count = len(names)
+def compare(counts: Counts, choices: Mapping[str, Choice], config: AuditConfig, elsewhere: Sequence[str]) -> Audit:
+    """Compare the outcomes of an audit; `elsewhere` are names of shifts and other sets."""
+    images = counts.images.get(AUDITED, 0)
+    if images < 2:
+        raise ValueError(f"an audit needs two images or more, got {images}")
+    names, count = [LEARNED, *choices], 1 + len(choices)
+    outcomes = [counts.outcomes[AUDITED][name] for name in names]
+    value_IC = np.stack([100 * one.accuracy for one in outcomes] + [one.loss for one in outcomes], axis=1)
+    mean_C, drawn = value_IC.mean(axis=0), resampled_means(value_IC, config.resamples, seed=0)
     base_C = np.repeat([0, count], count)
     gap_IC, gap_drawn = value_IC - value_IC[:, base_C], drawn - drawn[:, base_C]
     tested = [column for column in range(2 * count) if column % count]
-    alone = sign_test(gap_IC[:, tested], resamples, seed=1).tolist()
-    p = dict(zip(tested, adjusted(alone)))
+    uncorrected = sign_test(gap_IC[:, tested], config.resamples, seed=1).tolist()
+    p = dict(zip(tested, adjusted(uncorrected)))
 
     def condition(name: str, a: int) -> Condition:
         b = a + count
-        mine = estimate_of(mean_C[a], drawn[:, a]), estimate_of(mean_C[b], drawn[:, b])
+        both = estimate_of(mean_C[a], drawn[:, a]), estimate_of(mean_C[b], drawn[:, b])
         if not a:
-            return Condition(name, "learned", *mine)
+            return Condition(name, "learned", *both)
         changes = [estimate_of(gap_IC[:, column].mean(), gap_drawn[:, column]) for column in (a, b)]
         spread = float(gap_IC[:, b].std())
         effect = float(gap_IC[:, b].mean()) / spread if spread else 0.0
-        return Condition(name, made[name].family, *mine, changes[0], changes[1], p[a], p[b], effect)
+        return Condition(name, choices[name].family, *both, changes[0], changes[1], p[a], p[b], effect)
 
-    positions = [name for name in names[1:] if made[name].family == "position"]
-    best = max(positions, key=lambda name: mean_C[names.index(name)], default=None)
-    random = next(place for place, name in enumerate(names) if place and made[name].family == "random")
+    positions = [place for place, name in enumerate(names) if place and choices[name].family == "position"]
+    best, random = max(positions, key=lambda place: mean_C[place], default=None), names.index(RANDOM)
     gap = estimate_of(mean_C[0] - mean_C[random], drawn[:, 0] - drawn[:, random])
     # What the verdict rests on: by interval and by test, since intervals of few images are too short.
-    is_clear = gap.low > 0 and alone[tested.index(random)] < _LEVEL
+    is_clear = gap.low > 0 and uncorrected[tested.index(random)] < _LEVEL
     explained = None
     if best is not None and is_clear:
-        at, reached = names.index(best), drawn[:, 0] - drawn[:, random]
-        share = (drawn[:, at] - drawn[:, random])[reached > 0] / reached[reached > 0]
-        explained = estimate_of((mean_C[at] - mean_C[random]) / gap.value, share)
-    is_none = not is_clear and gap.high < margin and len(value_IC) >= _FEW
-    kind, verdict = judge(gap, explained, best, influence, is_clear=is_clear, is_none=is_none)
-    conditions = [condition(name, place) for place, name in enumerate(names)]
-    return Audit(len(value_IC), draws, conditions, gap, best, explained, kind, verdict, across, influence=influence)
+        above_random = drawn[:, 0] - drawn[:, random]
+        share = (drawn[:, best] - drawn[:, random])[above_random > 0] / above_random[above_random > 0]
+        explained = estimate_of((mean_C[best] - mean_C[random]) / gap.value, share)
+    is_none = not is_clear and gap.high < config.margin and images >= _FEW
+    position, influence = None if best is None else names[best], counts.influence.result()
+    kind, verdict = judge(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
+    strata, beside = _pairs(counts, elsewhere)
+    return Audit(
+        images, config.draws, [condition(name, place) for place, name in enumerate(names)], gap, position, explained,
+        kind, verdict, counts.across.result(), compare_strata(strata, config.resamples), counts.worth.result(),
+        compare_strata(beside, config.resamples), influence,
+    )  # fmt: skip
+
+
+def _pairs(counts: Counts, elsewhere: Sequence[str]) -> tuple[OutcomePairs, OutcomePairs]:
+    """Return outcomes of the learned choice by group and stratum: beside random tokens, and beside other models."""
+    members, learned = counts.strata.members(), counts.outcomes[AUDITED][LEARNED]
+
+    def split(other: Outcomes) -> OutcomePairs:
+        return {names: (learned.of(chosen), other.of(chosen)) for names, chosen in members.items()}
+
+    pairs = split(counts.outcomes[AUDITED][RANDOM])
+    for name in (AUDITED, *elsewhere) if elsewhere else ():
+        pairs[SHIFT, name or "none"] = counts.outcomes[name][LEARNED], counts.outcomes[name][RANDOM]
+    beside: OutcomePairs = {}
+    for name, outcomes in counts.beside.items():
+        beside[name, ALL] = learned, outcomes
+        beside |= {(name, f"{group}: {part}"): pair for (group, part), pair in split(outcomes).items()}
+    return pairs, beside
 
 
 def judge(
@@ -189,56 +219,40 @@ def judge(
     is_clear: bool, is_none: bool,
 ) -> tuple[Kind, str]:  # fmt: skip
     """Return what a router uses, and sentences that say so, what it is worth, and what a fixed position would do."""
-    if influence is None:
-        kind, why = _without_moves(explained, is_none=is_none)
-    else:
+    kind: Kind = "inconclusive"
+    if influence is not None:
         kind, why = _of(influence, is_clear=is_clear), str(influence)
-    leads = {
-        "content": "The router uses content",
-        "position": "The router uses position",
-        "both": "The router uses content and position",
-        "no better than random": "No better than random",
-        "cannot be told": "Cannot be told whether the router uses content or position",
-    }
-    worth = f"{gap:+.1f} points of accuracy over random tokens (95 % interval)"
-    if is_clear:
-        worth = f"Its choice is worth {worth}."
     elif is_none:
-        worth = f"Its choice is no better than random: {worth}."
+        kind, why = "no better than random", "other tokens would do as well"
+    elif explained is not None and explained.high < _HALF:
+        kind, why = "content", "no fixed position reaches half of what its choice is worth"
     else:
-        worth = f"These images are too few to say whether its choice is better than random: {worth}."
-    return kind, f"{leads[kind]}: {why}. {worth}{_of_data(explained, best, is_clear=is_clear)}"
+        why = "its content was not moved, which needs batches of images on a known grid of patches"
+    if is_clear:
+        worth = "Its choice is worth"
+    elif is_none:
+        worth = "Its choice is no better than random:"
+    else:
+        worth = "These images are too few to say whether its choice is better than random:"
+    verdict = f"{_LEADS[kind]}: {why}. {worth} {gap:+.1f} points of accuracy over random tokens (95 % interval)."
+    if explained is None:
+        return kind, verdict + (" No fixed position was tried." if is_clear else "")
+    share = f"{100 * explained:.0f} % of that"
+    if explained.high < 1:
+        return kind, f"{verdict} On this data the best fixed position, {best!r}, reaches {share}."
+    return kind, f"{verdict} On this data a fixed position would do as well: {best!r} reaches {share}."
 
 
 def _of(influence: Influence, *, is_clear: bool) -> Kind:
     """Return what a router uses by what decides where content is moved."""
     content, position, share = influence.content, influence.position, influence.position_share
     if influence.images < _FEW:
-        return "cannot be told"
+        return "inconclusive"
     if max(content.low, position.low) <= 0 or max(content.value, position.value) < _NONE:
         is_neither = max(content.high, position.high) < 2 * _NONE and not is_clear
-        return "no better than random" if is_neither else "cannot be told"
+        return "no better than random" if is_neither else "inconclusive"
     if share.value < _BOTH[0] and share.high < _HALF:
         return "content"
     if share.value > _BOTH[1] and share.low > _HALF:
         return "position"
-    return "both" if min(content.low, position.low) > 0 else "cannot be told"
-
-
-def _without_moves(explained: Estimate | None, *, is_none: bool) -> tuple[Kind, str]:
-    """Return what a router uses where no content was moved, and why."""
-    if is_none:
-        return "no better than random", "other tokens would do as well"
-    if explained is not None and explained.high < _HALF:
-        return "content", "no fixed position reaches half of what its choice is worth"
-    return "cannot be told", "its content was not moved, which needs batches of images on a known grid of patches"
-
-
-def _of_data(explained: Estimate | None, best: str | None, *, is_clear: bool) -> str:
-    """Return the sentence that says what a fixed position would reach on the data."""
-    if explained is None:
-        return " No fixed position was tried." if is_clear else ""
-    share = 100 * explained
-    if explained.high < 1:
-        return f" On this data the best fixed position, {best!r}, reaches {share:.0f} % of that."
-    return f" On this data a fixed position would do as well: {best!r} reaches {share:.0f} % of that."
+    return "both" if min(content.low, position.low) > 0 else "inconclusive"

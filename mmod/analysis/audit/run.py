@@ -1,54 +1,72 @@
 """The audit of a routed model: the same images, evaluated with different choices of tokens.
 
-Axes: B images, N tokens, D channels."""
+Axes: B images, N tokens, F tokens of an image that may be skipped, D channels."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from mmod.analysis.audit.auditor import Auditor, Judge, Shift
-from mmod.analysis.audit.choices import DecisionContext, choices
-from mmod.analysis.audit.information import KindsOf
+from mmod.analysis.audit.across import Counter
+from mmod.analysis.audit.choices import LEARNED, RANDOM, Choice, DecisionContext, FreeDecision, choices
 from mmod.analysis.audit.judges import judge_classes
-from mmod.analysis.audit.progress import Progress
-from mmod.analysis.audit.result import LEARNED, Audit, compare
-from mmod.analysis.audit.strata import ALL, DIFFICULTY, SHIFT, OutcomePair, StratumOf, compare_strata
+from mmod.analysis.audit.progress import AUDITED, Counts, Progress
+from mmod.analysis.audit.reference import Reference, consult
+from mmod.analysis.audit.replace import free_tokens, keep_best, only_free, replaced_decisions
+from mmod.analysis.audit.result import Audit, compare
+from mmod.analysis.audit.strata import DIFFICULTY, Outcomes
 from mmod.analysis.modes import in_mode
-from mmod.io.progress import progress_bar
+from mmod.config import AuditConfig
+from mmod.methods.route import routed_blocks
+from mmod.routing import Routing
 from mmod.values import check_value
 
-_AUDIT = "audit"
-# Batches, and the function that processes the batch with a number.
-_Step = tuple[Iterable[Any], Callable[[int, Any], object]]
+Shift = Callable[[Any, range], Any]
+"""Maps a batch and the indices of its images to a changed batch."""
+
+Judge = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+"""Runs a model on a batch, once, and returns the loss and the accuracy in [0, 1] of each image or sample, (B,) each."""
+
+
+class LabelledBatch(NamedTuple):
+    """A batch with labels of its samples and of its tokens.
+
+    Args:
+        batch: What the judge takes.
+        strata: Labels of the samples, such as `{"kind": ["a", "b"], "size": [3, 9]}`. The learned choice is compared
+            with the random one among samples with the same label, or in terciles of numbers.
+        token_kinds: Labels of the tokens, including prefix and padding, such as
+            `{"region": [["class token", "object", "background"]]}` (B, N); reported is what they say of the decisions.
+    """
+
+    batch: Any
+    strata: Mapping[str, Sequence[str] | Sequence[float]] = MappingProxyType({})
+    token_kinds: Mapping[str, ArrayLike] = MappingProxyType({})
 
 
 @torch.no_grad()
 def audit(
     model: nn.Module,
     batches: Iterable[Any],
+    config: AuditConfig | None = None,
     *,
     judge: Judge = judge_classes,
     positions_from: Iterable[Any] | None = None,
-    conditions: Sequence[str] | None = None,
     custom: Mapping[str, Callable[[DecisionContext], Tensor]] | None = None,
-    draws: int = 5,
-    grid: tuple[int, int] | None = None,
-    margin: float = 5.0,
-    resamples: int = 2000,
-    strata: StratumOf | None = None,
-    token_kinds: KindsOf | None = None,
     reference: nn.Module | None = None,
+    beside: Mapping[str, nn.Module] | None = None,
     shifts: Mapping[str, Shift] | None = None,
     others: Mapping[str, Iterable[Any]] | None = None,
-    leave_one_out: int = 0,
-    beside: Mapping[str, nn.Module] | None = None,
     progress_file: str | Path | None = None,
     progress: bool = False,
 ) -> Audit:
@@ -69,33 +87,23 @@ def audit(
 
     Args:
         model: A routed model; its mode is restored at the end.
-        batches: The evaluation set, shuffled. It is iterated twice, so it must not be a generator.
+        batches: The evaluation set, shuffled. It is iterated twice, so it must not be a generator. A batch may be an
+            `mmod.analysis.LabelledBatch`, with labels of its samples and tokens.
+        config: The conditions to compare, and how precisely.
         judge: Runs the model on a batch and returns the loss and the accuracy in [0, 1] of each sample, (B,) each. The
             default takes images and classes; `mmod.analysis.judge_answers` takes batches of a language model.
         positions_from: Batches of a training set on which "mean mask" is computed; None for the evaluation set.
-        conditions: Names of the conditions, None for all.
         custom: Further conditions: functions from an `mmod.analysis.DecisionContext` to ranks (B, N), highest kept.
-        draws: Random choices per image, over which results are averaged.
-        grid: Rows and columns of the tokens that may be skipped; None takes the model's grid, or else a square.
-        margin: A gain over random tokens that is not significant, and whose interval ends below so many points of
-            accuracy, is no better than random.
-        resamples: Number of bootstrap resamples and of sign draws.
-        strata: Returns labels of a batch's images, such as `{"kind": ["a", "b"], "size": [3, 9]}`. The learned choice
-            is compared with the random one among images with the same label, or in terciles of numbers.
-        token_kinds: Returns labels of a batch's tokens, including prefix and padding, such as
-            `{"region": [["class token", "object", "background"]]}` (B, N); reported is what they say of the decisions.
         reference: The dense baseline. Its loss defines strata of difficulty, and it adds two conditions.
-        shifts: Functions by name that return changed batches, from a batch and the indices of its images, such as
-            those in `mmod.analysis.audit.SHIFTS`; the comparison is repeated on them.
-        others: Further sets by name, on which the comparison is repeated.
-        leave_one_out: Number of batches on which every token is left out of every decision once, one forward pass per
-            token, to compare its effect with its score.
         beside: Baselines by name, such as early exit at the same budget, to compare on all images and by strata.
+        shifts: Functions by name that return changed batches, from a batch and the indices of its images, such as
+            those in `mmod.analysis.SHIFTS`; the comparison is repeated on them.
+        others: Further sets by name, on which the comparison is repeated.
         progress_file: Journal of counts, from which an interrupted audit resumes on the same batches.
         progress: Show a progress bar.
 
     Raises:
-        TypeError: Batches are not iterable, or can be iterated only once.
+        TypeError: Batches are not iterable, or can be iterated only once, or a config or labels of another type.
         ValueError: A model that cannot be audited, conditions, a grid or sets that do not fit, inputs or losses that
             are not finite, fewer than two images, or a progress file that is damaged or of another audit.
 
@@ -103,92 +111,256 @@ def audit(
         >>> import timm, torch, mmod
         >>> model = mmod.route_(timm.create_model("test_vit", num_classes=2), mmod.RoutingConfig(router="norm"))
         >>> batches = [(torch.randn(8, 3, 160, 160), torch.arange(8) % 2)]
-        >>> report = mmod.audit(model, batches, conditions=["random", "stride"], draws=2)
+        >>> report = mmod.audit(model, batches, mmod.AuditConfig(conditions=["random", "stride"], draws=2))
         >>> report.images, [condition.name for condition in report.conditions]
         (8, ['as learned', 'random', 'stride'])
     """
-    for name, count, least in ("draws", draws, 1), ("resamples", resamples, 100), ("leave_one_out", leave_one_out, 0):
-        check_value(name, count, int, f"[{least}, inf)")
-    check_value("margin", margin, float, "[0, inf)")
-    check_value("grid", grid, tuple[int, int] | None, "[1, inf)")
-    twice_read = {"batches": batches} | ({} if positions_from is None else {"positions_from": positions_from})
-    _check_sets(twice_read, twice=True)
-    _check_sets({f"others[{name!r}]": dataset for name, dataset in (others or {}).items()}, twice=False)
-    by_name = choices(None if conditions is None else tuple(conditions), custom, has_reference=reference is not None)
-    beside, shifts, others = beside or {}, shifts or {}, others or {}
-    if shifts.keys() & others.keys():
-        raise ValueError(f"shifts and others both name {', '.join(shifts.keys() & others.keys())}: choose another name")
-    auditor = Auditor(model, judge, by_name, draws, grid, shifts, beside, reference)
-
-    def judge_batch(number: int, batch: Any) -> None:
-        kinds = token_kinds(batch) if token_kinds else {}
-        images, dense_loss_B = auditor.judge_batch(batch, kinds, leave_one_out=number < leave_one_out)
-        values = dict(strata(batch)) if strata is not None else {}
-        labels = values if dense_loss_B is None else {**values, DIFFICULTY: dense_loss_B}
-        auditor.counts.strata.add(labels, images)
-
-    steps: dict[str, _Step] = {
-        "positions": (batches if positions_from is None else positions_from, auditor.learn),
-        _AUDIT: (batches, judge_batch),
-        **{f"audit of {name}": (dataset, partial(auditor.judge_other, name)) for name, dataset in others.items()},
+    check_value("config", config, AuditConfig | None)
+    config, beside, shifts, others = config or AuditConfig(), beside or {}, shifts or {}, others or {}
+    sets = {"batches": batches, "positions_from": batches if positions_from is None else positions_from}
+    for name, dataset in {**sets, **{f"others[{name!r}]": dataset for name, dataset in others.items()}}.items():
+        if not isinstance(dataset, Iterable) or (name in sets and isinstance(dataset, Iterator)):
+            raise TypeError(f"{name} must be a list or a loader, which can be iterated twice, got {dataset!r}")
+    if both := shifts.keys() & others.keys():
+        raise ValueError(f"shifts and others both name {', '.join(both)}: choose another name")
+    by_name = choices(config.conditions, custom, has_reference=reference is not None)
+    auditor = _Auditor(model, judge, by_name, config, shifts, beside, reference)
+    steps: dict[str, tuple[Iterable[Any], Callable[[int, LabelledBatch], None]]] = {
+        "positions": (sets["positions_from"], auditor.count_positions),
+        "audit": (batches, auditor.judge_batch),
+        **{f"audit of {name}": (others[name], partial(auditor.judge_other, name=name)) for name in others},
     }
     with in_mode(False, model, reference, *beside.values()):
-        _process(auditor, steps, leave_one_out, progress_file, progress=progress)
-    outcomes = {name: auditor.outcomes(name) for name in (LEARNED, *by_name)}
-    report = compare(
-        outcomes, by_name, resamples=resamples, margin=margin, draws=draws, across=auditor.counts.across.result(),
-        influence=auditor.counts.influence.result(),
-    )  # fmt: skip
-    parts, models = _strata_of(auditor, (*shifts, *others), beside)
-    return dataclasses.replace(
-        report,
-        strata=compare_strata(parts, resamples),
-        leave_one_out=auditor.counts.worth.result(),
-        beside=compare_strata(models, resamples),
-    )
+        identity: dict[str, Any] = {}
+        if progress_file is not None:
+            totals = {
+                name: len(dataset) if isinstance(dataset, Sized) else None for name, (dataset, _) in steps.items()
+            }
+            identity = {"batches": totals, **auditor.identity(map(_labelled, batches))}
+        counted = Progress(progress_file, identity, auditor.counts)
+        auditor.counts = counted.counts
+        for name, (dataset, evaluate) in steps.items():
+            for number, batch in counted.batches(name, dataset, shown=progress):
+                auditor.at = f"batch {number} of {name!r}"
+                evaluate(number, _labelled(batch))
+    return compare(auditor.counts, by_name, config, (*shifts, *others))
 
 
-def _check_sets(sets: Mapping[str, Any], *, twice: bool) -> None:
-    """Raise a TypeError unless all sets can be iterated, or iterated twice."""
-    for name, batches in sets.items():
-        if not isinstance(batches, Iterable) or (twice and isinstance(batches, Iterator)):
-            raise TypeError(f"{name} must be a list or a loader, which can be iterated twice, got {batches!r}")
+def _labelled(batch: Any) -> LabelledBatch:
+    labelled = batch if isinstance(batch, LabelledBatch) else LabelledBatch(batch)
+    for name in ("strata", "token_kinds"):
+        check_value(f"{name} of a LabelledBatch", getattr(labelled, name), Mapping[str, Any])
+    return labelled
 
 
-def _process(
-    auditor: Auditor, steps: Mapping[str, _Step], leave_one_out: int, path: str | Path | None, *, progress: bool
-) -> None:
-    totals = {name: len(dataset) if isinstance(dataset, Sized) else None for name, (dataset, _) in steps.items()}
-    identity: dict[str, Any] = {"leave_one_out": leave_one_out, "batches": totals}
-    if path is not None:
-        identity |= auditor.identity(next(iter(steps[_AUDIT][0]), None))
-    done = Progress(path, identity, auditor.counts)
-    auditor.counts = done.counts
-    for name, (dataset, take) in steps.items():
-        first = done.done.get(name, 0)
-        bar = progress_bar(done.left(name, dataset), desc=name, total=totals[name], initial=first, shown=progress)
-        for number, batch in enumerate(bar, first):
-            auditor.at = f"batch {number} of {name!r}"
-            take(number, batch)
-            done.add(name)
-        if done.done.get(name, 0) > first:
-            done.write()
+class _EvaluatedBatch(NamedTuple):
+    """A batch evaluated with the learned decisions; `partners` are scores and decisions on other images (2, B, F)."""
+
+    batch: Any
+    loss_B: Tensor
+    learned: dict[str, Routing]
+    free: dict[str, Tensor]
+    partners: dict[str, Tensor]
+    images: range
+    reference: Reference | None = None
 
 
-def _strata_of(
-    auditor: Auditor, elsewhere: Sequence[str], beside: Iterable[str]
-) -> tuple[dict[tuple[str, str], OutcomePair], dict[tuple[str, str], OutcomePair]]:
-    """Return outcomes by group and name, against random tokens and against other models."""
+@dataclass
+class _Auditor:
+    """Evaluates batches of a routed model with all choices of tokens, and models beside it on the same batches."""
 
-    def split(pair: OutcomePair) -> dict[tuple[str, str], OutcomePair]:
-        return {names: (pair[0].of(chosen), pair[1].of(chosen)) for names, chosen in members.items()}
+    model: nn.Module
+    judge: Judge
+    choices: Mapping[str, Choice]
+    config: AuditConfig
+    shifts: Mapping[str, Shift]
+    beside: Mapping[str, nn.Module]
+    reference: nn.Module | None
 
-    members = auditor.counts.strata.members()
-    parts = split(auditor.against_random())
-    if elsewhere:
-        parts |= {(SHIFT, name or "none"): auditor.against_random(name) for name in ("", *elsewhere)}
-    models = {}
-    for name in beside:
-        models[name, ALL] = auditor.against(name)
-        models |= {(name, f"{group}: {part}"): pair for (group, part), pair in split(models[name, ALL]).items()}
-    return parts, models
+    def __post_init__(self) -> None:
+        self.grid = self.config.grid or getattr(getattr(self.model, "patch_embed", None), "grid_size", None)
+        # The current batch, in messages.
+        self.at = "the first batch"
+        self.blocks = routed_blocks(self.model)
+        self.counts = Counts(Counter(list(self.blocks)), Counter(list(self.blocks)))
+
+    def identity(self, batches: Iterable[LabelledBatch]) -> dict[str, Any]:
+        """Return plain values that identify the audit: options, and the loss of each model on the first batch."""
+        config = self.config
+        identity: dict[str, Any] = {
+            "conditions": list(self.choices), "shifts": list(self.shifts), "draws": config.draws,
+            "grid": config.grid and list(config.grid), "leave_one_out": config.leave_one_out,
+        }  # fmt: skip
+        models = {f"beside.{name}": model for name, model in self.beside.items()}
+        models |= {"model and data": self.model} | ({} if self.reference is None else {"reference": self.reference})
+        for batch, *_ in islice(batches, 1):
+            losses = {name: self._outcome(model, batch)[0].double().mean() for name, model in models.items()}
+            identity |= {name: f"{float(loss):.6e}" for name, loss in losses.items()}
+        return identity
+
+    def count_positions(self, number: int, labelled: LabelledBatch) -> None:
+        """Count kept tokens by position."""
+        _, _, learned = self._as_learned(labelled.batch)
+        self.counts.positions.add({name: routing.keep_BN for name, routing in learned.items()}, self._free(learned))
+
+    def judge_batch(self, number: int, labelled: LabelledBatch) -> None:
+        """Evaluate a batch with every choice of tokens, and with the other models."""
+        batch, strata, token_kinds = labelled
+        evaluated, dense = self._evaluate(batch), self.reference
+        if dense is not None:
+            consulted = consult(dense, lambda: self._outcome(dense, batch)[0], evaluated.learned, self.choices)
+            evaluated = evaluated._replace(reference=consulted)
+            strata = {**strata, DIFFICULTY: consulted.loss_B.tolist()}
+        kept = {name: routing.keep_BN for name, routing in evaluated.learned.items()}
+        self.counts.across.add(kept, evaluated.free, token_kinds)
+        self._move(evaluated)
+        for name in self.choices:
+            self._judge(evaluated, name)
+        if number < self.config.leave_one_out:
+            # Tokens that an earlier block of the span dropped cannot be chosen.
+            free = {
+                name: free_BN & (evaluated.learned[name].score_BN > -torch.inf)
+                for name, free_BN in evaluated.free.items()
+            }
+            self.counts.worth.add(
+                lambda choice: self._replaced(evaluated, choice)[0], evaluated.loss_B, evaluated.learned, free,
+                self.choices[RANDOM],
+            )  # fmt: skip
+        for name, shift in self.shifts.items():
+            self._judge(self._evaluate(shift(batch, evaluated.images), name, evaluated.partners), RANDOM, name)
+        for name, other in self.beside.items():
+            self.counts.beside.setdefault(name, Outcomes()).add(*self._outcome(other, batch))
+        self.counts.images[AUDITED] = evaluated.images.stop
+        self.counts.strata.add(strata, len(evaluated.images))
+
+    def judge_other(self, number: int, labelled: LabelledBatch, *, name: str) -> None:
+        """Evaluate a batch of another set, with the learned and with the random choice."""
+        evaluated = self._evaluate(labelled.batch, name, of=name)
+        self._judge(evaluated, RANDOM, name)
+        self.counts.images[name] = evaluated.images.stop
+
+    def _note(self, dataset: str, choice: str, loss_B: Tensor, accuracy_B: Tensor) -> None:
+        self.counts.outcomes.setdefault(dataset, {}).setdefault(choice, Outcomes()).add(loss_B, accuracy_B)
+
+    def _evaluate(
+        self, batch: Any, dataset: str = AUDITED, partners: dict[str, Tensor] | None = None, of: str = AUDITED
+    ) -> _EvaluatedBatch:
+        """Evaluate a batch with the learned decisions and store the outcome; its images are numbered as those `of`."""
+        loss_B, accuracy_B, learned = self._as_learned(batch)
+        self._note(dataset, LEARNED, loss_B, accuracy_B)
+        free, start = self._free(learned), self.counts.images.get(of, 0)
+        partners = partners or _partners(learned, free, self.counts.last.setdefault(of, {}))
+        return _EvaluatedBatch(batch, loss_B, learned, free, partners, range(start, start + len(loss_B)))
+
+    def _move(self, evaluated: _EvaluatedBatch) -> None:
+        """Count kept tokens under moved content, for decisions on all patches of a grid."""
+        grids = {
+            name: grid
+            for name, free_BN in evaluated.free.items()
+            if (grid := self._grid(free_BN)) is not None and bool((free_BN.sum(1) == grid[0] * grid[1]).all())
+        }
+        grid = next(iter(grids.values()), None)
+
+        def decide(batch: Any) -> dict[str, Tensor]:
+            learned = self._as_learned(batch)[2]
+            return {
+                name: only_free(learned[name].keep_BN, evaluated.free[name]) for name in grids if grids[name] == grid
+            }
+
+        if grid is not None:
+            self.counts.influence.add(evaluated.batch, decide, grid, evaluated.images)
+
+    def _judge(self, evaluated: _EvaluatedBatch, name: str, dataset: str = AUDITED) -> None:
+        """Evaluate a batch with a counterfactual choice, averaged over draws if it is random."""
+        choice = self.choices[name]
+        draws = range(self.config.draws if choice.family == "random" else 1)
+        outcomes = zip(*(self._replaced(evaluated, choice, draw) for draw in draws))
+        self._note(dataset, name, *(torch.stack(values).double().mean(0) for values in outcomes))
+
+    def _as_learned(self, batch: Any) -> tuple[Tensor, Tensor, dict[str, Routing]]:
+        """Evaluate a batch with the learned decisions, and return loss, accuracy and decisions."""
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim:
+                # A sum is not finite if any number is not.
+                self._check_finite("the sum of the inputs", leaf.flatten(1).double().sum(1) if leaf.ndim > 1 else leaf)
+        learned: dict[str, Routing] = {}
+
+        def record(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> None:
+            if name in learned:
+                raise ValueError(f"{name} decided twice on a batch: `judge` must run the model once")
+            learned[name] = routing
+
+        with replaced_decisions(self.model, record):
+            loss_B, accuracy_B = self._outcome(self.model, batch)
+        if not learned:
+            raise ValueError(
+                "no router of the model decided: `judge` runs another model, or a compiled one. Pass the model itself"
+            )
+        for name, routing in learned.items():
+            if not len(loss_B) == len(accuracy_B) == len(routing.kept.index_BK):
+                raise ValueError(
+                    f"`judge` returned losses of {len(loss_B)} and accuracies of {len(accuracy_B)} images, and {name} "
+                    f"decided on {len(routing.kept.index_BK)}: return one value per image"
+                )
+        return loss_B, accuracy_B, learned
+
+    def _outcome(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Run the judge, and raise unless all losses and accuracies are finite."""
+        loss_B, accuracy_B = self.judge(model, batch)
+        self._check_finite("loss", loss_B)
+        self._check_finite("accuracy", accuracy_B)
+        return loss_B, accuracy_B
+
+    def _check_finite(self, name: str, value_B: Tensor) -> None:
+        """Raise a ValueError that names the first sample whose value is not finite."""
+        if not bool(value_B.isfinite().all()):
+            sample = int(value_B.isfinite().int().argmin())
+            raise ValueError(f"{name} of sample {sample} in {self.at} must be finite, got {float(value_B[sample])}")
+
+    def _free(self, learned: Mapping[str, Routing]) -> dict[str, Tensor]:
+        """Return which tokens may be skipped, by decision; raise if the user's grid fits no decision."""
+        free = {name: free_tokens(routing, self.blocks[name].router.prefix) for name, routing in learned.items()}
+        tokens, grid = sorted({int(free_BN.sum(1).max()) for free_BN in free.values()}), self.config.grid
+        if grid is not None and grid[0] * grid[1] not in tokens:
+            raise ValueError(
+                f"grid={grid} must have as many places as tokens may be skipped, {' or '.join(map(str, tokens))}: pass "
+                "rows and columns of that many patches"
+            )
+        return free
+
+    def _replaced(self, evaluated: _EvaluatedBatch, choice: Choice, draw: int = 0) -> tuple[Tensor, Tensor]:
+        def replace(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
+            frequency_F = self.counts.positions.frequency(name, x_BND.shape[1]).to(x_BND.device)
+            learned, free_BN = evaluated.learned[name], evaluated.free[name]
+            dense = {} if evaluated.reference is None else evaluated.reference.tokens
+            score_BF, keep_BF = evaluated.partners[name]
+            context = DecisionContext(
+                name, x_BND, learned, free_BN, FreeDecision(keep_BF > 0, score_BF), evaluated.images, frequency_F,
+                self._grid(free_BN) or (1, int(free_BN.sum(1).max())),
+                {condition: by_block[name] for condition, by_block in dense.items()}, draw,
+            )  # fmt: skip
+            return keep_best(choice.rank(context).to(x_BND.device), learned, routing, self.blocks[name].router, left_BN)
+
+        with replaced_decisions(self.model, replace):
+            return self._outcome(self.model, evaluated.batch)
+
+    def _grid(self, free_BN: Tensor) -> tuple[int, int] | None:
+        """Return rows and columns of the tokens that may be skipped: the known grid, else a square, else None."""
+        tokens = int(free_BN.sum(1).max())
+        if self.grid is not None and self.grid[0] * self.grid[1] == tokens:
+            return self.grid
+        side = round(tokens**0.5)
+        return (side, side) if side * side == tokens else None
+
+
+def _partners(learned: Mapping[str, Routing], free: Mapping[str, Tensor], last: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the decisions on the previous image of every image; the first image takes the next one."""
+    partners = {}
+    for name, routing in learned.items():
+        decided = [only_free(value_BN.float(), free[name]) for value_BN in (routing.score_BN, routing.keep_BN)]
+        decided_2BF = torch.stack(decided)
+        previous_2BF = last.get(name, decided_2BF[:, 1:2] if decided_2BF.shape[1] > 1 else decided_2BF).to(decided_2BF)
+        last[name] = decided_2BF[:, -1:].clone()
+        fits = previous_2BF.shape[2] == decided_2BF.shape[2]
+        partners[name] = torch.cat([previous_2BF, decided_2BF[:, :-1]], dim=1) if fits else previous_2BF
+    return partners

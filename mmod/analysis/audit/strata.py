@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +12,6 @@ from torch import Tensor
 
 from mmod.analysis.statistics import (
     Estimate,
-    Values,
     adjusted,
     estimate_of,
     resampled_means,
@@ -20,9 +19,6 @@ from mmod.analysis.statistics import (
     simultaneous,
 )
 from mmod.io.tables import Table, table_of
-
-StratumOf = Callable[[Any], Mapping[str, "Sequence[str] | Sequence[float] | Tensor"]]
-"""From a batch to what its images are sorted by: names, or numbers of which thirds are made, (B,) each."""
 
 ALL, DIFFICULTY, SHIFT = "all images", "loss of the dense model", "shift"
 _TOGETHER = "intervals hold for all rows together, p-values are corrected for their number"
@@ -56,21 +52,21 @@ class Stratum:
 class Outcomes:
     """Loss, and accuracy in [0, 1], of each image with one choice of tokens (I,)."""
 
-    loss: Values = field(default_factory=lambda: np.zeros(0))
-    accuracy: Values = field(default_factory=lambda: np.zeros(0))
+    loss: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    accuracy: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
     def add(self, loss_B: Tensor, accuracy_B: Tensor) -> None:
         """Add a batch."""
-        self.loss = np.concatenate([self.loss, loss_B.double().cpu().numpy()])
-        self.accuracy = np.concatenate([self.accuracy, accuracy_B.double().cpu().numpy()])
+        self.loss = torch.cat([self.loss, loss_B.double().cpu()])
+        self.accuracy = torch.cat([self.accuracy, accuracy_B.double().cpu()])
 
-    def of(self, chosen: Any) -> Outcomes:
+    def of(self, chosen_I: Tensor) -> Outcomes:
         """Return those of some images."""
-        return Outcomes(self.loss[chosen], self.accuracy[chosen])
+        return Outcomes(self.loss[chosen_I], self.accuracy[chosen_I])
 
 
-OutcomePair = tuple[Outcomes, Outcomes]
-"""Outcomes of the learned choice, and those of the random one or of another model, on the same images."""
+OutcomePairs = dict[tuple[str, str], tuple[Outcomes, Outcomes]]
+"""By group and stratum, outcomes of the learned choice, and of the random one or another model on the same images."""
 
 
 @dataclass
@@ -80,18 +76,17 @@ class Strata:
     values: dict[str, list[Any]] = field(default_factory=dict)
     images: int = 0
 
-    def add(self, values: Mapping[str, Sequence[Any] | Tensor], images: int) -> None:
+    def add(self, values: Mapping[str, Sequence[Any]], images: int) -> None:
         """Add a batch."""
         if self.images and values.keys() != self.values.keys():
             raise ValueError(f"strata name {', '.join(values)} and named {', '.join(self.values)} before")
         for name, labels in values.items():
-            labels = labels.tolist() if isinstance(labels, torch.Tensor) else list(labels)
             if len(labels) != images:
                 raise ValueError(f"strata give {len(labels)} values of {name!r} for {images} images")
             self.values.setdefault(name, []).extend(labels)
         self.images += images
 
-    def members(self) -> dict[tuple[str, str], Any]:
+    def members(self) -> dict[tuple[str, str], Tensor]:
         """Return for each group and stratum where an image is in it (I,); groups of one stratum are left out."""
         members = {}
         for group, values in self.values.items():
@@ -100,13 +95,13 @@ class Strata:
                 numbers = np.asarray(values, dtype=np.float64)
                 thirds = np.searchsorted(np.quantile(numbers, (1 / 3, 2 / 3)), numbers)
                 names = np.asarray(_THIRDS)[thirds]
-            there = set(names.tolist())
-            order = [name for name in _THIRDS if name in there] if there <= set(_THIRDS) else sorted(there)
-            members.update({(group, name): names == name for name in order if len(order) > 1})
+            strata = set(names.tolist())
+            order = [name for name in _THIRDS if name in strata] if strata <= set(_THIRDS) else sorted(strata)
+            members.update({(group, name): torch.from_numpy(names == name) for name in order if len(order) > 1})
         return members
 
 
-def compare_strata(strata: Mapping[tuple[str, str], OutcomePair], resamples: int) -> list[Stratum]:
+def compare_strata(strata: OutcomePairs, resamples: int) -> list[Stratum]:
     """Compare both outcomes in each stratum; those of one image are left out."""
     kept = {names: pair for names, pair in strata.items() if len(pair[0].loss) > 1}
     if not kept:
@@ -117,8 +112,8 @@ def compare_strata(strata: Mapping[tuple[str, str], OutcomePair], resamples: int
         value_IC = np.stack([100 * learned.accuracy, 100 * random.accuracy, learned.loss, random.loss], axis=1)
         gap_IC = np.stack([value_IC[:, 0] - value_IC[:, 1], value_IC[:, 3] - value_IC[:, 2]], axis=1)
         means = resampled_means(value_IC, resamples, seed)
-        mine, other = (estimate_of(value_IC[:, column].mean(), means[:, column]) for column in (0, 1))
-        rows.append((mine, other))
+        learned_mean, random_mean = (estimate_of(value_IC[:, column].mean(), means[:, column]) for column in (0, 1))
+        rows.append((learned_mean, random_mean))
         gaps += gap_IC.mean(axis=0).tolist()
         drawn += [means[:, 0] - means[:, 1], means[:, 3] - means[:, 2]]
         p += sign_test(gap_IC, resamples, seed).tolist()
@@ -142,40 +137,30 @@ def strata_table(strata: Sequence[Stratum], other: str, caption: str) -> Table:
     return table_of(columns, [vars(stratum) for stratum in strata], f"{caption}; {_TOGETHER}.")
 
 
-def strata_told(strata: Sequence[Stratum]) -> list[str]:
-    """Return a sentence for each group: the strata with the largest and smallest gap, and whether intervals overlap."""
+def say_gaps(strata: Sequence[Stratum]) -> list[str]:
+    """Return a sentence for each group: its strata with the largest and smallest gap, and whether intervals overlap.
+
+    Where a group is another model, the sentence begins with the gap to it on all images.
+    """
     sentences = []
     for group in dict.fromkeys(stratum.group for stratum in strata):
-        ends = _ends([stratum for stratum in strata if stratum.group == group])
-        if ends is not None:
-            most, least, apart = ends
-            sentences.append(
-                f"By {group}, the learned choice is worth most in {most.name!r}, {most.gap:+.1f} points over random "
-                f"tokens, and least in {least.name!r}, {least.gap:+.1f}: {apart}."
-            )
-    return sentences
-
-
-def beside_told(strata: Sequence[Stratum]) -> list[str]:
-    """Return a sentence for each baseline: the gap to it, and the strata with the largest and smallest gap."""
-    sentences = []
-    for group in dict.fromkeys(stratum.group for stratum in strata):
-        overall, *parts = (stratum for stratum in strata if stratum.group == group)
-        difference = "a significant difference" if overall.gap.is_clear else "no significant difference"
-        sentence = f"Beside {group}, the model is at {overall.gap:+.1f} points, {difference}"
+        members = [stratum for stratum in strata if stratum.group == group]
+        overall = [stratum for stratum in members if stratum.name == ALL]
+        parts = [stratum for stratum in members if stratum.name != ALL]
         # Strata of difficulty alone, if there are any: whether hard images differ from easy ones.
-        ends = _ends([stratum for stratum in parts if stratum.name.startswith(DIFFICULTY)] or parts)
-        if ends is not None:
-            most, least, apart = ends
-            sentence += f"; most in {most.name!r}, {most.gap:+.1f}, least in {least.name!r}, {least.gap:+.1f}: {apart}"
-        sentences.append(f"{sentence}.")
+        parts = [stratum for stratum in parts if stratum.name.startswith(DIFFICULTY)] or parts
+        said = []
+        for stratum in overall:
+            difference = "a significant difference" if stratum.gap.is_clear else "no significant difference"
+            said.append(f"Beside {group}, the model is at {stratum.gap:+.1f} points, {difference}")
+        if len(parts) > 1:
+            least, *_, most = sorted(parts, key=lambda stratum: stratum.gap.value)
+            apart = "the intervals are apart" if most.gap.low > least.gap.high else "the intervals overlap"
+            of_most, of_least = (f"in {stratum.name!r}, {stratum.gap:+.1f}" for stratum in (most, least))
+            if overall:
+                said.append(f"most {of_most}, least {of_least}: {apart}")
+            else:
+                lead = f"By {group}, the learned choice is worth most"
+                said.append(f"{lead} {of_most} points over random tokens, and least {of_least}: {apart}")
+        sentences += [f"{'; '.join(said)}."] if said else []
     return sentences
-
-
-def _ends(strata: Sequence[Stratum]) -> tuple[Stratum, Stratum, str] | None:
-    """Return the strata of the largest and the smallest gap, and whether these are apart; None for fewer than two."""
-    ordered = sorted(strata, key=lambda stratum: stratum.gap.value)
-    if len(ordered) < 2:
-        return None
-    least, most = ordered[0], ordered[-1]
-    return most, least, "the intervals are apart" if most.gap.low > least.gap.high else "the intervals overlap"

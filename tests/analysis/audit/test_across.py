@@ -23,7 +23,7 @@ PLANTED = {
 def test_planted_decisions_are_told_apart(kind: str) -> None:
     model = mmod.route_(make_model(NAME), PLANTED[kind])
     batches = [(make_images(NAME, 40, seed), torch.arange(40) % 7) for seed in range(2)]
-    found = mmod.audit(model, batches, conditions=["random"], draws=1, resamples=100).across
+    found = mmod.audit(model, batches, mmod.AuditConfig(conditions=["random"], draws=1, resamples=100)).across
     assert found.kind == kind
     assert sum(map(len, found.blocks.values())) == len(mmod.routed_blocks(model))
 

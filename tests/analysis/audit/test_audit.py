@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis import DecisionContext, judge_answers, judge_classes
+from mmod.analysis import DecisionContext, LabelledBatch, judge_answers, judge_classes
 from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.result import judge
 from mmod.analysis.statistics import Estimate
@@ -25,16 +26,16 @@ SMALL = "vit_tiny_patch16_224"
 
 @pytest.mark.parametrize("kind", PLANTED)
 def test_planted_routers_are_told_apart(kind: str) -> None:
-    options = {"conditions": ["random", "centre", "mean mask"], "draws": 3, "resamples": 300}
+    config = mmod.AuditConfig(["random", "centre", "mean mask"], draws=3, resamples=300)
     for seed in range(4):
-        assert mmod.audit(plant(PLANTED[kind]), batches_of(1000, seed), **options).kind == kind
+        assert mmod.audit(plant(PLANTED[kind]), batches_of(1000, seed), config).kind == kind
 
 
 def test_few_images_do_not_tell() -> None:
     for router, images in (("norm", 9), ("random", 9)):
-        found = mmod.audit(plant(router), batches_of(images, seed=0), draws=1, resamples=200)
-        assert found.kind == "cannot be told"
-        assert found.verdict.startswith("Cannot be told")
+        found = mmod.audit(plant(router), batches_of(images, seed=0), mmod.AuditConfig(draws=1, resamples=200))
+        assert found.kind == "inconclusive"
+        assert found.verdict.startswith("Inconclusive: ")
 
 
 @pytest.mark.parametrize(("low", "high", "says"), [(-9, 8, "too few"), (-9, 0.1, "no better"), (2, 9, "is worth")])
@@ -54,7 +55,9 @@ def test_a_random_choice_is_one_draw_for_all_blocks() -> None:
         kept.append([routing.keep_BN for routing in decisions.values()])
         return outcome
 
-    mmod.audit(model, batches_of(8, seed=0), judge=judge, conditions=["random"], draws=2, resamples=100)
+    mmod.audit(
+        model, batches_of(8, seed=0), mmod.AuditConfig(conditions=["random"], draws=2, resamples=100), judge=judge
+    )
     first, second = kept[-2:]
     for one, other in (first, second):
         assert torch.equal(one, other)
@@ -64,7 +67,9 @@ def test_a_random_choice_is_one_draw_for_all_blocks() -> None:
 def small_audit(size: int, **options: Any) -> mmod.analysis.Audit:
     images, targets = make_images(SMALL, 9), torch.arange(9) % 7
     model = mmod.route_(make_model(SMALL), mmod.RoutingConfig(router="linear", capacity=0.4))
-    return mmod.audit(model, list(zip(images.split(size), targets.split(size))), resamples=100, draws=2, **options)
+    return mmod.audit(
+        model, list(zip(images.split(size), targets.split(size))), mmod.AuditConfig(resamples=100, draws=2), **options
+    )
 
 
 def test_batches_do_not_matter() -> None:
@@ -98,7 +103,9 @@ def test_inverted_keeps_exactly_what_was_dropped() -> None:
 
     images = make_images(SMALL, 4)
     learned = small_learned(model, images)
-    mmod.audit(model, [images], judge=judge, conditions=["random", "inverted"], draws=1, resamples=100)
+    mmod.audit(
+        model, [images], mmod.AuditConfig(conditions=["random", "inverted"], draws=1, resamples=100), judge=judge
+    )
     tokens = learned.shape[1]
     lowest = kept[-1]
     # Of 17 tokens 8 are kept, and so of the 9 that were dropped.
@@ -117,11 +124,9 @@ def test_a_choice_of_the_users_and_positions_of_another_set() -> None:
     found = mmod.audit(
         plant("random"),
         batches_of(600, seed=1),
+        mmod.AuditConfig(conditions=["random", "mean mask"], draws=2, resamples=200),
         positions_from=elsewhere,
-        conditions=["random", "mean mask"],
         custom={"far from others": lambda place: content(place.x_BND)},
-        draws=2,
-        resamples=200,
     )
     own = found.conditions[-1]
     assert own.name == "far from others"
@@ -147,9 +152,12 @@ def test_dense_attention_is_that_of_the_same_block_of_the_reference() -> None:
 
     batches = batches_of(60, seed=3)
     found = mmod.audit(
-        plant("random"), batches, conditions=["random", "dense attention"], custom={"slow": received}, reference=dense,
-        draws=1, resamples=100,
-    )  # fmt: skip
+        plant("random"),
+        batches,
+        mmod.AuditConfig(conditions=["random", "dense attention"], draws=1, resamples=100),
+        custom={"slow": received},
+        reference=dense,
+    )
     fast, slow = found.conditions[-2:]
     assert (fast.accuracy, fast.loss) == (slow.accuracy, slow.loss)
     assert (fast.name, fast.family) == ("dense attention", "other")
@@ -163,7 +171,7 @@ def test_modes_and_decisions_are_left_as_they_were() -> None:
     before = model.eval()(images[0][0])
     for module, mode in zip(model.modules(), modes):
         module.training = mode
-    mmod.audit(model, images, draws=1, resamples=100)
+    mmod.audit(model, images, mmod.AuditConfig(draws=1, resamples=100))
     assert [module.training for module in model.modules()] == modes
     assert torch.equal(model.eval()(images[0][0]), before)
 
@@ -178,7 +186,7 @@ def judge_pairs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor,
 def test_a_judge_of_ones_own_audits_both_towers_of_a_clip_model() -> None:
     model = mmod.route_(make_clip("ViT-B-32"), image=mmod.RoutingConfig(), text=mmod.RoutingConfig())
     batch = (make_clip_images("ViT-B-32", 3), make_captions("ViT-B-32"))
-    across = mmod.audit(model, [batch, batch], judge=judge_pairs, draws=1, resamples=100).across
+    across = mmod.audit(model, [batch, batch], mmod.AuditConfig(draws=1, resamples=100), judge=judge_pairs).across
     parts = {name.rpartition(".")[0] for name in across.decisions}
     assert len(parts) == 2
     assert set(across.never) == {next(name for name in across.decisions if name.startswith(part)) for part in parts}
@@ -191,7 +199,7 @@ def test_answers_of_a_vision_language_model_are_judged(side: str) -> None:
     batches = [prompt("llava", (1, 2), seed=seed, side=side) for seed in range(3)]
     for batch in batches:
         batch["labels"] = batch["input_ids"].where(batch["attention_mask"].bool() & (batch["input_ids"] < IMAGE), -100)
-    found = mmod.audit(model, batches, judge=judge_answers, draws=2, resamples=100)
+    found = mmod.audit(model, batches, mmod.AuditConfig(draws=2, resamples=100), judge=judge_answers)
     losses = []
     for batch in batches:
         for row, images in enumerate((slice(0, 1), slice(1, 3))):
@@ -224,7 +232,7 @@ def test_answers_of_patches_are_averaged_over_each_image() -> None:
         ({"conditions": ["random", "reference entropy"]}, "'reference entropy' needs a dense model"),
         (
             {"reference": nn.Sequential(nn.Flatten(), nn.Linear(256, 4)), "conditions": ["random", "dense attention"]},
-            "the dense model has no attention over 17 tokens in blocks.0",
+            "the dense model has no dense attention of the 17 tokens in blocks.0",
         ),
         ({"custom": {"stride": content}}, "custom uses the reserved names stride"),
         ({"conditions": ["random", "centre", "random"]}, "must not repeat a name"),
@@ -243,13 +251,22 @@ def test_answers_of_patches_are_averaged_over_each_image() -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_does_not_fit_is_refused(options: dict[str, Any], message: str) -> None:
+    fields = options.keys() & {field.name for field in dataclasses.fields(mmod.AuditConfig)}
+    config = {name: options[name] for name in fields}
+    others = {name: options[name] for name in options.keys() - fields}
     with pytest.raises(ValueError, match=message):
-        mmod.audit(plant("random"), batches_of(8, seed=0), **options)
+        mmod.audit(plant("random"), batches_of(8, seed=0), mmod.AuditConfig(**config), **others)
 
 
 def test_what_cannot_be_audited_is_refused() -> None:
     with pytest.raises(TypeError, match="iterated twice"):
         mmod.audit(plant("random"), iter(batches_of(8, seed=0)))
+    with pytest.raises(TypeError, match="config must be an AuditConfig or null, got "):
+        mmod.audit(plant("random"), batches_of(8, seed=0), {"draws": 2})  # type: ignore[arg-type]
+    for labels in ({"strata": ["a"] * 8}, {"token_kinds": ["a"] * 8}):
+        labelled = LabelledBatch(batches_of(8, seed=0)[0], **labels)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=f"{next(iter(labels))} of a LabelledBatch must be a mapping of names"):
+            mmod.audit(plant("random"), [labelled])
     with pytest.raises(ValueError, match="two images or more, got 0"):
         mmod.audit(plant("random"), [])
     with pytest.raises(ValueError, match="nothing in this VisionTransformer is routed"):
@@ -289,4 +306,4 @@ def test_images_that_are_not_finite_are_refused(where: str, value: float) -> Non
         del sets["positions_from"]
     batches = sets.pop("batches")
     with pytest.raises(ValueError, match=rf"inputs of sample 3 in batch 1 of '.*{step}' must be finite, got (nan|inf)"):
-        mmod.audit(plant("norm"), batches, conditions=["random"], draws=1, resamples=100, **sets)
+        mmod.audit(plant("norm"), batches, mmod.AuditConfig(conditions=["random"], draws=1, resamples=100), **sets)

@@ -13,7 +13,7 @@ from torch import Tensor
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.analysis.audit.generation import Generation, judge_generation
-from mmod.analysis.statistics import read_published
+from mmod.values import from_plain
 from tests.adapters.vlm_zoo import make_language
 
 WINDOW = 6
@@ -74,7 +74,7 @@ def test_figures_are_those_of_a_plain_loop_over_decisions_of_decoding(by: str) -
     for name in ("loss", "kept", "agreement", "above_chance"):
         own, begun = (getattr(stretch, name).value for stretch in (first, found.stretches[3]))
         assert begun == pytest.approx(own, rel=1e-5)
-    assert read_published(Generation, json.loads(json.dumps(dataclasses.asdict(found)))) == found
+    assert from_plain(Generation, json.loads(json.dumps(dataclasses.asdict(found))), limit=None) == found
     assert len(found.table().rows) == 1 + 6
     assert f"The {by} decides token by token, beside the top-k of windows of 6; 5 texts." in str(found)
 

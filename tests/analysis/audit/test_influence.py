@@ -62,7 +62,11 @@ def test_planted_routers_are_told_apart_whatever_the_data(router: str, data: str
     for seed in range(SEEDS):
         torch.manual_seed(seed)
         batches = batches_of(300, seed, favour=DATA[data])
-        found = mmod.audit(plant(score), batches, conditions=["random", "centre", "mean mask"], draws=1, resamples=200)
+        found = mmod.audit(
+            plant(score),
+            batches,
+            mmod.AuditConfig(conditions=["random", "centre", "mean mask"], draws=1, resamples=200),
+        )
         assert found.kind == kind, found.verdict
         assert Audit.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
@@ -70,7 +74,7 @@ def test_planted_routers_are_told_apart_whatever_the_data(router: str, data: str
 def test_a_fixed_position_that_would_do_as_well_is_a_fact_of_the_data() -> None:
     torch.manual_seed(0)
     very_noisy = plant(lambda x_BND: standard(content(x_BND)) + 2 * chance(x_BND))
-    found = mmod.audit(very_noisy, batches_of(1000, 0, favour=1.0), draws=2, resamples=300)
+    found = mmod.audit(very_noisy, batches_of(1000, 0, favour=1.0), mmod.AuditConfig(draws=2, resamples=300))
     assert found.explained is not None
     assert found.explained.value > 0.9
     assert found.kind == "content"
@@ -81,14 +85,14 @@ def test_a_fixed_position_that_would_do_as_well_is_a_fact_of_the_data() -> None:
 
 
 def test_a_position_that_is_worth_nothing_on_the_data_is_still_what_the_router_uses() -> None:
-    found = mmod.audit(plant(position), batches_of(800, 0, favour=0.0), draws=1, resamples=200)
+    found = mmod.audit(plant(position), batches_of(800, 0, favour=0.0), mmod.AuditConfig(draws=1, resamples=200))
     assert found.kind == "position"
     assert "Its choice is no better than random" in found.verdict
 
 
 def influence_of(model: nn.Module, size: int = 60) -> mmod.analysis.audit.Influence:
     batches = list(zip(make_images(SMALL, 60).split(size), (torch.arange(60) % 7).split(size)))
-    found = mmod.audit(model, batches, conditions=["random"], draws=1, resamples=100).influence
+    found = mmod.audit(model, batches, mmod.AuditConfig(conditions=["random"], draws=1, resamples=100)).influence
     assert found is not None
     assert found.images == 60
     return found
@@ -157,7 +161,10 @@ def test_images_are_found_in_batches_of_any_form(arrange: Callable[[Tensor, Tens
         return mmod.analysis.judge_classes(model, (images, targets))
 
     batches = [arrange(*own) for own in batches_of(200, 0)]
-    assert mmod.audit(plant(position), batches, judge=judge, conditions=["random"], resamples=100).kind == "position"
+    assert (
+        mmod.audit(plant(position), batches, mmod.AuditConfig(conditions=["random"], resamples=100), judge=judge).kind
+        == "position"
+    )
 
 
 def test_without_a_grid_the_verdict_speaks_of_the_data_alone() -> None:
@@ -172,10 +179,10 @@ def test_without_a_grid_the_verdict_speaks_of_the_data_alone() -> None:
         (images.reshape(-1, SIDE, PATCH, SIDE, PATCH).transpose(2, 3).reshape(-1, TOKENS, PATCH * PATCH), targets)
         for images, targets in batches_of(800, 0, favour=0.95)
     ]
-    options = {"judge": judge, "conditions": ["random", "centre"], "draws": 1, "resamples": 200}
+    config = mmod.AuditConfig(["random", "centre"], draws=1, resamples=200)
     for score in (content, position):
-        found = mmod.audit(plant(score), flat, **options)
+        found = mmod.audit(plant(score), flat, config, judge=judge)
         assert found.influence is None
-        assert found.kind == "cannot be told"
+        assert found.kind == "inconclusive"
         assert "its content was not moved" in found.verdict
-    assert mmod.audit(plant("random"), flat, **options).kind == "no better than random"
+    assert mmod.audit(plant("random"), flat, config, judge=judge).kind == "no better than random"

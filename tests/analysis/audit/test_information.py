@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 import mmod
+from mmod.analysis import LabelledBatch
 from mmod.analysis.audit.across import Counter
 from mmod.analysis.audit.information import KindCounts
 from mmod.analysis.audit.result import Audit
@@ -115,12 +116,13 @@ def test_planted_routers_are_told_apart_by_what_is_known_of_tokens() -> None:
         return {"place": np.tile(names, (len(batch[0]), 1))}
 
     batches = [(make_images(NAME, 60), torch.arange(60) % 7)]
-    options = {"conditions": ["random"], "draws": 1, "resamples": 100, "token_kinds": kinds}
+    config = mmod.AuditConfig(["random"], draws=1, resamples=100)
+    labelled = [LabelledBatch(batch, token_kinds=kinds(batch)) for batch in batches]
     models = {
         name: mmod.route_(make_model(NAME), mmod.RoutingConfig(router=router, gate="identity", capacity=0.25))
         for name, router in (("position", position), ("random", "random"))
     }
-    found = {name: mmod.audit(model, batches, **options) for name, model in models.items()}
+    found = {name: mmod.audit(model, labelled, config) for name, model in models.items()}
     for known in found["position"].across.information.values():
         # The class token takes one of four places.
         assert known["place"].kept == {"favoured": 0.75, "other": 0.0}
@@ -134,4 +136,4 @@ def test_planted_routers_are_told_apart_by_what_is_known_of_tokens() -> None:
     with pytest.raises(
         ValueError, match=r"token_kinds give 'place' of \(60, 3\) tokens, and decisions are on \(60, 17"
     ):
-        mmod.audit(models["random"], batches, **{**options, "token_kinds": lambda _: {"place": np.full((60, 3), "a")}})
+        mmod.audit(models["random"], [LabelledBatch(batches[0], token_kinds={"place": np.full((60, 3), "a")})], config)

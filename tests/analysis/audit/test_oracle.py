@@ -37,7 +37,9 @@ def test_scores_that_are_what_tokens_are_worth_agree_wholly(sign: int) -> None:
 
     model = plant(lambda x_BND: (sign * worth).expand(x_BND.shape[:2]), blocks=(1,))
     batches = [batches_of(6, seed=0)[0][0], batches_of(5, seed=1)[0][0]]
-    found = mmod.audit(model, batches, judge=judge, conditions=["random"], draws=1, leave_one_out=1).leave_one_out
+    found = mmod.audit(
+        model, batches, mmod.AuditConfig(conditions=["random"], draws=1, leave_one_out=1), judge=judge
+    ).leave_one_out
     assert found is not None
     assert found.images == 6
     assert found.agreement["blocks.1"].value == pytest.approx(sign)
@@ -50,7 +52,7 @@ def test_scores_that_are_what_tokens_are_worth_agree_wholly(sign: int) -> None:
 def test_planted_routers_agree_with_worth_or_do_not() -> None:
     found = {
         kind: mmod.audit(
-            plant(score), batches_of(200, seed=4), conditions=["random"], draws=1, leave_one_out=1
+            plant(score), batches_of(200, seed=4), mmod.AuditConfig(conditions=["random"], draws=1, leave_one_out=1)
         ).leave_one_out
         for kind, score in PLANTED.items()
     }
@@ -65,6 +67,11 @@ def test_planted_routers_agree_with_worth_or_do_not() -> None:
 
 
 def test_nothing_is_left_out_unless_asked() -> None:
-    assert mmod.audit(plant("norm"), batches_of(8, 0), conditions=["random"], resamples=100).leave_one_out is None
+    assert (
+        mmod.audit(
+            plant("norm"), batches_of(8, 0), mmod.AuditConfig(conditions=["random"], resamples=100)
+        ).leave_one_out
+        is None
+    )
     with pytest.raises(ValueError, match="leave_one_out must be"):
-        mmod.audit(plant("norm"), batches_of(8, 0), leave_one_out=-1)
+        mmod.audit(plant("norm"), batches_of(8, 0), mmod.AuditConfig(leave_one_out=-1))

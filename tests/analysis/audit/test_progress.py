@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis import judge_classes
-from mmod.analysis.audit import SHIFTS
+from mmod.analysis import SHIFTS, LabelledBatch, judge_classes
 from mmod.analysis.audit import progress as progress_module
 from tests.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 Batch = tuple[Tensor, Tensor]
+RANDOM_ALONE = mmod.AuditConfig(["random"], draws=1, resamples=100)
 
 
 class Stopped(Exception):
@@ -34,21 +34,28 @@ def batches(images: int, seed: int) -> list[Batch]:
     return list(zip(make_images(NAME, images, seed).split(3), (torch.arange(images) % 7).split(3)))
 
 
+def labelled(batches: list[Batch]) -> list[LabelledBatch]:
+    """Return batches with their classes as strata, and two kinds of tokens."""
+    half = np.repeat(["upper", "lower"], [9, 8])
+    return [
+        LabelledBatch(
+            batch, {"class": [str(n) for n in batch[1].tolist()]}, {"half": np.tile(half, (len(batch[0]), 1))}
+        )
+        for batch in batches
+    ]
+
+
 def options() -> dict[str, Any]:
     """Return all that an audit can be asked for."""
     return {
         "model": mmod.route_(make_model(NAME), mmod.RoutingConfig(router="linear", capacity=0.4, blocks=(1, 2))),
-        "batches": batches(8, seed=0),
+        "batches": labelled(batches(8, seed=0)),
         "positions_from": batches(5, seed=1),
         "reference": make_model(NAME),
         "shifts": {"noise": lambda batch, images: (SHIFTS["noise"](batch[0], images), batch[1])},
         "others": {"other": batches(5, seed=2)},
         "beside": {"random": mmod.route_(make_model(NAME), mmod.RoutingConfig(router="random"))},
-        "strata": lambda batch: {"class": [str(number) for number in batch[1].tolist()]},
-        "token_kinds": lambda batch: {"half": np.tile(np.repeat(["upper", "lower"], [9, 8]), (len(batch[0]), 1))},
-        "leave_one_out": 1,
-        "draws": 1,
-        "resamples": 100,
+        "config": mmod.AuditConfig(leave_one_out=1, draws=1, resamples=100),
     }
 
 
@@ -91,16 +98,16 @@ def test_progress_of_another_audit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(Stopped):
         mmod.audit(**options(), judge=stopping(12), progress_file=file)
     for change, differing in (
-        ({"draws": 2}, "draws: 1 there, 2 now"),
+        ({"config": mmod.AuditConfig(leave_one_out=1, draws=2, resamples=100)}, "draws: 1 there, 2 now"),
         ({"others": {}}, "batches.audit of other: 2 there, None now"),
         (
             {"batches": [tuple(torch.cat(part) for part in zip(*batches(8, seed=0)))]},
-            "batches.audit: 3 there, 1 now; beside.random: .*; model and data: .*; reference.: .*",
+            "batches.audit: 3 there, 1 now; beside.random: .*; model and data: .*; reference: .*",
         ),
         ({"model": mmod.route_(make_model(NAME, seed=1), mmod.RoutingConfig(blocks=(1, 2)))}, "model and data"),
         ({"reference": make_model(NAME, seed=1)}, "reference"),
         ({"beside": {"random": mmod.route_(make_model(NAME, seed=1), mmod.RoutingConfig())}}, "beside"),
-        ({"grid": (4, 4)}, "grid"),
+        ({"config": mmod.AuditConfig(leave_one_out=1, draws=1, resamples=100, grid=(4, 4))}, "grid"),
     ):
         with pytest.raises(ValueError, match=f"belongs to another audit: {differing}.*Delete it"):
             mmod.audit(**{**options(), **change}, progress_file=file)
@@ -205,7 +212,7 @@ def test_damaged_progress_is_refused_by_name(half_done: bytes, damage: str, tmp_
 def test_progress_that_was_not_written_whole_is_dropped(half_done: bytes, tmp_path: Path) -> None:
     file = tmp_path / "partial.json"
     file.write_bytes(half_done[: len(half_done) // 2])
-    plain = {**options(), "conditions": ["random"], "leave_one_out": 0}
+    plain = {**options(), "config": RANDOM_ALONE}
     with pytest.raises(ValueError, match="belongs to another audit: conditions: "):
         mmod.audit(**plain, progress_file=file)
     file.write_bytes(half_done[:10])
@@ -221,7 +228,7 @@ def test_progress_that_is_no_file_is_refused(tmp_path: Path) -> None:
 def test_the_bar_begins_where_the_audit_was_cut(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = {**options(), "leave_one_out": 0, "conditions": ["random"], "shifts": {}, "beside": {}, "others": {}}
+    plain = {**options(), "config": RANDOM_ALONE, "shifts": {}, "beside": {}, "others": {}}
     with pytest.raises(Stopped):
         mmod.audit(**plain, judge=stopping(10), progress_file=tmp_path / "partial.json")
     capfd.readouterr()

@@ -57,9 +57,12 @@ def test_tokens_that_the_reference_is_least_sure_of_are_kept() -> None:
         return entropy(dense.head(dense.fc_norm(dense.forward_features(images))))
 
     found = mmod.audit(
-        routed, [(images, torch.arange(12) % 7)], conditions=["random", "reference entropy"], custom={"slow": slow},
-        reference=dense, draws=1, resamples=100,
-    )  # fmt: skip
+        routed,
+        [(images, torch.arange(12) % 7)],
+        mmod.AuditConfig(conditions=["random", "reference entropy"], draws=1, resamples=100),
+        custom={"slow": slow},
+        reference=dense,
+    )
     fast, slowly = found.conditions[-2:]
     assert (fast.name, fast.family) == ("reference entropy", "other")
     assert (fast.accuracy, fast.loss) == (slowly.accuracy, slowly.loss)
@@ -72,12 +75,15 @@ def test_image_tokens_of_a_vision_language_model_are_ranked_by_what_comes_next()
     batch["labels"] = batch["input_ids"]
     seen: list[DecisionContext] = []
     found = mmod.audit(
-        model, [batch], judge=judge_answers, conditions=["random", "reference entropy"], reference=dense, draws=1,
-        resamples=100, custom={"look": lambda place: seen.append(place) or place.x_BND.norm(dim=-1)},
-    )  # fmt: skip
+        model,
+        [batch],
+        mmod.AuditConfig(conditions=["random", "reference entropy"], draws=1, resamples=100),
+        judge=judge_answers,
+        reference=dense,
+        custom={"look": lambda place: seen.append(place) or place.x_BND.norm(dim=-1)},
+    )
     assert math.isfinite(found.conditions[-2].loss.value)
-    assert seen[-1].entropy_BN is not None
-    assert seen[-1].entropy_BN.shape == seen[-1].learned.score_BN.shape
+    assert seen[-1].reference["reference entropy"].shape == seen[-1].learned.score_BN.shape
 
 
 def test_models_without_such_a_head_are_refused() -> None:
@@ -91,6 +97,6 @@ def test_models_without_such_a_head_are_refused() -> None:
     def judge(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
         return (model(small if model is other else batch)[:, 0],) * 2
 
-    options = {"conditions": ["random", "reference entropy"], "draws": 1, "resamples": 100}
-    with pytest.raises(ValueError, match=r"predicts at 5 of the 17 tokens in blocks\.\d"):
-        mmod.audit(routed, [big], judge=judge, reference=other, **options)
+    config = mmod.AuditConfig(["random", "reference entropy"], draws=1, resamples=100)
+    with pytest.raises(ValueError, match=r"no reference entropy of the 17 tokens in blocks\.\d"):
+        mmod.audit(routed, [big], config, judge=judge, reference=other)

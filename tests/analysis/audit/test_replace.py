@@ -96,8 +96,8 @@ def test_models_that_merge_are_audited(config: dict[str, Any]) -> None:
     name = "vit_tiny_patch16_224"
     model = mmod.route_(make_model(name), mmod.RoutingConfig(**config))
     images, targets = make_images(name, 6), torch.arange(6) % 7
-    options = {"draws": 2, "resamples": 100, "leave_one_out": 1}
-    one, other = (mmod.audit(model, list(zip(images.split(size), targets.split(size))), **options) for size in (6, 3))
+    config = mmod.AuditConfig(draws=2, resamples=100, leave_one_out=1)
+    one, other = (mmod.audit(model, list(zip(images.split(size), targets.split(size))), config) for size in (6, 3))
     assert one.verdict == other.verdict
     assert one.across.decisions == list(dict.fromkeys(one.across.decisions))
     # What was dropped in a span is gone for its later blocks.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 import mmod
-from mmod.analysis.audit import SHIFTS
+from mmod.analysis import SHIFTS, LabelledBatch
 from mmod.analysis.audit.result import Audit
-from mmod.analysis.audit.strata import Strata, strata_told
+from mmod.analysis.audit.strata import Strata, say_gaps
 from mmod.analysis.statistics import resampled_means, simultaneous
 from tests.analysis.audit.planted import FAVOURED, PATCH, PLANTED, SIDE, batches_of, plant
 from tests.zoo import make_images, make_model
@@ -29,14 +29,14 @@ def place_of(batch: Batch) -> dict[str, list[str]]:
 
 @pytest.mark.parametrize("kind", ["position", "content"])
 def test_a_fixed_position_is_worth_something_where_objects_are_favoured_alone(kind: str) -> None:
-    batches = batches_of(800, seed=3)
-    found = mmod.audit(plant(PLANTED[kind]), batches, conditions=["random"], draws=2, strata=place_of, resamples=500)
+    batches = [LabelledBatch(batch, place_of(batch)) for batch in batches_of(800, seed=3)]
+    found = mmod.audit(plant(PLANTED[kind]), batches, mmod.AuditConfig(conditions=["random"], draws=2, resamples=500))
     strata = {own.name: own for own in found.strata}
     assert sum(own.images for own in found.strata) == found.images
     assert strata["favoured"].gap.low > 0
     assert strata["favoured"].accuracy_p < 0.01
     assert (strata["elsewhere"].gap.low > 0) == (kind == "content")
-    (told,) = strata_told(found.strata)
+    (told,) = say_gaps(found.strata)
     most, least = sorted(strata.values(), key=lambda own: -own.gap.value)
     assert kind == "content" or most.name == "favoured"
     assert told.startswith(f"By place, the learned choice is worth most in {most.name!r}")
@@ -45,15 +45,19 @@ def test_a_fixed_position_is_worth_something_where_objects_are_favoured_alone(ki
     assert total == pytest.approx(found.gap.value)
 
 
+def labelled(size: int) -> list[LabelledBatch]:
+    return [LabelledBatch(batch, place_of(batch)) for batch in batches_of(60, 1, size)]
+
+
 def shifted(batch: Batch, images: range) -> Batch:
     return SHIFTS["noise"](batch[0], images), batch[1]
 
 
 def test_batches_do_not_matter_and_findings_are_read_again() -> None:
-    options = {"conditions": ["random"], "draws": 1, "resamples": 200, "shifts": {"noise": shifted}}
+    config = mmod.AuditConfig(["random"], draws=1, resamples=200)
     found = [
         mmod.audit(
-            plant("norm"), batches_of(60, 1, size), strata=place_of, reference=plant("norm", capacity=1), **options
+            plant("norm"), labelled(size), config, reference=plant("norm", capacity=1), shifts={"noise": shifted}
         )
         for size in (60, 17)
     ]
@@ -78,9 +82,9 @@ def test_another_set_is_judged_as_if_it_were_the_only_one() -> None:
     name = "vit_tiny_patch16_224"
     sets = {own: list(zip(make_images(name, 9, own).split(4), (torch.arange(9) % 7).split(4))) for own in range(2)}
     model = mmod.route_(make_model(name), mmod.RoutingConfig(router="linear", capacity=0.4))
-    options = {"conditions": ["random", "shuffled"], "draws": 2, "resamples": 100}
-    one, other = (mmod.audit(model, own, **options) for own in sets.values())
-    both = mmod.audit(model, sets[0], others={"other": sets[1]}, **options)
+    config = mmod.AuditConfig(["random", "shuffled"], draws=2, resamples=100)
+    one, other = (mmod.audit(model, own, config) for own in sets.values())
+    both = mmod.audit(model, sets[0], config, others={"other": sets[1]})
     assert both.conditions == one.conditions
     rows = {own.name: own for own in both.strata}
     for own, alone in (("none", one), ("other", other)):
@@ -109,12 +113,12 @@ def test_numbers_are_sorted_in_thirds() -> None:
     numbers = torch.randperm(90)
     strata = Strata()
     for part in numbers.split(40):
-        strata.add({"size": part, "colour": ["grey"] * len(part)}, len(part))
+        strata.add({"size": part.tolist(), "colour": ["grey"] * len(part)}, len(part))
     members = strata.members()
     # What is the same of all tells nothing.
     assert {group for group, _ in members} == {"size"}
     assert [int(own.sum()) for own in members.values()] == [30, 30, 30]
-    highest = [int(numbers[torch.from_numpy(own)].max()) for own in members.values()]
+    highest = [int(numbers[own].max()) for own in members.values()]
     assert highest == sorted(highest)
 
 
@@ -131,7 +135,9 @@ def test_intervals_hold_together() -> None:
 def test_strata_that_do_not_fit_are_refused() -> None:
     batches = batches_of(20, seed=0, size=10)
     with pytest.raises(ValueError, match="strata give 1 values of 'size' for 10 images"):
-        mmod.audit(plant("norm"), batches, strata=lambda batch: {"size": [1.0]}, conditions=["random"])
+        mmod.audit(
+            plant("norm"), [LabelledBatch(batch, {"size": [1.0]}) for batch in batches], mmod.AuditConfig(["random"])
+        )
     strata = Strata()
     strata.add({"size": [1.0]}, 1)
     with pytest.raises(ValueError, match="strata name kind and named size before"):
@@ -141,8 +147,8 @@ def test_strata_that_do_not_fit_are_refused() -> None:
 def test_a_model_is_compared_with_others_in_the_same_strata() -> None:
     routed, batches = plant("norm"), batches_of(60, seed=0)
     dense = mmod.unroute_(plant("norm")).train()
-    options = {"conditions": ["random"], "draws": 1, "resamples": 100, "reference": dense}
-    found = mmod.audit(routed, batches, beside={"itself": plant("norm"), "dense": dense}, **options)
+    config = mmod.AuditConfig(["random"], draws=1, resamples=100)
+    found = mmod.audit(routed, batches, config, reference=dense, beside={"itself": plant("norm"), "dense": dense})
     assert dense.training
     groups = {name: [own for own in found.beside if own.group == name] for name in ("itself", "dense")}
     thirds = [f"loss of the dense model: {third} third" for third in ("lowest", "middle", "highest")]
