@@ -9,7 +9,7 @@ from mmod.lazy import lazy_names
 if TYPE_CHECKING:
     from mmod.data.config import AugmentConfig, DataConfig
     from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
-    from mmod.data.loader import create_eval_stream, create_train_stream
+    from mmod.data.loader import image_stream
     from mmod.data.stream import BatchStream
 
 __getattr__, __dir__, __all__ = lazy_names(__name__)

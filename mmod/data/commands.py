@@ -59,8 +59,8 @@ def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[.
         parser.error("give either the folder of a build or --montage FILE")
     try:
         fields = dataclasses.asdict(dataset.config(options.difficulty))
-        given = [(name, text) for name, text in vars(options).items() if name in fields]
-        config = from_plain(kind, with_options(fields, [*given, *split_options(words)], kind))
+        typed = [(name, text) for name, text in vars(options).items() if name in fields]
+        config = from_plain(kind, with_options(fields, [*typed, *split_options(words)], kind))
     except (ValueError, TypeError) as error:
         parser.exit(2, f"error: {error}\n")
     if options.montage is not None:

@@ -23,8 +23,9 @@ from torch import Tensor
 from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.hf_datasets import StreamedSource, documents, is_streamed
-from mmod.data.readers.images import ImageSource, LabelledSource, Subset, UnreadableSampleError
-from mmod.data.readers.shards import CAPTION, ShardSource
+from mmod.data.readers.images import ImageSource, LabelledSource, MapSource, Subset, UnreadableSampleError
+from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, label_map
+from mmod.data.readers.timm import TimmSource
 from mmod.data.stream import Batch, BatchStream, ImageReader, MemoryReader
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.crowds import CROWDS
@@ -36,11 +37,12 @@ _SETS: dict[str, SyntheticSet[Any]] = {"digits": DIGITS, "crowds": CROWDS}
 _DIGITS_MEAN, _DIGITS_STD = 0.094, 0.22
 
 
-def create_train_stream(config: DataConfig, seed: int, rank: int = 0, world: int = 1) -> BatchStream:
-    """Create the stream of shuffled and augmented training batches of one process.
+def image_stream(config: DataConfig, seed: int | None = None, rank: int = 0, world: int = 1) -> BatchStream:
+    """Create the stream of one process: images (B, C, H, W) and their classes (B), or those of patches (B, N).
 
     Args:
-        seed: Seed of order and augmentation, the same in all processes.
+        seed: Of order and augmentation of the training images, the same in all processes; None reads every evaluation
+            image once, in order.
 
     Raises:
         ValueError: The source is missing, too small for one batch, or does not match the config.
@@ -48,34 +50,18 @@ def create_train_stream(config: DataConfig, seed: int, rank: int = 0, world: int
 
     Example:
         >>> import tempfile
-        >>> config = DataConfig("digits:tiny", root=tempfile.mkdtemp(), batch_size=16)
-        >>> stream = create_train_stream(config, seed=0)
-        >>> images, classes = next(stream.batches(epoch=0))
-        >>> images.shape, stream.steps_per_epoch
-        (torch.Size([16, 1, 32, 32]), 16)
-    """
-    return _create_stream(config, config.train_split, (rank, world), seed)
-
-
-def create_eval_stream(config: DataConfig, rank: int = 0, world: int = 1) -> BatchStream:
-    """Create the stream of evaluation batches of one process: every sample once, in order.
-
-    Example:
-        >>> import tempfile
         >>> config = DataConfig("digits:tiny", root=tempfile.mkdtemp(), batch_size=48)
-        >>> [len(classes) for _, classes in create_eval_stream(config).batches(epoch=0)]
+        >>> [len(classes) for _, classes in image_stream(config).batches(epoch=0)]
         [48, 16]
+        >>> images, classes = next(image_stream(config, seed=0).batches(epoch=0))
+        >>> images.shape
+        torch.Size([48, 1, 32, 32])
     """
-    return _create_stream(config, config.val_split, (rank, world))
-
-
-def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed: int | None = None) -> BatchStream:
     report, training = CorruptReport(config.on_corrupt, limit=config.max_corrupt), seed is not None
-    limit, lanes = config.train_limit if training else config.val_limit, 0
+    split, limit = (config.train_split, config.train_limit) if training else (config.val_split, config.val_limit)
     source: ImageSource
     if is_streamed(config.source):
-        source = StreamedSource(config.source.replace("{split}", split), config.columns, limit, seed, place[1])
-        lanes = source.lanes
+        source = StreamedSource(config.source.replace("{split}", split), config.columns, limit, seed, world)
     else:
         complete = _create_source(config, split, report)
         source = complete if limit is None else Subset(complete, limit)
@@ -94,7 +80,7 @@ def _create_stream(config: DataConfig, split: str, place: tuple[int, int], seed:
     else:
         # Training replaces corrupt samples, so that all processes keep the same number of full batches.
         reader = ImageReader(source, mode, _transform(config, training, mean, std), replace=training)
-    return BatchStream(reader, report, config, place, seed, f"the split {split!r} of {config.source!r}", lanes)
+    return BatchStream(reader, report, config, (rank, world), seed, f"the split {split!r} of {config.source!r}")
 
 
 def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
@@ -114,10 +100,6 @@ def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
 
 
 def _create_source(config: DataConfig, split: str, report: CorruptReport) -> LabelledSource:
-    from mmod.data.readers.images import MapSource
-    from mmod.data.readers.shards import CLASS, ShardSource, label_map
-    from mmod.data.readers.timm import TimmSource
-
     source, _, argument = config.source.partition(":")
     target = CLASS if config.label_patch is None else label_map(config.label_patch)
     if _is_embedded(config):
@@ -216,15 +198,13 @@ def pairs_stream(
     if isinstance(pattern, str) and pattern.startswith("scenes:"):
         pattern, cache = SCENES.locate(pattern, config.root), None
     source: ImageSource
-    lanes = 0
     if is_streamed(pattern):
         source = StreamedSource(pattern, config.columns, seed=seed, world=world)
-        lanes = source.lanes
     else:
         source = ShardSource(pattern, report, cache, progress=True, target=CAPTION, remote=config.remote)
     # Training replaces corrupt samples, so that all processes keep the same number of full batches.
     reader = ImageReader(source, "RGB", transform, replace=seed is not None, collate=tokenizer)
-    return BatchStream(reader, report, config, (rank, world), seed, repr(shards), lanes)
+    return BatchStream(reader, report, config, (rank, world), seed, repr(shards))
 
 
 END = 0

@@ -118,11 +118,8 @@ class BatchStream:
     the processes may differ by one batch.
 
     Args:
-        report: Counts unreadable samples.
-        config: `batch_size` per process, `workers` and `pin_memory`.
         place: Rank and world size.
         seed: Seed of the training order; None reads every sample once, in order.
-        lanes: Read each training batch from one of so many lanes, see `StreamedSource`; 0 for a permutation.
     """
 
     def __init__(
@@ -133,7 +130,6 @@ class BatchStream:
         place: tuple[int, int] = (0, 1),
         seed: int | None = None,
         name: str = "the source",
-        lanes: int = 0,
     ):
         self.rank, self.world = place
         self.batch_size = config.batch_size
@@ -148,10 +144,11 @@ class BatchStream:
         self.pin_memory = config.pin_memory
         self.seed = seed
         self.num_samples = len(reader)
-        self.lanes = lanes
+        # Of streamed data: each training batch is read from one lane, in place of a permutation.
+        self.lanes: int = getattr(getattr(reader, "source", None), "lanes", 0)
         self.steps_per_epoch = len(self._order(0))
         if not self.steps_per_epoch:
-            samples = f"{len(reader)} samples in {lanes} lanes"
+            samples = f"{len(reader)} samples in {self.lanes} lanes"
             raise ValueError(f"{name} has {samples}, fewer than a batch in each: set a smaller data.batch_size")
 
     def batches(self, epoch: int, start: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
@@ -189,7 +186,6 @@ class BatchStream:
                 batch_size=None,
                 sampler=order,
                 num_workers=min(self.workers, len(order)),
-                collate_fn=_unchanged,
                 pin_memory=self.pin_memory,
                 generator=torch.Generator(),
             )
@@ -215,10 +211,6 @@ def _checked(batches: Iterator[Batch], report: CorruptReport) -> Iterator[tuple[
         if not len(batch.labels):
             raise CorruptDataError(f"no sample of a batch can be read; {report}")
         yield batch.images, batch.labels
-
-
-def _unchanged(batch: Any) -> Any:
-    return batch
 
 
 def _seed_all(*seeds: int) -> None:

@@ -98,8 +98,7 @@ def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
 
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     # A round trip through JSON: tuples must equal the lists of a file.
-    plain: dict[str, Any] = json.loads(json.dumps(dict(record), default=str))
-    return plain
+    return json.loads(json.dumps(dict(record), default=str))
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from mmod.io.files import replacing
-from mmod.values import check_fields
+from mmod.values import Checked
 
 _URL = re.compile(r"^(pipe:|[a-z][a-z0-9+.-]*://)", re.IGNORECASE)
 # Names under which file systems state a file's version, the most exact first.
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 @dataclass
-class RemoteConfig:
+class RemoteConfig(Checked, group="data.remote", timeout="(0, inf)", retries="[0, inf)", backoff="[0, inf)"):
     """Config of reading shards from URLs.
 
     Args:
@@ -38,9 +38,6 @@ class RemoteConfig:
     retries: int = 3
     backoff: float = 1.0
     copy: bool = True
-
-    def __post_init__(self) -> None:
-        check_fields(self, "data.remote", timeout="(0, inf)", retries="[0, inf)", backoff="[0, inf)")
 
 
 class RemoteError(OSError):
@@ -72,8 +69,7 @@ class RemoteFiles:
         def ask(files: Any, path: str) -> dict[str, Any]:
             # A listing that another process has changed since is not used.
             files.invalidate_cache()
-            info: dict[str, Any] = files.info(path)
-            return info
+            return files.info(path)
 
         info = self._ask(url, ask)
         tag = next((str(info[name]) for name in _TAGS if info.get(name) is not None), None)

@@ -46,14 +46,7 @@ def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an aligned Markdown table; numbers are right-aligned.
-
-    Example:
-        >>> print(markdown_table(["name", "ms"], [["dense", "2.0"]]))
-        | name  |  ms |
-        | :---- | --: |
-        | dense | 2.0 |
-    """
+    """Return an aligned Markdown table; numbers are right-aligned."""
     widths = [max(3, *(len(row[column]) for row in (header, *rows))) for column in range(len(header))]
     numeric = [all(row[column][:1] in "+-.0123456789" for row in rows) for column in range(len(header))]
 

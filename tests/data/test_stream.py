@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from mmod.data import AugmentConfig, CorruptDataError, DataConfig, create_eval_stream, create_train_stream
+from mmod.data import AugmentConfig, CorruptDataError, DataConfig, image_stream
 from mmod.data.stream import BatchStream
 
 STRONG = AugmentConfig(
@@ -35,7 +35,7 @@ def folder(tmp_path_factory) -> Path:
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory) -> DataConfig:
     config = DataConfig("digits:tiny", root=str(tmp_path_factory.mktemp("digits")), batch_size=10)
-    create_train_stream(config, 0)
+    image_stream(config, 0)
     return config
 
 
@@ -63,25 +63,25 @@ def equal(first: list, second: list) -> bool:
 def test_a_stream_is_a_pure_function_of_seed_epoch_and_start(folder, seed, epoch, batch, world, data):
     config = folder_config(folder, batch_size=batch, augment=STRONG)
     rank = data.draw(st.integers(0, world - 1))
-    stream = create_train_stream(config, seed, rank, world)
+    stream = image_stream(config, seed, rank, world)
     whole = list(stream.batches(epoch))
     assert len(whole) == stream.steps_per_epoch == 27 // (batch * world)
     start = data.draw(st.integers(0, len(whole)))
     list(stream.batches(epoch + 1))
-    assert equal(list(create_train_stream(config, seed, rank, world).batches(epoch, start)), whole[start:])
+    assert equal(list(image_stream(config, seed, rank, world).batches(epoch, start)), whole[start:])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_workers_change_nothing(folder, workers):
     config = folder_config(folder, augment=STRONG)
-    alone = list(create_train_stream(config, 5).batches(2))
-    assert equal(list(create_train_stream(replace(config, workers=workers), 5).batches(2, 1)), alone[1:])
+    alone = list(image_stream(config, 5).batches(2))
+    assert equal(list(image_stream(replace(config, workers=workers), 5).batches(2, 1)), alone[1:])
 
 
 def test_augmentation_differs_between_epochs_and_seeds_but_not_between_batch_sizes(folder):
     def by_number(seed: int, epoch: int, batch: int) -> dict[int, torch.Tensor]:
         augment = AugmentConfig(scale=(0.3, 0.5), color_jitter=0.0, interpolation="bilinear")
-        stream = create_train_stream(folder_config(folder, augment=augment, batch_size=batch), seed)
+        stream = image_stream(folder_config(folder, augment=augment, batch_size=batch), seed)
         return {number: image for images, _ in stream.batches(epoch) for number, image in zip(numbers(images), images)}
 
     first = by_number(0, 0, 1)
@@ -94,7 +94,7 @@ def test_augmentation_differs_between_epochs_and_seeds_but_not_between_batch_siz
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_callers_random_state_is_neither_used_nor_changed(folder, workers):
-    stream = create_train_stream(folder_config(folder, augment=STRONG, workers=workers), 0)
+    stream = image_stream(folder_config(folder, augment=STRONG, workers=workers), 0)
 
     def state():
         return random.random(), np.random.rand(), torch.rand(())  # noqa: NPY002
@@ -112,7 +112,7 @@ def test_the_callers_random_state_is_neither_used_nor_changed(folder, workers):
 
 
 def test_skipping_to_start_reads_nothing_before(folder, monkeypatch):
-    stream = create_train_stream(folder_config(folder), 0)
+    stream = image_stream(folder_config(folder), 0)
     read: list[int] = []
     source = stream.reader.source
     original = source.read
@@ -145,34 +145,34 @@ def test_ranks_share_out_every_sample_exactly_once(samples, batch, world):
 
 
 def test_two_processes_make_the_global_batches_of_one(digits):
-    alone = list(create_train_stream(replace(digits, batch_size=20), 0).batches(3))
-    ranks = [list(create_train_stream(digits, 0, rank, 2).batches(3)) for rank in range(2)]
+    alone = list(image_stream(replace(digits, batch_size=20), 0).batches(3))
+    ranks = [list(image_stream(digits, 0, rank, 2).batches(3)) for rank in range(2)]
     for step, (images, classes) in enumerate(alone):
         assert torch.equal(images, torch.cat([rank[step][0] for rank in ranks]))
         assert torch.equal(classes, torch.cat([rank[step][1] for rank in ranks]))
 
 
 def test_epochs_differ_in_order(digits):
-    stream = create_train_stream(digits, 0)
+    stream = image_stream(digits, 0)
     first, second = (torch.cat([classes for _, classes in stream.batches(epoch)]) for epoch in range(2))
     assert not torch.equal(first, second)
 
 
 def test_evaluation_is_every_sample_once_in_order(folder):
     config = folder_config(folder)
-    images, classes = zip(*create_eval_stream(config).batches(0))
+    images, classes = zip(*image_stream(config).batches(0))
     assert [len(part) for part in classes] == [4, 4, 2]
     order = [0, 3, 6, 9, 1, 4, 7, 2, 5, 8]
     assert numbers(torch.cat(images)) == order
     assert torch.cat(classes).tolist() == [number % 3 for number in order]
-    first = [part for images, _ in create_eval_stream(config, 0, 2).batches(0) for part in numbers(images)]
+    first = [part for images, _ in image_stream(config, None, 0, 2).batches(0) for part in numbers(images)]
     assert first == order[::2]
 
 
 def test_the_memory_path_equals_decoding_each_time(digits, folder):
     for config in (digits, folder_config(folder, image_size=12, crop_pct=0.8, mean=None, std=None)):
-        fast = list(create_train_stream(replace(config, in_memory=True), 1).batches(0))
-        slow = list(create_train_stream(replace(config, in_memory=False, workers=1), 1).batches(0))
+        fast = list(image_stream(replace(config, in_memory=True), 1).batches(0))
+        slow = list(image_stream(replace(config, in_memory=False, workers=1), 1).batches(0))
         for (images, classes), (expected, expected_classes) in zip(fast, slow, strict=True):
             assert images.dtype == torch.float32
             assert classes.dtype == torch.int64
@@ -181,10 +181,10 @@ def test_the_memory_path_equals_decoding_each_time(digits, folder):
 
 
 def test_digits_are_normalised(digits):
-    images = torch.cat([images for images, _ in create_train_stream(digits, 0).batches(0)])
+    images = torch.cat([images for images, _ in image_stream(digits, 0).batches(0)])
     assert images.mean().abs() < 0.1
     assert abs(images.std() - 1) < 0.1
-    assert next(create_train_stream(replace(digits, channels=3), 0).batches(0))[0].shape == (10, 3, 32, 32)
+    assert next(image_stream(replace(digits, channels=3), 0).batches(0))[0].shape == (10, 3, 32, 32)
 
 
 def damaged_folder(folder: Path, root: Path, broken: list[int]) -> list[str]:
@@ -206,42 +206,42 @@ def test_a_corrupt_image_raises(folder, tmp_path, workers, in_memory):
     damaged_folder(folder, tmp_path, [4])
     config = folder_config(tmp_path, workers=workers, in_memory=in_memory)
     with pytest.raises(CorruptDataError, match=r"004\.png: image of 200 bytes cannot be decoded.*on_corrupt='skip'"):
-        list(create_eval_stream(config).batches(0))
+        list(image_stream(config).batches(0))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_skipping_replaces_in_training_and_leaves_out_in_evaluation(folder, tmp_path, workers):
     broken = damaged_folder(folder, tmp_path, [4, 7, 25])
     config = folder_config(tmp_path, workers=workers, on_corrupt="skip", batch_size=3)
-    train = create_train_stream(config, 0)
+    train = image_stream(config, 0)
     found = [number for _ in range(2) for images, _ in train.batches(0) for number in numbers(images)]
     # The folder's order is a, b, c: 4 and 7 are neighbours, whose next readable one is 10; after 25 comes 2.
     expected = [{4: 10, 7: 10, 25: 2}.get(number, number) for number in range(27)]
     assert sorted(found) == sorted(expected * 2)
     assert train.report.counts == {path: 1 for path in broken if "train" in path}
-    evaluation = create_eval_stream(config)
+    evaluation = image_stream(config)
     assert [number for images, _ in evaluation.batches(0) for number in numbers(images)] == [0, 3, 6, 9, 1, 2, 5, 8]
     assert evaluation.report.counts == {path: 1 for path in broken if "val" in path}
-    memory = create_train_stream(replace(config, in_memory=True), 0)
+    memory = image_stream(replace(config, in_memory=True), 0)
     assert memory.num_samples == 24
     assert memory.report.counts == train.report.counts
 
 
 def test_a_batch_without_any_readable_sample_is_an_error(folder, tmp_path):
     damaged_folder(folder, tmp_path, [1, 4, 7])
-    stream = create_eval_stream(folder_config(tmp_path, batch_size=1, on_corrupt="skip"))
+    stream = image_stream(folder_config(tmp_path, batch_size=1, on_corrupt="skip"))
     with pytest.raises(CorruptDataError, match=r"no sample of a batch can be read; 1 corrupt"):
         list(stream.batches(0))
     damaged_folder(folder, tmp_path, list(range(27)))
     with pytest.raises(CorruptDataError, match="none of 10 samples"):
-        create_eval_stream(folder_config(tmp_path, in_memory=True, on_corrupt="skip"))
+        image_stream(folder_config(tmp_path, in_memory=True, on_corrupt="skip"))
 
 
 def test_shards_with_any_number_of_workers(digits):
     # One training shard in four, two workers for one evaluation shard.
     config = replace(digits, source=f"shards:{digits.root}/{{split}}-*.tar", image_size=32, crop_pct=1.0, workers=2)
     config = replace(config, mean=(0.094,), std=(0.22,))
-    for make in (create_eval_stream, lambda config: create_train_stream(config, 3)):
+    for make in (image_stream, lambda config: image_stream(config, 3)):
         expected, found = list(make(digits).batches(0)), list(make(config).batches(0))
         for (images, classes), (others, other_classes) in zip(expected, found, strict=True):
             torch.testing.assert_close(images, others, rtol=0, atol=1e-5)
@@ -263,7 +263,7 @@ def test_shards_with_any_number_of_workers(digits):
 def test_streams_that_cannot_be_made(tmp_path, change, message):
     root = None if change["source"] == "folder" else str(tmp_path / "root")
     with pytest.raises(ValueError, match=message):
-        create_train_stream(replace(DataConfig(root=root), **change), 0)
+        image_stream(replace(DataConfig(root=root), **change), 0)
 
 
 @pytest.mark.parametrize(
@@ -285,20 +285,20 @@ def test_config_values_out_of_range_are_named(change, message):
 def test_ranks_epochs_and_policies_out_of_range_are_named(digits):
     for rank, world in ((2, 2), (-1, 1), (0, 0)):
         with pytest.raises(ValueError, match=f"rank={rank} must lie in"):
-            create_eval_stream(digits, rank, world)
-    stream = create_train_stream(digits, 0)
+            image_stream(digits, None, rank, world)
+    stream = image_stream(digits, 0)
     for epoch, start in ((-1, 0), (0, 26), (0, -1)):
         with pytest.raises(ValueError, match=f"epoch={epoch} must be >= 0 and start={start}"):
             next(stream.batches(epoch, start))
     assert list(stream.batches(0, 25)) == []
     with pytest.raises(ValueError, match="on_corrupt must be one of 'raise', 'skip', got 'ignore'"):
-        create_train_stream(replace(digits, on_corrupt="ignore"), 0)
+        image_stream(replace(digits, on_corrupt="ignore"), 0)
 
 
 def test_readers_survive_pickling(folder):
     import pickle
 
-    reader = create_train_stream(folder_config(folder, augment=STRONG), 0).reader
+    reader = image_stream(folder_config(folder, augment=STRONG), 0).reader
     again = pickle.loads(pickle.dumps(reader))
     indices = np.arange(3)
     assert torch.equal(reader.read(indices, (0, 0)).images, again.read(indices, (0, 0)).images)
@@ -319,8 +319,8 @@ def test_what_timm_knows_no_transform_of_is_refused_with_its_name(
 ) -> None:
     def create() -> BatchStream:
         if not is_augment:
-            return create_eval_stream(folder_config(folder, **{name: value}))
-        return create_train_stream(folder_config(folder, augment=AugmentConfig(**{name: value})), 0)
+            return image_stream(folder_config(folder, **{name: value}))
+        return image_stream(folder_config(folder, augment=AugmentConfig(**{name: value})), 0)
 
     with pytest.raises(ValueError, match=rf"{name}.*{value}"):
         create()

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, UnusableError, original_errors
-from mmod.data.loader import create_eval_stream, pairs_stream, text_stream
+from mmod.data.loader import image_stream, pairs_stream, text_stream
 from mmod.data.stream import BatchStream
 from tests.data.pair_files import png, tokenizer, write_pairs
 
@@ -25,7 +25,7 @@ def broken_images(folder: Path, workers: int) -> BatchStream:
     path = folder / "val" / "a" / "0.png"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(png(0))
-    stream = create_eval_stream(DataConfig("folder", str(folder), channels=3, workers=workers))
+    stream = image_stream(DataConfig("folder", str(folder), channels=3, workers=workers))
     stream.reader.transform = refuse  # type: ignore[attr-defined]
     return stream
 

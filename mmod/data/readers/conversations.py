@@ -86,7 +86,6 @@ class ChatDataset:
 
     Args:
         rows: `key`, `messages`, `kinds` and `images` per conversation; an image is a path, or [shard, offset, size].
-        report: The records left out.
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], report: CorruptReport) -> None:
@@ -118,8 +117,7 @@ class ChatDataset:
         """Return one conversation as JSON values, without decoding images."""
         if not 0 <= index < len(self):
             raise IndexError(f"conversation {index} of {len(self)}")
-        record: dict[str, Any] = json.loads(self._lines[self._ends[index] : self._ends[index + 1]].tobytes())
-        return record
+        return json.loads(self._lines[self._ends[index] : self._ends[index + 1]].tobytes())
 
     def turns(self) -> Iterator[tuple[str, str, str]]:
         """Yield type, question without image placeholders, and answer of every turn."""

@@ -36,7 +36,6 @@ class ShardFiles:
 
     Args:
         cache: Folder for copies of remote shards; also for indices, by default beside the shards.
-        report: Counts shards that cannot be read, and retries.
     """
 
     def __init__(
@@ -167,9 +166,9 @@ class ShardFiles:
         copy = copy or _copy_path(os.path.abspath(url), str(self._cache))
         return copy.with_name(f".{copy.name}.{suffix}.index")
 
-    def copy_in_background(self) -> None:
-        """Begin to copy the remote shards that have no copy, while samples are read from their URLs."""
-        missing = [number for number in range(len(self.urls)) if self.path(number) is None]
+    def copy_in_background(self, numbers: Iterable[int]) -> None:
+        """Begin to copy those of these remote shards that have no copy, while samples are read from their URLs."""
+        missing = [number for number in numbers if self.path(number) is None]
         if not missing or not self._files.config.copy:
             return
 

@@ -125,7 +125,6 @@ class ShardSource:
 
     Args:
         pattern: See `expand_pattern`.
-        report: Counts damaged shards and incomplete samples.
         cache: Folder for copies of remote shards, and for the indices of shards, which else lie beside them.
         target: The label member: `CLASS`, `CAPTION` or a `label_map`.
     """
@@ -151,7 +150,8 @@ class ShardSource:
             raise ValueError(
                 f"the shards of {pattern!r} hold no complete sample (an image and a .{target.extension} member)"
             )
-        self._files.copy_in_background()
+        # Shards that could not be indexed have no samples to read.
+        self._files.copy_in_background(np.unique(self._rows[:, 0]).tolist())
 
     def __len__(self) -> int:
         return len(self._rows)

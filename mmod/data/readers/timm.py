@@ -140,8 +140,7 @@ def _check_classes(dataset: Any, folder: str, train: Any, train_folder: str) -> 
 
 
 def _class_numbers(dataset: Any) -> dict[str, int]:
-    numbers: dict[str, int] = getattr(dataset, "reader", dataset).class_to_idx
-    return numbers
+    return getattr(dataset, "reader", dataset).class_to_idx
 
 
 def _folders(path: str) -> list[str]:

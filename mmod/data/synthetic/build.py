@@ -93,8 +93,7 @@ class SyntheticSet(Generic[Config]):
                 if self.sizes:
                     sizes = {name: shard["samples"] for name, shard in manifest["shards"].items()}
                     (partial / SIZES).write_text(json.dumps(sizes, indent=2) + "\n")
-        written: dict[str, Any] = parse_json((root / MANIFEST).read_bytes(), str(root / MANIFEST))
-        return written
+        return parse_json((root / MANIFEST).read_bytes(), str(root / MANIFEST))
 
     def _write(self, folder: Path, config: Config, progress: bool) -> dict[str, dict[str, Any]]:
         shards: dict[str, dict[str, Any]] = {}

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from mmod.data.config import DataConfig, PairsConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport
-from mmod.data.loader import create_eval_stream, create_train_stream, pairs_stream
+from mmod.data.loader import image_stream, pairs_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.images import decode_image
 from mmod.data.readers.shards import ShardSource
@@ -56,13 +56,13 @@ def read_folder(data: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
     for label, image in (("a", data), ("b", PNG)):
         Path("val", label).mkdir(parents=True, exist_ok=True)
         Path("val", label, "0.png").write_bytes(image)
-    stream = create_eval_stream(DataConfig("folder", ".", channels=3, on_corrupt=on_corrupt))
+    stream = image_stream(DataConfig("folder", ".", channels=3, on_corrupt=on_corrupt))
     return sum(len(classes) for _, classes in stream.batches(0)), stream.report
 
 
 def read_shard(data: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
     Path("val-0.tar").write_bytes(tar({"0.png": data, "0.cls": b"0", "1.png": PNG, "1.cls": b"1"}))
-    stream = create_eval_stream(DataConfig("shards:{split}-0.tar", channels=3, on_corrupt=on_corrupt))
+    stream = image_stream(DataConfig("shards:{split}-0.tar", channels=3, on_corrupt=on_corrupt))
     return sum(len(classes) for _, classes in stream.batches(0)), stream.report
 
 
@@ -187,7 +187,7 @@ def test_what_stands_beside_an_image(reader: str, beside: bytes) -> None:
     rest = body({"8.png": PNG, f"8{suffix}": beside}) + END
     if reader == "shard":
         Path("val-0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + rest)
-        stream = create_eval_stream(DataConfig("shards:{split}-0.tar", channels=3, on_corrupt="skip"))
+        stream = image_stream(DataConfig("shards:{split}-0.tar", channels=3, on_corrupt="skip"))
         assert [classes.tolist() for _, classes in stream.batches(0)] == [[7]]
         assert list(stream.report.counts.values()) == [1]
         return
@@ -204,11 +204,11 @@ def test_images_that_are_no_files(kind: str) -> None:
         Path(split, "a", "1.png").write_bytes(PNG)
     SPECIAL[kind]("val/a/0.png")
     if kind == "folder":
-        assert len(create_eval_stream(DataConfig("folder", ".", channels=3)).reader) == 1
+        assert len(image_stream(DataConfig("folder", ".", channels=3)).reader) == 1
         return
     for workers in (0, 1):
         config = DataConfig("folder", ".", channels=3, workers=workers, on_corrupt="skip")
-        stream = create_eval_stream(config)
+        stream = image_stream(config)
         assert sum(len(classes) for _, classes in stream.batches(0)) == 1
         assert list(stream.report.counts.values()) == [1]
 
@@ -227,9 +227,9 @@ def test_folders_without_images(folders: list[str]) -> None:
     for name in folders:
         Path(name).mkdir(parents=True)
     with pytest.raises(ValueError, match=r"no folder for the split 'train'; it has: |Found 0 images in subfolders"):
-        create_train_stream(DataConfig("folder", ".", channels=3), 0)
+        image_stream(DataConfig("folder", ".", channels=3), 0)
     with pytest.raises(ValueError, match="no shard matches"):
-        create_train_stream(DataConfig("shards:{split}/*.tar", channels=3), 0)
+        image_stream(DataConfig("shards:{split}/*.tar", channels=3), 0)
 
 
 EDITS = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 1 << 20), st.binary(min_size=1, max_size=12)), max_size=4)

@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError
-from mmod.data.loader import create_eval_stream, create_train_stream, pairs_stream, read_text, text_stream
+from mmod.data.loader import image_stream, pairs_stream, read_text, text_stream
 from mmod.data.stream import BatchStream
 
 FILES, ROWS = 5, 20
@@ -59,18 +59,18 @@ def flat(batches: list[list[int]]) -> list[int]:
 
 
 def test_training_is_a_function_of_seed_and_epoch_and_resumes_at_any_batch(folder: Path) -> None:
-    stream = create_train_stream(config(folder), seed=0)
+    stream = image_stream(config(folder), seed=0)
     first, second = classes(stream), classes(stream, epoch=1)
     assert sorted(flat(first)) == sorted(flat(second)) == list(range(100))
     assert first != second
-    assert first != classes(create_train_stream(config(folder), seed=1))
+    assert first != classes(image_stream(config(folder), seed=1))
     assert classes(stream) == first
-    again = create_train_stream(config(folder, workers=2), seed=0)
+    again = image_stream(config(folder, workers=2), seed=0)
     assert classes(again, epoch=1, start=7) == second[7:]
 
 
 def test_processes_read_other_files_and_equally_many_batches(folder: Path) -> None:
-    streams = [create_train_stream(config(folder), 0, rank, 2) for rank in range(2)]
+    streams = [image_stream(config(folder), 0, rank, 2) for rank in range(2)]
     batches = [classes(stream) for stream in streams]
     assert [len(labels) for labels in batches] == [streams[0].steps_per_epoch] * 2 == [12, 12]
     files = [{value // ROWS for value in flat(labels)} for labels in batches]
@@ -79,16 +79,16 @@ def test_processes_read_other_files_and_equally_many_batches(folder: Path) -> No
 
 def test_more_processes_than_files_share_one(folder: Path) -> None:
     one = f"hf-datasets:parquet:{folder}/train-0.parquet"
-    streams = [create_train_stream(config(folder, source=one), 0, rank, 2) for rank in range(2)]
+    streams = [image_stream(config(folder, source=one), 0, rank, 2) for rank in range(2)]
     drawn = [flat(classes(stream)) for stream in streams]
     assert not set(drawn[0]) & set(drawn[1])
     assert len(drawn[0]) == len(drawn[1]) == 8
 
 
 def test_evaluation_reads_every_sample_once_in_order(folder: Path) -> None:
-    streams = [create_eval_stream(config(folder, workers=2), rank, 2) for rank in range(2)]
+    streams = [image_stream(config(folder, workers=2), None, rank, 2) for rank in range(2)]
     assert [flat(classes(stream)) for stream in streams] == [list(range(rank, 100, 2)) for rank in range(2)]
-    limited = create_eval_stream(config(folder, val_limit=10))
+    limited = image_stream(config(folder, val_limit=10))
     assert flat(classes(limited)) == flat(classes(limited)) == list(range(10))
 
 
@@ -98,16 +98,16 @@ def test_corrupt_samples_are_counted_and_files_stop(folder: Path, tmp_path: Path
     rows[6] = {"image": None, "label": 6}
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "train-0.parquet")
     with pytest.raises(CorruptDataError, match=r"hf-datasets:parquet:.* \[5\]: image of 8 bytes cannot be decoded"):
-        classes(create_eval_stream(config(tmp_path)))
-    stream = create_eval_stream(config(tmp_path, on_corrupt="skip"))
+        classes(image_stream(config(tmp_path)))
+    stream = image_stream(config(tmp_path, on_corrupt="skip"))
     assert flat(classes(stream)) == [0, 1, 2, 3, 4, 7]
     assert sum(stream.report.counts.values()) == 2
-    training = create_train_stream(config(tmp_path, on_corrupt="skip"), seed=0)
+    training = image_stream(config(tmp_path, on_corrupt="skip"), seed=0)
     assert [len(batch) for batch in classes(training)] == [4, 4]
     data = (folder / "train-0.parquet").read_bytes()
     (tmp_path / "train-1.parquet").write_bytes(data[:200] + bytes(2000) + data[2200:])
     with pytest.raises(CorruptDataError, match=r"hf-datasets:parquet:.* cannot be read: \w+: .*"):
-        classes(create_train_stream(config(tmp_path, on_corrupt="skip"), seed=0))
+        classes(image_stream(config(tmp_path, on_corrupt="skip"), seed=0))
 
 
 def test_pairs_and_text(folder: Path) -> None:
@@ -139,10 +139,10 @@ def test_pairs_and_text(folder: Path) -> None:
 )
 def test_wrong_sources_are_named(folder: Path, changes: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        create_train_stream(config(folder, **changes), seed=0)
+        image_stream(config(folder, **changes), seed=0)
 
 
 def test_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install \"mmod\[datasets\]\""):
-        create_train_stream(config(folder), seed=0)
+        image_stream(config(folder), seed=0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmod.data.corrupt import CorruptDataError, CorruptReport
-from mmod.data.loader import DataConfig, PairsConfig, create_eval_stream, pairs_stream
+from mmod.data.loader import DataConfig, PairsConfig, image_stream, pairs_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.images import EXTENSIONS, convert_image, decode_image, open_image
 from scripts.packing import file_extension
@@ -118,7 +118,7 @@ def read_folder(data: bytes, folder: Path, name: str, on_corrupt: Any) -> tuple[
     (folder / "val" / "b" / "0.png").write_bytes(encode(np.zeros((256, 256), np.uint8), "PNG"))
     unchanged = {"crop_pct": 1.0, "mean": (0.0,) * 3, "std": (1 / 255,) * 3}
     config = DataConfig(name, str(folder), channels=3, image_size=256, on_corrupt=on_corrupt, **unchanged)
-    stream = create_eval_stream(config)
+    stream = image_stream(config)
     return next(stream.batches(0))[0], stream.report
 
 
@@ -149,7 +149,7 @@ def read_shard(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, Corrupt
     config = DataConfig(
         f"shards:{folder}/{{split}}.tar", channels=3, image_size=256, on_corrupt=on_corrupt, **unchanged
     )
-    stream = create_eval_stream(config)
+    stream = image_stream(config)
     return next(stream.batches(0))[0], stream.report
 
 

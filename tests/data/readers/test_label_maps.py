@@ -16,7 +16,7 @@ from PIL import Image
 
 from mmod.data.config import AugmentConfig, DataConfig
 from mmod.data.corrupt import CorruptDataError
-from mmod.data.loader import create_eval_stream, create_train_stream
+from mmod.data.loader import image_stream
 from mmod.data.readers.shards import parse_patches
 from mmod.data.synthetic.crowds import DIFFICULTIES as CROWDS
 from mmod.data.synthetic.crowds import compose_crowds
@@ -52,7 +52,7 @@ def test_a_patch_has_the_class_of_most_of_its_pixels(seed: int, side: int, steps
 @pytest.fixture(scope="module")
 def crowds(tmp_path_factory: pytest.TempPathFactory) -> DataConfig:
     config = DataConfig("crowds:tiny", root=str(tmp_path_factory.mktemp("crowds")), batch_size=10, label_patch=4)
-    create_train_stream(config, 0)
+    image_stream(config, 0)
     return config
 
 
@@ -61,12 +61,12 @@ def test_streams_give_each_patch_its_class_however_they_are_read(crowds: DataCon
     expected = torch.tensor([slow_patches(scene.labels, 4) for scene in scenes])
     shards = f"shards:{crowds.root}/{{split}}-*.tar"
     config = replace(crowds, source=shards, crop_pct=0.5, workers=2, mean=(0.094,), std=(0.22,))
-    batches = [list(create_eval_stream(each).batches(0)) for each in (crowds, config)]
+    batches = [list(image_stream(each).batches(0)) for each in (crowds, config)]
     for (images, labels), (others, other_labels) in zip(*batches, strict=True):
         torch.testing.assert_close(images, others, rtol=0, atol=1e-5)
         assert torch.equal(labels, other_labels)
     assert torch.equal(torch.cat([labels for _, labels in batches[0]]), expected)
-    assert next(create_train_stream(crowds, 0).batches(0))[1].shape == (10, 64)
+    assert next(image_stream(crowds, 0).batches(0))[1].shape == (10, 64)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_is_no_label_map_is_a_fault_of_its_sample(tmp_path: Path, labels: I
         writer.write({"__key__": "0", "png": encode(Image.new("L", (8, 8))), "seg.png": encode(labels)})
     config = DataConfig(f"shards:{tmp_path}/{{split}}-0.tar", image_size=8, label_patch=4)
     with pytest.raises(CorruptDataError, match=message):
-        next(create_eval_stream(config).batches(0))
+        next(image_stream(config).batches(0))
 
 
 @pytest.mark.parametrize(

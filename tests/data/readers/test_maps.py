@@ -10,7 +10,7 @@ from PIL import Image
 
 from mmod.data.config import DataConfig
 from mmod.data.corrupt import CorruptDataError
-from mmod.data.loader import create_eval_stream
+from mmod.data.loader import image_stream
 
 
 def save(root: Path, name: str, pixels: np.ndarray, labels: np.ndarray | None, split: str = "test") -> None:
@@ -31,7 +31,7 @@ def test_the_middle_square_of_image_and_map_go_together(tmp_path: Path) -> None:
     for name, (height, width) in {"a": (64, 96), "b": (128, 64), "c": (64, 64)}.items():
         labels = np.kron(draw.integers(0, 5, (height // 16, width // 16)), np.ones((16, 16), int))
         save(tmp_path, name, 50 * np.stack([labels] * 3, axis=-1), labels)
-    stream = create_eval_stream(config(tmp_path, image_size=32))
+    stream = image_stream(config(tmp_path, image_size=32))
     seen = 0
     for images, classes in stream.batches(0):
         # Every patch is of one colour inside, fifty times its class.
@@ -45,7 +45,7 @@ def test_smaller_images_keep_the_labels_of_the_square(tmp_path: Path) -> None:
     labels = np.kron(np.arange(16).reshape(4, 4), np.ones((8, 8), int))
     save(tmp_path, "a", np.stack([labels] * 3, axis=-1), labels)
     for size in (32, 16):
-        images, classes = next(iter(create_eval_stream(config(tmp_path, image_size=size, batch_size=1)).batches(0)))
+        images, classes = next(iter(image_stream(config(tmp_path, image_size=size, batch_size=1)).batches(0)))
         assert images.shape == (1, 3, size, size)
         assert classes.tolist() == [list(range(16))]
 
@@ -54,14 +54,14 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     pixels = np.zeros((32, 32, 3))
     save(tmp_path, "a", pixels, None)
     with pytest.raises(ValueError, match=r"lacks 1 of 1 label maps, the first a\.png"):
-        create_eval_stream(config(tmp_path))
+        image_stream(config(tmp_path))
     with pytest.raises(ValueError, match="which does not exist"):
-        create_eval_stream(config(tmp_path, val_split="train"))
+        image_stream(config(tmp_path, val_split="train"))
     save(tmp_path, "a", pixels, np.zeros((16, 32)))
     with pytest.raises(CorruptDataError, match=r"the label map a\.png has 32x16 pixels and mode L; it must have 32x32"):
-        list(create_eval_stream(config(tmp_path)).batches(0))
+        list(image_stream(config(tmp_path)).batches(0))
     save(tmp_path, "b", pixels, np.zeros((32, 32)))
-    skipping = create_eval_stream(config(tmp_path, on_corrupt="skip"))
+    skipping = image_stream(config(tmp_path, on_corrupt="skip"))
     assert sum(len(classes) for _, classes in skipping.batches(0)) == 1
     assert len(skipping.report.faults) == 1
     for changes in ({"source": "maps:30"}, {"source": "maps:"}, {"source": "maps"}, {"source": "maps:0"}):

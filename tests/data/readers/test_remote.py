@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.server
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -18,7 +17,7 @@ import torch
 
 from mmod.data.config import DataConfig, PairsConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport
-from mmod.data.loader import create_train_stream, pairs_stream
+from mmod.data.loader import image_stream, pairs_stream
 from mmod.data.readers import shard_files
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.images import UnreadableSampleError
@@ -27,6 +26,7 @@ from mmod.data.synthetic.questions import QUESTIONS
 from mmod.io.remote import RemoteConfig, RemoteError, RemoteFiles
 from tests.data.pair_files import tokenizer, transform, write_pairs
 from tests.data.readers.test_shards import read_all, write_samples
+from tests.processes import run_processes
 
 SAMPLES = [(key, key % 10) for key in range(6)]
 URL = "memory://shards/{0..1}.tar"
@@ -157,7 +157,7 @@ def test_streams_of_remote_shards_equal_those_of_local_ones(tmp_path: Path, shar
         remote=RemoteConfig(copy=False),
         **options,
     )
-    batches = [list(create_train_stream(config, seed=0).batches(1)) for config in (local, remote)]
+    batches = [list(image_stream(config, seed=0).batches(1)) for config in (local, remote)]
     for (images, labels), (others, numbers) in zip(*batches, strict=True):
         assert torch.equal(images, others)
         assert torch.equal(labels, numbers)
@@ -331,15 +331,13 @@ def test_a_web_server_without_a_shard(server: str, shards: Path) -> None:
         ShardSource(f"{server}/7.tar", CorruptReport(), shards / "cache")
 
 
+def read_six(url: str, cache: Path) -> None:
+    assert len(ShardSource(url, CorruptReport(), cache)) == 6
+
+
 def test_processes_of_a_node_copy_a_shard_once(shards: Path) -> None:
-    code = (
-        "import sys; from mmod.data.readers.shards import ShardSource; from mmod.data.corrupt import CorruptReport;"
-        "print(len(ShardSource(sys.argv[1], CorruptReport(), sys.argv[2])))"
-    )
     url = "::".join(f"pipe:echo {number} >> {shards}/copies; cat {shards}/{number}.tar" for number in range(2))
-    command = [sys.executable, "-c", code, url, str(shards / "cache")]
-    runs = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    assert [run.communicate(timeout=120)[0].strip() for run in runs] == ["6", "6"]
+    assert run_processes(read_six, url, shards / "cache", world=2) == [0, 0]
     assert sorted((shards / "copies").read_text().split()) == ["0", "1"]
 
 

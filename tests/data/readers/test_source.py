@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from mmod.data.config import DataConfig
-from mmod.data.loader import create_eval_stream, create_train_stream
+from mmod.data.loader import image_stream
 from mmod.data.readers.images import spread
 
 
@@ -47,25 +47,25 @@ def config(folder: str, **changes: object) -> DataConfig:
 
 def test_limits_hold_for_their_split_and_name_the_same_images(folder: str) -> None:
     limited = config(folder, train_limit=8, val_limit=5)
-    train, val = create_train_stream(limited, seed=3), create_eval_stream(limited)
+    train, val = image_stream(limited, seed=3), image_stream(limited)
     assert (train.num_samples, val.num_samples) == (8, 5)
     labels = torch.cat([labels for _, labels in val.batches(0)])
     assert sorted(Counter(labels.tolist()).values()) == [1, 2, 2]
     epochs = [{image.numpy().tobytes() for images, _ in train.batches(epoch) for image in images} for epoch in (0, 1)]
     assert epochs[0] == epochs[1]
-    assert create_eval_stream(config(folder, val_limit=99)).num_samples == 16
+    assert image_stream(config(folder, val_limit=99)).num_samples == 16
 
 
 def test_shards_know_their_classes(tmp_path: Path) -> None:
     digits = DataConfig("digits:tiny", root=str(tmp_path), val_limit=20, batch_size=64)
-    stream = create_eval_stream(digits)
+    stream = image_stream(digits)
     (batch,) = stream.batches(0)
     assert sorted(Counter(batch[1].tolist()).values()) == [2] * 10
 
 
 def test_cropping_of_images_that_fit_already_is_told(folder: str, recwarn: pytest.WarningsRecorder) -> None:
-    create_eval_stream(config(folder))
-    create_eval_stream(config(folder, image_size=10, crop_pct=0.9))
+    image_stream(config(folder))
+    image_stream(config(folder, image_size=10, crop_pct=0.9))
     assert not [warning for warning in recwarn if "crop_pct" in str(warning.message)]
     with pytest.warns(UserWarning, match=r"image_size=12 already: data\.crop_pct=0\.875 enlarges them"):
-        create_eval_stream(config(folder, crop_pct=0.875))
+        image_stream(config(folder, crop_pct=0.875))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mmod.data import DataConfig, create_eval_stream
+from mmod.data import DataConfig, image_stream
 from mmod.data.readers.images import UnreadableSampleError
 from mmod.data.readers.timm import TimmSource
 
@@ -63,7 +63,7 @@ def test_torchvision_sets_are_read_by_their_own_names(tmp_path):
         patch.setattr(CIFAR10, "train_list", [])
         patch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": sums["batches.meta"]})
         config = DataConfig("torch/cifar10", str(tmp_path), channels=3, crop_pct=1.0, mean=(0.0,) * 3, std=(1.0,) * 3)
-        images, classes = next(create_eval_stream(config).batches(0))
+        images, classes = next(image_stream(config).batches(0))
     assert classes.tolist() == [7, 2]
     assert np.array_equal((images[0] * 255).round().numpy().astype(np.uint8).ravel(), rows[0])
 
@@ -87,7 +87,7 @@ def test_a_class_folder_without_images_would_shift_labels(tmp_path, name, emptie
     empty = rf"class folders without readable images: {tmp_path}/{emptied}/b\. Remove them"
     message = empty if name == "folder" else "no valid file for the classes b"
     with pytest.raises(ValueError, match=message):
-        create_eval_stream(DataConfig(name, str(tmp_path), channels=3))
+        image_stream(DataConfig(name, str(tmp_path), channels=3))
     if name == "folder":
         chosen = {"class_map": {"a": 0, "c": 1}}
         assert len(TimmSource(name, str(tmp_path), emptied, chosen)) == 2
@@ -105,7 +105,7 @@ def test_a_class_folder_without_images_is_named_where_there_is_no_other_split(tm
 def test_classes_are_compared_with_those_of_the_training_split_that_is_named(root):
     TimmSource("folder", str(root), "val")
     with pytest.raises(ValueError, match=r"validation and .*odd have images of different classes"):
-        create_eval_stream(DataConfig("folder", str(root), train_split="odd"))
+        image_stream(DataConfig("folder", str(root), train_split="odd"))
 
 
 @pytest.mark.parametrize(
