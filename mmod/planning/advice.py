@@ -11,7 +11,7 @@ from mmod.analysis.redundancy import RedundancyReport
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.timing import Spread
 from mmod.io.files import write_atomically
-from mmod.io.tables import markdown_table
+from mmod.io.tables import Table, table_of
 from mmod.lazy import name_missing_extra
 
 AGREEMENT = "agreement"
@@ -130,20 +130,23 @@ class Advice:
         """The lines of Python that follow the advice; empty without one."""
         return "" if self.best is None else f"import mmod\n\n{self.best.code}"
 
-    def table(self) -> str:
-        """Return the rows as a table in Markdown."""
-        further = {"accuracy": self.accuracy is not None, "cache": self.cache is not None}
-        header = ["recipe", "speed-up", self.measure, *(title for title in further if further[title]), self.samples]
-        rows = []
-        for row in self.rows:
-            speed = f"{row.speedup.median:.2f} [{row.speedup.low:.2f}, {row.speedup.high:.2f}]"
-            score = f"{100 * row.score}" if self.measure == AGREEMENT else f"{row.score:.3f}"
-            accuracy = [] if row.accuracy is None else [f"{100 * row.accuracy:+.1f}"]
-            cache = [] if row.cache is None or self.cache is None else [f"{row.cache / self.cache:.2f}"]
-            rows.append(
-                [f"{'*' if row.on_front else ' '} {row.name}", speed, score, *accuracy, *cache, str(row.images)]
-            )
-        return markdown_table(header, rows)
+    def table(self) -> Table:
+        """Return the rows as a table."""
+        columns = {
+            "recipe": ("recipe", ""), "speedup": ("speed-up", "[.2f"),
+            "score": (self.measure, ".1f" if self.measure == AGREEMENT else ".3f"), "accuracy": ("accuracy", "+.1f"),
+            "cache": ("cache", ".2f"), "images": (self.samples, ""),
+        }  # fmt: skip
+        return table_of(columns, [
+            {
+                **vars(row),
+                "recipe": f"{'*' if row.on_front else ' '} {row.name}",
+                "score": 100 * row.score if self.measure == AGREEMENT else row.score,
+                "accuracy": None if row.accuracy is None else 100 * row.accuracy,
+                "cache": None if row.cache is None or self.cache is None else row.cache / self.cache,
+            }
+            for row in self.rows
+        ])  # fmt: skip
 
     def __str__(self) -> str:
         """Return the table, the advice and the lines that apply it, as Markdown."""
@@ -153,7 +156,7 @@ class Advice:
         dense += "" if self.accuracy is None else f" and has an accuracy of {100 * self.accuracy:.1f} %"
         images = "" if self.redundancy is None else f" The images: {self.redundancy}."
         lines = [
-            self.table(),
+            str(self.table()),
             f"\n{dense}. Rows with * are on the Pareto front. Speed-up: median and quartiles over rounds; "
             f"{self.measure} with the dense model: {unit}.{images}{' ' + self.note if self.note else ''}",
             *[f"\nLeft out: {name}: {reason}" for name, reason in self.refused.items()],

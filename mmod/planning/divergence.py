@@ -6,13 +6,16 @@ Axes: R rows (images, or text tokens of a batch), F classes, vocabulary entries 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmod.config import Plan, RoutingConfig
+from mmod.model import route_, unroute_
 from mmod.values import check_finite, one_of
 
 IGNORED = -100
@@ -52,25 +55,19 @@ def resized(x_BNC: Tensor, patches: int) -> Tensor:
     return F.interpolate(grid, size=(asked, asked), mode="bilinear").flatten(2).transpose(1, 2)
 
 
-@torch.no_grad()
-def outputs(model: nn.Module, batch: Any, part: str, image_token: int | None = None) -> Tensor:
-    """Return a model's outputs for a batch, as rows (R, F).
-
-    For a language model these are the logits that predict the answer's tokens if the batch has `labels`, and the logits
-    of all text tokens otherwise. For other models they are all rows of the output.
-    """
-    rows_RF = _rows(model, batch, part, image_token)
-    check_finite(f"outputs of this {type(model).__name__}", rows_RF)
-    return rows_RF
-
-
 def check_batch(batch: Any) -> None:
     """Raise a TypeError unless a batch is what a model is called with."""
     if not isinstance(batch, (Tensor, Mapping)):
         raise TypeError(f"a batch must be the model's keyword arguments, or one tensor, got {type(batch).__name__}")
 
 
-def _rows(model: nn.Module, batch: Any, part: str, image_token: int | None) -> Tensor:
+@torch.no_grad()
+def outputs(model: nn.Module, batch: Any, part: str) -> Tensor:
+    """Return a model's outputs for a batch, as rows (R, F).
+
+    For a language model these are the logits that predict the answer's tokens if the batch has `labels`, and the logits
+    of all text tokens otherwise. For other models they are all rows of the output.
+    """
     check_batch(batch)
     if isinstance(batch, Mapping):
         arguments = {name: value for name, value in batch.items() if name != "labels"}
@@ -80,15 +77,60 @@ def _rows(model: nn.Module, batch: Any, part: str, image_token: int | None) -> T
     else:
         arguments, output = {}, model(batch)
     if "input_ids" in arguments and hasattr(output, "logits"):
-        logits_RF: Tensor = output.logits[compared(batch, image_token)]
-        return logits_RF
-    if isinstance(output, (tuple, list)):
+        output = output.logits[compared(batch, image_token(model))]
+    elif isinstance(output, (tuple, list)):
         output = output[1 if part == "text" else 0]
     elif isinstance(output, Mapping):
         output = output["logits"] if "logits" in output else output[f"{part}_features"]
     if not isinstance(output, Tensor):
         raise TypeError(f"the output of this {type(model).__name__} must be a tensor, got {type(output).__name__}")
+    check_finite(f"outputs of this {type(model).__name__}", output)
     return output.flatten(0, -2)
+
+
+def image_token(model: nn.Module) -> int | None:
+    """Return the id of the image tokens of a model that reads them in its text; None for others."""
+    token = getattr(getattr(model, "config", None), "image_token_id", None)
+    return None if token is None else int(token)
+
+
+class Divergence(NamedTuple):
+    """Compares the outputs of a dense model with those that it has when it is routed."""
+
+    model: nn.Module
+    part: str
+    compare: Callable[[Tensor, Tensor], Tensor]
+
+    def added(self, config: Plan | RoutingConfig, batch: Any, dense_RF: Tensor) -> float:
+        """Return the divergence on a batch by routing, summed over rows."""
+        with routed(self.model, self.part, config):
+            changed_RF = outputs(self.model, batch, self.part)
+        return float(self.compare(dense_RF, changed_RF).double().sum())
+
+    def mean(self, batches: Iterable[Any], config: Plan | RoutingConfig) -> float:
+        """Return the mean divergence over the rows of batches."""
+        total, rows = 0.0, 0
+        for batch in batches:
+            dense_RF = outputs(self.model, batch, self.part)
+            total, rows = total + self.added(config, batch, dense_RF), rows + len(dense_RF)
+        check_rows(rows)
+        return total / rows
+
+
+@contextmanager
+def routed(model: nn.Module, part: str, config: Plan | RoutingConfig) -> Iterator[None]:
+    """Route a part of a dense model within the context."""
+    route_(model, **{part: config})
+    try:
+        yield
+    finally:
+        unroute_(model)
+
+
+def check_rows(rows: int) -> None:
+    """Raise a ValueError unless batches had outputs to compare."""
+    if not rows:
+        raise ValueError("no calibration samples: batches is empty, or has no outputs to compare")
 
 
 def compared(batch: Mapping[str, Any], image_token: int | None) -> Tensor:

@@ -19,7 +19,8 @@ from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
 from mmod.config import Plan, RoutingConfig, spelled
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
-from mmod.model import capacities, routed_blocks, routing_configs, set_capacity_, unroute_
+from mmod.methods.route import capacities, routed_blocks, routing_configs
+from mmod.model import set_capacity_, unroute_
 from mmod.ops.select import kept_count
 from mmod.planning.plan_search import BlockCosts, best_choices, stopwatch
 from mmod.routing import Router
@@ -196,9 +197,7 @@ class LearnedPlan:
     """Learned capacities and the nearest plan within the budget; `print` shows both.
 
     Args:
-        names: Module names of the routed blocks, in order.
         learned: Their learned capacities, whose total cost equals the budget.
-        plan: The plan, with the score and gate of the training.
         shares: Costs of the routed blocks with the plan, as shares of the dense model's cost.
         fixed: Share of everything outside these blocks.
         cost: Unit of the costs: "flops" or "milliseconds".

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from mmod.analysis.timing import interleave, relative_times
 from mmod.config import Plan, RoutingConfig, Score
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
-from mmod.model import route_, unroute_
+from mmod.planning.divergence import routed
 from mmod.values import check_value
 
 COSTS = ("flops", "image_flops", "cache", "milliseconds")
@@ -38,11 +38,7 @@ Clock = Callable[[Sequence[RoutingConfig]], tuple[float, list[float]]]
 
 
 class Option(NamedTuple):
-    """One way to route a block; see `RoutingConfig` for `operator` and `context`.
-
-    Args:
-        capacity: Share of tokens kept.
-    """
+    """One way to route a block, by fields of `RoutingConfig`."""
 
     capacity: float
     operator: str = "block"
@@ -57,13 +53,13 @@ class Option(NamedTuple):
         return RoutingConfig(blocks=tuple(blocks), router=router, **self._asdict())
 
 
+Choices = tuple["Option | None", ...]
+"""The option of each block; None where it stays dense."""
+
+
 @dataclass(frozen=True)
 class BlockCosts:
-    """Costs of the options and of the dense blocks, by block.
-
-    Args:
-        total: Cost of the dense model, including everything outside the blocks.
-    """
+    """Costs of the options and of the dense blocks, by block; `total` is that of the whole dense model."""
 
     options: tuple[tuple[float, ...], ...]
     dense: tuple[float, ...]
@@ -133,16 +129,6 @@ def _counted(model: nn.Module, batch: Any) -> FlopCounts:
         return flops(model, {name: value[:1] for name, value in batch.items() if isinstance(value, Tensor)})
     channels, height, width = batch.shape[1:]
     return flops(model, (channels, height, width))
-
-
-@contextmanager
-def routed(model: nn.Module, part: str, config: Plan | RoutingConfig) -> Iterator[None]:
-    """Route a part of a dense model within the context."""
-    route_(model, **{part: config})
-    try:
-        yield
-    finally:
-        unroute_(model)
 
 
 def run_batch(model: nn.Module, batch: Any) -> None:
@@ -260,7 +246,7 @@ class PlanSearch:
 
     def _option_of(self, plan: Plan) -> dict[int, int]:
         """Return the option's index by routed block of a plan."""
-        options = {block: Option(capacity, operator, context) for block, capacity, operator, context in plan.rows}
+        options = {block: option for block, option in enumerate(choices_of(plan)) if option is not None}
         unknown = [f"{option} in block {block}" for block, option in options.items() if option not in self.options]
         if plan.router not in (None, self.router):
             raise ValueError(f"this search uses the router {self.router.name!r}, and the plan {plan.router.name!r}")
@@ -322,14 +308,20 @@ def best_plan(
     losses = [(0.0, *row) for row in scores]
     sizes = [(dense, *row) for dense, row in zip(costs.dense, costs.options)]
     chosen = best_choices(losses, sizes, budget * costs.total - outside)
-    return plan_of({block: options[item - 1] for block, item in enumerate(chosen) if item}, len(scores), router)
+    return plan_of(tuple(options[item - 1] if item else None for item in chosen), router)
 
 
-def plan_of(option_of: Mapping[int, Option], depth: int, router: Score) -> Plan:
+def plan_of(choices: Choices, router: Score) -> Plan:
     """Return the plan of the options of single blocks."""
-    rows = [(block, *option_of[block]) for block in sorted(option_of)]
+    rows = [(block, *option) for block, option in enumerate(choices) if option is not None]
     blocks, capacities, operators, contexts = zip(*rows)
-    return Plan(blocks, capacities, depth, operators, contexts, router)
+    return Plan(blocks, capacities, len(choices), operators, contexts, router)
+
+
+def choices_of(plan: Plan) -> Choices:
+    """Return the options of a plan."""
+    option_of = {block: Option(capacity, operator, context) for block, capacity, operator, context in plan.rows}
+    return tuple(map(option_of.get, range(plan.depth)))
 
 
 def in_time(search: PlanSearch, measure: Clock) -> PlanSearch:

@@ -171,7 +171,7 @@ def gamma_mod(depth: int | None) -> dict[str, Any]:
         )
     return {
         # The difference of two rows with standard deviation 0.02.
-        "router": score("linear", normalize=False, init_std=0.02 * 2**0.5, one_weight=True),
+        "router": score("linear", normalize=False, init_std=0.02 * 2**0.5, tied=True),
         "blocks": tuple(range(3, (depth or 5) - 1)),
         "capacity": 0.5,
         "gate": "sigmoid",

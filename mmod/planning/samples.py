@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -26,8 +25,8 @@ Judgement = tuple[np.ndarray, np.ndarray]
 """Agreement with the dense model and, with labels, accuracy, by sample."""
 
 
-class Samples(ABC):
-    """Inputs of a model, and the dense model's outputs for them.
+class Images:
+    """Images, with labels or without, and the dense model's outputs for them.
 
     Attributes:
         measure: How outputs are compared.
@@ -36,40 +35,6 @@ class Samples(ABC):
         batch_size: Samples of a timed batch.
         has_labels: Whether accuracy is judged.
     """
-
-    measure: str
-    fingerprint: str
-    first: int
-    batch_size: int
-    has_labels: bool
-
-    @abstractmethod
-    def __len__(self) -> int: ...
-
-    @abstractmethod
-    def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
-        """Compare a model's outputs for some samples with the dense model's."""
-
-    @abstractmethod
-    def check(self, model: nn.Module) -> None:
-        """Run a model on few samples; raises a ValueError where it cannot be run."""
-
-    @abstractmethod
-    def call(self, model: nn.Module) -> Callable[[], object]:
-        """Return the pass that is timed."""
-
-    def cache_bytes(self, model: nn.Module) -> int | None:
-        """Return the bytes of the KV cache of a prompt of mean length; None without a cache."""
-        return None
-
-    @property
-    def redundancy(self) -> RedundancyReport | None:
-        """The redundancy of images; None where it is unknown."""
-        return None
-
-
-class Images(Samples):
-    """Images, with labels or without."""
 
     def __init__(
         self, model: nn.Module, part: str, prefix: int, pixels: Tensor, labels: Tensor | None, batch_size: int
@@ -92,11 +57,15 @@ class Images(Samples):
 
     @property
     def redundancy(self) -> RedundancyReport | None:
-        """The redundancy of the images at the model's patches."""
+        """The redundancy of the images at the model's patches; None where these are unknown."""
         return None if self.patch is None else redundancy(self.pixels, self.patch)
 
+    def cache_bytes(self, model: nn.Module) -> int | None:
+        """Return the bytes of the KV cache of a sample: none."""
+        return None
+
     def check(self, model: nn.Module) -> None:
-        """Run a model on one image."""
+        """Run a model on one image; raises a ValueError where it cannot be run."""
         outputs(model, self.pixels[:1].to(self.device), self.part)
 
     def call(self, model: nn.Module) -> Callable[[], object]:
@@ -123,10 +92,13 @@ class Images(Samples):
         return torch.cat(batches)
 
 
-class Prompts(Samples):
-    """Batches of prompts, judged by the next token at the answers where there are labels, and at all text otherwise."""
+class Prompts:
+    """Batches of prompts, judged by the next token at the answers where there are labels, and at all text otherwise.
 
-    measure = AGREEMENT
+    Attributes: those of `Images`.
+    """
+
+    measure, redundancy = AGREEMENT, None
 
     def __init__(self, model: Any, part: str, batches: Sequence[Mapping[str, Any]]) -> None:
         self.part, self.batches, self.image_token = part, batches, model.config.image_token_id
@@ -149,7 +121,7 @@ class Prompts(Samples):
         """Return the prefill of the first batch, vision tower included."""
         return lambda: run_batch(model, self.batches[0])
 
-    def cache_bytes(self, model: nn.Module) -> int:
+    def cache_bytes(self, model: nn.Module) -> int | None:
         """Return the bytes of the KV cache of a prompt of mean length."""
         images = sum(int((batch["input_ids"] == self.image_token).sum()) for batch in self.batches) // len(self)
         tokens = sum(int(real_tokens(batch).sum()) for batch in self.batches) // len(self)
@@ -157,23 +129,24 @@ class Prompts(Samples):
 
     def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
         """Return the shares of a prompt's next tokens that are the dense model's, and the answer's."""
-        columns = []
+        scores, correct = list[float](), list[float]()
         for place in range(self.starts.index(start), self.starts.index(stop)):
-            batch, dense_T = self.batches[place], self.dense_T[place]
-            top_T, _ = self._top(model, batch)
-            counts = compared(batch, self.image_token).sum(1).tolist()
-            is_alike = [(top_T == dense_T)]
+            batch, (top_T, _) = self.batches[place], self._top(model, self.batches[place])
+            compared_BN = compared(batch, self.image_token)
+            counts = compared_BN.sum(1).tolist()
+            scores += [float(x.double().mean()) for x in (top_T == self.dense_T[place]).split(counts)]
             if self.has_labels:
-                labels_BN = batch["labels"][:, 1:]
-                is_alike.append(top_T == labels_BN[compared(batch, self.image_token)[:, :-1]].cpu())
-            columns.append([[float(x.double().mean()) for x in values.split(counts)] for values in is_alike])
-        scores, *correct = (np.concatenate(values) for values in zip(*columns))
-        return scores, correct[0] if correct else np.zeros(0)
+                is_right_T = top_T == batch["labels"][:, 1:][compared_BN[:, :-1]].cpu()
+                correct += [float(x.double().mean()) for x in is_right_T.split(counts)]
+        return np.array(scores), np.array(correct)
 
     def _top(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, float]:
         """Return the most probable next tokens (T,), and the mean size of their logits."""
-        logits_TF = outputs(model, batch, self.part, self.image_token)
+        logits_TF = outputs(model, batch, self.part)
         return logits_TF.argmax(-1).cpu(), float(logits_TF.double().abs().mean())
+
+
+Samples = Images | Prompts
 
 
 def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | None]:
@@ -196,13 +169,13 @@ def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | 
 
 def first_prompts(batches: Iterable[Any], prompts: int, device: torch.device) -> list[Mapping[str, Any]]:
     """Return batches up to a number of prompts, whole ones, on a device."""
-    found: list[Mapping[str, Any]] = []
+    moved: list[Mapping[str, Any]] = []
     for batch in batches:
         if not isinstance(batch, Mapping) or "input_ids" not in batch:
             raise TypeError(f"batches must hold prompts, as the model's processor returns them, got {type(batch)}")
-        found.append({name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()})
-        if sum(len(one["input_ids"]) for one in found) >= prompts:
+        moved.append({name: value.to(device) if isinstance(value, Tensor) else value for name, value in batch.items()})
+        if sum(len(batch["input_ids"]) for batch in moved) >= prompts:
             break
-    if not found:
+    if not moved:
         raise ValueError("no prompts: batches is empty")
-    return found
+    return moved

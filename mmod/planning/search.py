@@ -3,38 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmod.adapters import BlockStack, find_part
 from mmod.analysis.modes import in_mode
 from mmod.config import Plan, RoutingConfig, Score, spelled
 from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
-from mmod.model import is_routed, route_, unroute_
-from mmod.planning.divergence import divergence_of, outputs, real_tokens
+from mmod.methods.route import is_routed
+from mmod.model import route_, unroute_
+from mmod.planning.divergence import Divergence, check_rows, divergence_of, image_token, outputs, real_tokens
 from mmod.planning.plan_search import (
     COSTS,
     BlockCosts,
+    Choices,
     Option,
     PlanSearch,
     best_plan,
     block_costs,
+    choices_of,
     in_time,
     plan_of,
-    routed,
     stopwatch,
 )
 from mmod.values import check_value, one_of
-
-Choices = dict[int, Option]
-"""Options of routed blocks, by the block's index."""
 
 
 def search_plan(
@@ -107,7 +105,8 @@ def search_plan(
     score = RoutingConfig(router=router).router
     chosen = default_options(stack, score) if options is None else tuple(options)
     _check_options(chosen, stack, score)
-    scoring = _Scoring(model, part, stack.names, chosen, score, divergence_of(divergence, model), progress_file)
+    compared = Divergence(model, part, divergence_of(divergence, model))
+    scoring = _Scoring(compared, stack.names, chosen, score, progress_file)
     with in_mode(False, model), torch.no_grad():
         configs = [option.config(range(scoring.first, len(stack.blocks)), score) for option in chosen]
         # Fail on an option that a block does not support before the first trial.
@@ -123,7 +122,7 @@ def search_plan(
             costs.check(share)
             counted.append((costs, share))
 
-        scores, _ = scoring.run(batches, {}, count)
+        scores, _ = scoring.run(batches, (None,) * len(stack.blocks), count)
         if stack.language and cost != "milliseconds":
             # Prompts of later batches may be longer.
             count()
@@ -138,18 +137,16 @@ class _Scoring:
     """Scores every option in every block, alone or combined with a base plan."""
 
     def __init__(
-        self, model: nn.Module, part: str, names: Sequence[str], options: Sequence[Option], router: Score,
-        compare: Callable[[Tensor, Tensor], Tensor], progress_file: str | Path | None,
+        self, divergence: Divergence, names: Sequence[str], options: Sequence[Option], router: Score,
+        progress_file: str | Path | None,
     ) -> None:  # fmt: skip
-        self.model, self.part, self.options, self.router, self.compare = model, part, options, router, compare
+        self.divergence, self.options, self.router = divergence, options, router
         self.first, self.depth = first_block(router), len(names)
-        token = getattr(getattr(model, "config", None), "image_token_id", None)
-        self.image_token = None if token is None else int(token)
         self.samples = self.tokens = self.images = self.rows = 0
         self.example: Any = None
         identity: dict[str, Any] = {
-            "blocks": list(names), "options": [list(option) for option in options], "part": part,
-            "router": str(spelled(router)), "divergence": compare.__name__,
+            "blocks": list(names), "options": [list(option) for option in options],
+            "part": divergence.part, "router": str(spelled(router)), "divergence": divergence.compare.__name__,
         }  # fmt: skip
         self.journal = Journal(progress_file, identity, "search")
 
@@ -164,30 +161,26 @@ class _Scoring:
     ) -> tuple[tuple[tuple[float, ...], ...], float]:
         """Return the scores of the options by block, and the divergence of the base plan.
 
-        A score is the divergence with the option in its block minus the divergence with that block dense. All other
-        blocks are as in the base plan.
+        A score is the divergence with the option in its block minus that with the block dense, others as in the plan.
         """
-        blocks = range(self.first, self.depth)
-        trials = [{**base, block: option} for block in blocks for option in self.options]
+        dense, blocks = (None,) * self.depth, range(self.first, self.depth)
         # The base plan without one of its blocks is the reference of that block's scores.
-        trials += [{at: option for at, option in base.items() if at != block} for block in base]
-        trials.append(base)
-        configs = {
-            _key(trial): RoutingConfig.from_plan(plan_of(trial, self.depth, self.router)) for trial in trials if trial
-        }
-        distinct = list(configs)
+        trials = [_changed(base, block, option) for block in blocks for option in (None, *self.options)]
+        distinct = [trial for trial in dict.fromkeys([*trials, base]) if trial != dense]
+        configs = [RoutingConfig.from_plan(plan_of(trial, self.router)) for trial in distinct]
+        plain_base = [option and list(option) for option in base]
         total = len(batches) * len(distinct) if isinstance(batches, Sized) else None
-        kept = [record for record in self.journal.records if record["base"] == _key(base)]
+        kept = [record for record in self.journal.records if record["base"] == plain_base]
         totals, rows, place = [0.0] * len(distinct), 0, -1
         with progress_bar(desc="search plan", total=total, leave=False) as bar:
             for place, batch in enumerate(batches):
                 self.example = batch if self.example is None else self.example
-                if not base and isinstance(batch, Mapping) and "input_ids" in batch:
+                if base == dense and isinstance(batch, Mapping) and "input_ids" in batch:
                     self.samples += len(batch["input_ids"])
                     self.tokens += int(real_tokens(batch).sum())
-                    if self.image_token is not None:
-                        self.images += int((batch["input_ids"] == self.image_token).sum())
-                dense_RF = outputs(self.model, batch, self.part, self.image_token)
+                    if (token := image_token(self.divergence.model)) is not None:
+                        self.images += int((batch["input_ids"] == token).sum())
+                dense_RF = outputs(self.divergence.model, batch, self.divergence.part)
                 size = f"{float(dense_RF.double().abs().mean()):.6e}"
                 if not place:
                     begin()
@@ -197,47 +190,29 @@ class _Scoring:
                     bar.update(len(distinct))
                 else:
                     divergences = []
-                    for text in distinct:
-                        divergences.append(self._divergence(dense_RF, configs[text], batch))
+                    for config in configs:
+                        divergences.append(self.divergence.added(config, batch, dense_RF))
                         bar.update()
-                    self.journal.add({"base": _key(base), "size": size, "divergences": divergences})
+                    self.journal.add({"base": plain_base, "size": size, "divergences": divergences})
                 totals = [total + divergence for total, divergence in zip(totals, divergences, strict=True)]
                 rows += len(dense_RF)
-        _check_rows(rows)
+        check_rows(rows)
         self.journal.check(len(kept) <= place + 1, f"it has {len(kept)} batches, and there are {place + 1}")
         self.rows = rows
-        means = {text: total / rows for text, total in zip(distinct, totals)} | {_key({}): 0.0}
-        dense = {block: means[_key({at: option for at, option in base.items() if at != block})] for block in blocks}
+        means: dict[Choices, float] = {dense: 0.0}
+        means |= {trial: total / rows for trial, total in zip(distinct, totals)}
         scores = tuple(
-            tuple(means[_key({**base, block: option})] - dense[block] for option in self.options) for block in blocks
+            tuple(means[_changed(base, block, option)] - means[_changed(base, block, None)] for option in self.options)
+            for block in blocks
         )
         # Blocks before the first one that can be routed must stay dense.
         scores = ((math.inf,) * len(self.options),) * self.first + scores
-        return scores, means[_key(base)]
-
-    def plan_divergence(self, batches: Iterable[Any], config: Plan | RoutingConfig) -> float:
-        """Return the mean divergence of the outputs when the model is routed by a plan or config."""
-        total, rows = 0.0, 0
-        for batch in batches:
-            dense_RF = outputs(self.model, batch, self.part, self.image_token)
-            total += self._divergence(dense_RF, config, batch)
-            rows += len(dense_RF)
-        _check_rows(rows)
-        return total / rows
-
-    def _divergence(self, dense_RF: Tensor, config: Plan | RoutingConfig, batch: Any) -> float:
-        with routed(self.model, self.part, config):
-            changed_RF = outputs(self.model, batch, self.part, self.image_token)
-        return float(self.compare(dense_RF, changed_RF).double().sum())
+        return scores, means[base]
 
 
-def _check_rows(rows: int) -> None:
-    if not rows:
-        raise ValueError("no calibration samples: batches is empty, or has no outputs to compare")
-
-
-def _key(choices: Choices) -> str:
-    return json.dumps({str(block): list(choices[block]) for block in sorted(choices)})
+def _changed(choices: Choices, block: int, option: Option | None) -> Choices:
+    """Return the choices with another option in one block."""
+    return (*choices[:block], option, *choices[block + 1 :])
 
 
 def first_block(router: Score) -> int:
@@ -249,8 +224,7 @@ def _refine(search: PlanSearch, scoring: _Scoring, batches: Iterable[Any], round
     """Score the options on top of the current plan and plan again; return the round with the lowest divergence."""
     tried: list[PlanSearch] = []
     for _ in range(rounds):
-        base = {block: Option(capacity, *options) for block, capacity, *options in search.plan.rows}
-        scores, divergence = scoring.run(batches, base)
+        scores, divergence = scoring.run(batches, choices_of(search.plan))
         tried.append(dataclasses.replace(search, divergence=divergence))
         plan = best_plan(scores, search.costs, search.options, search.budget, search.router)
         if plan in [earlier.plan for earlier in tried]:
@@ -258,7 +232,7 @@ def _refine(search: PlanSearch, scoring: _Scoring, batches: Iterable[Any], round
         search = dataclasses.replace(search, scores=scores, plan=plan)
     else:
         if rounds:
-            tried.append(dataclasses.replace(search, divergence=scoring.plan_divergence(batches, search.config)))
+            tried.append(dataclasses.replace(search, divergence=scoring.divergence.mean(batches, search.config)))
     return min(tried, key=lambda result: result.divergence or 0.0, default=search)
 
 
@@ -275,10 +249,9 @@ def plan_divergence(
         part: The part to route.
         divergence: As for `search_plan`.
     """
-    part, stack = _dense_part(model, part)
-    scoring = _Scoring(model, part, stack.names, (), RoutingConfig().router, divergence_of(divergence, model), None)
+    part, _ = _dense_part(model, part)
     with in_mode(False, model), torch.no_grad():
-        return scoring.plan_divergence(batches, config)
+        return Divergence(model, part, divergence_of(divergence, model)).mean(batches, config)
 
 
 def default_options(stack: BlockStack, router: Score) -> tuple[Option, ...]:

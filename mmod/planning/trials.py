@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -97,22 +97,23 @@ def advise(
             pixels, labels = first_images(batches, images)
             samples = Images(model, part, stack.prefix, pixels, labels, batch_size)
             chosen = image_recipes(stack, pixels.shape[-1], samples.patch) if recipes is None else recipes
-        trials = _Trials(model, part, samples)
-        trials.prepare(chosen, depth)
+        dense = _Trial(Recipe(DENSE, {}), model, *samples.judge(model, 0, len(samples)))
+        changed, refused = _changed(model, part, depth, samples, chosen)
+        trials = {DENSE: dense, **changed}
         identity = {
             "model": type(model).__name__, "images": len(samples), "batch_size": samples.batch_size, "part": part,
-            "recipes": {name: recipe.code(part, 0) for name, recipe in trials.recipes.items()},
+            "recipes": {name: trial.recipe.code(part, 0) for name, trial in trials.items()},
             "outputs": samples.fingerprint,
         }  # fmt: skip
         journal = Journal(None if folder is None else folder / "journal.jsonl", identity, "advice")
-        trials.run(journal, progress)
-        rows = tuple(trials.rows(depth))
+        _run(trials, samples, journal, progress)
+        rows = tuple(_rows(trials, samples, part, depth))
     advice = Advice(
         rows,
-        trials.refused,
+        refused,
         samples.measure,
-        float(trials.correct[DENSE].mean()) if samples.has_labels else None,
-        float(np.median(trials.times[DENSE])),
+        float(dense.correct.mean()) if samples.has_labels else None,
+        float(np.median(dense.times)),
         samples.batch_size,
         len(samples),
         tolerance,
@@ -155,104 +156,97 @@ def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack
 
 
 @dataclass
-class _Trials:
-    """Runs the dense model and the changed ones on the same samples."""
+class _Trial:
+    """A model on the first samples: agreement with the dense model, right answers, and milliseconds by round."""
 
+    recipe: Recipe
     model: nn.Module
-    part: str
-    samples: Samples
-    recipes: dict[str, Recipe] = field(default_factory=dict)
-    models: dict[str, nn.Module] = field(default_factory=dict)
-    refused: dict[str, str] = field(default_factory=dict)
-    scores: dict[str, np.ndarray] = field(default_factory=dict)
-    correct: dict[str, np.ndarray] = field(default_factory=dict)
-    times: dict[str, list[float]] = field(default_factory=dict)
+    scores: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    correct: np.ndarray = field(default_factory=lambda: np.zeros(0))
+    times: list[float] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self.scores[DENSE], self.correct[DENSE] = self.samples.judge(self.model, 0, len(self.samples))
-
-    def prepare(self, recipes: Sequence[Recipe], depth: int) -> None:
-        """Change a copy of the model, with the same weights, for every recipe; remember why one cannot be applied."""
-        for recipe in recipes:
-            shared = {id(tensor): tensor for tensor in [*self.model.parameters(), *self.model.buffers()]}
-            changed = copy.deepcopy(self.model, shared)
-            try:
-                recipe.apply_(changed, self.part, depth)
-                self.samples.check(changed)
-            except ValueError as refusal:
-                self.refused[recipe.name] = str(refusal)
-                continue
-            self.recipes[recipe.name], self.models[recipe.name] = recipe, changed.eval()
-
-    def run(self, journal: Journal, progress: bool) -> None:
-        """Judge all recipes on few samples, time them, and judge those near the front on all samples."""
-        first, count = self.samples.first, len(self.samples)
-        with progress_bar(desc="advise", total=2 * len(self.models) + 1, shown=progress, leave=False) as bar:
-            for name in self.models:
-                self._add(journal, name, 0, first)
-                bar.update()
-            saved = [record["times"] for record in journal.records if "times" in record]
-            if not saved:
-                saved = [self._time()]
-                journal.add({"times": saved[0]})
-            self.times = saved[0]
-            bar.update()
-            for name in self.near_front() if first < count else ():
-                self._add(journal, name, first, count)
-                bar.update()
-
-    def near_front(self) -> list[str]:
-        """Return the recipes to which no other one is clearly superior."""
-        points = self._points()
-        return [
-            name
-            for name in self.models
-            if not any(fast >= points[name][0] and high > points[name][1] + SLACK for fast, high in points.values())
-        ]
-
-    def _points(self) -> dict[str, tuple[float, float]]:
-        """Return speed-up and mean score by recipe, the dense model included."""
-        dense = self.times[DENSE]
-        return {
-            name: (ratios(dense, times).median, float(self.scores[name].mean())) for name, times in self.times.items()
-        }
-
-    def rows(self, depth: int) -> Iterable[RecipeResult]:
-        """Return the rows of the table, the fastest first."""
-        points = self._points()
-        for name in sorted(self.models, key=lambda name: -points[name][0]):
-            (speed, score), count, recipe = points[name], len(self.scores[name]), self.recipes[name]
-            yield RecipeResult(
-                name,
-                ratios(self.times[DENSE], self.times[name]),
-                _mean(self.scores[name], share_of, {0, 1}),
-                _mean(self.correct[name] - self.correct[DENSE][:count], change_of, {-1, 0, 1})
-                if self.samples.has_labels
-                else None,
-                count,
-                recipe.code(self.part, depth),
-                recipe.config(self.part, depth),
-                recipe.advice,
-                not any(
-                    fast >= speed and high >= score and (fast, high) != (speed, score) for fast, high in points.values()
-                ),
-                self.samples.cache_bytes(self.models[name]),
-            )
-
-    def _add(self, journal: Journal, name: str, start: int, stop: int) -> None:
-        key = {"recipe": name, "start": start, "stop": stop}
+    def judge(self, samples: Samples, stop: int, journal: Journal) -> None:
+        """Judge the samples up to a number, or read from the journal what they gave."""
+        if len(self.scores) >= stop:
+            return
+        key = {"recipe": self.recipe.name, "start": len(self.scores), "stop": stop}
         record = next((record for record in journal.records if key.items() <= record.items()), None)
         if record is None:
-            scores, correct = self.samples.judge(self.models[name], start, stop)
+            scores, correct = samples.judge(self.model, len(self.scores), stop)
             record = {**key, "scores": scores.tolist(), "correct": correct.tolist()}
             journal.add(record)
-        for values, field_name in ((self.scores, "scores"), (self.correct, "correct")):
-            values[name] = np.concatenate([values.get(name, np.zeros(0)), np.array(record[field_name])])
+        self.scores = np.append(self.scores, record["scores"])
+        self.correct = np.append(self.correct, record["correct"])
 
-    def _time(self) -> dict[str, list[float]]:
-        calls = {name: self.samples.call(model) for name, model in {DENSE: self.model, **self.models}.items()}
-        device = next(self.model.parameters()).device
-        return interleave(calls, seconds=0, rounds=ROUNDS, device=device, warmup=1)
+
+def _changed(
+    model: nn.Module, part: str, depth: int, samples: Samples, recipes: Sequence[Recipe]
+) -> tuple[dict[str, _Trial], dict[str, str]]:
+    """Return a changed copy of the model, with the same weights, for every recipe; and why others cannot be applied."""
+    trials, refused = {}, {}
+    for recipe in recipes:
+        shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
+        changed = copy.deepcopy(model, shared)
+        try:
+            recipe.apply_(changed, part, depth)
+            samples.check(changed)
+        except ValueError as refusal:
+            refused[recipe.name] = str(refusal)
+            continue
+        trials[recipe.name] = _Trial(recipe, changed.eval())
+    return trials, refused
+
+
+def _run(trials: Mapping[str, _Trial], samples: Samples, journal: Journal, progress: bool) -> None:
+    """Judge all recipes on few samples, time them, and judge those near the front on all samples."""
+    with progress_bar(desc="advise", total=2 * len(trials) + 1, shown=progress, leave=False) as bar:
+        for trial in trials.values():
+            trial.judge(samples, samples.first, journal)
+            bar.update()
+        times = next((record["times"] for record in journal.records if "times" in record), None)
+        if times is None:
+            calls = {name: samples.call(trial.model) for name, trial in trials.items()}
+            device = next(trials[DENSE].model.parameters()).device
+            times = interleave(calls, seconds=0, rounds=ROUNDS, device=device, warmup=1)
+            journal.add({"times": times})
+        for name, trial in trials.items():
+            trial.times = times[name]
+        bar.update()
+        points = _points(trials)
+        for name, (speed, score) in points.items():
+            # A recipe is dropped where another one is as fast and clearly better.
+            if not any(fast >= speed and high > score + SLACK for fast, high in points.values()):
+                trials[name].judge(samples, len(samples), journal)
+                bar.update()
+
+
+def _points(trials: Mapping[str, _Trial]) -> dict[str, tuple[float, float]]:
+    """Return speed-up and mean score by recipe, the dense model included."""
+    dense = trials[DENSE].times
+    return {name: (ratios(dense, trial.times).median, float(trial.scores.mean())) for name, trial in trials.items()}
+
+
+def _rows(trials: Mapping[str, _Trial], samples: Samples, part: str, depth: int) -> Iterable[RecipeResult]:
+    """Return the rows of the table, the fastest first."""
+    points, dense = _points(trials), trials[DENSE]
+    for name, (speed, score) in sorted(points.items(), key=lambda item: -item[1][0]):
+        trial, count = trials[name], len(trials[name].scores)
+        if trial is dense:
+            continue
+        yield RecipeResult(
+            name,
+            ratios(dense.times, trial.times),
+            _mean(trial.scores, share_of, {0, 1}),
+            _mean(trial.correct - dense.correct[:count], change_of, {-1, 0, 1}) if samples.has_labels else None,
+            count,
+            trial.recipe.code(part, depth),
+            trial.recipe.config(part, depth),
+            trial.recipe.advice,
+            not any(
+                fast >= speed and high >= score and (fast, high) != (speed, score) for fast, high in points.values()
+            ),
+            samples.cache_bytes(trial.model),
+        )
 
 
 def _mean(values: np.ndarray, of_counts: Callable[[np.ndarray], Estimate], counts: set[int]) -> Estimate:

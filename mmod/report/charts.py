@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from mmod.analysis.audit.plots import draw_audit, draw_flops, draw_gaps, draw_kept, flops_by_part
-from mmod.analysis.plots import draw_tradeoff
 from mmod.analysis.statistics import Estimate, difference
-from mmod.analysis.style import PALETTE, add_hint, add_legend, new_figure, tidy
-from mmod.report.sources import AuditRecord, RunRecord, StudyRecord
-from mmod.studies.isoflop.report import draw as draw_isoflop
+from mmod.analysis.style import PALETTE, add_hint, add_legend, new_figure, svg_of, tidy
+from mmod.report.sources import AuditRecord, RunRecord
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -33,63 +31,14 @@ HEADER = ["model", "figure", "runs", "mean over runs"]
 
 @dataclass(frozen=True)
 class Chart:
-    """A figure: name of its files, title, description for those who do not see it, its numbers and their command."""
+    """A figure as SVG: name of its files, title, a description for those who do not see it, numbers, and command."""
 
     name: str
     title: str
     text: str
     rows: Sequence[Mapping[str, Any]]
-    figure: Figure
+    svg: str
     command: str
-
-
-def study_chart(study: StudyRecord, command: str) -> Chart:
-    """Return the scores of a study's models against every cost, or the curves of an isoFLOP study."""
-    if not study.costs:
-        return _isoflop_chart(study)
-    rows: list[dict[str, Any]] = [{**row, "note": _note(study, row)} for row in study.rows]
-    figure = draw_tradeoff(rows, study.score, study.measure, study.costs)
-    dense = next((row for row in rows if row["series"] == "dense"), rows[0])
-    best = max((row for row in rows if row is not dense), key=lambda row: row[study.score], default=dense)
-    cost, title = next(iter(study.costs.items()))
-    text = (
-        f"{len(rows)} models of the study {study.name}: {dense['name']} has {dense[study.score]:.1f} % {study.measure} "
-        f"at {dense[cost]:.3g} {title}; of the others {best['name']} has most, {best[study.score]:.1f} % at "
-        f"{best[cost]:.3g}."
-    )
-    name = f"{study.measure[:1].upper()}{study.measure[1:]}"
-    return Chart(
-        f"{study.name}-tradeoff", f"{name} against {', '.join(study.costs.values())}", text, rows, figure, command
-    )
-
-
-def _isoflop_chart(study: StudyRecord) -> Chart:
-    rows = [{name: value for name, value in row.items() if name != "seeds"} for row in study.rows]
-    best = min(rows, key=lambda row: row[study.score])
-    text = (
-        f"{len(rows)} language models of the study {study.name}, curves of equal training FLOPs: {best['series']} with "
-        f"{best['parameters']:,} parameters has the least loss, {best[study.score]:.4f} nats a byte."
-    )
-    title = "Loss against parameters and FLOPs of a forward pass at equal training FLOPs"
-    command = "mmod isoflop study.yaml  # the config below, saved as study.yaml"
-    return Chart(f"{study.name}-isoflop", title, text, rows, draw_isoflop(study.rows, study.score), command)
-
-
-def _note(study: StudyRecord, row: Mapping[str, Any]) -> str:
-    """Return differences and config of a model, the text that a browser shows at its point."""
-    notes = []
-    for name, title in (("to_dense", "to dense"), ("to_control", "to control")):
-        mean, low, high = (row.get(f"{name}/{part}") for part in ("mean", "low", "high"))
-        if mean is not None:
-            notes.append(f"{title}: {mean:+.1f}" + ("" if low is None else f" [{low:+.1f}, {high:+.1f}]"))
-    series, capacity = row["series"], row.get("capacity")
-    budget = "" if capacity is None else f"{capacity:g}"
-    rival = study.config.get("rivals", {}).get(series, {}).get(budget)
-    config = rival or study.config.get("routers", {}).get(series)
-    if config is not None:
-        shown = {**config, **({} if rival or not budget else {"capacity": budget})}
-        notes.append(", ".join(f"{name}: {value}" for name, value in shown.items()))
-    return "\n".join(notes)
 
 
 def audit_charts(record: AuditRecord) -> list[Chart]:
@@ -98,7 +47,7 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
 
     def chart(name: str, title: str, text: str, rows: Sequence[Mapping[str, Any]], figure: Figure) -> Chart:
         file = f"{record.name.replace('/', '-')}-{name}"
-        return Chart(file, f"{record.name}: {title}", text, rows, figure, record.command)
+        return Chart(file, f"{record.name}: {title}", text, rows, svg_of(figure), record.command)
 
     rows: list[dict[str, Any]] = [
         {
@@ -167,10 +116,10 @@ def health_chart(run: RunRecord) -> Chart | None:
     )
     title = f"{run.name}: routers while training" + (f", one logged step in {every}" if every > 1 else "")
     command = "mmod train image|pairs|chat|text CONFIG  # the config.yaml of the run"
-    return Chart(f"{run.name.replace('/', '-')}-routers", title, text, rows, _draw_health(rows), command)
+    return Chart(f"{run.name.replace('/', '-')}-routers", title, text, rows, svg_of(draw_health(rows)), command)
 
 
-def _draw_health(rows: list[Mapping[str, Any]]) -> Figure:
+def draw_health(rows: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw every figure that some row has over steps, with a line for each block."""
     panels = {name: title for name, title in _TITLES.items() if any(row.get(name) is not None for row in rows)}
     blocks = list(dict.fromkeys(row["block"] for row in rows))

@@ -8,11 +8,11 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmod.analysis.style import inline_svg, svg_of
+from mmod.analysis.style import inline_svg
 from mmod.io.claim import claim_folder
 from mmod.io.files import write_atomically
 from mmod.io.tables import Table
-from mmod.report.charts import HEADER, Chart, audit_charts, health_chart, rows_over_runs, study_chart
+from mmod.report.charts import HEADER, Chart, audit_charts, health_chart, rows_over_runs
 from mmod.report.sources import PAGE, AuditRecord, RunRecord, StudyRecord, read_sources
 from mmod.training.engine.logging import write_csv
 
@@ -48,7 +48,6 @@ img { max-width: 100%; height: auto; }
 """
 # Figures of runs that are not folded away.
 _OPEN_RUNS = 3
-_STUDY_COMMAND = "mmod tradeoff study.yaml  # the config below, saved as study.yaml"
 _MAPS = "Patches that routed blocks of {} keep"
 _PLAN = (
     "Plan of {}, {}, searched for the first seed: the divergence that each option adds in each block, with chosen "
@@ -63,9 +62,6 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
         folders: Folders of studies and runs, or folders that hold several of them.
         output: Folder of the report; None for `report` in the first of the folders.
 
-    Returns:
-        The file.
-
     Raises:
         FileNotFoundError: If a folder is not there.
         FolderTakenError: If the folder of the report holds a report of other folders, or other files.
@@ -77,12 +73,12 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
     claim_folder(target, {"folders": [str(path.resolve()) for path in sources]}, file="report.json", kind="a report")
 
     def figure(chart: Chart) -> str:
-        svg = svg_of(chart.figure)
-        write_atomically(target / f"{chart.name}.svg", svg)
+        write_atomically(target / f"{chart.name}.svg", chart.svg)
         write_csv(target / f"{chart.name}.csv", chart.rows)
-        files = f'<a href="{escape(chart.name)}.svg">SVG</a> <a href="{escape(chart.name)}.csv">CSV</a>'
+        name, svg = escape(chart.name), inline_svg(chart.svg, chart.name, chart.text)
+        files = f'<a href="{name}.svg">SVG</a> <a href="{name}.csv">CSV</a>'
         return (
-            f'<figure id="{escape(chart.name)}"><div class="chart">{inline_svg(svg, chart.name, chart.text)}</div>'
+            f'<figure id="{name}"><div class="chart">{svg}</div>'
             f"<figcaption>{escape(chart.title)}. {escape(chart.text)} {files}<code>{escape(chart.command)}</code>"
             "</figcaption></figure>"
         )
@@ -112,10 +108,13 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
     searches = sorted(study.folder.glob("seed0/*.plans/*.svg"))
     plans = {path: _PLAN.format(path.parent.stem, path.stem) for path in searches}
     tables = "".join(_table(rows, f"Models of {study.name}") for rows in study.tables)
+    text = f"{len(study.rows)} models of the study {study.name}, whose numbers are in the table below."
+    command = f"mmod {study.kind} study.yaml  # the config below, saved as study.yaml"
+    drawn = Chart(f"{study.name}-{study.kind}", study.title, text, study.rows, study.svg, command)
     return _Section(
         f"Study {study.name}",
         study.verdict,
-        figure(study_chart(study, _STUDY_COMMAND)) + tables
+        figure(drawn) + tables
         + _pictures(study.name, "Routing maps of single models", maps)
         + _pictures(study.name, "Plans that were searched", plans)
         + _details("Config", json.dumps(study.config, indent=2)) + _details("Environment", _lines(study.environment)),

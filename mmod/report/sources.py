@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from mmod.analysis.audit.generation import Generation
 from mmod.analysis.audit.result import Audit
-from mmod.analysis.statistics import read_published
 from mmod.io.files import parse_json
-from mmod.values import check_value
+from mmod.values import check_value, from_plain
 
 _STUDIES, _AUDIT, _RUN = ("tradeoff.json", "isoflop.json"), "audit/audit.json", "routers.csv"
 PAGE = "report.html"
@@ -23,19 +22,19 @@ Table = Sequence[Sequence[str]]
 
 @dataclass(frozen=True)
 class StudyRecord:
-    """A study: its finding as `verdict`, its points as `rows`, and its tables as rows of cells with the header first.
+    """A study: its picture, its models as `rows`, its tables as rows of cells with the header first, its finding.
 
-    `costs` names the columns of measured costs with the titles of their axes; it is empty for an isoFLOP study.
+    `kind` is the command that made it, "tradeoff" or "isoflop".
     """
 
     name: str
     folder: Path
+    kind: str
     config: Mapping[str, Any]
+    title: str
+    svg: str
     rows: Sequence[Mapping[str, Any]]
     tables: Sequence[Table]
-    score: str
-    measure: str
-    costs: Mapping[str, str]
     verdict: str
     environment: Mapping[str, Any]
 
@@ -98,23 +97,18 @@ def read_sources(folders: Sequence[Path]) -> Sources:
 def _read_study(path: Path) -> StudyRecord:
     record = parse_json(path.read_bytes(), str(path))
     try:
-        config = record["config"]
-        if path.name == "isoflop.json":
-            rows, picture = record["points"], {"score": config["score"], "measure": "loss", "costs": {}}
-        else:
-            rows, picture = _read_table(path.with_suffix(".csv")), record["picture"]
-        costs = {name: title for name, title in picture["costs"].items() if name in rows[0]}
-        if missing := {"series", picture["score"]} - set(rows[0]):
-            raise ValueError(f"the table lacks {', '.join(sorted(missing))}")
+        config, title = record["config"], record["title"]
+        rows, svg = _read_table(path.with_suffix(".csv")), path.with_suffix(".svg").read_text()
         blocks = path.with_suffix(".md").read_text().strip().split("\n\n")
-    except (KeyError, IndexError, TypeError, ValueError, OSError) as error:
+    except (KeyError, TypeError, ValueError, OSError) as error:
         raise ValueError(
-            f"{str(path)!r} is no study with its table beside it ({type(error).__name__}: {error})"
+            f"{str(path)!r} is no study with its table and picture beside it ({type(error).__name__}: {error}); the "
+            "command of the study, run again, writes them"
         ) from error
     tables = [[_cells(line) for line in block.splitlines()] for block in blocks if block.startswith("|")]
     return StudyRecord(
-        path.parent.name, path.parent, config, rows, [[header, *lines] for header, _, *lines in tables],
-        picture["score"], picture["measure"], costs,
+        path.parent.name, path.parent, path.stem, config, title, svg, rows,
+        [[header, *lines] for header, _, *lines in tables],
         verdict="\n\n".join(block for block in blocks if not block.startswith("|")),
         environment={name: record[name] for name in ("torch", "threads", "cores", "cpu_seconds") if name in record},
     )  # fmt: skip
@@ -131,7 +125,7 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
         return AuditRecord(
             _run_name(path.parent.parent, root), path.parent, record["command"], record["environment"],
             Audit.from_dict(record["audit"]), record["flops"], record["beside_flops"],
-            None if generation is None else read_published(Generation, generation),
+            None if generation is None else from_plain(Generation, generation, "generation", limit=None),
         )  # fmt: skip
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is no audit of `mmod audit` ({type(error).__name__}: {error})") from error
@@ -154,12 +148,7 @@ def _run_name(run: Path, root: Path) -> str:
 
 
 def _numbered(records: Sequence[AnyRecord]) -> list[AnyRecord]:
-    """Return records with numbers behind repeated names.
-
-    Example:
-        >>> [run.name for run in _numbered([RunRecord("a", []), RunRecord("b", []), RunRecord("a", [])])]
-        ['a', 'b', 'a (2)']
-    """
+    """Return records with numbers behind repeated names, as in "a", "b", "a (2)"."""
     names = [record.name for record in records]
     counts = [names[: place + 1].count(name) for place, name in enumerate(names)]
     numbered = [name if count == 1 else f"{name} ({count})" for name, count in zip(names, counts)]

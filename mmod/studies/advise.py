@@ -102,9 +102,11 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any]]
     from mmod.training.chat.config import ModelConfig, TrainConfig
     from mmod.training.chat.recipe import ChatRecipe
 
-    given = [name for name in ("checkpoint", "image_size", "measure") if getattr(options, name) is not None]
-    if given or not options.pretrained:
-        raise ValueError(f"with --prompts the model is that of a folder: leave out --{(given or ['no_pretrained'])[0]}")
+    unusable = [name for name in ("checkpoint", "image_size", "measure") if getattr(options, name) is not None]
+    if unusable or not options.pretrained:
+        raise ValueError(
+            f"with --prompts the model is that of a folder: leave out --{(unusable or ['no_pretrained'])[0]}"
+        )
     data = ConversationsConfig(options.prompts, None, options.images, on_corrupt=options.on_corrupt)
     config = TrainConfig(output=options.output or "runs/advise", model=ModelConfig(options.model), data=data)
     recipe = ChatRecipe(config)
@@ -189,41 +191,29 @@ def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module
 def read_images(
     folder: str, transform: Callable[[Any], Tensor], number: int, on_corrupt: str, model: nn.Module
 ) -> tuple[Tensor | tuple[Tensor, Tensor], str]:
-    """Read images that are spread evenly over a folder.
+    """Read up to `number` images (N, C, H, W), spread evenly over a folder, and a sentence about them.
 
-    Args:
-        folder: The folder; its folders are classes if there are as many as classes of the model.
-        number: Images to read, at most.
-
-    Returns:
-        Images (N, C, H, W), with labels (N,) where the folders are classes, and a sentence about them.
+    Where there are as many folders in it as classes of the model, the images come with labels (N,).
     """
-    import torch
+    import numpy as np
 
     from mmod.data.corrupt import CorruptReport
-    from mmod.data.readers.images import UnreadableSampleError
     from mmod.data.readers.timm import TimmSource
+    from mmod.data.stream import ImageReader
 
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no folder of images at {folder!r}")
     source = TimmSource("folder", folder, "", train_split="")
     report = CorruptReport(on_corrupt)  # type: ignore[arg-type]
-    pixels, labels = [], []
-    step = max(1.0, len(source) / number)
-    for place in range(min(number, len(source))):
-        try:
-            image, label = source.read(int(place * step), "RGB")
-        except UnreadableSampleError as error:
-            report.add([error.fault])
-            continue
-        pixels.append(transform(image))
-        labels.append(label)
-    if not pixels:
+    places = np.arange(min(number, len(source))) * max(1.0, len(source) / number)
+    images, labels, faults = ImageReader(source, "RGB", transform).read(places.astype(int), None)
+    report.add(faults)
+    if not len(labels):
         raise ValueError(f"{folder!r} holds no image that can be read: {report}")
     classes, known = len(set(source.labels())), getattr(model, "num_classes", 0)
     notes = [f"{len(report.faults)} broken images were skipped."] if report.faults else []
     if classes > 1 and classes == known:
-        return (torch.stack(pixels), torch.tensor(labels)), " ".join(notes)
+        return (images, labels), " ".join(notes)
     if classes > 1 and known:
         notes.append(f"Labels are not used: the images are in {classes} folders, and the model has {known} classes.")
-    return torch.stack(pixels), " ".join(notes)
+    return images, " ".join(notes)

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.parse import parse_config
-from mmod.training.kinds import CONFIGS, recipe_of, split_kind
+from mmod.training.kinds import CONFIGS, parse_kind, recipe_of
 
 if TYPE_CHECKING:
     from mmod.training.engine.evaluate import RoutedResult
@@ -39,13 +38,10 @@ def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
     import torch
 
     from mmod.analysis.timing import interleave
-    from mmod.training.engine.loop import seed_draws
 
     recipe = recipe_of(config)
     if not recipe.has_weights:
         raise ValueError("nothing to evaluate: the config starts from no weights; set model.checkpoint")
-    # As at the start of training, so that a study of the same config sees the same model.
-    seed_draws(config.seed, 0, 0)
     model = recipe.load()
     evaluation = recipe.assess(model, progress)
     readings = {
@@ -57,13 +53,13 @@ def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
     }
     with torch.inference_mode():
         calls = {key: reading.call for key, reading in readings.items()}
-        times = interleave(calls, seconds=0, rounds=_ROUNDS, device=recipe.device)
+        times = interleave(calls, seconds=0, rounds=_ROUNDS, device=recipe.device, shown=progress)
     ms: dict[str, dict[int, float]] = {}
     for (name, size), by_round in times.items():
         ms.setdefault(name, {})[size] = median(by_round) / size
     return Assessment(
         evaluation=evaluation,
-        gflops={name: cost / 1e9 for name, cost in recipe.cost(model, evaluation).items()},
+        gflops={name: cost / 1e9 for name, cost in recipe.cost(model, evaluation.kept).items()},
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         ms=ms,
     )
@@ -71,6 +67,5 @@ def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
 
 def main(arguments: Sequence[str]) -> None:
     """Evaluate as the command line `CONFIG [--kind KIND] [--key value]` says and print the assessment."""
-    kind, arguments = split_kind(arguments)
-    config: Any = parse_config(arguments, CONFIGS[kind])
+    config: Any = parse_kind(arguments, CONFIGS.__getitem__)
     print(assess(config))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from mmod import is_routed, trace
-from mmod.analysis.plots import draw_routing_maps
+from mmod.analysis.plots import draw_routing_maps, in_range
 from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.style import FAINT, INK, new_figure
 from mmod.data.readers.chat import ChatCollator
@@ -23,14 +23,13 @@ from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.tables import Column, table_of
 from mmod.studies.config import ChatStudyConfig
-from mmod.studies.entrants import DENSE, Entrant, create_rivals
+from mmod.studies.entrants import Entrant, create_rivals
 from mmod.studies.jobs import Job
 from mmod.studies.results import COLUMNS, save_picture
-from mmod.studies.study import Costs, Scores, Study, latencies
+from mmod.studies.study import Costs, Scores, Study
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import EvalResult, generate, mean_over_kinds
 from mmod.training.chat.recipe import ChatRecipe, read_prompts
-from mmod.training.engine.distributed import choose_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -49,6 +48,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
     recipe: ClassVar[type[ChatRecipe]] = ChatRecipe
     run_config = TrainConfig
     score, measure = "right", "right answers"
+    times: ClassVar = {"prompt": ("prefill_ms", "prefill_speedup")}
     columns = (
         "name", "image_share", "flops_share", "prefill_ms", "prefill_speedup", "decode_per_s", "cache_bytes", "right",
         "to_dense", "to_control", "to_rival", "rival", "before",
@@ -59,10 +59,6 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
     def routing(self, fields: dict[str, Any], capacity: float | None) -> dict[str, Any]:
         """Return the routing of the part that is routed."""
         return {self.config.part: super().routing(fields, capacity)}
-
-    def figures(self, evaluation: EvalResult) -> dict[str, float]:
-        """Return right answers in percent, overall and by type of question, and the kept share of tokens."""
-        return {**evaluation.columns(), "kept": evaluation.mean_kept}
 
     def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
         """Return what is compared; refuse a config without questions."""
@@ -77,7 +73,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
     def examine(self, job: Job[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
         """Count FLOPs and cache of reading a prompt of mean length, and draw which image tokens are kept."""
         model: Any = self.load(job)
-        count = self.config.timed_prompts
+        count = self.config.latency_batch
         prompts, text, image = self.recipe(job.config).prompts(count)
         # Shares refer to the dense model's prompts; a rival's images may be smaller.
         full = dataclasses.replace(job.config, model=dataclasses.replace(job.config.model, image_size=None))
@@ -110,30 +106,26 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         gaps = self.compare(scores, best)
         return {name: {"to_rival": gaps[name], "rival": best[name]} for name in scores}
 
-    def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
+    def time(self, jobs: Mapping[str, Job[TrainConfig]], *, shown: bool) -> dict[str, dict[str, float]]:
         """Measure reading a prompt within a batch, and decoding after it."""
-        models: dict[str, Any] = {name: self.load(job) for name, job in jobs.items()}
-        recipes = {name: self.recipe(job.config) for name, job in jobs.items()}
-        prompts = {name: recipe.prompts(self.config.timed_prompts)[0] for name, recipe in recipes.items()}
-        count, rounds = len(prompts[DENSE]["input_ids"]), self.config.timed_rounds
-        reads = {name: functools.partial(read_prompts, model, prompts[name]) for name, model in models.items()}
-        costs: dict[str, dict[str, float]] = {}
-        for name, (ms, ratio) in latencies(reads, count, rounds, choose_device()).items():
-            times = []
-            for _ in range(rounds):
+        costs = super().time(jobs, shown=shown)
+        for name, job in jobs.items():
+            model, recipe, times = self.load(job), self.recipe(job.config), []
+            prompts = recipe.prompts(self.config.latency_batch)[0]
+            for _ in range(self.config.latency_rounds):
                 started = time.perf_counter()
-                generate(models[name], recipes[name].collator, prompts[name], self.config.timed_tokens, exactly=True)
+                generate(model, recipe.collator, prompts, self.config.timed_tokens, exactly=True)
                 times.append(time.perf_counter() - started)
+            count = len(prompts["input_ids"])
             # The first token comes from reading the prompt.
-            seconds = max(median(times) - ms * count / 1e3, 1e-9)
-            rate = count * max(1, self.config.timed_tokens - 1) / seconds
-            costs[name] = {"prefill_ms": ms, "prefill_speedup": ratio, "decode_per_s": rate}
+            seconds = max(median(times) - costs[name]["prefill_ms"] * count / 1e3, 1e-9)
+            costs[name]["decode_per_s"] = count * max(1, self.config.timed_tokens - 1) / seconds
         return costs
 
     @property
     def costs(self) -> dict[str, str]:
         """FLOPs and latency of reading a prompt."""
-        return {"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.config.timed_prompts}"}
+        return {"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.config.latency_batch}"}
 
     def pictures(self, rows: Sequence[dict[str, Any]]) -> dict[str, Figure]:
         """Draw right answers against the cost of prefill, and by type of question."""
@@ -171,11 +163,10 @@ def draw_kept(model: Any, collator: ChatCollator, talks: Sequence[ChatSample]) -
     side = math.isqrt(tokens)
     if pixels is None or pixels.ndim != 4 or side * side != tokens:
         return None
-    low, high = pixels.amin(), pixels.amax()
     labels = [textwrap.fill(talk.messages[-2].text.replace(IMAGE, "").strip(), _LINE) for talk in talks]
     with torch.inference_mode(), trace(model) as decisions:
         model(**{key: value.to(model.device) for key, value in prompts.items()}, logits_to_keep=1)
-    return draw_routing_maps((pixels - low) / (high - low), decisions, 0, (side, side), labels, image_BN)
+    return draw_routing_maps(in_range(pixels), decisions, 0, (side, side), labels, image_BN)
 
 
 def draw_answers(right: Mapping[str, Mapping[str, float]], shares: Mapping[str, float]) -> Figure:

@@ -15,7 +15,6 @@ from mmod.studies.config import (
     ImageStudyConfig,
     IsoflopConfig,
     PairsStudyConfig,
-    SegmentationStudyConfig,
     StudyConfig,
 )
 from mmod.training.engine.parse import parse_config
@@ -26,7 +25,6 @@ ISOFLOP, _DRY = "isoflop", "--dry-run"
 _KINDS: dict[str, tuple[type[StudyConfig], str]] = {
     "image": (ImageStudyConfig, "image.ImageStudy"),
     "features": (FeaturesStudyConfig, "features.FeaturesStudy"),
-    "segmentation": (SegmentationStudyConfig, "features.SegmentationStudy"),
     "pairs": (PairsStudyConfig, "pairs.PairsStudy"),
     "chat": (ChatStudyConfig, "chat.ChatStudy"),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from mmod.config import rational
-from mmod.values import check_distinct, check_fields, from_plain, one_of, refuse_unknown
+from mmod.values import Checked, check_distinct, check_fields, from_plain, one_of, refuse_unknown
 
 RUN_FIELDS = ("image_size", "changes", "tune", "budgets")
 """Fields of a series of routed models that describe its runs instead of its routing."""
@@ -78,6 +78,9 @@ class StudyConfig:
         bases: Folder of another study of the same dense model and as many seeds: its dense models are used, and trained
             where they are missing.
         controls: Name of a series to the series that is its control, null for none; "random" unless named.
+        latency_batch: Samples in the batch whose latency is drawn; of images, also the batch whose memory is measured.
+        latency_batches: Further batch sizes whose latency is measured.
+        latency_rounds: Interleaved rounds of the measurement.
     """
 
     output: str
@@ -97,6 +100,9 @@ class StudyConfig:
     then: dict[str, Any] | None = None
     bases: str | None = None
     controls: dict[str, str | None] = field(default_factory=dict)
+    latency_batch: int = 32
+    latency_batches: list[int] = field(default_factory=list)
+    latency_rounds: int = 15
 
     def __post_init__(self) -> None:
         if not self.series or not self.capacities:
@@ -111,7 +117,8 @@ class StudyConfig:
             self.search_of(name, None)
         refuse_set_by_study("changes", self.changes)
         refuse_set_by_study("finetune", self.finetune)
-        check_fields(self, seeds="[1, inf)", processes="[1, inf)")
+        counts = ("seeds", "processes", "latency_batch", "latency_batches", "latency_rounds")
+        check_fields(self, **dict.fromkeys(counts, "[1, inf)"))
         if self.then is not None and not self.then.get("output"):
             raise ValueError(f"then must name its output, a folder in this study's, got {self.then}")
         _ = self.following  # Checked before anything runs.
@@ -171,9 +178,6 @@ class TimmStudyConfig(StudyConfig):
             cannot use dense weights, are trained from scratch for all epochs.
         rates: Factors of the learning rate, of which every model uses the best on `rate_split` with the first seed;
             null searches none.
-        latency_batch: Images in the batch whose latency is drawn and whose memory is measured.
-        latency_batches: Further batch sizes whose latency is measured.
-        latency_rounds: Interleaved rounds of the measurement.
         maps: Sample images over which routing is drawn.
     """
 
@@ -182,15 +186,12 @@ class TimmStudyConfig(StudyConfig):
     rivals: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
     rates: list[float] | None = None
     rate_split: str = "val"
-    latency_batch: int = 32
     latency_batches: list[int] = field(default_factory=lambda: [1, 8])
-    latency_rounds: int = 15
     maps: int = 6
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive = dict.fromkeys(("latency_batch", "latency_batches", "latency_rounds"), "[1, inf)")
-        check_fields(self, **positive, rates="(0, inf)", maps="[0, inf)")
+        check_fields(self, rates="(0, inf)", maps="[0, inf)")
         if self.rates is not None and len(set(self.rates)) < 2:
             raise ValueError(f"rates must name two factors or more to choose from, or be null, got {self.rates}")
 
@@ -209,23 +210,31 @@ class ImageStudyConfig(TimmStudyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProbeStudyConfig(TimmStudyConfig):
-    """A study of a trained image model's features: accuracy of classifiers on them against time.
+class FeaturesStudyConfig(TimmStudyConfig):
+    """A study of a trained image model's features: quality of classifiers on them against time.
 
     Without `tune` no model is trained. Classifiers are fitted on the training split of the dense model's data and
-    tested on the evaluation split; where both are the same, by cross-validation.
+    tested on the evaluation split; where both are the same, by cross-validation. Patches all have a class
+    (`data.label_patch`); their features are interpolated to the grid of the labels where theirs is another one.
 
     Args:
+        score: The classifier by which models are compared, "linear" or "knn"; of patches "mean_iou", the mean
+            intersection over union of the classes over all tested patches.
+        feature: "head" for the classifier's input, "class" for the class token, "mean" for the mean over patches,
+            "patches" for each patch, which segments images.
         images: Folder of the images; null takes the config's `data.root`.
         checkpoint: Weights to start from; null takes the config's `model.checkpoint` or published ones.
         limit: Images used of a split, spread evenly over the classes.
         neighbours: Neighbours that vote on an image's class.
-        strengths: Values of scikit-learn's `C` among which the linear classifier chooses by cross-validation.
+        strengths: Values of scikit-learn's `C` among which the linear classifier chooses by cross-validation; one value
+            needs no choice.
         folds: Folds of the cross-validation in a single split.
         draws: Draws of the bootstrap over images.
     """
 
-    feature: Literal["head", "class", "mean", "patches"]
+    kind: Literal["features"] = "features"
+    score: Literal["linear", "knn", "mean_iou"] = "linear"
+    feature: Literal["head", "class", "mean", "patches"] = "head"
     train_dense: bool = False
     tune: bool = False
     tune_dense: bool = False
@@ -251,43 +260,10 @@ class ProbeStudyConfig(TimmStudyConfig):
             raise ValueError("a study of features compares one trained model over images: seeds=1, train_dense=False")
         if self.isoflop != "none" or not self.strengths:
             raise ValueError("a study of features needs isoflop='none' and at least one value in strengths")
-
-
-@dataclass(frozen=True, kw_only=True)
-class FeaturesStudyConfig(ProbeStudyConfig):
-    """A study of features of images; see `ProbeStudyConfig`.
-
-    Args:
-        score: The classifier by which models are compared: "linear" or "knn".
-        feature: "head" for the classifier's input, "class" for the class token, "mean" for the mean over patches.
-    """
-
-    kind: Literal["features"] = "features"
-    score: Literal["linear", "knn"] = "linear"
-    feature: Literal["head", "class", "mean"] = "head"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SegmentationStudyConfig(ProbeStudyConfig):
-    """A study of patch features: segmentation by a linear classifier, fitted on patches of the training split.
-
-    All patches have a class (`data.label_patch`). Features of another grid, as of smaller images, are interpolated to
-    that of the labels.
-
-    Args:
-        score: "mean_iou", the mean intersection over union of the classes over all tested patches.
-        strengths: Values of scikit-learn's `C` to choose from; one value needs no choice.
-    """
-
-    kind: Literal["segmentation"] = "segmentation"
-    score: Literal["mean_iou"] = "mean_iou"
-    feature: Literal["patches"] = "patches"
-    strengths: list[float] = field(default_factory=lambda: [0.01])
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tune:
-            raise ValueError("a study of segmentation judges features without training: tune=False")
+        if (self.feature == "patches") != (self.score == "mean_iou"):
+            raise ValueError(f"score 'mean_iou' is that of feature 'patches', got {self.score!r} of {self.feature!r}")
+        if self.feature == "patches" and self.tune:
+            raise ValueError("a study of patches judges features without training: tune=False")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,17 +273,12 @@ class PairsStudyConfig(StudyConfig):
     Args:
         routers: Names of series to the routing of their towers: `{image: {...}, text: {...}}`, with fields of
             `RoutingConfig`, or `preset: NAME` with changes. All run at every capacity.
-        latency_batch: Images and captions in a batch whose latency is measured.
-        latency_rounds: Interleaved rounds of the measurement.
     """
 
     kind: Literal["pairs"] = "pairs"
-    latency_batch: int = 32
-    latency_rounds: int = 15
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, latency_batch="[1, inf)", latency_rounds="[1, inf)")
         for name, towers in self.routers.items():
             refuse_unknown(f"tower in routers.{name}", towers, ("image", "text"))
 
@@ -321,9 +292,7 @@ class ChatStudyConfig(StudyConfig):
         rivals: Smaller images: names of series to their budgets, the capacities of the routed models that they are
             matched to, with `{kind: resolution, image_size: SIDE}`.
         maps: Evaluation questions for which kept image tokens are drawn; 0 draws none.
-        timed_prompts: Prompts in the batch whose latency is measured.
         timed_tokens: Tokens decoded after a prompt.
-        timed_rounds: Interleaved rounds of the measurement.
     """
 
     kind: Literal["chat"] = "chat"
@@ -332,20 +301,20 @@ class ChatStudyConfig(StudyConfig):
     part: Literal["language", "vision"] = "language"
     rivals: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
     maps: int = 4
-    timed_prompts: int = 8
+    latency_batch: int = 8
     timed_tokens: int = 16
-    timed_rounds: int = 5
+    latency_rounds: int = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, maps="[0, inf)", timed_prompts="[1, inf)", timed_tokens="[1, inf)", timed_rounds="[1, inf)")
+        check_fields(self, maps="[0, inf)", timed_tokens="[1, inf)")
         for name, budgets in self.rivals.items():
             for fields in budgets.values():
                 one_of(f"rivals.{name}.kind", fields.get("kind"), ["resolution"])
 
 
 @dataclass(frozen=True, kw_only=True)
-class IsoflopConfig:
+class IsoflopConfig(Checked, budgets="(0, inf)", rates="(0, inf)", seeds="[1, inf)", processes="[1, inf)"):
     """A grid of sizes, budgets and routings of a causal language model, every model with its best learning rate.
 
     A model is trained for as many steps as its budget pays for, so that a cheaper model sees more text. Its rate is the
@@ -382,7 +351,7 @@ class IsoflopConfig:
     score: Literal["loss", "causal_loss"] = "loss"
 
     def __post_init__(self) -> None:
-        check_fields(self, "", budgets="(0, inf)", rates="(0, inf)", seeds="[1, inf)", processes="[1, inf)")
+        super().__post_init__()
         check_distinct(self, "sizes", "budgets", "routings", "rates")
         refuse_set_by_study("changes", self.changes, "methods", "epoch_steps")
 

@@ -120,7 +120,7 @@ def _special(name: str, fields: dict[str, Any], epochs: int) -> dict[str, Any]:
             return {"changes": merged({"model": {key: fields[key] for key in ("args", "checkpoint")}}, changes)}
         return {"args": fields["args"], "epochs": epochs, "changes": changes}
     plain = {key: value for key, value in fields.items() if key != "routing"}
-    if read_method(plain).starts_anew:
+    if read_method(plain).replaces:
         # A model from scratch is not routed: `routing` is refused.
         read_method(fields)
         return {"methods": [plain], "changes": changes, "epochs": epochs}

@@ -17,17 +17,15 @@ import torch.nn.functional as F
 from mmod import is_routed, routed_blocks
 from mmod.analysis.statistics import Estimate, Resampling
 from mmod.data.config import DataConfig
-from mmod.data.loader import BatchStream, create_eval_stream
+from mmod.data.loader import BatchStream, image_stream
 from mmod.io.claim import claim_folder
 from mmod.io.yaml import merged
-from mmod.studies.config import ProbeStudyConfig, SegmentationStudyConfig
+from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.entrants import DENSE, Entrant
 from mmod.studies.image import TimmStudy
 from mmod.studies.jobs import Job, Tick
 from mmod.studies.study import Costs, Outcome, Scores, evaluate_once
-from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import RoutedResult
-from mmod.training.engine.loop import seed_draws
 from mmod.training.engine.run_folder import portable
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import Features, extract, read_features
@@ -42,10 +40,22 @@ Split = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True, kw_only=True)
 class Judged(RoutedResult):
-    """An evaluation of a model's features."""
+    """An evaluation of a model's features.
 
+    Attributes:
+        measures: Figures by which features are judged, and their titles.
+        table: Names of the study's columns, see `COLUMNS`.
+    """
+
+    measures: ClassVar[Mapping[str, str]]
+    table: ClassVar[Sequence[str]]
     kept: dict[str, float]  # Routed block to its mean kept share of tokens, in [0, 1].
     skipped: int  # Images that could not be read.
+
+    @staticmethod
+    def classify(features: Sequence[Features], study: FeaturesStudyConfig) -> dict[str, Any]:
+        """Return the results of classifiers of features, those of the tested split last, as fields of this class."""
+        raise NotImplementedError
 
     @property
     def images(self) -> int:
@@ -61,8 +71,26 @@ class Judged(RoutedResult):
 class Probed(Judged):
     """The results of both classifiers: 1 for tested images that they get right, else 0."""
 
+    measures = {"knn": "nearest neighbours of features", "linear": "linear classifier on features"}  # noqa: RUF012
+    table = (
+        "name", "gflops", "latency_ms", "speedup", "peak_mb", "knn", "knn_to_dense", "linear", "linear_to_dense",
+        "to_control", "cosine", "before", "top1", "kept",
+    )  # fmt: skip
     knn: list[int]
     linear: list[int]
+
+    @staticmethod
+    def classify(features: Sequence[Features], study: FeaturesStudyConfig) -> dict[str, Any]:
+        """Classify images by nearest neighbours and by a linear classifier."""
+        x_ND = torch.cat([split.x_ND for split in features]).numpy()
+        labels = torch.cat([split.label_N for split in features]).numpy()
+        numbers = np.arange(len(labels))
+        first = len(labels) - len(features[-1].label_N)
+        splits = [(numbers[:first], numbers[first:])] if first else split_by_class(labels, study.folds)
+        return {
+            "knn": nearest_neighbours(x_ND, labels, splits, study.neighbours).tolist(),
+            "linear": linear_probe(x_ND, labels, splits, study.strengths).tolist(),
+        }
 
     @property
     def images(self) -> int:
@@ -71,21 +99,39 @@ class Probed(Judged):
 
     def columns(self) -> dict[str, float]:
         """Return the accuracies in percent, and the kept share of tokens."""
-        shares = {name: 100 * float(np.mean(getattr(self, name))) for name in ("knn", "linear")}
-        return shares | {"kept": self.mean_kept}
+        return {name: 100 * float(np.mean(getattr(self, name))) for name in ("knn", "linear")} | super().columns()
 
     def weighed(self, measure: str, weight_SN: np.ndarray) -> np.ndarray:
         """Return a share of right answers."""
-        right: np.ndarray = 100 * (weight_SN @ np.asarray(getattr(self, measure), np.float32))
-        return right
+        return 100 * (weight_SN @ np.asarray(getattr(self, measure), np.float32))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segmented(Judged):
     """The results of a linear classifier of patches."""
 
+    measures = {"mean_iou": "mean IoU of a linear classifier of patches"}  # noqa: RUF012
+    table = (
+        "name", "gflops", "latency_ms", "speedup", "peak_mb", "mean_iou", "mean_iou_to_dense", "to_control", "patches",
+        "cosine", "kept",
+    )  # fmt: skip
     # Of every tested image, patches by class (rows) and predicted class (columns).
     confusion: list[list[list[int]]]
+
+    @staticmethod
+    def classify(features: Sequence[Features], study: FeaturesStudyConfig) -> dict[str, Any]:
+        """Classify the tested patches by a linear classifier that is fitted on those of the other split."""
+        fitted, tested = features
+        per_image = len(tested.label_N) // len(tested.kept_NL)
+        images = np.arange(len(fitted.label_N)) // per_image
+        x_ND, label_N, tested_ND = fitted.x_ND.float().numpy(), fitted.label_N.numpy(), tested.x_ND.float().numpy()
+        predicted = predict_linearly(x_ND, label_N, tested_ND, images, study.strengths)
+        labels = tested.label_N.numpy()
+        classes = int(max(labels.max(), predicted.max(), label_N.max())) + 1
+        pairs = (labels * classes + predicted).reshape(-1, per_image)
+        return {
+            "confusion": [np.bincount(image, minlength=classes**2).reshape(classes, -1).tolist() for image in pairs]
+        }
 
     @property
     def images(self) -> int:
@@ -95,8 +141,7 @@ class Segmented(Judged):
     def columns(self) -> dict[str, float]:
         """Return mean IoU and accuracy of patches in percent, and the kept share of tokens."""
         equal = np.full((1, self.images), 1 / self.images)
-        figures = {name: float(self.weighed(name, equal)[0]) for name in ("mean_iou", "patches")}
-        return {**figures, "kept": self.mean_kept}
+        return {name: float(self.weighed(name, equal)[0]) for name in ("mean_iou", "patches")} | super().columns()
 
     def weighed(self, measure: str, weight_SN: np.ndarray) -> np.ndarray:
         """Return mean IoU or the share of right patches."""
@@ -105,37 +150,40 @@ class Segmented(Judged):
         count_SCC = (weight_SN @ count_NCC.reshape(len(count_NCC), -1)).reshape(-1, classes, classes)
         right_SC = np.diagonal(count_SCC, axis1=1, axis2=2)
         if measure == "patches":
-            shares: np.ndarray = 100 * right_SC.sum(1) / count_SCC.sum((1, 2))
-            return shares
+            return 100 * right_SC.sum(1) / count_SCC.sum((1, 2))
         union_SC = count_SCC.sum(1) + count_SCC.sum(2) - right_SC
         # A class that is neither there nor predicted has no IoU.
         iou_SC = np.divide(right_SC, union_SC, out=np.full(union_SC.shape, np.nan), where=union_SC > 0)
-        means: np.ndarray = 100 * np.nanmean(iou_SC, axis=1)
-        return means
+        return 100 * np.nanmean(iou_SC, axis=1)
 
 
 class FeaturesStudy(TimmStudy[Judged]):
     """A study of the features of timm's models; see `Study`."""
 
-    config: ProbeStudyConfig
-    judged: ClassVar[type[Judged]] = Probed
-    # Figures by which features are judged, and their titles.
-    measures: ClassVar = {"knn": "nearest neighbours of features", "linear": "linear classifier on features"}
-    columns: ClassVar[Sequence[str]] = (
-        "name", "gflops", "latency_ms", "speedup", "peak_mb", "knn", "knn_to_dense", "linear", "linear_to_dense",
-        "to_control", "cosine", "before", "top1", "kept",
-    )  # fmt: skip
+    config: FeaturesStudyConfig
 
-    def __init__(self, config: ProbeStudyConfig) -> None:
+    def __init__(self, config: FeaturesStudyConfig) -> None:
         data = {"root": config.images, "val_limit": config.limit, "train_limit": config.limit}
         changes = {
             "data": {name: value for name, value in data.items() if value is not None},
             "model": {} if config.checkpoint is None else {"checkpoint": config.checkpoint, "pretrained": False},
         }
         super().__init__(dataclasses.replace(config, changes=merged(config.changes, changes)))
-        self.score, self.measure = config.score, self.measures[config.score]
+        self.judged: type[Judged] = Segmented if config.feature == "patches" else Probed
+        self.columns = self.judged.table
+        self.score, self.measure = config.score, self.judged.measures[config.score]
         self.evaluations: dict[str, Judged] = {}
         self.folders: dict[str, Path] = {}
+
+    def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
+        """Return what is compared; refuse patches without classes or without a training split."""
+        data = dense.data
+        if self.config.feature == "patches" and (data.label_patch is None or data.train_split == data.val_split):
+            raise ValueError(
+                "a study of patches needs their classes, data.label_patch, and data.train_split to fit on beside "
+                f"data.val_split; got {data.label_patch}, {data.train_split!r} and {data.val_split!r}"
+            )
+        return super().entrants(dense, tuned)
 
     def do(self, job: Job[TrainConfig], tick: Tick) -> Outcome:
         """Compute a model's features and judge them; where it is fine-tuned, those of the fine-tuned model."""
@@ -149,10 +197,6 @@ class FeaturesStudy(TimmStudy[Judged]):
             config = recipe.started_from(config.output)
         evaluation = self.probe(config, _folder(job), tick)
         return Outcome(evaluation, {**evaluation.columns(), **further})
-
-    def figures(self, evaluation: Judged) -> dict[str, float]:
-        """Return the quality of the features, and the kept share."""
-        return evaluation.columns()
 
     def probe(self, config: TrainConfig, folder: Path, tick: Tick = lambda share: None) -> Judged:
         """Judge the features of the model that a run starts from, or return the evaluation of an earlier call."""
@@ -172,8 +216,7 @@ class FeaturesStudy(TimmStudy[Judged]):
     def _judge(self, config: TrainConfig, folder: Path, tick: Tick) -> Judged:
         """Compute the features of the model that a run starts from, and judge them."""
         streams = _streams(config.data)
-        seed_draws(config.seed, 0, 0)
-        model = self.create(config).to(choose_device(config.device))
+        model = self.recipe(config).load()
         features = [
             extract(model, stream, folder / name, self.config.feature, precision=config.precision, tick=tick)
             for name, stream in streams.items()
@@ -182,26 +225,13 @@ class FeaturesStudy(TimmStudy[Judged]):
         return self.judged(
             kept=dict(zip(blocks, features[-1].kept_NL.mean(0).tolist())),
             skipped=sum(len(stream.report.faults) for stream in streams.values()),
-            **self._classify(features),
+            **self.judged.classify(features, self.config),
         )
 
     def _check(self, streams: Mapping[str, BatchStream]) -> None:
         """Raise where classes have too few images for the classifiers."""
         if len(streams) == 1:
             split_by_class(streams[_TESTED].reader.labels.numpy(), self.config.folds)  # type: ignore[attr-defined]
-
-    def _classify(self, features: list[Features]) -> dict[str, Any]:
-        """Return the results of the classifiers, fields of `judged`."""
-        study, tested = self.config, features[-1]
-        x_ND = torch.cat([split.x_ND for split in features]).numpy()
-        labels = torch.cat([split.label_N for split in features]).numpy()
-        numbers = np.arange(len(labels))
-        first = len(labels) - len(tested.label_N)
-        splits = [(numbers[:first], numbers[first:])] if first else split_by_class(labels, study.folds)
-        return {
-            "knn": nearest_neighbours(x_ND, labels, splits, study.neighbours).tolist(),
-            "linear": linear_probe(x_ND, labels, splits, study.strengths).tolist(),
-        }
 
     def examine(self, job: Job[TrainConfig], evaluation: Judged) -> dict[str, float]:
         """Count a model's costs, and keep its evaluation image by image."""
@@ -216,7 +246,7 @@ class FeaturesStudy(TimmStudy[Judged]):
     def verdict(self, scores: Scores) -> str:
         """Say which models do not differ significantly from the dense one."""
         sentences = []
-        for probe, title in self.measures.items():
+        for probe, title in self.judged.measures.items():
             gaps = {name: self._gap(name, DENSE, probe) for name in scores}
             close = [name for name, gap in gaps.items() if gap is not None and not gap.is_clear]
             sentences.append(f"No significant difference to dense by the {title}: {', '.join(close) or 'none'}.")
@@ -236,7 +266,7 @@ class FeaturesStudy(TimmStudy[Judged]):
             partners = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("rival_")}}
             gaps = {
                 f"{probe}_to_{column}": self._gap(row["name"], partner, probe)
-                for probe in self.measures
+                for probe in self.judged.measures
                 for column, partner in partners.items()
             }
             x_ND = read_features(self.folders[row["name"]]).x_ND.float()
@@ -250,41 +280,6 @@ class FeaturesStudy(TimmStudy[Judged]):
         one, other = self.evaluations[name], self.evaluations[partner]
         resampling = _resampling(one.images, self.config.draws)
         return resampling.of(lambda weight_SN: one.weighed(probe, weight_SN) - other.weighed(probe, weight_SN))
-
-
-class SegmentationStudy(FeaturesStudy):
-    """A study of the patch features of timm's models; see `Study`."""
-
-    config: SegmentationStudyConfig
-    judged = Segmented
-    measures: ClassVar = {"mean_iou": "mean IoU of a linear classifier of patches"}
-    columns = (
-        "name", "gflops", "latency_ms", "speedup", "peak_mb", "mean_iou", "mean_iou_to_dense", "to_control", "patches",
-        "cosine", "kept",
-    )  # fmt: skip
-
-    def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
-        """Return what is compared; refuse data without classes of patches or without a training split."""
-        data = dense.data
-        if data.label_patch is None or data.train_split == data.val_split:
-            raise ValueError(
-                "a study of segmentation needs classes of patches, data.label_patch, and data.train_split to fit on "
-                f"beside data.val_split; got {data.label_patch}, {data.train_split!r} and {data.val_split!r}"
-            )
-        return super().entrants(dense, tuned)
-
-    def _classify(self, features: list[Features]) -> dict[str, Any]:
-        fitted, tested = features
-        per_image = len(tested.label_N) // len(tested.kept_NL)
-        images = np.arange(len(fitted.label_N)) // per_image
-        x_ND, label_N, tested_ND = fitted.x_ND.float().numpy(), fitted.label_N.numpy(), tested.x_ND.float().numpy()
-        predicted = predict_linearly(x_ND, label_N, tested_ND, images, self.config.strengths)
-        labels = tested.label_N.numpy()
-        classes = int(max(labels.max(), predicted.max(), label_N.max())) + 1
-        pairs = (labels * classes + predicted).reshape(-1, per_image)
-        return {
-            "confusion": [np.bincount(image, minlength=classes**2).reshape(classes, -1).tolist() for image in pairs]
-        }
 
 
 _resampling = functools.lru_cache(maxsize=1)(Resampling)
@@ -306,7 +301,7 @@ def _streams(config: DataConfig) -> dict[str, BatchStream]:
 @functools.lru_cache(maxsize=2)
 def _decoded(fields: str) -> BatchStream:
     """Return the images of a data config in JSON, decoded once for all models of their size."""
-    return create_eval_stream(from_plain(DataConfig, json.loads(fields)))
+    return image_stream(from_plain(DataConfig, json.loads(fields)))
 
 
 def split_by_class(labels: np.ndarray, count: int) -> list[Split]:
@@ -343,8 +338,7 @@ def predict_linearly(
 
     # All patches of an image are on the same side of the cross-validation that chooses `C`.
     split = list(GroupKFold(3).split(fitted, labels, images))
-    guesses: np.ndarray = _regression(strengths, split).fit(fitted, labels).predict(tested)
-    return guesses
+    return _regression(strengths, split).fit(fitted, labels).predict(tested)
 
 
 def _regression(strengths: Sequence[float], cv: Any) -> Any:

@@ -14,11 +14,10 @@ from torch import nn
 
 from mmod.adapters import find_stack
 from mmod.analysis.memory import peak_bytes
-from mmod.analysis.plots import sample_maps
+from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.redundancy import redundancy
-from mmod.analysis.timing import interleave, relative_times
 from mmod.io.tables import Column, table_of
-from mmod.model import is_routed
+from mmod.methods.route import is_routed
 from mmod.studies.config import ImageStudyConfig, TimmStudyConfig
 from mmod.studies.entrants import DENSE, Entrant, create_rivals
 from mmod.studies.jobs import Job, Runner, Tick, best_rates, starts_others, trials, try_rates, with_rate
@@ -41,6 +40,7 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
     config: TimmStudyConfig
     recipe: ClassVar[type[ImageRecipe]] = ImageRecipe
     run_config = TrainConfig
+    times: ClassVar = {"image": ("latency_ms", "speedup")}
 
     def __init__(self, config: TimmStudyConfig) -> None:
         super().__init__(config)
@@ -64,8 +64,7 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
 
     def try_rate(self, job: Job[TrainConfig], tick: Tick) -> float:
         """Return the score of a run of the search."""
-        evaluation: Any = self.recipe(self.ready(job).config).train(tick)
-        return self.figures(evaluation)[self.score]
+        return self.recipe(self.ready(job).config).train(tick).columns()[self.score]
 
     def plan(self) -> tuple[list[Entrant], list[Job[TrainConfig]]]:
         """Return what is compared, and the runs with the best learning rates."""
@@ -99,16 +98,17 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
     def _shallow(self, entrants: Sequence[Entrant], dense: TrainConfig, epochs: int) -> list[Entrant]:
         """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible."""
         plain = dataclasses.replace(dense, model=ModelConfig(dense.model.name, dense.model.args))
-        model = self.create(plain)
-        report, depth = self.recipe(plain).report(model), len(find_stack(model).blocks)
+        recipe = self.recipe(plain)
+        model = recipe.create()
+        report, depth = recipe.report(model), len(find_stack(model).blocks)
         costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
         depths = set()
         for entrant in entrants:
-            config = entrant.configure(plain, plain)
-            routed = self.create(config)
+            recipe = self.recipe(entrant.configure(plain, plain))
+            routed = recipe.create()
             # The cost of thresholds depends on the data.
             if not by_data(routed):
-                cost = self.recipe(config).report(routed).routed
+                cost = recipe.report(routed).routed
                 depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - cost)))
         return [
             Entrant(
@@ -123,52 +123,23 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
         if job.name == DENSE:
             self.caption = [_caption(job.config, model)]
         if self.config.maps and is_routed(model):
-            maps = sample_maps(model, sample_images(job.config, self.config.maps))
-            save_picture(self.config.output, f"maps-{job.name}", maps.draw())
+            maps = draw_sample_maps(model, sample_images(job.config, self.config.maps))
+            save_picture(self.config.output, f"maps-{job.name}", maps)
         images = timed_images(job.config, self.config.latency_batch).to(choose_device(job.config.device))
         with torch.inference_mode():
             peak = peak_bytes(partial(model, images), images.device)
-        return {"gflops": self.recipe(job.config).cost(model, evaluation)["image"] / 1e9, "peak_mb": peak / 1e6}
-
-    def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
-        """Measure the latency of an image, the mean over images, in batches of several sizes; all take turns."""
-        device = choose_device(jobs[DENSE].config.device)
-        count = max(self._batches)
-        reads: dict[tuple[str, int], Callable[[], object]] = {}
-        for name, job in jobs.items():
-            model, images = self.load(job), timed_images(job.config, count).to(device)
-            for size in self._batches:
-                # Without a smaller last batch, which would be timed as one of this size.
-                batches = images[: count // size * size].split(size)
-                reads[name, size] = partial(_read, model, batches)
-        with torch.inference_mode():
-            times = interleave(reads, seconds=0, rounds=self.config.latency_rounds, device=device)
-        figures: dict[str, dict[str, float]] = {name: {} for name in jobs}
-        for size in self._batches:
-            by_model, (ms, speedup) = {name: times[name, size] for name in jobs}, self._time_columns(size)
-            for name, (total, ratio) in relative_times(by_model, DENSE).items():
-                figures[name] |= {ms: total / (count // size * size), speedup: ratio}
-        return figures
-
-    @property
-    def _batches(self) -> list[int]:
-        return sorted({*self.config.latency_batches, self.config.latency_batch})
-
-    def _time_columns(self, size: int) -> tuple[str, str]:
-        """Return the names of a batch size's columns of time and of speed-up over the dense model."""
-        is_main = size == self.config.latency_batch
-        return ("latency_ms", "speedup") if is_main else (f"latency_ms_b{size}", f"speedup_b{size}")
+        return {"gflops": self.recipe(job.config).cost(model, evaluation.kept)["image"] / 1e9, "peak_mb": peak / 1e6}
 
     def _times(self, costs: Costs, names: Iterable[str]) -> dict[int, dict[str, float]]:
         """Return the time of every model by batch size, for sizes above 1; nothing before it is measured."""
-        columns = {size: self._time_columns(size)[0] for size in self._batches if size > 1}
+        columns = {size: self.time_columns("image", size)[0] for size in self.batch_sizes if size > 1}
         by_size = {size: {name: costs[name].get(ms, 0.0) for name in names} for size, ms in columns.items()}
         return {size: times for size, times in by_size.items() if all(times.values())}
 
     @property
     def costs(self) -> dict[str, str]:
         """FLOPs and latency of an image."""
-        times = {self._time_columns(size)[0]: f"ms per image, batch {size}" for size in self._batches}
+        times = {self.time_columns("image", size)[0]: f"ms per image, batch {size}" for size in self.batch_sizes}
         return {"gflops": "GFLOPs per image", **times}
 
     def to_rivals(self, scores: Scores, costs: Costs) -> dict[str, dict[str, Any]]:
@@ -233,7 +204,7 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
 
     def summary(self, rows: Sequence[dict[str, Any]]) -> str:
         """Return the columns of the table that fit a screen."""
-        speedups = {self._time_columns(size)[1]: (f"speed-up b{size}", ".2f") for size in self._batches}
+        speedups = {self.time_columns("image", size)[1]: (f"speed-up b{size}", ".2f") for size in self.batch_sizes}
         first, last = ("name", "gflops"), (self.score, "to_dense")
         columns = {name: COLUMNS[name] for name in first} | speedups | {name: COLUMNS[name] for name in last}
         return str(table_of(columns, rows))
@@ -245,15 +216,15 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
         for name in self.columns:
             title, form = COLUMNS[name]
             if name in ("latency_ms", "speedup"):
-                names = {size: self._time_columns(size)[name == "speedup"] for size in self._batches}
+                names = {size: self.time_columns("image", size)[name == "speedup"] for size in self.batch_sizes}
                 columns |= {column: (f"{title} b{size}", form) for size, column in names.items()}
                 continue
             columns[name] = (title, form)
             if name in gaps:
                 rival, heading = f"{name.removesuffix('dense')}rival", f"{title.removesuffix('dense')}rival"
-                columns |= {f"{rival}_b{size}": (f"{heading} b{size}", form) for size in self._batches}
+                columns |= {f"{rival}_b{size}": (f"{heading} b{size}", form) for size in self.batch_sizes}
             if name == gaps[-1]:
-                columns |= {f"rival_b{size}": (f"rival b{size}", "") for size in self._batches}
+                columns |= {f"rival_b{size}": (f"rival b{size}", "") for size in self.batch_sizes}
         return str(table_of(columns, rows))
 
 
@@ -283,15 +254,10 @@ class ImageStudy(TimmStudy[EvalResult]):
     def examine(self, job: Job[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
         """Count a model's costs, and the chance that sampling the dense model's test images adds to a difference."""
         if job.name == DENSE:
-            right = self.figures(evaluation)[self.score] / 100
+            right = evaluation.columns()[self.score] / 100
             # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
             self.chance = 196 * math.sqrt(2 * right * (1 - right) / evaluation.samples)
         return super().examine(job, evaluation)
-
-    def figures(self, evaluation: EvalResult) -> dict[str, float]:
-        """Return accuracy, figures of patches, and kept share."""
-        kept = {"kept": evaluation.mean_kept} if evaluation.kept else {}
-        return {"top1": evaluation.top1, **evaluation.patch_figures(), **kept}
 
 
 def _caption(config: TrainConfig, model: nn.Module) -> str:
@@ -299,11 +265,6 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     data, patch = config.data, getattr(getattr(model, "patch_embed", None), "patch_size", None)
     images = f"Images: {data.source}, {data.image_size} px"
     return images if patch is None else f"{images}; {redundancy(timed_images(config, _MEASURED), patch[0])}"
-
-
-def _read(model: nn.Module, batches: Sequence[torch.Tensor]) -> None:
-    for images in batches:
-        model(images)
 
 
 def _epochs(job: Job[TrainConfig], base: str) -> str:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from mmod.studies.config import PairsStudyConfig
-from mmod.studies.entrants import DENSE
 from mmod.studies.jobs import Job
-from mmod.studies.study import Study, latencies
-from mmod.training.engine.distributed import choose_device
+from mmod.studies.study import Study
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult
 from mmod.training.pairs.recipe import PairsRecipe
@@ -22,9 +19,10 @@ class PairsStudy(Study[TrainConfig, EvalResult]):
     recipe = PairsRecipe
     run_config = TrainConfig
     score, measure = "recall1", "recall at 1, mean of both directions,"
+    times: ClassVar = {"image": ("image_ms", "image_speedup"), "text": ("text_ms", "text_speedup")}
     columns = (
         "name", "capacity", "image_gflops", "text_gflops", "image_ms", "text_ms", "image_speedup", "text_speedup",
-        "recall1", "recall1_std", "to_dense", "to_control", "recall5", "zero_shot", "before", "kept",
+        "recall1", "recall1_std", "to_dense", "to_control", "recall5", "zero_shot_top1", "before", "kept",
     )  # fmt: skip
 
     def routing(self, fields: dict[str, Any], capacity: float | None) -> dict[str, Any]:
@@ -32,29 +30,10 @@ class PairsStudy(Study[TrainConfig, EvalResult]):
         routing = super().routing
         return {tower: routing(settings, capacity) for tower, settings in fields.items()}
 
-    def figures(self, evaluation: EvalResult) -> dict[str, float]:
-        """Return recall, zero-shot accuracy where it was measured, and kept share."""
-        zero_shot = {} if evaluation.zero_shot_top1 is None else {"zero_shot": evaluation.zero_shot_top1}
-        return {
-            "recall1": evaluation.recall1, "recall5": evaluation.recall5, **zero_shot, "kept": evaluation.mean_kept,
-        }  # fmt: skip
-
     def examine(self, job: Job[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
         """Count the FLOPs of one image and of one caption."""
-        cost = self.recipe(job.config).cost(self.load(job), evaluation)
+        cost = self.recipe(job.config).cost(self.load(job), evaluation.kept)
         return {f"{tower}_gflops": flops / 1e9 for tower, flops in cost.items()}
-
-    def time(self, jobs: Mapping[str, Job[TrainConfig]]) -> dict[str, dict[str, float]]:
-        """Measure the latency of both towers on a batch, per image and caption."""
-        count, rounds = self.config.latency_batch, self.config.latency_rounds
-        readings = {name: self.recipe(job.config).readings(self.load(job), count) for name, job in jobs.items()}
-        costs: dict[str, dict[str, float]] = {name: {} for name in jobs}
-        device = choose_device(jobs[DENSE].config.device)
-        for tower, reading in readings[DENSE].items():
-            calls = {name: towers[tower].call for name, towers in readings.items()}
-            for name, (ms, ratio) in latencies(calls, reading.samples, rounds, device).items():
-                costs[name] |= {f"{tower}_ms": ms, f"{tower}_speedup": ratio}
-        return costs
 
     @property
     def costs(self) -> dict[str, str]:

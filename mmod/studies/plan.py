@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 from mmod.io.files import locked
 from mmod.studies.config import PlanOptions
 from mmod.training.engine.config import RunConfig
-from mmod.training.engine.parse import parse_config
-from mmod.training.kinds import config_with, recipe_of, split_kind
+from mmod.training.kinds import config_with, parse_kind, recipe_of
 
 if TYPE_CHECKING:
     # By way of the package, which readers of the fields' types import without torch.
@@ -60,7 +59,6 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
 
 def main(arguments: Sequence[str]) -> None:
     """Search as the command line `CONFIG [--kind KIND] [--key value]` says and print the result."""
-    kind, arguments = split_kind(arguments)
-    config: Any = parse_config(arguments, plan_config(kind))
+    config: Any = parse_kind(arguments, plan_config)
     folder = Path(config.output) / "plan"
     print(f"{search_for(config, config.plan, folder)}\n\nPlan, picture and scores: {folder}")

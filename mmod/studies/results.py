@@ -52,7 +52,7 @@ COLUMNS: dict[str, Column] = {
     "recall1": ("R@1 %", ".2f"),
     "recall1_std": ("std", ".2f"),
     "recall5": ("R@5 %", ".2f"),
-    "zero_shot": ("zero-shot %", ".2f"),
+    "zero_shot_top1": ("zero-shot %", ".2f"),
     "right": ("right %", "±.1f"),
     "to_dense": ("to dense", ""),
     "to_control": ("to control", ""),
@@ -85,12 +85,16 @@ class Point:
         return [values[figure] for _, values in sorted(self.figures.items()) if figure in values]
 
     def row(self) -> dict[str, Any]:
-        """Return all columns by name; a figure `x` gives its mean `x` and the standard deviation `x_std`."""
+        """Return all columns by name."""
         row = {"name": self.name, "series": self.series, "capacity": self.capacity, "seeds": len(self.figures)}
-        for figure in dict.fromkeys(name for values in self.figures.values() for name in values):
-            by_seed = self.values(figure)
-            row |= {figure: mean(by_seed), f"{figure}_std": spread(by_seed)}
-        return {**row, **self.cost, "to_dense": self.to_dense, "to_control": self.to_control, **self.to_rivals}
+        return {
+            **row,
+            **means_over_seeds(self.figures),
+            **self.cost,
+            "to_dense": self.to_dense,
+            "to_control": self.to_control,
+            **self.to_rivals,
+        }
 
 
 @dataclass(frozen=True)
@@ -113,12 +117,11 @@ def write_outcome(
     pictures: Mapping[str, Figure],
 ) -> None:
     """Write a study's record as JSON, its rows as CSV, its text as Markdown, and its pictures by their names."""
-    folder.mkdir(parents=True, exist_ok=True)
+    for title, figure in pictures.items():
+        save_picture(folder, title, figure)
     write_atomically(folder / f"{name}.json", json.dumps(record, indent=2) + "\n")
     write_csv(folder / f"{name}.csv", rows)
     write_atomically(folder / f"{name}.md", text + "\n")
-    for title, figure in pictures.items():
-        save_figure(figure, folder / f"{title}.png", dpi=150)
 
 
 def save_picture(folder: str | Path, name: str, figure: Figure) -> None:
@@ -137,9 +140,13 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def spread(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation over seeds; None for a single one."""
-    return stdev(values) if len(values) > 1 else None
+def means_over_seeds(figures: Mapping[int, Mapping[str, float]]) -> dict[str, float | None]:
+    """Return the mean `x` and standard deviation `x_std` of every figure by seed; None is that of a single seed."""
+    columns: dict[str, float | None] = {}
+    for name in dict.fromkeys(name for values in figures.values() for name in values):
+        by_seed = [values[name] for _, values in sorted(figures.items()) if name in values]
+        columns |= {name: mean(by_seed), f"{name}_std": stdev(by_seed) if len(by_seed) > 1 else None}
+    return columns
 
 
 def compare(figures: Mapping[str, BySeed], partners: Mapping[str, str | None]) -> dict[str, Estimate | None]:

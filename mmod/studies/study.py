@@ -24,15 +24,15 @@ from mmod.studies.entrants import DENSE, Entrant
 from mmod.studies.jobs import Job, Runner, Search, Tick
 from mmod.studies.plan import search_for
 from mmod.studies.results import COLUMNS, Point, StudyResult, compare, flat, verdict, write_outcome
-from mmod.training.engine.loop import seed_draws
-from mmod.training.engine.recipe import Recipe
+from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.engine.recipe import Reading, Recipe
 from mmod.training.engine.run_folder import portable
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Config = TypeVar("Config")
-Evaluation = TypeVar("Evaluation")
+Evaluation = TypeVar("Evaluation", bound=RoutedResult)
 # The dense model that all fine-tuning starts from; the point shown as dense is fine-tuned like the others.
 _BASE = "base"
 # Epochs that take about as long as evaluating once.
@@ -58,36 +58,58 @@ class Study(ABC, Generic[Config, Evaluation]):
     Attributes:
         recipe: The kind of training.
         run_config: The dataclass of a run's config.
-        score: The figure, in percent, by which models are compared.
+        score: The figure of an evaluation, in percent, by which models are compared.
         measure: Name of the score in the picture.
         columns: Names of the table's columns, see `COLUMNS`.
+        times: Columns of time per sample and of speed-up over the dense model, by input as in `Recipe.readings`.
     """
 
     recipe: ClassVar[type[Recipe[Any, Any]]]
     run_config: ClassVar[Any]
     score: str
     measure: str
-    columns: ClassVar[Sequence[str]]
+    columns: Sequence[str]
+    times: ClassVar[Mapping[str, tuple[str, str]]]
 
     def __init__(self, config: StudyConfig) -> None:
         self.config = config
         self._plans: dict[str, dict[str, Any]] = {}  # Runs ask for their plan several times.
 
-    def create(self, config: Config) -> nn.Module:
-        """Make the model that a run starts from, routed as its config says."""
-        return self.recipe(config).create()
-
-    @abstractmethod
-    def figures(self, evaluation: Evaluation) -> dict[str, float]:
-        """Return the figures of an evaluation by name, the score among them."""
-
     @abstractmethod
     def examine(self, job: Job[Config], evaluation: Evaluation) -> dict[str, float]:
         """Count the costs of a finished model, and draw what it keeps."""
 
-    @abstractmethod
-    def time(self, jobs: Mapping[str, Job[Config]]) -> dict[str, dict[str, float]]:
-        """Measure the final models of some runs side by side; return figures by model."""
+    def time(self, jobs: Mapping[str, Job[Config]], *, shown: bool) -> dict[str, dict[str, float]]:
+        """Measure the latency of final models in batches of several sizes, all in turns; return figures by model."""
+        recipes = {name: self.recipe(job.config) for name, job in jobs.items()}
+        readings: dict[tuple[str, int, str], Reading] = {}
+        for name, job in jobs.items():
+            model = self.load(job)
+            for size in self.batch_sizes:
+                passes = recipes[name].readings(model, size, max(self.batch_sizes) // size)
+                readings |= {(inputs, size, name): reading for inputs, reading in passes.items()}
+        calls = {key: reading.call for key, reading in readings.items()}
+        with torch.inference_mode():
+            device, rounds = recipes[DENSE].device, self.config.latency_rounds
+            times = interleave(calls, seconds=0, rounds=rounds, device=device, shown=shown)
+        figures: dict[str, dict[str, float]] = {name: {} for name in jobs}
+        for inputs, size in dict.fromkeys((inputs, size) for inputs, size, _ in times):
+            ms, speedup = self.time_columns(inputs, size)
+            by_model = {name: times[inputs, size, name] for name in jobs}
+            for name, (total, ratio) in relative_times(by_model, DENSE).items():
+                figures[name] |= {ms: total / readings[inputs, size, name].samples, speedup: ratio}
+        return figures
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """The batch sizes whose latency is measured."""
+        return sorted({*self.config.latency_batches, self.config.latency_batch})
+
+    def time_columns(self, inputs: str, size: int) -> tuple[str, str]:
+        """Return the names of a batch size's columns of time and of speed-up over the dense model."""
+        ms, speedup = self.times[inputs]
+        further = "" if size == self.config.latency_batch else f"_b{size}"
+        return f"{ms}{further}", f"{speedup}{further}"
 
     @property
     @abstractmethod
@@ -194,7 +216,7 @@ class Study(ABC, Generic[Config, Evaluation]):
             is_news = (job.seed == 0 and is_first) or all(job.seed in by_seed for by_seed in figures.values())
             if len(costs) > 1 and DENSE in costs and is_news:
                 self._write(entrants, figures, costs, runner)
-        for name, times in self.time(first).items():
+        for name, times in self.time(first, shown=progress).items():
             costs[name] |= times
         return self._write(entrants, figures, costs, runner)
 
@@ -233,18 +255,18 @@ class Study(ABC, Generic[Config, Evaluation]):
         job, before = self.ready(job), {}
         if not job.is_trained:
             evaluation = self._evaluate_once(job)
-            return Outcome(evaluation, self.figures(evaluation))
+            return Outcome(evaluation, evaluation.columns())
         if job.is_tuned and self.config.before:
-            before["before"] = self.figures(self._evaluate_once(job))[self.score]
+            before["before"] = self._evaluate_once(job).columns()[self.score]
         evaluation = self.recipe(job.config).train(tick)
-        return Outcome(evaluation, self.figures(evaluation) | before)
+        return Outcome(evaluation, evaluation.columns() | before)
 
     def load(self, job: Job[Config]) -> nn.Module:
         """Make the final model of a run, in evaluation mode on the device it was trained on."""
         config: Any = self.ready(job).config
         if job.is_trained:
             config = self.recipe(config).finished(config.output)
-        return self.create(config).to(self.recipe(config).device).eval()
+        return self.recipe(config).load()
 
     def _evaluate_once(self, job: Job[Config]) -> Evaluation:
         """Evaluate the model that a run starts from, or return the evaluation of an earlier call."""
@@ -254,12 +276,9 @@ class Study(ABC, Generic[Config, Evaluation]):
 
         def evaluate() -> Any:
             recipe = self.recipe(run)
-            # As at the start of training, so that routers are drawn alike.
-            seed_draws(run.seed, 0, 0)
-            return recipe.assess(self.create(run).to(recipe.device))
+            return recipe.assess(recipe.load())
 
-        evaluation: Evaluation = self.recipe.result(**evaluate_once(f"{run.output}.before.jsonl", settings, evaluate))
-        return evaluation
+        return self.recipe.result(**evaluate_once(f"{run.output}.before.jsonl", settings, evaluate))
 
     def _write(
         self,
@@ -282,23 +301,24 @@ class Study(ABC, Generic[Config, Evaluation]):
         ]  # fmt: skip
         folder, rows = Path(self.config.output), self.complete([point.row() for point in points])
         record = {"config": dataclasses.asdict(self.config), **runner.facts, **self.facts()}
-        record["picture"] = {"score": self.score, "measure": self.measure, "costs": self.costs}
+        record["title"] = f"{self.measure[:1].upper()}{self.measure[1:]} against {', '.join(self.costs.values())}"
         record["points"] = [dataclasses.asdict(point, dict_factory=published) for point in points]
         ranking = self.ranking(scores, costs)
-        text, summary = (f"{shown}\n\n{ranking}" for shown in (self.table(rows), self.summary(rows)))
-        write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], text, self.pictures(rows))
+        text, summary = (f"{table}\n\n{ranking}" for table in (self.table(rows), self.summary(rows)))
+        drawn = self.pictures([{**row, "note": _note(shown[row["name"]], row)} for row in rows])
+        write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], text, drawn)
         if len(points) == 2:
             runner.say(f"table and picture, from now on: {folder}/tradeoff.{{md,png}}")
         return StudyResult(folder, points, text, summary, record["cpu_seconds"])
 
 
-def latencies(
-    calls: Mapping[str, Callable[[], object]], count: int, rounds: int, device: torch.device
-) -> dict[str, tuple[float, float]]:
-    """Time calls of `count` samples in interleaved rounds; return ms of a sample and speed-up over "dense" by name."""
-    with torch.inference_mode():
-        times = interleave(calls, seconds=0, rounds=rounds, device=device)
-    return {name: (ms / count, speedup) for name, (ms, speedup) in relative_times(times, DENSE).items()}
+def _note(entrant: Entrant, row: Mapping[str, Any]) -> str:
+    """Return differences and settings of a model, the text that a browser shows at its point."""
+    gaps = [f"{name.replace('_', ' ')}: {row[name]}" for name in ("to_dense", "to_control") if row[name] is not None]
+    size = {} if entrant.image_size is None else {"image_size": entrant.image_size}
+    fields = (entrant.routing or {}, *entrant.methods, entrant.args, size)
+    settings = ", ".join(f"{name}: {value}" for part in fields for name, value in part.items())
+    return "\n".join(filter(None, [*gaps, settings]))
 
 
 def evaluate_once(path: str | Path, settings: Mapping[str, Any], evaluate: Callable[[], Any]) -> dict[str, Any]:
@@ -306,8 +326,7 @@ def evaluate_once(path: str | Path, settings: Mapping[str, Any], evaluate: Calla
     journal = Journal(path, {}, "evaluation")
     for record in journal.records:
         if not differences(record["settings"], settings):
-            earlier: dict[str, Any] = record["evaluation"]
-            return earlier
+            return record["evaluation"]
     evaluation = dataclasses.asdict(evaluate())
     journal.add({"settings": settings, "evaluation": evaluation})
     return evaluation

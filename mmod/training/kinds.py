@@ -6,11 +6,11 @@ import argparse
 import dataclasses
 import functools
 import importlib
+import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mmod.io.options import dataclass_in
 from mmod.io.yaml import parse_option, stack_configs
 from mmod.training.chat import config as chat
 from mmod.training.engine.config import RunConfig
@@ -18,7 +18,7 @@ from mmod.training.engine.parse import parse_config
 from mmod.training.image import config as image
 from mmod.training.pairs import config as pairs
 from mmod.training.text import config as text
-from mmod.values import check_value, one_of, required_fields
+from mmod.values import check_value, one_of
 
 if TYPE_CHECKING:
     from mmod.training.chat.evaluate import EvalResult as ChatResult
@@ -38,20 +38,11 @@ CONFIGS: dict[str, type[RunConfig]] = {
 
 
 def recipe_of(config: Any) -> Recipe[Any, Any]:
-    """Return the recipe of a run; imports the libraries of its kind.
-
-    Args:
-        config: A config of one of the classes of `CONFIGS`, or derived from it.
-
-    Raises:
-        TypeError: A config of no kind.
-    """
-    for kind, cls in CONFIGS.items():
-        if isinstance(config, cls):
-            module = importlib.import_module(f"mmod.training.{kind}.recipe")
-            recipe: Recipe[Any, Any] = getattr(module, f"{kind.capitalize()}Recipe")(config)
-            return recipe
-    raise TypeError(f"a run's config must be one of {', '.join(CONFIGS)}, got {type(config).__name__}")
+    """Return the recipe of a run; imports the libraries of its kind. A TypeError for a config of no kind."""
+    if not isinstance(config, RunConfig):
+        raise TypeError(f"a run's config must be one of {', '.join(CONFIGS)}, got {type(config).__name__}")
+    module = importlib.import_module(f"mmod.training.{config.kind}.recipe")
+    return getattr(module, f"{config.kind.capitalize()}Recipe")(config)
 
 
 @typing.overload
@@ -95,11 +86,7 @@ def fit(config: RunConfig, **options: Any) -> Any:
 
 @functools.cache
 def config_with(kind: str, group: str, options: type, purpose: str) -> Any:
-    """Return the config of a kind of training with one more group of options.
-
-    Args:
-        purpose: What the group is for, in `--help`.
-    """
+    """Return the config of a kind of training with one more group of options, and its purpose in `--help`."""
     doc = "The keys of a training config, whose model, data and device say what is examined.\n\nArgs:\n"
     return dataclasses.make_dataclass(
         f"{options.__name__}Of{kind.capitalize()}", [(group, options, dataclasses.field(default_factory=options))],
@@ -107,43 +94,29 @@ def config_with(kind: str, group: str, options: type, purpose: str) -> Any:
     )  # fmt: skip
 
 
-def kind_of(fields: Mapping[str, Any]) -> str:
-    """Return the kind of a config file: the first one whose config differs least in its keys.
-
-    Example:
-        >>> kind_of({"model": {"name": "vit_tiny_patch16_224"}, "data": {"source": "digits"}})
-        'image'
-        >>> kind_of({"model": {"checkpoint": "run"}, "data": {"length": 256}})
-        'text'
-    """
-    return min(CONFIGS, key=lambda kind: _misfit(fields, CONFIGS[kind]))
+def kind_of(arguments: Sequence[str]) -> str:
+    """Return the kind that the files or options of a command line name; "image" unless they do."""
+    kind = _named_kind(arguments) or "image"
+    one_of("kind", kind, tuple(CONFIGS))
+    return kind
 
 
-def _misfit(fields: Mapping[str, Any], config: type) -> int:
-    """Return the number of keys in a file that a config lacks, and of required keys that the file lacks."""
-    hints, known = typing.get_type_hints(config), {field.name: field for field in dataclasses.fields(config)}
-    required = set(required_fields(config)) - {"output"}
-    groups = ((value, dataclass_in(hints[name])) for name, value in fields.items() if name in known)
-    inner = sum(_misfit(value, group) for value, group in groups if group is not None and isinstance(value, Mapping))
-    return len(set(fields) - set(known)) + len(required - set(fields)) + inner
-
-
-def split_kind(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Return the kind of a command line, and the command line without `--kind`.
-
-    Args:
-        arguments: `[CONFIG] [--kind NAME] [--key value]`; without `--kind` the keys of the files decide.
-
-    Raises:
-        ValueError: An unknown kind.
-    """
+def _named_kind(arguments: Sequence[str]) -> str | None:
+    fields, words = stack_configs(arguments)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--kind")
-    options, others = parser.parse_known_args(list(arguments))
-    if options.kind is not None:
-        one_of("kind", options.kind, tuple(CONFIGS))
-        return str(options.kind), others
-    return kind_of(stack_configs(others)[0] or {}), others
+    parser.add_argument("--kind", default=(fields or {}).get("kind"))
+    return parser.parse_known_args(words)[0].kind
+
+
+def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]]) -> Any:
+    """Return the config of a command line as `parse_config` does; `config_of` returns the class for a kind."""
+    kind = kind_of(arguments)
+    try:
+        return parse_config(arguments, config_of(kind))
+    except SystemExit as end:
+        if end.code and _named_kind(arguments) is None:
+            print(f"without a key `kind`, a config is read as {kind}; valid are {', '.join(CONFIGS)}", file=sys.stderr)
+        raise
 
 
 _DRY = "--dry-run"
@@ -154,7 +127,6 @@ def main(arguments: Sequence[str], kind: str) -> None:
 
     Args:
         arguments: `CONFIG [--key value] [--dry-run[=RATE]]`; with a rate, in TFLOP/s of each process, hours too.
-        kind: A key of `CONFIGS`.
     """
     dry = [word for word in arguments if word.partition("=")[0] == _DRY]
     config = parse_config([word for word in arguments if word not in dry], CONFIGS[kind])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.planning import search
-from mmod.planning.plan_search import BlockCosts, PlanSearch, best_plan, in_time, plan_of, stopwatch
+from mmod.planning.plan_search import BlockCosts, PlanSearch, best_plan, choices_of, in_time, plan_of, stopwatch
 from tests.adapters.vlm_zoo import make_joint, prompt
 from tests.zoo import make_images, make_model
 
@@ -121,17 +121,19 @@ def test_rounds_score_choices_beside_those_of_the_plan() -> None:
     assert found.divergence <= whole(first.plan) + 1e-9
     assert found.share(found.plan) <= 0.7
     # What one round scores: the whole divergence with a choice, less that with the block dense.
-    base = {block: mmod.Option(*own) for block, *own in first.plan.rows}
-    scoring = search._Scoring(
-        model, "language", first.names, options, STRIDE, search.divergence_of(None, model), progress_file=None
-    )
+    base = choices_of(first.plan)
+    compared = search.Divergence(model, "language", search.divergence_of(None, model))
+    scoring = search._Scoring(compared, first.names, options, STRIDE, progress_file=None)
     with torch.no_grad():
         scores, of_base = scoring.run(batches, base)
     assert of_base == pytest.approx(whole(first.plan))
     for block, item in ((0, 0), (3, 1), (first.plan.blocks[0], 1)):
-        without = {at: option for at, option in base.items() if at != block}
-        dense = whole(plan_of(without, 4, STRIDE)) if without else 0.0
-        changed = whole(plan_of({**base, block: options[item]}, 4, STRIDE))
+        with_option, without = (
+            tuple(choice if place == block else option for place, option in enumerate(base))
+            for choice in (options[item], None)
+        )
+        dense = whole(plan_of(without, STRIDE)) if any(without) else 0.0
+        changed = whole(plan_of(with_option, STRIDE))
         assert scores[block][item] == pytest.approx(changed - dense, abs=1e-6)
 
 

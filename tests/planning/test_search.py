@@ -151,9 +151,9 @@ def test_labels_say_which_tokens_count() -> None:
     labels[:, -2:] = batch["input_ids"][:, -2:]
     with torch.no_grad():
         logits = model(**batch).logits
-    assert torch.equal(outputs(model, {**batch, "labels": labels}, "language", IMAGE), logits[0, -3:-1])
+    assert torch.equal(outputs(model, {**batch, "labels": labels}, "language"), logits[0, -3:-1])
     text = batch["attention_mask"].bool() & (batch["input_ids"] != IMAGE)
-    assert torch.equal(outputs(model, batch, "language", IMAGE), logits[text])
+    assert torch.equal(outputs(model, batch, "language"), logits[text])
 
 
 @pytest.mark.slow
@@ -277,8 +277,8 @@ def test_a_picture(tmp_path: Path) -> None:
         ({"budget": "0.5"}, "budget must be a number in"),
         ({"budget": math.nan}, "budget must be a number in"),
         ({"rounds": "1"}, "rounds must be an integer of at least 0"),
-        ({"options": ["mlp"]}, "options must be several values, each a Option, got"),
-        ({"options": "mlp"}, "options must be several values, each a Option, got"),
+        ({"options": ["mlp"]}, "options must be several values, each an Option, got"),
+        ({"options": "mlp"}, "options must be several values, each an Option, got"),
         ({"model": NAME}, "must be a torch.nn.Module"),
         (
             {"router": {"name": "attention", "importance": "first"}},

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import torch
 
 import mmod
-from mmod.analysis.plots import sample_maps
+from mmod.analysis import LabelledBatch
+from mmod.analysis.plots import draw_sample_maps, draw_tradeoff
 from mmod.analysis.style import new_figure, svg_of
-from mmod.studies.isoflop.report import table, verdict
+from mmod.studies.isoflop.report import draw, table, verdict
+from mmod.studies.results import write_outcome
 from mmod.training.engine.health import FIGURES, evaluated, write_rows
 from tests.analysis.audit.planted import batches_of, plant
 
@@ -22,27 +25,19 @@ TABLE = """| model | top-1 % |
 
 Paired over 2 seeds (95 % intervals), no significant difference between dense and a <b>&amp; b</b>.
 """
-AXES = {
-    "score": "top1",
-    "measure": "top-1 accuracy",
-    "costs": {"gflops": "GFLOPs per image", "latency_ms": "ms per image, batch 1", "prefill_ms": "never measured"},
-}
-COLUMNS = "name,series,capacity,seeds,top1,top1_std,gflops,latency_ms,latency_ms_b8"
-ROWS = f"""{COLUMNS},to_dense/mean,to_dense/low,to_dense/high
-dense,dense,1.0,2,90.0,0.5,0.045,2.0,3.0,,,
-a <b>& b</b>-0.5,a <b>& b</b>,0.5,2,89.0,0.7,0.03,1.5,2.5,-1.0,-2.0,0.1
-a <b>& b</b>-0.25,a <b>& b</b>,0.25,2,85.0,,0.02,1.0,2.0,-5.0,,
-early exit-0.25,early exit,0.25,2,84.0,,0.025,1.0,2.0,-6.0,,
-"""
+TITLE = "Top-1 accuracy against GFLOPs per image"
+ROWS: list[dict[str, Any]] = [
+    {"name": "dense", "series": "dense", "top1": 90.0, "gflops": 0.045},
+    {"name": "a <b>& b</b>-0.5", "series": "a <b>& b</b>", "top1": 89.0, "gflops": 0.03, "note": "router: norm"},
+    {"name": "early exit-0.25", "series": "early exit", "top1": 84.0, "gflops": 0.025},
+]
 
 
 def write_study(folder: Path) -> Path:
     folder.mkdir(parents=True)
-    rivals = {"early exit": {"0.25": {"kind": "exit", "confidence": 0.8}}}
-    config = {"routers": {"a <b>& b</b>": {"router": "norm"}}, "rivals": rivals, "seeds": 2}
-    (folder / "tradeoff.json").write_text(json.dumps({"config": config, "torch": "2", "points": [], "picture": AXES}))
-    (folder / "tradeoff.csv").write_text(ROWS)
-    (folder / "tradeoff.md").write_text(TABLE)
+    config = {"routers": {"a <b>& b</b>": {"router": "norm"}}, "seeds": 2}
+    record = {"config": config, "torch": "2", "points": [], "title": TITLE}
+    write_outcome(folder, "tradeoff", record, ROWS, TABLE, {"tradeoff": draw_tradeoff(ROWS)})
     figure = new_figure(1, 1)
     figure.subplots().imshow(torch.rand(8, 8))
     (folder / "maps-a.svg").write_text(svg_of(figure))
@@ -66,19 +61,23 @@ def write_isoflop(folder: Path) -> Path:
             }
             points.append({**facts, "seeds": losses, "loss": losses[0]["loss"] + 0.05, "rate": 0.1, "steps": 9})
     folder.mkdir(parents=True)
-    record = {"config": {"score": "loss"}, "torch": "2", "points": points}
-    (folder / "isoflop.json").write_text(json.dumps(record))
-    (folder / "isoflop.md").write_text(f"{table(points, 'loss')}\n\n{verdict(points, 'loss')}\n")
+    record = {"config": {"score": "loss"}, "torch": "2", "points": points, "title": "Loss against parameters"}
+    text = f"{table(points, 'loss')}\n\n{verdict(points, 'loss')}"
+    write_outcome(folder, "isoflop", record, points, text, {"isoflop": draw(points, "loss")})
     return folder
 
 
 def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), capacity: object = 0.25) -> Path:
     model, batches = plant(router, blocks, capacity), batches_of(40, seed=0)
+    labelled = [
+        LabelledBatch(batch, {"class": [f"number {number}" for number in batch[1].tolist()]}) for batch in batches
+    ]
     found = mmod.audit(
-        model, batches, draws=1, resamples=100, conditions=["random", "centre", "mean mask"], leave_one_out=1,
-        strata=lambda batch: {"class": [f"number {number}" for number in batch[1].tolist()]},
+        model,
+        labelled,
+        mmod.AuditConfig(draws=1, resamples=100, conditions=["random", "centre", "mean mask"], leave_one_out=1),
         beside={"dense": mmod.unroute_(plant(router, blocks, capacity))},
-    )  # fmt: skip
+    )
     images = batches[0][0][:4]
     record = {
         "name": run.name,
@@ -90,7 +89,7 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
         "beside_flops": {"dense": float(mmod.flops(model, images.shape[1:]).dense)},
     }
     (run / "audit").mkdir(parents=True)
-    (run / "audit/maps.svg").write_text(svg_of(sample_maps(model, images).draw()))
+    (run / "audit/maps.svg").write_text(svg_of(draw_sample_maps(model, images)))
     (run / "audit/audit.json").write_text(json.dumps(record))
     return run
 

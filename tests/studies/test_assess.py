@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mmod import flops
-from mmod.data.loader import create_eval_stream
+from mmod.data.loader import image_stream
 from mmod.studies.assess import assess
 from mmod.training import evaluate, fit
-from mmod.training.engine.loop import seed_draws
+from mmod.training.engine.recipe import seed_draws
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import ImageRecipe, sample_images, timed_images
 from tests.sets import SETS
@@ -43,7 +43,7 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path) -> Non
     routed = assess(own, progress=False)
     seed_draws(0, 0, 0)
     model = ImageRecipe(own).create_models()[0].eval()
-    assert routed.evaluation == evaluate(model, create_eval_stream(own.data))
+    assert routed.evaluation == evaluate(model, image_stream(own.data))
     assert routed.gflops == {"image": flops(model, (1, 32, 32)).routed / 1e9}
     assert routed.gflops["image"] < dense.gflops["image"]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files

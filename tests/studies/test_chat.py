@@ -31,7 +31,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ChatStudyConfig:
     return ChatStudyConfig(
         output=str(folder / "out"), dense=str(folder / "dense.yaml"), routers=ROUTERS,
         finetune={"trainer": {"max_steps": 2}}, seeds=2,
-        timed_prompts=2, timed_tokens=2, timed_rounds=2,
+        latency_batch=2, timed_tokens=2, latency_rounds=2,
     )  # fmt: skip
 
 
@@ -106,8 +106,8 @@ def test_a_given_checkpoint_is_not_trained(study: ChatStudyConfig) -> None:
 
 
 def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:
-    with pytest.raises(ValueError, match="timed_rounds"):
-        dataclasses.replace(study, timed_rounds=0)
+    with pytest.raises(ValueError, match="latency_rounds"):
+        dataclasses.replace(study, latency_rounds=0)
     with pytest.raises(ValueError, match="maps must be an integer of at least 0, got -1"):
         dataclasses.replace(study, maps=-1)
     with pytest.raises(ValueError, match=r"rivals.prune.kind must be .*'resolution'"):

@@ -13,7 +13,7 @@ import mmod
 from mmod.io.yaml import read_yaml
 from mmod.studies import assess, plan
 from mmod.training.engine.evaluate import RoutedResult
-from mmod.training.kinds import CONFIGS, kind_of, recipe_of, split_kind
+from mmod.training.kinds import CONFIGS, kind_of, recipe_of
 from tests.scripts import ROOT
 from tests.sets import SETS
 from tests.studies.test_assess import config as image_config
@@ -57,7 +57,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     done = dataclasses.replace(recipe.finished(recipe.config.output), output=str(tmp_path / "done"))
     path = tmp_path / "done.yaml"
     path.write_text(yaml.safe_dump(done.to_dict()))
-    assert split_kind([str(path), "--seed", "1"]) == (kind, [str(path), "--seed", "1"])
+    assert kind_of([str(path), "--seed", "1"]) == kind
 
     found = assess.assess(done, progress=False)
     assert found.evaluation == trained
@@ -76,16 +76,29 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
 @pytest.mark.parametrize(
     "path", sorted(ROOT.glob("configs/*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
 )
-def test_the_keys_of_a_config_say_its_kind(path: Path) -> None:
+def test_a_config_says_its_kind(path: Path) -> None:
     kinds = {"clip": "pairs", "vlm": "chat", "text": "text"}
     if path.parent.name in ("digits", "imagenet", "patches", "photos", "clip", "vlm", "text"):
         fields = read_yaml(path)
-        assert kind_of(fields) == kinds.get(path.parent.name, "image")
-        assert type(CONFIGS[kind_of(fields)].from_dict(fields)) is CONFIGS[kinds.get(path.parent.name, "image")]
+        assert kind_of([str(path)]) == kinds.get(path.parent.name, "image")
+        assert CONFIGS[kind_of([str(path)])].from_dict(fields).output
 
 
 def test_only_a_config_of_a_kind_has_a_recipe() -> None:
     with pytest.raises(TypeError, match="one of image, pairs, chat, text, got str"):
         recipe_of("image")
     with pytest.raises(ValueError, match="kind must be one of"):
-        split_kind(["--kind", "audio"])
+        kind_of(["--kind", "audio"])
+
+
+def test_a_refused_config_that_names_no_kind_is_told_of_the_key(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "pairs.yaml"
+    path.write_text(yaml.safe_dump({"output": "run", "augment": None}))
+    for options in ([], ["--kind", "image"]):
+        with pytest.raises(SystemExit):
+            assess.main([str(path), *options])
+        error = capsys.readouterr().err
+        assert "unknown config key 'augment'" in error
+        assert ("without a key `kind`" in error) == (not options)

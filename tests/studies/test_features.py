@@ -25,19 +25,19 @@ from mmod.analysis.statistics import Resampling
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.stream import BatchStream
 from mmod.io.configs import find_config
-from mmod.studies.config import FeaturesStudyConfig, SegmentationStudyConfig
+from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.features import (
     FeaturesStudy,
-    SegmentationStudy,
     linear_probe,
     nearest_neighbours,
     split_by_class,
 )
 from mmod.studies.results import StudyResult
-from mmod.training.engine.parse import load_config
+from mmod.training.engine.parse import read_config
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import feature_of
 from mmod.training.image.model import create_dense_model
+from mmod.training.image.recipe import ImageRecipe
 from tests.scripts import ROOT
 
 MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": 3}
@@ -151,7 +151,7 @@ def test_too_few_images_of_a_class_are_refused_before_any_model_is_made(
     given_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    monkeypatch.setattr(FeaturesStudy, "create", lambda self, config: made.append(config))
+    monkeypatch.setattr(ImageRecipe, "create", lambda self: made.append(self.config))
     study = FeaturesStudy(config(given_files, tmp_path / "study", folds=EACH + 1, rivals={}, routers=ONE))
     with pytest.raises(ValueError, match=rf"folds={EACH + 1} .* class 0 has {EACH}"):
         study.run(progress=False)
@@ -180,11 +180,8 @@ def test_the_published_tables_are_of_the_model_of_their_command(name: str, tmp_p
     page = (ROOT / "docs/equal_time.md").read_text()
     command, _, table = page.partition(f"    mmod tradeoff {name} ")[2].partition("\n")
     words = [tmp_path / "weights" if word == "FILE" else word for word in shlex.split(command)]
-    of_patches = name.startswith("segmentation")
-    kind, study_of = (
-        (SegmentationStudyConfig, SegmentationStudy) if of_patches else (FeaturesStudyConfig, FeaturesStudy)
-    )
-    study = study_of(load_config(find_config(name), [*map(str, words), "--maps", "0"], kind=kind))
+    config = read_config([str(find_config(name)), *map(str, words), "--maps", "0"], FeaturesStudyConfig)
+    study = FeaturesStudy(config)
     dense: Any = study.plan()[1][0].config
     model = timm.create_model(dense.model.name, **dense.model.args)
     (row,) = [line for line in table.splitlines() if line.startswith(f"| dense, {dense.data.image_size} pixels")][:1]

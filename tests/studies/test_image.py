@@ -76,7 +76,14 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypa
     folder = Path(result.folder)
     runs = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
     assert len(runs) == 12
-    for name in ("tradeoff.csv", "tradeoff.md", "tradeoff.png", "maps-a-mod-0.5.png", "maps-threshold-0.5.png"):
+    for name in (
+        "tradeoff.csv",
+        "tradeoff.md",
+        "tradeoff.png",
+        "tradeoff.svg",
+        "maps-a-mod-0.5.png",
+        "maps-threshold-0.5.png",
+    ):
         assert (folder / name).stat().st_size
     assert len(json.loads((folder / "tradeoff.json").read_text())["points"]) == 5
 
@@ -126,6 +133,9 @@ def test_table_and_pictures_come_with_the_first_pair(
     names = ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5"]
     assert [[point["name"] for point in stage] for stage in stages] == [names[:2], names[:3], names, names]
     assert all(("latency_ms" in point) == (stage is stages[-1]) for stage in stages for point in stage)
+    assert str(stages[-1][1]["note"]).startswith("to dense: ")
+    assert "preset: a-mod, capacity: 0.5" in str(stages[-1][1]["note"])
+    assert stages[-1][0]["note"] == ""
     printed = capsys.readouterr()
     assert printed.out.count("table and picture, from now on") == 1
     assert "left" in printed.err

@@ -55,7 +55,7 @@ def test_a_study_compares_and_can_be_continued(study: PairsStudyConfig) -> None:
     assert dense.cost["text_gflops"] == image.cost["text_gflops"]
     assert dense.row()["kept"] == 1 > both.row()["kept"]
     assert all(len(point.figures) == 2 and point.row()["recall1_std"] is not None for point in result.points)
-    assert all({"before", "zero_shot"} <= set(point.row()) for point in result.points)
+    assert all({"before", "zero_shot_top1"} <= set(point.row()) for point in result.points)
     folder = Path(result.folder)
     for name in ("tradeoff.csv", "tradeoff.md", "tradeoff.png"):
         assert (folder / name).stat().st_size

@@ -71,7 +71,7 @@ def test_rivals_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.Monk
     for entrant in study.entrants(dense, dense):
         config = entrant.configure(dense, dense)
         size = config.data.image_size
-        costs[entrant.name] = flops(study.create(config), (1, size, size)).routed
+        costs[entrant.name] = flops(study.recipe(config).create(), (1, size, size)).routed
     assert len(costs) == 14
     # Narrow models take more time than their FLOPs, so theirs are fewer. Comparing tokens within cells costs little.
     shares = {"dense": 1.0, "resolution-0.5": 0.6, "narrow-0.25": 0.3, "cells, merged": 0.43}

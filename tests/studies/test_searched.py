@@ -44,7 +44,7 @@ def chat_study(folder: Path) -> tuple[Study[Any, Any], ChatStudyConfig]:
     config = ChatStudyConfig(
         output=str(folder / "out"), dense=str(folder / "dense.yaml"), capacities=[0.9, 0.8], tune=False,
         tune_dense=False, routers={"searched": {"search": quick}}, controls={"searched": None}, seeds=2,
-        timed_prompts=2, timed_tokens=2, timed_rounds=2, maps=0,
+        latency_batch=2, timed_tokens=2, latency_rounds=2, maps=0,
     )  # fmt: skip
     return ChatStudy(config), config
 
@@ -71,7 +71,7 @@ def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("scored again")
 
-    monkeypatch.setattr("mmod.planning.search._Scoring._divergence", refuse)
+    monkeypatch.setattr("mmod.planning.divergence.Divergence.added", refuse)
     again = type(study)(config).run(progress=False)
     assert [point.figures for point in again.points] == [point.figures for point in result.points]
     assert json.loads((Path(config.output) / "tradeoff.json").read_text())["points"]

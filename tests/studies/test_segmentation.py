@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save_file
 
-from mmod.studies.config import SegmentationStudyConfig
-from mmod.studies.features import SegmentationStudy, Segmented
+from mmod.studies.config import FeaturesStudyConfig
+from mmod.studies.features import FeaturesStudy, Segmented
 
 ARGS = {
     "patch_size": 4,
@@ -31,7 +31,7 @@ ARGS = {
 
 
 @pytest.fixture(scope="module")
-def study(tmp_path_factory: pytest.TempPathFactory) -> SegmentationStudyConfig:
+def study(tmp_path_factory: pytest.TempPathFactory) -> FeaturesStudyConfig:
     """Scenes whose patches are coloured by their class, and a model that was never trained."""
     root, draw = tmp_path_factory.mktemp("maps"), np.random.default_rng(0)
     for split in ("train", "test"):
@@ -53,7 +53,10 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> SegmentationStudyConfig:
     }
     dense = {"output": "unused", "model": {"name": "vit_tiny_patch16_224", "args": ARGS}, "data": data}
     (root / "dense.yaml").write_text(yaml.safe_dump(dense))
-    return SegmentationStudyConfig(
+    return FeaturesStudyConfig(
+        feature="patches",
+        score="mean_iou",
+        strengths=[0.01],
         output=str(root / "study"),
         dense=str(root / "dense.yaml"),
         images=str(root),
@@ -74,10 +77,10 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> SegmentationStudyConfig:
     )
 
 
-def test_every_model_answers_every_patch(study: SegmentationStudyConfig) -> None:
+def test_every_model_answers_every_patch(study: FeaturesStudyConfig) -> None:
     kept: list[dict[str, Any]] = []
 
-    class Watched(SegmentationStudy):
+    class Watched(FeaturesStudy):
         def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             kept[:] = super().complete(rows)
             return kept
@@ -95,7 +98,7 @@ def test_every_model_answers_every_patch(study: SegmentationStudyConfig) -> None
             assert gap.low <= gap.high
     assert by_name["merged-0.5"]["to_control"] is not None
     assert "10 images; 95 % intervals" in table
-    again = SegmentationStudy(study).run(progress=False).table
+    again = FeaturesStudy(study).run(progress=False).table
     assert [row.split("|")[1] for row in again.splitlines()[:8]] == [
         row.split("|")[1] for row in table.splitlines()[:8]
     ]
@@ -117,12 +120,14 @@ def test_mean_iou_is_that_of_all_patches_together(classes: int, images: int, see
 
 
 @pytest.mark.parametrize("changes", [{"train_split": "test"}, {"source": "folder", "label_patch": None}])
-def test_patches_need_classes_and_a_split_to_fit_on(study: SegmentationStudyConfig, changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"needs classes of patches, data\.label_patch"):
-        SegmentationStudy(dataclasses.replace(study, output="unused", changes={"data": changes})).run(progress=False)
+def test_patches_need_classes_and_a_split_to_fit_on(study: FeaturesStudyConfig, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"needs their classes, data\.label_patch"):
+        FeaturesStudy(dataclasses.replace(study, output="unused", changes={"data": changes})).run(progress=False)
     assert not Path("unused").exists()
 
 
-def test_it_is_not_for_fine_tuning(study: SegmentationStudyConfig) -> None:
+def test_it_is_not_for_fine_tuning(study: FeaturesStudyConfig) -> None:
     with pytest.raises(ValueError, match="tune=False"):
-        SegmentationStudyConfig(output="x", dense=study.dense, routers=study.routers, tune=True)
+        dataclasses.replace(study, tune=True)
+    with pytest.raises(ValueError, match="is that of feature 'patches'"):
+        dataclasses.replace(study, score="linear")

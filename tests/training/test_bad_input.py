@@ -45,7 +45,9 @@ FOREIGN: dict[Any, Any] = {bool: 3, int: True, float: True, str: 3, list: 3, tup
 
 
 def fields_of(kind: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, hint in typing.get_type_hints(kind).items():
+    hints = typing.get_type_hints(kind)
+    for name in [field.name for field in dataclasses.fields(kind)]:
+        hint = hints[name]
         group = dataclass_in(hint)
         if group is None:
             yield f"{prefix}{name}", hint

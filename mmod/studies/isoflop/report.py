@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,7 +11,6 @@ import numpy as np
 from mmod.analysis.statistics import Estimate, difference
 from mmod.analysis.style import FAINT, INK, MARKERS, add_hint, add_legend, looks, new_figure, tidy
 from mmod.io.tables import Column, table_of
-from mmod.studies.results import spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -77,17 +75,6 @@ def fit_curve(sizes: Sequence[float], flops: Sequence[float], losses: Sequence[f
     size, flop, loss = (np.asarray(values, dtype=float)[order] for values in (sizes, flops, losses))
     square, slope, level = np.polyfit(np.log(size), loss, 2).tolist()
     return Curve(tuple(size.tolist()), tuple(flop.tolist()), (square, slope, level))
-
-
-def point_of(facts: Mapping[str, Any], evaluations: Mapping[int, Any]) -> dict[str, Any]:
-    """Return the row of a model: its facts, and the figures of its evaluations by seed with their means."""
-    columns = {seed: evaluation.columns() for seed, evaluation in sorted(evaluations.items())}
-    row = {**facts, "seeds": columns}
-    for name in ("loss", "causal_loss", "agreement"):
-        values = [figures[name] for figures in columns.values() if name in figures]
-        if values:
-            row |= {name: mean(values)} | ({f"{name}_std": spread(values)} if len(values) > 1 else {})
-    return row
 
 
 def curves_of(points: Points, score: str, seed: int | None = None) -> dict[Group, Curve]:
@@ -164,7 +151,7 @@ def draw(points: Points, score: str) -> Figure:
             _draw_curve(axis, curve, key, styles[name])
         for point in points:
             look = {"color": styles[point["series"]]["color"], "marker": markers[point["budget"]], "markersize": 5}
-            axis.errorbar(point[key], point[score], point.get(f"{score}_std", 0.0), capsize=2, ecolor=look["color"])
+            axis.errorbar(point[key], point[score], point.get(f"{score}_std") or 0.0, capsize=2, ecolor=look["color"])
             (mark,) = axis.plot(point[key], point[score], **look)
             add_hint(mark, f"{point['series']} {point['size']}, {point['budget']:.3g} FLOPs: {point[score]:.4f}")
         axis.set(xlabel=title, xscale="log")

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from mmod.analysis.prefill import training_flops
 from mmod.analysis.statistics import published
 from mmod.data.loader import text_stream
 from mmod.io.yaml import merged, read_yaml
 from mmod.studies.config import IsoflopConfig
-from mmod.studies.isoflop.report import draw, optima, point_of, table, verdict
+from mmod.studies.isoflop.report import draw, optima, table, verdict
 from mmod.studies.jobs import Job, Runner, Tick, best_rates, try_rates, with_rate
-from mmod.studies.results import StudyResult, write_outcome
+from mmod.studies.results import StudyResult, means_over_seeds, write_outcome
 from mmod.training.engine.recipe import steps_of_epoch
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult
@@ -23,9 +23,8 @@ from mmod.training.text.model import window_flops
 from mmod.training.text.recipe import TextRecipe
 
 
-@dataclass(frozen=True)
-class Place:
-    """One model of the grid, trained with one budget."""
+class Place(NamedTuple):
+    """One model of the grid, trained with one budget; all but the config are its columns in the study's table."""
 
     series: str
     size: str
@@ -41,11 +40,11 @@ class Place:
         """Name of its runs."""
         return f"{self.series}-{self.size}-{self.budget:g}"
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Its columns in the study's table."""
-        names = ("series", "size", "budget", "parameters", "forward", "steps", "spent")
-        return {name: getattr(self, name) for name in names}
+    def row(self, rate: float, evaluations: Mapping[int, EvalResult]) -> dict[str, Any]:
+        """Return its columns at a learning rate: the figures of every seed, and their means."""
+        facts = {name: value for name, value in self._asdict().items() if name != "config"}
+        seeds = {seed: evaluation.columns() for seed, evaluation in sorted(evaluations.items())}
+        return {**facts, "rate": rate, "seeds": seeds, **means_over_seeds(seeds)}
 
     def job(self, rate: float, seed: int, folder: Path) -> Job[TrainConfig]:
         """Return the run with a learning rate and a seed, in a folder named after the place."""
@@ -92,7 +91,7 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
         name, seed = of_folder[job.config.output]
         evaluations[name][seed] = evaluation
         if all(seed in by_seed for by_seed in evaluations.values()):
-            points = [point_of({**place.facts, "rate": rates[place.name]}, evaluations[place.name]) for place in places]
+            points = [place.row(rates[place.name], evaluations[place.name]) for place in places]
             result = _write(config, points, runner)
     assert result is not None
     return result
@@ -176,6 +175,7 @@ def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) 
         for row in optima(points, config.score)
     ]
     record = {"config": dataclasses.asdict(config), **facts, "points": points, "optima": least}
+    record["title"] = "Loss against parameters and FLOPs of a forward pass at equal training FLOPs"
     rows = [{key: value for key, value in row.items() if key != "seeds"} for row in points]
     write_outcome(folder, "isoflop", record, rows, text, {"isoflop": draw(points, config.score)})
     runner.say(f"{len(points)} models after {facts['cpu_seconds']:.0f} CPU seconds: {folder}/isoflop.{{md,png}}")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.training.engine.config import RunConfig, check_described
 from mmod.training.engine.methods import resolve_methods
-from mmod.values import check_fields, check_value
+from mmod.values import Checked, check_value
 
 TOWERS = ("vision", "projector", "language")
 WITHOUT_WEIGHTS = ("dtype", "attn_implementation")
@@ -34,7 +34,7 @@ _RANGES: dict[str, dict[tuple[Any, str], tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Checked, group="model", image_size="[1, inf)"):
     """The model and its starting weights.
 
     Args:
@@ -55,7 +55,7 @@ class ModelConfig:
     image_size: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "model", image_size="[1, inf)")
+        super().__post_init__()
         if (self.checkpoint is None) == (self.config is None):
             raise ValueError("give either model.checkpoint or model.config")
         if self.config is not None and self.processor is None:
@@ -93,6 +93,7 @@ class TrainConfig(RunConfig):
         max_new_tokens: Longest answer, in tokens.
     """
 
+    kind: Literal["chat"] = "chat"
     model: ModelConfig
     data: ConversationsConfig = field(default_factory=ConversationsConfig)
     routing: dict[str, dict[str, Any]] | None = None

@@ -50,9 +50,11 @@ class EvalResult(RoutedResult):
         return mean_over_kinds(self.right)
 
     def columns(self) -> dict[str, float]:
-        """Return the figures as columns of a table."""
-        kinds = {f"right/{kind}": share for kind, share in self.right.items()}
-        return {"right": self.accuracy, **kinds, **self.kept_columns()}
+        """Return right answers in percent, overall and by kind of question, and the kept share of tokens."""
+        return {
+            "right": self.accuracy,
+            **{f"right/{kind}": share for kind, share in self.right.items()},
+        } | super().columns()
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{kind} {share:.2f} % of {self.asked[kind]}" for kind, share in self.right.items())
@@ -90,10 +92,7 @@ def evaluate(
     """Generate the last answer of every conversation greedily and compare it with the reference.
 
     The comparison ignores case and spacing. With several processes, each answers its share of the questions and all
-    return the result of all questions.
-
-    Args:
-        model: The model; its mode is restored at the end.
+    return the result of all questions. The model's mode is restored at the end.
 
     Raises:
         ValueError: There are fewer conversations than processes, or logits are not finite.
@@ -133,8 +132,7 @@ def generate(
         # An image token without an image would fail in the next step.
         suppress_tokens=[collator.processor.image_token_id],
     )
-    answers: list[str] = tokenizer.batch_decode(ids_BN[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
-    return answers
+    return tokenizer.batch_decode(ids_BN[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 @contextmanager

@@ -217,11 +217,7 @@ _TEMPLATE = (
 
 
 def create_word_processor(image_size: int, patch_size: int) -> Any:
-    """Create a `LlavaProcessor` of the embedded questions: one token per word, one image token per patch.
-
-    Args:
-        image_size: Side of an image, in pixels.
-        patch_size: Side of a patch, in pixels.
+    """Create a `LlavaProcessor` of the embedded questions: a token per word and per patch of images; sides in pixels.
 
     Example:
         >>> processor = create_word_processor(image_size=12, patch_size=6)

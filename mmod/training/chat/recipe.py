@@ -52,8 +52,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
 
     def create(self) -> nn.Module:
         """Create the model that the run starts from; see `mmod.training.chat.model.create_model`."""
-        model: nn.Module = create_model(self.config)[0]
-        return model
+        return create_model(self.config)[0]
 
     def plain(self) -> TrainConfig:
         """Return the config without adapters and frozen parts."""
@@ -75,11 +74,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         return run_once(self.config, rank, world, read, partial(_fit, self.config, progress))
 
     def train(self, tick: Tick) -> EvalResult:
-        """Train, or read the result of a finished run; `tick` is not called.
-
-        Raises:
-            ValueError: There are no questions.
-        """
+        """Train, or read the result of a finished run; `tick` is not called. A ValueError without questions."""
         evaluation = self.fit(progress=False).evaluation
         if evaluation is None:
             raise ValueError("there is nothing to ask: set data.val")
@@ -101,14 +96,14 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
             progress=progress,
         )
 
-    def cost(self, model: nn.Module, evaluation: EvalResult) -> dict[str, float]:
+    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of the prefill of a prompt of mean length with one image."""
         _, text, image = self.prompts(_COUNTED)
-        return {"prompt": prefill_flops(model, text, image, evaluation.kept if is_routed(model) else None).routed}
+        return {"prompt": prefill_flops(model, text, image, kept if is_routed(model) else None).routed}
 
-    def readings(self, model: nn.Module, count: int) -> dict[str, Reading]:
-        """Return the prefill of prompts with one image."""
-        prompts = self.prompts(count)[0]
+    def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
+        """Return the prefill of a batch of prompts with one image."""
+        prompts = self.prompts(size)[0]
         return {"prompt": Reading(partial(read_prompts, model, prompts), len(prompts["input_ids"]))}
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[dict[str, Tensor]]:
@@ -131,21 +126,13 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
 
     @property
     def questions(self) -> ChatDataset:
-        """The conversations of the evaluation.
-
-        Raises:
-            ValueError: There are none.
-        """
+        """The conversations of the evaluation; a ValueError without any."""
         if self.config.data.val is None:
             raise ValueError("there is nothing to ask: set data.val")
         return open_conversations(self.config.data.val, self.config.data)
 
     def talks(self, count: int) -> list[ChatSample]:
-        """Return up to `count` evaluation conversations with one image, whose prompts have similar lengths.
-
-        Raises:
-            ValueError: There are none.
-        """
+        """Return up to `count` evaluation conversations with one image, whose prompts have similar lengths."""
         questions = self.questions
         places = [index for index in range(len(questions)) if questions.images[index] == 1][:count]
         if not places:

@@ -79,7 +79,6 @@ class RoutedTrainer(Trainer):
 
     Args:
         optim: Name of one of timm's optimisers; None for the trainer's own.
-        options: Arguments of `transformers.Trainer`.
     """
 
     def __init__(self, optim: str | None = None, **options: Any) -> None:
@@ -262,10 +261,9 @@ _STATE = "trainer_state.json"
 
 
 class RunCallback(TrainerCallback):
-    """Claims the run folder after the first step, writes `routers.csv`, shows a bar, and stops after a signal.
+    """Claims the run folder after the first step, in the first process, shows a bar, and stops after a signal.
 
-    Args:
-        claim: Writes the config into the run folder; None in all processes but the first.
+    It also writes `routers.csv`.
     """
 
     def __init__(self, claim: Callable[[], object] | None, stop: StopRequest, progress: bool) -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from mmod.io.files import DamagedFileError, read_json_object, replacing, sha256, write_atomically
 from mmod.io.tensors import read_tensors, unshared, write_tensors
-from mmod.training.engine.distributed import gathered, own_rank, wait_for_all
+from mmod.training.engine.distributed import gathered, process_rank, wait_for_all
 from mmod.values import one_of
 
 Content = TypeVar("Content")
@@ -71,7 +71,7 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
     Returns:
         The checkpoint's folder. An existing one is not written again: the position determines the content.
     """
-    target, first = folder / f"step-{step:09d}-epoch-{epoch:05d}", own_rank() == 0
+    target, first = folder / f"step-{step:09d}-epoch-{epoch:05d}", process_rank() == 0
     if any(gathered(target.exists())):
         return target
     header = {key: json.dumps(value) for key, value in metadata.items()}
@@ -109,17 +109,12 @@ def write_sums(folder: Path, *, together: bool = False) -> None:
     """Write the checksums of the weight files in a folder beside them; `together` shares the work of processes."""
     names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.suffix in _SUMMED]
     sums = _sums(folder, names, together)
-    if not together or own_rank() == 0:
+    if not together or process_rank() == 0:
         write_atomically(folder / _SUMS, json.dumps(sums, indent=2) + "\n")
 
 
 def check_sums(folder: Path, *names: str, together: bool = False) -> None:
-    """Refuse files that differ from their checksums.
-
-    Args:
-        names: The files to check, or folders of them; all by default.
-        together: Share the work of the processes, which all call this.
-    """
+    """Refuse files, all or those of some names or folders, that differ from their checksums; see `write_sums`."""
     if not (folder / _SUMS).is_file():
         return
     try:
@@ -135,7 +130,7 @@ def check_sums(folder: Path, *names: str, together: bool = False) -> None:
 
 def _sums(folder: Path, names: Sequence[str], together: bool) -> dict[str, str | None]:
     """Return the checksum of each file, None if it is missing."""
-    mine = names[own_rank() :: len(gathered(None))] if together else names
+    mine = names[process_rank() :: len(gathered(None))] if together else names
     sums = {name: sha256(folder / name) if (folder / name).is_file() else None for name in mine}
     return {name: digest for part in gathered(sums) for name, digest in part.items()} if together else sums
 
@@ -179,11 +174,7 @@ def load_checkpoint(path: Path, *, averaged: bool = False, into: Checkpoint | No
 
 
 def read_newest(paths: Sequence[Path], read: Callable[[Path], Content]) -> tuple[Path, Content] | None:
-    """Read the newest checkpoint of a run.
-
-    Args:
-        read: Reads a checkpoint; raises a `DamagedFileError` if it cannot.
-    """
+    """Read the newest checkpoint of a run by a function that raises a `DamagedFileError` if it cannot."""
     if not paths:
         return None
     newest, *earlier = paths
@@ -232,10 +223,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
 def find_weights(path: str | Path) -> Path:
     """Find the file that holds the weights: the path itself, or one in a run folder or a saved model's folder.
 
-    The weights of a sharded checkpoint are a folder of files.
-
-    Args:
-        path: A file, a folder, or `mmod:NAME` for weights that come with the package.
+    `mmod:NAME` names weights that come with the package. Those of a sharded checkpoint are a folder of files.
     """
     if str(path).startswith(_SHIPPED):
         name = str(path).removeprefix(_SHIPPED)

@@ -14,7 +14,7 @@ from typing_extensions import Self
 
 from mmod.config import RoutingConfig
 from mmod.training.engine.methods import resolve_methods
-from mmod.values import Limit, check_fields, check_value, from_plain
+from mmod.values import Checked, Limit, check_fields, check_value, from_plain
 
 if TYPE_CHECKING:
     # From the package, which can be imported without torch to read the types of fields.
@@ -29,7 +29,10 @@ _SIZES = {"hidden_size", "intermediate_size", "head_dim"} | {
 
 
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(
+    Checked, group="optim", lr="[0, inf)", lr_per="[1, inf)", momentum="[0, 1)", weight_decay="[0, inf)",
+    layer_decay="(0, 1]",
+):  # fmt: skip
     """The optimiser: arguments of `timm.optim.create_optimizer_v2`.
 
     Args:
@@ -50,10 +53,6 @@ class OptimConfig:
     momentum: float = 0.9
     layer_decay: float | None = None
     args: dict[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        limits = {"lr": "[0, inf)", "lr_per": "[1, inf)", "weight_decay": "[0, inf)"}
-        check_fields(self, "optim", momentum="[0, 1)", layer_decay="(0, 1]", **limits)
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,7 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True)
-class EmaConfig:
+class EmaConfig(Checked, group="ema", decay="[0, 1)"):
     """Moving average of the weights: arguments of `timm.utils.ModelEmaV3`.
 
     Args:
@@ -100,12 +99,9 @@ class EmaConfig:
     decay: float = 0.9999
     use_warmup: bool = False
 
-    def __post_init__(self) -> None:
-        check_fields(self, "ema", decay="[0, 1)")
-
 
 @dataclass(frozen=True)
-class DistributedConfig:
+class DistributedConfig(Checked, group="distributed", timeout="(0, inf)"):
     """How the processes of `torchrun` share a run.
 
     Args:
@@ -116,9 +112,6 @@ class DistributedConfig:
 
     kind: Literal["ddp", "fsdp"] = "ddp"
     timeout: float | None = None
-
-    def __post_init__(self) -> None:
-        check_fields(self, "distributed", timeout="(0, inf)")
 
     @property
     def sharded(self) -> bool:
@@ -142,7 +135,7 @@ def _check_sizes(fields: Mapping[str, Any], name: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartConfig:
+class StartConfig(Checked, group="model"):
     """The weights that training starts from.
 
     Args:
@@ -155,7 +148,7 @@ class StartConfig:
     pretrained: bool | str | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "model")
+        super().__post_init__()
         if self.pretrained not in (None, False) and self.checkpoint is not None:
             raise ValueError(
                 f"model.pretrained={self.pretrained!r} and model.checkpoint={self.checkpoint!r} exclude each other"
@@ -172,7 +165,7 @@ class StartConfig:
 
 
 @dataclass(frozen=True)
-class TeacherConfig:
+class TeacherConfig(Checked, group="distill", weight="(0, inf)"):
     """Distillation: the model imitates a teacher's outputs on the same samples.
 
     Args:
@@ -185,19 +178,18 @@ class TeacherConfig:
     teacher: str = "auto"
     weight: float = 1.0
 
-    def __post_init__(self) -> None:
-        check_fields(self, "distill", weight="(0, inf)")
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """The config of every run.
 
     Args:
+        kind: The kind of training, which commands for all kinds read; "image" where a file has none.
         output: The run folder, created if missing.
         seed: Together with step and process, it determines every random draw.
     """
 
+    kind: str
     output: str
     seed: int = 0
 
@@ -210,13 +202,12 @@ class RunConfig:
     @property
     def free_keys(self) -> frozenset[str]:
         """Keys that a resumed run may change, because they do not affect its result."""
-        return frozenset({"output"})
+        return frozenset({"kind", "output"})
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as the run folder keeps them."""
         # Through JSON, because tuples become lists when the file is read again.
-        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
-        return plain
+        return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
@@ -238,9 +229,9 @@ class RunConfig:
             path: A YAML file with the fields of this class.
             overrides: Arguments such as `["--epochs", "1", "--optim.lr=1e-4"]`.
         """
-        from mmod.training.engine.parse import load_config
+        from mmod.training.engine.parse import read_config
 
-        return load_config(path, overrides, kind=cls)
+        return read_config([str(path), *overrides], cls)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,12 +38,7 @@ class Process:
 
 
 def choose_device(device: str = "auto") -> torch.device:
-    """Return the device of a config: "auto" is the GPU if there is one.
-
-    Example:
-        >>> choose_device("cpu")
-        device(type='cpu')
-    """
+    """Return the device of a config: "auto" is the GPU if there is one."""
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device.startswith("cuda") and not torch.cuda.is_available():
@@ -97,7 +92,7 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
             dist.destroy_process_group()
 
 
-def own_rank() -> int:
+def process_rank() -> int:
     """Return the number of this process, from 0."""
     return dist.get_rank() if dist.is_initialized() else 0
 

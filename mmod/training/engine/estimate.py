@@ -11,7 +11,7 @@ import torch
 
 from mmod.analysis.memory import ActivationMemory
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.evaluate import KeptShares, RoutedResult
+from mmod.training.engine.evaluate import KeptShares
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.recipe import LoopParts, steps_of_epoch
 
@@ -29,7 +29,7 @@ class RunEstimate:
         weight_bytes: Memory of a process for the weights, with those of the teacher and the moving average.
         training_bytes: Memory of a process for gradients and two moments.
         activation_bytes: Memory held for the backward pass of one batch of one process.
-        whole_bytes: Memory of a process for the whole weights that it evaluates beside its shards; 0 without shards.
+        full_bytes: Memory of a process for the whole weights that it evaluates beside its shards; 0 without shards.
     """
 
     epochs: float
@@ -42,7 +42,7 @@ class RunEstimate:
     weight_bytes: int
     training_bytes: int
     activation_bytes: int
-    whole_bytes: int = 0
+    full_bytes: int = 0
 
     @property
     def step_flops(self) -> float:
@@ -62,18 +62,13 @@ class RunEstimate:
                 f"{self.parameters:,} parameters, {self.trained:,} trained",
                 f"memory of one process: weights {_size(self.weight_bytes)}, gradients and moments "
                 f"{_size(self.training_bytes)}, activations about {_size(self.activation_bytes)}"
-                + (f"; {_size(self.whole_bytes)} more for whole weights in evaluations" if self.whole_bytes else ""),
+                + (f"; {_size(self.full_bytes)} more for whole weights in evaluations" if self.full_bytes else ""),
             ]
         )
 
 
 def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
-
-
-class _Observed(RoutedResult):
-    def __init__(self, kept: dict[str, float]) -> None:
-        self.kept = kept
 
 
 def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
@@ -107,14 +102,14 @@ def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
         epochs=epochs,
         steps=epochs * epoch_steps,
         batch=batch,
-        flops=recipe.cost(model.eval(), _Observed(kept.means())),
+        flops=recipe.cost(model.eval(), kept.means()),
         parameters=sum(value.numel() for value in model.parameters()),
         trained=sum(value.numel() for value in trained),
         processes=world,
         weight_bytes=copies * weights // shares + (0 if teacher is None else _bytes(teacher.parameters())),
         training_bytes=3 * _bytes(trained) // shares,
         activation_bytes=activations,
-        whole_bytes=weights if sharded else 0,
+        full_bytes=weights if sharded else 0,
     )
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +31,9 @@ class RoutedResult:
     kept: dict[str, float]
 
     def columns(self) -> dict[str, float]:
-        """Return the figures as columns of the run's history."""
-        raise NotImplementedError
+        """Return the figures that were measured by name, as a run's history and studies show them; no counts."""
+        values = {item.name: getattr(self, item.name) for item in dataclasses.fields(cast(Any, self))}
+        return {name: value for name, value in values.items() if isinstance(value, float)} | {"kept": self.mean_kept}
 
     @property
     def baseline(self) -> str:
@@ -41,10 +44,6 @@ class RoutedResult:
     def mean_kept(self) -> float:
         """Mean kept share over the modules that decide; 1 for a dense model."""
         return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
-
-    def kept_columns(self) -> dict[str, float]:
-        """Return the mean kept share as a column of a run's history; nothing for a dense model."""
-        return {"kept": self.mean_kept} if self.kept else {}
 
 
 @contextmanager
@@ -67,11 +66,7 @@ def evaluation_batches(
 
 
 class KeptShares:
-    """The mean kept share of each module that decides, over the samples of all processes.
-
-    Args:
-        model: Any model; a dense one has no shares.
-    """
+    """The mean kept share of each module that decides, over the samples of all processes; none for a dense model."""
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self._model = model

@@ -53,8 +53,7 @@ FIGURES = ("kept", "gradient", "same_places", "spread", "gate", "gate_std")
 class RouterHealth:
     """Reads the routers of a model, if any, at logged steps, and warns of collapsed ones.
 
-    Args:
-        measured: Measure the gradients of scores, which is impossible in a compiled model.
+    The gradients of scores are `measured`, which is impossible in a compiled model.
     """
 
     def __init__(self, model: nn.Module, *, measured: bool = True) -> None:
@@ -137,7 +136,7 @@ def figures_of(routing: Routing, router: Router) -> Figures:
     tokens = routing.evidence.tokens
     counted_BN = free_BN if isinstance(tokens, TokenGroups) else tokens.valid_BN
     counted_BN = torch.ones_like(keep_BN) if counted_BN is None else counted_BN
-    per_image = router.config.router.whole
+    per_image = router.config.router.per_image
     gate_S = _gates(routing)
     spread, level = _spread(routing.score_BN, free_BN, per_image=per_image)
     return Figures(

@@ -56,11 +56,7 @@ class Meters:
 
 
 class TensorBoard:
-    """TensorBoard's writer; a no-op without a folder.
-
-    Args:
-        step: Optimiser steps done; later ones that an interrupted run wrote are hidden.
-    """
+    """TensorBoard's writer; a no-op without a folder. What an interrupted run wrote after `step` is hidden."""
 
     def __init__(self, folder: Path | None, step: int) -> None:
         self._writer: Any = None

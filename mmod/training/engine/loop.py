@@ -6,7 +6,6 @@ weights, their average, the optimiser and the position, and a resumed run repeat
 
 from __future__ import annotations
 
-import random
 import shutil
 import warnings
 from collections.abc import Callable
@@ -46,7 +45,7 @@ from mmod.training.engine.health import RouterHealth, evaluated, named, write_ro
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, write_csv
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
-from mmod.training.engine.recipe import InLoop, LoopParts, Streams, Tick, steps_of_epoch
+from mmod.training.engine.recipe import InLoop, LoopParts, Streams, Tick, seed_draws, steps_of_epoch
 from mmod.training.engine.run_folder import FitResult, Result, read_fit, run_once, write_result
 from mmod.training.engine.task import Batch, Task, all_finite, autocast, find_nonfinite
 
@@ -76,14 +75,6 @@ class LoopRecipe(LoopParts[InLoop, Result]):
     def estimate(self) -> RunEstimate:
         """Count what the run would cost; see `Recipe.estimate`."""
         return estimate(self)
-
-
-def seed_draws(seed: int, step: int, rank: int) -> None:
-    """Seed Python, NumPy and torch by seed, optimiser step (from 1; 0 before training) and process."""
-    word = int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0])
-    random.seed(word)
-    np.random.seed(word)  # noqa: NPY002 (timm's mixup draws from NumPy's global generator)
-    torch.manual_seed(word)
 
 
 class _Trainer(Generic[Result]):
@@ -281,8 +272,8 @@ class _Trainer(Generic[Result]):
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
         results = []
         for model in (self.model, *([] if self.ema is None else [self.ema.module])):
-            with self.parallel.whole(model) as whole:
-                results.append(self.recipe.evaluate(whole, self.test_stream, self.process, self.progress))
+            with self.parallel.full_weights(model) as gathered_model:
+                results.append(self.recipe.evaluate(gathered_model, self.test_stream, self.process, self.progress))
         return results[0], results[1] if len(results) > 1 else None
 
     @property
@@ -368,11 +359,11 @@ class _Trainer(Generic[Result]):
         return result
 
     def _export(self, model: nn.Module, name: str) -> None:
-        with self.parallel.whole(model) as whole:
+        with self.parallel.full_weights(model) as gathered_model:
             if not self.process.is_first:
                 return
             # An earlier start may have ended between weights and result.
             shutil.rmtree(self.folder / name, ignore_errors=True)
             with replacing(self.folder / name) as folder:
-                self.recipe.export(whole, folder)
+                self.recipe.export(gathered_model, folder)
                 write_sums(folder)

@@ -33,17 +33,12 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) 
 
 
 def converted(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Return weights in the form of a timm model, converted by timm's filter if names or shapes differ.
-
-    Args:
-        state: Weights by name, perhaps of another image or patch size, or by the names of their source.
-    """
+    """Return weights in the form of a timm model, converted by timm's filter if names or shapes differ."""
     shapes = {name: value.shape for name, value in model.state_dict().items()}
     convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
     if convert is None or shapes == {name: value.shape for name, value in state.items()}:
         return dict(state)
-    converted_state: dict[str, Tensor] = convert(dict(state), model)
-    return converted_state
+    return convert(dict(state), model)
 
 
 def described(fields: Mapping[str, Any]) -> Any:

@@ -79,11 +79,6 @@ def single_precision(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Let timm's Muon orthogonalise updates in fp32 on a CPU, in place; return other optimisers unchanged.
 
     timm uses bf16, which takes ten times as long on CPUs without bf16 instructions.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.eye(8))
-        >>> type(single_precision(torch.optim.SGD([weight], lr=0.1))).__name__
-        'SGD'
     """
     on_cpu = all(weight.device.type == "cpu" for group in optimizer.param_groups for weight in group["params"])
     if type(optimizer) is Muon and on_cpu:

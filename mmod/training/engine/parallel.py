@@ -33,10 +33,6 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 class Replicas:
     """The whole model in each process; DistributedDataParallel averages the gradients of several.
 
-    Args:
-        average: Its moving average; None without one.
-        precision: That of the forward pass; see `LoopConfig`.
-
     Attributes:
         models: All models whose capacity a schedule changes.
     """
@@ -63,7 +59,7 @@ class Replicas:
     def before_update(self) -> None:
         """Finish the gradients of a step."""
 
-    def whole(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
+    def full_weights(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Context with all weights of a model in each process, to evaluate and to export it."""
         return nullcontext(model)
 
@@ -94,8 +90,8 @@ class Shards(Replicas):
         self, model: nn.Module, average: nn.Module | None, process: Process, precision: str, *, compiled: bool
     ) -> None:
         super().__init__(model, average, process, precision, compiled=False)
-        self._whole = copy.deepcopy(model)
-        self.models.append(self._whole)
+        self._full = copy.deepcopy(model)
+        self.models.append(self._full)
         mesh = init_device_mesh(process.device.type, (process.world,))
         half = torch.bfloat16 if precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
@@ -133,15 +129,15 @@ class Shards(Replicas):
                 weight.grad /= self.process.world
 
     @contextmanager
-    def whole(self, model: nn.Module) -> Iterator[nn.Module]:
-        """Context with a copy of a model that is not sharded; see `Replicas.whole`."""
-        weights = self._whole.to(self.process.device).state_dict()
+    def full_weights(self, model: nn.Module) -> Iterator[nn.Module]:
+        """Context with a copy of a model that is not sharded; see `Replicas.full_weights`."""
+        weights = self._full.to(self.process.device).state_dict()
         try:
             for name, value in model.state_dict().items():
                 weights[name].copy_(value.full_tensor() if isinstance(value, DTensor) else value)
-            yield self._whole
+            yield self._full
         finally:
-            self._whole.cpu()
+            self._full.cpu()
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Tensor] | None]:
         """Return the optimiser's state by names of weights; see `Replicas.optimizer_state`."""

@@ -24,11 +24,6 @@ Config = TypeVar("Config")
 _PRINT = "--print_config"
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, kind: type[Config]) -> Config:
-    """Read a config file and apply command-line overrides to it; see `RunConfig.load`."""
-    return _read([str(path), *overrides], kind)
-
-
 def parse_config(arguments: Sequence[str], kind: type[Config], start: Mapping[str, Any] | None = None) -> Config:
     """Create a config of class `kind` from the command line `CONFIG [--key.sub value ...]`.
 
@@ -45,7 +40,7 @@ def parse_config(arguments: Sequence[str], kind: type[Config], start: Mapping[st
         print(_help(kind))
         sys.exit(0)
     try:
-        config = _read(words, kind, start)
+        config = read_config(words, kind, start)
     except (ValueError, TypeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -55,7 +50,8 @@ def parse_config(arguments: Sequence[str], kind: type[Config], start: Mapping[st
     return config
 
 
-def _read(arguments: Sequence[str], kind: type[Config], start: Mapping[str, Any] | None = None) -> Config:
+def read_config(arguments: Sequence[str], kind: type[Config], start: Mapping[str, Any] | None = None) -> Config:
+    """Create a config from a command line as `parse_config` does; errors are raised."""
     fields, words = stack_configs(arguments)
     try:
         return from_plain(kind, with_options(merged(start or {}, fields or {}), split_options(words), kind))

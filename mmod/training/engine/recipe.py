@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +22,6 @@ from mmod.methods.read import is_added
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.config import LoopConfig, RunConfig
 from mmod.training.engine.distributed import Process, choose_device
-from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.model import load_weights, some
 from mmod.training.engine.run_folder import Result
 from mmod.training.engine.task import Task
@@ -33,8 +34,16 @@ Tick = Callable[[float], object]
 """Receives the share of a run that is done, from 0 to 1."""
 
 
+def seed_draws(seed: int, step: int, rank: int) -> None:
+    """Seed Python, NumPy and torch by seed, optimiser step (from 1; 0 before training) and process."""
+    word = int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0])
+    random.seed(word)
+    np.random.seed(word)  # noqa: NPY002 (timm's mixup draws from NumPy's global generator)
+    torch.manual_seed(word)
+
+
 class Reading(NamedTuple):
-    """A forward pass to be timed."""
+    """Forward passes to be timed, and the number of samples that they read together."""
 
     call: Callable[[], object]
     samples: int
@@ -79,7 +88,8 @@ class Recipe(ABC, Generic[Config, Result]):
         """Create the model that the run starts from, methods applied, on the CPU and in training mode."""
 
     def load(self) -> nn.Module:
-        """Create the model that the run starts from, on its device and in evaluation mode."""
+        """Create the model that the run starts from, drawn as in training, on its device and in evaluation mode."""
+        seed_draws(self.config.seed, 0, 0)
         return self.create().to(self.device).eval()
 
     @abstractmethod
@@ -111,11 +121,10 @@ class Recipe(ABC, Generic[Config, Result]):
         """Evaluate a model on the full evaluation set, in this process."""
 
     @abstractmethod
-    def cost(self, model: nn.Module, evaluation: Result) -> dict[str, float]:
+    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of a sample by input: an "image", a caption ("text"), a "window" or a "prompt".
 
-        Args:
-            evaluation: Its evaluation, for models whose cost depends on the data.
+        Where the cost depends on the data, it follows from the kept shares of an evaluation, see `RoutedResult.kept`.
         """
 
     def report(self, model: nn.Module) -> FlopReport | None:
@@ -123,8 +132,8 @@ class Recipe(ABC, Generic[Config, Result]):
         return None
 
     @abstractmethod
-    def readings(self, model: nn.Module, count: int) -> dict[str, Reading]:
-        """Return forward passes over at most `count` evaluation samples, by input as in `cost`."""
+    def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
+        """Return forward passes over at most so many batches of `size` evaluation samples, by input as in `cost`."""
 
     @abstractmethod
     def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[Any]:
@@ -204,10 +213,9 @@ class LoopParts(Recipe[InLoop, Result]):
         return teacher.eval().requires_grad_(False)
 
     def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
-        """Load the dense part of a checkpoint into a model; return the weights that methods added.
+        """Load the dense part of a checkpoint into a dense model; return the weights that methods added.
 
-        Args:
-            model: The dense model. Methods whose weights replace dense ones in the checkpoint are applied to it first.
+        Methods whose weights replace dense ones in the checkpoint are applied first.
         """
         state = read_weights(checkpoint)
         replacing = [place for place, method in enumerate(methods) if method.replaced_in(state)]
@@ -291,6 +299,6 @@ def by_data(model: nn.Module) -> bool:
     return any(module.cost_follows_data for module in deciding_modules(model).values())
 
 
-def kept_shares(model: nn.Module, evaluation: RoutedResult) -> dict[str, Any]:
-    """Return the argument `kept` of `mmod.flops` if the cost of the model depends on the data."""
-    return {"kept": evaluation.kept} if by_data(model) else {}
+def needed_shares(model: nn.Module, kept: Mapping[str, float]) -> Mapping[str, float] | None:
+    """Return kept shares if the cost of the model depends on the data; None otherwise."""
+    return kept if by_data(model) else None

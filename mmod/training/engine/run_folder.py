@@ -79,11 +79,7 @@ def run_once(
     read: Callable[[Path], Done | None],
     train: Callable[[Callable[[], object]], Done],
 ) -> Done:
-    """Train in a locked folder, unless the run in it has finished.
-
-    Args:
-        read: From the folder to the result of a finished run; None if it is not finished.
-    """
+    """Train in a locked folder, unless `read` returns the result of a run in it that has finished."""
     folder = Path(config.output)
     record = {**config.to_dict(), "world_size": world}
 

@@ -42,11 +42,7 @@ def total(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 class Pass(NamedTuple):
-    """One forward and backward pass of an optimiser step.
-
-    Attributes:
-        arguments: Arguments of the task's forward.
-    """
+    """One forward and backward pass of an optimiser step: the arguments of the task's forward, and its weight."""
 
     arguments: tuple[Any, ...]
     weight: float

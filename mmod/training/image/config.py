@@ -13,7 +13,7 @@ from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
 from mmod.training.engine import config as engine
 from mmod.training.engine.methods import resolve_methods
-from mmod.values import check_fields, check_value
+from mmod.values import Checked, check_value
 
 if TYPE_CHECKING:
     # From the package, which can be imported without torch to read the types of fields.
@@ -59,7 +59,7 @@ class ModelConfig(engine.StartConfig):
 
 
 @dataclass(frozen=True)
-class LossConfig:
+class LossConfig(Checked, group="loss", smoothing="[0, 1)"):
     """The task's criterion.
 
     Args:
@@ -70,12 +70,11 @@ class LossConfig:
     kind: Literal["ce", "bce"] = "ce"
     smoothing: float = 0.0
 
-    def __post_init__(self) -> None:
-        check_fields(self, "loss", smoothing="[0, 1)")
-
 
 @dataclass(frozen=True)
-class MixupConfig:
+class MixupConfig(
+    Checked, group="mixup", mixup_alpha="[0, inf)", cutmix_alpha="[0, inf)", prob="[0, 1]", switch_prob="[0, 1]"
+):
     """Mixing of the images in a batch: arguments of `timm.data.Mixup`.
 
     Args:
@@ -93,14 +92,13 @@ class MixupConfig:
     mode: Literal["batch", "pair", "elem"] = "batch"
 
     def __post_init__(self) -> None:
-        alphas = dict.fromkeys(("mixup_alpha", "cutmix_alpha"), "[0, inf)")
-        check_fields(self, "mixup", prob="[0, 1]", switch_prob="[0, 1]", **alphas)
+        super().__post_init__()
         if self.mixup_alpha <= 0 and self.cutmix_alpha <= 0:
             raise ValueError("mixup needs mixup_alpha or cutmix_alpha above 0; use `mixup: null` for none")
 
 
 @dataclass(frozen=True)
-class DistillConfig(engine.TeacherConfig):
+class DistillConfig(engine.TeacherConfig, temperature="(0, inf)", features="(0, inf)"):
     """Distillation of logits: `weight * temperature^2 * KL(teacher || student)` is added to the task's loss.
 
     Args:
@@ -114,12 +112,9 @@ class DistillConfig(engine.TeacherConfig):
     temperature: float = 1.0
     features: float | None = None
 
-    def __post_init__(self) -> None:
-        check_fields(self, "distill", **dict.fromkeys(("weight", "temperature", "features"), "(0, inf)"))
-
 
 @dataclass(frozen=True)
-class CapacityScheduleConfig:
+class CapacityScheduleConfig(Checked, group="capacity_schedule", start="(0, 1]", epochs="[1, inf)"):
     """A capacity that falls linearly, once per epoch, from `start` to that of the routing config.
 
     Args:
@@ -130,12 +125,9 @@ class CapacityScheduleConfig:
     start: float = 1.0
     epochs: int = 5
 
-    def __post_init__(self) -> None:
-        check_fields(self, "capacity_schedule", start="(0, 1]", epochs="[1, inf)")
-
 
 @dataclass(frozen=True)
-class ElasticConfig:
+class ElasticConfig(Checked, group="elastic", capacities="(0, 1]", samples="[2, inf)"):
     """One checkpoint for many budgets: a step trains the largest capacity, the smallest, and random ones in between.
 
     The largest capacity learns from the labels, the others from its outputs.
@@ -152,7 +144,7 @@ class ElasticConfig:
     samples: int = 4
 
     def __post_init__(self) -> None:
-        check_fields(self, "elastic", capacities="(0, 1]", samples="[2, inf)")
+        super().__post_init__()
         if self.capacities != sorted(set(self.capacities)) or not self.samples <= len(self.capacities):
             raise ValueError(
                 f"elastic.capacities={self.capacities} must ascend and be at least as many as elastic.samples="
@@ -161,7 +153,7 @@ class ElasticConfig:
 
 
 @dataclass(frozen=True)
-class LearnCapacityConfig:
+class LearnCapacityConfig(Checked, group="learn_capacity", budget="(0, inf)", epochs="[1, inf)", rate="(0, inf)"):
     """A capacity per routed block, learned in the first epochs; see `mmod.learn_capacity_`.
 
     Args:
@@ -176,12 +168,9 @@ class LearnCapacityConfig:
     cost: Literal["flops", "milliseconds"] = "flops"
     rate: float = 100.0
 
-    def __post_init__(self) -> None:
-        check_fields(self, "learn_capacity", budget="(0, inf)", epochs="[1, inf)", rate="(0, inf)")
-
 
 @dataclass(frozen=True)
-class InTrainingConfig:
+class InTrainingConfig(Checked, group="in_training", epochs="[1, inf)"):
     """Methods that make training steps cheaper; the model is evaluated and saved dense.
 
     Args:
@@ -198,7 +187,7 @@ class InTrainingConfig:
     epochs: int | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, "in_training", epochs="[1, inf)")
+        super().__post_init__()
         if (self.routing is None) == (not self.methods):
             raise ValueError("in_training needs one of routing and methods")
         adding = [method.kind for method in self.applied if method.adds_weights]
@@ -231,6 +220,7 @@ class TrainConfig(engine.LoopConfig):
         trained: "routers" trains routers alone (Router-Tuning); None trains all weights.
     """
 
+    kind: Literal["image"] = "image"
     model: ModelConfig
     data: DataConfig
     routing: dict[str, Any] | None = None

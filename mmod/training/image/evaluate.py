@@ -43,22 +43,18 @@ class EvalResult(RoutedResult):
     capacities: dict[str, dict[str, float]] | None = None
 
     def columns(self) -> dict[str, float]:
-        """Return the figures as columns of the run's history."""
+        """Return the figures by name, those at another capacity as `NAME@CAPACITY`."""
         by_capacity = (self.capacities or {}).items()
         at = {f"{name}@{capacity}": value for capacity, figures in by_capacity for name, value in figures.items()}
-        return {"loss": self.loss, **self.accuracies(), **at, **self.kept_columns()}
+        return super().columns() | at
 
     def accuracies(self) -> dict[str, float]:
         """Return the figures in percent."""
-        return {"top1": self.top1, "top5": self.top5, **self.patch_figures()}
-
-    def patch_figures(self) -> dict[str, float]:
-        """Return the figures of patches; nothing for labels of images."""
-        figures = {"objects": self.objects, "mean_iou": self.mean_iou}
+        figures = {name: getattr(self, name) for name in ("top1", "top5", "objects", "mean_iou")}
         return {name: figure for name, figure in figures.items() if figure is not None}
 
     def __str__(self) -> str:
-        patches = "".join(f"{name} {figure:.2f} %, " for name, figure in self.patch_figures().items())
+        patches = "".join(f"{name} {figure:.2f} %, " for name, figure in [*self.accuracies().items()][2:])
         return (
             f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {patches}loss {self.loss:.4f}, "
             f"kept {self.mean_kept:.3f} ({self.samples} images)"
@@ -75,10 +71,8 @@ def evaluate(
 ) -> EvalResult:
     """Measure accuracy, loss and kept shares over one pass of a stream.
 
-    With several processes, each evaluates its share of the data and all return the result of all data.
-
-    Args:
-        model: The model, on `device`; its mode is restored at the end.
+    With several processes, each evaluates its share of the data and all return the result of all data. The model's
+    mode is restored at the end.
 
     Raises:
         TypeError: The model returns integers or complex numbers.
@@ -88,8 +82,8 @@ def evaluate(
     Example:
         >>> import tempfile, timm
         >>> from mmod.data.config import DataConfig
-        >>> from mmod.data.loader import create_eval_stream
-        >>> stream = create_eval_stream(DataConfig("digits:tiny", root=tempfile.mkdtemp()))
+        >>> from mmod.data.loader import image_stream
+        >>> stream = image_stream(DataConfig("digits:tiny", root=tempfile.mkdtemp()))
         >>> model = timm.create_model("test_vit", img_size=32, in_chans=1, num_classes=10)
         >>> evaluate(model, stream).samples
         64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,7 +17,7 @@ from mmod.data.loader import BatchStream
 from mmod.io.files import replacing
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.planning.divergence import resized
-from mmod.training.engine.loop import seed_draws
+from mmod.training.engine.recipe import seed_draws
 from mmod.training.engine.task import autocast
 
 FeatureKind = Literal["head", "class", "mean", "patches"]
@@ -53,7 +54,6 @@ def extract(
 
     Args:
         folder: Folder of the features of this model, stream and kind: a file for every few batches.
-        kind: See `feature_of`.
     """
     folder, device = Path(folder), next(model.parameters()).device
     folder.mkdir(parents=True, exist_ok=True)
@@ -98,8 +98,7 @@ def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor
     def read(images: Tensor) -> Tensor:
         tokens: Tensor = host.forward_features(images)
         if kind == "head":
-            feature: Tensor = host.forward_head(tokens, pre_logits=True)
-            return feature
+            return host.forward_head(tokens, pre_logits=True)
         patches = tokens[:, host.num_prefix_tokens :]
         return tokens[:, 0] if kind == "class" else patches.mean(1) if kind == "mean" else patches
 
@@ -115,14 +114,11 @@ def _read_chunk(
 ) -> Iterator[Features]:
     for number, (images, labels) in islice(batches, _CHUNK):
         seed_draws(0, number + 1, 0)
-        kept = torch.empty(len(labels), 0)
-        with autocast(device, precision):
-            if is_routed(model):
-                with trace(model) as routings:
-                    x_ND = read(images.to(device))
-                kept = torch.stack([routing.keep_BN.float().mean(1) for routing in routings.values()], 1)
-            else:
-                x_ND = read(images.to(device))
+        watched: Any = trace(model) if is_routed(model) else nullcontext({})
+        with autocast(device, precision), watched as decisions:
+            x_ND = read(images.to(device))
+        shares = [routing.keep_BN.float().mean(1) for routing in decisions.values()]
+        kept = torch.stack(shares, 1) if shares else torch.empty(len(labels), 0)
         if x_ND.ndim == 3:
             x_ND = resized(x_ND.float(), labels.shape[1]).flatten(0, 1).half()
         else:

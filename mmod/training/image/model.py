@@ -23,8 +23,7 @@ def create_dense_model(config: ModelConfig) -> nn.Module:
         hint = near_names(config.name.split(".")[0], timm.list_models(), "timm.list_models()")
         raise ValueError(f"timm knows no model {config.name!r}; {hint}")
     check_published(config)
-    model: nn.Module = timm.create_model(config.name, pretrained=config.pretrained, **config.args)
-    return model
+    return timm.create_model(config.name, pretrained=config.pretrained, **config.args)
 
 
 def check_published(config: ModelConfig) -> None:

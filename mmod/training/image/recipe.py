@@ -16,16 +16,15 @@ from torch import Tensor, nn
 from mmod import flops, freeze_dense_, learn_capacity_, set_capacity_, settle_capacity_, undo_
 from mmod.analysis import FlopReport
 from mmod.analysis.audit.judges import judge_classes
-from mmod.data.loader import BatchStream, create_eval_stream, create_train_stream, normalisation
+from mmod.data.loader import BatchStream, image_stream, normalisation
 from mmod.methods import methods_of
 from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.model import load_weights
-from mmod.training.engine.recipe import Reading, kept_shares
+from mmod.training.engine.recipe import Reading, needed_shares
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, at_capacities, evaluate
 from mmod.training.image.model import adapt_weights, check_input, create_criterion, create_dense_model
@@ -80,10 +79,7 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training images."""
-        place = process.rank, process.world
-        if seed is None:
-            return create_eval_stream(self.config.data, *place)
-        return create_train_stream(self.config.data, seed, *place)
+        return image_stream(self.config.data, seed, process.rank, process.world)
 
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> ClassificationTask:
         """Create the task with the config's criterion, mixup and distillation."""
@@ -112,9 +108,9 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
             return judge()
         return at_capacities(model, config.elastic, routing, judge)
 
-    def cost(self, model: nn.Module, evaluation: RoutedResult) -> dict[str, float]:
+    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of an image, the mean if they depend on the data."""
-        return {"image": flops(model, self.image_shape, **kept_shares(model, evaluation)).routed}
+        return {"image": flops(model, self.image_shape, kept=needed_shares(model, kept)).routed}
 
     def report(self, model: nn.Module) -> FlopReport:
         """Count the FLOPs of an image by part."""
@@ -125,16 +121,16 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         """Channels, height and width of an image."""
         return self.config.data.channels, self.config.data.image_size, self.config.data.image_size
 
-    def readings(self, model: nn.Module, count: int) -> dict[str, Reading]:
-        """Return a forward pass over evaluation images of all classes."""
-        images = sample_images(self.config, count).to(self.device)
-        return {"image": Reading(partial(model, images), len(images))}
+    def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
+        """Return forward passes over evaluation images of all classes, which are repeated where there are too few."""
+        images = timed_images(self.config, size * batches).to(self.device)
+        return {"image": Reading(partial(_read, model, images.split(size)), len(images))}
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> list[Tensor]:
         """Return training images, prepared as for evaluation; see `Recipe.calibration`."""
         data = self.config.data
         prepared = dataclasses.replace(data, val_split=data.train_split, val_limit=batches * size, batch_size=size)
-        return [images.to(self.device) for images, _ in create_eval_stream(prepared).batches(0)]
+        return [images.to(self.device) for images, _ in image_stream(prepared).batches(0)]
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for timm's `local-dir:` if the model is dense.
@@ -182,10 +178,15 @@ def _make_dense(model: nn.Module) -> None:
         undo_(model)
 
 
+def _read(model: nn.Module, batches: Sequence[Tensor]) -> None:
+    for images in batches:
+        model(images)
+
+
 def sample_images(config: TrainConfig, count: int) -> Tensor:
     """Return up to `count` evaluation images, spread over the classes."""
     data = dataclasses.replace(config.data, val_limit=count, batch_size=count)
-    return next(iter(create_eval_stream(data).batches(0)))[0]
+    return next(iter(image_stream(data).batches(0)))[0]
 
 
 def timed_images(config: TrainConfig, count: int) -> Tensor:

@@ -22,12 +22,10 @@ class ClassificationTask(Task):
     """A classifier of images, or of patches, with its objective.
 
     Args:
-        model: The model; see `answers`.
         criterion: From logits (B, C) and targets to a scalar.
         temperature: Divisor of the logits in distillation.
         feature_weight: Weight of a term that imitates the teacher's final tokens; None for no such term.
         mixup: Mixes images and targets of a batch; None for no mixing.
-        options: Those of `Task`.
 
     Example:
         >>> model = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))

@@ -66,6 +66,7 @@ class TrainConfig(LoopConfig):
             set, "imagenet:FOLDER" classifies the images in FOLDER/CLASS/ by open_clip's ImageNet names and templates.
     """
 
+    kind: Literal["pairs"] = "pairs"
     model: ModelConfig
     data: PairsConfig = field(default_factory=PairsConfig)
     routing: dict[str, dict[str, Any]] | None = None

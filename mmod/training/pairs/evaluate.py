@@ -49,12 +49,8 @@ class EvalResult(RoutedResult):
         return (self.image_to_text_r5 + self.text_to_image_r5) / 2
 
     def columns(self) -> dict[str, float]:
-        """Return the figures as columns of the run's history."""
-        names = ("image_to_text_r1", "image_to_text_r5", "text_to_image_r1", "text_to_image_r5")
-        columns: dict[str, float] = {name: getattr(self, name) for name in names}
-        if self.zero_shot_top1 is not None and self.zero_shot_top5 is not None:
-            columns |= {"zero_shot_top1": self.zero_shot_top1, "zero_shot_top5": self.zero_shot_top5}
-        return columns | self.kept_columns()
+        """Return the figures by name, with the means of recall in both directions."""
+        return super().columns() | {"recall1": self.recall1, "recall5": self.recall5}
 
     def __str__(self) -> str:
         zero = "" if self.zero_shot_top1 is None else f"zero-shot top-1 {self.zero_shot_top1:.2f} %, "
@@ -134,15 +130,12 @@ def evaluate(
 
 
 def rank_matches(queries: Tensor, entries: Tensor, tokens: Tensor) -> Tensor:
-    """Return the number of wrong entries before the best match of each query; a tie counts against the query.
+    """Return the number of wrong entries (N,) before the best match of each query; a tie counts against the query.
 
     Args:
         queries: Embeddings (N, D), of length 1.
         entries: Embeddings (N, D) of the other modality; entry `i` belongs to query `i`.
         tokens: The captions' tokens (N, L); entries with the query's caption match too.
-
-    Returns:
-        Ranks from 0, int64 (N,).
 
     Example:
         >>> rank_matches(torch.eye(3), torch.eye(3).roll(1, 0), torch.arange(3)[:, None])

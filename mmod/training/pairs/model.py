@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import open_clip
@@ -38,16 +38,19 @@ def create_model(config: ModelConfig) -> Any:
 
 
 def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> tuple[Transform, Tokenizer]:
-    """Create open_clip's transform and tokeniser of a model.
-
-    Args:
-        augment: Fields of `AugmentationCfg`; None prepares images as for evaluation.
-    """
+    """Create open_clip's transform, of evaluation for None instead of fields of `AugmentationCfg`, and tokeniser."""
     preprocess = PreprocessCfg(**model.visual.preprocess_cfg)
     refuse_unknown("field of augment", augment or {}, [field.name for field in dataclasses.fields(AugmentationCfg)])
     chosen = {} if augment is None else {"aug_cfg": AugmentationCfg(**augment)}
     transform: Transform = image_transform_v2(preprocess, is_train=augment is not None, **chosen)
-    return transform, open_clip.get_tokenizer(name)
+    return transform, _tokenizer(name)
+
+
+@cache
+def _tokenizer(name: str) -> Tokenizer:
+    """Return open_clip's tokenizer of a model; runs of a study share it and the words that it has split."""
+    tokenizer: Tokenizer = open_clip.get_tokenizer(name)
+    return tokenizer
 
 
 def create_loss(kind: str, process: Process) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,7 +23,7 @@ from mmod.pretrained import save_pretrained
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import LoopRecipe
-from mmod.training.engine.recipe import Reading, kept_shares
+from mmod.training.engine.recipe import Reading, needed_shares
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate, judge_pairs
 from mmod.training.pairs.model import (
@@ -44,15 +44,10 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def create_bare(self) -> nn.Module:
         """Create the model with random weights."""
-        model: nn.Module = create_model(dataclasses.replace(self.config.model, checkpoint=None, pretrained=None))
-        return model
+        return create_model(dataclasses.replace(self.config.model, checkpoint=None, pretrained=None))
 
     def create_dense(self) -> nn.Module:
-        """Create the model with published weights, or with those of an image tower.
-
-        Raises:
-            ValueError: The config's loss does not fit the model.
-        """
+        """Create the model with published weights, or with those of an image tower; refuse a loss that does not fit."""
         config, model = self.config, create_model(self.config.model)
         if isinstance(model, open_clip.CoCa) != (config.loss == "coca"):
             raise ValueError(
@@ -107,22 +102,23 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
             progress=progress,
         )
 
-    def cost(self, model: nn.Module, evaluation: EvalResult) -> dict[str, float]:
+    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of one image and of one caption."""
-        kept = kept_shares(model, evaluation)
+        shares = needed_shares(model, kept)
         return {
-            tower: flops(model, {tower: inputs}, **kept).routed for tower, inputs in self._samples(model, 1).items()
+            tower: flops(model, {tower: inputs}, kept=shares).routed
+            for tower, inputs in self._samples(model, 1).items()
         }
 
     def report(self, model: nn.Module) -> FlopReport:
         """Count the FLOPs of a pair by part."""
         return flops(model, self._samples(model, 1))
 
-    def readings(self, model: Any, count: int) -> dict[str, Reading]:
-        """Return a forward pass of each tower."""
+    def readings(self, model: Any, size: int, batches: int = 1) -> dict[str, Reading]:
+        """Return a forward pass of each tower over a batch."""
         return {
             tower: Reading(partial(getattr(model, f"encode_{tower}"), inputs), len(inputs))
-            for tower, inputs in self._samples(model, count).items()
+            for tower, inputs in self._samples(model, size).items()
         }
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> list[dict[str, Tensor]]:

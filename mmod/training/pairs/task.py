@@ -27,7 +27,6 @@ class PairsTask(Task):
         model: The open_clip model, created with `output_dict=True`.
         criterion: A loss of open_clip, computed in fp32.
         distiller: open_clip's distillation loss, needed with a teacher.
-        options: Those of `Task`.
     """
 
     def __init__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mmod.data.config import TextConfig
 from mmod.training.engine.config import LoopConfig, StartConfig, check_described
@@ -55,6 +55,7 @@ class TrainConfig(LoopConfig):
             from its outputs, so the same weights can draft with the one and verify with the other.
     """
 
+    kind: Literal["text"] = "text"
     model: ModelConfig
     data: TextConfig = field(default_factory=TextConfig)
     routing: dict[str, Any] | None = None

@@ -56,14 +56,8 @@ class EvalResult(RoutedResult):
         return sum(self.agreement.values()) / len(self.agreement) if self.agreement else None
 
     def columns(self) -> dict[str, float]:
-        """Return the figures as columns of the run's history."""
-        single = {
-            "loss": self.loss,
-            "causal_loss": self.causal_loss,
-            "full_loss": self.full_loss,
-            "agreement": self.mean_agreement,
-        }
-        return {name: value for name, value in single.items() if value is not None} | self.kept_columns()
+        """Return the figures by name, with the mean agreement."""
+        return super().columns() | ({} if self.mean_agreement is None else {"agreement": self.mean_agreement})
 
     def __str__(self) -> str:
         lines = [f"{self.loss:.4f} nats ({self.loss / math.log(2):.4f} bits) a byte, kept {self.mean_kept:.3f}"]
@@ -127,12 +121,7 @@ def evaluate(
 
 
 def judge_text(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cross entropy in nats per byte and accuracy, of every window.
-
-    Args:
-        model: A causal language model of bytes.
-        batch: Bytes (B, N) and the following bytes (B, N).
-    """
+    """Return cross entropy in nats per byte and accuracy, of every window of bytes and the following bytes (B, N)."""
     device = next(model.parameters()).device
     tokens_BN, following_BN = (part.to(device) for part in batch)
     logits = logits_of(model, tokens_BN).float()

@@ -34,15 +34,13 @@ def create_dense(config: ModelConfig) -> Any:
 
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
     """Return the logits (B, L, 256) of the byte after each of some bytes (B, L)."""
-    logits: Tensor = model(input_ids=tokens, use_cache=False).logits
-    return logits
+    return model(input_ids=tokens, use_cache=False).logits
 
 
 def window_flops(model: Any, length: int, kept: Mapping[str, float] | None = None) -> int:
     """Count the forward pass of a window in training: top-k in routed layers, and the logits of every byte.
 
-    Args:
-        kept: Kept share by routed layer, for threshold routing, whose cost depends on the text.
+    The cost of threshold routing depends on the text: `kept` is the kept share by routed layer.
     """
     with deciding_together(model):
         counts = prefill_flops(model, text_tokens=length, kept=kept)

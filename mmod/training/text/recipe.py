@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mmod.data.loader import BatchStream, text_stream
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import LoopRecipe
-from mmod.training.engine.recipe import Reading, kept_shares
+from mmod.training.engine.recipe import Reading, needed_shares
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate, judge_text
 from mmod.training.text.model import create_dense, logits_of, window_flops
@@ -29,8 +29,7 @@ class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def create_bare(self) -> nn.Module:
         """Create the model with random weights."""
-        model: nn.Module = create_dense(self.config.model)
-        return model
+        return create_dense(self.config.model)
 
     def adapted(self, model: Any, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
         """Return weights with those that a checkpoint leaves out because they are tied to others."""
@@ -58,13 +57,13 @@ class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
         options: dict[str, Any] = {"elastic": self.config.elastic, "progress": progress}
         return evaluate(model, stream, process.device, self.config.precision, **options)
 
-    def cost(self, model: nn.Module, evaluation: EvalResult) -> dict[str, float]:
+    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of a window with the decisions of training."""
-        return {"window": window_flops(model, self.config.data.length, **kept_shares(model, evaluation))}
+        return {"window": window_flops(model, self.config.data.length, kept=needed_shares(model, kept))}
 
-    def readings(self, model: nn.Module, count: int) -> dict[str, Reading]:
-        """Return a forward pass over evaluation windows."""
-        tokens = self._windows(self.config.data.val_split, count, count)[0]
+    def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
+        """Return a forward pass over a batch of evaluation windows."""
+        tokens = self._windows(self.config.data.val_split, size, size)[0]
         return {"window": Reading(partial(logits_of, model, tokens), len(tokens))}
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> list[dict[str, Tensor]]:

@@ -15,12 +15,7 @@ from mmod.training.text.model import logits_of
 
 
 class TextTask(Task):
-    """A causal language model with its objective; see `Task`.
-
-    Args:
-        elastic: Each step also passes all tokens through all layers; see `TrainConfig.elastic`.
-        options: Those of `Task`.
-    """
+    """A causal language model with its objective; see `Task`, and `TrainConfig` for `elastic`."""
 
     def __init__(self, model: nn.Module, *, elastic: bool = False, **options: Any) -> None:
         super().__init__(model, **options)

@@ -16,7 +16,7 @@ from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop import study
 from mmod.studies.isoflop.study import describe, plan, run_study
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.parse import load_config
+from mmod.training.engine.parse import read_config
 from mmod.training.text.model import window_flops
 from mmod.training.text.recipe import TextRecipe
 from tests.counting import flop_counter
@@ -49,7 +49,7 @@ def isoflop(folder: Path, **changes: Any) -> IsoflopConfig:
 
 
 def test_the_config_that_comes_with_mmod_is_the_grid_of_its_header() -> None:
-    config = load_config(ROOT / "configs" / "isoflop" / "text.yaml", kind=IsoflopConfig)
+    config = read_config([str(ROOT / "configs" / "isoflop" / "text.yaml")], IsoflopConfig)
     assert (len(config.budgets), len(config.sizes), config.seeds) == (3, 4, 3)
     assert list(config.routings) == ["dense", "mod", "random"]
     assert (ROOT / config.dense).is_file()
@@ -71,7 +71,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "attention": {"routing": {"router": {"name": "attention", "importance": "mean"}, "capacity": 0.25}},
     "all": {"routing": {"router": "linear", "capacity": 0.25, "context": "all"}},
     "mlp": {"routing": {"router": "linear", "capacity": 0.25, "operator": "mlp"}},
-    "shared": {"routing": {"router": {"name": "linear", "one_weight": True}, "blocks": "all"}},
+    "shared": {"routing": {"router": {"name": "linear", "tied": True}, "blocks": "all"}},
     "experts": {"methods": [{"kind": "experts", "choice": "predictor"}]},
     "integrated": {"methods": [{"kind": "experts", "capacity": 0.5, "idle": 1, "choice": "predictor"}]},
     "staged": {"methods": [{"kind": "experts", "choice": "predictor"}], "routing": PREDICTOR},
@@ -132,7 +132,7 @@ def test_a_study_goes_on_and_reports_no_trial(tmp_path: Path, monkeypatch: pytes
     again = run_study(config, progress=False)
     assert again.points == result.points
     written = {path.suffix for path in result.folder.glob("isoflop.*")}
-    assert written == {".csv", ".json", ".md", ".png"}
+    assert written == {".csv", ".json", ".md", ".png", ".svg"}
     for point in result.points:
         losses = [own["loss"] for own in point["seeds"].values()]
         assert point["loss"] == pytest.approx(sum(losses) / 2)

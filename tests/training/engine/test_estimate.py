@@ -11,7 +11,7 @@ import torch
 import mmod
 from mmod.analysis.memory import ActivationMemory
 from mmod.data.config import DataConfig
-from mmod.data.loader import create_train_stream
+from mmod.data.loader import image_stream
 from mmod.training import EmaConfig, ModelConfig, TrainConfig
 from mmod.training.kinds import main, recipe_of
 from tests.training.engine.worker import MODEL
@@ -34,7 +34,7 @@ def test_an_estimate_of_an_image_run_is_what_the_run_does(tmp_path: Path, routin
     assert not (tmp_path / "run").exists()
 
     model = recipe.create().train()
-    images = next(iter(create_train_stream(config.data, 0).batches(0)))[0]
+    images = next(iter(image_stream(config.data, 0).batches(0)))[0]
     with ActivationMemory([images, *model.parameters(), *model.buffers()]) as memory:
         logits = model(images)
         held = memory.live
@@ -63,8 +63,8 @@ def test_shards_are_counted_by_the_number_of_processes(tmp_path: Path, monkeypat
         for kind in ("ddp", "fsdp")
     )
     weights = 4 * whole.parameters
-    assert (whole.weight_bytes, whole.training_bytes, whole.whole_bytes) == (2 * weights, 3 * weights, 0)
-    assert (shards.weight_bytes, shards.training_bytes, shards.whole_bytes) == (weights // 2, 3 * weights // 4, weights)
+    assert (whole.weight_bytes, whole.training_bytes, whole.full_bytes) == (2 * weights, 3 * weights, 0)
+    assert (shards.weight_bytes, shards.training_bytes, shards.full_bytes) == (weights // 2, 3 * weights // 4, weights)
     assert shards.hours(10.0) == shards.steps * shards.step_flops / 4e13 / 3600
     assert "more for whole weights in evaluations" in str(shards)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import mmod
 from mmod.training import CapacityScheduleConfig, DistillConfig, EmaConfig, evaluate, fit
-from mmod.training.engine.loop import seed_draws
+from mmod.training.engine.recipe import seed_draws
 from mmod.training.image.recipe import ImageRecipe
 from tests.processes import run_processes
 from tests.training.engine.worker import TensorStream, main, run, tiny_config, weights

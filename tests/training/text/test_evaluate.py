@@ -14,7 +14,7 @@ from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.data.config import TextConfig
 from mmod.data.loader import text_stream
 from mmod.methods.base import deciding_together
-from mmod.model import deciding_by
+from mmod.methods.route import deciding_by
 from mmod.speculation import every_token
 from mmod.training.text.evaluate import evaluate
 from tests.adapters.vlm_zoo import make_language
