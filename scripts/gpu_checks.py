@@ -93,7 +93,7 @@ class Size(NamedTuple):
 
 
 FULL = Size(224, 256, 8192, 2000, 60.0, {})
-REHEARSED = Size(64, 16, 64, 32, 0.5, {"embed_dim": 48, "depth": 3, "num_heads": 3})
+REHEARSED = Size(64, 16, 64, 32, 0.1, {"embed_dim": 48, "depth": 3, "num_heads": 3})
 
 
 class Figures(NamedTuple):
@@ -143,10 +143,10 @@ def _version(package: str) -> str:
 def compare_attention(device: torch.device, rehearses: bool) -> Iterator[Figures]:
     """Yield which fused attention SDPA picks at the shapes of known models, and how much longer the others take."""
     for name, shape in (REHEARSED_SHAPES if rehearses else SHAPES).items():
-        yield _attend(device, name, shape, rounds=2 if rehearses else 20)
+        yield _attend(device, name, shape, *((2, 0.0) if rehearses else (20, 0.2)))
 
 
-def _attend(device: torch.device, name: str, shape: AttentionShape, rounds: int) -> Figures:
+def _attend(device: torch.device, name: str, shape: AttentionShape, rounds: int, seconds: float) -> Figures:
     images, heads, tokens, channels, causal = shape
     generator = torch.Generator(device).manual_seed(0)
     # As from a host's projection: views that are not contiguous.
@@ -162,7 +162,7 @@ def _attend(device: torch.device, name: str, shape: AttentionShape, rounds: int)
     }
     forced = {label: functools.partial(_forced, plain, backend) for label, backend in FORCED.items()}
     calls |= {label: call for label, call in forced.items() if _serves(call)}
-    times = interleave(calls, seconds=0.2, rounds=rounds, device=device)
+    times = interleave(calls, seconds=seconds, rounds=rounds, device=device)
     base = times.pop("SDPA")
     relative = {f"{label} / SDPA": ratios(ms, base).median for label, ms in times.items()}
     size = " x ".join(map(str, shape[:4])) + ", causal" * causal

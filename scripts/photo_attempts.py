@@ -24,7 +24,7 @@ from torch import Tensor
 import mmod
 from mmod.analysis.statistics import Resampling
 from mmod.data.config import DataConfig
-from mmod.data.loader import create_eval_stream
+from mmod.data.loader import image_stream
 from mmod.methods import Merge, Method
 from mmod.ops import gather_rows, mean_rows, unit_rows
 from mmod.ops.alike import nearest_rows, redundancy_scores
@@ -61,14 +61,17 @@ class Steps:
     thresholds: dict[int, float] | None = None
 
 
+# What tokens are compared by (B, N, E), and which rows are kept (B, K).
+Compared = tuple[Tensor, Tensor]
+
+
 class Merging(NamedTuple):
-    """What a merging needs to be undone: tokens, rows, slot or weights of each token, compared and kept rows."""
+    """What a merging needs to be undone: tokens, rows, slot or weights of each token."""
 
     x_BND: Tensor
     z_BKD: Tensor
     into: Tensor
-    unit_BNE: Tensor | None
-    index_BK: Tensor | None
+    compared: Compared | None
 
 
 def heads(block: Any, x_BND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,6 +114,7 @@ def merging_forward(model: Any, images: Tensor, steps: Steps, record: dict[int, 
     """Return the patches' features (B, N, D) of a model whose tokens merge as `steps` says."""
     x = embedded(model, images)
     tokens, size, undo = x.shape[1], None, list[Merging]()
+    compared: Compared | None
     for number, block in enumerate(model.blocks):
         if number == steps.restored_before:
             x, size, undo = restored(steps, x, undo), None, []
@@ -122,8 +126,7 @@ def merging_forward(model: Any, images: Tensor, steps: Steps, record: dict[int, 
         x = x + update
         if number in steps.plan:
             if steps.score == "windows":
-                slot, index, unit = window_slots(tokens - 1).expand(len(x), -1), None, None
-                count = int(slot.max()) + 1
+                slot, compared = window_slots(tokens - 1).expand(len(x), -1), None
             else:
                 unit = unit_rows(x, 64)
                 if steps.score == "random":
@@ -132,9 +135,9 @@ def merging_forward(model: Any, images: Tensor, steps: Steps, record: dict[int, 
                     scores = redundancy_scores(unit, prefix=1)
                 if record is not None:
                     record.setdefault(number, []).append(scores[:, 1:].flatten())
-                index = chosen(steps, number, scores, size, tokens)
-                slot, count = nearest_rows(unit, index, prefix=1), index.shape[1]
-            x, size, merging = merged(steps, x, slot, count, size, unit, index)
+                compared = unit, chosen(steps, number, scores, size, tokens)
+                slot = nearest_rows(*compared, prefix=1)
+            x, size, merging = merged(steps, x, slot, size, compared)
             undo.append(merging)
         x = x + fed(block, x)
     patches: Tensor = model.norm(restored(steps, x, undo))[:, 1:]
@@ -153,32 +156,26 @@ def chosen(steps: Steps, number: int, scores: Tensor, size: Tensor | None, token
 
 
 def merged(
-    steps: Steps,
-    x: Tensor,
-    slot: Tensor,
-    count: int,
-    size: Tensor | None,
-    unit: Tensor | None,
-    index: Tensor | None,
+    steps: Steps, x: Tensor, slot: Tensor, size: Tensor | None, compared: Compared | None
 ) -> tuple[Tensor, Tensor, Merging]:
     """Return the rows, their sizes, and what undoes the merging."""
+    count = int(slot.max()) + 1 if compared is None else compared[1].shape[1]
     one = x.new_ones(x.shape[:2]) if size is None else size
     if steps.shared_among > 1:
-        assert unit is not None
-        assert index is not None
-        weight, place = similar(unit, index, steps.shared_among)
+        assert compared is not None
+        weight, place = similar(*compared, steps.shared_among)
         into = x.new_zeros(*x.shape[:2], count).scatter_(2, place, weight)
         sized = into * one.unsqueeze(-1)
         new = sized.sum(1).clamp_min(1e-6)
         z = sized.transpose(1, 2) @ x / new.unsqueeze(-1)
-        return z, new, Merging(x, z, into, unit, index)
+        return z, new, Merging(x, z, into, compared)
     new = x.new_zeros(len(x), count).scatter_add_(1, slot, one)
     if size is None:
         z = mean_rows(x, slot, new, all_join=True)
     else:
         z = x.new_zeros(len(x), count, x.shape[2])
         z = z.scatter_add_(1, slot.unsqueeze(-1).expand_as(x), x * one.unsqueeze(-1)) / new.unsqueeze(-1)
-    return z, new, Merging(x, z, slot, unit, index)
+    return z, new, Merging(x, z, slot, compared)
 
 
 def similar(unit: Tensor, index: Tensor, most: int) -> tuple[Tensor, Tensor]:
@@ -192,14 +189,13 @@ def similar(unit: Tensor, index: Tensor, most: int) -> tuple[Tensor, Tensor]:
 
 def restored(steps: Steps, y: Tensor, undo: list[Merging]) -> Tensor:
     """Return all tokens from the rows of the last merging."""
-    for x, z, into, unit, index in reversed(undo):
+    for x, z, into, compared in reversed(undo):
         update = y - z
         if steps.shared_among > 1:
             y = x + into @ update
         elif steps.restored_from > 1:
-            assert unit is not None
-            assert index is not None
-            weight, place = similar(unit, index, steps.restored_from)
+            assert compared is not None
+            weight, place = similar(*compared, steps.restored_from)
             y = x + sum(gather_rows(update, place[..., n]) * weight[..., n, None] for n in range(steps.restored_from))
         else:
             y = x + gather_rows(update, into)
@@ -303,7 +299,7 @@ def rows(weights: Path, images: Tensor) -> dict[str, tuple[int, Forward]]:
         "shared among four rows": steps(shared_among=4),
         "kept by size": steps(by_size=0.5),
         "last block on all tokens": steps(plan={1: 0.75, 3: 0.55, 5: 0.35, 7: 0.2}, restored_before=10),
-        "threshold of similarity": (SIDE, ByThreshold(model, plan, images)),
+        "threshold of similarity": (SIDE, by_threshold(model, plan, images)),
         "windows after the sixth block": steps(plan={5: 0.25}, score="windows"),
         "pooled keys": steps(plan={}, pooled_keys=True),
         "MLP on groups, 0.4": parts(0.4, "all", "groups"),
@@ -326,23 +322,17 @@ def patches_of(model: Any) -> Forward:
     return lambda images: model.forward_features(images)[:, 1:]
 
 
-class ByThreshold:
-    """Merging in which each image keeps the rows that are unlike enough, one image after the other."""
-
-    def __init__(self, model: Any, plan: dict[int, float], images: Tensor) -> None:
-        """Choose thresholds that keep as many tokens as the plan on some images."""
-        record: dict[int, list[Tensor]] = {}
-        for image in images:
-            merging_forward(model, shrunk(image[None], SIDE), Steps(plan), record)
-        thresholds, before = {}, 1.0
-        for number, share in plan.items():
-            thresholds[number] = torch.quantile(torch.cat(record[number]), 1 - share / before).item()
-            before = share
-        self.model, self.steps = model, Steps(plan, thresholds=thresholds)
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """Return the patches' features (B, N, D)."""
-        return torch.cat([merging_forward(self.model, image[None], self.steps) for image in images])
+def by_threshold(model: Any, plan: dict[int, float], images: Tensor) -> Forward:
+    """Return merging by thresholds, image by image, that keep as many tokens as the plan on some images."""
+    record: dict[int, list[Tensor]] = {}
+    for image in images:
+        merging_forward(model, shrunk(image[None], SIDE), Steps(plan), record)
+    thresholds, before = {}, 1.0
+    for number, share in plan.items():
+        thresholds[number] = torch.quantile(torch.cat(record[number]), 1 - share / before).item()
+        before = share
+    steps = Steps(plan, thresholds=thresholds)
+    return lambda images: torch.cat([merging_forward(model, image[None], steps) for image in images])
 
 
 def shrunk(images: Tensor, side: int) -> Tensor:
@@ -354,7 +344,7 @@ def read(folder: str, split: str, count: int) -> tuple[Tensor, Tensor]:
     """Return images of 560 pixels and the classes of their patches (B, patches)."""
     options = {"root": folder, "train_split": "train", "val_split": split, "val_limit": count, "batch_size": 4}
     config = DataConfig("maps:560", image_size=560, channels=3, label_patch=560 // GRID, **options)
-    images, labels = zip(*create_eval_stream(config).batches(0))
+    images, labels = zip(*image_stream(config).batches(0))
     return torch.cat(images), torch.cat(labels)
 
 

@@ -26,7 +26,7 @@ from PIL import Image
 
 from mmod.data.config import AugmentConfig, DataConfig
 from mmod.data.corrupt import CorruptReport
-from mmod.data.loader import create_eval_stream, create_train_stream
+from mmod.data.loader import image_stream
 from mmod.data.readers.shards import ShardSource
 from mmod.data.stream import BatchStream
 from mmod.io.files import write_atomically
@@ -109,8 +109,8 @@ def steps(total: int = 10_000, epochs: int = 10) -> dict[str, Any]:
             data=data,
             epochs=epochs,
         )
-        watched = Watched(create_train_stream(data, seed=0), total)
-        fit(config, streams=(watched, create_eval_stream(data)), progress=False)  # type: ignore[arg-type]
+        watched = Watched(image_stream(data, seed=0), total)
+        fit(config, streams=(watched, image_stream(data)), progress=False)  # type: ignore[arg-type]
     times, memory, files = watched.notes.T
     seconds = np.diff(times)
     # The first epoch fills caches; evaluations and checkpoints stand between epochs.
@@ -141,7 +141,7 @@ def shards(count: int = 1000, samples: int = 100) -> dict[str, Any]:
             ShardSource(f"{folder}/train-*.tar", CorruptReport())
             times.append((time.perf_counter() - start, sum(os.times()[:4]) - cpu))
         config = DataConfig(f"shards:{folder}/{{split}}-*.tar", image_size=16, crop_pct=1.0, batch_size=64)
-        stream = create_train_stream(config, seed=0)
+        stream = image_stream(config, seed=0)
         resumed = [_first_batch(stream, at) for at in (0, stream.steps_per_epoch // 2) for _ in range(3)]
         batches = islice(stream.batches(0), 100)
         next(batches)
@@ -188,7 +188,7 @@ def _open(name: str, folder: Path, seed: int) -> Iterable[Any]:
     if name == "mmod":
         options: dict[str, Any] = {"image_size": 224, "channels": 3, "batch_size": 64, "workers": 2}
         config = DataConfig(f"shards:{folder}/shards/{{split}}-*.tar", augment=AugmentConfig(), **options)
-        return create_train_stream(config, seed).batches(0)
+        return image_stream(config, seed).batches(0)
     from timm.data import create_dataset, create_loader
 
     source, root = ("wds/", folder / "shards") if name == "wds" else ("", folder / "folder")

@@ -321,7 +321,7 @@ def _router(random: Random, language: bool) -> Any:
             "init_std": _maybe(random, 0.8, lambda: random.choice([0.0, 0.1, 0.3])),
             "per": _maybe(random, 0.2, lambda: "sequence"),
             "initial": _maybe(random, 0.2, lambda: random.choice([-1.0, 0.0, 2.0])),
-            "one_weight": _maybe(random, 0.1 * language, lambda: True),
+            "tied": _maybe(random, 0.1 * language, lambda: True),
         }
     if name in ("linear", "attention", "important_diversity"):
         reads = ["mean", "per_viewer", "class_token", *(["last_token", "vision_tower"] if language else [])]

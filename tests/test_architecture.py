@@ -233,38 +233,26 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 EACH_WITHOUT = """
 import sys
 from tests.scripts import run_script
-sys.modules[sys.argv[1]] = None
-for command in sys.argv[2:]:
+sys.modules.update(open_clip=None, transformers=None)
+for command in sys.argv[1:]:
     done = run_script(*command.split())
     print(done.returncode, done.stderr)
 """
 
 
-@pytest.mark.parametrize(
-    ("package", "commands"),
-    [
-        (
-            "open_clip",
-            [
-                "tools/train_clip.py configs/clip/scenes.yaml",
-                "tools/tradeoff.py configs/tradeoff/clip-scenes.yaml",
-                "tools/train_open_clip.py --image {}",
-            ],
-        ),
-        (
-            "transformers",
-            ["tools/finetune_vlm.py configs/vlm/tiny-llava.yaml", "tools/tradeoff.py configs/tradeoff/vlm.yaml"],
-        ),
-    ],
-    ids=["open_clip", "transformers"],
-)
-def test_tools_say_which_extra_to_install(package: str, commands: list[str]) -> None:
-    command = [sys.executable, "-c", EACH_WITHOUT, package, *commands]
+def test_tools_say_which_extra_to_install() -> None:
+    commands = {
+        "tools/train_clip.py configs/clip/scenes.yaml": "open_clip",
+        "tools/tradeoff.py configs/tradeoff/clip-scenes.yaml": "open_clip",
+        "tools/train_open_clip.py --image {}": "open_clip",
+        "tools/finetune_vlm.py configs/vlm/tiny-llava.yaml": "transformers",
+        "tools/tradeoff.py configs/tradeoff/vlm.yaml": "transformers",
+    }
+    command = [sys.executable, "-c", EACH_WITHOUT, *commands]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    said = f"1 error: this needs the package {package}, which is not installed: pip install"
-    found = done.stdout.strip().split("\n\n")
-    assert len(found) == len(commands)
-    assert all(line.startswith(said) and "\n" not in line for line in found)
+    for package, found in zip(commands.values(), done.stdout.strip().split("\n\n"), strict=True):
+        assert found.startswith(f"1 error: this needs the package {package}, which is not installed: pip install")
+        assert "\n" not in found
 
 
 @pytest.mark.parametrize(

@@ -247,7 +247,7 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
                 asked = (type(config), model, config.data, *(getattr(config, name, None) for name in CREATED))
                 if repr(asked) not in known:
                     known.add(repr(asked))
-                    study.create(dataclasses.replace(config, model=model, **untrained))
+                    study.recipe(dataclasses.replace(config, model=model, **untrained)).create()
         raise _MadeError
 
     monkeypatch.setattr(Study, "run", make)

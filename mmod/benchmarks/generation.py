@@ -22,7 +22,8 @@ from mmod.benchmarks.oracle import WrongOutputError, check_close, ungated
 from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 from mmod.config import PRESETS, RoutingConfig
 from mmod.io.tables import Column
-from mmod.model import route_, routed_blocks
+from mmod.methods.route import routed_blocks
+from mmod.model import route_
 from mmod.planning import preset
 from mmod.routing import TokenGroups
 from mmod.values import check_distinct, check_fields

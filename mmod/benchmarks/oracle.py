@@ -21,7 +21,8 @@ from mmod.analysis.trace import trace
 from mmod.benchmarks.models.paths import sharing_copy
 from mmod.blocks import RoutedBlock, host_class
 from mmod.config import RoutingConfig, Threshold
-from mmod.model import routed_blocks, unroute_
+from mmod.methods.route import routed_blocks
+from mmod.model import unroute_
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.routing import Router, Routing
 
@@ -112,8 +113,7 @@ def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -
 
 def _kept(routing: Routing, image: int) -> list[int]:
     index_BK, valid_BK = routing.kept.index_BK, routing.kept.valid_BK
-    kept: list[int] = (index_BK[image] if valid_BK is None else index_BK[image][valid_BK[image]]).tolist()
-    return kept
+    return (index_BK[image] if valid_BK is None else index_BK[image][valid_BK[image]]).tolist()
 
 
 def reference_forward(model: nn.Module, images: Tensor) -> Tensor:

@@ -115,30 +115,20 @@ def _spread(value: Any) -> Any:
 def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
     """Check and time all runs that a config asks for, and write the results; what an earlier call did is read.
 
-    Args:
-        config: What to time: models, ops, generation or drafts.
-        progress: Show a progress bar on stderr.
-
     Raises:
         ValueError: The output folder holds a benchmark with other options or of another machine.
         WrongOutputError: A path computes something wrong; it is not timed then.
     """
-    return run_all(config, config.runs, progress)
-
-
-def run_all(config: Options, make: Callable[[], Runs], progress: bool) -> BenchmarkReport:
-    """Do the runs that are not done yet, and write the results of all; see `benchmark`."""
     if config.threads is not None:
         torch.set_num_threads(config.threads)
     folder, identity = Path(config.out), identity_of(config)
     if (finished := earlier_report(folder, identity)) is not None:
         return finished
-    runs, journal = make(), Journal(folder / UNFINISHED, identity, "benchmark")
+    runs, journal = config.runs(), Journal(folder / UNFINISHED, identity, "benchmark")
     done = dict(journal.records)
 
     def measure(job: Job[None], tick: Tick) -> list[Row]:
-        plain: list[Row] = json.loads(json.dumps(runs.calls[job.name](), default=asdict))
-        return plain
+        return json.loads(json.dumps(runs.calls[job.name](), default=asdict))
 
     def report_so_far() -> BenchmarkReport:
         rows = [row for name in runs.calls for row in done.get(name, ())]

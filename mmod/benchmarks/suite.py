@@ -85,8 +85,7 @@ class Criterion:
 
     def _value(self, row: Row) -> float | None:
         value = row.get(self.column)
-        number: float | None = value["median"] if isinstance(value, Mapping) else value
-        return number
+        return value["median"] if isinstance(value, Mapping) else value
 
 
 COLUMNS: dict[str, Column] = {
@@ -163,13 +162,9 @@ LEAST_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class State:
-    """The state of a benchmark in a suite: why it is not done, seconds and number of its calls.
+    """The state of a benchmark in a suite: why it is not done, seconds and number of its calls."""
 
-    Args:
-        status: "done", "skipped", "failed", "timed out" or "not run yet".
-    """
-
-    status: str = "not run yet"
+    status: str = "not run yet"  # Or "done", "skipped", "failed", "timed out".
     why: str = ""
     seconds: float = 0.0
     tries: int = 0
@@ -286,10 +281,10 @@ def _work(member: Options, sender: Connection, progress: bool) -> None:
 def _report(config: SuiteConfig, identity: Mapping[str, Any], states: Mapping[str, State]) -> BenchmarkReport:
     """Check the thresholds on what is measured, and write the report."""
     folder = Path(config.out)
-    found = {name: report.rows for name in states if (report := read_report(folder / name)) is not None}
+    rows = {name: report.rows for name in states if (report := read_report(folder / name)) is not None}
 
     def rows_of(parts: Sequence[str]) -> list[Row]:
-        return [row for name in parts for row in found[name]] if found.keys() >= {*parts} else []
+        return [row for name in parts for row in rows[name]] if rows.keys() >= {*parts} else []
 
     checked = [threshold.check(rows_of(threshold.parts)) for threshold in config.thresholds]
     tables = {name: folder / name / f"{NAME}.md" for name in states}

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from mmod.model import routed_blocks
+from mmod.methods.route import routed_blocks
 
 
 def keep_new_routers(model: nn.Module, state: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

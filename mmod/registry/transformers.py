@@ -25,7 +25,6 @@ class _Opened:
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, config: Any, **options: Any) -> Any:
-        """Load the routed model of a folder."""
         made = cls._class_for(config)
         return _load(pretrained_model_name_or_path, *args, model_class=made, config=config, **options)
 

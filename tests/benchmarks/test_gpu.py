@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from subprocess import Popen
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +23,7 @@ from mmod.benchmarks.program import COLUMNS, ProgramConfig
 from mmod.benchmarks.report import BenchmarkReport, Row, Runs, UnavailableError
 from mmod.io.yaml import read_yaml
 from tests.processes import FORKING, run_processes
-from tests.scripts import ROOT
+from tests.scripts import ROOT, run_script
 
 REHEARSAL = ROOT / "configs/benchmark/rehearsal.yaml"
 
@@ -161,8 +165,17 @@ def test_a_rehearsal_runs_every_part(tmp_path: Path) -> None:
     assert run_processes(rehearse, tmp_path / "out", log=log) == [0], log.read_text()
 
 
+def start_script(words: list[str], **options: Any) -> Any:
+    """Run a script of the repository in this process, which has imported what it needs; start other programs."""
+    if "scripts.gpu_checks" not in words:
+        return Popen(words, **options)
+    done = run_script("-m scripts.gpu_checks", *words[3:])
+    return SimpleNamespace(stdout=io.StringIO(done.stdout + done.stderr), wait=lambda: done.returncode)
+
+
 def rehearse(folder: Path) -> None:
     suite.multiprocessing = FORKING  # type: ignore[assignment]
+    subprocess.Popen = start_script  # type: ignore[misc,assignment]
     # Tests of their own, which import nothing.
     tests = folder.with_name("tests") / "ops" / "test_one.py"
     tests.parent.mkdir(parents=True)

@@ -116,7 +116,7 @@ def _read_label(reader: str, rest: bytes, on_corrupt: Any) -> tuple[int, Corrupt
     if reader == "pairs":
         return files.read_archive(reader, rest, on_corrupt)
     Path("0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + rest)
-    stream = files.create_eval_stream(
+    stream = files.image_stream(
         files.DataConfig("shards:{split}.tar", val_split="0", channels=3, on_corrupt=on_corrupt)
     )
     return sum(len(classes) for _, classes in stream.batches(0)), stream.report

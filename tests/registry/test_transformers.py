@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import json
+import os
 import subprocess
 import sys
 from importlib.metadata import packages_distributions
@@ -17,7 +18,7 @@ import transformers
 
 import mmod
 from mmod.blocks import host_class
-from mmod.model import routing_configs
+from mmod.methods.route import routing_configs
 from mmod.registry.transformers import open_routed_folders
 from tests.adapters.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
 from tests.processes import run_processes
@@ -242,8 +243,8 @@ def test_dense_models_are_what_they_were(
     assert auto_of(name).from_pretrained(tmp_path, dtype=torch.float16).dtype == torch.float16
 
 
-def hosts_after(*codes: str) -> list[str]:
-    """Run pieces of code in another process and return what each of them changed in other libraries."""
+def hosts_after(folder: Path, *codes: str) -> list[str]:
+    """Run pieces of code in a process in a folder and return what each changed in other libraries, or printed."""
     watch = (
         "import sys, importlib, torch, timm, open_clip, transformers, peft, accelerate\n"
         "from transformers.models.auto import modeling_auto\n"
@@ -273,13 +274,14 @@ def hosts_after(*codes: str) -> list[str]:
         "            print(key, [name for name in value if now[name] != value[name]] if is_dict else now)\n"
         "    print('---')\n"
     )
-    done = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True, cwd=ROOT)
+    command, path = [sys.executable, "-c", watch], {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=path)
     assert not done.returncode, done.stderr
     *changes, _ = done.stdout.split("---\n")
     return changes
 
 
-def test_importing_mmod_changes_no_other_library() -> None:
+def test_importing_mmod_changes_no_other_library(tmp_path: Path) -> None:
     names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in (ROOT / "mmod").rglob("*.py")]
     # Those that are left out are imported to register names with timm and open_clip, or run a program.
     asked = ("registry.timm", "registry.open_clip")
@@ -294,15 +296,10 @@ def test_importing_mmod_changes_no_other_library() -> None:
     )
     # What the test looks at does show a change.
     called = "import mmod.registry.transformers as routed; routed.open_routed_folders()"
-    by_imports, by_call = hosts_after(everything, called)
+    # A folder beside a program is not taken for the library of its name.
+    (tmp_path / "datasets").mkdir()
+    available = "import transformers.utils; print(transformers.utils.is_datasets_available())"
+    by_imports, by_call, found = hosts_after(tmp_path, everything, called, available)
     assert by_imports == ""
     assert "from_pretrained" in by_call
-
-
-def test_no_folder_beside_a_program_is_taken_for_a_library(tmp_path: Path) -> None:
-    code = "import transformers.utils, mmod.adapters.transformers; print(transformers.utils.is_datasets_available())"
-    (tmp_path / "datasets").mkdir()
-    shown = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
-    ).stdout
-    assert shown.split() == [str("datasets" in packages_distributions())]
+    assert found.split() == [str("datasets" in packages_distributions())]

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmod.adapters import find_stacks
 from mmod.blocks import BlockCall, ImportanceBlock, RoutedBlock, Rows, Way, convert, make_dense
 from mmod.blocks.rows import Host
-from mmod.model import routed_blocks
+from mmod.methods.route import routed_blocks
 from mmod.ops import lerp_rows
 from mmod.routing import Evidence, Kept, Routing, kept_count
 from mmod.values import one_of

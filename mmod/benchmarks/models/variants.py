@@ -29,7 +29,8 @@ from mmod.benchmarks.oracle import (
     clear_images,
 )
 from mmod.config import RoutingConfig
-from mmod.model import route_, routed_blocks
+from mmod.methods.route import routed_blocks
+from mmod.model import route_
 
 CHECKED_IMAGES = 2
 # Of models in float32, whose errors average out over many sums.

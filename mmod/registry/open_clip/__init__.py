@@ -11,7 +11,8 @@ from torch import nn
 
 from mmod.adapters.open_clip import MODELS
 from mmod.config import RoutingConfig
-from mmod.model import is_routed, route_
+from mmod.methods.route import is_routed
+from mmod.model import route_
 from mmod.registry import keep_new_routers
 
 

@@ -70,7 +70,7 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
     def complete(state: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
         return keep_new_routers(model, host_filter(state, model))
 
-    model: nn.Module = build_model_with_cfg(
+    return build_model_with_cfg(
         build,
         name,
         pretrained,
@@ -78,7 +78,6 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
         feature_cfg={"out_indices": kwargs.pop("out_indices", 3), "feature_cls": "getter"},
         **kwargs,
     )
-    return model
 
 
 def _routed_entry(dense: Callable[..., nn.Module], name: str, module: str) -> Callable[..., nn.Module]:
