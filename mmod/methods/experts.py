@@ -220,7 +220,8 @@ class ExpertMlp(StandingModule, Deciding):
         prob_BNJ, learns = logit_BNJ.softmax(dim=-1), self.training and not recomputing()
         logit_EBN = self._alone(x_BND, logit_BNJ) if config.two_ways else None
         if x_BND.is_meta or self.chooses_together(self.training):
-            rows = self._slotted(prob_BNJ)
+            slots = config.slots_of(x_BND.shape[1])
+            rows = choose_tokens(prob_BNJ, config.experts, slots, config.choice, config.normalize)
         else:
             keep_EBN = chosen_expert(prob_BNJ, config.experts) if logit_EBN is None else logit_EBN >= 0
             rows = all_of(keep_EBN, prob_BNJ, config.normalize)
@@ -242,14 +243,6 @@ class ExpertMlp(StandingModule, Deciding):
         if self.mod_state.config.choice == "score":
             return logit_BNJ[..., : self.mod_state.config.experts].permute(2, 0, 1)
         return torch.stack([predictor(x_BND) for predictor in self.predictors])
-
-    def _slotted(self, prob_BNJ: Tensor) -> ExpertRows:
-        """Assign the tokens of every image to slots."""
-        config, (batch, tokens, _) = self.mod_state.config, prob_BNJ.shape
-        slots = config.slots_of(tokens)
-        index_EBK, gate_EBK = choose_tokens(prob_BNJ, config.experts, slots, config.choice, config.normalize)
-        row_EBK = index_EBK + tokens * torch.arange(batch, device=prob_BNJ.device).unsqueeze(1)
-        return ExpertRows(row_EBK.flatten(), gate_EBK.flatten(), [batch * slots] * config.experts)
 
     def _compute(self, x_BND: Tensor, rows: ExpertRows) -> Tensor:
         flat = x_BND.reshape(-1, x_BND.shape[-1])

@@ -70,33 +70,24 @@ def refuse_generation(choosers: str) -> None:
     )
 
 
-class ExpertSlots(NamedTuple):
-    """Tokens in the slots of experts, and weights of their outputs, 0 in empty slots, (E, B, K) each."""
-
-    index_EBK: Tensor
-    gate_EBK: Tensor
-
-
 class ExpertRows(NamedTuple):
-    """Rows of a flat batch grouped by expert, the weights of their outputs, (T) each, and the number of rows per
-    expert.
-    """
+    """Rows of a flat batch by expert, weights of their outputs (T), 0 in empty slots, and rows per expert."""
 
     row_T: Tensor
     gate_T: Tensor
     counts: list[int]
 
 
-def choose_tokens(prob_BNJ: Tensor, experts: int, slots: int, choice: str, normalize: bool = False) -> ExpertSlots:
+def choose_tokens(prob_BNJ: Tensor, experts: int, slots: int, choice: str, normalize: bool = False) -> ExpertRows:
     """Assign the tokens of every image to expert slots; ties go to the lower position.
 
     Probabilities are over all experts, idle ones last; `normalize` makes the weights of a token sum to 1.
 
     Example:
         >>> prob = torch.tensor([[[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]])
-        >>> choose_tokens(prob, 2, 1, "experts").index_EBK.flatten().tolist()
+        >>> choose_tokens(prob, 2, 1, "experts").row_T.tolist()
         [0, 1]
-        >>> choose_tokens(prob, 2, 1, "tokens").gate_EBK.flatten().tolist()
+        >>> choose_tokens(prob, 2, 1, "tokens").gate_T.tolist()
         [0.699999988079071, 0.0]
     """
     weight_EBN = prob_BNJ[..., :experts].permute(2, 0, 1)
@@ -108,7 +99,9 @@ def choose_tokens(prob_BNJ: Tensor, experts: int, slots: int, choice: str, norma
     if normalize:
         total_EBN = torch.zeros_like(weight_EBN).scatter(-1, index_EBK, gate_EBK).sum(dim=0, keepdim=True)
         gate_EBK = gate_EBK / total_EBN.expand_as(weight_EBN).gather(-1, index_EBK).clamp_min(1e-9)
-    return ExpertSlots(index_EBK, gate_EBK)
+    batch, tokens, _ = prob_BNJ.shape
+    row_EBK = index_EBK + tokens * torch.arange(batch, device=prob_BNJ.device).unsqueeze(1)
+    return ExpertRows(row_EBK.flatten(), gate_EBK.flatten(), [batch * slots] * experts)
 
 
 def chosen_expert(prob_BNJ: Tensor, experts: int) -> Tensor:
@@ -118,8 +111,7 @@ def chosen_expert(prob_BNJ: Tensor, experts: int) -> Tensor:
 
 
 def all_of(keep_EBN: Tensor, prob_BNJ: Tensor, normalize: bool = False) -> ExpertRows:
-    """Return the rows of experts without a limit of slots, from which tokens they compute and all experts'
-    probabilities.
+    """Return the rows of experts that compute the tokens in a mask, without a limit of slots.
 
     Example:
         >>> prob = torch.tensor([[[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]])
@@ -140,11 +132,6 @@ def route_logits(x_BND: Tensor, router: Any) -> Tensor:
     x_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
     with without_autocast(x_BND):
         return F.linear(x_BND, router.weight.to(x_BND.dtype))
-
-
-def probabilities(x_BND: Tensor, router: Any) -> Tensor:
-    """Return the softmax of `route_logits`."""
-    return route_logits(x_BND, router).softmax(dim=-1)
 
 
 def balance_loss(prob_BNJ: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from mmod.blocks import Deciding, Records, StandingModule
 from mmod.blocks.forward_pass import recomputing
 from mmod.blocks.rows import leave_rows
 from mmod.methods.base import register_method
-from mmod.methods.mixture import Mixture, balance_loss, membership_loss, probabilities, refuse_generation
+from mmod.methods.mixture import Mixture, balance_loss, membership_loss, refuse_generation, route_logits
 from mmod.ops import gather_rows, select_topk
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold
@@ -281,7 +281,7 @@ class Cycle(StandingModule, Deciding):
 
     def _depths(self, x_BND: Tensor, valid_BN: Tensor | None) -> Depths:
         prefix, config = self.mod_state.prefix, self.mod_state.config
-        prob_BNR = probabilities(x_BND, self.routers[0])
+        prob_BNR = route_logits(x_BND, self.routers[0]).softmax(dim=-1)
         last_BN = prob_BNR.argmax(dim=-1)
         last_BN = torch.cat([torch.full_like(last_BN[:, :prefix], prob_BNR.shape[2] - 1), last_BN[:, prefix:]], dim=1)
         if self.training and not recomputing() and config.balance:

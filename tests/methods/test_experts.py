@@ -75,15 +75,15 @@ def test_every_mixture_by_its_definition(way: dict[str, Any]) -> None:
 
 def test_choices_by_hand() -> None:
     prob = torch.tensor([[[0.5, 0.3, 0.2], [0.6, 0.1, 0.3], [0.2, 0.7, 0.1], [0.1, 0.2, 0.7]]])
-    index, gate = choose_tokens(prob, 2, 2, "experts")
-    assert index.tolist() == [[[1, 0]], [[2, 0]]]
-    torch.testing.assert_close(gate, torch.tensor([[[0.6, 0.5]], [[0.7, 0.3]]]))
-    gate = choose_tokens(prob, 2, 2, "experts", normalize=True).gate_EBK
-    torch.testing.assert_close(gate, torch.tensor([[[1.0, 0.625]], [[1.0, 0.375]]]))
+    row, gate, counts = choose_tokens(prob, 2, 2, "experts")
+    assert (row.tolist(), counts) == ([1, 0, 2, 0], [2, 2])
+    torch.testing.assert_close(gate, torch.tensor([0.6, 0.5, 0.7, 0.3]))
+    gate = choose_tokens(prob, 2, 2, "experts", normalize=True).gate_T
+    torch.testing.assert_close(gate, torch.tensor([1.0, 0.625, 1.0, 0.375]))
     # Tokens 0 and 1 choose the first expert, 2 the second, and 3 the one that does nothing.
-    index, gate = choose_tokens(prob, 2, 1, "tokens")
-    assert index.tolist() == [[[1]], [[2]]]
-    torch.testing.assert_close(gate, torch.tensor([[[0.6]], [[0.7]]]))
+    row, gate, counts = choose_tokens(prob, 2, 1, "tokens")
+    assert (row.tolist(), counts) == ([1, 2], [1, 1])
+    torch.testing.assert_close(gate, torch.tensor([0.6, 0.7]))
     # Half of the tokens at the first of three experts, a quarter at each other; 3 sum share * mean.
     expected = 3 * (0.5 * 1.4 / 4 + 0.25 * 1.3 / 4 + 0.25 * 1.3 / 4)
     assert balance_loss(prob).item() == pytest.approx(expected)
