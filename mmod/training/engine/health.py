@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -59,9 +60,10 @@ class RouterHealth:
     def __init__(self, model: nn.Module, *, measured: bool = True) -> None:
         self._blocks = routed_blocks(model) if is_routed(model) else {}
         self._measured = measured
-        self._collapse = Collapse({name: block.router.config for name, block in self._blocks.items()})
         self._figures: dict[str, Figures] = {}
         self._gradients: dict[str, Tensor] = {}
+        # Logged steps in a row that show a collapse, by block and reason.
+        self._since: dict[tuple[str, str], list[int]] = {}
 
     def read(self) -> None:
         """Read the decisions of the last forward pass, before its backward pass."""
@@ -73,7 +75,8 @@ class RouterHealth:
             self._figures[name] = figures_of(routing, block.router)
             if self._measured and routing.score_BN.requires_grad:
                 self._gradients[name] = torch.zeros((), device=routing.score_BN.device)
-                routing.score_BN.register_hook(self._counter(name, free_tokens(routing, block.router.prefix)))
+                free_BN = free_tokens(routing, block.router.prefix)
+                routing.score_BN.register_hook(partial(_count_gradients, self._gradients, name, free_BN))
 
     def take(self, step: int) -> list[Row]:
         """Return one row per routed block since the last `read`, once; warn of collapsed blocks."""
@@ -81,19 +84,30 @@ class RouterHealth:
         for name, figures in self._figures.items():
             if name in self._gradients:
                 figures = figures._replace(gradient=float(self._gradients[name]))
-            for message in self._collapse.messages(name, figures._asdict(), step):
-                warnings.warn(message, stacklevel=2)
+            self._warn_of_collapse(name, figures, step)
             rows.append(_row(step, "train", name, figures._asdict()))
         self._figures, self._gradients = {}, {}
         return rows
 
-    def _counter(self, name: str, free_BN: Tensor) -> Callable[[Tensor], None]:
-        counts = self._gradients
+    def _warn_of_collapse(self, block: str, figures: Figures, step: int) -> None:
+        """Warn of a collapsed router: once per block and reason, after three logged steps in a row that show it."""
+        config = self._blocks[block].router.config
+        reason = _reason(config, figures)
+        for key in [key for key in self._since if key[0] == block and key[1] != reason]:
+            # A complete list stays: it was reported.
+            if len(self._since[key]) < _PATIENCE:
+                del self._since[key]
+        steps = [] if reason is None else self._since.setdefault((block, reason), [])
+        if reason is None or len(steps) >= _PATIENCE:
+            return
+        steps.append(step)
+        if len(steps) == _PATIENCE:
+            says = f"the router of {block} has collapsed: since step {steps[0]} {_SAYS[reason]}"
+            warnings.warn(f"{says}. {_advice(reason, config)}", stacklevel=3)
 
-        def count(gradient_BN: Tensor) -> None:
-            counts[name] = ((gradient_BN != 0) & free_BN).sum() / free_BN.sum().clamp(min=1)
 
-        return count
+def _count_gradients(shares: dict[str, Tensor], block: str, free_BN: Tensor, gradient_BN: Tensor) -> None:
+    shares[block] = ((gradient_BN != 0) & free_BN).sum() / free_BN.sum().clamp(min=1)
 
 
 def evaluated(step: int, data: str, kept: Mapping[str, float]) -> list[Row]:
@@ -206,35 +220,6 @@ _PATIENCE = 3
 _CONSTANT = 1e-5
 _SAME, _ALL, _NOTHING = 0.95, 0.95, 0.01
 _CONTENT = "'attention', 'norm' or 'linear'"
-
-
-class Collapse:
-    """Reports collapsed routers: once per block and reason, after three logged steps in a row that show it."""
-
-    def __init__(self, configs: Mapping[str, RoutingConfig]) -> None:
-        self._configs = configs
-        self._since: dict[tuple[str, str], list[int]] = {}
-
-    def messages(self, block: str, figures: Mapping[str, float | None], step: int) -> list[str]:
-        """Return the messages about a block after a logged step; `figures` are those of `Figures` in `health.py`."""
-        config, reason = self._configs[block], _reason(self._configs[block], figures)
-        for key in [key for key in self._since if key[0] == block and key[1] != reason]:
-            # A complete list stays: it was reported.
-            if len(self._since[key]) < _PATIENCE:
-                del self._since[key]
-        if reason is None:
-            return []
-        steps = self._since.setdefault((block, reason), [])
-        if len(steps) >= _PATIENCE:
-            return []
-        steps.append(step)
-        if len(steps) < _PATIENCE:
-            return []
-        return [
-            f"the router of {block} has collapsed: since step {steps[0]} {_SAYS[reason]}. {_advice(reason, config)}"
-        ]
-
-
 _SAYS = {
     "scores": "its scores are the same for all tokens, so that places decide",
     "places": "it keeps the same places in every image of a batch, as a fixed pattern would",
@@ -244,13 +229,13 @@ _SAYS = {
 }
 
 
-def _reason(config: RoutingConfig, figures: Mapping[str, float | None]) -> str | None:
+def _reason(config: RoutingConfig, figures: Figures) -> str | None:
     """Return the reason of a collapse, None for a healthy block; the first that applies explains the others."""
-    load, spread, same = figures["load"], figures["spread"], figures["same_places"]
+    load, spread, same = figures.load, figures.spread, figures.same_places
     reads = not config.router.positional
-    if config.router.learns and load and figures["gradient"] == 0:
+    if config.router.learns and load and figures.gradient == 0:
         return "gradient"
-    if reads and spread is not None and spread <= _CONSTANT * (figures["level"] or 0.0):
+    if reads and spread is not None and spread <= _CONSTANT * figures.level:
         return "scores"
     if isinstance(config.select, Threshold) and load is not None and not _NOTHING < load < _ALL:
         return "all" if load >= _ALL else "nothing"
