@@ -21,6 +21,7 @@ from mmod.adapters.masks import (
     narrow_queries,
     narrow_rope,
     pack_rope,
+    show_all_keys,
     weigh_groups,
 )
 from mmod.blocks import BlockCall, ForwardPass, Halves, ImportanceBlock, ModelHook, PassTracker, RoutedBlock
@@ -169,23 +170,15 @@ class NamedArguments(BlockCall):
         index_BK = routing.kept.index_BK
         if "rope" in narrowed:
             narrowed["rope"] = narrow_rope(narrowed["rope"], index_BK, self.rope_prefix)
-        if "shared_rel_pos_bias" in self.names:
-            bias = narrowed.get("shared_rel_pos_bias")
-            bias = None if bias is None else narrow_pairs(bias, index_BK, x_BND.shape[1])
-            bias = hide_empty_slots(bias, routing.kept.valid_BK, x_BND.dtype)
-            narrowed["shared_rel_pos_bias"] = weigh_groups(bias, routing.joined.bias, x_BND.dtype)
-            return narrowed
-        mask = narrowed.get("attn_mask")
+        name = "shared_rel_pos_bias" if "shared_rel_pos_bias" in self.names else "attn_mask"
+        mask = narrowed.get(name)
         if mask is not None:
             mask = narrow_pairs(mask, index_BK, x_BND.shape[1])
-        if routing.kept.valid_BK is not None:
-            mask = hide_empty_slots(mask, routing.kept.valid_BK, x_BND.dtype)
-            if narrowed.pop("is_causal", False):
-                mask = add_causal(mask, x_BND.dtype)
+        mask = hide_empty_slots(mask, routing.kept.valid_BK, x_BND.dtype)
+        if routing.kept.valid_BK is not None and narrowed.pop("is_causal", False):
+            mask = add_causal(mask, x_BND.dtype)
         mask = weigh_groups(mask, routing.joined.bias, x_BND.dtype)
-        if mask is not None:
-            narrowed["attn_mask"] = mask
-        return narrowed
+        return narrowed if mask is None else {**narrowed, name: mask}
 
     def attend_to_all(
         self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
@@ -214,9 +207,7 @@ class NamedArguments(BlockCall):
                 narrowed[name] = narrow_queries(narrowed[name], index_BK, tokens)
         if "attn_mask" in narrowed and routing.kept.valid_BK is not None:
             # An empty slot may point at padding, whose row may be masked completely: that gives NaN gradients.
-            mask = narrowed["attn_mask"]
-            visible = True if mask.dtype == torch.bool else 0.0
-            narrowed["attn_mask"] = torch.where(routing.kept.valid_BK[:, None, :, None], mask, visible)
+            narrowed["attn_mask"] = show_all_keys(narrowed["attn_mask"], routing.kept.valid_BK)
         if narrowed.pop("is_causal", False):
             # As in the hosts, causal attention takes no further mask.
             position = torch.arange(tokens, device=index_BK.device)

@@ -15,25 +15,35 @@ def narrow_queries(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
     Args:
         bias: Mask or bias of shape (N, N), (H, N, N) or (B or 1, H or 1, N or 1, N).
     """
-    bias = _pairs_of_batch(bias, index_BK.shape[0], tokens)
-    if bias.shape[2] == 1 and tokens > 1:
-        return bias
-    return bias.gather(2, index_BK[:, None, :, None].expand(-1, bias.shape[1], -1, tokens))
-
-
-def _pairs_of_batch(bias: Tensor, images: int, tokens: int) -> Tensor:
     if bias.shape[-1] != tokens or bias.shape[-2] not in (1, tokens) or bias.ndim > 4:
         raise ValueError(
             f"cannot narrow a mask of shape {tuple(bias.shape)} for {tokens} tokens; valid are (N, N), (H, N, N), "
             "(B, H, N, N) and (B, 1, 1, N)"
         )
-    return bias[(None,) * (4 - bias.ndim)].expand(images, -1, -1, -1)
+    bias = bias[(None,) * (4 - bias.ndim)].expand(index_BK.shape[0], -1, -1, -1)
+    return bias if bias.shape[2] == 1 and tokens > 1 else query_rows(bias, index_BK)
+
+
+def query_rows(mask: Tensor, index_BK: Tensor) -> Tensor:
+    """Return some rows (B, H, K, L) of a mask (1 or B, H, N, L)."""
+    rows = index_BK[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
+    return mask.expand(index_BK.shape[0], -1, -1, -1).gather(2, rows)
+
+
+def key_columns(mask: Tensor, index_BL: Tensor) -> Tensor:
+    """Return some columns (B, H, K, L) of a mask (B, H, K, N)."""
+    return mask.gather(3, index_BL[:, None, None, :].expand(-1, *mask.shape[1:3], -1))
+
+
+def show_all_keys(mask: Tensor, valid_BK: Tensor) -> Tensor:
+    """Let queries of empty slots, whose output is unused, see every key: a softmax over no keys is NaN."""
+    unread = ~valid_BK[:, None, :, None]
+    return mask | unread if mask.dtype == torch.bool else mask.masked_fill(unread, 0.0)
 
 
 def narrow_pairs(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
     """Return the rows and columns of kept tokens, of a mask or bias as in `narrow_queries`."""
-    bias = narrow_queries(bias, index_BK, tokens)
-    return bias.gather(3, index_BK[:, None, None, :].expand(-1, *bias.shape[1:3], -1))
+    return key_columns(narrow_queries(bias, index_BK, tokens), index_BK)
 
 
 def narrow_rope(rope: Tensor, index_BK: Tensor, prefix: int) -> Tensor:
@@ -79,7 +89,7 @@ def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.
         return bias
     pairs = torch.where(mask, 0.0, lowest).to(dtype) if mask.dtype == torch.bool else mask.to(dtype)
     # An empty slot may be padding, whose row may be masked completely.
-    pairs = torch.where(valid_BK[:, None, :, None], pairs, 0.0) if pairs.shape[2] > 1 else pairs
+    pairs = show_all_keys(pairs, valid_BK) if pairs.shape[2] > 1 else pairs
     return torch.maximum(pairs, torch.full_like(pairs, lowest / 2)) + bias / 2
 
 

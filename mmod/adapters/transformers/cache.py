@@ -48,7 +48,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
         self.record_past = False
-        self._forget_all()
+        self.reset()
 
     def adopt(self, filled: Any) -> None:
         """Start with the cache of a dense layer, whose tokens all count as kept."""
@@ -177,9 +177,6 @@ class RoutedLayer(KeptTokens, DynamicLayer):
     def reset(self) -> None:
         """Clear the cache."""
         super().reset()
-        self._forget_all()
-
-    def _forget_all(self) -> None:
         self.length = self.implicit = self.kept_B1 = 0
         self.position_BL = self.valid_BL = self.slot_T = self.chosen_B1 = None
         self.ragged = False

@@ -27,16 +27,18 @@ class _KeepingCache:
     """Cache proxy: forwards keys and values to the cache, if any, and keeps those that the layer attends to.
 
     Args:
+        kept: Keys and values (B, H, L, E) that are known before: those passed in were not computed, and are ignored.
         ends: End the call of the host's forward then.
     """
 
-    cache: Any
-    ends: bool
+    cache: Any = None
     kept: tuple[Tensor, Tensor] | None = None
+    ends: bool = False
 
     def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, H, N, E) of new tokens; return those of all tokens."""
-        self.kept = (keys, values) if self.cache is None else self.cache.update(keys, values, *args, **kwargs)
+        if self.kept is None:
+            self.kept = (keys, values) if self.cache is None else self.cache.update(keys, values, *args, **kwargs)
         if self.ends:
             raise _Captured
         return self.kept
@@ -52,17 +54,6 @@ class OtherLayer:
     def update(self, keys: Tensor, values: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store keys and values (B, H, N, E) of new tokens; return the visible ones."""
         return self.cache.update(keys, values, self.index, *args, **kwargs)
-
-
-@dataclass
-class _CapturedCache:
-    """Cache proxy that returns captured keys and values (B, H, L, E)."""
-
-    captured: tuple[Tensor, Tensor]
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Ignore keys and values of the kept tokens, which were not computed."""
-        return self.captured
 
 
 def attend_to_all(
@@ -91,7 +82,7 @@ def attend_and_keep(
     layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor
 ) -> tuple[Any, tuple[Tensor, Tensor]]:
     """Return the host forward's output for all tokens, and the keys and values (B, H, L, E) that they attend to."""
-    keeping = _KeepingCache(cache_of(arguments), ends=False)
+    keeping = _KeepingCache(cache_of(arguments))
     y = forward(x_BND, **with_cache(arguments, keeping))
     return y, _checked(keeping.kept, layer)
 
@@ -104,7 +95,7 @@ def attend_to_captured(
     if not z_BKD.shape[1]:
         return z_BKD
     with PartialProjections(_projections(layer.get_submodule("self_attn")), queries=True):
-        return forward(z_BKD, **with_cache(narrowed, _CapturedCache(captured)))
+        return forward(z_BKD, **with_cache(narrowed, _KeepingCache(kept=captured)))
 
 
 def _checked(captured: tuple[Tensor, Tensor] | None, layer: nn.Module) -> tuple[Tensor, Tensor]:

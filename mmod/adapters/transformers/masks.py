@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from mmod.adapters.masks import key_columns, query_rows, show_all_keys
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import KeptTokens
 from mmod.ops.views import is_visible
@@ -19,13 +20,9 @@ from mmod.routing import Routing
 
 
 def mask_of_kept(
-    mask: Tensor | None,
-    x_BND: Tensor,
-    routing: Routing | None,
-    cache: KeptTokens | None,
-    flash: bool,
+    mask: Tensor | None, x_BND: Tensor, routing: Routing | None, cache: KeptTokens | None, flash: bool,
     all_keys: bool = False,
-) -> Tensor | None:
+) -> Tensor | None:  # fmt: skip
     """Return the mask between kept tokens and the keys that the layer's cache will hold.
 
     Args:
@@ -61,7 +58,7 @@ def mask_of_kept(
     else:
         pairs = _narrow(mask, index_BK, key_BL, past + x_BND.shape[1])
     pairs = _hide(pairs, ~valid_BL[:, None, None, :])
-    return pairs if valid_BK is None else _show_all(pairs, valid_BK)
+    return pairs if valid_BK is None else show_all_keys(pairs, valid_BK)
 
 
 def mask_of_queries(mask: Tensor | None, x_BND: Tensor, routing: Routing, keys: int) -> Tensor:
@@ -77,9 +74,8 @@ def mask_of_queries(mask: Tensor | None, x_BND: Tensor, routing: Routing, keys: 
         place_L = torch.arange(keys, device=index_BK.device)
         pairs = (place_L <= (before + index_BK).unsqueeze(2)).unsqueeze(1)
     else:
-        rows = index_BK[:, None, :, None].expand(-1, mask.shape[1], -1, mask.shape[3])
-        pairs = mask.expand(len(index_BK), -1, -1, -1).gather(2, rows)
-    return pairs if routing.kept.valid_BK is None else _show_all(pairs, routing.kept.valid_BK)
+        pairs = query_rows(mask, index_BK)
+    return pairs if routing.kept.valid_BK is None else show_all_keys(pairs, routing.kept.valid_BK)
 
 
 def first_column(columns: int, length: Tensor | int) -> Tensor | int:
@@ -88,12 +84,6 @@ def first_column(columns: int, length: Tensor | int) -> Tensor | int:
     It is above 0 with a sliding window. In a static cache, trailing columns belong to future tokens.
     """
     return (length - columns).clamp(min=0) if isinstance(length, Tensor) else max(length - columns, 0)
-
-
-def _show_all(pairs: Tensor, valid_BK: Tensor) -> Tensor:
-    """Let queries of empty slots, whose output is unused, see every key: a softmax over no keys is NaN."""
-    unread = ~valid_BK[:, None, :, None]
-    return pairs | unread if pairs.dtype == torch.bool else pairs.masked_fill(unread, 0.0)
 
 
 def _hide(pairs: Tensor, hidden: Tensor) -> Tensor:
@@ -119,7 +109,7 @@ def _mask_of_all(mask: Tensor | None, x_BND: Tensor, cache: RoutedLayer) -> Tens
         columns = written.expand(-1, -1, tokens, -1), query_N.expand(len(x_BND), 1, -1, -1)
         return torch.cat(columns, dim=-1)
     mask = mask.expand(len(x_BND), -1, -1, -1)
-    pairs = mask.gather(3, cache.position_BL[:, None, None, :].expand(-1, *mask.shape[1:3], -1))
+    pairs = key_columns(mask, cache.position_BL)
     return torch.cat([_hide(pairs, ~written), mask[..., length - recent :]], dim=-1)
 
 
@@ -127,11 +117,8 @@ def _narrow(mask: Tensor, index_BK: Tensor, key_BL: Tensor, length: Tensor | int
     """Return the rows and columns of a mask (1 or B, H, N, columns) that belong to kept queries and cached keys."""
     if mask.ndim != 4:
         raise ValueError(f"expected an attention mask of 4 dimensions in a layer, got shape {tuple(mask.shape)}")
-    samples, heads, columns = len(index_BK), mask.shape[1], mask.shape[3]
-    mask = mask.expand(samples, -1, -1, -1)
-    mask = mask.gather(2, index_BK[:, None, :, None].expand(-1, heads, -1, columns))
-    column_BL = key_BL - first_column(columns, length)
-    pairs = mask.gather(3, column_BL.clamp(min=0)[:, None, None, :].expand(-1, heads, index_BK.shape[1], -1))
+    column_BL = key_BL - first_column(mask.shape[3], length)
+    pairs = key_columns(query_rows(mask, index_BK), column_BL.clamp(min=0))
     return _hide(pairs, (column_BL < 0)[:, None, None, :])
 
 
