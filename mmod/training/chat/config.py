@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from mmod.data.readers.conversations import ConversationsConfig
@@ -14,6 +15,8 @@ from mmod.values import Checked, check_value
 TOWERS = ("vision", "projector", "language")
 WITHOUT_WEIGHTS = ("dtype", "attn_implementation")
 """Arguments of `from_pretrained` that a model with random weights takes too."""
+MODEL = "model"
+"""Folder of the final model in the run folder."""
 # Set by the run.
 _TAKEN = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names", "eval_strategy", "do_train")
 # Arguments of the trainer that do not affect the result.
@@ -68,6 +71,15 @@ class ModelConfig(Checked, group="model", image_size="[1, inf)"):
             known = " and ".join(WITHOUT_WEIGHTS)
             raise ValueError(f"model.args {', '.join(foreign)} need a checkpoint; random weights take {known}")
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether training starts from trained weights."""
+        return self.checkpoint is not None
+
+    def started_from(self, folder: str) -> ModelConfig:
+        """Return the config of the final model in a run folder."""
+        return ModelConfig(checkpoint=str(Path(folder) / MODEL), args=self.args)
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(RunConfig):
@@ -80,8 +92,6 @@ class TrainConfig(RunConfig):
         data: The conversations.
         routing: The routing by part (`language`, `vision`): fields of `mmod.RoutingConfig`, or `preset: NAME` with the
             fields to change; presets take the depth from the model. None trains the model as it is.
-        methods: Methods that make the model cheaper, in order: the `kind` and fields of each, see `mmod.methods`.
-            `routing` is the short form of the last one.
         lora: Fields of `peft.LoraConfig`: adapters are trained with the routers, and merged into the saved model. None
             trains the weights themselves.
         frozen: Parts whose weights are not trained: "vision", "projector", "language". Routers always learn.
@@ -97,7 +107,6 @@ class TrainConfig(RunConfig):
     model: ModelConfig
     data: ConversationsConfig = field(default_factory=ConversationsConfig)
     routing: dict[str, dict[str, Any]] | None = None
-    methods: list[dict[str, Any]] = field(default_factory=list)
     lora: dict[str, Any] | None = None
     frozen: list[str] = field(default_factory=list)
     optim: str | None = None

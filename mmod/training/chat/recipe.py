@@ -22,7 +22,7 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample, open_conversations
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing
-from mmod.training.chat.config import ModelConfig, TrainConfig
+from mmod.training.chat.config import MODEL, TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
 from mmod.training.chat.evaluate import EvalResult, evaluate
 from mmod.training.chat.model import create_model, create_processor
@@ -34,8 +34,6 @@ from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write
 
 # Prompts whose mean length costs are counted at.
 _COUNTED = 8
-MODEL = "model"
-"""Folder of the final model in the run folder."""
 
 
 class ChatRecipe(Recipe[TrainConfig, EvalResult]):
@@ -45,11 +43,6 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
     part = "language"
     judge = staticmethod(judge_answers)
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether the model starts from a checkpoint."""
-        return self.config.model.checkpoint is not None
-
     def create(self) -> nn.Module:
         """Create the model that the run starts from; see `mmod.training.chat.model.create_model`."""
         return create_model(self.config)[0]
@@ -57,11 +50,6 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
     def plain(self) -> TrainConfig:
         """Return the config without adapters and frozen parts."""
         return dataclasses.replace(self.config, lora=None, frozen=[])
-
-    def started_from(self, folder: str) -> TrainConfig:
-        """Return the config of the same run, started from the final weights in a run folder."""
-        model = ModelConfig(checkpoint=str(Path(folder) / MODEL), args=self.config.model.args)
-        return dataclasses.replace(self.config, model=model)
 
     def finished(self, folder: str) -> TrainConfig:
         """Return the config of a final model, which was saved with its methods and merged adapters."""

@@ -187,11 +187,20 @@ class RunConfig:
         kind: The kind of training, which commands for all kinds read; "image" where a file has none.
         output: The run folder, created if missing.
         seed: Together with step and process, it determines every random draw.
+        model: The model and its starting weights.
+        data: The data.
+        routing: How the model is routed; None trains the dense model.
+        methods: Methods that make the model cheaper, in order: the `kind` and fields of each, see `mmod.methods`.
+            `routing` is the short form of the last one.
     """
 
     kind: str
     output: str
     seed: int = 0
+    model: Any
+    data: Any
+    routing: Any = None
+    methods: list[dict[str, Any]] = field(default_factory=list)
 
     def check(self, **limits: Limit) -> None:
         """Raise unless every field has a valid value; see `mmod.values.check_fields`."""
@@ -239,11 +248,6 @@ class LoopConfig(RunConfig):
     """The config of a run of the training loop; further keys are those of `RunConfig`.
 
     Args:
-        model: The model and its starting weights.
-        data: The data.
-        routing: How the model is routed; None trains the dense model.
-        methods: Methods that make the model cheaper, in order: the `kind` and fields of each, see `mmod.methods`.
-            `routing` is the short form of the last one.
         distill: The teacher, if any.
         epochs: Passes over the training data.
         epoch_steps: Optimiser steps per epoch, if it ends before the data does; None uses all data.
@@ -266,9 +270,6 @@ class LoopConfig(RunConfig):
     """
 
     model: StartConfig
-    data: Any
-    routing: Any = None
-    methods: list[dict[str, Any]] = field(default_factory=list)
     distill: TeacherConfig = field(default_factory=TeacherConfig)
     epochs: int = 10
     epoch_steps: int | None = None

@@ -79,9 +79,9 @@ class Recipe(ABC, Generic[Config, Result]):
         return 1.0
 
     @property
-    @abstractmethod
     def has_weights(self) -> bool:
         """Whether the model starts from trained weights."""
+        return self.config.model.has_weights
 
     @abstractmethod
     def create(self) -> nn.Module:
@@ -96,9 +96,9 @@ class Recipe(ABC, Generic[Config, Result]):
     def plain(self) -> Config:
         """Return the config without what training alone needs: a teacher, adapters, gradient checkpointing."""
 
-    @abstractmethod
     def started_from(self, folder: str) -> Config:
         """Return the config of the same run, started from the final weights in a run folder."""
+        return dataclasses.replace(self.config, model=self.config.model.started_from(folder))
 
     def finished(self, folder: str) -> Config:
         """Return the config of the final model in a run folder of this kind and these settings."""
@@ -148,11 +148,6 @@ class LoopParts(Recipe[InLoop, Result]):
         """Epochs of a run."""
         return self.config.epochs
 
-    @property
-    def has_weights(self) -> bool:
-        """Whether the model starts from a checkpoint or from published weights."""
-        return self.config.model.has_weights
-
     def create(self) -> nn.Module:
         """Create the model that the run starts from; see `Recipe.create`."""
         return self.create_models()[0]
@@ -161,10 +156,6 @@ class LoopParts(Recipe[InLoop, Result]):
         """Return the config without teacher and gradient checkpointing."""
         teacher = type(self.config.distill)(teacher="none")
         return dataclasses.replace(self.config, distill=teacher, grad_checkpointing=False)
-
-    def started_from(self, folder: str) -> InLoop:
-        """Return the config of the same run, started from the final weights in a run folder."""
-        return dataclasses.replace(self.config, model=self.config.model.started_from(folder))
 
     def assess(self, model: nn.Module, progress: bool = False) -> Result:
         """Evaluate a model on the full evaluation set; see `Recipe.assess`."""
