@@ -1,13 +1,7 @@
 """The contract of a method: a frozen value that makes a model cheaper, and can restore the dense model.
 
-A method is a frozen dataclass of plain values, registered under its `kind`. Other packages use only this contract:
-
-- what it requires of a model: `find` and `check`, before anything changes;
-- how it changes and restores modules: `change` and `restore`;
-- which weights it adds: `added` and `replaces`;
-- which methods it can follow on the same model: `follows`;
-- which decisions a forward pass takes: its modules derive from `mmod.blocks.Deciding`, for traces and FLOP counts;
-- how it decides in training and in generation: `two_ways`, `causal`, `deciding_together` and `decided_alone`.
+A method is a frozen dataclass of plain values, registered under its `kind`. Other packages use only the members of
+`Method`. Modules that decide which tokens run derive from `mmod.blocks.Deciding`, for traces and FLOP counts.
 """
 
 from __future__ import annotations
@@ -173,13 +167,8 @@ class Method(Checked, ABC, group="method"):
     def change(self, model: nn.Module, stack: Any) -> None:
         """Change a model that passed `check`."""
 
-    def remove(self, model: nn.Module) -> None:
-        """Remove the modules that `change` added, before `restore` restores the host's classes."""
-        return
-
     def restore(self, model: nn.Module) -> None:
-        """Make a changed model dense again."""
-        self.remove(model)
+        """Make a changed model dense again: by default, restore the host's classes."""
         for module in list(model.modules()):
             if is_converted(module):
                 make_dense(module)

@@ -60,7 +60,7 @@ class Channels(Method, divisor="[1, inf)", squeeze="[1, inf)"):
     chosen: Literal["score", "random", "first"] = "score"
     replaces: ClassVar[str] = ".selector."
 
-    def find(self, model: nn.Module) -> dict[str, nn.Module]:
+    def find(self, model: nn.Module) -> dict[str, Any]:
         """Return every second block of the stages of a ResNet, by name."""
         if find_library(model) != "timm" or not isinstance(model, ResNet):
             raise ValueError(f"method 'channels' supports timm ResNets, got a {type(model).__name__}")
@@ -72,26 +72,25 @@ class Channels(Method, divisor="[1, inf)", squeeze="[1, inf)"):
             if index % 2
         }
 
-    def check(self, model: nn.Module, stack: dict[str, nn.Module]) -> None:
+    def check(self, model: nn.Module, stack: dict[str, Any]) -> None:
         """Raise a ValueError unless there are blocks to replace and all can be narrowed."""
         if not stack:
             raise ValueError(f"no stage of this {type(model).__name__} has a second block to replace")
         for name, block in stack.items():
-            self._check(name, block)
+            if type(block) not in (BasicBlock, Bottleneck):
+                raise ValueError(f"{name} is a {type(block).__name__}; supported are BasicBlock and Bottleneck")
+            if block.conv2.groups > 1 or block.se is not None or not isinstance(block.bn1, nn.BatchNorm2d):
+                raise ValueError(
+                    f"{name} has groups, attention or a norm other than BatchNorm2d: it cannot be narrowed"
+                )
+            wide, multiple = block.conv1.in_channels, block.expansion
+            if wide % self.divisor or wide // self.divisor % multiple:
+                raise ValueError(
+                    f"method.divisor={self.divisor} must divide the {wide} channels of {name}, "
+                    f"and leave a multiple of {multiple}"
+                )
 
-    def _check(self, name: str, block: Any) -> None:
-        if type(block) not in (BasicBlock, Bottleneck):
-            raise ValueError(f"{name} is a {type(block).__name__}; supported are BasicBlock and Bottleneck")
-        if block.conv2.groups > 1 or block.se is not None or not isinstance(block.bn1, nn.BatchNorm2d):
-            raise ValueError(f"{name} has groups, attention or a norm other than BatchNorm2d: it cannot be narrowed")
-        wide, multiple = block.conv1.in_channels, block.expansion
-        if wide % self.divisor or wide // self.divisor % multiple:
-            raise ValueError(
-                f"method.divisor={self.divisor} must divide the {wide} channels of {name}, "
-                f"and leave a multiple of {multiple}"
-            )
-
-    def change(self, model: nn.Module, stack: dict[str, nn.Module]) -> None:
+    def change(self, model: nn.Module, stack: dict[str, Any]) -> None:
         """Replace the blocks' layers by narrow ones and add selectors."""
         for number, block in enumerate(stack.values()):
             narrow, selector = _narrow(block, self.divisor), _selector(block, self.squeeze)
@@ -101,13 +100,14 @@ class Channels(Method, divisor="[1, inf)", squeeze="[1, inf)"):
             convert(block, ChannelBlock, ChannelState(self, wide, RandomScore(0, number), Records()))
             block.selector = selector
 
-    def remove(self, model: nn.Module) -> None:
+    def restore(self, model: nn.Module) -> None:
         """Put the dense layers back, on the model's current device and in its dtype."""
         for block in model.modules():
             if isinstance(block, ChannelBlock):
                 weight = next(block.selector.parameters())
                 for name, child in block.mod_state.wide.items():
                     setattr(block, name, child.to(weight.device, weight.dtype).train(block.training))
+        super().restore(model)
 
 
 class ChannelState(NamedTuple):

@@ -104,9 +104,7 @@ class _Leaving:
 
 
 class _ExitState(NamedTuple):
-    """Plain state of a block before, at or after an exit: `turn` is the exit's index, and `ends` counts the final
-    head too.
-    """
+    """Plain state of a block before, at or after an exit, whose index is `turn`; `ends` counts the final head too."""
 
     tracker: PassTracker
     confidence: float

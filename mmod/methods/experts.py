@@ -144,9 +144,10 @@ class Experts(Mixture, experts="[1, inf)", idle="[0, inf)", capacity="(0, inf)",
             names = tuple(inspect.signature(type(text).forward).parameters)[1:]
             text.register_forward_pre_hook(_CompleteTexts(f"layers.{layer}.mlp", names), with_kwargs=True)
 
-    def remove(self, model: nn.Module) -> None:
-        """Remove the hook of a language model."""
+    def restore(self, model: nn.Module) -> None:
+        """Remove the experts, and the hook of a language model."""
         detach_hooks(model, _CompleteTexts)
+        super().restore(model)
 
     def _blocks(self, stack: BlockStack) -> range | tuple[int, ...]:
         return range(len(stack.blocks)) if self.blocks is None else self.blocks
@@ -192,9 +193,7 @@ class ExpertState(NamedTuple):
 
 
 class ExpertMlp(StandingModule, Deciding):
-    """Mixin that makes an MLP the first of several experts, with a router over all and optionally a predictor for
-    each.
-    """
+    """Mixin that makes an MLP the first of several experts; a router, or a predictor for each, chooses among them."""
 
     router: nn.Linear
     others: nn.ModuleList
@@ -265,4 +264,4 @@ class ExpertMlp(StandingModule, Deciding):
         if config.choice == "tokens":
             return config.balance * balance_loss(prob_BNJ)
         assert logit_EBN is not None
-        return config.membership * membership_loss(logit_EBN, computed(rows, config.experts, prob_BNJ))
+        return config.membership * membership_loss(logit_EBN, computed(rows, prob_BNJ))

@@ -154,11 +154,11 @@ def membership_loss(logit: Tensor, keep: Tensor, counted: Tensor | None = None) 
     return loss.mean() if counted is None else loss[counted].mean()
 
 
-def computed(rows: ExpertRows, experts: int, x_BND: Tensor) -> Tensor:
+def computed(rows: ExpertRows, prob_BNJ: Tensor) -> Tensor:
     """Return which tokens experts compute (E, B, N); an empty slot computes a token with weight 0."""
-    keep = torch.zeros(experts, x_BND.shape[0] * x_BND.shape[1], dtype=torch.bool, device=x_BND.device)
-    keep[_experts_of(rows), rows.row_T] = True
-    return keep.view(experts, *x_BND.shape[:2])
+    keep_EBN = prob_BNJ.new_zeros(len(rows.counts), *prob_BNJ.shape[:2], dtype=torch.bool)
+    keep_EBN.flatten(1)[_experts_of(rows), rows.row_T] = True
+    return keep_EBN
 
 
 def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | None) -> list[Routing]:
@@ -167,7 +167,7 @@ def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | Non
     if prob_BNJ.is_meta:
         index = torch.arange(rows.counts[0] // batch, device=prob_BNJ.device).expand(batch, -1)
         return [Routing(Kept(index), Evidence(prob_BNJ[..., number])) for number in range(experts)]
-    keep_EBN = computed(rows, experts, prob_BNJ)
+    keep_EBN = computed(rows, prob_BNJ)
     gate = prob_BNJ.new_zeros(experts, batch * tokens)
     gate[_experts_of(rows), rows.row_T] = rows.gate_T
     decisions = []

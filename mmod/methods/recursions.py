@@ -116,7 +116,7 @@ class Recursions(Mixture, recursions="[1, inf)", first="[0, inf)", last="[0, inf
         del container[self.first + 1 : len(container) - self.last]
         container[self.first] = Cycle(self, stack, middle[:shared], middle[shared:]).train(container.training)
 
-    def remove(self, model: nn.Module) -> None:
+    def restore(self, model: nn.Module) -> None:
         """Restore the removed blocks, on the model's current device and in its dtype."""
         for name, cycle in _cycles(model).items():
             container: Any = model.get_submodule(name.rpartition(".")[0])
@@ -125,6 +125,7 @@ class Recursions(Mixture, recursions="[1, inf)", first="[0, inf)", last="[0, inf
             blocks = [block for child in container for block in (restored if child is cycle else [child])]
             del container[:]
             container.extend(blocks)
+        super().restore(model)
 
 
 def _cycles(model: nn.Module) -> dict[str, Cycle]:
@@ -150,11 +151,10 @@ class CycleState(NamedTuple):
 
 
 class Cycle(StandingModule, Deciding):
-    """Module that replaces the middle blocks and applies the shared blocks recursively; removed blocks are kept for
-    undoing.
+    """Module that replaces the middle blocks and applies the shared blocks recursively.
 
-    There is one router per recursion, or one with which tokens choose their depth, and with choice="predictor" one
-    predictor per recursion after the first.
+    It keeps the removed blocks for undoing. There is one router per recursion, or one with which tokens choose their
+    depth, and with choice="predictor" one predictor per recursion after the first.
     """
 
     def __init__(self, config: Recursions, stack: BlockStack, shared: list[nn.Module], others: list[nn.Module]) -> None:

@@ -41,9 +41,7 @@ Restore = Callable[[Tensor], Tensor]
 
 
 class AttentionInputs(NamedTuple):
-    """Rotated queries and keys of an attention (B, H, N, E), and the mean attention that tokens received, if
-    captured.
-    """
+    """Rotated queries and keys of an attention (B, H, N, E), and the tokens' importance, if captured."""
 
     query: Tensor
     key: Tensor

@@ -237,8 +237,7 @@ def capacities(model: nn.Module) -> dict[str, float]:
 
 @contextmanager
 def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfig]) -> Iterator[None]:
-    """Context in which a routed model's routers decide by changed configs in this thread, with the same weights and no
-    cache.
+    """Context in which a routed model decides by changed configs in this thread, with the same weights and no cache.
 
     Example:
         >>> import timm, mmod
