@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops import tiles
-from mmod.ops.backend import Kernel, exporting, op
+from mmod.ops.backend import Kernel, exporting, kernel_op, op
 from mmod.ops.casting import without_autocast
 from mmod.ops.merging import held_slots
 from mmod.ops.rows import take_rows
@@ -189,24 +189,29 @@ def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int) -> Tensor:
     return slot_BN
 
 
-def _unit_by_kernel(x_BND: Tensor, channels: int) -> Tensor:
-    from mmod.ops.triton import alike
-
-    return alike.unit_rows(x_BND, channels)
-
-
-def _redundancy_by_kernel(unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None = None) -> Tensor:
-    from mmod.ops.triton import alike
-
-    return alike.redundancy(unit_BNE, prefix, valid_BN)
+_unit_by_kernel = kernel_op(
+    "alike.unit_rows",
+    "(Tensor x, SymInt channels) -> Tensor",
+    lambda x, channels: x.new_empty(*x.shape[:2], channels, dtype=torch.float32),
+)
+_redundancy_by_kernel = kernel_op(
+    "alike.redundancy",
+    "(Tensor unit_BNE, SymInt prefix=0, Tensor? valid_BN=None) -> Tensor",
+    lambda unit, *_: unit.new_empty(unit.shape[:2], dtype=torch.float32),
+    flops=lambda unit, *_, **__: 2 * unit.numel() * unit.shape[1],
+)
+_nearest_op = kernel_op(
+    "alike.nearest_rows",
+    "(Tensor unit, Tensor row, SymInt prefix, Tensor? valid) -> Tensor",
+    lambda unit, row, *_: row.new_empty(unit.shape[:2]),
+    flops=lambda unit, row, *_, **__: 2 * unit.numel() * row.shape[1],
+)
 
 
 def _nearest_by_kernel(
     unit_BNE: Tensor, row_BK: Tensor, prefix: int = 0, valid_BK: Tensor | None = None, real_BN: Tensor | None = None
 ) -> Tensor:
-    from mmod.ops.triton import alike
-
-    slot_BN = alike.nearest_rows(unit_BNE, row_BK, prefix, valid_BK)
+    slot_BN = _nearest_op(unit_BNE, row_BK, prefix, valid_BK)
     return slot_BN if real_BN is None else torch.where(real_BN, slot_BN, -1)
 
 

@@ -85,6 +85,8 @@ class Op(NamedTuple):
 
 
 OPS: dict[str, Op] = {}
+# FLOPs of this package's torch operations, from their arguments, by name; operations that are not listed have none.
+FLOPS: dict[str, Callable[..., int]] = {}
 _forced: Mapping[str, Backend] = {}
 
 
@@ -128,27 +130,47 @@ def kernel_op(
     fake: Callable[..., Any],
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
+    flops: Callable[..., int] | None = None,
 ) -> Any:
     """Register a torch operation that launches a kernel.
 
     Args:
-        path: Its launcher in `mmod.ops.triton`, "module.function", imported when it first runs; the operation is
-            `mmod::function`.
+        path: Its launcher in `mmod.ops.triton`, "module.function", imported when it first runs. It gets the empty
+            results and the operation's arguments, and fills the results. The operation is `mmod::function`.
         schema: Arguments and results, as torch declares them.
         fake: Returns empty results, from the operation's arguments.
         save: Saves what the gradient needs, from a context, the arguments and the results.
         backward: Returns a gradient for each argument, from the context and the gradients of the results.
+        flops: Returns the FLOPs, from the operation's arguments and the keyword `out_val`, its results.
     """
     module, _, name = path.partition(".")
 
-    def launch(*args: Any) -> Any:
-        return getattr(importlib.import_module(f"mmod.ops.triton.{module}"), name)(*args)
+    def empty(*args: Any) -> Any:
+        if flops is not None:
+            register_flops()
+        return fake(*args)
 
+    def launch(*args: Any) -> Any:
+        results = empty(*args)
+        getattr(importlib.import_module(f"mmod.ops.triton.{module}"), name)(results, *args)
+        return results
+
+    if flops is not None:
+        FLOPS[name] = flops
     made = torch.library.custom_op(f"mmod::{name}", launch, mutates_args=(), schema=schema)
-    made.register_fake(fake)
+    made.register_fake(empty)
     if backward is not None:
         made.register_autograd(backward, setup_context=save)
     return made
+
+
+@functools.cache
+def register_flops() -> None:
+    """Register all `FLOPS` with torch; delayed until an operation runs or is traced, because it imports Triton."""
+    from torch.utils.flop_counter import register_flop_formula
+
+    for name, formula in FLOPS.items():
+        register_flop_formula(getattr(torch.ops.mmod, name), get_raw=True)(formula)
 
 
 class use:

@@ -1,4 +1,4 @@
-"""The dtype in which ops compute."""
+"""Dtypes and heads of the inputs of ops."""
 
 from __future__ import annotations
 
@@ -40,3 +40,9 @@ def autocasts(tensor: Tensor) -> bool:
     """Return whether autocast is enabled on a tensor's device."""
     # `device.type` is slow to read, and `is_autocast_enabled` raises for the meta device.
     return not tensor.is_meta and torch.is_autocast_enabled("cpu" if tensor.is_cpu else tensor.device.type)
+
+
+def is_grouped(q: Tensor, k: Tensor) -> bool:
+    """Return whether several query heads share a key head; heads are the second axis."""
+    # With symbolic shapes the comparison is a symbol, and callers need a bool.
+    return True if q.shape[1] != k.shape[1] else False  # noqa: SIM210

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops import tiles
-from mmod.ops.backend import Kernel, exporting, op, transforming
-from mmod.ops.casting import cast_alike
-from mmod.ops.shared_map import attend_and_sum, register_flops
+from mmod.ops.backend import FLOPS, Kernel, exporting, kernel_op, op, register_flops, transforming
+from mmod.ops.casting import cast_alike, is_grouped
+from mmod.ops.shared_map import attend_and_sum, flops_of_scores
 from mmod.ops.tiles import Tile, cut_map, hide_later
 from mmod.ops.views import Views, count_views
 
@@ -185,12 +185,6 @@ def _column_sums(attention: Tensor, views: Views | None) -> Tensor:
     return (received.squeeze(-2) / views.viewers_BHN).sum(dim=1)
 
 
-def is_grouped(q: Tensor, k: Tensor) -> bool:
-    """Return whether several query heads share a key head; heads are the second axis."""
-    # With symbolic shapes the comparison is a symbol, and callers need a bool.
-    return True if q.shape[1] != k.shape[1] else False  # noqa: SIM210
-
-
 def _keys(q_BHNE: Tensor, k_BHNE: Tensor) -> Tensor:
     """Return the keys of every head."""
     return k_BHNE.repeat_interleave(q_BHNE.shape[1] // k_BHNE.shape[1], dim=1) if is_grouped(q_BHNE, k_BHNE) else k_BHNE
@@ -274,12 +268,21 @@ def _(q_BHNE, *unused):  # type: ignore[no-untyped-def]
     return q_BHNE.new_empty(q_BHNE.shape[0], q_BHNE.shape[2], dtype=_accumulator(q_BHNE))
 
 
+FLOPS["received_attention"] = flops_of_scores
+column_sums = kernel_op(
+    "importance.column_sums",
+    "(Tensor q, Tensor k, Tensor lse, Tensor? valid_q, Tensor? valid_k, bool is_causal, float scale) -> Tensor",
+    lambda q, *_: q.new_empty(q.shape[0], q.shape[2], dtype=torch.float32),
+    flops=flops_of_scores,
+)
+
+
 def _with_kernels(
     q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float,
     valid_BN: Tensor | None, per_viewer: bool, fused: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend by a kernel that also returns the rows' log-sum-exp, then sum the map's columns."""
-    from mmod.ops.triton.importance import attend_batch, attend_fused, column_sums
+    from mmod.ops.triton.importance import attend_batch, attend_fused
 
     _, heads, tokens, _ = q_BHNE.shape
     visible_BN = None if mask is None else mask[:, 0, 0].expand(q_BHNE.shape[0], -1)

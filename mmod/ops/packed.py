@@ -14,9 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.ops.backend import HALF, Backend, Kernel, exporting, op
-from mmod.ops.casting import cast_alike
-from mmod.ops.importance import is_grouped
+from mmod.ops.backend import HALF, Backend, Kernel, exporting, kernel_op, op
+from mmod.ops.casting import cast_alike, is_grouped
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 
 # From this many rows per image on, one attention call per image beats padding on a CPU. Measured on two threads, fp32,
@@ -154,12 +153,53 @@ def _image_of(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
     return torch.bucketize(torch.arange(rows.shape[0], device=rows.device), cu_seqlens[1:], right=True)
 
 
+def _empty_results(q_THE: Tensor, *unused: Any) -> tuple[Tensor, Tensor]:
+    rows, heads, _ = q_THE.shape
+    return q_THE.new_empty(q_THE.shape), q_THE.new_empty(heads, rows, dtype=torch.float32)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q_THE, k_THE, v_THE, start, longest, valid, is_causal, scale = inputs
+    ctx.save_for_backward(q_THE, k_THE, v_THE, *output, start, valid)
+    ctx.settings = longest, is_causal, scale
+
+
+def _backward(ctx: Any, grad_out: Tensor, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    *saved, valid = ctx.saved_tensors
+    longest, is_causal, scale = ctx.settings
+    return (*attend_rows_backward(grad_out, *saved, longest, valid, is_causal, scale), *(None,) * 5)
+
+
+def _products(q_THE: Tensor, start: Tensor, longest: int) -> int:
+    """Return the FLOPs of one product of all pairs: exact where the lengths are known, else an upper bound."""
+    known = type(start) is Tensor and start.device.type != "meta"
+    pairs = int(start.diff().square().sum()) if known else int(q_THE.shape[0] * longest)
+    return 2 * pairs * q_THE.shape[1] * q_THE.shape[2]
+
+
+attend_rows = kernel_op(
+    "attend.attend_rows",
+    "(Tensor q, Tensor k, Tensor v, Tensor start, SymInt longest, Tensor? valid, bool is_causal, float scale) -> "
+    "(Tensor, Tensor)",
+    _empty_results,
+    _save,
+    _backward,
+    flops=lambda q, k, v, start, longest, *_, **__: 2 * _products(q, start, longest),
+)
+# Scores and their gradient are computed once more, then three products: five to the forward pass's two.
+attend_rows_backward = kernel_op(
+    "attend.attend_rows_backward",
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor start, SymInt longest, "
+    "Tensor? valid, bool is_causal, float scale) -> (Tensor, Tensor, Tensor)",
+    lambda grad_out, *rows: tuple(x.new_empty(x.shape) for x in rows[:3]),
+    flops=lambda grad_out, q, k, v, out, lse, start, longest, *_, **__: 5 * _products(q, start, longest),
+)
+
+
 def _by_kernel(
     q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
     scale: float,
 ) -> Tensor:  # fmt: skip
-    from mmod.ops.triton.attend import attend_rows
-
     return attend_rows(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, None, is_causal, scale)[0]
 
 

@@ -5,13 +5,13 @@ Axes: B images, H heads, N tokens, E channels of a head.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmod.ops import tiles
+from mmod.ops.backend import FLOPS, register_flops
 from mmod.ops.tiles import hide_later, tile_size
 
 
@@ -165,14 +165,9 @@ def _second_order(
     return change @ k, change.transpose(-2, -1) @ q, share.transpose(-2, -1) @ grad_out
 
 
-@functools.cache
-def register_flops() -> None:
-    """Register FLOP formulas with torch; delayed until a graph contains the ops, because it imports Triton."""
-    from torch.utils.flop_counter import register_flop_formula
+def flops_of_scores(q_BHNE: Tensor, *unused: Any, **options: Any) -> int:
+    """Return the FLOPs of the products of all queries and keys."""
+    return 2 * q_BHNE.numel() * q_BHNE.shape[2]
 
-    def scores(q_shape, *unused, **kwargs):  # type: ignore[no-untyped-def]
-        images, heads, tokens, width = q_shape
-        return 2 * images * heads * tokens * tokens * width
 
-    register_flop_formula(torch.ops.mmod.received_attention)(scores)
-    register_flop_formula(torch.ops.mmod.shared_attention)(lambda *args, **kwargs: 2 * scores(*args, **kwargs))
+FLOPS["shared_attention"] = lambda q, *_, **__: 2 * flops_of_scores(q)

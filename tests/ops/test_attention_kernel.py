@@ -11,7 +11,8 @@ from tests.ops.attention_oracle import attend_by_loops, by_the_map, by_torch, st
 from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 pytest.importorskip("triton")
-from mmod.ops.triton.attend import attend_rows, attend_rows_backward
+from mmod.ops.backend import register_flops
+from mmod.ops.packed import attend_rows, attend_rows_backward
 
 
 class Case(NamedTuple):
@@ -120,6 +121,7 @@ def test_ops_keep_their_promises_to_torch(device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_flops_are_those_of_the_pairs(device: str) -> None:
+    register_flops()
     q, k, v = (torch.randn(10, 2, 16, device=device, requires_grad=True) for _ in range(3))
     with FlopCounterMode(display=False) as counter:
         out = attend([q, k, v], [4, 0, 6])

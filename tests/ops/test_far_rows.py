@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from mmod.ops.triton import rows, select
-from mmod.ops.triton.attend import attend_rows, attend_rows_backward
-from mmod.ops.triton.importance import column_sums
+from mmod.ops.importance import column_sums
+from mmod.ops.packed import attend_rows, attend_rows_backward
 from tests.ops.kernels import DEVICES
+
+kernels = torch.ops.mmod
 
 STRIDE = 1 << 30
 # Elements for the tensors of a case along their other axes.
@@ -57,27 +58,27 @@ def normal(*shape: int, device: torch.device | str = "cpu") -> Tensor:
 
 
 def gather(x: Tensor) -> tuple[Tensor, ...]:
-    return (rows.gather_rows(x, INDEX.to(x.device), None),)
+    return (kernels.gather_rows(x, INDEX.to(x.device)),)
 
 
 def gather_norm(x: Tensor) -> tuple[Tensor, ...]:
-    return rows.gather_norm(x, INDEX.to(x.device), None, None, 1e-6, True)
+    return kernels.gather_norm(x, INDEX.to(x.device), None, None, 1e-6, True)
 
 
 def merge(x: Tensor, z: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     weight = normal(1, 2, device=x.device).float()
-    return (rows.merge_rows(x, INDEX.to(x.device), z, y, weight, None, INVERSE.to(x.device)),)
+    return (kernels.merge_rows(x, INDEX.to(x.device), z, y, weight, None, INVERSE.to(x.device)),)
 
 
 def merge_grad(grad: Tensor, z: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     index, weight = INDEX.to(grad.device), normal(1, 2, device=grad.device).float()
-    return rows.merge_rows_grad(grad, index, z, y, weight, None)
+    return kernels.merge_rows_grad(grad, index, z, y, weight, None)
 
 
 def select_topk(score: Tensor) -> tuple[Tensor, ...]:
     half = Fraction(1, 2)
-    found = select.select_topk(score, 2, 0, None, None, half.numerator, half.denominator, "tanh", 0.2)
-    return *found, select.gate_grad(found[0], score, found[3], "tanh", 0.2)
+    found = kernels.select_topk(score, 2, 0, None, None, half.numerator, half.denominator, "tanh", 0.2)
+    return *found, kernels.gate_grad(found[0], score, found[3], "tanh", 0.2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

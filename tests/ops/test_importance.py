@@ -13,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mmod.analysis.memory import ActivationMemory
 from mmod.ops import attention_importance, attention_with_importance, capture_importance, shared_map, tiles, use
 from mmod.ops import importance as importance_module
+from mmod.ops.backend import register_flops
 from tests.ops.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 
@@ -216,7 +217,7 @@ def test_ops_keep_their_promises_to_torch() -> None:
 
 
 def test_flops_of_graphs_are_those_of_the_eager_calls() -> None:
-    shared_map.register_flops()
+    register_flops()
     q, k, v = torch.randn(3, 1, 2, 10, 4)
     for op, arguments, products in (
         (shared_map.shared_attention, (q, k, v, 0.5, False, False, None), 2),

@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
 from mmod.ops.triton.compat import launch, load_float
 
@@ -130,11 +129,9 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + base + row, tl.where(held >= 0, held, nearest).to(tl.int64), mask=inside_m)
 
 
-@torch.library.custom_op("mmod::unit_rows", mutates_args=())
-def unit_rows(x_BND: Tensor, channels: int) -> Tensor:
-    """Return `mmod.ops.unit_rows`."""
+def unit_rows(out: Tensor, x_BND: Tensor, channels: int) -> None:
+    """Compute `mmod.ops.unit_rows`."""
     images, tokens, dim = x_BND.shape
-    out = torch.empty(images, tokens, channels, dtype=torch.float32, device=x_BND.device)
     span = triton.next_power_of_2(channels)
     rows, tile_rows = images * tokens, max(1, 2048 // span)
     launch(
@@ -142,20 +139,12 @@ def unit_rows(x_BND: Tensor, channels: int) -> Tensor:
         x_BND, out, rows, tokens, dim, channels, *x_BND.stride(),
         SIGNED=channels < dim, ROWS=tile_rows, CHANNELS=span,
     )  # fmt: skip
-    return out
 
 
-@unit_rows.register_fake
-def _(x_BND: Tensor, channels: int) -> Tensor:
-    return x_BND.new_empty(*x_BND.shape[:2], channels, dtype=torch.float32)
-
-
-@torch.library.custom_op("mmod::redundancy", mutates_args=())
-def redundancy(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor:
-    """Return `mmod.ops.redundancy_scores`."""
+def redundancy(out: Tensor, unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None = None) -> None:
+    """Compute `mmod.ops.redundancy_scores`."""
     unit_BNE = unit_BNE.contiguous()
     images, tokens, channels = unit_BNE.shape
-    out = torch.empty(images, tokens, dtype=torch.float32, device=unit_BNE.device)
     place, valid = out, out
     if valid_BN is not None:
         counted_BN = valid_BN[:, prefix:]
@@ -167,20 +156,12 @@ def redundancy(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor
         redundancy_kernel, (images * blocks,),
         unit_BNE, place, valid, out, tokens, channels, prefix, blocks, HAS_VALID=valid_BN is not None, **_OPTIONS,
     )  # fmt: skip
-    return out
 
 
-@redundancy.register_fake
-def _(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) -> Tensor:
-    return unit_BNE.new_empty(unit_BNE.shape[:2], dtype=torch.float32)
-
-
-@torch.library.custom_op("mmod::nearest_rows", mutates_args=())
-def nearest_rows(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> Tensor:
-    """Return `mmod.ops.nearest_rows`."""
+def nearest_rows(out: Tensor, unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> None:
+    """Compute `mmod.ops.nearest_rows`."""
     unit_BNE, row_BK = unit_BNE.contiguous(), row_BK.contiguous()
     images, tokens, channels = unit_BNE.shape
-    out = torch.empty(images, tokens, dtype=torch.int64, device=unit_BNE.device)
     valid = row_BK if valid_BK is None else valid_BK.contiguous().view(torch.uint8)
     blocks = triton.cdiv(tokens, _OPTIONS["ROWS"])
     launch(
@@ -188,20 +169,3 @@ def nearest_rows(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor
         unit_BNE, row_BK, valid, out, tokens, row_BK.shape[1], channels, prefix, blocks,
         HAS_VALID=valid_BK is not None, **_OPTIONS,
     )  # fmt: skip
-    return out
-
-
-@nearest_rows.register_fake
-def _(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> Tensor:
-    return row_BK.new_empty(unit_BNE.shape[:2])
-
-
-@register_flop_formula(torch.ops.mmod.redundancy)
-def _redundancy_flops(unit_shape, *unused, **kwargs):  # type: ignore[no-untyped-def]
-    images, tokens, channels = unit_shape
-    return 2 * images * tokens * tokens * channels
-
-
-@register_flop_formula(torch.ops.mmod.nearest_rows)
-def _nearest_flops(unit_shape, row_shape, *unused, **kwargs):  # type: ignore[no-untyped-def]
-    return 2 * row_shape[0] * unit_shape[1] * row_shape[1] * unit_shape[2]

@@ -68,14 +68,12 @@ def random_kernel(  # type: ignore[no-untyped-def]
         tl.store(out + image * tokens + token, bits.to(tl.float32) / 16777216.0, mask=token < tokens)
 
 
-def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None) -> Tensor:
-    """Return `mmod.ops.random_scores`."""
+def random_scores(out: Tensor, x_BND: Tensor, salt: int, valid_BN: Tensor | None) -> None:
+    """Compute `mmod.ops.random_scores`."""
     images, tokens, channels = x_BND.shape
-    out = torch.empty(images, tokens, dtype=torch.float32, device=x_BND.device)
     valid = out if valid_BN is None else valid_BN.view(torch.uint8)
     launch(
         random_kernel, (images,),
         x_BND, valid, out, tokens, min(HASH_CHANNELS, channels), salt, *x_BND.stride(), *valid.stride(),
         HAS_VALID=valid_BN is not None, BLOCK=256, CHANNELS=HASH_CHANNELS,
     )  # fmt: skip
-    return out

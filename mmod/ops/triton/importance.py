@@ -11,9 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.flop_counter import register_flop_formula
 
-from mmod.ops.triton.attend import attend_rows
+from mmod.ops.packed import attend_rows
 from mmod.ops.triton.attention import LOG2_E, load_rows, tiles
 from mmod.ops.triton.compat import launch
 
@@ -60,17 +59,11 @@ def column_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + (image * heads + head) * tokens + offset_n, received, mask=inside_n)
 
 
-@torch.library.custom_op("mmod::column_sums", mutates_args=())
 def column_sums(
-    q_BHNE: Tensor,
-    k_BHNE: Tensor,
-    lse_BHN: Tensor,
-    valid_q_BN: Tensor | None,
-    valid_k_BN: Tensor | None,
-    is_causal: bool,
-    scale: float,
-) -> Tensor:
-    """Return the attention each key receives, summed over heads and queries (B, N), fp32, without a gradient.
+    out: Tensor, q_BHNE: Tensor, k_BHNE: Tensor, lse_BHN: Tensor, valid_q_BN: Tensor | None, valid_k_BN: Tensor | None,
+    is_causal: bool, scale: float,
+) -> None:  # fmt: skip
+    """Compute the attention each key receives, summed over heads and queries (B, N), fp32, without a gradient.
 
     `lse_BHN` is the natural logarithm of each row's sum of exponentials. Heads are summed last, so that few images
     still fill a GPU; that takes H numbers for each token.
@@ -92,18 +85,7 @@ def column_sums(
         tokens, heads, heads // k_BHNE.shape[1], blocks, scale,
         width=width, CAUSAL=is_causal, **options,
     )  # fmt: skip
-    return sums_BHN.sum(dim=1)
-
-
-@column_sums.register_fake
-def _(q_BHNE, k_BHNE, *unused):  # type: ignore[no-untyped-def]
-    return q_BHNE.new_empty(q_BHNE.shape[0], q_BHNE.shape[2], dtype=torch.float32)
-
-
-@register_flop_formula(torch.ops.mmod.column_sums)
-def _flops(q_shape, k_shape, *unused, **kwargs):  # type: ignore[no-untyped-def]
-    images, heads, tokens, width = q_shape
-    return 2 * images * heads * tokens * tokens * width
+    torch.sum(sums_BHN, dim=1, out=out)
 
 
 def attend_fused(

@@ -84,22 +84,21 @@ def add_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
 
 
-def size_groups(slot_BN: Tensor, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the sizes (B, K) and their logarithms (B, 1, 1, K rounded up to a multiple of eight)."""
-    images, width = len(slot_BN), triton.cdiv(slots, 8) * 8
-    size = torch.empty(images, slots, dtype=torch.float32, device=slot_BN.device)
-    bias = torch.empty(images, 1, 1, width, dtype=dtype, device=slot_BN.device)
+def size_groups(results: tuple[Tensor, ...], slot_BN: Tensor, slots: int, dtype: torch.dtype) -> None:
+    """Compute the sizes (B, K) and their logarithms (B, 1, 1, K rounded up to a multiple of eight)."""
+    size, bias = results
+    width = bias.shape[-1]
     launch(
-        size_kernel, (images, triton.cdiv(width, _TILE)),
+        size_kernel, (len(slot_BN), triton.cdiv(width, _TILE)),
         slot_BN, size, bias, slot_BN.shape[1], slots, width, *slot_BN.stride(), SLOTS=_TILE, TOKENS=128
     )  # fmt: skip
-    return size, bias
 
 
-def mean_rows(x_BND: Tensor, slot_BN: Tensor, slots: int, size_BK: Tensor | None, weight_BN: Tensor | None) -> Tensor:
-    """Return the mean of each group (B, K, D), or its sum where no size is given."""
+def mean_rows(
+    out: Tensor, x_BND: Tensor, slot_BN: Tensor, slots: int, size_BK: Tensor | None, weight_BN: Tensor | None
+) -> None:  # fmt: skip
+    """Compute the mean of each group (B, K, D), or its sum where no size is given."""
     images, tokens, channels = x_BND.shape
-    out = torch.empty(images, slots, channels, dtype=x_BND.dtype, device=x_BND.device)
     blocks = triton.cdiv(slots, _TILE)
     launch(
         mean_kernel, (images * blocks, triton.cdiv(channels, 64)),
@@ -108,17 +107,14 @@ def mean_rows(x_BND: Tensor, slot_BN: Tensor, slots: int, size_BK: Tensor | None
         *x_BND.stride(), HAS_SIZE=size_BK is not None, HAS_WEIGHT=weight_BN is not None,
         SLOTS=_TILE, TOKENS=_TILE, CHANNELS=64,
     )  # fmt: skip
-    return out
 
 
-def add_updates(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor) -> Tensor:
-    """Return the rows with the updates of their slots (B, N, D)."""
+def add_updates(out: Tensor, x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor) -> None:
+    """Add the updates of their slots to the rows (B, N, D)."""
     images, tokens, channels = x_BND.shape
-    out = torch.empty(x_BND.shape, dtype=x_BND.dtype, device=x_BND.device)
     rows, (tile_rows, tile_channels) = images * tokens, tile_of(channels)
     launch(
         add_kernel, (triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)),
         x_BND, update_BKD, slot_BN.contiguous(), out, rows, tokens, channels, *x_BND.stride(),
         *update_BKD.stride(), ROWS=tile_rows, CHANNELS=tile_channels,
     )  # fmt: skip
-    return out

@@ -181,42 +181,32 @@ def gather_norm_grad_kernel(  # type: ignore[no-untyped-def]
     tl.store(grad_bias + place, total_bias, mask=across)
 
 
-def gather_rows(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
-    """Return the rows of x that the index names (B, K, D)."""
-    images, slots, channels = *index_BK.shape, x_BND.shape[2]
-    out = torch.empty(images, slots, channels, dtype=x_BND.dtype, device=x_BND.device)
+def gather_rows(out: Tensor, x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = None) -> None:
+    """Copy the rows of x that the index names (B, K, D)."""
+    images, slots, channels = out.shape
     rows, (tile_rows, tile_channels) = images * slots, tile_of(channels)
     launch(
         gather_kernel, (triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)),
         x_BND, index_BK, out, rows, slots, channels, *x_BND.stride(), *index_BK.stride(),
         ROWS=tile_rows, CHANNELS=tile_channels,
     )  # fmt: skip
-    return out
 
 
-def spread_rows(y: Tensor, index: Tensor, inverse: Tensor | None, tokens: int) -> Tensor:
-    """Return y at the rows that the index names, and zeros at all others (B, N, D)."""
-    return _merge(y.new_empty(y.shape[0], tokens, y.shape[2]), index, inverse, y=y)
+def spread_rows(out: Tensor, y: Tensor, index: Tensor, inverse: Tensor | None, tokens: int) -> None:
+    """Write y at the rows that the index names, and zeros at all others (B, N, D)."""
+    merge_rows(out, None, index, None, y, None, None, inverse)
 
 
-def blank_rows(x: Tensor, index: Tensor, valid: Tensor | None, inverse: Tensor | None) -> Tensor:
-    """Return x with zeros at the rows that valid slots name."""
-    return _merge(x.new_empty(x.shape), index, inverse, x=x, valid=valid)
+def blank_rows(out: Tensor, x: Tensor, index: Tensor, valid: Tensor | None, inverse: Tensor | None) -> None:
+    """Write zeros at the rows that valid slots name, and x at all others."""
+    merge_rows(out, x, index, None, None, None, valid, inverse)
 
 
 def merge_rows(
-    x: Tensor, index: Tensor, z: Tensor | None, y: Tensor, gate: Tensor | None, valid: Tensor | None,
-    inverse: Tensor | None,
-) -> Tensor:  # fmt: skip
-    """Return lerp(z, y, gate) at the rows that valid slots name, and x at all others."""
-    return _merge(x.new_empty(x.shape), index, inverse, x, z, y, gate, valid)
-
-
-def _merge(
-    out: Tensor, index: Tensor, inverse: Tensor | None, x: Tensor | None = None, z: Tensor | None = None,
-    y: Tensor | None = None, gate: Tensor | None = None, valid: Tensor | None = None,
-) -> Tensor:  # fmt: skip
-    """Write every row of `out`, see `merge_kernel`."""
+    out: Tensor, x: Tensor | None, index: Tensor, z: Tensor | None, y: Tensor | None, gate: Tensor | None,
+    valid: Tensor | None, inverse: Tensor | None,
+) -> None:  # fmt: skip
+    """Write lerp(z, y, gate) at the rows that valid slots name, and x at all others; zeros for an absent x or y."""
     images, tokens, channels = out.shape
     inverse = inverse_rows(index, tokens) if inverse is None else inverse.contiguous()
     x_, z_, y_ = (out if value is None else value for value in (x, z, y))
@@ -229,37 +219,33 @@ def _merge(
         *x_.stride(), *z_.stride(), *y_.stride(), HAS_X=x is not None, HAS_Y=y is not None,
         HAS_GATE=gate is not None, HAS_VALID=valid is not None, ROWS=tile_rows, CHANNELS=tile_channels,
     )  # fmt: skip
-    return out
 
 
 def merge_rows_grad(
-    grad_BND: Tensor, index_BK: Tensor, z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor, valid_BK: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of z, y (B, K, D) and gate (B, K)."""
+    grads: tuple[Tensor, ...], grad_BND: Tensor, index_BK: Tensor, z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor,
+    valid_BK: Tensor | None,
+) -> None:  # fmt: skip
+    """Compute the gradients of z, y (B, K, D) and gate (B, K)."""
     images, slots, channels = z_BKD.shape
-    grad_z = torch.empty(z_BKD.shape, dtype=z_BKD.dtype, device=z_BKD.device)
-    grad_y = torch.empty(y_BKD.shape, dtype=y_BKD.dtype, device=y_BKD.device)
-    grad_gate = torch.empty(gate_BK.shape, dtype=gate_BK.dtype, device=gate_BK.device)
     valid = index_BK if valid_BK is None else valid_BK.contiguous().view(torch.uint8)
     rows, (tile_rows, tile_channels) = images * slots, tile_of(channels)
     launch(
         merge_grad_kernel, (triton.cdiv(rows, tile_rows),),
-        grad_BND, index_BK.contiguous(), z_BKD, y_BKD, gate_BK.contiguous(), valid, grad_z, grad_y, grad_gate,
+        grad_BND, index_BK.contiguous(), z_BKD, y_BKD, gate_BK.contiguous(), valid, *grads,
         rows, slots, channels, *grad_BND.stride(), *z_BKD.stride(), *y_BKD.stride(),
         HAS_VALID=valid_BK is not None, ROWS=tile_rows, CHANNELS=tile_channels,
     )  # fmt: skip
-    return grad_z, grad_y, grad_gate
 
 
 def gather_norm(
-    x_BND: Tensor, index_BK: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the named rows, the same normalised (B, K, D), and their means and factors in fp32 (B, K)."""
-    images, slots, channels = *index_BK.shape, x_BND.shape[2]
-    out = torch.empty(images, slots, channels, dtype=x_BND.dtype, device=x_BND.device)
-    normed = torch.empty_like(out)
-    scale = torch.empty(images, slots, dtype=torch.float32, device=x_BND.device)
-    mean = torch.empty_like(scale) if centred else torch.zeros_like(scale)
+    results: tuple[Tensor, ...], x_BND: Tensor, index_BK: Tensor, weight: Tensor | None, bias: Tensor | None,
+    eps: float, centred: bool,
+) -> None:  # fmt: skip
+    """Copy the named rows, normalise them (B, K, D), and compute their means and factors in fp32 (B, K)."""
+    out, normed, mean, scale = results
+    images, slots, channels = out.shape
+    if not centred:
+        mean.zero_()
     rows, span = images * slots, triton.next_power_of_2(channels)
     tile_rows = max(1, TILE // span)
     launch(
@@ -269,29 +255,27 @@ def gather_norm(
         CENTRED=centred, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
         ROWS=tile_rows, CHANNELS=span, num_warps=_warps(span),
     )  # fmt: skip
-    return out, normed, mean, scale
 
 
 def gather_norm_grad(
-    grad_z: Tensor, grad_normed: Tensor, z_BKD: Tensor, index_BK: Tensor, weight: Tensor | None,
-    mean_BK: Tensor, scale_BK: Tensor, tokens: int, centred: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of x (B, N, D), and of weight and bias (D) in fp32."""
+    grads: tuple[Tensor, ...], grad_z: Tensor, grad_normed: Tensor, z_BKD: Tensor, index_BK: Tensor,
+    weight: Tensor | None, mean_BK: Tensor, scale_BK: Tensor, tokens: int, centred: bool,
+) -> None:  # fmt: skip
+    """Compute the gradients of x (B, N, D), and of weight and bias (D) in fp32."""
     images, slots, channels = z_BKD.shape
-    grad_x = torch.zeros(images, tokens, channels, dtype=z_BKD.dtype, device=z_BKD.device)
     rows, span = images * slots, triton.next_power_of_2(channels)
     parts = triton.cdiv(rows, NORM_CHUNK)
-    grad_weight, grad_bias = (
-        torch.empty(parts, channels, dtype=torch.float32, device=z_BKD.device) for _ in range(2)
-    )  # fmt: skip
+    # Each program sums up its rows.
+    grad_x, partial_sums = grads[0].zero_(), [total.new_empty(parts, channels) for total in grads[1:]]
     launch(
         gather_norm_grad_kernel, (parts,),
         grad_z.contiguous(), grad_normed.contiguous(), z_BKD.contiguous(), index_BK.contiguous(),
-        z_BKD if weight is None else weight, mean_BK, scale_BK, grad_x, grad_weight, grad_bias,
+        z_BKD if weight is None else weight, mean_BK, scale_BK, grad_x, *partial_sums,
         rows, tokens, slots, channels, CENTRED=centred, HAS_WEIGHT=weight is not None,
         CHUNK=NORM_CHUNK, ROWS=min(NORM_CHUNK, max(1, TILE // span)), CHANNELS=span, num_warps=_warps(span),
     )  # fmt: skip
-    return grad_x, grad_weight.sum(dim=0), grad_bias.sum(dim=0)
+    for total, partial_sum in zip(grads[1:], partial_sums):
+        torch.sum(partial_sum, dim=0, out=total)
 
 
 def tile_of(channels: int) -> tuple[int, int]:

@@ -117,16 +117,12 @@ def gate_grad_kernel(  # type: ignore[no-untyped-def]
 
 
 def select_topk(
-    score_BN: Tensor, count: int, prefix: int, valid_BN: Tensor | None, protect_BN: Tensor | None,
-    numerator: int, denominator: int, gate: str, scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return gates, indices, filled slots (B, K) and inverse map (B, N); what is not asked for is empty."""
+    results: tuple[Tensor, ...], score_BN: Tensor, count: int, prefix: int, valid_BN: Tensor | None,
+    protect_BN: Tensor | None, numerator: int, denominator: int, gate: str, scale: float,
+) -> None:  # fmt: skip
+    """Compute gates, indices, filled slots (B, K) and inverse map (B, N); those that are not asked for are empty."""
+    weight, index, filled, inverse = results
     images, tokens = score_BN.shape
-    device = score_BN.device
-    index = torch.empty(images, count, dtype=torch.int64, device=device)
-    filled = torch.empty((0,) if valid_BN is None else (images, count), dtype=torch.bool, device=device)
-    inverse = torch.empty(images, tokens, dtype=torch.int32, device=device)
-    weight = torch.empty((0,) if gate == "identity" else (images, count), dtype=score_BN.dtype, device=device)
     valid, protect = (inverse if mask is None else mask.view(torch.uint8) for mask in (valid_BN, protect_BN))
     block = triton.next_power_of_2(tokens)
     launch(
@@ -137,16 +133,15 @@ def select_topk(
         HAS_VALID=valid_BN is not None, HAS_PROTECT=protect_BN is not None, GATE=GATES[gate], BLOCK=block,
         num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,
     )  # fmt: skip
-    return weight, index, filled, inverse
 
 
-def gate_grad(grad_BK: Tensor, score_BN: Tensor, inverse_BN: Tensor, gate: str, scale: float) -> Tensor:
-    """Return the gradient of the scores (B, N)."""
-    out = torch.empty(score_BN.shape, dtype=score_BN.dtype, device=score_BN.device)
+def gate_grad(
+    out: Tensor, grad_BK: Tensor, score_BN: Tensor, inverse_BN: Tensor, gate: str, scale: float
+) -> None:  # fmt: skip
+    """Compute the gradient of the scores (B, N)."""
     total, block = score_BN.numel(), 1024
     launch(
         gate_grad_kernel, (triton.cdiv(total, block),),
         grad_BK.contiguous(), score_BN, inverse_BN, out, total, score_BN.shape[1], grad_BK.shape[1], scale,
         *score_BN.stride(), GATE=GATES[gate], BLOCK=block,
     )  # fmt: skip
-    return out
