@@ -121,11 +121,15 @@ class Segmented(Judged):
     @staticmethod
     def classify(features: Sequence[Features], study: FeaturesStudyConfig) -> dict[str, Any]:
         """Classify the tested patches by a linear classifier that is fitted on those of the other split."""
+        from sklearn.model_selection import GroupKFold
+
         fitted, tested = features
         per_image = len(tested.label_N) // len(tested.kept_NL)
-        images = np.arange(len(fitted.label_N)) // per_image
-        x_ND, label_N, tested_ND = fitted.x_ND.float().numpy(), fitted.label_N.numpy(), tested.x_ND.float().numpy()
-        predicted = predict_linearly(x_ND, label_N, tested_ND, images, study.strengths)
+        x_ND, label_N = fitted.x_ND.float().numpy(), fitted.label_N.numpy()
+        # All patches of an image are on the same side of the cross-validation that chooses `C`.
+        folds = list(GroupKFold(3).split(x_ND, label_N, np.arange(len(label_N)) // per_image))
+        regression = _regression(study.strengths, folds).fit(x_ND, label_N)
+        predicted = regression.predict(tested.x_ND.float().numpy())
         labels = tested.label_N.numpy()
         classes = int(max(labels.max(), predicted.max(), label_N.max())) + 1
         pairs = (labels * classes + predicted).reshape(-1, per_image)
@@ -206,7 +210,9 @@ class FeaturesStudy(TimmStudy[Judged]):
         record = {"feature": study.feature, **{name: plain[name] for name in names if name in plain}}
         if not folder.exists():
             # Faults are reported before the folder is claimed: a corrected command may use it.
-            self._check(_streams(config.data))
+            streams = _streams(config.data)
+            if len(streams) == 1:
+                split_by_class(streams[_TESTED].reader.labels.numpy(), study.folds)  # type: ignore[attr-defined]
             check_published(config.model)
         claim_folder(folder, record, file="config.json", kind="features")
         settings = {"neighbours": study.neighbours, "strengths": study.strengths, "folds": study.folds}
@@ -227,11 +233,6 @@ class FeaturesStudy(TimmStudy[Judged]):
             skipped=sum(len(stream.report.faults) for stream in streams.values()),
             **self.judged.classify(features, self.config),
         )
-
-    def _check(self, streams: Mapping[str, BatchStream]) -> None:
-        """Raise where classes have too few images for the classifiers."""
-        if len(streams) == 1:
-            split_by_class(streams[_TESTED].reader.labels.numpy(), self.config.folds)  # type: ignore[attr-defined]
 
     def examine(self, job: Job[TrainConfig], evaluation: Judged) -> dict[str, float]:
         """Count a model's costs, and keep its evaluation image by image."""
@@ -330,17 +331,6 @@ def linear_probe(
     return _tested(_regression(strengths, 3), features, labels, splits)
 
 
-def predict_linearly(
-    fitted: np.ndarray, labels: np.ndarray, tested: np.ndarray, images: np.ndarray, strengths: Sequence[float]
-) -> np.ndarray:
-    """Return the classes that a logistic regression predicts for tested patches; `images` numbers those fitted."""
-    from sklearn.model_selection import GroupKFold
-
-    # All patches of an image are on the same side of the cross-validation that chooses `C`.
-    split = list(GroupKFold(3).split(fitted, labels, images))
-    return _regression(strengths, split).fit(fitted, labels).predict(tested)
-
-
 def _regression(strengths: Sequence[float], cv: Any) -> Any:
     from sklearn.linear_model import LogisticRegression
     from sklearn.model_selection import GridSearchCV
@@ -354,10 +344,8 @@ def _regression(strengths: Sequence[float], cv: Any) -> Any:
 
 
 def _tested(classifier: Any, features: np.ndarray, labels: np.ndarray, splits: Sequence[Split]) -> np.ndarray:
-    from sklearn.base import clone
-
     right = np.full(len(labels), -1)
     for fitted, tested in splits:
-        guesses = clone(classifier).fit(features[fitted], labels[fitted]).predict(features[tested])
-        right[tested] = guesses == labels[tested]
+        predicted = classifier.fit(features[fitted], labels[fitted]).predict(features[tested])
+        right[tested] = predicted == labels[tested]
     return right[right >= 0]
