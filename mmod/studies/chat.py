@@ -8,7 +8,7 @@ import math
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
-from statistics import mean, median
+from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -97,14 +97,12 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
 
     def to_rivals(self, scores: Scores, costs: Costs) -> dict[str, dict[str, Any]]:
         """Return the difference of every model to the best of another series that is about as cheap, and its name."""
-        best: dict[str, str | None] = {}
-        for name in scores:
-            limit = _AS_CHEAP * costs[name]["flops_share"]
-            rivals = [other for other in scores if self.series[other] != self.series[name]]
-            cheap = [other for other in rivals if costs[other]["flops_share"] <= limit]
-            best[name] = max(cheap, key=lambda other: mean(scores[other].values()), default=None)
-        gaps = self.compare(scores, best)
-        return {name: {"to_rival": gaps[name], "rival": best[name]} for name in scores}
+        share = {name: cost["flops_share"] for name, cost in costs.items()}
+
+        def is_rival(other: str, name: str) -> bool:
+            return self.series[other] != self.series[name] and share[other] <= _AS_CHEAP * share[name]
+
+        return self.to_best(scores, {name: [other for other in scores if is_rival(other, name)] for name in scores})
 
     def time(self, jobs: Mapping[str, Job[TrainConfig]], *, shown: bool) -> dict[str, dict[str, float]]:
         """Measure reading a prompt within a batch, and decoding after it."""

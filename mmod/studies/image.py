@@ -144,16 +144,11 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
 
     def to_rivals(self, scores: Scores, costs: Costs) -> dict[str, dict[str, Any]]:
         """Return the difference of every model to the best model without a router that is as fast, and its name."""
-        columns: dict[str, dict[str, Any]] = {name: {} for name in scores}
+        columns = super().to_rivals(scores, costs)
         for size, ms in self._times(costs, scores).items():
             fast = {name: [other for other in as_fast(ms, name) if other not in self.routed_names] for name in scores}
-            best = {
-                name: max(others, key=lambda other: mean(scores[other].values())) if others else None
-                for name, others in fast.items()
-            }
-            gaps = self.compare(scores, best)
-            for name in scores:
-                columns[name] |= {f"to_rival_b{size}": gaps[name], f"rival_b{size}": best[name]}
+            for name, of_size in self.to_best(scores, fast, f"_b{size}").items():
+                columns[name] |= of_size
         return columns
 
     def ranking(self, scores: Scores, costs: Costs) -> str:

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -167,6 +168,15 @@ class Study(ABC, Generic[Config, Evaluation]):
     def to_rivals(self, scores: Scores, costs: Costs) -> dict[str, dict[str, Any]]:
         """Return the difference of every model to the best rival that is as fast, by column; none as a rule."""
         return {name: {} for name in scores}
+
+    def to_best(self, scores: Scores, rivals: Mapping[str, Sequence[str]], suffix: str = "") -> dict[str, Any]:
+        """Return the columns of every model's difference to the best of its rivals, and of the name of that rival."""
+        best = {
+            name: max(others, key=lambda other: mean(scores[other].values()), default=None)
+            for name, others in rivals.items()
+        }
+        gaps = self.compare(scores, best)
+        return {name: {f"to_rival{suffix}": gaps[name], f"rival{suffix}": best[name]} for name in scores}
 
     def ranking(self, scores: Scores, costs: Costs) -> str:
         """Say which models are significantly better."""
