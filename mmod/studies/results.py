@@ -80,10 +80,6 @@ class Point:
     # The difference to the best rival that is as fast, and the rival's name, by column.
     to_rivals: Mapping[str, Estimate | str | None] = field(default_factory=dict)
 
-    def values(self, figure: str) -> list[float]:
-        """Return a figure's value for every seed that has one."""
-        return [values[figure] for _, values in sorted(self.figures.items()) if figure in values]
-
     def row(self) -> dict[str, Any]:
         """Return all columns by name."""
         row = {"name": self.name, "series": self.series, "capacity": self.capacity, "seeds": len(self.figures)}

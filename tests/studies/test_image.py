@@ -66,8 +66,7 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypa
     assert {"before", "top1"} <= set(points["dense"].row()) & set(points["a-mod-0.5"].row())
     assert all(len(point.figures) == 2 and point.row()["top1_std"] is not None for point in result.points)
     for name, point in points.items():
-        own, dense = point.values("top1"), points["dense"].values("top1")
-        gaps = [own[seed] - dense[seed] for seed in (0, 1)]
+        gaps = [point.figures[seed]["top1"] - points["dense"].figures[seed]["top1"] for seed in (0, 1)]
         assert point.to_dense is None if name == "dense" else point.to_dense.value == pytest.approx(mean(gaps))
         assert (point.to_control is None) == (name in ("dense", "random-0.5", "shallow-3"))
         assert point.cost["latency_ms"] > 0
