@@ -8,7 +8,7 @@ from typing import Any
 
 from mmod.config import AuditConfig
 from mmod.training.engine.config import RunConfig
-from mmod.training.kinds import CONFIGS, config_with, kind_of, recipe_of
+from mmod.training.kinds import config_with, kind_of, recipe_of
 
 RUN = "config.yaml"
 
@@ -63,8 +63,7 @@ def run_config(folder: Path) -> Any:
 def record_of(config: RunConfig) -> dict[str, Any]:
     """Return the options that the results depend on, as plain values."""
     # Captions are retrieved within a batch, so its size counts.
-    free = ("workers", "pin_memory", *(() if isinstance(config, CONFIGS["pairs"]) else ("batch_size",)))
+    free = ("workers", "pin_memory", *(() if config.kind == "pairs" else ("batch_size",)))
     plain = config.to_dict()
     data = {name: value for name, value in plain["data"].items() if name not in free}
-    kept = ("model", "routing", "audit")
-    return {name: value for name, value in plain.items() if name in kept} | {"data": data}
+    return {name: plain[name] for name in ("model", "routing", "audit")} | {"data": data}

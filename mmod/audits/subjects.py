@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -45,15 +44,13 @@ from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import KeptShares
 from mmod.training.engine.recipe import seed_draws
 from mmod.training.image.recipe import sample_images
-from mmod.training.kinds import CONFIGS, recipe_of
+from mmod.training.kinds import recipe_of
 from mmod.training.text.config import BYTES
 from mmod.values import refuse_unknown
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Changes of the evaluation set: none.
-_UNCHANGED: Mapping[str, Any] = MappingProxyType({})
 _PIXELS = "pixel_values"
 _QUESTION = "kind of question"
 
@@ -101,9 +98,9 @@ class Subject:
         self.model = plain.load()
         return self.model
 
-    def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
+    def batches(self, /, **changes: Any) -> Batches:
         """Return the evaluation set, or another with changed keys of `data`."""
-        stream = self.stream(changes)
+        stream = self.stream(self.data(changes))
         return Batches(lambda: map(self.labelled, stream.batches(0)), stream.steps_per_epoch)
 
     def labelled(self, batch: Any) -> LabelledBatch:
@@ -115,19 +112,19 @@ class Subject:
         refuse_unknown("key of data", changes, [field.name for field in dataclasses.fields(self.config.data)])
         return dataclasses.replace(self.config.data, **changes)
 
-    def stream(self, changes: Mapping[str, Any]) -> BatchStream:
+    def stream(self, data: Any) -> BatchStream:
         """Return the batches of a set as the model reads them."""
-        other = type(self.recipe)(dataclasses.replace(self.config, data=self.data(changes)))
-        return other.create_stream(Process(0, 1, other.device), self.model)
+        recipe = type(self.recipe)(dataclasses.replace(self.config, data=data))
+        return recipe.create_stream(Process(0, 1, recipe.device), self.model)
 
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Return a batch with changed images (B, C, H, W) and the same labels."""
         images, labels = batch
         return change(images), labels
 
-    def flops(self, model: nn.Module) -> dict[str, Any] | None:
+    def flops(self) -> dict[str, Any] | None:
         """Return the FLOPs of a sample by part, None where they are not counted."""
-        report = self.recipe.report(model)
+        report = self.recipe.report(self.model)
         return None if report is None else dict(report.to_dict())
 
     def cost(self, model: nn.Module) -> float:
@@ -138,11 +135,11 @@ class Subject:
                 self.recipe.judge(model, labelled.batch)
         return float(sum(self.recipe.cost(model, kept.means()).values()))
 
-    def generation(self, model: nn.Module) -> Generation | None:
+    def generation(self) -> Generation | None:
         """Return the decisions of the model while it writes long texts; None where the config asks for none."""
         return None
 
-    def maps(self, model: nn.Module, count: int) -> Figure | None:
+    def maps(self) -> Figure | None:
         """Draw the kept tokens of some samples; None where they are not drawn."""
         return None
 
@@ -157,15 +154,9 @@ class Subject:
 
 
 class _Images(Subject):
-    def create(self, reference: str | None = None) -> nn.Module:
-        model = super().create(reference)
-        if reference is None:
-            self._prefix = find_stack(model).prefix
-            self._grid = getattr(getattr(model, "patch_embed", None), "grid_size", None)
-        return model
-
-    def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
-        stream, scenes = self.stream(changes), _scenes(self.data(changes))
+    def batches(self, /, **changes: Any) -> Batches:
+        data = self.data(changes)
+        stream, scenes = self.stream(data), _scenes(data)
 
         def make() -> Iterator[LabelledBatch]:
             start = 0
@@ -176,18 +167,21 @@ class _Images(Subject):
 
         return Batches(make, stream.steps_per_epoch)
 
-    def maps(self, model: nn.Module, count: int) -> Figure:
-        return draw_sample_maps(model, sample_images(self.config, count))
+    def maps(self) -> Figure | None:
+        count = self.config.audit.maps
+        return draw_sample_maps(self.model, sample_images(self.config, count)) if count else None
 
     def _token_kinds(self, scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, NDArray[np.str_]]:
         """Return the content of every token of a batch; empty where the set does not name it."""
+        grid = getattr(getattr(self.model, "patch_embed", None), "grid_size", None)
         if targets.ndim == 2:
-            shown = np.where(targets > 0, "object", "background")
-        elif scenes and self._grid is not None:
-            shown = np.stack([_regions(scene, self._grid) for scene in scenes])
+            regions = np.where(targets > 0, "object", "background")
+        elif scenes and grid is not None:
+            regions = np.stack([_regions(scene, grid) for scene in scenes])
         else:
             return {}
-        return {"region": np.pad(shown.astype(object), ((0, 0), (self._prefix, 0)), constant_values="prefix token")}
+        prefix = ((0, 0), (find_stack(self.model).prefix, 0))
+        return {"region": np.pad(regions.astype(object), prefix, constant_values="prefix token")}
 
 
 class _Pairs(Subject):
@@ -201,7 +195,7 @@ class _Chat(Subject):
     # Conversations differ in length, and no loss trained the head on image tokens.
     on_request = frozenset({"shuffled", REFERENCE_ENTROPY})
 
-    def batches(self, changes: Mapping[str, Any] = _UNCHANGED) -> Batches:
+    def batches(self, /, **changes: Any) -> Batches:
         data, size = self.data(changes), self.config.eval_batch_size
         if data.val is None:
             raise ValueError("an audit needs conversations to ask: set data.val")
@@ -254,15 +248,15 @@ class _Text(Subject):
     def labelled(self, batch: Any) -> LabelledBatch:
         return LabelledBatch(batch, token_kinds={"role": _ROLES[batch[0].numpy()]})
 
-    def generation(self, model: nn.Module) -> Generation | None:
+    def generation(self) -> Generation | None:
         config, options = self.config, self.config.audit
         if not options.generation:
             return None
         # Longer texts than the windows of the training.
         length = config.data.length + options.generation
         stream = text_stream(dataclasses.replace(config.data, length=length, val_limit=options.texts))
-        tokens_BN = torch.cat([tokens for tokens, _ in stream.batches(0)]).to(next(model.parameters()).device)
-        return judge_generation(model, tokens_BN, config.data.length, config.seed)
+        tokens_BN = torch.cat([tokens for tokens, _ in stream.batches(0)]).to(self.recipe.device)
+        return judge_generation(self.model, tokens_BN, config.data.length, config.seed)
 
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         raise ValueError("audit.shifts change images, and text has none: leave them out")
@@ -314,7 +308,7 @@ _SUBJECTS: dict[str, type[Subject]] = {"image": _Images, "pairs": _Pairs, "chat"
 
 def subject_of(config: Any) -> Subject:
     """Return the subject of an audit."""
-    return next(_SUBJECTS[kind] for kind, cls in CONFIGS.items() if isinstance(config, cls))(config)
+    return _SUBJECTS[config.kind](config)
 
 
 def audit_run(config: Any, *, command: str | None = None, progress: bool = True) -> Audit:
@@ -333,7 +327,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         )
     choices(subject.conditions, None, has_reference=options.reference is not None)
     baselines, shifts = _baselines(config), subject.shifts()
-    others = {name: subject.batches(changes) for name, changes in options.others.items()}
+    others = {name: subject.batches(**changes) for name, changes in options.others.items()}
     # Once the options are checked, so that a refused audit leaves no folder.
     claim_folder(folder, record_of(config), file="config.json", kind="an audit")
     report = audit(
@@ -341,7 +335,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         subject.batches(),
         dataclasses.replace(options, conditions=subject.conditions),
         judge=subject.recipe.judge,
-        positions_from=options.positions_split and subject.batches({subject.split: options.positions_split}),
+        positions_from=options.positions_split and subject.batches(**{subject.split: options.positions_split}),
         reference=options.reference and subject.create(options.reference),
         beside=baselines,
         shifts=shifts,
@@ -350,7 +344,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         progress=progress,
     )
     costs = {name: subject.cost(baseline) for name, baseline in baselines.items()}
-    cost, generation = subject.flops(model), subject.generation(model)
+    cost, generation, maps = subject.flops(), subject.generation(), subject.maps()
     record = {
         "name": Path(config.output).name,
         "command": command or f"mmod audit {shlex.quote(config.output)}",
@@ -360,7 +354,6 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         "beside_flops": costs,
         "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
     }
-    maps = subject.maps(model, options.maps) if options.maps else None
     if maps is not None:
         save_picture(folder, "maps", maps)
     save_figure(draw_audit(report), folder / "audit.png", dpi=150)
