@@ -94,20 +94,24 @@ def evaluate(
     methods = methods_of(model)
     two_ways = any(method.two_ways for method in methods)
     together, alone, full = (_Losses(model, device) for _ in range(3))
-    agreement = _Agreement(device) if two_ways else None
+    # By module: samples, then how many of them are decided alike at each position.
+    agreement: dict[str, Tensor] = {}
     with evaluation_batches(model, stream, device, progress=progress) as batches, autocast(device, precision):
         for _, (tokens, following) in batches:
             with deciding_together(model):
                 decisions = together.add(tokens, following)
-            if agreement is not None:
-                agreement.add(decisions, decided_alone(model, decisions))
+            if two_ways:
+                for name, alone_BN in decided_alone(model, decisions).items():
+                    same_N = (alone_BN == decisions[name].keep_BN).double().sum(0)
+                    counts = torch.cat([same_N.new_tensor([len(alone_BN)]), same_N])
+                    agreement[name] = agreement.get(name, 0) + counts
                 alone.add(tokens, following)
             if elastic:
                 with every_token(model):
                     full.add(tokens, following)
     loss, kept, samples = together.means()
     causal_loss, causal_kept, _ = alone.means() if two_ways else (loss, {}, samples)
-    shares = {} if agreement is None else agreement.means()
+    shares = {name: _agreement_by_part(counts) for name, counts in agreement.items()}
     return EvalResult(
         loss=loss,
         samples=samples,
@@ -153,25 +157,7 @@ class _Losses:
         return loss / tokens, self._shares.means(), int(samples)
 
 
-class _Agreement:
-    """Share of tokens that are decided alike jointly and alone, by block and position in the window."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        # Samples, then the number decided alike at each position, by module.
-        self._sums: dict[str, Tensor] = {}
-
-    def add(self, decisions: Mapping[str, Routing], alone: Mapping[str, Tensor]) -> None:
-        """Add a batch: its joint decisions, and the tokens (B, N) that would run if decided alone, by module."""
-        for name, alone_BN in alone.items():
-            same_N = (alone_BN == decisions[name].keep_BN).double().sum(0)
-            counts = torch.cat([same_N.new_tensor([len(alone_BN)]), same_N]).to(self._device)
-            self._sums[name] = self._sums.get(name, 0) + counts
-
-    def means(self) -> dict[str, list[float]]:
-        """Return the shares by module and eighth of the window; collective over processes."""
-        shares = {}
-        for name, sums in self._sums.items():
-            samples, *_ = total = sum_over_processes(sums)
-            shares[name] = [float(part.mean()) for part in (total[1:] / samples).tensor_split(_PARTS) if len(part)]
-        return shares
+def _agreement_by_part(counts: Tensor) -> list[float]:
+    """Return the share of samples decided alike, by eighth of the window; collective over processes."""
+    total = sum_over_processes(counts)
+    return [float(part.mean()) for part in (total[1:] / total[0]).tensor_split(_PARTS) if len(part)]
