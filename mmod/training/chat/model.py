@@ -153,19 +153,18 @@ def check_routers_learn(model: nn.Module) -> None:
 def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    source = config.model
-    if source.config is None and not on_meta:
-        assert source.checkpoint is not None
-        check_complete(source.checkpoint)
-        if _was_routed(source.checkpoint):
-            return load_pretrained(source.checkpoint, **source.args)
-        return AutoModelForImageTextToText.from_pretrained(source.checkpoint, **source.args)
-    if source.config is None:
-        model_config = AutoConfig.from_pretrained(str(source.checkpoint))
-    else:
+    source, routed = config.model, False
+    if source.config is not None:
         fields = _with_words(source.config, processor) if source.processor == _WORDS else source.config
         model_config = described(fields)
-    routed = source.checkpoint is not None and _was_routed(source.checkpoint)
+    else:
+        assert source.checkpoint is not None
+        routed = _was_routed(source.checkpoint)
+        if not on_meta:
+            check_complete(source.checkpoint)
+            load = load_pretrained if routed else AutoModelForImageTextToText.from_pretrained
+            return load(source.checkpoint, **source.args)
+        model_config = AutoConfig.from_pretrained(source.checkpoint)
     description = take_description(model_config, str(source.checkpoint)) if routed else None
     torch.manual_seed(config.seed)
     known = {name: source.args[name] for name in WITHOUT_WEIGHTS if name in source.args}
