@@ -139,14 +139,9 @@ def at_capacities(
 def _batch_sums(logits: Tensor, targets: Tensor, images: int) -> Tensor:
     """Return the sums of one batch in the order of `evaluate`."""
     guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
-    figures = [
-        guesses[:, 0].sum().double(),
-        guesses.sum().double(),
-        F.cross_entropy(logits, targets, reduction="sum").double(),
-        torch.tensor(len(targets), device=logits.device).double(),
-        torch.tensor(images, device=logits.device).double(),
-    ]
-    return torch.stack(figures)
+    loss = F.cross_entropy(logits, targets, reduction="sum")
+    counts = loss.new_tensor([len(targets), images], dtype=torch.float64)
+    return torch.stack([guesses[:, 0].sum().double(), guesses.sum().double(), loss.double(), *counts])
 
 
 def _count(logits: Tensor, targets: Tensor) -> Tensor:

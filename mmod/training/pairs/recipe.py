@@ -26,12 +26,7 @@ from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.recipe import Reading, needed_shares
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate, judge_pairs
-from mmod.training.pairs.model import (
-    create_loss,
-    create_model,
-    create_transforms,
-    load_image_tower,
-)
+from mmod.training.pairs.model import create_loss, create_model, create_transforms, load_image_tower
 from mmod.training.pairs.task import PairsTask
 
 
