@@ -99,19 +99,17 @@ class HeldBytes(NamedTuple):
 
 def held_by_blocks(model: nn.Module, images: Tensor) -> dict[str, HeldBytes]:
     """Run a forward pass in training mode and return the memory held for the backward pass, by block."""
-    stack, held = find_stack(model), {}
-    memory = ActivationMemory([images, *model.parameters(), *model.buffers()])
-    hooks = []
-    for name, block in zip(stack.names, stack.blocks):
-        entered: list[int] = []
+    stack, memory = find_stack(model), ActivationMemory([images, *model.parameters(), *model.buffers()])
+    names, before, held = dict(zip(stack.blocks, stack.names)), dict[nn.Module, int](), dict[str, HeldBytes]()
 
-        def enter(module: nn.Module, args: Any, entered: list[int] = entered) -> None:
-            entered.append(memory.live)
+    def enter(block: nn.Module, args: Any) -> None:
+        before[block] = memory.live
 
-        def leave(module: nn.Module, args: Any, out: Tensor, name: str = name, entered: list[int] = entered) -> None:
-            held[name] = HeldBytes(memory.live - entered.pop(), out.untyped_storage().nbytes())
+    def leave(block: nn.Module, args: Any, out: Tensor) -> None:
+        held[names[block]] = HeldBytes(memory.live - before[block], out.untyped_storage().nbytes())
 
-        hooks += [block.register_forward_pre_hook(enter), block.register_forward_hook(leave)]
+    hooks = [block.register_forward_pre_hook(enter) for block in names]
+    hooks += [block.register_forward_hook(leave) for block in names]
     try:
         with in_mode(True, model), torch.enable_grad(), memory:
             output = model(images)

@@ -182,9 +182,7 @@ def pseudo_mean(value: float, left_out_G: Tensor) -> Estimate:
         >>> print(pseudo_mean(3.0, (12.0 - values) / 3))  # The mean has no bias.
         3.0 [0.9, 5.1]
     """
-    groups = RunningMean()
-    groups.add(len(left_out_G) * value - (len(left_out_G) - 1) * left_out_G)
-    return groups.mean()
+    return RunningMean().add(len(left_out_G) * value - (len(left_out_G) - 1) * left_out_G).mean()
 
 
 def sign_test(gap_IC: Values, draws: int, seed: int) -> Values:
@@ -220,11 +218,12 @@ class RunningMean:
 
     sums: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
-    def add(self, value_B: Tensor) -> None:
-        """Add the figures of a batch (B,), without those that are not finite."""
+    def add(self, value_B: Tensor) -> RunningMean:
+        """Add the figures of a batch (B,), without those that are not finite, and return itself."""
         value_B = value_B[value_B.isfinite()].double()
         count, total, squares = self.sums
         self.sums = count + len(value_B), total + float(value_B.sum()), squares + float(value_B.square().sum())
+        return self
 
     def mean(self) -> Estimate:
         """Return the mean over images with its normal interval; NaN without images."""

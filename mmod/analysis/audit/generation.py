@@ -114,12 +114,11 @@ def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) 
     stretches, decay = [], {}
     for text, text_BN in zip(_TEXTS, (tokens_BN, generated_BN)):
         figures = _figures(model, text_BN, window)
-        means = {name: [_mean(value_B) for value_B in value_BW.unbind(1)] for name, value_BW in figures.items()}
         for number in range(length // window):
-            by_name = {name: values[number] for name, values in means.items()}
-            stretches.append(Stretch(text, number * window, (number + 1) * window - 1, **by_name))
+            means = {name: RunningMean().add(value_BW[:, number]).mean() for name, value_BW in figures.items()}
+            stretches.append(Stretch(text, number * window, (number + 1) * window - 1, **means))
         agreement_BW = figures["agreement"]
-        decay[text] = _mean(agreement_BW[:, -1] - agreement_BW[:, 0])
+        decay[text] = RunningMean().add(agreement_BW[:, -1] - agreement_BW[:, 0]).mean()
     by = "score" if routers[0].predictor is None else "predictor"
     return Generation(window, len(tokens_BN), by, stretches, decay)
 
@@ -133,7 +132,7 @@ def _figures(model: Any, tokens_BN: Tensor, window: int) -> dict[str, Tensor]:
     loss_BN = F.pad(loss_BN, (1, 0), value=torch.nan)
     all_BN = torch.ones_like(tokens_BN, dtype=torch.bool)
     groups = assign_groups(all_BN, all_BN, all_BN, frames=window)
-    kept, agreement, above = [], [], []
+    blocks = []
     for name, block in routed_blocks(model).items():
         routing = routings[name]
         index_BK, valid_BK, _ = select_within(routing.score_BN, block.router.capacity, groups)
@@ -143,18 +142,7 @@ def _figures(model: Any, tokens_BN: Tensor, window: int) -> dict[str, Tensor]:
         kept_BW, best_BW = keep_BWL.mean(2), best_BWL.mean(2)
         agreement_BW = (keep_BWL == best_BWL).double().mean(2)
         chance_BW = kept_BW * best_BW + (1 - kept_BW) * (1 - best_BW)
-        kept.append(kept_BW)
-        agreement.append(agreement_BW)
-        above.append((agreement_BW - chance_BW) / (1 - chance_BW))
-    return {
-        "loss": loss_BN.unflatten(1, (-1, window)).nanmean(2),
-        "kept": torch.stack(kept).mean(0),
-        "agreement": torch.stack(agreement).mean(0),
-        "above_chance": torch.stack(above).mean(0),
-    }
-
-
-def _mean(value_B: Tensor) -> Estimate:
-    sums = RunningMean()
-    sums.add(value_B)
-    return sums.mean()
+        blocks.append(torch.stack([kept_BW, agreement_BW, (agreement_BW - chance_BW) / (1 - chance_BW)]))
+    kept_BW, agreement_BW, above_BW = torch.stack(blocks).mean(0)
+    loss_BW = loss_BN.unflatten(1, (-1, window)).nanmean(2)
+    return {"loss": loss_BW, "kept": kept_BW, "agreement": agreement_BW, "above_chance": above_BW}
