@@ -70,17 +70,6 @@ class BlockStack:
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
     hands_on: str = ""
 
-    def check_importance(self, importance: str) -> None:
-        """Raise a ValueError if the stack does not support a definition of importance."""
-        if importance == "class_token" and not self.class_token:
-            raise ValueError(
-                f"router.importance='class_token': the tokens of {self.names[0]} do not begin with a class token"
-            )
-        if importance in ("last_token", "vision_tower") and not self.language:
-            raise ValueError(
-                f"router.importance={importance!r} is for language models: {self.names[0]} is no layer of one"
-            )
-
 
 # Returns the blocks of a part, or raises a ValueError that says why the part cannot be routed.
 Part = Callable[[], BlockStack]

@@ -74,19 +74,18 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
 
 
 def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
+    first = stack.names[0]
     if not stack.language and differing(config.language):
-        raise ValueError(
-            f"{stack.names[0]} is no layer of a language model: remove the options "
-            f"{', '.join(f'language.{name}' for name in differing(config.language))}"
-        )
+        options = ", ".join(f"language.{name}" for name in differing(config.language))
+        raise ValueError(f"{first} is no layer of a language model: remove the options {options}")
     if config.router.tied and not stack.language:
-        raise ValueError(f"router.tied is for layers of a language model, and {stack.names[0]} is none")
+        raise ValueError(f"router.tied is for layers of a language model, and {first} is none")
     if config.router.learns and config.router.shared and stack.language:
-        raise ValueError(f"router.shared is for images and captions, and {stack.names[0]} generates text")
+        raise ValueError(f"router.shared is for images and captions, and {first} generates text")
     if config.router.per_image and stack.language:
         raise ValueError(
-            f"a score per sequence is for images and captions: {stack.names[0]} generates text, so its router must "
-            "decide per token"
+            f"a score per sequence is for images and captions: {first} generates text, so its router must decide per "
+            "token"
         )
     if not config.protect_prefix and not config.router.per_image:
         for index in plan.blocks:
@@ -94,8 +93,11 @@ def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
                 raise ValueError(
                     "protect_prefix must be True: rotary positions need the prefix tokens first in every block"
                 )
-    if config.wants_importance(training=True):
-        stack.check_importance(config.importance)
+    importance = config.importance if config.wants_importance(training=True) else ""
+    if importance == "class_token" and not stack.class_token:
+        raise ValueError(f"router.importance='class_token': the tokens of {first} do not begin with a class token")
+    if importance in ("last_token", "vision_tower") and not stack.language:
+        raise ValueError(f"router.importance={importance!r} is for language models: {first} is no layer of one")
 
 
 def _configs_by_block(config: RoutingConfig, plan: Plan) -> dict[int, RoutingConfig]:
