@@ -61,9 +61,9 @@ def save_pretrained(
     state = model.state_dict()
     _check_plain(state)
     _check_rebuilds(config, model, state)
-    taken = [name for name in (WEIGHTS, CONFIG) if (folder / name).exists()]
-    if taken and not overwrite:
-        raise FileExistsError(f"{str(folder)!r} holds {' and '.join(taken)}; pass overwrite=True to replace them")
+    existing = [name for name in (WEIGHTS, CONFIG) if (folder / name).exists()]
+    if existing and not overwrite:
+        raise FileExistsError(f"{str(folder)!r} holds {' and '.join(existing)}; pass overwrite=True to replace them")
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(config, indent=2)
     with replacing(folder / WEIGHTS) as weights:
@@ -144,17 +144,11 @@ def apply_again(model: nn.Module, methods: Sequence[Mapping[str, Any]]) -> None:
         read_method(values).apply_(model)
 
 
-def described_methods(model: nn.Module) -> list[dict[str, Any]]:
-    """Return the methods of a model in plain values, in order."""
+def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return as JSON values what it takes to build the model again."""
     methods = methods_of(model)
     if not methods:
         raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
-    return [method.settled(model).to_dict() for method in methods]
-
-
-def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return as JSON values what it takes to build the model again."""
-    methods = described_methods(model)
     library = find_library(model)
     if library is None:
         raise ValueError(
@@ -167,7 +161,7 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
         "versions": {name: _version(name) for name in ("mmod", saving.package, "torch")},
         "library": library,
         "model": saving.describe(model, architecture),
-        "methods": methods,
+        "methods": [method.settled(model).to_dict() for method in methods],
     }
     try:
         plain: dict[str, Any] = json.loads(json.dumps(described))
@@ -179,7 +173,6 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
 
 
 def _saving(library: str) -> Saving:
-    """Return how models of a library are saved."""
     saving: Saving | None = load_adapter(library).SAVING
     if saving is None:
         raise ValueError(f"models of {library} are saved by their own save_pretrained, which keeps the routing too")
@@ -202,11 +195,11 @@ def _build_dense(config: dict[str, Any]) -> nn.Module:
 
 
 def _check_plain(state: Mapping[str, Tensor]) -> None:
-    others = [f"{name} ({type(value).__name__})" for name, value in state.items() if type(value) is not Tensor]
-    if others:
-        some = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if len(others) > 3 else "")
+    special = [f"{name} ({type(value).__name__})" for name, value in state.items() if type(value) is not Tensor]
+    if special:
+        names = ", ".join(special[:3]) + (f" and {len(special) - 3} more" if len(special) > 3 else "")
         raise ValueError(
-            f"cannot save weights that are no plain tensors, as quantized or sharded ones: {some}. Save the "
+            f"cannot save weights that are no plain tensors, as quantized or sharded ones: {names}. Save the "
             "model before it is quantized, and quantize what mmod.load_pretrained returns"
         )
 
