@@ -70,11 +70,11 @@ class Method(Checked, ABC, group="method"):
     def apply_(self, model: Model) -> Model:
         """Apply the method to a model in place, see `mmod.apply_`."""
         present = methods_of(model)
-        others = [method.kind for method in present if not method.precedes(self.kind)]
+        conflicts = [method.kind for method in present if not method.precedes(self.kind)]
         unknown = not present and self.kind not in self.follows and any(map(is_converted, model.modules()))
-        if others or unknown:
+        if conflicts or unknown:
             raise ValueError(
-                f"this {type(model).__name__} is already changed by {', '.join(others) or 'another method'}, which "
+                f"this {type(model).__name__} is already changed by {', '.join(conflicts) or 'another method'}, which "
                 f"{self.kind!r} cannot follow: call mmod.undo_ first"
             )
         target = self.find(model)

@@ -180,7 +180,6 @@ def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | Non
 
 
 def _experts_of(rows: ExpertRows) -> Tensor:
-    """Return the expert of every row (T)."""
     device = rows.row_T.device
     counts = torch.tensor(rows.counts, device=device)
     return torch.arange(len(rows.counts), device=device).repeat_interleave(counts, output_size=len(rows.row_T))

@@ -112,9 +112,8 @@ class Recursions(Mixture, recursions="[1, inf)", first="[0, inf)", last="[0, inf
         """Replace the middle blocks by a `Cycle`."""
         container: Any = model.get_submodule(stack.names[0].rpartition(".")[0])
         middle = list(container[self.first : len(container) - self.last])
-        shared = len(middle) // self.recursions
         del container[self.first + 1 : len(container) - self.last]
-        container[self.first] = Cycle(self, stack, middle[:shared], middle[shared:]).train(container.training)
+        container[self.first] = Cycle(self, stack, middle).train(container.training)
 
     def restore(self, model: nn.Module) -> None:
         """Restore the removed blocks, on the model's current device and in its dtype."""
@@ -146,7 +145,7 @@ class CycleState(NamedTuple):
     prefix: int
     language: bool
     calls: list[Any]
-    others: list[nn.Module]
+    removed: list[nn.Module]
     records: Records
 
 
@@ -157,10 +156,12 @@ class Cycle(StandingModule, Deciding):
     depth, and with choice="predictor" one predictor per recursion after the first.
     """
 
-    def __init__(self, config: Recursions, stack: BlockStack, shared: list[nn.Module], others: list[nn.Module]) -> None:
+    def __init__(self, config: Recursions, stack: BlockStack, middle: list[nn.Module]) -> None:
         super().__init__()
+        count = len(middle) // config.recursions
+        shared, removed = middle[:count], middle[count:]
         calls = [stack.call_of(block, None) for block in shared]
-        self.mod_state = CycleState(config, stack.prefix, stack.language, calls, others, Records())
+        self.mod_state = CycleState(config, stack.prefix, stack.language, calls, removed, Records())
         weight = next(shared[0].parameters())
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.shared = nn.ModuleList(shared)
@@ -181,16 +182,16 @@ class Cycle(StandingModule, Deciding):
     @property
     def dense_blocks(self) -> int:
         """Number of dense blocks that the cycle replaces."""
-        return len(self.shared) + len(self.mod_state.others)
+        return len(self.shared) + len(self.mod_state.removed)
 
     def blocks(self, initialise: Callable[[nn.Module], None] | None) -> list[nn.Module]:
         """Return the replaced dense blocks; `initialise` fills those that are on the meta device."""
         weight = next(self.shared.parameters())
-        for block in self.mod_state.others:
+        for block in self.mod_state.removed:
             if initialise is not None and next(block.parameters()).is_meta and not weight.is_meta:
                 block.to_empty(device=weight.device).apply(initialise)
-        others = [block.to(weight.device, weight.dtype).train(self.training) for block in self.mod_state.others]
-        return [*self.shared, *others]
+        removed = [block.to(weight.device, weight.dtype).train(self.training) for block in self.mod_state.removed]
+        return [*self.shared, *removed]
 
     def forward(self, x_BND: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return all tokens after their recursions (B, N, D)."""

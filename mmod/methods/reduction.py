@@ -23,6 +23,9 @@ from mmod.blocks.routed import ConvertedBlock
 from mmod.ops import capture_importance
 from mmod.routing import Evidence, Joined, Kept, Routing
 
+# The last modules that queries and keys pass before attention, in a block.
+_NORMS = ("attn.q_norm", "attn.k_norm")
+
 
 class Grid(NamedTuple):
     """Tokens between attention and MLP, prefix first, the input token that each represents, and how many it represents.
@@ -59,7 +62,7 @@ class _Passage:
         self.tokens = 0
         self.place_BN: Tensor | None = None
         self.size_BN: Tensor | None = None
-        self.undone: list[Restore] = []
+        self.undo_steps: list[Restore] = []
 
 
 class _ReducedState(NamedTuple):
@@ -98,7 +101,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         arguments = self._narrowed(state.call.bind(args, kwargs), passage)
         y = self.run_host(x, **arguments) if state.reduction is None else self._reduce(x, arguments, passage)
         if state.ends:
-            for restore in reversed(passage.undone) if state.restores else ():
+            for restore in reversed(passage.undo_steps) if state.restores else ():
                 y = restore(y)
             state.tracker.leave(None)
         return y
@@ -128,7 +131,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         reduced = reduction(Grid(x, place_BN, passage.size_BN), inputs, prefix)
         if reduced is not None:
             (x, passage.place_BN, passage.size_BN), restore = reduced
-            passage.undone.append(restore)
+            passage.undo_steps.append(restore)
         if self.record.traced:
             self._trace(passage)
         return feed(self, x)
@@ -151,7 +154,7 @@ def reduce_(
         block, call = stack.blocks[index], stack.call_of(stack.blocks[index], None)
         assert isinstance(call, NamedArguments)
         if index in reductions:
-            for norm in ("attn.q_norm", "attn.k_norm"):
+            for norm in _NORMS:
                 convert(block.get_submodule(norm), _Watched, tracker)
         place = index == first, index == last, restores
         state = _ReducedState(call, tracker, stack.prefix, reductions.get(index), reads_importance, *place, Records())
@@ -168,7 +171,7 @@ class _NormOutputs(dict[nn.Module, Tensor]):
 
 
 class _Watched(nn.Module):
-    """Mixin of the last module that queries or keys pass before attention; it stores its output."""
+    """Mixin of a module of `_NORMS` that stores its output."""
 
     mod_state: PassTracker
 
@@ -190,19 +193,15 @@ def check_halves(name: str, block: nn.Module) -> None:
         raise ValueError(f"{name} has a {type(attention).__name__}, whose queries and keys cannot be read")
 
 
-def _take_inputs(block: nn.Module, arguments: Mapping[str, Any], importance_BN: Tensor | None) -> AttentionInputs:
+def _take_inputs(block: ReducedBlock, arguments: Mapping[str, Any], importance_BN: Tensor | None) -> AttentionInputs:
     """Return and drop the last queries and keys of a block's attention, with its importance if captured."""
-    query, key = (_take(block.get_submodule(norm)) for norm in ("attn.q_norm", "attn.k_norm"))
+    outputs = block.mod_state.tracker.running.slot(_NormOutputs)
+    query, key = (outputs.pop(block.get_submodule(norm)) for norm in _NORMS)
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
     if "rope" in arguments:
         query, key = (_rotated(x, arguments["rope"], block.get_submodule("attn")) for x in (query, key))
     return AttentionInputs(query, key, importance_BN)
-
-
-def _take(norm: nn.Module) -> Tensor:
-    assert isinstance(norm, _Watched)
-    return norm.mod_state.running.slot(_NormOutputs).pop(norm)
 
 
 def _rotated(x: Tensor, rope: Tensor, attention: Any) -> Tensor:
