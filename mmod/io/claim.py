@@ -14,18 +14,11 @@ class FolderTakenError(FileExistsError, ValueError):
     """A folder holds results of another config, or unrelated files."""
 
 
-def claim_folder(
-    folder: str | Path,
-    record: Mapping[str, Any],
-    *,
-    file: str,
-    kind: str,
-    free_keys: Collection[str] = (),
-) -> bool:
+def claim_folder(folder: str | Path, record: Mapping[str, Any], *, file: str, kind: str) -> bool:
     """Record a config as JSON in a free folder, or check the folder's record; return whether there was one."""
     existing = read_claim(folder, file)
     if existing is not None:
-        check_same(folder, existing, record, kind=kind, free_keys=free_keys)
+        check_same(folder, existing, record, kind=kind)
         return True
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_atomically(Path(folder) / file, json.dumps(dict(record), indent=2) + "\n")
@@ -36,7 +29,11 @@ def read_claim(folder: str | Path, file: str) -> dict[str, Any] | None:
     """Read the record of a folder; None if it holds only hidden files and empty folders, as a failed start leaves."""
     folder = Path(folder)
     if (folder / file).is_file():
-        return _load(folder / file)
+        if file.endswith(".yaml"):
+            from mmod.io.yaml import read_yaml
+
+            return read_yaml(folder / file)
+        return read_json_object(folder / file)
     entries = [folder] if folder.is_file() else folder.iterdir() if folder.exists() else ()
     shown = [path for path in entries if not path.name.startswith(".")]
     # A file, or a folder that contains one.
@@ -53,31 +50,29 @@ def check_same(
     kind: str,
     free_keys: Collection[str] = (),
 ) -> None:
-    """Raise a FolderTakenError with the keys and both values unless two records agree; see `claim_folder`."""
-    differing = differences(existing, record, free_keys)
-    if differing:
-        changes = "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in differing.items())
+    """Raise a FolderTakenError with the keys and both values unless two records agree; see `differences`."""
+    if changes := differences(existing, record, free_keys):
         raise FolderTakenError(
             f"{str(path)!r} holds {kind} with another config; choose another folder. Differing keys: {changes}"
         )
 
 
-def differences(
-    existing: Mapping[str, Any], record: Mapping[str, Any], free_keys: Collection[str] = ()
-) -> dict[str, tuple[Any, Any]]:
-    """Return the dotted keys with different values in two records, with both values.
+def differences(existing: Mapping[str, Any], record: Mapping[str, Any], free_keys: Collection[str] = ()) -> str:
+    """Return the dotted keys with different values in two records, with both values, as a text; empty if none differ.
 
     A missing key counts as None, and so do an empty list and mapping.
 
     Example:
         >>> differences({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2}, "limit": None, "methods": []})
-        {'optim.lr': (0.1, 0.2)}
+        'optim.lr: 0.1 there, 0.2 now'
     """
     before, now = flatten(_plain(existing)), flatten(_plain(record))
     pairs = {key: (before.get(key), now.get(key)) for key in sorted({*before, *now} - set(free_keys))}
-    return {
-        key: pair for key, pair in pairs.items() if pair[0] != pair[1] and not all(v in (None, [], {}) for v in pair)
-    }
+    return "; ".join(
+        f"{key}: {old!r} there, {new!r} now"
+        for key, (old, new) in pairs.items()
+        if old != new and not all(value in (None, [], {}) for value in (old, new))
+    )
 
 
 def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
@@ -99,11 +94,3 @@ def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:
 def _plain(record: Mapping[str, Any]) -> dict[str, Any]:
     # A round trip through JSON: tuples must equal the lists of a file.
     return json.loads(json.dumps(dict(record), default=str))
-
-
-def _load(path: Path) -> dict[str, Any]:
-    if path.suffix == ".yaml":
-        from mmod.io.yaml import read_yaml
-
-        return read_yaml(path)
-    return read_json_object(path)

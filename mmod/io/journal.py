@@ -41,9 +41,7 @@ class Journal:
         lines = [self._read(line, number) for number, line in enumerate(complete.splitlines(), 1)]
         if lines and self._identity is not None:
             changes = differences(lines[0], self._identity)
-            self.check(
-                not changes, "; ".join(f"{key}: {old!r} there, {new!r} now" for key, (old, new) in changes.items())
-            )
+            self.check(not changes, changes)
         self.records = lines[1:]
         if len(complete) < len(content):
             os.truncate(self.path, len(complete))

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mmod.io.files import DamagedFileError
 
@@ -35,27 +36,28 @@ def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Read the tensors of a safetensors file onto the CPU, and its header."""
+    with _opened(path) as file:
+        header = file.metadata() or {}
+        return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118  # no mapping
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
         with safe_open(path, framework="pt") as file:
-            header = file.metadata() or {}
-            return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118  # no mapping
+            yield file
     except (SafetensorError, OSError) as error:
         raise DamagedFileError(f"{str(path)!r} is no complete safetensors file: {error}") from error
 
 
 def check_complete(folder: str | Path) -> None:
     """Raise a DamagedFileError if a checkpoint file in a folder is truncated, without reading tensors."""
-    from safetensors import SafetensorError, safe_open
-
     for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
         if path.suffix == ".safetensors":
-            try:
-                with safe_open(path, framework="pt"):
-                    pass
-            except (SafetensorError, OSError) as error:
-                raise DamagedFileError(f"{str(path)!r} is no complete safetensors file: {error}") from error
+            with _opened(path):
+                pass
         # torch writes ZIP files, whose directory is at the end, so a truncated file has none.
         elif path.suffix in (".pt", ".pth") and not zipfile.is_zipfile(path):
             raise DamagedFileError(f"{str(path)!r} is truncated or was not written by torch")
