@@ -110,7 +110,9 @@ class Checked:
     def __init_subclass__(cls, group: str | None = None, **limits: Limit) -> None:
         super().__init_subclass__()
         cls._group = cls._group if group is None else group
-        cls._limits = {**cls._limits, **limits}
+        for base in cls.__bases__:
+            limits = {**getattr(base, "_limits", {}), **limits}
+        cls._limits = limits
 
     def __post_init__(self) -> None:
         check_fields(self, self._group, **self._limits)

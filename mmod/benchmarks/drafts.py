@@ -19,11 +19,18 @@ from mmod.io.tables import Column
 from mmod.io.yaml import read_yaml
 from mmod.speculation import DraftReport, judge_drafts
 from mmod.training.text.config import TrainConfig
-from mmod.values import check_distinct, check_fields
+from mmod.values import check_distinct
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig(Options):
+class DraftConfig(
+    Options,
+    draft_tokens="[0, inf)",
+    prompts="[1, inf)",
+    prompt_tokens="[1, inf)",
+    new_tokens="[1, inf)",
+    rounds="[1, inf)",
+):
     """Greedy generation by all tokens in all layers, with and without drafts of routed ones.
 
     Prompts are windows of the run's validation text, spread evenly over it, and continued one by one.
@@ -49,8 +56,7 @@ class DraftConfig(Options):
     out: str = "runs/benchmark_drafts"
 
     def __post_init__(self) -> None:
-        least = dict.fromkeys(("prompts", "prompt_tokens", "new_tokens", "rounds", "threads"), "[1, inf)")
-        check_fields(self, draft_tokens="[0, inf)", **least)
+        super().__post_init__()
         check_distinct(self, "draft_tokens")
 
     def runs(self) -> Runs:

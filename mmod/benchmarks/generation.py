@@ -26,7 +26,7 @@ from mmod.methods.route import routed_blocks
 from mmod.model import route_
 from mmod.planning import preset
 from mmod.routing import TokenGroups
-from mmod.values import check_distinct, check_fields
+from mmod.values import check_distinct
 
 TOLERANCE = 1e-4
 # Two small words, so that no id of a word is that of the image token.
@@ -34,7 +34,7 @@ _SPECIAL = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationConfig(TimedOptions):
+class GenerationConfig(TimedOptions, image_tokens="[1, inf)", text_tokens="[1, inf)", batch_sizes="[1, inf)"):
     """A LLaVA of random weights, dense and routed by each preset, interleaved.
 
     The language model is a Llama with heads of 64 channels. Its prefill takes `input_ids` and precomputed image
@@ -72,7 +72,6 @@ class GenerationConfig(TimedOptions):
         check_distinct(self, "presets", "image_tokens", "batch_sizes")
         for name in self.presets:
             PRESETS.check(name)
-        check_fields(self, image_tokens="[1, inf)", text_tokens="[1, inf)", batch_sizes="[1, inf)")
         if self.hidden < 64 or self.hidden % 64:
             raise ValueError(f"hidden must be a multiple of 64, the channels of a head, got {self.hidden}")
 

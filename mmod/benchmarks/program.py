@@ -13,7 +13,6 @@ from pathlib import Path
 
 from mmod.benchmarks.report import Options, Row, Runs, UnavailableError
 from mmod.io.tables import Column
-from mmod.values import check_fields
 
 COLUMNS: dict[str, Column] = {"result": ("result", "")}
 
@@ -35,7 +34,7 @@ class ProgramConfig(Options):
     needs: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        check_fields(self, limit="(0, inf)", threads="[1, inf)")
+        super().__post_init__()
         if not self.command:
             raise ValueError("command must name a program")
 

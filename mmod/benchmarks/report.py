@@ -16,7 +16,7 @@ from mmod.io.files import parse_json, write_atomically
 from mmod.io.journal import Journal
 from mmod.io.tables import Column, table_of
 from mmod.studies.jobs import Job, Runner, Tick
-from mmod.values import check_fields
+from mmod.values import Checked
 
 NAME = "benchmark"
 UNFINISHED = "unfinished.jsonl"
@@ -40,7 +40,7 @@ class Runs(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(Checked, threads="[1, inf)", limit="(0, inf)"):
     """Options of every benchmark.
 
     Args:
@@ -62,7 +62,7 @@ class Options:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimedOptions(Options):
+class TimedOptions(Options, seconds="[0, inf)", rounds="[1, inf)", seed="[0, inf)"):
     """Options of a benchmark that times its paths in turns; the others are those of `Options`.
 
     Args:
@@ -74,9 +74,6 @@ class TimedOptions(Options):
     seconds: float = 30.0
     rounds: int = 5
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_fields(self, seconds="[0, inf)", rounds="[1, inf)", threads="[1, inf)", seed="[0, inf)", limit="(0, inf)")
 
 
 @dataclass(frozen=True)

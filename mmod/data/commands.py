@@ -75,5 +75,5 @@ def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[.
         else dataset.build(options.root, config, progress=True)["shards"]
     )
     for name, entry in written.items():
-        print(f"{options.root}/{name}: {entry['samples']} {dataset.counts}, sha256 {entry['sha256'][:16]}")
+        print(f"{options.root}/{name}: {entry['samples']} {config.counts}, sha256 {entry['sha256'][:16]}")
     return config

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from mmod.data.corrupt import OnCorrupt
 from mmod.io.remote import RemoteConfig
-from mmod.values import Limit, check_fields, one_of
+from mmod.values import Checked, one_of
 
 EMBEDDED = ("digits", "crowds")
 """Embedded image sets, built on demand."""
@@ -18,7 +18,7 @@ _TORCHVISION = (
     *("imagenet", "image_folder", "folder"),
 )
 _STREAMS = ("hfids", "tfds", "wds")
-_LIMITS = {"batch_size": "[1, inf)", "workers": "[0, inf)", "max_corrupt": "[0, inf)"}
+_TEXT_SPLITS = ("train", "val", "test")
 
 # timm's names. The policy is the first word of `auto_augment`.
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
@@ -26,7 +26,21 @@ _POLICIES = ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a")
 
 
 @dataclass
-class AugmentConfig:
+class AugmentConfig(
+    Checked,
+    group="data.augment",
+    interpolation=(*_INTERPOLATIONS, "random"),
+    scale="(0, inf)",
+    ratio="(0, inf)",
+    hflip="[0, 1]",
+    vflip="[0, 1]",
+    color_jitter="[0, inf)",
+    color_jitter_prob="[0, 1]",
+    grayscale_prob="[0, 1]",
+    gaussian_blur_prob="[0, 1]",
+    re_prob="[0, 1]",
+    re_count="[1, inf)",
+):
     """Training augmentation: arguments of `timm.data.create_transform`.
 
     Args:
@@ -46,7 +60,7 @@ class AugmentConfig:
         re_count: Number of erased areas.
     """
 
-    train_crop_mode: str = "rrc"
+    train_crop_mode: Literal["rrc", "rkrc", "rkrr"] = "rrc"
     scale: tuple[float, float] | None = None
     ratio: tuple[float, float] | None = None
     hflip: float = 0.5
@@ -58,29 +72,17 @@ class AugmentConfig:
     auto_augment: str | None = None
     interpolation: str = "random"
     re_prob: float = 0.0
-    re_mode: str = "const"
+    re_mode: Literal["const", "rand", "pixel"] = "const"
     re_count: int = 1
 
     def __post_init__(self) -> None:
-        shares = ("hflip", "vflip", "color_jitter_prob", "grayscale_prob", "gaussian_blur_prob", "re_prob")
-        check_fields(
-            self,
-            "data.augment",
-            train_crop_mode=("rrc", "rkrc", "rkrr"),
-            interpolation=(*_INTERPOLATIONS, "random"),
-            scale="(0, inf)",
-            ratio="(0, inf)",
-            color_jitter="[0, inf)",
-            re_mode=("const", "rand", "pixel"),
-            re_count="[1, inf)",
-            **dict.fromkeys(shares, "[0, 1]"),
-        )
+        super().__post_init__()
         if self.auto_augment is not None:
             one_of("the policy of data.augment.auto_augment", self.auto_augment.partition("-")[0], _POLICIES)
 
 
 @dataclass(kw_only=True)
-class SourceConfig:
+class SourceConfig(Checked, group="data", max_corrupt="[0, inf)"):
     """Settings of every source that may hold corrupt data or lie on another machine.
 
     Args:
@@ -96,7 +98,7 @@ class SourceConfig:
 
 
 @dataclass(kw_only=True)
-class StreamConfig:
+class StreamConfig(Checked, group="data", batch_size="[1, inf)", workers="[0, inf)"):
     """Settings of every stream of batches.
 
     Args:
@@ -110,14 +112,18 @@ class StreamConfig:
     pin_memory: bool = False
 
 
-def check_data(config: Any, **limits: Limit) -> None:
-    """Raise unless the fields of a data config have their types and are within these limits and the common ones."""
-    shared = {name: limit for name, limit in _LIMITS.items() if hasattr(config, name)}
-    check_fields(config, "data", **shared, **limits)
-
-
 @dataclass
-class DataConfig(StreamConfig, SourceConfig):
+class DataConfig(
+    StreamConfig,
+    SourceConfig,
+    train_limit="[1, inf)",
+    val_limit="[1, inf)",
+    image_size="[1, inf)",
+    std="(0, inf)",
+    crop_pct="(0, 1]",
+    interpolation=_INTERPOLATIONS,
+    label_patch="[1, inf)",
+):
     """Config of a data set of images.
 
     Args:
@@ -170,8 +176,7 @@ class DataConfig(StreamConfig, SourceConfig):
     label_patch: int | None = None
 
     def __post_init__(self) -> None:
-        positive = dict.fromkeys(("train_limit", "val_limit", "image_size", "label_patch"), "[1, inf)")
-        check_data(self, **positive, crop_pct="(0, 1]", std="(0, inf)", interpolation=_INTERPOLATIONS)
+        super().__post_init__()
         reader = self.source.partition(":")[0]
         if reader == "maps":
             self._check_maps()
@@ -249,12 +254,11 @@ class PairsConfig(StreamConfig, SourceConfig):
     root: str | None = None
     columns: tuple[str, str] = ("image", "text")
 
-    def __post_init__(self) -> None:
-        check_data(self)
-
 
 @dataclass
-class TextConfig(StreamConfig):
+class TextConfig(
+    StreamConfig, train_split=_TEXT_SPLITS, val_split=_TEXT_SPLITS, val_limit="[1, inf)", length="[1, inf)"
+):
     """Config of a byte-level text data set, read in windows of one length that do not overlap.
 
     A checksum of a file's or document's content assigns it to a split, 90 % to "train", so that copies share a split.
@@ -275,7 +279,3 @@ class TextConfig(StreamConfig):
     val_limit: int | None = None
     length: int = 256
     batch_size: int = field(default=32, kw_only=True)
-
-    def __post_init__(self) -> None:
-        splits = dict.fromkeys(("train_split", "val_split"), ("train", "val", "test"))
-        check_data(self, **splits, val_limit="[1, inf)", length="[1, inf)")

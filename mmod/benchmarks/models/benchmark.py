@@ -18,11 +18,11 @@ from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 from mmod.config import RoutingConfig, score
 from mmod.io.tables import Column
 from mmod.training.engine.methods import resolve_routing
-from mmod.values import check_distinct, check_fields
+from mmod.values import check_distinct
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkConfig(TimedOptions):
+class BenchmarkConfig(TimedOptions, batch_sizes="[1, inf)"):
     """A batch size, an execution and a step make one interleaved run of all models.
 
     Args:
@@ -68,7 +68,6 @@ class BenchmarkConfig(TimedOptions):
         if not self.routings:
             check_distinct(self, "routers")
         check_distinct(self, "capacities", "select", "context", "batch_sizes", "execution", "step")
-        check_fields(self, batch_sizes="[1, inf)")
         if "cudagraphs" in self.execution and torch.device(self.device).type != "cuda":
             raise ValueError(f"execution 'cudagraphs' needs device 'cuda', got {self.device!r}")
 

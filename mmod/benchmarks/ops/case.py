@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmod.config import rational
 from mmod.ops.select import kept_count
-from mmod.values import check_fields, one_of
+from mmod.values import Checked, one_of
 
 Result = Tensor | tuple[Tensor, ...]
 # Far beyond any cache, so that a copy runs at the speed of memory.
@@ -53,7 +53,7 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpSize:
+class OpSize(Checked, images="[1, inf)", tokens="[1, inf)", heads="[1, inf)", head_channels="[1, inf)"):
     """Sizes that an op is timed at.
 
     Args:
@@ -70,7 +70,7 @@ class OpSize:
     capacity: float = 0.5
 
     def __post_init__(self) -> None:
-        check_fields(self, **dict.fromkeys(("images", "tokens", "heads", "head_channels"), "[1, inf)"))
+        super().__post_init__()
         rational(self.capacity)
 
     @property

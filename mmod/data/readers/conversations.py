@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 from PIL import Image
 
-from mmod.data.config import SourceConfig, check_data
+from mmod.data.config import SourceConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
 from mmod.data.readers.images import IMAGE_EXTENSIONS, ImageFiles, decode_image, read_image
 from mmod.data.readers.shard_files import ShardFiles, read_at
@@ -47,7 +47,7 @@ class ChatSample(NamedTuple):
 
 
 @dataclass
-class ConversationsConfig(SourceConfig):
+class ConversationsConfig(SourceConfig, max_length="[2, inf)"):
     """Config of a data set of conversations, all of which are checked, and remote shards copied, before training.
 
     An image that cannot be decoded later always stops.
@@ -76,9 +76,6 @@ class ConversationsConfig(SourceConfig):
     max_length: int | None = None
     packed: bool = False
     protected: Protected | None = None
-
-    def __post_init__(self) -> None:
-        check_data(self, max_length="[2, inf)")
 
 
 class ChatDataset:

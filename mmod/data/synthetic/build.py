@@ -8,25 +8,22 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from PIL import Image
 
-from mmod.data.synthetic.handwriting import SPLITS
+from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig
 from mmod.io.claim import check_same, read_claim
-from mmod.io.files import locked, open_shard, parse_json, replacing, sha256
+from mmod.io.files import locked, open_shard, read_json_object, replacing, sha256
 from mmod.io.progress import progress_bar
-
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
 
 MANIFEST = "manifest.json"
 SIZES = "sizes.json"
 # Images per row of a picture, and rows.
 _COLUMNS, _ROWS = 8, 4
 
-Config = TypeVar("Config", bound="DataclassInstance")
+Config = TypeVar("Config", bound=DrawnConfig)
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,6 @@ class SyntheticSet(Generic[Config]):
         difficulties: Named parameters, including "default".
         compose: From parameters and a split to its scenes.
         encode: From a key and a scene to the members of its sample, bytes by extension.
-        counts: Name of the parameter with the number of samples per split.
         added: Fields that were added within this format: at their defaults they are left out of the manifest.
         sizes: Also write `sizes.json`, from which open_clip's training program reads the number of samples.
     """
@@ -50,7 +46,6 @@ class SyntheticSet(Generic[Config]):
     difficulties: Mapping[str, Config]
     compose: Callable[[Config, str], Iterator[Any]]
     encode: Callable[[str, Any], dict[str, bytes]]
-    counts: str
     shard_digits: int = 6
     key_digits: int = 6
     added: tuple[str, ...] = ()
@@ -93,12 +88,12 @@ class SyntheticSet(Generic[Config]):
                 if self.sizes:
                     sizes = {name: shard["samples"] for name, shard in manifest["shards"].items()}
                     (partial / SIZES).write_text(json.dumps(sizes, indent=2) + "\n")
-        return parse_json((root / MANIFEST).read_bytes(), str(root / MANIFEST))
+        return read_json_object(root / MANIFEST)
 
     def _write(self, folder: Path, config: Config, progress: bool) -> dict[str, dict[str, Any]]:
         shards: dict[str, dict[str, Any]] = {}
-        counts, size = getattr(config, self.counts), config.shard_size  # type: ignore[attr-defined]
-        with progress_bar(desc="build", total=sum(counts.values()), unit=self.counts, shown=progress) as bar:
+        counts, size = getattr(config, config.counts), config.shard_size
+        with progress_bar(desc="build", total=sum(counts.values()), unit=config.counts, shown=progress) as bar:
             for split in SPLITS:
                 scenes = enumerate(self.compose(config, split))
                 for first in range(0, counts[split], size):

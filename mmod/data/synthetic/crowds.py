@@ -21,7 +21,7 @@ _PALETTE = [grey for label in range(CLASSES) for grey in [25 * label] * 3]
 
 
 @dataclass(frozen=True)
-class CrowdsConfig(DrawnConfig):
+class CrowdsConfig(DrawnConfig, grid="[1, inf)", ink="(0, 1]"):
     """Parameters of a build, in addition to those of `DrawnConfig`.
 
     Args:
@@ -42,7 +42,7 @@ class CrowdsConfig(DrawnConfig):
     grid: int = 4
 
     def __post_init__(self) -> None:
-        self.check("scenes", grid="[1, inf)", ink="(0, 1]")
+        super().__post_init__()
         (smallest, largest), (fewest, most) = self.digit_size, self.digits
         # Random boxes that fill more than half of the canvas may never fit without overlap.
         if not 4 <= smallest <= largest or most * largest**2 > self.canvas**2 / 2:
@@ -115,5 +115,5 @@ def _encode(key: str, scene: Crowd) -> dict[str, bytes]:
     return {"png": encode_png(scene.image), "seg.png": file.getvalue(), "json": json.dumps(made).encode()}
 
 
-CROWDS = SyntheticSet("crowds", "crowded digits", 1, DIFFICULTIES, compose_crowds, _encode, "scenes")
+CROWDS = SyntheticSet("crowds", "crowded digits", 1, DIFFICULTIES, compose_crowds, _encode)
 """The set: shards of `KEY.png`, `KEY.seg.png` (the class of each pixel) and `KEY.json` (provenance)."""

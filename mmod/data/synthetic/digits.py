@@ -18,7 +18,7 @@ from mmod.data.synthetic.handwriting import Box, DrawnConfig, Painter, encode_pn
 
 
 @dataclass(frozen=True)
-class DigitsConfig(DrawnConfig):
+class DigitsConfig(DrawnConfig, grid="[1, inf)"):
     """Parameters of a build, in addition to those of `DrawnConfig`.
 
     Args:
@@ -33,7 +33,7 @@ class DigitsConfig(DrawnConfig):
     grid: int = 1
 
     def __post_init__(self) -> None:
-        self.check("scenes", grid="[1, inf)")
+        super().__post_init__()
         smallest, largest = self.digit_size
         if not 4 <= smallest <= largest <= self.canvas:
             raise ValueError(f"digit_size={self.digit_size} must lie in [4, canvas={self.canvas}], ascending")
@@ -91,5 +91,5 @@ def _encode(key: str, scene: DigitScene) -> dict[str, bytes]:
     return {"png": encode_png(scene.image), "cls": str(scene.label).encode(), "json": json.dumps(made).encode()}
 
 
-DIGITS = SyntheticSet("digits", "cluttered digits", 1, DIFFICULTIES, compose_scenes, _encode, "scenes", added=("grid",))
+DIGITS = SyntheticSet("digits", "cluttered digits", 1, DIFFICULTIES, compose_scenes, _encode, added=("grid",))
 """The set: shards of `KEY.png`, `KEY.cls` and `KEY.json` (provenance)."""

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
 
-from mmod.values import Limit, check_fields, one_of
+from mmod.values import Checked, one_of
 
 SPLITS = ("train", "val", "test")
 Box = tuple[int, int, int, int]
@@ -52,8 +52,11 @@ def load_sources(seed: int = 0) -> SourceDigits:
 
 
 @dataclass(frozen=True)
-class DrawnConfig:
+class DrawnConfig(Checked, clutter="[0, inf)", shard_size="[1, inf)", seed="[0, inf)"):
     """Parameters of all embedded sets; equal parameters give equal bytes.
+
+    Attributes:
+        counts: Name of the field with the number of samples per split, each at least `least`.
 
     Args:
         canvas: Side of an image, in pixels.
@@ -64,6 +67,9 @@ class DrawnConfig:
         seed: Seed of the split of the source images and of every sample.
     """
 
+    counts: ClassVar[str] = "scenes"
+    least: ClassVar[int] = 1
+
     canvas: int = 32
     clutter: int = 4
     fragment: tuple[float, float] = (0.2, 0.4)
@@ -71,16 +77,15 @@ class DrawnConfig:
     shard_size: int = 1000
     seed: int = 0
 
-    def check(self, counts: str, least: int = 1, **limits: Limit) -> None:
-        """Raise a ValueError unless the parameters are in range, and the field `counts` has `least` for each split."""
-        check_fields(self, "", clutter="[0, inf)", shard_size="[1, inf)", seed="[0, inf)", **limits)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         for name in ("fragment", "contrast"):
             low, high = getattr(self, name)
             if not 0 < low <= high <= 1:
                 raise ValueError(f"{name}={(low, high)} must lie in (0, 1], ascending")
-        samples = getattr(self, counts)
-        if set(samples) != set(SPLITS) or min(samples.values()) < least:
-            raise ValueError(f"{counts}={samples} must give each of {SPLITS} a number of at least {least}")
+        samples = getattr(self, self.counts)
+        if set(samples) != set(SPLITS) or min(samples.values()) < self.least:
+            raise ValueError(f"{self.counts}={samples} must give each of {SPLITS} a number of at least {self.least}")
 
 
 class Painter:

@@ -36,7 +36,7 @@ _GAP = 4
 
 
 @dataclass(frozen=True)
-class QuestionsConfig(DrawnConfig):
+class QuestionsConfig(DrawnConfig, turns="[1, inf)", step="[1, inf)"):
     """Parameters of a build, in addition to those of `DrawnConfig`.
 
     Args:
@@ -49,6 +49,9 @@ class QuestionsConfig(DrawnConfig):
         conversations: Number of conversations per split; in "val" and "test" all types are equally frequent.
     """
 
+    counts = "conversations"
+    least = len(KINDS)
+
     clutter: int = 3
     contrast: tuple[float, float] = (0.3, 0.6)
     large: tuple[int, int] = (12, 12)
@@ -60,7 +63,7 @@ class QuestionsConfig(DrawnConfig):
     conversations: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 1200, "test": 1800})
 
     def __post_init__(self) -> None:
-        self.check("conversations", len(KINDS), turns="[1, inf)", step="[1, inf)")
+        super().__post_init__()
         sides = (*self.small, *self.large)
         if not (4 <= sides[0] <= sides[1] < sides[2] <= sides[3] <= self.canvas // 2):
             raise ValueError(f"small={self.small} and large={self.large} must ascend from 4 to canvas/2, apart")
@@ -202,7 +205,7 @@ def _encode(key: str, chat: SyntheticChat) -> dict[str, bytes]:
     return {"json": json.dumps(to_record(key, chat, names)).encode(), **images}
 
 
-QUESTIONS = SyntheticSet("questions", "cluttered questions", 2, DIFFICULTIES, compose_chats, _encode, "conversations")
+QUESTIONS = SyntheticSet("questions", "cluttered questions", 2, DIFFICULTIES, compose_chats, _encode)
 """The set: shards of `KEY.json`, a conversation in LLaVA's format with the question types under `kinds`, and its
 images as `KEY.0.png`, `KEY.1.png`."""
 

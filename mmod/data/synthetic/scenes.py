@@ -60,7 +60,7 @@ class ScenesConfig(DrawnConfig):
     scenes: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 500, "test": 1000})
 
     def __post_init__(self) -> None:
-        self.check("scenes")
+        super().__post_init__()
         sides = (*self.small, *self.large)
         if not 4 <= sides[0] <= sides[1] <= sides[2] <= sides[3] <= self.canvas // 2:
             raise ValueError(f"small={self.small} and large={self.large} must ascend from 4 to canvas/2")
@@ -133,9 +133,6 @@ def _encode(key: str, pair: Pair) -> dict[str, bytes]:
 
 
 SCENES = SyntheticSet(
-    *("scenes", "captioned scenes", 1, DIFFICULTIES, compose_pairs, _encode, "scenes"),
-    shard_digits=5,
-    key_digits=9,
-    sizes=True,
+    "scenes", "captioned scenes", 1, DIFFICULTIES, compose_pairs, _encode, shard_digits=5, key_digits=9, sizes=True
 )
 """The set: shards of `KEY.png`, `KEY.txt` (the caption) and `KEY.json` (provenance)."""
