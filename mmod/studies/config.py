@@ -52,7 +52,10 @@ class PlanOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyConfig:
+class StudyConfig(
+    Checked, seeds="[1, inf)", processes="[1, inf)", latency_batch="[1, inf)", latency_batches="[1, inf)",
+    latency_rounds="[1, inf)",
+):  # fmt: skip
     """Settings that all kinds of study share.
 
     Args:
@@ -105,6 +108,7 @@ class StudyConfig:
     latency_rounds: int = 15
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.series or not self.capacities:
             raise ValueError("a study needs at least one entry in routers or rivals, and in capacities")
         for capacity in self.capacities:
@@ -117,8 +121,6 @@ class StudyConfig:
             self.search_of(name, None)
         refuse_set_by_study("changes", self.changes)
         refuse_set_by_study("finetune", self.finetune)
-        counts = ("seeds", "processes", "latency_batch", "latency_batches", "latency_rounds")
-        check_fields(self, **dict.fromkeys(counts, "[1, inf)"))
         if self.then is not None and not self.then.get("output"):
             raise ValueError(f"then must name its output, a folder in this study's, got {self.then}")
         _ = self.following  # Checked before anything runs.
@@ -166,7 +168,7 @@ class StudyConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimmStudyConfig(StudyConfig):
+class TimmStudyConfig(StudyConfig, rates="(0, inf)", maps="[0, inf)"):
     """A study of timm's image models.
 
     Args:
@@ -191,7 +193,6 @@ class TimmStudyConfig(StudyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, rates="(0, inf)", maps="[0, inf)")
         if self.rates is not None and len(set(self.rates)) < 2:
             raise ValueError(f"rates must name two factors or more to choose from, or be null, got {self.rates}")
 
@@ -210,7 +211,9 @@ class ImageStudyConfig(TimmStudyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeaturesStudyConfig(TimmStudyConfig):
+class FeaturesStudyConfig(
+    TimmStudyConfig, limit="[1, inf)", neighbours="[1, inf)", strengths="(0, inf)", folds="[2, inf)", draws="[100, inf)"
+):
     """A study of a trained image model's features: quality of classifiers on them against time.
 
     Without `tune` no model is trained. Classifiers are fitted on the training split of the dense model's data and
@@ -253,9 +256,6 @@ class FeaturesStudyConfig(TimmStudyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(
-            self, limit="[1, inf)", neighbours="[1, inf)", strengths="(0, inf)", folds="[2, inf)", draws="[100, inf)"
-        )
         if self.seeds != 1 or self.train_dense:
             raise ValueError("a study of features compares one trained model over images: seeds=1, train_dense=False")
         if self.isoflop != "none" or not self.strengths:
@@ -284,7 +284,7 @@ class PairsStudyConfig(StudyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatStudyConfig(StudyConfig):
+class ChatStudyConfig(StudyConfig, maps="[0, inf)", timed_tokens="[1, inf)"):
     """A study of vision-language models: answers by type of question against prefill, decoding and cache.
 
     Args:
@@ -307,7 +307,6 @@ class ChatStudyConfig(StudyConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, maps="[0, inf)", timed_tokens="[1, inf)")
         for name, budgets in self.rivals.items():
             for fields in budgets.values():
                 one_of(f"rivals.{name}.kind", fields.get("kind"), ["resolution"])
