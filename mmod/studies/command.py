@@ -21,12 +21,11 @@ from mmod.training.engine.parse import parse_config
 from mmod.values import one_of
 
 ISOFLOP, _DRY = "isoflop", "--dry-run"
-# Config and class of every kind. The class is imported late: help is answered without torch.
-_KINDS: dict[str, tuple[type[StudyConfig], str]] = {
-    "image": (ImageStudyConfig, "image.ImageStudy"),
-    "features": (FeaturesStudyConfig, "features.FeaturesStudy"),
-    "pairs": (PairsStudyConfig, "pairs.PairsStudy"),
-    "chat": (ChatStudyConfig, "chat.ChatStudy"),
+_CONFIGS: dict[str, type[StudyConfig]] = {
+    "image": ImageStudyConfig,
+    "features": FeaturesStudyConfig,
+    "pairs": PairsStudyConfig,
+    "chat": ChatStudyConfig,
 }
 
 
@@ -38,12 +37,11 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
     if command == ISOFLOP:
         yield from _isoflop(arguments)
         return
-    name = (stack_configs(arguments)[0] or {}).get("kind", "image")
-    one_of("kind", name, list(_KINDS))
-    config_class, path = _KINDS[name]
-    config: StudyConfig | None = parse_config(arguments, config_class)
-    module, _, study = path.partition(".")
-    study_class = getattr(importlib.import_module(f"mmod.studies.{module}"), study)
+    kind = (stack_configs(arguments)[0] or {}).get("kind", "image")
+    one_of("kind", kind, list(_CONFIGS))
+    config: StudyConfig | None = parse_config(arguments, _CONFIGS[kind])
+    # Imported late: help is answered without torch.
+    study_class = getattr(importlib.import_module(f"mmod.studies.{kind}"), f"{kind.capitalize()}Study")
     while config is not None:
         yield _shown(study_class(config).run())
         config = config.following
