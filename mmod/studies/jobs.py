@@ -81,7 +81,10 @@ class Runner:
 
     def run(self, jobs: Sequence[Job[Config]], do: Do[Config, Result]) -> Iterator[tuple[Job[Config], Result]]:
         """Do the runs by `do`, which other processes get pickled, and yield every finished run with its result."""
-        with _Bar(jobs, self.title, self.progress) as bar:
+        layout = f"{self.title}: {{percentage:.0f}} % |{{bar}}| {{desc}}, {{remaining}} left"
+        work = sum(job.work for job in jobs)
+        with progress_bar(total=work, bar_format=layout, shown=self.progress) as drawn:
+            bar = _Bar(jobs, drawn)
             yield from self._in_turn(jobs, do, bar) if self.processes == 1 else self._side_by_side(jobs, do, bar)
 
     def _in_turn(
@@ -137,16 +140,8 @@ class Runner:
 class _Bar:
     """A bar over all runs, weighed by their work."""
 
-    def __init__(self, jobs: Sequence[Job[Any]], title: str, progress: bool) -> None:
-        self.jobs, self.shares = jobs, [0.0] * len(jobs)
-        layout = f"{title}: {{percentage:.0f}} % |{{bar}}| {{desc}}, {{remaining}} left"
-        self.bar = progress_bar(total=sum(job.work for job in jobs), bar_format=layout, shown=progress)
-
-    def __enter__(self) -> _Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.bar.close()
+    def __init__(self, jobs: Sequence[Job[Any]], bar: Any) -> None:
+        self.jobs, self.bar, self.shares = jobs, bar, [0.0] * len(jobs)
 
     def begin(self, index: int) -> None:
         """Name the run that begins."""
@@ -194,18 +189,16 @@ def starts_others(first: Job[Any]) -> bool:
 
 def trials(jobs: Sequence[Job[Any]], rates: Sequence[float], split: str, folder: str) -> dict[Trial, Job[Any]]:
     """Return the runs that try factors of the learning rate, evaluated on a split, for the first seed's models."""
-
-    def tried(config: Any, name: str, rate: float) -> Any:
-        data = dataclasses.replace(config.data, val_split=split)
-        return dataclasses.replace(with_rate(config, rate), data=data, output=f"{folder}/{name}-{rate:g}")
-
-    return {
-        (job.name, rate): dataclasses.replace(job, config=tried(job.config, job.name, rate))
-        # A first run that others start from comes before all trials.
-        for job in (jobs[1:] if starts_others(jobs[0]) else jobs)
-        if job.seed == 0 and job.is_trained
-        for rate in rates
-    }
+    by_trial = {}
+    # A first run that others start from comes before all trials.
+    for job in jobs[1:] if starts_others(jobs[0]) else jobs:
+        if job.seed == 0 and job.is_trained:
+            data = dataclasses.replace(job.config.data, val_split=split)
+            for rate in rates:
+                output = f"{folder}/{job.name}-{rate:g}"
+                config = dataclasses.replace(with_rate(job.config, rate), data=data, output=output)
+                by_trial[job.name, rate] = dataclasses.replace(job, config=config)
+    return by_trial
 
 
 def try_rates(
