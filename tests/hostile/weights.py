@@ -71,7 +71,7 @@ def weight_cases() -> Iterator[Case]:
 
     def resume(damage: Callable[[Path], Any], _: Any) -> Any:
         parts = Checkpoint({"a": torch.zeros(64)}, {"a": torch.zeros(64)}, {"optimizer": {}})
-        path = save_checkpoint(Path("checkpoints"), 1, 2, parts, {})
+        path = save_checkpoint(Path("checkpoints"), 1, 2, parts)
         damage(path)
         return load_checkpoint(path, averaged=True)
 

@@ -31,7 +31,7 @@ def checkpoints(folder: Path) -> State:
 
     def write(size: int) -> None:
         content = Checkpoint({"x": torch.arange(float(size))}, None, {"x": torch.ones(size)})
-        save_checkpoint(folder, 0, next(steps), content, {})
+        save_checkpoint(folder, 0, next(steps), content)
 
     return write
 

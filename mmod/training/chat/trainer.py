@@ -28,7 +28,7 @@ from mmod.io.tensors import check_complete, read_tensors, write_tensors
 from mmod.methods import methods_of
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import check_routers_learn, router_parameters
-from mmod.training.engine.checkpoint import check_sums, read_newest, write_sums
+from mmod.training.engine.checkpoint import check_sums, newest_first, read_newest, write_sums
 from mmod.training.engine.config import OptimConfig
 from mmod.training.engine.distributed import StopRequest, wait_for_all
 from mmod.training.engine.health import RouterHealth, named, rows_of_logs, write_rows
@@ -310,11 +310,7 @@ def finished_checkpoints(folder: Path) -> list[Path]:
     """Return the finished checkpoints in a trainer's folder, newest first; other files are ignored."""
     # A checkpoint's `trainer_state.json` is written last.
     paths = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]
-    return sorted((path for path in paths if (path / _STATE).is_file()), key=_step, reverse=True)
-
-
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rsplit("-", 1)[1])
+    return newest_first(path for path in paths if (path / _STATE).is_file())
 
 
 def _check(checkpoint: Path) -> None:

@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,13 +60,10 @@ class Checkpoint:
         return {name: state for name, state in named.items() if state is not None}
 
 
-def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint, metadata: Mapping[str, Any]) -> Path:
+def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint atomically, then remove all but the newest two; collective over processes.
 
     The first process writes what all have; of a state dict with shards each process writes its own.
-
-    Args:
-        metadata: Written as JSON into the header of the weight files, such as the routing config.
 
     Returns:
         The checkpoint's folder. An existing one is not written again: the position determines the content.
@@ -74,7 +71,6 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
     target, first = folder / f"step-{step:09d}-epoch-{epoch:05d}", process_rank() == 0
     if any(gathered(target.exists())):
         return target
-    header = {key: json.dumps(value) for key, value in metadata.items()}
     kept = next(iter(list_checkpoints(folder)), None)
     with replacing(target, kept=kept) if first else nullcontext(target) as partial:
         if first:
@@ -85,12 +81,12 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
         # All processes write into the folder that the first has created.
         partial = gathered(partial)[0]
         for name, state in checkpoint.tensors.items():
-            if is_sharded(state):
+            if any(isinstance(value, DTensor) for value in state.values()):
                 with _plain_errors():
                     writer = dcp.HuggingFaceStorageWriter(str(_shards(partial / name)), save_distributed=True)
                     dcp.save(unshared(state), storage_writer=writer)
             elif first:
-                write_tensors(partial / name, state, header)
+                write_tensors(partial / name, state)
         write_sums(partial, together=True)
     if first:
         unfinished = [path for path in _checkpoints(folder) if "partial" in path.name]
@@ -98,11 +94,6 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint,
             shutil.rmtree(path)
     wait_for_all()
     return target
-
-
-def is_sharded(state: Mapping[str, Tensor]) -> bool:
-    """Return whether a state dict has tensors of which each process holds a share."""
-    return any(isinstance(value, DTensor) for value in state.values())
 
 
 def write_sums(folder: Path, *, together: bool = False) -> None:
@@ -137,8 +128,12 @@ def _sums(folder: Path, names: Sequence[str], together: bool) -> dict[str, str |
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Return the finished checkpoints in a folder, newest first; other files are ignored."""
-    finished = [path for path in _checkpoints(folder) if path.name.startswith("step-")]
-    return sorted(finished, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], reverse=True)
+    return newest_first(path for path in _checkpoints(folder) if path.name.startswith("step-"))
+
+
+def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
+    """Return paths by the numbers in their names, the largest first."""
+    return sorted(checkpoints, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], reverse=True)
 
 
 def remove_checkpoints(folder: Path) -> None:

@@ -299,7 +299,7 @@ class _Trainer(Generic[Result]):
         }
         average = self.ema.module.state_dict() if self.ema is not None else None
         content = Checkpoint(self.model.state_dict(), average, training, moments)
-        save_checkpoint(self._checkpoints, self.epoch, self.step, content, self.recipe.metadata())
+        save_checkpoint(self._checkpoints, self.epoch, self.step, content)
         if self.process.is_first:
             write_rows(self.folder, self.routers)
 

@@ -273,11 +273,6 @@ class LoopParts(Recipe[InLoop, Result]):
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
         """Prepare the model, and its moving average if there is one, for an epoch (from 0); nothing by default."""
 
-    def metadata(self) -> dict[str, Any]:
-        """Return what the header of weight files holds as JSON."""
-        routing = self.config.to_dict().get("routing")
-        return {} if routing is None else {"routing": routing}
-
 
 def steps_of_epoch(config: LoopConfig, train: BatchStream) -> int:
     """Return the number of optimiser steps per epoch."""

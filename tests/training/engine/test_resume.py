@@ -265,18 +265,18 @@ def harm(checkpoint: Path, damage: str, executed: Path) -> None:
 @pytest.mark.parametrize("part", ["weights", "average", "training"])
 def test_a_full_disk_leaves_the_earlier_checkpoint_and_names_it(tmp_path: Path, part: str) -> None:
     small: dict[str, Any] = {name: {"x": torch.ones(2)} for name in ("weights", "average", "training")}
-    kept = save_checkpoint(tmp_path, 0, 1, Checkpoint(**small), {})
+    kept = save_checkpoint(tmp_path, 0, 1, Checkpoint(**small))
     large = {**small, part: {"x": torch.ones(100_000)}}
     message = rf"'{tmp_path}/step-000000002-epoch-00000' could not be written: .*'{kept}' is kept as it was"
     with small_disk(20_000), pytest.raises(UnwrittenError, match=message):
-        save_checkpoint(tmp_path, 0, 2, Checkpoint(**large), {})
+        save_checkpoint(tmp_path, 0, 2, Checkpoint(**large))
     assert list(tmp_path.iterdir()) == [kept]
     assert load_checkpoint(kept).training["x"].tolist() == [1, 1]
 
 
 def test_a_read_only_folder_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     content = Checkpoint({"x": torch.ones(2)}, None, {"step": 1})
-    kept = save_checkpoint(tmp_path, 0, 1, content, {})
+    kept = save_checkpoint(tmp_path, 0, 1, content)
 
     def refuse(path: Path, *_: Any, **__: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
@@ -285,7 +285,7 @@ def test_a_read_only_folder_keeps_the_earlier_checkpoint(tmp_path: Path, monkeyp
     with monkeypatch.context() as patch:
         patch.setattr(Path, "mkdir", refuse)
         with pytest.raises(UnwrittenError, match=message):
-            save_checkpoint(tmp_path, 0, 2, content, {})
+            save_checkpoint(tmp_path, 0, 2, content)
     assert load_checkpoint(kept).training == {"step": 1}
 
 
@@ -359,7 +359,7 @@ def test_checkpoint_killed_while_written_leaves_the_earlier_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     content = Checkpoint({"weight": torch.ones(2)}, None, {"step": 1})
-    save_checkpoint(tmp_path, 0, 1, content, {})
+    save_checkpoint(tmp_path, 0, 1, content)
 
     def die(*_: Any) -> None:
         raise KeyboardInterrupt
@@ -367,9 +367,9 @@ def test_checkpoint_killed_while_written_leaves_the_earlier_one(
     with monkeypatch.context() as patch:
         patch.setattr(torch, "save", die)
         with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(tmp_path, 0, 2, content, {})
+            save_checkpoint(tmp_path, 0, 2, content)
     path = next(iter(list_checkpoints(tmp_path)), None)
     assert path is not None
     assert load_checkpoint(path).training == {"step": 1}
-    save_checkpoint(tmp_path, 0, 2, Checkpoint({"weight": torch.zeros(2)}, None, {"step": 2}), {})
+    save_checkpoint(tmp_path, 0, 2, Checkpoint({"weight": torch.zeros(2)}, None, {"step": 2}))
     assert len(list(tmp_path.iterdir())) == 2
