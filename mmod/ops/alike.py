@@ -92,22 +92,14 @@ def _hide_later(rows: int) -> Tensor:
     return torch.full((rows, rows), -4.0, device="cpu").triu()
 
 
-def _tile_size(rows: int, columns: int) -> tuple[int, int]:
-    """Return the images and rows of a tile of maps (rows, columns): several images, or some rows of one."""
-    elements = tiles.CHUNK_ELEMENTS
-    return max(1, elements // max(1, rows * columns)), max(1, min(rows, elements // max(1, columns)))
-
-
 def _cut(images: int, rows: int, columns: int) -> Iterator[tuple[slice, slice]]:
     """Cut B maps (rows, columns) into tiles."""
     if torch.compiler.is_compiling() or exporting():
         # Loops over tiles would be unrolled, for one length.
         yield slice(None), slice(None)
         return
-    together, height = _tile_size(rows, columns)
-    for image in range(0, images, together):
-        for row in range(0, rows, height):
-            yield slice(image, image + together), slice(row, min(row + height, rows))
+    for image, _, row in tiles.cut_map(images, 1, rows, columns, tiles.CHUNK_ELEMENTS):
+        yield image, row
 
 
 def _is_eager() -> bool:
@@ -141,7 +133,7 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
     unit_BNE = unit_BNE.index_select(1, order_N)
     # The prefix scores 2, as if it were as far from others as can be.
     best_BN = unit_BNE.new_full((images, 1 + tokens), -1.0)
-    together, height = _tile_size(tokens, tokens)
+    together, _, height = tiles.tile_size(1, tokens, tokens, tiles.CHUNK_ELEMENTS)
     # The fewer rows, the fewer products with later ones: 0.6 to 0.8 of the time at 785 tokens, 0.9 at 197. A tile that
     # saves less than about a million products is not worth its calls.
     worthwhile = images * tokens * unit_BNE.shape[1] * unit_BNE.shape[2] >> 22
@@ -179,7 +171,7 @@ def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int) -> Tensor:
     other_T = (slot_BN.flatten() < 0).nonzero().squeeze(1)
     other_BRE = unit_BNE.flatten(0, 1).index_select(0, other_T).view(images, tokens - slots, channels)
     kept_BEK = take_rows(unit_BNE, row_BK[:, prefix:]).transpose(1, 2)
-    together, height = _tile_size(tokens - slots, slots)
+    together, _, height = tiles.tile_size(1, tokens - slots, slots, tiles.CHUNK_ELEMENTS)
     nearest = [
         torch.bmm(part, kept).max(dim=-1).indices.flatten()
         for others, kept in zip(other_BRE.split(together), kept_BEK.split(together))

@@ -73,18 +73,14 @@ class PartialProjections(AttentionIntercept):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         for projection in self.projections:
             if weight is projection.weight:
-                start, stop = self.feature_range(projection)
-                padding = (start, weight.shape[0] - stop)
+                split, features = projection.query_features, weight.shape[0]
+                start, stop = (0, split) if self.queries else (split, features)
                 if start == stop:
                     return _zeros(input, weight)
-                features = F.linear(input, weight[start:stop], None if bias is None else bias[start:stop])
-                return F.pad(features, padding) if any(padding) else features
+                projected = F.linear(input, weight[start:stop], None if bias is None else bias[start:stop])
+                padding = (start, features - stop)
+                return F.pad(projected, padding) if any(padding) else projected
         return F.linear(input, weight, bias)
-
-    def feature_range(self, projection: Projection) -> tuple[int, int]:
-        """Return the range of features to compute."""
-        split = projection.query_features
-        return (0, split) if self.queries else (split, projection.weight.shape[0])
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend as the host does."""

@@ -218,7 +218,7 @@ class _Map(NamedTuple):
         """Return the attention that keys receive from all rows (B, N)."""
         images, heads, tokens, _ = self.q_BHNE.shape
         total_BN = torch.zeros(images, tokens, dtype=_accumulator(self.q_BHNE), device=self.q_BHNE.device)
-        for tile in cut_map(images, heads, tokens, chunk_elements, self.is_causal):
+        for tile in cut_map(images, heads, tokens, tokens, chunk_elements, self.is_causal):
             received = self.received(tile)
             total_BN[tile[0], : received.shape[1]] += received
         return total_BN

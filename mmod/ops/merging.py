@@ -84,22 +84,12 @@ def _empty_sizes(slot: Tensor, slots: int, dtype: torch.dtype) -> tuple[Tensor, 
     return size, slot.new_empty(slot.shape[0], 1, 1, -(-slots // 8) * 8, dtype=dtype)
 
 
-def _mean_by_kernel(
-    x_BND: Tensor, slot_BN: Tensor, size_BK: Tensor, weight_BN: Tensor | None = None, *, all_join: bool = False
-) -> Tensor:
-    return _mean_op(x_BND, slot_BN, size_BK.shape[1], size_BK, weight_BN)
-
-
 def _mean_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     slot, size, weight = ctx.saved_tensors
     if size is not None:
         grad = grad / size.clamp(min=1).unsqueeze(-1).to(grad.dtype)
     grad = _spread(grad, slot, False)
     return grad if weight is None else grad * weight.unsqueeze(-1).to(grad.dtype), None, None, None, None
-
-
-def _add_by_kernel(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor, *, all_join: bool = False) -> Tensor:
-    return _add_op(x_BND, update_BKD, slot_BN)
 
 
 def _save_for_add(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -164,7 +154,9 @@ def size_groups(
 
 @op(
     _kernel(
-        _mean_by_kernel,
+        lambda x_BND, slot_BN, size_BK, weight_BN=None, all_join=False: _mean_op(
+            x_BND, slot_BN, size_BK.shape[1], size_BK, weight_BN
+        ),
         # Every slot is compared with every token: the work is quadratic.
         limits={"tokens": 4096},
         why="not yet measured; reason: one launch instead of eight",
@@ -200,7 +192,13 @@ def mean_rows(
     return total.view(images, slots, -1).div_(size_BK.unsqueeze(-1).to(x_BND.dtype))
 
 
-@op(_kernel(_add_by_kernel, why="not yet measured; reason: one launch instead of six"), how="torch's index_select")
+@op(
+    _kernel(
+        lambda x_BND, update_BKD, slot_BN, all_join=False: _add_op(x_BND, update_BKD, slot_BN),
+        why="not yet measured; reason: one launch instead of six",
+    ),
+    how="torch's index_select",
+)
 def add_updates(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor, *, all_join: bool = False) -> Tensor:
     """Add to each row the update of the slot that represents it.
 

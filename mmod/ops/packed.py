@@ -43,10 +43,6 @@ class Packing(NamedTuple):
     cu_seqlens: Tensor
     max_seqlen: int
 
-    def image_T(self) -> Tensor:
-        """Return the image of each row (T)."""
-        return _image_of(self.row_T, self.cu_seqlens)
-
 
 def pack_rows(index_BK: Tensor, valid_BK: Tensor, total: int, tokens: int) -> Packing:
     """Return the packing of a batch's valid slots, without a host synchronisation.
@@ -133,7 +129,7 @@ class attend_within(AttentionIntercept):
             return shares.bernoulli_(*args, **kwargs)
         images = self.packing.cu_seqlens.shape[0] - 1
         drawn_B = shares.new_empty(images).bernoulli_(*args, **kwargs)
-        return drawn_B[self.packing.image_T()].view(1, -1, 1)
+        return drawn_B[image_of_rows(self.packing.row_T, self.packing.cu_seqlens)].view(1, -1, 1)
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend within images."""
@@ -148,7 +144,7 @@ class attend_within(AttentionIntercept):
         return out_THE.transpose(0, 1).unsqueeze(0)
 
 
-def _image_of(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
+def image_of_rows(rows: Tensor, cu_seqlens: Tensor) -> Tensor:
     """Return the image of each row of a packed sequence (T)."""
     return torch.bucketize(torch.arange(rows.shape[0], device=rows.device), cu_seqlens[1:], right=True)
 
@@ -194,13 +190,6 @@ attend_rows_backward = kernel_op(
     lambda grad_out, *rows: tuple(x.new_empty(x.shape) for x in rows[:3]),
     flops=lambda grad_out, q, k, v, out, lse, start, longest, *_, **__: 5 * _products(q, start, longest),
 )
-
-
-def _by_kernel(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
-    scale: float,
-) -> Tensor:  # fmt: skip
-    return attend_rows(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, None, is_causal, scale)[0]
 
 
 def _by_xformers(
@@ -254,7 +243,7 @@ def _padded(
 ) -> Tensor:  # fmt: skip
     """Pad every image to `max_seqlen` rows and mask the padding: all shapes follow from the arguments."""
     images = cu_seqlens.shape[0] - 1
-    image_T = _image_of(q_THE, cu_seqlens)
+    image_T = image_of_rows(q_THE, cu_seqlens)
     slot_T = torch.arange(q_THE.shape[0], device=q_THE.device) - cu_seqlens[image_T] + image_T * max_seqlen
 
     def pad(x_THE: Tensor) -> Tensor:
@@ -275,7 +264,7 @@ def _padded(
 
 @op(
     Kernel(
-        _by_kernel,
+        lambda q, k, v, start, longest, dropout, *options: attend_rows(q, k, v, start, longest, None, *options)[0],
         "a variable-length kernel",
         "torch's variable-length kernel takes half precision only",
         limits={"head_dim": 128, "dropout": 0},

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mmod.ops import tiles
 from mmod.ops.backend import FLOPS, register_flops
-from mmod.ops.tiles import hide_later, tile_size
+from mmod.ops.tiles import cut_map, hide_later, tile_size
 
 
 def attend_and_sum(
@@ -38,7 +38,7 @@ def _attend_by_tiles(
     """Return attention's output and the attention that keys receive; write the rows' log-sum-exp if it is passed."""
     heads, tokens = q.shape[1:3]
     out, totals = _channels_last(q), []
-    _, together, rows = tile_size(heads, tokens, tiles.CHUNK_ELEMENTS, is_causal)
+    _, together, rows = tile_size(heads, tokens, tokens, tiles.CHUNK_ELEMENTS, is_causal)
     batch = q.unbind(0), k.transpose(2, 3).unbind(0), v.unbind(0), out.unbind(0)
     # Image by image, whose heads are a view of the host's projection; those of several images would be a copy.
     for image, (q_HNE, k_HEN, v_HNE, out_HNE) in enumerate(zip(*batch)):
@@ -48,17 +48,14 @@ def _attend_by_tiles(
             totals.append(received.sum(dim=0, keepdim=True))
             continue
         total_1N = q.new_zeros(1, tokens)
-        for head in range(0, heads, together):
-            of = slice(head, head + together)
-            for first in range(0, tokens, rows):
-                queries = slice(first, first + rows)
-                keys = slice(min(first + rows, tokens) if is_causal else None)
-                received = _attend_tile(
-                    q_HNE[of, queries], k_HEN[of, :, keys], v_HNE[of, keys], out_HNE[of, queries],
-                    None if lse_HN is None else lse_HN[of, queries], scale, is_causal,
-                    None if weight_N is None else weight_N[queries],
-                )  # fmt: skip
-                total_1N[:, keys] += received.sum(dim=0)
+        for _, head, queries in cut_map(1, heads, tokens, tokens, tiles.CHUNK_ELEMENTS, is_causal):
+            keys = slice(queries.stop if is_causal else None)
+            received = _attend_tile(
+                q_HNE[head, queries], k_HEN[head, :, keys], v_HNE[head, keys], out_HNE[head, queries],
+                None if lse_HN is None else lse_HN[head, queries], scale, is_causal,
+                None if weight_N is None else weight_N[queries],
+            )  # fmt: skip
+            total_1N[:, keys] += received.sum(dim=0)
         totals.append(total_1N)
     return out, totals[0] if len(totals) == 1 else torch.cat([q.new_empty(0, tokens), *totals])
 

@@ -22,26 +22,26 @@ GPU_CHUNK_ELEMENTS = 1 << 25
 CAUSAL_QUERIES = 128
 
 
-def tile_size(heads: int, tokens: int, elements: int, is_causal: bool) -> tuple[int, int, int]:
+def tile_size(heads: int, queries: int, keys: int, elements: int, is_causal: bool = False) -> tuple[int, int, int]:
     """Return the images, heads and queries of a tile: full images where `elements` hold them, else heads, else queries.
 
     The queries of a causal tile are at most `CAUSAL_QUERIES`.
     """
-    rows = min(tokens, CAUSAL_QUERIES) if is_causal else tokens
-    sizes = (heads * rows * tokens, rows * tokens, tokens)
-    images, together, queries = (max(1, elements // max(1, size)) for size in sizes)
-    return images, min(heads, together), max(1, min(rows, queries))
+    rows = min(queries, CAUSAL_QUERIES) if is_causal else queries
+    sizes = (heads * rows * keys, rows * keys, keys)
+    together = [max(1, elements // max(1, size)) for size in sizes]
+    return together[0], min(heads, together[1]), max(1, min(rows, together[2]))
 
 
-def cut_map(images: int, heads: int, tokens: int, elements: int, is_causal: bool) -> Iterator[Tile]:
+def cut_map(images: int, heads: int, queries: int, keys: int, elements: int, is_causal: bool = False) -> Iterator[Tile]:
     """Yield slices of images, heads and queries, see `tile_size`."""
-    steps = tile_size(heads, tokens, elements, is_causal)
+    steps = tile_size(heads, queries, keys, elements, is_causal)
     for image in range(0, images, steps[0]):
         for head in range(0, heads, steps[1]):
-            for query in range(0, tokens, steps[2]):
+            for query in range(0, queries, steps[2]):
                 # Indexing clips slices that end past the end.
                 leading = slice(image, image + steps[0]), slice(head, head + steps[1])
-                yield *leading, slice(query, min(query + steps[2], tokens))
+                yield *leading, slice(query, min(query + steps[2], queries))
 
 
 def hide_later(score: Tensor) -> None:

@@ -129,7 +129,8 @@ def test_packing_names_every_valid_slot_once(counts: list[int], extra: int) -> N
     ]
     assert packing.cu_seqlens.dtype == torch.int32
     assert packing.cu_seqlens.diff().tolist() == counts
-    assert packing.image_T().tolist() == [image for image, count in enumerate(counts) for _ in range(count)]
+    image_T = packed.image_of_rows(packing.row_T, packing.cu_seqlens)
+    assert image_T.tolist() == [image for image, count in enumerate(counts) for _ in range(count)]
     assert valid.flatten()[packing.slot_T].all()
 
 
