@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from mmod.analysis.audit.plots import draw_audit, draw_flops, draw_gaps, draw_kept, flops_by_part
+from mmod.analysis.audit.plots import draw_audit, draw_gaps
 from mmod.analysis.statistics import Estimate, difference
 from mmod.analysis.style import PALETTE, add_hint, add_legend, new_figure, svg_of, tidy
 from mmod.report.sources import AuditRecord, RunRecord
@@ -87,18 +87,63 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
     ]
     listed = ", ".join(f"{row['block']} {row['kept']:.2f}" for row in rows)
     text = f"Share of tokens that each block of {record.name} keeps, prefix tokens left out: {listed}."
-    charts.append(chart("kept", "share of tokens kept", text, rows, draw_kept(across)))
+    charts.append(chart("kept", "share of tokens kept", text, rows, _draw_kept(rows)))
     if record.flops is not None:
-        flops = flops_by_part(record.flops)
-        rows = [{"part": name, "dense": dense / 1e6, "routed": routed / 1e6} for name, (dense, routed) in flops.items()]
+        rows = _flops_by_part(record.flops)
         listed = ", ".join(f"{row['part']} {row['dense']:.2f} and {row['routed']:.2f}" for row in rows)
         text = f"MFLOPs of a sample in {record.name}, dense and routed, by part: {listed}."
-        charts.append(chart("flops", "FLOPs by part", text, rows, draw_flops(record.flops)))
+        charts.append(chart("flops", "FLOPs by part", text, rows, _draw_flops(rows)))
     return charts
 
 
 def _ends(name: str, estimate: Estimate) -> dict[str, float]:
     return {name: estimate.value, "low": estimate.low, "high": estimate.high}
+
+
+def _draw_kept(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    figure = new_figure(max(4.0, 0.6 * len(rows) + 1.2), 2.6)
+    axis, handles = figure.subplots(), {}
+    decisions = list(dict.fromkeys(row["decided in"] for row in rows))
+    is_shared = len(decisions) < len(rows)
+    for row in rows:
+        number, name = decisions.index(row["decided in"]), f"decided in {row['decided in']}"
+        handles[name] = axis.bar(row["block"], row["kept"], color=PALETTE[number % len(PALETTE) if is_shared else 0])
+        add_hint(handles[name][0], f"{row['block']}: {row['kept']:.3f}, {name}")
+    axis.set(ylabel="share of tokens kept", ylim=(0, 1))
+    tidy(axis)
+    axis.tick_params(axis="x", rotation=45 if len(rows) > 6 else 0)
+    if is_shared:
+        add_legend(figure, handles, 2)
+    return figure
+
+
+def _flops_by_part(report: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the MFLOPs of a sample in each part of a model, dense and routed."""
+    blocks = report["blocks"]
+    parts = {"everything else": (report["rest"]["dense"], report["rest"]["routed"])}
+    for title, is_routed in (("dense blocks", False), ("routed blocks", True)):
+        chosen = [block for block in blocks if (block["kept"] < block["tokens"]) == is_routed]
+        computed = sum(block["routed"] - block["router"] - block["importance"] for block in chosen)
+        parts[title] = (sum(block["dense"] for block in chosen), computed)
+    parts |= {title: (0, sum(block[title] for block in blocks)) for title in ("router", "importance")}
+    return [{"part": title, "dense": dense / 1e6, "routed": routed / 1e6} for title, (dense, routed) in parts.items()]
+
+
+def _draw_flops(rows: Sequence[Mapping[str, Any]]) -> Figure:
+    figure = new_figure(7.6, 2.3)
+    axis, handles = figure.subplots(), {}
+    models, left = ["dense", "routed"], [0.0, 0.0]
+    for colour, row in zip(PALETTE, rows):
+        widths = [row[model] for model in models]
+        handles[row["part"]] = axis.barh(models, widths, left=left, color=colour)
+        for model, bar in zip(models, handles[row["part"]]):
+            add_hint(bar, f"{model}, {row['part']}: {row[model]:.3f} MFLOPs")
+        left = [start + width for start, width in zip(left, widths)]
+    axis.invert_yaxis()
+    axis.set_xlabel("MFLOPs per sample")
+    tidy(axis, "x")
+    add_legend(figure, handles, 5)
+    return figure
 
 
 def health_chart(run: RunRecord) -> Chart | None:

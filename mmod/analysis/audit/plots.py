@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from mmod.analysis.audit.across import Across
 from mmod.analysis.audit.result import Audit
 from mmod.analysis.audit.strata import Stratum
 from mmod.analysis.statistics import Estimate
-from mmod.analysis.style import FAINT, INK, PALETTE, PAPER, add_hint, add_legend, new_figure, tidy
+from mmod.analysis.style import FAINT, INK, PALETTE, PAPER, add_hint, new_figure, tidy
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -47,57 +47,6 @@ def draw_gaps(strata: Sequence[Stratum], other: str) -> Figure:
     axis.axvline(0, color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
     axis.set_xlabel(f"points over {other}")
     tidy(axis, "x")
-    return figure
-
-
-def draw_kept(across: Across) -> Figure:
-    """Draw the share of tokens that each block keeps."""
-    names = [block for blocks in across.blocks.values() for block in blocks]
-    figure = new_figure(max(4.0, 0.6 * len(names) + 1.2), 2.6)
-    axis = figure.subplots()
-    handles, is_shared = {}, len(across.blocks) < len(names)
-    for number, (decision, blocks) in enumerate(across.blocks.items()):
-        share, colour = across.kept[decision].value, PALETTE[number % len(PALETTE) if is_shared else 0]
-        handles[f"decided in {decision}"] = axis.bar(blocks, [share] * len(blocks), color=colour)
-        for block, bar in zip(blocks, handles[f"decided in {decision}"]):
-            add_hint(bar, f"{block}: {share:.3f}, decided in {decision}")
-    axis.set(ylabel="share of tokens kept", ylim=(0, 1))
-    tidy(axis)
-    axis.tick_params(axis="x", rotation=45 if len(names) > 6 else 0)
-    if is_shared:
-        add_legend(figure, handles, 2)
-    return figure
-
-
-def flops_by_part(report: Mapping[str, Any]) -> dict[str, tuple[float, float]]:
-    """Return the FLOPs of a sample in each part of a model, dense and routed."""
-    kinds: dict[str, list[Mapping[str, Any]]] = {"dense blocks": [], "routed blocks": []}
-    for block in report["blocks"]:
-        kinds["routed blocks" if block["kept"] < block["tokens"] else "dense blocks"].append(block)
-    parts = {"everything else": (report["rest"]["dense"], report["rest"]["routed"])}
-    for title, blocks in kinds.items():
-        computed = sum(block["routed"] - block["router"] - block["importance"] for block in blocks)
-        parts[title] = (sum(block["dense"] for block in blocks), computed)
-    for title in ("router", "importance"):
-        parts[title] = (0, sum(block[title] for block in report["blocks"]))
-    return parts
-
-
-def draw_flops(report: Mapping[str, Any]) -> Figure:
-    """Draw the FLOPs of a sample by part, dense and routed."""
-    figure = new_figure(7.6, 2.3)
-    axis = figure.subplots()
-    left, handles = [0.0, 0.0], {}
-    for number, (part, both) in enumerate(flops_by_part(report).items()):
-        millions = [flops / 1e6 for flops in both]
-        handles[part] = axis.barh(["dense", "routed"], millions, left=left, color=PALETTE[number])
-        for model, width, bar in zip(("dense", "routed"), millions, handles[part]):
-            add_hint(bar, f"{model}, {part}: {width:.3f} MFLOPs")
-        left = [start + width for start, width in zip(left, millions)]
-    axis.invert_yaxis()
-    axis.set_xlabel("MFLOPs per sample")
-    tidy(axis, "x")
-    add_legend(figure, handles, 5)
     return figure
 
 
