@@ -53,12 +53,11 @@ def choose_device(device: str = "auto") -> torch.device:
 def process_group(device: str = "auto", *, grouped: bool = False, timeout: float | None = None) -> Iterator[Process]:
     """Join the processes that `torchrun` or Slurm started, with gloo on CPUs and nccl on GPUs; one process without.
 
+    The context gives this process, and leaves the group at the end if it created it.
+
     Args:
         grouped: A single process makes a group too.
         timeout: Seconds to wait for another process; None for torch's limit.
-
-    Yields:
-        This process. A group that is created here is left at the end.
 
     Raises:
         LostProcessError: Another process has ended, or has not answered in time.

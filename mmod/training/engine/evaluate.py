@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from mmod.analysis import Trace, trace
 from mmod.analysis.modes import in_mode
@@ -16,8 +16,7 @@ from mmod.data.stream import BatchStream
 from mmod.io.progress import progress_bar
 from mmod.routing import Routing
 from mmod.training.engine.distributed import sum_over_processes
-
-TensorPair = tuple[Tensor, Tensor]
+from mmod.training.engine.task import Batch, to_device
 
 
 class RoutedResult:
@@ -49,20 +48,14 @@ class RoutedResult:
 @contextmanager
 def evaluation_batches(
     model: nn.Module, stream: BatchStream, device: torch.device, *, progress: bool
-) -> Iterator[Iterator[tuple[TensorPair, TensorPair]]]:
-    """Context in which a model is in evaluation mode and records no gradients.
+) -> Iterator[Iterator[tuple[Batch, Batch]]]:
+    """Context with an iterator over batches, each on the CPU and on the device; in evaluation mode without gradients.
 
-    Yields:
-        An iterator over the batches, on the CPU and on the device.
+    The mode of the model is restored at the end.
     """
     bar = progress_bar(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False)
-
-    def move(batch: TensorPair) -> TensorPair:
-        first, second = batch
-        return first.to(device, non_blocking=True), second.to(device, non_blocking=True)
-
     with in_mode(False, model), torch.no_grad():
-        yield ((batch, move(batch)) for batch in bar)
+        yield ((batch, to_device(batch, device)) for batch in bar)
 
 
 class KeptShares:

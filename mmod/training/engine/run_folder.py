@@ -8,7 +8,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -79,7 +78,11 @@ def run_once(
     read: Callable[[Path], Done | None],
     train: Callable[[Callable[[], object]], Done],
 ) -> Done:
-    """Train in a locked folder, unless `read` returns the result of a run in it that has finished."""
+    """Train in a locked folder, unless `read` returns the result of a run in it that has finished.
+
+    Args:
+        train: Runs the training; receives a function that writes the config into the folder.
+    """
     folder = Path(config.output)
     record = {**config.to_dict(), "world_size": world}
 
@@ -91,6 +94,11 @@ def run_once(
             check_same(folder, portable(existing), portable(record), kind="a run", free_keys=free_keys)
         return read(folder)
 
+    def claim() -> None:
+        if not (folder / _CONFIG).exists():
+            folder.mkdir(parents=True, exist_ok=True)
+            write_atomically(folder / _CONFIG, yaml.safe_dump(record, sort_keys=False))
+
     result = finished()
     if result is not None:
         return result
@@ -99,7 +107,7 @@ def run_once(
         # Another process may have finished the run in the meantime.
         result = finished()
         if result is None:
-            result = train(partial(_claim, folder, record))
+            result = train(claim)
         return result
 
 
@@ -124,13 +132,6 @@ def portable(record: Mapping[str, Any]) -> dict[str, Any]:
     if not checkpoint or not output or os.path.isabs(checkpoint) != os.path.isabs(output):
         return dict(record)
     return {**record, "model": {**model, "checkpoint": os.path.relpath(checkpoint, output)}}
-
-
-def _claim(folder: Path, record: dict[str, Any]) -> None:
-    """Write a config into its run folder unless it is there."""
-    if not (folder / _CONFIG).exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder / _CONFIG, yaml.safe_dump(record, sort_keys=False))
 
 
 def read_fit(folder: Path, kind: type[Any]) -> FitResult[Any] | None:

@@ -28,6 +28,12 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[obj
     return torch.autocast(device.type, dtype=_PRECISIONS[precision], enabled=precision != "fp32")
 
 
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """Return both tensors of a batch on a device."""
+    inputs, targets = batch
+    return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
+
+
 def divergence(logits: Tensor, taught: Tensor, temperature: float = 1.0) -> Tensor:
     """Return KL(teacher || student), mean over rows of logits (..., C); T^2 keeps the scale of its gradient."""
     student, target = (
@@ -93,9 +99,9 @@ class Task(nn.Module):
         By default a pass takes a batch, and weighs as much as its share of the step's samples.
         """
         samples = sum(len(targets) for _, targets in group)
-        for inputs, targets in group:
-            moved = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
-            yield Pass(moved, len(targets) / samples, len(targets))
+        for batch in group:
+            count = len(batch[1])
+            yield Pass(to_device(batch, device), count / samples, count)
 
     def after_step(self) -> None:
         """Called after each optimiser step; does nothing by default."""

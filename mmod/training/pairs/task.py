@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod import auxiliary_loss
-from mmod.training.engine.task import Batch, Pass, Task, autocast
+from mmod.training.engine.task import Batch, Pass, Task, autocast, to_device
 
 TensorDict = dict[str, Tensor]
 _SCALARS = ("logit_scale", "logit_bias")
@@ -38,7 +38,7 @@ class PairsTask(Task):
 
     def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
         """Yield one pass per batch, with the features of the others; see `Task.passes`."""
-        moved = [tuple(part.to(device, non_blocking=True) for part in batch) for batch in group]
+        moved = [to_device(batch, device) for batch in group]
         if len(moved) == 1:
             yield Pass((*moved[0], [], 0), 1.0, len(moved[0][0]))
             return
