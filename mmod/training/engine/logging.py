@@ -6,6 +6,7 @@ import csv
 import functools
 import io
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -95,8 +96,6 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
 
 Item = TypeVar("Item")
 
-USAGE = ("wall_seconds", "cpu_seconds", "samples_per_second", "data_wait", "peak_rss_mib", "peak_cuda_mib")
-"""Names of the figures, which differ between equal runs."""
 _PEAKS = ("rss", "cuda")
 
 
@@ -172,7 +171,5 @@ def _peak_rss() -> float:
         import resource
     except ModuleNotFoundError:
         return 0.0
-    import sys
-
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return float(peak if sys.platform == "darwin" else 1024 * peak)

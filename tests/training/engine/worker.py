@@ -27,9 +27,10 @@ from mmod.training import (
     fit,
 )
 from mmod.training.engine.config import DistributedConfig
-from mmod.training.engine.logging import USAGE
 
 MODEL = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
+# Figures that differ between equal runs.
+USAGE = ("wall_seconds", "cpu_seconds", "samples_per_second", "data_wait", "peak_rss_mib", "peak_cuda_mib")
 GROUPS = {
     "distributed": DistributedConfig,
     "distill": DistillConfig,
