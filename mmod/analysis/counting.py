@@ -139,12 +139,8 @@ def _running_modules(model: nn.Module, running: set[str]) -> Iterator[None]:
     def leave(module: nn.Module, *_: Any) -> None:
         running.discard(names.get(module, ""))
 
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
-    try:
+    with register_module_forward_pre_hook(enter), register_module_forward_hook(leave):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _WithoutMaps(AttentionIntercept):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -108,13 +109,11 @@ def held_by_blocks(model: nn.Module, images: Tensor) -> dict[str, HeldBytes]:
     def leave(block: nn.Module, args: Any, out: Tensor) -> None:
         held[names[block]] = HeldBytes(memory.live - before[block], out.untyped_storage().nbytes())
 
-    hooks = [block.register_forward_pre_hook(enter) for block in names]
-    hooks += [block.register_forward_hook(leave) for block in names]
-    try:
-        with in_mode(True, model), torch.enable_grad(), memory:
+    with ExitStack() as hooks, in_mode(True, model), torch.enable_grad():
+        for block in names:
+            hooks.enter_context(block.register_forward_pre_hook(enter))
+            hooks.enter_context(block.register_forward_hook(leave))
+        with memory:
             output = model(images)
         del output
-    finally:
-        for hook in hooks:
-            hook.remove()
     return held

@@ -72,10 +72,6 @@ def _draws(draw: int, images: range, tokens: int) -> Tensor:
     return torch.from_numpy(np.stack([np.random.default_rng((draw, image)).random(tokens) for image in images]))
 
 
-def _stride(context: DecisionContext) -> Tensor:
-    return spread_evenly(context.x_BND.shape[1], context.x_BND.device)[context.order_BN]
-
-
 def _centre(context: DecisionContext) -> Tensor:
     """Rank by distance from the centre of the grid, nearest first."""
     rows, columns = context.grid
@@ -104,7 +100,7 @@ def rank_first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
 
 CHOICES: Mapping[str, Choice] = {
     RANDOM: Choice("random", lambda context: _draws(context.draw, context.images, context.x_BND.shape[1])),
-    "stride": Choice("position", _stride),
+    "stride": Choice("position", lambda place: spread_evenly(place.x_BND.shape[1], place.x_BND.device)[place.order_BN]),
     "centre": Choice("position", _centre),
     "border": Choice("position", lambda context: -_centre(context)),
     "mean mask": Choice("position", lambda context: context.frequency_F[context.order_BN]),

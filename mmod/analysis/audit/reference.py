@@ -74,11 +74,8 @@ def token_entropy(model: nn.Module) -> Iterator[list[Tensor]]:
         entropies.append(_entropy(answer.logits))
 
     if find_library(model) == "transformers" and host.get_output_embeddings() is not None:
-        handle = host.register_forward_hook(read)
-        try:
+        with host.register_forward_hook(read):
             yield entropies
-        finally:
-            handle.remove()
     elif find_library(model) == "timm" and bool(getattr(host, "num_classes", 0)):
         with _head_watched(host, entropies):
             yield entropies

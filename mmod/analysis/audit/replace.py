@@ -5,7 +5,7 @@ Axes: B images, N tokens, K kept slots per image, D channels."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -52,12 +52,10 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
         replaced = replace(name, x_BND, routing, left_BN)
         return None if replaced is None else router.join(replaced, rows, earlier)
 
-    handles = [block.router.register_forward_hook(partial(hook, name)) for name, block in blocks.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, block in blocks.items():
+            hooks.enter_context(block.router.register_forward_hook(partial(hook, name)))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def free_tokens(routing: Routing, prefix: int) -> Tensor:

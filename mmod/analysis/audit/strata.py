@@ -10,14 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmod.analysis.statistics import (
-    Estimate,
-    adjusted,
-    estimate_of,
-    resampled_means,
-    sign_test,
-    simultaneous,
-)
+from mmod.analysis.statistics import Estimate, adjusted, estimate_of, resampled_means, sign_test, simultaneous
 from mmod.io.tables import Table, table_of
 
 ALL, DIFFICULTY, SHIFT = "all images", "loss of the dense model", "shift"
@@ -106,25 +99,20 @@ def compare_strata(strata: OutcomePairs, resamples: int) -> list[Stratum]:
     kept = {names: pair for names, pair in strata.items() if len(pair[0].loss) > 1}
     if not kept:
         return []
-    gaps, drawn, p = [], [], []
-    rows: list[tuple[Estimate, Estimate]] = []
-    for seed, (learned, random) in enumerate(kept.values()):
+    facts, gaps, drawn, uncorrected = [], [], [], []
+    for seed, ((group, name), (learned, random)) in enumerate(kept.items()):
         value_IC = np.stack([100 * learned.accuracy, 100 * random.accuracy, learned.loss, random.loss], axis=1)
         gap_IC = np.stack([value_IC[:, 0] - value_IC[:, 1], value_IC[:, 3] - value_IC[:, 2]], axis=1)
         means = resampled_means(value_IC, resamples, seed)
         learned_mean, random_mean = (estimate_of(value_IC[:, column].mean(), means[:, column]) for column in (0, 1))
-        rows.append((learned_mean, random_mean))
+        facts.append((group, name, len(learned.loss), learned_mean, random_mean))
         gaps += gap_IC.mean(axis=0).tolist()
         drawn += [means[:, 0] - means[:, 1], means[:, 3] - means[:, 2]]
-        p += sign_test(gap_IC, resamples, seed).tolist()
-    wide, corrected = simultaneous(np.asarray(gaps), np.stack(drawn, axis=1)), adjusted(p)
-    compared = []
-    for place, ((group, name), (learned, _)) in enumerate(kept.items()):
-        both = slice(2 * place, 2 * place + 2)
-        (gap, loss_gap), (accuracy_p, loss_p) = wide[both], corrected[both]
-        images = len(learned.loss)
-        compared.append(Stratum(group, name, images, *rows[place], gap, loss_gap, accuracy_p, loss_p))
-    return compared
+        uncorrected += sign_test(gap_IC, resamples, seed).tolist()
+    wide, corrected = simultaneous(np.asarray(gaps), np.stack(drawn, axis=1)), adjusted(uncorrected)
+    # Those of accuracy and of loss take turns.
+    figures = zip(facts, wide[::2], wide[1::2], corrected[::2], corrected[1::2])
+    return [Stratum(*of_one, gap, loss_gap, p, loss_p) for of_one, gap, loss_gap, p, loss_p in figures]
 
 
 def strata_table(strata: Sequence[Stratum], other: str, caption: str) -> Table:
