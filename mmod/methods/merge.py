@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.methods.base import Method, register_method
 from mmod.methods.reduction import AttentionInputs, Grid, Reduction, Restore, check_halves, pooling, reduce_
+from mmod.ops import gather_rows
 
 
 @register_method("merge")
@@ -75,14 +76,15 @@ def merge_tokens(count: int, grid: Grid, inputs: AttentionInputs, prefix: int) -
     else:
         size_BK = grid.size_BN.gather(1, stay_BK).scatter_add(1, into_BR, grid.size_BN.gather(1, gone_BR))
         weighed_BND = x_BND * grid.size_BN.unsqueeze(-1)
-    y_BKD = _rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), _rows(weighed_BND, gone_BR))
+    merged_BRD = gather_rows(weighed_BND, gone_BR)
+    y_BKD = gather_rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), merged_BRD)
     place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, stay_BK)
 
     def restore(y_BKD: Tensor) -> Tensor:
         # Every token gets the output of the token that it was merged into.
         slot_BK = torch.arange(stay_BK.shape[1], device=stay_BK.device).expand_as(stay_BK)
-        group_BN = stay_BK.new_empty(len(stay_BK), tokens)
-        return _rows(y_BKD, group_BN.scatter(1, stay_BK, slot_BK).scatter(1, gone_BR, into_BR))
+        group_BN = stay_BK.new_empty(len(stay_BK), tokens).scatter(1, stay_BK, slot_BK).scatter(1, gone_BR, into_BR)
+        return y_BKD.gather(1, _wide(group_BN, y_BKD))
 
     return Grid(y_BKD / size_BK.unsqueeze(-1), place_BK, size_BK), restore
 
@@ -116,10 +118,6 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
         place_N = torch.arange(key_BHNE.shape[2], device=key_BHNE.device).expand(len(left_BA), -1)
         stay_BK = torch.cat([place_N[:, :prefix], 2 * left_BA, place_N[:, 2 * protected_C + 1 :: 2]], dim=1)
         return stay_BK, 2 * gone_BR, into_BR
-
-
-def _rows(x_BND: Tensor, index_BK: Tensor) -> Tensor:
-    return x_BND.gather(1, _wide(index_BK, x_BND))
 
 
 def _wide(index_BK: Tensor, x_BND: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from mmod.adapters import BlockStack
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.methods.reduction import AttentionInputs, Grid, Restore, check_halves, pooling, reduce_
-from mmod.ops import gather_rows
+from mmod.ops import gather_rows, scatter_rows
 from mmod.ops.importance import class_token_attention
 
 
@@ -98,7 +98,6 @@ def prune_tokens(
 
     def restore(y_BKD: Tensor) -> Tensor:
         # Pruned tokens have their state before the pruning; a fused token is dropped.
-        place_BKD = index_BK.unsqueeze(-1).expand(-1, -1, y_BKD.shape[-1])
-        return x_BND.scatter(1, place_BKD, y_BKD[:, : index_BK.shape[1]])
+        return scatter_rows(x_BND, index_BK, y_BKD[:, : index_BK.shape[1]])
 
     return Grid(y_BKD, place_BK, None), restore
