@@ -77,9 +77,7 @@ def route_(model: Model, config: HowToRoute = None, **parts: HowToRoute) -> Mode
         ['blocks.1', 'blocks.3', 'blocks.5']
     """
     inner = adapted_model(model)
-    available = find_parts(inner)
-    by_part = _by_part(list(available), config, parts)
-    Route({name: _completed(value, available[name]) for name, value in by_part.items()}).apply_(inner)
+    Route(_configs_by_part(find_parts(inner), config, parts)).apply_(inner)
     return model
 
 
@@ -92,21 +90,21 @@ def _completed(config: RoutingConfig | Plan, part: Part) -> RoutingConfig:
     return RoutingConfig.from_plan(config)
 
 
-def _by_part(
-    names: Sequence[str], config: HowToRoute, parts: Mapping[str, HowToRoute]
-) -> dict[str, RoutingConfig | Plan]:
-    unknown = sorted(set(parts) - set(names))
+def _configs_by_part(
+    available: Mapping[str, Part], config: HowToRoute, parts: Mapping[str, HowToRoute]
+) -> dict[str, RoutingConfig]:
+    unknown = sorted(set(parts) - set(available))
     if unknown:
-        raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(names)}")
+        raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(available)}")
     for name, value in {"config": config, **parts}.items():
         if value is not None and not isinstance(value, (RoutingConfig, Plan)):
             raise TypeError(f"{name} must be a RoutingConfig or a Plan, got {value!r}")
     if config is None and not parts:
         config = RoutingConfig()
-    by_part = {name: parts.get(name, config) for name in names}
-    routed = {name: value for name, value in by_part.items() if value is not None}
+    by_part = {name: parts.get(name, config) for name in available}
+    routed = {name: _completed(value, available[name]) for name, value in by_part.items() if value is not None}
     if not routed:
-        raise ValueError(f"nothing to route: pass a config, or one for {' or '.join(names)}")
+        raise ValueError(f"nothing to route: pass a config, or one for {' or '.join(available)}")
     return routed
 
 

@@ -64,12 +64,11 @@ class Channels(Method, divisor="[1, inf)", squeeze="[1, inf)"):
         """Return every second block of the stages of a ResNet, by name."""
         if find_library(model) != "timm" or not isinstance(model, ResNet):
             raise ValueError(f"method 'channels' supports timm ResNets, got a {type(model).__name__}")
-        stages = {name: stage for name, stage in model.named_children() if name.startswith("layer")}
         return {
             f"{name}.{index}": block
-            for name, stage in stages.items()
+            for name, stage in model.named_children()
             for index, block in enumerate(stage.children())
-            if index % 2
+            if name.startswith("layer") and index % 2
         }
 
     def check(self, model: nn.Module, stack: dict[str, Any]) -> None:

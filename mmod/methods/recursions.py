@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -247,14 +247,12 @@ class Cycle(StandingModule, Deciding):
         if self.mod_state.config.keys == "first":
             # In the first recursion, the rows are all tokens.
             tokens = x_BND if recursion else y
-            return cast(
-                Tensor, call.attend_to_all(block, block, arguments, tokens, y, routing, keys) if y.shape[1] else y
-            )
+            return call.attend_to_all(block, block, arguments, tokens, y, routing, keys) if y.shape[1] else y
         if self.mod_state.language:
             selected = call.repeated(recursion * len(self.shared), arguments, x_BND, routing)
         else:
             selected = call.select_tokens(arguments, x_BND, routing)
-        return cast(Tensor, block(y, **selected)) if y.shape[1] else y
+        return block(y, **selected) if y.shape[1] else y
 
     def _choose(self, x_BND: Tensor, previous_BN: Tensor | None, valid_BN: Tensor | None, recursion: int) -> Routing:
         """Choose among the tokens of the previous recursion: by top-k gates, or independently by logits."""

@@ -118,10 +118,9 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         """Allocate keys and values."""
         assert self.position_BS is not None
         self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, len(key_states)
-        samples, heads = key_states.shape[:2]
         slots = self.position_BS.shape[1]
-        self.keys = key_states.new_zeros(samples, heads, slots, key_states.shape[3])
-        self.values = value_states.new_zeros(samples, heads, slots, value_states.shape[3])
+        self.keys = key_states.new_zeros(*key_states.shape[:2], slots, key_states.shape[3])
+        self.values = value_states.new_zeros(*value_states.shape[:2], slots, value_states.shape[3])
         self.is_initialized = True
         _mark_static(self.keys, self.values)
 

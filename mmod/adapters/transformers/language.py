@@ -258,9 +258,8 @@ class GroupHook(ModelHook):
 
 def _source(arguments: Mapping[str, Any]) -> Tensor:
     """Return the ids (B, N) or the embeddings (B, N, D) passed to a language model."""
-    source: Tensor | None = next(
-        (arguments[name] for name in ("input_ids", "inputs_embeds") if arguments.get(name) is not None), None
-    )
+    source: Tensor | None = arguments.get("input_ids")
+    source = arguments.get("inputs_embeds") if source is None else source
     if source is None:
         raise ValueError("pass input_ids or inputs_embeds")
     return source
