@@ -14,11 +14,13 @@ class FolderTakenError(FileExistsError, ValueError):
     """A folder holds results of another config, or unrelated files."""
 
 
-def claim_folder(folder: str | Path, record: Mapping[str, Any], *, file: str, kind: str) -> bool:
+def claim_folder(
+    folder: str | Path, record: Mapping[str, Any], *, file: str, kind: str, free_keys: Collection[str] = ()
+) -> bool:
     """Record a config as JSON in a free folder, or check the folder's record; return whether there was one."""
     existing = read_claim(folder, file)
     if existing is not None:
-        check_same(folder, existing, record, kind=kind)
+        check_same(folder, existing, record, kind=kind, free_keys=free_keys)
         return True
     Path(folder).mkdir(parents=True, exist_ok=True)
     write_atomically(Path(folder) / file, json.dumps(dict(record), indent=2) + "\n")
