@@ -29,17 +29,10 @@ class Batch(NamedTuple):
 class BatchReader(Protocol):
     """Reads batches by sample indices."""
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
+    def __len__(self) -> int: ...
 
     def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> Batch:
         """Read the samples with these indices, (B,); `seeds` are those of the stream and the epoch."""
-        ...
-
-
-def _class_numbers(labels: list[Any]) -> Tensor:
-    return torch.tensor(labels, dtype=torch.int64)
 
 
 @dataclass(eq=False)
@@ -56,7 +49,7 @@ class ImageReader:
     mode: str
     transform: Callable[..., Tensor]
     replace: bool = False
-    collate: Callable[[list[Any]], Tensor] = _class_numbers
+    collate: Callable[[list[Any]], Tensor] = torch.tensor
 
     def __len__(self) -> int:
         return len(self.source)
@@ -192,10 +185,10 @@ class BatchStream:
         )
 
 
+@dataclass(eq=False)
 class _Batches(Dataset):
-    def __init__(self, reader: BatchReader, seeds: tuple[int, int]):
-        self.reader = reader
-        self.seeds = seeds
+    reader: BatchReader
+    seeds: tuple[int, int]
 
     def __getitem__(self, indices: np.ndarray) -> Batch:
         return self.reader.read(indices, self.seeds)

@@ -36,7 +36,6 @@ class _Lines(tqdm):
         super().__init__(items, bar_format=bar_format.replace("|{bar}| ", ""), **options)
 
     def display(self, msg: str | None = None, pos: int | None = None) -> None:
-        """Print a line if one is due."""
         if time.monotonic() >= self._due:
             self._write()
 
@@ -44,7 +43,6 @@ class _Lines(tqdm):
         """Do nothing: printed lines stay."""
 
     def close(self) -> None:
-        """Print the last line."""
         if self.leave and not self.disable:
             self._write()
         self.disable = True

@@ -34,7 +34,6 @@ class _Loader(yaml.SafeLoader):
     }
 
     def compose_node(self, parent: Any, index: Any) -> Any:
-        """Compose a value; refuse aliases and deep nesting."""
         start = self.peek_event().start_mark
         if self.check_event(yaml.AliasEvent):
             raise ComposerError(None, None, "aliases (*name) are not supported: write the value out", start)
@@ -46,7 +45,6 @@ class _Loader(yaml.SafeLoader):
         return node
 
     def compose_mapping_node(self, anchor: Any) -> Any:
-        """Compose a mapping; refuse duplicate keys."""
         node = super().compose_mapping_node(anchor)
         keys: set[tuple[str, str]] = set()
         for key, _ in node.value:

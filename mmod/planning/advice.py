@@ -149,7 +149,6 @@ class Advice:
         ])  # fmt: skip
 
     def __str__(self) -> str:
-        """Return the table, the advice and the lines that apply it, as Markdown."""
         unit = f"{'%, ' if self.measure == AGREEMENT else ''}95 % interval over {self.samples}"
         dense = f"The dense model takes {self.milliseconds:.1f} ms for {self.batch_size} {self.samples}"
         dense += "" if self.cache is None else f", whose KV caches have {self.cache / 2**20:.3g} MiB each on average,"

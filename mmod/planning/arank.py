@@ -73,7 +73,6 @@ class LayerRanks:
         return Plan(blocks=tuple(sorted(chosen)), capacities=(capacity,) * len(chosen), depth=depth)
 
     def __str__(self) -> str:
-        """Return the ranks as a table, lowest first."""
         rows = sorted(zip(self.names, self.ranks), key=lambda row: row[1])
         table = markdown_table(
             ["layer", "rank", "share"], [(name, f"{rank:.1f}", f"{rank / self.tokens:.3f}") for name, rank in rows]

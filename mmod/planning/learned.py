@@ -110,16 +110,17 @@ class LearnedCapacity(nn.Module):
         return float(low + high) / 2
 
 
+@dataclass(eq=False)
 class CapacityHook(ModelHook):
     """Lets routed blocks decide by the learned capacities, in the thread of a forward pass."""
 
-    def __init__(
-        self, model: nn.Module, module: LearnedCapacity, names: Sequence[str], tokens: Sequence[int], budget: float,
-        cost: str,
-    ) -> None:  # fmt: skip
-        self.model, self.module, self.budget, self.cost = model, module, budget, cost
-        self.names, self.tokens = tuple(names), tuple(tokens)
-        self._rounded: tuple[list[float], list[int]] | None = None
+    model: nn.Module
+    module: LearnedCapacity
+    names: tuple[str, ...]
+    tokens: Sequence[int]
+    budget: float
+    cost: str
+    _rounded: tuple[list[float], list[int]] | None = None
 
     @property
     def routers(self) -> list[Router]:
@@ -218,7 +219,6 @@ class LearnedPlan:
         return self.fixed + sum(self.shares)
 
     def __str__(self) -> str:
-        """Return the capacities as a table, and the share of the cost."""
         rows = zip(self.names, self.learned, self.plan.capacities, self.shares)
         table = markdown_table(
             ["block", "learned", "capacity", "share of the cost"],

@@ -45,7 +45,6 @@ class Option(NamedTuple):
     context: str = "kept"
 
     def __str__(self) -> str:
-        """Return a short name."""
         return f"{self.operator}@{self.capacity:g}" + (" all" if self.context == "all" else "")
 
     def config(self, blocks: Iterable[int], router: Score) -> RoutingConfig:
@@ -262,7 +261,6 @@ class PlanSearch:
         return [(self.share(plan), self.score(plan)) for plan in plans]
 
     def __str__(self) -> str:
-        """Return the plan, its cost, and the scores as a table."""
         rows = [(name, *(f"{score:.3e}" for score in row)) for name, row in zip(self.names, self.scores)]
         plan = self.plan
         share = f"{self.share(plan):.4f} of the dense model's {self.cost}"

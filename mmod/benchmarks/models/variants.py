@@ -62,7 +62,6 @@ class Variant(NamedTuple):
         return f"{self.router}{path}{select}{context}"
 
     def __str__(self) -> str:
-        """Return the name for messages."""
         return f"{self.router} at capacity {self.capacity:g} ({self.select}, context {self.context}, {self.path})"
 
 

@@ -6,6 +6,7 @@ Axes: B samples, N tokens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ IGNORED = -100
 """Label of tokens without a loss."""
 
 
+@dataclass
 class ChatCollator:
     """Collates conversations into training batches: model inputs, padded on the right, and `labels`.
 
@@ -37,20 +39,19 @@ class ChatCollator:
         ValueError: The processor has no chat template, fast tokenizer or image token.
     """
 
-    def __init__(
-        self, processor: Any, max_length: int | None = None, packed: bool = False, protected: Protected | None = None
-    ) -> None:
-        tokenizer = getattr(processor, "tokenizer", None)
-        if not getattr(tokenizer, "is_fast", False):
-            raise ValueError(f"{type(processor).__name__} has no fast tokenizer, which is needed to locate the answers")
+    processor: Any
+    max_length: int | None = None
+    packed: bool = False
+    protected: Protected | None = None
+
+    def __post_init__(self) -> None:
+        processor, name = self.processor, type(self.processor).__name__
+        if not getattr(getattr(processor, "tokenizer", None), "is_fast", False):
+            raise ValueError(f"{name} has no fast tokenizer, which is needed to locate the answers")
         if not getattr(processor, "chat_template", None):
-            raise ValueError(f"{type(processor).__name__} has no chat template")
+            raise ValueError(f"{name} has no chat template")
         if getattr(processor, "image_token_id", None) is None:
-            raise ValueError(f"{type(processor).__name__} has no image_token_id")
-        self.processor = processor
-        self.max_length = max_length
-        self.packed = packed
-        self.protected = protected
+            raise ValueError(f"{name} has no image_token_id")
 
     def __call__(self, chats: Sequence[ChatSample]) -> dict[str, Any]:
         """Return the processor's output, `labels` (B, N), and `protected_mask` (B, N) if tokens are protected."""
@@ -174,6 +175,7 @@ def _content(message: Message) -> list[dict[str, str]]:
 _WINDOW = 8
 
 
+@dataclass(eq=False)
 class LengthSampler(Sampler[int]):
     """Shuffles samples so that batches have similar lengths; a function of seed and epoch.
 
@@ -189,25 +191,21 @@ class LengthSampler(Sampler[int]):
         ([0, 1, 2, 3], True)
     """
 
-    def __init__(
-        self,
-        lengths: Sequence[int] | np.ndarray,
-        batch: int,
-        seed: int,
-        images: Sequence[int] | np.ndarray | None = None,
-        share: int = 1,
-    ) -> None:
-        self.lengths = np.asarray(lengths)
-        self.batch = batch
-        self.seed = seed
-        self.share = share
-        self.seeing = None if images is None or not np.any(images) else np.asarray(images) > 0
-        self.epoch = 0
-        batches = -(-len(self.lengths) // share)
+    lengths: Sequence[int] | np.ndarray
+    batch: int
+    seed: int
+    images: Sequence[int] | np.ndarray | None = None
+    share: int = 1
+    epoch = 0
+
+    def __post_init__(self) -> None:
+        self._lengths = np.asarray(self.lengths)
+        self.seeing = None if self.images is None or not np.any(self.images) else np.asarray(self.images) > 0
+        batches = -(-len(self.lengths) // self.share)
         if self.seeing is not None and self.seeing.sum() < batches:
             raise ValueError(
-                f"{self.seeing.sum()} conversations have an image, and {batches} batches of {share} need one each: use "
-                "larger batches, or leave conversations without images out"
+                f"{self.seeing.sum()} conversations have an image, and {batches} batches of {self.share} need one "
+                "each: use larger batches, or leave conversations without images out"
             )
 
     def set_epoch(self, epoch: int) -> None:
@@ -215,11 +213,9 @@ class LengthSampler(Sampler[int]):
         self.epoch = epoch
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return len(self.lengths)
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the samples of an epoch."""
         order = list(self._shuffled())
         return iter(order if self.seeing is None else _spread(order, self.seeing, self.share))
 
@@ -228,7 +224,7 @@ class LengthSampler(Sampler[int]):
         order = rng.permutation(len(self.lengths))
         for start in range(0, len(order), self.batch * _WINDOW):
             window = order[start : start + self.batch * _WINDOW]
-            window = window[np.argsort(self.lengths[window], kind="stable")]
+            window = window[np.argsort(self._lengths[window], kind="stable")]
             full = len(window) // self.batch * self.batch
             for place in rng.permutation(full // self.batch):
                 yield from window[place * self.batch : (place + 1) * self.batch].tolist()

@@ -99,7 +99,6 @@ class ChatDataset:
         self._lines = np.frombuffer(b"".join(lines), np.uint8)
 
     def __len__(self) -> int:
-        """Return the number of conversations."""
         return len(self.images)
 
     def __getitem__(self, index: int) -> ChatSample:

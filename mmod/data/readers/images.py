@@ -171,13 +171,10 @@ class UnreadableSampleError(Exception):
 class ImageSource(Protocol):
     """Images with a class or caption each, with random access from any process."""
 
-    def __len__(self) -> int:
-        """Return the number of samples."""
-        ...
+    def __len__(self) -> int: ...
 
     def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read the image, in mode "L" or "RGB", and the class or caption; an `UnreadableSampleError` if that fails."""
-        ...
 
 
 class LabelledSource(ImageSource, Protocol):
@@ -185,7 +182,6 @@ class LabelledSource(ImageSource, Protocol):
 
     def labels(self) -> Sequence[int]:
         """Return the class of each sample; -1 for several classes or an unreadable one."""
-        ...
 
 
 class Subset:

@@ -33,6 +33,7 @@ class TimmSource:
         folder = _split_folder(root, split) if name.lower() in FOLDERS else None
         self._dataset = _open(name, folder or root, split, options)
         self._reader = getattr(self._dataset, "reader", None)
+        self._owner = self._reader or self._dataset
         self._name = f"{name or 'folder'}:{folder or root}"
         # timm applies a class map only in its own reader.
         if folder is not None and ("class_map" not in options or self._reader is None):
@@ -60,17 +61,16 @@ class TimmSource:
 
     def labels(self) -> list[int]:
         """Return the class of each sample, without decoding images if the data set allows it."""
-        owner = self._reader or self._dataset
-        if hasattr(owner, "samples"):
-            return [int(label) for _, label in owner.samples]
-        if hasattr(owner, "iter_targets"):
-            return [int(label) for label in owner.iter_targets()]
-        targets = getattr(owner, "targets", None)
+        if hasattr(self._owner, "samples"):
+            return [int(label) for _, label in self._owner.samples]
+        if hasattr(self._owner, "iter_targets"):
+            return [int(label) for label in self._owner.iter_targets()]
+        targets = getattr(self._owner, "targets", None)
         return [int(label) for label in (targets if targets is not None else (entry[1] for entry in self._dataset))]
 
     def _place(self, index: int) -> tuple[str, str]:
-        if hasattr(self._reader or self._dataset, "samples"):
-            return str((self._reader or self._dataset).samples[index][0]), ""
+        if hasattr(self._owner, "samples"):
+            return str(self._owner.samples[index][0]), ""
         return self._name, str(index)
 
 
