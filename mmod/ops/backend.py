@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from enum import Enum
-from types import TracebackType
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
@@ -173,8 +173,8 @@ def register_flops() -> None:
         register_flop_formula(getattr(torch.ops.mmod, name), get_raw=True)(formula)
 
 
-class use:
-    """Context manager that forces a backend for all ops that support it, or for the named ops.
+def use(backend: Backend | str, *ops: str) -> AbstractContextManager[None]:
+    """Return a context manager that forces a backend for all ops that support it, or for the named ops.
 
     A call that the forced backend does not support raises; there is no fallback. The setting is global to the process,
     not local to a thread.
@@ -192,35 +192,33 @@ class use:
         ...     choose("gather_rows", x)
     """
 
-    def __init__(self, backend: Backend | str, *ops: str) -> None:
-        names = [member.value for member in Backend]
-        if not isinstance(backend, Backend) and backend not in names:
-            raise ValueError(f"unknown backend {backend!r}; valid are {', '.join(names)}")
-        self.backend = Backend(backend)
-        unknown = [name for name in ops if name not in OPS]
-        if unknown:
-            raise ValueError(f"unknown ops {unknown}; valid are {', '.join(OPS)}")
-        problem = _problem(self.backend.value)
-        if problem is not None:
-            raise ValueError(f"{problem}; {_alternatives([Backend.TORCH])}")
-        supported = [name for name, entry in OPS.items() if self.backend in (Backend.AUTO, *entry.backends)]
-        unsupported = [name for name in ops if name not in supported]
-        if unsupported:
-            raise ValueError(f"{self.backend.value} has no version of {unsupported}; it has {', '.join(supported)}")
-        self.ops = ops or tuple(supported)
+    names = [member.value for member in Backend]
+    if not isinstance(backend, Backend) and backend not in names:
+        raise ValueError(f"unknown backend {backend!r}; valid are {', '.join(names)}")
+    backend = Backend(backend)
+    unknown = [name for name in ops if name not in OPS]
+    if unknown:
+        raise ValueError(f"unknown ops {unknown}; valid are {', '.join(OPS)}")
+    problem = _problem(backend.value)
+    if problem is not None:
+        raise ValueError(f"{problem}; {_alternatives([Backend.TORCH])}")
+    supported = [name for name, entry in OPS.items() if backend in (Backend.AUTO, *entry.backends)]
+    unsupported = [name for name in ops if name not in supported]
+    if unsupported:
+        raise ValueError(f"{backend.value} has no version of {unsupported}; it has {', '.join(supported)}")
+    return _forcing(dict.fromkeys(ops or supported, backend))
 
-    def __enter__(self) -> use:
-        global _forced
-        self._previous = _forced
-        chosen = {**_forced, **dict.fromkeys(self.ops, self.backend)}
-        _forced = {name: backend for name, backend in chosen.items() if backend is not Backend.AUTO}
-        return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        global _forced
-        _forced = self._previous
+@contextmanager
+def _forcing(backends: Mapping[str, Backend]) -> Iterator[None]:
+    global _forced
+    previous = _forced
+    chosen = {**previous, **backends}
+    _forced = {name: backend for name, backend in chosen.items() if backend is not Backend.AUTO}
+    try:
+        yield
+    finally:
+        _forced = previous
 
 
 def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
