@@ -45,7 +45,7 @@ def converted_class(mixin: type[nn.Module], host: type[nn.Module]) -> type[nn.Mo
 
     # Libraries identify a model in a saved folder by the name of its class.
     prefix = "" if getattr(mixin, "keeps_name", False) else mixin.__name__.removesuffix("Block")
-    members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce}
+    members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce, "mod_host": host}
     return _CLASSES.setdefault((mixin, host), type(prefix + host.__name__, (mixin, host), members))
 
 
@@ -61,13 +61,7 @@ def host_class(module: nn.Module) -> type[nn.Module]:
 
 def host_of(module_class: type[nn.Module]) -> type[nn.Module]:
     """Return the host library's class of a converted class, or the class itself."""
-    mixins = tuple(mixin for mixin, _ in _CLASSES)
-    # Bases of a mixin are bases of converted classes too.
-    ours = {base for mixin in mixins for base in mixin.__mro__}
-    for base in module_class.__mro__:
-        if issubclass(base, nn.Module) and base not in ours and not issubclass(base, mixins):
-            return base
-    raise AssertionError(module_class)
+    return getattr(module_class, "mod_host", module_class)
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -145,12 +145,12 @@ def select_topk(
     """
     count, valid_BK = kept_count(score_BN.shape[1], capacity, prefix), None
     if valid_BN is None:
-        index_BK = _ascending(_best(score_BN, count, prefix, protect_BN))
+        index_BK = torch.sort(_best(score_BN, count, prefix, protect_BN), dim=1).values
     else:
         number_B = valid_BN.sum(dim=1)
         count_B = (number_B * capacity.numerator // capacity.denominator).clamp(min=max(1, prefix))
         index_BK = _best(_rank_last(score_BN, ~valid_BN), count, prefix, protect_BN)
-        index_BK, valid_BK = _ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
+        index_BK, valid_BK = ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
     gate_BK = None if gate == "identity" else apply_gate(score_BN.gather(1, index_BK), gate, scale)
     return Selection(index_BK, valid_BK, gate_BK, None)
 
@@ -209,7 +209,7 @@ def select_threshold(
     else:
         counts = count_B.tolist()
         slots, total = slots_for(counts), sum(counts)
-    index_BK, valid_BK = _ascending_valid(_best(level_BN, slots, prefix, protect_BN), count_B, tokens)
+    index_BK, valid_BK = ascending_valid(_best(level_BN, slots, prefix, protect_BN), count_B, tokens)
     return index_BK, None if total == valid_BK.numel() else valid_BK, total
 
 
@@ -264,12 +264,11 @@ def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) 
     return torch.sort(rank_BN, dim=1, stable=True).indices[:, :count]
 
 
-def _ascending(index_BK: Tensor) -> Tensor:
-    return torch.sort(index_BK, dim=1).values
+def ascending_valid(index_BK: Tensor, count_B: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """Sort the first `count_B` slots of each image ascending, before the empty ones; return them and the valid slots.
 
-
-def _ascending_valid(index_BK: Tensor, count_B: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """Sort the first `count_B` slots of each image ascending, before the empty ones."""
+    `tokens` is above every index.
+    """
     valid_BK = torch.arange(index_BK.shape[1], device=index_BK.device) < count_B.unsqueeze(1)
-    index_BK = _ascending(torch.where(valid_BK, index_BK, index_BK + tokens))
-    return torch.where(index_BK < tokens, index_BK, index_BK - tokens), valid_BK
+    index_BK = torch.sort(torch.where(valid_BK, index_BK, index_BK + tokens), dim=1).values
+    return torch.where(valid_BK, index_BK, index_BK - tokens), valid_BK

@@ -11,7 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from mmod.ops.select import slots_for
+from mmod.ops.select import ascending_valid, slots_for
 from mmod.routing.decision import KEPT, PADDING, TokenGroups
 
 
@@ -104,7 +104,10 @@ def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> 
     worst_BN = -score_BN.detach().nan_to_num(nan=-torch.inf, neginf=torch.finfo(score_BN.dtype).min)
     if count == 1:
         worst_BN = torch.minimum(worst_BN, groups.limit_BN)
-        return _first_of(torch.sort(worst_BN, dim=1, stable=True).indices[:, : max(counts)], counts, tokens)
+        best_BK = torch.sort(worst_BN, dim=1, stable=True).indices[:, : max(counts)]
+        if min(counts) == max(counts):
+            return torch.sort(best_BK, dim=1).values, None, sum(counts)
+        return *ascending_valid(best_BK, torch.tensor(counts, device=best_BK.device), tokens), sum(counts)
     order_BN = torch.sort(worst_BN, dim=1, stable=True).indices
     # A second, stable sort by group keeps every group sorted by score; padding and kept tokens come first.
     in_order_BN = groups.group_BN.gather(1, order_BN)
@@ -135,16 +138,6 @@ def _kept_of(size: int, capacity: Fraction, strict: bool) -> int:
             f"capacity {float(capacity)} keeps none of {size} image tokens; give at least 1/{size} = {1 / size:.4f}"
         )
     return 1
-
-
-def _first_of(best_BK: Tensor, counts: list[int], tokens: int) -> tuple[Tensor, Tensor | None, int]:
-    """Sort the first `counts` slots of each row, ascending in front of the others."""
-    if min(counts) == best_BK.shape[1]:
-        return torch.sort(best_BK, dim=1).values, None, sum(counts)
-    count_B1 = torch.tensor(counts, device=best_BK.device).unsqueeze(1)
-    valid_BK = torch.arange(best_BK.shape[1], device=best_BK.device) < count_B1
-    index_BK = torch.sort(torch.where(valid_BK, best_BK, best_BK + tokens), dim=1).values
-    return torch.where(valid_BK, index_BK, index_BK - tokens), valid_BK, sum(counts)
 
 
 def slots_of(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None, int]:
