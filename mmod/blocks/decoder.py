@@ -17,19 +17,14 @@ from mmod.blocks.branches import BranchRows, OneBranch, WeighedBranch, running_b
 from mmod.blocks.call import BlockCall, DecoderCall
 from mmod.blocks.forward_pass import ForwardPass
 from mmod.blocks.routed import ImportanceBlock, RoutedBlock
-from mmod.blocks.rows import Host, PackedRows, Rows, Way, leave_rows, reweigh, run_packed, without_gate
+from mmod.blocks.rows import AllTokens, Host, PackedRows, Rows, Way, leave_rows, reweigh, run_packed, without_gate
 from mmod.config import RoutingConfig
 from mmod.ops import lerp_rows
 from mmod.routing import Routing, TokenGroups
 
 
-class RowsInPlace(Rows):
+class RowsInPlace(AllTokens):
     """All tokens in order, because all are kept or each sample has one token."""
-
-    def enter(self, rows_BND: Tensor, routing: Routing) -> Tensor:
-        """Return the tokens."""
-        self.routing = routing
-        return rows_BND
 
     def leave(self, y_BKD: Tensor) -> Tensor:
         """Return the tokens after the layer; skipped ones are unchanged, or weighed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -38,12 +38,8 @@ class Record:
 class Records(PerThread[Record]):
     """The `Record` of each thread."""
 
-    def __init__(self) -> None:
-        super().__init__(Record)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle without records."""
-        return type(self), ()
+    def __init__(self, make: Callable[[], Record] = Record) -> None:
+        super().__init__(make)
 
 
 class Deciding(nn.Module):
