@@ -13,7 +13,6 @@ from mmod.config.parts import (
     Score,
     Threshold,
     WithImportance,
-    differing,
     spelled,
 )
 from mmod.config.plan import Plan, rational

@@ -138,18 +138,6 @@ class LanguageRouting(Checked, group="language", tokens="[1, inf)", inference_th
         return None if self.tokens in ("image", "all") else self.tokens
 
 
-def differing(part: Any) -> dict[str, Any]:
-    """Return the options of a part that differ from the defaults, as plain values.
-
-    Example:
-        >>> differing(Gate("tanh", 0.1)), differing(LanguageRouting())
-        ({'scale': 0.1}, {})
-    """
-    default = vars(Gate(part.name)) if isinstance(part, Gate) else {}
-    default = {item.name: item.default for item in dataclasses.fields(part)} | default
-    return {name: value for name, value in _options(part).items() if value != default[name]}
-
-
 def _options(part: Any) -> dict[str, Any]:
     return {item.name: plain(getattr(part, item.name)) for item in dataclasses.fields(part)}
 
@@ -171,12 +159,16 @@ def spelled(value: Any) -> Any:
     """Return a value of a config as short as it can be written: a part as its name, its options, or both.
 
     Example:
-        >>> spelled(Gate("sigmoid")), spelled(Threshold(0.3)), spelled(LanguageRouting(tokens="all")), spelled(0.5)
-        ('sigmoid', {'name': 'threshold', 'threshold': 0.3}, {'tokens': 'all'}, 0.5)
+        >>> spelled(Gate("sigmoid")), spelled(Gate("tanh", 0.1)), spelled(LanguageRouting(tokens="all")), spelled(0.5)
+        ('sigmoid', {'name': 'tanh', 'scale': 0.1}, {'tokens': 'all'}, 0.5)
     """
     if not dataclasses.is_dataclass(value):
         return value
-    options, name = differing(value), getattr(value, "name", None)
+    default = {item.name: item.default for item in dataclasses.fields(value)}
+    if isinstance(value, Gate):
+        default = vars(Gate(value.name))
+    options = {name: option for name, option in _options(value).items() if option != default[name]}
+    name = getattr(value, "name", None)
     if name is None:
         return options
     return {"name": name, **options} if options else name

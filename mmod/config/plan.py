@@ -106,9 +106,6 @@ class Plan:
         }
         for name, value in values.items():
             object.__setattr__(self, name, value)
-        self._check()
-
-    def _check(self) -> None:
         check_fields(self, capacities="[0, 1]", depth=DEPTH, operators=OPERATORS, contexts=CONTEXTS)
         check_blocks(self.blocks, self.depth)
         for name in ("capacities", "operators", "contexts"):

@@ -10,7 +10,7 @@ from torch import nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import BlockCall, ImportanceState, RoutedState, StandingModule
-from mmod.config import Merged, Plan, RoutingConfig, differing, spelled
+from mmod.config import Merged, Plan, RoutingConfig, spelled
 from mmod.routing import Router
 
 # A block, its router, and its state; blocks that compute importance have no router.
@@ -75,8 +75,8 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
 
 def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
     first = stack.names[0]
-    if not stack.language and differing(config.language):
-        options = ", ".join(f"language.{name}" for name in differing(config.language))
+    if not stack.language and spelled(config.language):
+        options = ", ".join(f"language.{name}" for name in spelled(config.language))
         raise ValueError(f"{first} is no layer of a language model: remove the options {options}")
     if config.router.tied and not stack.language:
         raise ValueError(f"router.tied is for layers of a language model, and {first} is none")
