@@ -12,6 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from numpy.typing import ArrayLike
 from torch import Tensor, nn
@@ -29,7 +30,7 @@ from mmod.analysis.modes import in_mode
 from mmod.config import AuditConfig
 from mmod.methods.route import routed_blocks
 from mmod.routing import Routing
-from mmod.values import check_value
+from mmod.values import brief, check_value
 
 Shift = Callable[[Any, range], Any]
 """Maps a batch and the indices of its images to a changed batch."""
@@ -116,6 +117,11 @@ def audit(
         (8, ['as learned', 'random', 'stride'])
     """
     check_value("config", config, AuditConfig | None)
+    check_value("reference", reference, nn.Module | None)
+    check_value("beside", beside, Mapping[str, nn.Module] | None)
+    for argument, functions in {"shifts": shifts, "custom": custom}.items():
+        check_value(argument, functions, Mapping[str, Callable[..., Any]] | None)
+    check_value("others", others, Mapping[str, Any] | None)
     config, beside, shifts, others = config or AuditConfig(), beside or {}, shifts or {}, others or {}
     sets = {"batches": batches, "positions_from": batches if positions_from is None else positions_from}
     for name, dataset in {**sets, **{f"others[{name!r}]": dataset for name, dataset in others.items()}}.items():
@@ -150,7 +156,16 @@ def _labelled(batch: Any) -> LabelledBatch:
     labelled = batch if isinstance(batch, LabelledBatch) else LabelledBatch(batch)
     for name in ("strata", "token_kinds"):
         check_value(f"{name} of a LabelledBatch", getattr(labelled, name), Mapping[str, Any])
-    return labelled
+    return labelled._replace(strata={group: _labels(group, labels) for group, labels in labelled.strata.items()})
+
+
+def _labels(group: str, labels: Any) -> list[str] | list[float]:
+    """Return the labels of samples as plain values, which a journal can hold."""
+    plain: Any = labels.tolist() if isinstance(labels, (Tensor, np.ndarray)) else labels
+    if isinstance(plain, (list, tuple)):
+        plain = [label.item() if isinstance(label, (Tensor, np.generic)) else label for label in plain]
+    check_value(f"strata of a LabelledBatch: {group}", plain, list[str] | list[float])
+    return plain
 
 
 class _EvaluatedBatch(NamedTuple):
@@ -339,7 +354,11 @@ class _Auditor:
                 self._grid(free_BN) or (1, int(free_BN.sum(1).max())),
                 {condition: by_block[name] for condition, by_block in dense.items()}, draw,
             )  # fmt: skip
-            return keep_best(choice.rank(context).to(x_BND.device), learned, routing, self.blocks[name].router, left_BN)
+            rank_BN = choice.rank(context)
+            if not isinstance(rank_BN, Tensor) or rank_BN.shape != x_BND.shape[:2]:
+                got = tuple(rank_BN.shape) if isinstance(rank_BN, Tensor) else brief(rank_BN)
+                raise ValueError(f"a condition must return a rank per token, {tuple(x_BND.shape[:2])}, got {got}")
+            return keep_best(rank_BN.to(x_BND.device), learned, routing, self.blocks[name].router, left_BN)
 
         with replaced_decisions(self.model, replace):
             return self._outcome(self.model, evaluated.batch)

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -284,6 +287,43 @@ def test_what_cannot_be_audited_is_refused() -> None:
     ):
         with pytest.raises(TypeError, match=f"{name} must be a list or a loader"):
             mmod.audit(plant("random"), None if not options else [], **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reference": "vit"}, "reference must be a Module or null, got 'vit'"),
+        ({"beside": [nn.Identity()]}, "beside must be a mapping of names to a Module or null"),
+        ({"shifts": ["noise"]}, "shifts must be a mapping of names to a function or null"),
+        ({"custom": content}, "custom must be a mapping of names to a function or null"),
+        ({"others": ["set"]}, "others must be a mapping of names or null"),
+        ({"custom": {"mine": lambda context: 3}}, r"a rank per token, \(8, 17\), got 3"),
+        ({"custom": {"mine": lambda context: context.x_BND}}, r"a rank per token, \(8, 17\), got \(8, 17, "),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arguments_of_another_type_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        mmod.audit(plant("random"), batches_of(8, seed=0), **options)
+
+
+@pytest.mark.parametrize(
+    "sizes", [torch.arange(8), np.arange(8), np.arange(8.0, dtype=np.float32), [*np.arange(8)]], ids=str
+)
+def test_strata_of_arrays_are_those_of_their_numbers(sizes: Any, tmp_path: Path) -> None:
+    (batch,), config = batches_of(8, seed=0), mmod.AuditConfig(["random"], draws=1, resamples=100)
+    expected = mmod.audit(plant("random"), [LabelledBatch(batch, {"size": [*range(8)]})], config)
+    found = mmod.audit(
+        plant("random"), [LabelledBatch(batch, {"size": sizes})], config, progress_file=tmp_path / "progress"
+    )
+    assert found.strata
+    assert found.strata == expected.strata
+
+
+@pytest.mark.parametrize("sizes", [3, [1.0] * 7 + [math.nan], [1] * 7 + [None], [[1.0]] * 8, ["a"] * 7 + [1.0]])
+def test_strata_that_are_no_names_or_numbers_are_refused(sizes: Any) -> None:
+    with pytest.raises((TypeError, ValueError), match="strata of a LabelledBatch: size must be several values, each a"):
+        mmod.audit(plant("random"), [LabelledBatch(batches_of(8, seed=0)[0], {"size": sizes})])
 
 
 @pytest.mark.parametrize("wrong", [-1, 4])
