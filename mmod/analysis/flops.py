@@ -16,7 +16,7 @@ from mmod.analysis.flop_report import REST, BlockFlops, FlopReport
 from mmod.analysis.trace import Trace
 from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
 from mmod.methods.base import methods_of, undo_
-from mmod.values import brief, check_module
+from mmod.values import brief, check_module, check_value
 
 
 def flops(
@@ -191,10 +191,8 @@ def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | No
         raise ValueError(f"kept names no share for {', '.join(missing)}; it names {', '.join(shares)}")
     images = {}
     for name, module in by_data.items():
-        share = float(shares[name])
-        if not 0 <= share <= 1:
-            raise ValueError(f"the kept share of {name} must be in [0, 1], got {share}")
-        images[name] = module.assume_kept(share)
+        check_value(f"the kept share of {name}", shares[name], float, "[0, 1]")
+        images[name] = module.assume_kept(float(shares[name]))
     return {name: share for name, share in images.items() if share < 1}
 
 

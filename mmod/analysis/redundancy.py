@@ -84,7 +84,7 @@ def _variances(images: Tensor, patch_size: int) -> Tensor:
     """Return the variance within each patch (B, N, C) in float64."""
     if not isinstance(images, Tensor):
         raise TypeError(f"images must be tensors (B, C, H, W), got {type(images).__name__}")
-    if images.ndim != 4 or min(images.shape[2:]) < patch_size:
+    if images.ndim != 4 or not images.numel() or min(images.shape[2:]) < patch_size:
         raise ValueError(f"images must be (B, C, H, W) of at least {patch_size} pixels, got {tuple(images.shape)}")
     check_finite("images", images)
     patches = images.detach().double().unfold(2, patch_size, patch_size).unfold(3, patch_size, patch_size)

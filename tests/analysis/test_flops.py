@@ -183,8 +183,10 @@ def test_threshold_needs_what_was_kept() -> None:
         flops(model, side)
     with pytest.raises(ValueError, match=r"names no share for blocks\.3"):
         flops(model, side, kept={"blocks.1": 0.5})
-    with pytest.raises(ValueError, match=r"must be in \[0, 1\], got 2"):
+    with pytest.raises(ValueError, match=r"must be a number in \[0, 1\], got 2"):
         flops(model, side, kept=2.0)
+    with pytest.raises(TypeError, match=r"kept share of blocks\.1 must be a number in \[0, 1\], got 'half'"):
+        flops(model, side, kept="half")
     image = torch.rand(1, 3, side, side)
     with trace(model) as decisions, torch.no_grad():
         model(image)

@@ -80,11 +80,12 @@ def test_noise_is_not_redundant_and_one_colour_is() -> None:
         ([], "at least one batch"),
         (torch.zeros(2, 8, 8), r"\(B, C, H, W\) of at least 4 pixels, got \(2, 8, 8\)"),
         (torch.zeros(2, 1, 3, 8), "at least 4 pixels"),
+        (torch.zeros(0, 3, 8, 8), r"got \(0, 3, 8, 8\)"),
         (torch.full((1, 1, 4, 4), torch.nan), "must be finite"),
         (["image.png"], "got str"),
         (torch.zeros(1, 1, 4, 4, dtype=torch.uint8), "floating-point"),
     ],
-    ids=["none", "one image", "small", "nan", "a path", "integers"],
+    ids=["none", "one image", "small", "empty", "nan", "a path", "integers"],
 )
 def test_what_is_no_image_is_refused(images: object, message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
