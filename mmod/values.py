@@ -249,7 +249,8 @@ def _fault(value: object, hint: Any, limit: Limit | None) -> type[Exception] | N
         return _fault_within(value, hint, limit)
     if origin is collections.abc.Callable:
         return None if callable(value) else TypeError
-    return None if isinstance(value, hint) else TypeError
+    # Of other containers, such as a set, the items are not checked.
+    return None if isinstance(value, origin or hint) else TypeError
 
 
 def _fault_within(value: object, hint: Any, limit: Limit | None) -> type[Exception] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +12,19 @@ import pytest
 import torch
 
 import mmod
-from mmod.values import check_finite, check_value, from_plain
+from mmod.values import Checked, check_finite, check_value, from_plain
 
 
 @dataclass
 class Point:
     name: str
     place: tuple[int, float] = (0, 0.0)
+
+
+@dataclass
+class Places(Checked):
+    rows: Sequence[int] = ()
+    chosen: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -87,6 +94,12 @@ def test_configs_turn_numbers_of_numpy_into_numbers_that_files_hold() -> None:
     assert mmod.RoutingConfig.from_dict(plain) == config
     plan = mmod.Plan((*np.arange(2),), (0.5, np.float64(0.5)), np.int32(4))
     assert json.loads(json.dumps(plan.to_dict()))["depth"] == 4
+
+
+def test_containers_without_known_items_are_checked_by_their_class() -> None:
+    assert Places((1, 2), frozenset([3])).rows == (1, 2)
+    with pytest.raises(TypeError, match="chosen must be a frozenset, got 3"):
+        Places(chosen=3)  # type: ignore[arg-type]
 
 
 def test_an_integer_too_long_to_be_written_is_refused_in_one_line() -> None:
