@@ -53,6 +53,8 @@ def parse_config(arguments: Sequence[str], kind: type[Config], start: Mapping[st
 def read_config(arguments: Sequence[str], kind: type[Config], start: Mapping[str, Any] | None = None) -> Config:
     """Create a config from a command line as `parse_config` does; errors are raised."""
     fields, words = stack_configs(arguments)
+    # The config in a run folder also records the number of processes.
+    (fields or {}).pop("world_size", None)
     try:
         return from_plain(kind, with_options(merged(start or {}, fields or {}), split_options(words), kind))
     except ValueError as error:

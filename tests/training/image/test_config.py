@@ -27,6 +27,12 @@ def path(tmp_path: Path) -> Path:
     return file
 
 
+def test_the_config_in_a_run_folder_is_a_config(path: Path) -> None:
+    config = TrainConfig.load(path)
+    path.write_text(yaml.safe_dump({**config.to_dict(), "world_size": 2}))
+    assert TrainConfig.load(path) == config
+
+
 def test_overrides_reach_groups_and_free_mappings(path: Path) -> None:
     options = ["--epochs", "3", "--optim.lr=2e-4", "--model.args.depth", "4", "--ema.decay", "0.9"]
     losses = ["--routing.losses", "{membership: 0.1, capacity: 0.2}"]
