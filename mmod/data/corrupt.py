@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from mmod.values import Checked
+from mmod.values import one_of
 
 OnCorrupt = Literal["raise", "skip"]
 _MAX_DETAILS = 1000
@@ -47,7 +47,7 @@ class Fault(NamedTuple):
 
 
 @dataclass
-class CorruptReport(Checked):
+class CorruptReport:
     """The distinct faults so far, in order.
 
     Args:
@@ -66,6 +66,9 @@ class CorruptReport(Checked):
     faults: dict[Fault, None] = field(default_factory=dict)
     limit: int | None = None
     retried: Any = 0
+
+    def __post_init__(self) -> None:
+        one_of("on_corrupt", self.on_corrupt, ("raise", "skip"))
 
     def add(self, faults: Iterable[Fault]) -> None:
         """Count faults, or raise a CorruptDataError of the first if `on_corrupt` is "raise"."""
