@@ -119,7 +119,7 @@ def judge_drafts(
     modes: dict[str, dict[str, Any]] = {"plain": {}, "draft": {"assistant_model": model}}
     seconds, tokens = {name: float("inf") for name in modes}, {}
     with _drafting(model, draft_tokens):
-        with _counted(full) as verified, _counted(model) as drafted:
+        with _counted(full) as full_passes, _counted(model) as drafts:
             tokens["draft"] = full.generate(**inputs, **options, assistant_model=model)
         for _ in range(rounds):
             for name, mode_options in modes.items():
@@ -130,10 +130,10 @@ def judge_drafts(
                 seconds[name] = min(seconds[name], time.perf_counter() - start)
     return DraftReport(
         new_tokens=new_tokens,
-        drafted=drafted[0],
+        drafted=len(drafts),
         # Every full pass also generates one token itself.
-        accepted=new_tokens - verified[0],
-        passes=verified[0],
+        accepted=new_tokens - len(full_passes),
+        passes=len(full_passes),
         plain_seconds=seconds["plain"],
         draft_seconds=seconds["draft"],
         identical=bool(torch.equal(tokens["plain"], tokens["draft"])),
@@ -160,14 +160,11 @@ def _drafting(model: Any, tokens: int | None) -> Iterator[None]:
 
 
 @contextmanager
-def _counted(model: nn.Module) -> Iterator[list[int]]:
-    count = [0]
-
-    def add(*_: Any) -> None:
-        count[0] += 1
-
-    handle = model.register_forward_hook(add)
+def _counted(model: nn.Module) -> Iterator[list[None]]:
+    """Context in which a list gets an entry for every forward pass of a model."""
+    passes: list[None] = []
+    handle = model.register_forward_hook(lambda *_: passes.append(None))
     try:
-        yield count
+        yield passes
     finally:
         handle.remove()
