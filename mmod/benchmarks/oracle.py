@@ -42,31 +42,31 @@ def check_close(what: str, observed: Tensor, expected: Tensor, tolerance: float)
 
     The tolerance is a share of the largest expected value; values that are not finite never agree.
     """
-    observed, expected = observed.detach(), expected.detach()
-    if observed.shape != expected.shape:
-        raise WrongOutputError(f"{what}: the shape is {tuple(observed.shape)}, not {tuple(expected.shape)}")
-    if not expected.numel():
-        return
-    scale = float(expected.abs().max())
-    error = float((observed.double() - expected.double()).abs().max()) / (scale or 1.0)
+    error = _largest_error(what, observed, expected) / (_largest(expected) or 1.0)
     if not error <= tolerance:
         raise WrongOutputError(f"{what}: off by {error:.2e} of the largest value, allowed is {tolerance:.0e}")
 
 
 def check_error_rule(what: str, observed: Tensor, plain: Tensor, exact: Tensor, dtype: torch.dtype) -> None:
     """Raise unless the error of a result is at most twice that of torch's operations in the inputs' dtype."""
-    observed, plain, exact = observed.detach(), plain.detach(), exact.detach()
     check_close(f"{what}, by torch", plain, exact, PLAIN_TOLERANCE[dtype])
-    if observed.shape != exact.shape:
-        raise WrongOutputError(f"{what}: the shape is {tuple(observed.shape)}, not {tuple(exact.shape)}")
-    scale = float(exact.abs().max()) if exact.numel() else 0.0
-    error, allowed = (float((x.double() - exact).abs().max()) if x.numel() else 0.0 for x in (observed, plain))
+    error = _largest_error(what, observed, exact)
     # 2 ulp are allowed in case torch's own error happens to be 0.
-    allowed = 2 * allowed + 2 * torch.finfo(plain.dtype).eps * scale
+    allowed = 2 * _largest_error(what, plain, exact) + 2 * torch.finfo(plain.dtype).eps * _largest(exact)
     if not error <= allowed:
         raise WrongOutputError(
             f"{what}: off by {error:.2e} from float64, allowed is {allowed:.2e}, twice torch's error"
         )
+
+
+def _largest_error(what: str, observed: Tensor, expected: Tensor) -> float:
+    if observed.shape != expected.shape:
+        raise WrongOutputError(f"{what}: the shape is {tuple(observed.shape)}, not {tuple(expected.shape)}")
+    return _largest(observed.double() - expected.double())
+
+
+def _largest(values: Tensor) -> float:
+    return float(values.detach().abs().max()) if values.numel() else 0.0
 
 
 def ungated(config: RoutingConfig, **changes: Any) -> RoutingConfig:

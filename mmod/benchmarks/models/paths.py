@@ -32,10 +32,7 @@ class FreeState:
     """The state of a freely routed block.
 
     Args:
-        call: How the host calls the block.
-        capacity: Share of the tokens that it runs on.
         prefix: Tokens that it runs on at least.
-        context: What these tokens attend to.
         halves: Attention runs on all rows that the block gets, its MLP on the share.
         hands_on: The next block is freely routed too, on no more rows, and gets the rows alone.
         left: Rows that this block and those before it left out; one list for all blocks of a model.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
-from mmod.benchmarks.ops.case import Probes, Result, cache_flush
+from mmod.benchmarks.ops.case import COPY, PRODUCT, Rates, Result, cache_flush, rate_probes
 from mmod.benchmarks.ops.cases import CASES, OpCase, OpSize, make_case
 from mmod.benchmarks.oracle import PLAIN_TOLERANCE, check_close, check_error_rule
 from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
@@ -202,13 +202,12 @@ def _run(config: OpBenchmarkConfig, op: str, size: OpSize, dtype: str, step: str
     trains = step == "train"
     calls, left_out = _calls(config, op, case, case.learns if trains else ())
     check_case(op, case, calls, getattr(torch, dtype), trains)
-    probes = Probes(device, getattr(torch, dtype))
-    functions: dict[str, Callable[[], object]] = {**calls, **probes.functions()}
+    functions: dict[str, Callable[[], object]] = {**calls, **rate_probes(device, getattr(torch, dtype))}
     times = interleave(
         functions, seconds=config.seconds, rounds=config.rounds, device=device, seed=config.seed,
         prepare=cache_flush(device),
     )  # fmt: skip
-    rates = [probes.rates(*pair) for pair in zip(times[Probes.COPY], times[Probes.PRODUCT])]
+    rates = [Rates.of(device, *pair) for pair in zip(times[COPY], times[PRODUCT])]
     work = case.forward + case.backward if trains else case.forward
     bounds = [rate.bound_ms(work) for rate in rates]
     baseline_of = _baselines(case, times)

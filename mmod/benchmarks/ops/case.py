@@ -16,6 +16,7 @@ from mmod.ops.select import kept_count
 from mmod.values import Checked, one_of
 
 Result = Tensor | tuple[Tensor, ...]
+COPY, PRODUCT = "copy", "matmul"
 # Far beyond any cache, so that a copy runs at the speed of memory.
 COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 # Large enough that a matrix product runs at the speed of the arithmetic units.
@@ -32,7 +33,6 @@ class Work:
     flops: int = 0
 
     def __add__(self, other: Work) -> Work:
-        """Return the work of both."""
         return Work(self.bytes + other.bytes, self.flops + other.flops)
 
 
@@ -43,13 +43,18 @@ class Rates:
     bytes: float
     flops: float
 
+    @classmethod
+    def of(cls, device: torch.device, copy_ms: float, product_ms: float) -> Rates:
+        """Return the rates that follow from the times of `rate_probes`."""
+        return cls(2 * COPIED_BYTES[device.type] / copy_ms, 2 * PRODUCT_SIDE[device.type] ** 3 / product_ms)
+
     def bound_ms(self, work: Work) -> float:
         """Return the least time that some work takes: memory and arithmetic in parallel, both at full rate."""
         return max(work.bytes / self.bytes, work.flops / self.flops)
 
     def limit(self, work: Work) -> str:
-        """Return what sets the bound: "copy" or "matmul"."""
-        return "copy" if work.bytes / self.bytes >= work.flops / self.flops else "matmul"
+        """Return the probe that sets the bound: `COPY` or `PRODUCT`."""
+        return COPY if work.bytes / self.bytes >= work.flops / self.flops else PRODUCT
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,30 +177,14 @@ def make_case(op: str, size: OpSize, dtype: torch.dtype, device: torch.device, s
     return CASES[op](Maker(size, dtype, device, seed))
 
 
-class Probes:
-    """A large copy and a large matrix product, timed in turns with the implementations of a run."""
-
-    COPY = "copy"
-    PRODUCT = "matmul"
-
-    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
-        side = PRODUCT_SIDE[device.type]
-        # Random bits: a GPU runs faster on constants, which cost it less power.
-        self._source = torch.randint(256, (COPIED_BYTES[device.type],), dtype=torch.uint8, device=device)
-        self._target = torch.empty_like(self._source)
-        self._left = torch.randn(side, side, dtype=dtype, device=device)
-        self._right = torch.randn(side, side, dtype=dtype, device=device)
-
-    def functions(self) -> dict[str, Callable[[], Tensor]]:
-        """Return the functions to time, by name."""
-        return {
-            self.COPY: lambda: self._target.copy_(self._source),
-            self.PRODUCT: lambda: torch.mm(self._left, self._right),
-        }
-
-    def rates(self, copy_ms: float, product_ms: float) -> Rates:
-        """Return the rates that follow from the times of both functions."""
-        return Rates(2 * self._source.numel() / copy_ms, 2 * self._left.shape[0] ** 3 / product_ms)
+def rate_probes(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[[], Tensor]]:
+    """Return a large copy and a large matrix product, timed in turns with the implementations of a run."""
+    side = PRODUCT_SIDE[device.type]
+    # Random bits: a GPU runs faster on constants, which cost it less power.
+    source = torch.randint(256, (COPIED_BYTES[device.type],), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    left, right = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
+    return {COPY: lambda: target.copy_(source), PRODUCT: lambda: torch.mm(left, right)}
 
 
 def cache_flush(device: torch.device) -> Callable[[], Tensor]:
