@@ -61,6 +61,13 @@ def check_batch(batch: Any) -> None:
         raise TypeError(f"a batch must be the model's keyword arguments, or one tensor, got {type(batch).__name__}")
 
 
+def check_batches(batches: Any) -> None:
+    """Raise a TypeError unless batches can be iterated, and are more than the contents of one."""
+    if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
+        one = " alone: put it into a list" if isinstance(batches, (Tensor, Mapping)) else ""
+        raise TypeError(f"batches must be a list or a loader of batches, got a {type(batches).__name__}{one}")
+
+
 @torch.no_grad()
 def outputs(model: nn.Module, batch: Any, part: str) -> Tensor:
     """Return a model's outputs for a batch, as rows (R, F).

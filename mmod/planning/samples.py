@@ -156,7 +156,9 @@ def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | 
     for batch in batches:
         x, *more = batch if isinstance(batch, (tuple, list)) else (batch,)
         if not isinstance(x, Tensor) or x.ndim != 4:
-            raise TypeError(f"batches must hold images (B, C, H, W), or pairs of images and labels, got {type(x)}")
+            raise TypeError(f"batches must hold images (B, C, H, W), or pairs of images and labels, got {_shape(x)}")
+        if x.shape[1:] != (pixels or [x])[0].shape[1:]:
+            raise ValueError(f"images must have one size, got {_shape(pixels[0])} and {_shape(x)}")
         pixels.append(x)
         labels += more[:1]
         if sum(map(len, pixels)) >= images:
@@ -165,6 +167,10 @@ def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | 
         raise ValueError("no images: batches is empty")
     together = torch.cat(pixels)[:images]
     return together, torch.cat(labels)[:images] if len(labels) == len(pixels) else None
+
+
+def _shape(images: object) -> str:
+    return str(tuple(images.shape)) if isinstance(images, Tensor) else type(images).__name__
 
 
 def first_prompts(batches: Iterable[Any], prompts: int, device: torch.device) -> list[Mapping[str, Any]]:

@@ -18,7 +18,15 @@ from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
 from mmod.methods.route import is_routed
 from mmod.model import route_, unroute_
-from mmod.planning.divergence import Divergence, check_rows, divergence_of, image_token, outputs, real_tokens
+from mmod.planning.divergence import (
+    Divergence,
+    check_batches,
+    check_rows,
+    divergence_of,
+    image_token,
+    outputs,
+    real_tokens,
+)
 from mmod.planning.plan_search import (
     COSTS,
     BlockCosts,
@@ -97,6 +105,7 @@ def search_plan(
     one_of("cost", cost, COSTS)
     check_value("budget", budget, float, "(0, inf)" if cost == "milliseconds" else "(0, 1)")
     check_value("rounds", rounds, int, "[0, inf)")
+    check_batches(batches)
     if rounds and iter(batches) is batches:
         raise ValueError(f"rounds={rounds} read the batches again: pass a list, not an iterator")
     part, stack = _dense_part(model, part)
@@ -249,6 +258,7 @@ def plan_divergence(
         part: The part to route.
         divergence: As for `search_plan`.
     """
+    check_batches(batches)
     part, _ = _dense_part(model, part)
     with in_mode(False, model), torch.no_grad():
         return Divergence(model, part, divergence_of(divergence, model)).mean(batches, config)

@@ -85,6 +85,9 @@ def advise(
     check_value("images", images, int, "[1, inf)")
     check_value("batch_size", batch_size, int, "[1, inf)")
     check_value("tolerance", tolerance, float, "[0, 1)")
+    check_value("recipes", recipes, list[Recipe] | None)
+    if recipes is not None and not recipes:
+        raise ValueError("recipes must name at least one recipe; None tries those of this model")
     if methods_of(model):
         raise ValueError(f"this {type(model).__name__} is changed already: call mmod.undo_ first")
     part, stack = _part_to_change(model, part)

@@ -300,5 +300,13 @@ def test_errors_say_what_is_wrong(model: Callable[[], nn.Module], batches: list[
         mmod.advise(model(), batches, progress=False)
     with pytest.raises(TypeError, match="batches must hold images"):
         mmod.advise(make(), [pictures(1)[0]], progress=False)
+    with pytest.raises(TypeError, match=r"batches must hold images .*, got \(3, "):
+        mmod.advise(make(), pictures(1), progress=False)
+    with pytest.raises(ValueError, match=r"images must have one size, got \(1, 3, .*\) and \(1, 3, 8, 8\)"):
+        mmod.advise(make(), [pictures(1), torch.zeros(1, 3, 8, 8)], progress=False)
+    with pytest.raises(TypeError, match="recipes must be several values, each a Recipe or null, got"):
+        mmod.advise(make(), [pictures(1)], recipes=["gradual"], progress=False)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="recipes must name at least one recipe"):
+        mmod.advise(make(), [pictures(1)], recipes=[], progress=False)
     with pytest.raises(TypeError, match="batches must hold prompts"):
         mmod.advise(make_joint("llava"), [pictures(1)], progress=False)

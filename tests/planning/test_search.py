@@ -225,6 +225,11 @@ def test_images_and_weights_that_are_not_finite_are_refused(bad: float) -> None:
         mmod.plan_divergence(model, [broken], mmod.RoutingConfig())
     with pytest.raises(ValueError, match="no calibration samples"):
         mmod.plan_divergence(model, [], mmod.RoutingConfig())
+    for batches, got in ((images, "a Tensor alone: put it into a list"), ({"x": images}, "a dict alone"), (3, "a int")):
+        with pytest.raises(TypeError, match=f"batches must be a list or a loader of batches, got {got}"):
+            mmod.search_plan(model, batches, 0.8, options=FEW)  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=f"batches must be a list or a loader of batches, got {got}"):
+            mmod.plan_divergence(model, batches, mmod.RoutingConfig())  # type: ignore[arg-type]
     assert not mmod.is_routed(model)
 
 
