@@ -23,7 +23,7 @@ from torch import Tensor
 from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.hf_datasets import StreamedSource, documents, is_streamed
-from mmod.data.readers.images import ImageSource, LabelledSource, MapSource, Subset, UnreadableSampleError
+from mmod.data.readers.images import ImageSource, MapSource, Subset, UnreadableSampleError, spread
 from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, label_map
 from mmod.data.readers.timm import TimmSource
 from mmod.data.stream import Batch, BatchStream, ImageReader, MemoryReader
@@ -64,7 +64,7 @@ def image_stream(config: DataConfig, seed: int | None = None, rank: int = 0, wor
         source = StreamedSource(config.source.replace("{split}", split), config.columns, limit, seed, world)
     else:
         complete = _create_source(config, split, report)
-        source = complete if limit is None else Subset(complete, limit)
+        source = complete if limit is None else Subset(complete, spread(complete.labels(), limit))
     if not training or config.augment is None:
         _warn_of_cropping(config, source)
     mean, std = normalisation(config)
@@ -99,7 +99,7 @@ def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
         )
 
 
-def _create_source(config: DataConfig, split: str, report: CorruptReport) -> LabelledSource:
+def _create_source(config: DataConfig, split: str, report: CorruptReport) -> ShardSource | MapSource | TimmSource:
     source, _, argument = config.source.partition(":")
     target = CLASS if config.label_patch is None else label_map(config.label_patch)
     if _is_embedded(config):

@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -177,19 +178,12 @@ class ImageSource(Protocol):
         """Read the image, in mode "L" or "RGB", and the class or caption; an `UnreadableSampleError` if that fails."""
 
 
-class LabelledSource(ImageSource, Protocol):
-    """A source that returns the classes of its samples without decoding images."""
-
-    def labels(self) -> Sequence[int]:
-        """Return the class of each sample; -1 for several classes or an unreadable one."""
-
-
+@dataclass(eq=False)
 class Subset:
-    """A class-balanced subset of a source, of at most `count` samples."""
+    """The samples of a source at some indices (S)."""
 
-    def __init__(self, source: LabelledSource, count: int) -> None:
-        self.source = source
-        self.indices = spread(source.labels(), count)
+    source: ImageSource
+    indices: np.ndarray
 
     def __len__(self) -> int:
         return len(self.indices)
