@@ -54,7 +54,6 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         "to_dense", "to_control", "to_rival", "rival", "before",
     )  # fmt: skip
     data: ConversationsConfig
-    series: Mapping[str, str]
 
     def routing(self, fields: dict[str, Any], capacity: float | None) -> dict[str, Any]:
         """Return the routing of the part that is routed."""
@@ -66,9 +65,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
             raise ValueError(f"{self.config.dense!r} has no data.val, so there is nothing to ask")
         self.data = tuned.data
         rivals = create_rivals(self.config.rivals, self.config.controls, epochs=0, is_trained=self.config.tune)
-        entrants = [*super().entrants(dense, tuned), *rivals]
-        self.series = {entrant.name: entrant.series for entrant in entrants}
-        return entrants
+        return [*super().entrants(dense, tuned), *rivals]
 
     def examine(self, job: Job[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
         """Count FLOPs and cache of reading a prompt of mean length, and draw which image tokens are kept."""
@@ -100,7 +97,8 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         share = {name: cost["flops_share"] for name, cost in costs.items()}
 
         def is_rival(other: str, name: str) -> bool:
-            return self.series[other] != self.series[name] and share[other] <= _AS_CHEAP * share[name]
+            is_other = self.compared[other].series != self.compared[name].series
+            return is_other and share[other] <= _AS_CHEAP * share[name]
 
         return self.to_best(scores, {name: [other for other in scores if is_rival(other, name)] for name in scores})
 
@@ -190,6 +188,5 @@ def draw_answers(right: Mapping[str, Mapping[str, float]], shares: Mapping[str, 
     axis.set_xlabel(
         f"right answers: {names[0]}, then points more or less · beside the names: share of FLOPs", color=FAINT
     )
-    for spine in axis.spines.values():
-        spine.set_visible(False)
+    axis.spines[:].set_visible(False)
     return figure

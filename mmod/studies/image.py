@@ -45,7 +45,6 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
     def __init__(self, config: TimmStudyConfig) -> None:
         super().__init__(config)
         self.rates: dict[str, float] = {}
-        self.routed_names: set[str] = set()
         self.epochs: dict[str, str] = {}
         self.caption: list[str] = []
         self.chance = 0.0
@@ -69,7 +68,6 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
     def plan(self) -> tuple[list[Entrant], list[Job[TrainConfig]]]:
         """Return what is compared, and the runs with the best learning rates."""
         entrants, jobs = super().plan()
-        self.routed_names = {entrant.name for entrant in entrants if entrant.is_routed}
         base = f"{jobs[0].config.epochs} " if starts_others(jobs[0]) else ""
         self.epochs = {job.name: _epochs(job, base) for job in jobs}
         rated = [dataclasses.replace(job, config=with_rate(job.config, self.rates.get(job.name, 1.0))) for job in jobs]
@@ -146,7 +144,9 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
         """Return the difference of every model to the best model without a router that is as fast, and its name."""
         columns = super().to_rivals(scores, costs)
         for size, ms in self._times(costs, scores).items():
-            fast = {name: [other for other in as_fast(ms, name) if other not in self.routed_names] for name in scores}
+            fast = {
+                name: [other for other in as_fast(ms, name) if not self.compared[other].is_routed] for name in scores
+            }
             for name, of_size in self.to_best(scores, fast, f"_b{size}").items():
                 columns[name] |= of_size
         return columns

@@ -74,6 +74,7 @@ class Study(ABC, Generic[Config, Evaluation]):
 
     def __init__(self, config: StudyConfig) -> None:
         self.config = config
+        self.compared: dict[str, Entrant] = {}  # By name, once the study is planned.
         self._plans: dict[str, dict[str, Any]] = {}  # Runs ask for their plan several times.
 
     @abstractmethod
@@ -209,7 +210,7 @@ class Study(ABC, Generic[Config, Evaluation]):
         """
         runner = Runner(self.config.processes, progress)
         self.prepare(runner)
-        entrants, jobs = self.plan()
+        _, jobs = self.plan()
         # A folder that cannot be written is no news for the end of a run.
         Path(self.config.output).mkdir(parents=True, exist_ok=True)
         first = {job.name: job for job in jobs if job.seed == 0 and job.name != _BASE}
@@ -225,10 +226,10 @@ class Study(ABC, Generic[Config, Evaluation]):
             is_first = len(costs) == 2 or job.is_trained
             is_news = (job.seed == 0 and is_first) or all(job.seed in by_seed for by_seed in figures.values())
             if len(costs) > 1 and DENSE in costs and is_news:
-                self._write(entrants, figures, costs, runner)
+                self._write(figures, costs, runner)
         for name, times in self.time(first, shown=progress).items():
             costs[name] |= times
-        return self._write(entrants, figures, costs, runner)
+        return self._write(figures, costs, runner)
 
     def plan(self) -> tuple[list[Entrant], list[Job[Config]]]:
         """Return what is compared, and the runs in the order they must be done."""
@@ -240,6 +241,7 @@ class Study(ABC, Generic[Config, Evaluation]):
         names = Counter([_BASE, *(entrant.name for entrant in entrants)])
         if max(names.values()) > 1:
             raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
+        self.compared = {entrant.name: entrant for entrant in entrants}
         base = _BASE if config.tune_dense else DENSE
         is_trained = config.train_dense or any(entrant.is_trained for entrant in entrants if entrant.name != base)
         for seed in range(config.seeds if is_trained else 1):
@@ -292,12 +294,11 @@ class Study(ABC, Generic[Config, Evaluation]):
 
     def _write(
         self,
-        entrants: Sequence[Entrant],
         figures: Mapping[str, dict[int, dict[str, float]]],
         costs: Mapping[str, dict[str, float]],
         runner: Runner,
     ) -> StudyResult:
-        shown = {entrant.name: entrant for entrant in entrants if entrant.name in costs}
+        shown = {name: entrant for name, entrant in self.compared.items() if name in costs}
         scores = {name: {seed: by[self.score] for seed, by in sorted(figures[name].items())} for name in shown}
         to_dense = self.compare(scores, dict.fromkeys(shown, DENSE))
         to_control = self.compare(scores, {name: entrant.control for name, entrant in shown.items()})

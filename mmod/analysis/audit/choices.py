@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mmod.ops import spread_evenly
 from mmod.routing import Routing
+from mmod.values import refuse_unknown
 
 Family = Literal["random", "position", "other"]
 LEARNED, RANDOM = "as learned", "random"
@@ -127,9 +128,7 @@ def choices(
 ) -> dict[str, Choice]:
     """Return the choices of an audit, by name."""
     names, custom = default_choices(has_reference) if conditions is None else list(conditions), custom or {}
-    unknown = sorted(set(names) - set(CHOICES))
-    if unknown:
-        raise ValueError(f"conditions names {', '.join(unknown)}; valid are {', '.join(CHOICES)}")
+    refuse_unknown("condition", names, list(CHOICES))
     if len(set(names)) < len(names):
         raise ValueError(f"conditions must not repeat a name, got {names}")
     reserved = sorted(set(custom) & {*CHOICES, LEARNED})

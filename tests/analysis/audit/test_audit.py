@@ -230,7 +230,7 @@ def test_answers_of_patches_are_averaged_over_each_image() -> None:
     ("options", "message"),
     [
         ({"conditions": ["stride"]}, "conditions must name 'random'"),
-        ({"conditions": ["random", "middle"]}, "conditions names middle; valid are random, stride"),
+        ({"conditions": ["random", "middle"]}, "unknown condition middle; valid ones are random, stride"),
         ({"conditions": ["random", "dense attention"]}, "'dense attention' needs a dense model"),
         ({"conditions": ["random", "reference entropy"]}, "'reference entropy' needs a dense model"),
         (
