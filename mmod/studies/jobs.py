@@ -85,16 +85,14 @@ class Runner:
         work = sum(job.work for job in jobs)
         with progress_bar(total=work, bar_format=layout, shown=self.progress) as drawn:
             bar = _Bar(jobs, drawn)
-            yield from self._in_turn(jobs, do, bar) if self.processes == 1 else self._side_by_side(jobs, do, bar)
-
-    def _in_turn(
-        self, jobs: Sequence[Job[Config]], do: Do[Config, Result], bar: _Bar
-    ) -> Iterator[tuple[Job[Config], Result]]:
-        for index, job in enumerate(jobs):
-            bar.begin(index)
-            result = do(job, partial(bar.update, index))
-            bar.update(index, 1.0)
-            yield job, result
+            if self.processes > 1:
+                yield from self._side_by_side(jobs, do, bar)
+                return
+            for index, job in enumerate(jobs):
+                bar.begin(index)
+                result = do(job, partial(bar.update, index))
+                bar.update(index, 1.0)
+                yield job, result
 
     def _side_by_side(
         self, jobs: Sequence[Job[Config]], do: Do[Config, Result], bar: _Bar
