@@ -124,44 +124,56 @@ def op(
     return register
 
 
-def kernel_op(
-    path: str,
+def torch_op(
+    name: str,
     schema: str,
+    run: Callable[..., Any],
     fake: Callable[..., Any],
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
 ) -> Any:
-    """Register a torch operation that launches a kernel.
+    """Register a torch operation `mmod::name`, which graphs hold as one node.
 
     Args:
-        path: Its launcher in `mmod.ops.triton`, "module.function", imported when it first runs. It gets the empty
-            results and the operation's arguments, and fills the results. The operation is `mmod::function`.
         schema: Arguments and results, as torch declares them.
         fake: Returns empty results, from the operation's arguments.
         save: Saves what the gradient needs, from a context, the arguments and the results.
         backward: Returns a gradient for each argument, from the context and the gradients of the results.
         flops: Returns the FLOPs, from the operation's arguments and the keyword `out_val`, its results.
     """
-    module, _, name = path.partition(".")
 
-    def empty(*args: Any) -> Any:
+    def trace(*args: Any) -> Any:
         if flops is not None:
             register_flops()
         return fake(*args)
 
-    def launch(*args: Any) -> Any:
-        results = empty(*args)
-        getattr(importlib.import_module(f"mmod.ops.triton.{module}"), name)(results, *args)
-        return results
-
     if flops is not None:
         FLOPS[name] = flops
-    made = torch.library.custom_op(f"mmod::{name}", launch, mutates_args=(), schema=schema)
-    made.register_fake(empty)
+    made = torch.library.custom_op(f"mmod::{name}", run, mutates_args=(), schema=schema)
+    made.register_fake(trace)
     if backward is not None:
         made.register_autograd(backward, setup_context=save)
     return made
+
+
+def kernel_op(path: str, schema: str, fake: Callable[..., Any], *gradient: Callable[..., Any], **options: Any) -> Any:
+    """Register a torch operation that launches a kernel; other arguments are those of `torch_op`.
+
+    Args:
+        path: Its launcher in `mmod.ops.triton`, "module.function", imported when it first runs. It gets the empty
+            results and the operation's arguments, and fills the results. The operation is `mmod::function`.
+    """
+    module, _, name = path.partition(".")
+
+    def launch(*args: Any) -> Any:
+        if name in FLOPS:
+            register_flops()
+        results = fake(*args)
+        getattr(importlib.import_module(f"mmod.ops.triton.{module}"), name)(results, *args)
+        return results
+
+    return torch_op(name, schema, launch, fake, *gradient, **options)
 
 
 @functools.cache

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops import tiles
-from mmod.ops.backend import FLOPS, Kernel, exporting, kernel_op, op, register_flops, transforming
+from mmod.ops.backend import Kernel, exporting, kernel_op, op, torch_op, transforming
 from mmod.ops.casting import cast_alike, is_grouped
 from mmod.ops.shared_map import attend_and_sum, flops_of_scores
 from mmod.ops.tiles import Tile, cut_map, hide_later
@@ -241,34 +241,18 @@ def _masked(score: Tensor, mask: Tensor | None, is_causal: bool, slices: tuple[s
     return score + mask
 
 
-@torch.library.custom_op("mmod::received_attention", mutates_args=())
-def received_attention(
-    q_BHNE: Tensor,
-    k_BHNE: Tensor,
-    mask: Tensor | None,
-    is_causal: bool,
-    scale: float,
-    valid_BN: Tensor | None,
-    keys_BHN: Tensor | None,
-    viewers_BHN: Tensor | None,
-    chunk_elements: int,
-) -> Tensor:
-    """Return the attention each key receives, summed over heads and queries (B, N).
-
-    The arguments are those of `attention_importance`, with the fields of its `Views`, or None for the plain mean.
-    """
-    views = None if keys_BHN is None or viewers_BHN is None else Views(keys_BHN, viewers_BHN)
-    attention = _Map(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, views)
-    return attention.received_by_tiles(chunk_elements)
-
-
-@received_attention.register_fake
-def _(q_BHNE, *unused):  # type: ignore[no-untyped-def]
-    register_flops()
-    return q_BHNE.new_empty(q_BHNE.shape[0], q_BHNE.shape[2], dtype=_accumulator(q_BHNE))
-
-
-FLOPS["received_attention"] = flops_of_scores
+# The attention each key receives, summed over heads and queries (B, N). The arguments are those of
+# `attention_importance`, with the fields of its `Views`, or None for the plain mean.
+received_attention = torch_op(
+    "received_attention",
+    "(Tensor q, Tensor k, Tensor? mask, bool is_causal, float scale, Tensor? valid, Tensor? keys, Tensor? viewers, "
+    "SymInt chunk_elements) -> Tensor",
+    lambda q, k, mask, is_causal, scale, valid, keys, viewers, chunk_elements: _Map(
+        q, _keys(q, k), mask, is_causal, scale, valid, None if keys is None else Views(keys, viewers)
+    ).received_by_tiles(chunk_elements),
+    lambda q, *_: q.new_empty(q.shape[0], q.shape[2], dtype=_accumulator(q)),
+    flops=flops_of_scores,
+)
 column_sums = kernel_op(
     "importance.column_sums",
     "(Tensor q, Tensor k, Tensor lse, Tensor? valid_q, Tensor? valid_k, bool is_causal, float scale) -> Tensor",

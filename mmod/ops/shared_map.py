@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mmod.ops import tiles
-from mmod.ops.backend import FLOPS, register_flops
+from mmod.ops.backend import torch_op
 from mmod.ops.tiles import cut_map, hide_later, tile_size
 
 
@@ -96,24 +96,6 @@ def _channels_last(q: Tensor) -> Tensor:
     return q.new_empty(images, tokens, heads, width).transpose(1, 2)
 
 
-@torch.library.custom_op("mmod::shared_attention", mutates_args=())
-def shared_attention(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool, is_causal: bool, weight_N: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return attention's output, the map's column sums and the rows' log-sum-exp, empty without `keeps_lse`.
-
-    The map is never stored. The gradient is that of the output alone.
-    """
-    return _attend_with_lse(q, k, v, scale, keeps_lse, is_causal, weight_N)
-
-
-@shared_attention.register_fake
-def _(q, k, v, scale, keeps_lse, is_causal, weight_N):  # type: ignore[no-untyped-def]
-    register_flops()
-    lse = q.new_empty(*q.shape[:2], q.shape[2] if keeps_lse else 0)
-    return _channels_last(q), q.new_empty(q.shape[0], q.shape[2]), lse
-
-
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     q, k, v, ctx.scale, _, ctx.is_causal, _ = inputs
     ctx.save_for_backward(q, k, v, output[0], output[2])
@@ -124,17 +106,34 @@ def _backward(ctx: Any, grad_out: Tensor, *unused: Tensor | None) -> tuple[Tenso
     return (*backward(grad_out, *ctx.saved_tensors, 0.0, ctx.is_causal, scale=ctx.scale), None, None, None, None)
 
 
-shared_attention.register_autograd(_backward, setup_context=_save)
+def _empty_results(q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool, *unused: Any) -> tuple[Tensor, ...]:
+    lse = q.new_empty(*q.shape[:2], q.shape[2] if keeps_lse else 0)
+    return _channels_last(q), q.new_empty(q.shape[0], q.shape[2]), lse
+
+
+def flops_of_scores(q_BHNE: Tensor, *unused: Any, **options: Any) -> int:
+    """Return the FLOPs of the products of all queries and keys."""
+    return 2 * q_BHNE.numel() * q_BHNE.shape[2]
+
+
+# Attention's output, the map's column sums and the rows' log-sum-exp, empty without `keeps_lse`. The map is never
+# stored. The gradient is that of the output alone.
+shared_attention = torch_op(
+    "shared_attention",
+    "(Tensor q, Tensor k, Tensor v, float scale, bool keeps_lse, bool is_causal, Tensor? weight) -> "
+    "(Tensor, Tensor, Tensor)",
+    _attend_with_lse,
+    _empty_results,
+    _save,
+    _backward,
+    flops=lambda q, *_, **__: 2 * flops_of_scores(q),
+)
 
 
 class _SharedAttention(torch.autograd.Function):
     """`shared_attention` for eager mode, where torch's FLOP counter sees the products inside it."""
 
-    @staticmethod
-    def forward(
-        q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool, is_causal: bool, weight_N: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        return _attend_with_lse(q, k, v, scale, keeps_lse, is_causal, weight_N)
+    forward = staticmethod(_attend_with_lse)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -160,11 +159,3 @@ def _second_order(
     change = grad_out @ v.transpose(-2, -1)
     change = share * (change - (change * share).sum(dim=-1, keepdim=True)) * scale
     return change @ k, change.transpose(-2, -1) @ q, share.transpose(-2, -1) @ grad_out
-
-
-def flops_of_scores(q_BHNE: Tensor, *unused: Any, **options: Any) -> int:
-    """Return the FLOPs of the products of all queries and keys."""
-    return 2 * q_BHNE.numel() * q_BHNE.shape[2]
-
-
-FLOPS["shared_attention"] = lambda q, *_, **__: 2 * flops_of_scores(q)
