@@ -152,7 +152,16 @@ class BatchStream:
         """
         if epoch < 0 or not 0 <= start <= self.steps_per_epoch:
             raise ValueError(f"epoch={epoch} must be >= 0 and start={start} in [0, {self.steps_per_epoch}]")
-        yield from _checked(self._load(self._order(epoch)[start:], (self.seed or 0, epoch)), self.report)
+        loaded = self._load(self._order(epoch)[start:], (self.seed or 0, epoch))
+        while True:
+            with original_errors():
+                batch = next(loaded, None)
+            if batch is None:
+                return
+            self.report.add(batch.faults)
+            if not len(batch.labels):
+                raise CorruptDataError(f"no sample of a batch can be read; {self.report}")
+            yield batch.images, batch.labels
 
     def _order(self, epoch: int) -> list[np.ndarray]:
         """Return the sample indices of this process's batches."""
@@ -192,18 +201,6 @@ class _Batches(Dataset):
 
     def __getitem__(self, indices: np.ndarray) -> Batch:
         return self.reader.read(indices, self.seeds)
-
-
-def _checked(batches: Iterator[Batch], report: CorruptReport) -> Iterator[tuple[Tensor, Tensor]]:
-    while True:
-        with original_errors():
-            batch = next(batches, None)
-        if batch is None:
-            return
-        report.add(batch.faults)
-        if not len(batch.labels):
-            raise CorruptDataError(f"no sample of a batch can be read; {report}")
-        yield batch.images, batch.labels
 
 
 def _seed_all(*seeds: int) -> None:

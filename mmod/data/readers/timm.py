@@ -129,7 +129,7 @@ def _check_filled(folder: str, samples: list[tuple[str, int]]) -> None:
 
 def _check_classes(dataset: Any, folder: str, train: Any, train_folder: str) -> None:
     """Refuse splits with different classes: a class number is a rank, so a missing class shifts the others."""
-    numbers, train_numbers = _class_numbers(dataset), _class_numbers(train)
+    numbers, train_numbers = (getattr(split, "reader", split).class_to_idx for split in (dataset, train))
     if numbers != train_numbers:
         differing = sorted({*numbers} ^ {*train_numbers})
         raise ValueError(
@@ -137,10 +137,6 @@ def _check_classes(dataset: Any, folder: str, train: Any, train_folder: str) -> 
             f"{', '.join(differing[:5])} {'and more ' if len(differing) > 5 else ''}only in one of them; "
             "give options={'class_map': ...}"
         )
-
-
-def _class_numbers(dataset: Any) -> dict[str, int]:
-    return getattr(dataset, "reader", dataset).class_to_idx
 
 
 def _folders(path: str) -> list[str]:
