@@ -168,6 +168,11 @@ class TestErrors:
         with pytest.raises(ValueError, match="nothing in this VisionTransformer is routed"):
             mmod.auxiliary_loss(make_model(NAME))
 
+    def test_a_method_without_a_loss(self) -> None:
+        model = mmod.apply_(make_model(NAME), mmod.methods.Merge(r=2))
+        with pytest.raises(ValueError, match="no auxiliary loss is configured"):
+            mmod.auxiliary_loss(model)
+
     def test_nothing_configured(self) -> None:
         with pytest.raises(ValueError, match="no auxiliary loss is configured"):
             mmod.auxiliary_loss(trained(RoutingConfig()))

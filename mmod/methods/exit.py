@@ -18,6 +18,7 @@ from mmod.blocks.forward_pass import PassTracker, recomputing
 from mmod.blocks.routed import ConvertedBlock
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
+from mmod.ops.backend import exporting
 from mmod.routing import Evidence, Kept, Routing
 
 _HEAD = ("norm", "fc_norm", "head", "head_dist")
@@ -143,6 +144,8 @@ class ExitBlock(Deciding, ConvertedBlock):
             # On meta, FLOPs are counted as if no image exited.
             self.exit(y)
             return y
+        if exporting():
+            raise ValueError("early exit cannot be exported: the number of remaining images depends on the data")
         return self._leave(y)
 
     def _trace(self, x_BND: Tensor) -> None:

@@ -33,6 +33,7 @@ from mmod.methods.mixture import (
     refuse_generation,
     route_logits,
 )
+from mmod.ops.backend import exporting
 from mmod.ops.select import kept_count
 from mmod.routing import Routing
 from mmod.routing.decoder import Predictor
@@ -221,6 +222,8 @@ class ExpertMlp(StandingModule, Deciding):
         if x_BND.is_meta or self.chooses_together(self.training):
             slots = config.slots_of(x_BND.shape[1])
             rows = choose_tokens(prob_BNJ, config.experts, slots, config.choice, config.normalize)
+        elif exporting():
+            raise ValueError("experts without slots cannot be exported: the number of their tokens depends on the data")
         else:
             keep_EBN = chosen_expert(prob_BNJ, config.experts) if logit_EBN is None else logit_EBN >= 0
             rows = all_of(keep_EBN, prob_BNJ, config.normalize)

@@ -20,6 +20,7 @@ from mmod.blocks.rows import leave_rows
 from mmod.methods.base import register_method
 from mmod.methods.mixture import Mixture, balance_loss, membership_loss, refuse_generation, route_logits
 from mmod.ops import gather_rows, select_topk
+from mmod.ops.backend import exporting
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold
 from mmod.routing import Evidence, Kept, Routing, Weights
@@ -300,6 +301,8 @@ class Cycle(StandingModule, Deciding):
             index_BK = torch.arange(slots, device=depths.last_BN.device).expand(batch, slots)
         else:
             level_BN = depths.last_BN.to(depths.prob_BNR.dtype)
+            if exporting():
+                raise ValueError("depths of tokens cannot be exported: how many tokens run depends on the data")
             index_BK, valid_BK, _ = select_threshold(level_BN, recursion, prefix=self.mod_state.prefix)
         return Routing(Kept(index_BK, valid_BK), Evidence(prob_BN), Weights(prob_BN.gather(1, index_BK)))
 
