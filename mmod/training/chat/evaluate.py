@@ -20,7 +20,7 @@ from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.io.progress import progress_bar
 from mmod.methods import methods_of
 from mmod.routing import TokenGroups
-from mmod.training.engine.distributed import sum_over_processes
+from mmod.training.engine.distributed import process_count, process_rank, sum_over_processes
 from mmod.training.engine.evaluate import RoutedResult
 
 # Kind of question that needs no image; it does not count in the mean.
@@ -85,8 +85,6 @@ def evaluate(
     *,
     batch_size: int = 32,
     max_new_tokens: int = 16,
-    rank: int = 0,
-    world: int = 1,
     progress: bool = False,
 ) -> EvalResult:
     """Generate the last answer of every conversation greedily and compare it with the reference.
@@ -97,12 +95,12 @@ def evaluate(
     Raises:
         ValueError: There are fewer conversations than processes, or logits are not finite.
     """
-    if len(conversations) < world:
-        raise ValueError(f"{len(conversations)} conversations for {world} processes")
+    if len(conversations) < process_count():
+        raise ValueError(f"{len(conversations)} conversations for {process_count()} processes")
     kinds = sorted({(row["kinds"] or ["all"])[-1] for row in map(conversations.record, range(len(conversations)))})
     right, asked = Counter[str](), Counter[str]()
     with in_mode(False, model), _watched(model) as counts:
-        for talks in _batches(conversations, batch_size, rank, world, progress):
+        for talks in _batches(conversations, batch_size, progress):
             answers = generate(model, collator, collator.prompts(talks), max_new_tokens)
             for talk, answer in zip(talks, answers):
                 asked[talk.question_type] += 1
@@ -168,11 +166,9 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
         )
 
 
-def _batches(
-    conversations: ChatDataset, batch_size: int, rank: int, world: int, progress: bool
-) -> Iterator[list[ChatSample]]:
+def _batches(conversations: ChatDataset, batch_size: int, progress: bool) -> Iterator[list[ChatSample]]:
     """Yield the conversations of this process in batches of similar length."""
-    order = np.lexsort((conversations.letters, conversations.images))[rank::world]
+    order = np.lexsort((conversations.letters, conversations.images))[process_rank() :: process_count()]
     for start in progress_bar(range(0, len(order), batch_size), desc="answer", shown=progress, leave=False):
         yield [conversations[int(index)] for index in order[start : start + batch_size]]
 

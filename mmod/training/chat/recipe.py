@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
+from transformers import PrinterCallback
 
 from mmod import is_routed
 from mmod.adapters.transformers.cache_base import cache_of
@@ -58,8 +59,52 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
     def fit(self, *, progress: bool = True) -> FitResult[EvalResult | None]:
         """Train, or read the result of a finished run; see `mmod.training.fit`."""
         rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-        read = partial(read_fit, kind=EvalResult)
-        return run_once(self.config, rank, world, read, partial(_fit, self.config, progress))
+        return run_once(self.config, rank, world, partial(read_fit, kind=EvalResult), partial(self._train, progress))
+
+    def _train(self, progress: bool, claim: Callable[[], object]) -> FitResult[EvalResult | None]:
+        """Train, evaluate and write the result, in a locked folder."""
+        config, folder, arguments = self.config, Path(self.config.output), training_arguments(self.config)
+        train = open_conversations(config.data.train, config.data, progress)
+        val = None if config.data.val is None else open_conversations(config.data.val, config.data, progress)
+        model, processor = create_model(config)
+        collator = ChatCollator(processor, config.data.max_length, config.data.packed, config.data.protected)
+        with stop_signals() as stop:
+            callback = RunCallback(claim if arguments.should_save else None, stop, progress and arguments.disable_tqdm)
+            trainer = RoutedTrainer(
+                config.optim,
+                model=model,
+                args=arguments,
+                train_dataset=train,
+                data_collator=collator,
+                processing_class=processor,
+                callbacks=[callback],
+            )
+            # The bar shows what it prints.
+            trainer.remove_callback(PrinterCallback)
+            trainer.train(resume_from_checkpoint=last_checkpoint(folder / CHECKPOINTS))
+            if callback.stopped:
+                stop.leave(folder, trainer.state.global_step, loud=arguments.should_save)
+        model = _save(trainer, folder / MODEL, config)
+        evaluation = None
+        if val is not None:
+            evaluation = self._ask(model, collator, val, progress and arguments.should_save)
+            prior = {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
+            evaluation = dataclasses.replace(evaluation, prior=prior)
+        state, reports = trainer.state, {"train": train.report, **({} if val is None else {"val": val.report})}
+        result = FitResult(
+            folder=str(folder),
+            epochs=round(state.epoch or 0.0, 6),
+            steps=state.global_step,
+            evaluation=evaluation,
+            average=None,
+            history=state.log_history,
+            skipped={name: report.counts for name, report in reports.items()},
+        )
+        if arguments.should_save:
+            kept = {} if evaluation is None else evaluation.kept
+            write_rows(folder, [*rows_of_logs(result.history), *evaluated(result.steps, "val", kept)])
+            write_result(folder, result)
+        return result
 
     def train(self, tick: Tick) -> EvalResult:
         """Train, or read the result of a finished run; `tick` is not called. A ValueError without questions."""
@@ -74,15 +119,11 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
 
     def assess(self, model: nn.Module, progress: bool = False) -> EvalResult:
         """Generate answers to the evaluation questions; see `Recipe.assess`."""
-        config = self.config
-        return evaluate(
-            model,
-            self.collator,
-            self.questions,
-            batch_size=config.eval_batch_size,
-            max_new_tokens=config.max_new_tokens,
-            progress=progress,
-        )
+        return self._ask(model, self.collator, self.questions, progress)
+
+    def _ask(self, model: nn.Module, collator: ChatCollator, questions: ChatDataset, progress: bool) -> EvalResult:
+        size, longest = self.config.eval_batch_size, self.config.max_new_tokens
+        return evaluate(model, collator, questions, batch_size=size, max_new_tokens=longest, progress=progress)
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of the prefill of a prompt of mean length with one image."""
@@ -140,59 +181,6 @@ def read_prompts(model: Any, prompts: Mapping[str, Tensor]) -> Any:
     """Return the key-value cache of encoded prompts."""
     inputs = {name: value.to(model.device) for name, value in prompts.items()}
     return cache_of(model(**inputs, use_cache=True, logits_to_keep=1))
-
-
-def _fit(config: TrainConfig, progress: bool, claim: Callable[[], object]) -> FitResult[EvalResult | None]:
-    """Train, evaluate and write the result, in a locked folder."""
-    folder = Path(config.output)
-    arguments = training_arguments(config)
-    train = open_conversations(config.data.train, config.data, progress)
-    val = None if config.data.val is None else open_conversations(config.data.val, config.data, progress)
-    model, processor = create_model(config)
-    collator = ChatCollator(processor, config.data.max_length, config.data.packed, config.data.protected)
-
-    from transformers import PrinterCallback
-
-    with stop_signals() as stop:
-        callback = RunCallback(claim if arguments.should_save else None, stop, progress and arguments.disable_tqdm)
-        trainer = RoutedTrainer(
-            config.optim,
-            model=model,
-            args=arguments,
-            train_dataset=train,
-            data_collator=collator,
-            processing_class=processor,
-            callbacks=[callback],
-        )
-        # The bar shows what it prints.
-        trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=last_checkpoint(folder / CHECKPOINTS))
-        if callback.stopped:
-            stop.leave(folder, trainer.state.global_step, loud=arguments.should_save)
-    model = _save(trainer, folder / MODEL, config)
-    evaluation = None
-    if val is not None:
-        evaluation = evaluate(
-            model, collator, val, batch_size=config.eval_batch_size, max_new_tokens=config.max_new_tokens,
-            rank=arguments.process_index, world=arguments.world_size, progress=progress and arguments.should_save,
-        )  # fmt: skip
-        prior = {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
-        evaluation = dataclasses.replace(evaluation, prior=prior)
-    state, reports = trainer.state, {"train": train.report, **({} if val is None else {"val": val.report})}
-    result = FitResult(
-        folder=str(folder),
-        epochs=round(state.epoch or 0.0, 6),
-        steps=state.global_step,
-        evaluation=evaluation,
-        average=None,
-        history=state.log_history,
-        skipped={name: report.counts for name, report in reports.items()},
-    )
-    if arguments.should_save:
-        kept = {} if evaluation is None else evaluation.kept
-        write_rows(folder, [*rows_of_logs(result.history), *evaluated(result.steps, "val", kept)])
-        write_result(folder, result)
-    return result
 
 
 def _save(trainer: RoutedTrainer, folder: Path, config: TrainConfig) -> Any:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from mmod.io.files import DamagedFileError, read_json_object, replacing, sha256, write_atomically
 from mmod.io.tensors import read_tensors, unshared, write_tensors
-from mmod.training.engine.distributed import gathered, process_rank, wait_for_all
+from mmod.training.engine.distributed import gathered, process_count, process_rank, wait_for_all
 from mmod.values import one_of
 
 Content = TypeVar("Content")
@@ -63,10 +63,8 @@ class Checkpoint:
 def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint) -> Path:
     """Write a checkpoint atomically, then remove all but the newest two; collective over processes.
 
-    The first process writes what all have; of a state dict with shards each process writes its own.
-
-    Returns:
-        The checkpoint's folder. An existing one is not written again: the position determines the content.
+    The first process writes what all have; of a state dict with shards each process writes its own. An existing
+    checkpoint is not written again: the position determines the content.
     """
     target, first = folder / f"step-{step:09d}-epoch-{epoch:05d}", process_rank() == 0
     if any(gathered(target.exists())):
@@ -121,7 +119,7 @@ def check_sums(folder: Path, *names: str, together: bool = False) -> None:
 
 def _sums(folder: Path, names: Sequence[str], together: bool) -> dict[str, str | None]:
     """Return the checksum of each file, None if it is missing."""
-    mine = names[process_rank() :: len(gathered(None))] if together else names
+    mine = names[process_rank() :: process_count()] if together else names
     sums = {name: sha256(folder / name) if (folder / name).is_file() else None for name in mine}
     return {name: digest for part in gathered(sums) for name, digest in part.items()} if together else sums
 

@@ -96,6 +96,11 @@ def process_rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
 
 
+def process_count() -> int:
+    """Return the number of processes that train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 def gathered(value: Value) -> list[Value]:
     """Return the values of all processes by rank."""
     if not dist.is_initialized():

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmod.data.loader import BatchStream, Tokenizer, Transform
 from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.io.progress import progress_bar
-from mmod.training.engine.distributed import gathered, sum_over_processes
+from mmod.training.engine.distributed import gathered, process_count, process_rank, sum_over_processes
 from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluation_batches
 from mmod.training.engine.task import autocast
 from mmod.values import check_finite
@@ -71,7 +71,6 @@ def evaluate(
     zero_shot: str | None = None,
     transform: Transform | None = None,
     workers: int = 0,
-    place: tuple[int, int] = (0, 1),
     progress: bool = False,
 ) -> EvalResult:
     """Measure retrieval in both directions, zero-shot accuracy and kept shares over one pass of a stream.
@@ -85,7 +84,6 @@ def evaluate(
         zero_shot: "scenes", "imagenet:FOLDER" or None; see `TrainConfig`.
         transform: From a PIL image to a tensor, for the images of a folder.
         workers: Worker processes that read the images of a folder.
-        place: Rank of this process and number of processes.
 
     Raises:
         ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.
@@ -113,9 +111,7 @@ def evaluate(
                 else:
                     folder = zero_shot.partition(":")[2]
                     assert transform is not None
-                    top1, top5 = classify_folder(
-                        model, tokenizer, transform, folder, workers=workers, place=place, bar=progress
-                    )
+                    top1, top5 = classify_folder(model, tokenizer, transform, folder, workers=workers, bar=progress)
     first, second = rank_matches(images, texts, tokens), rank_matches(texts, images, tokens)
     return EvalResult(
         image_to_text_r1=share(first < 1),
@@ -191,14 +187,7 @@ def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Te
 
 
 def classify_folder(
-    model: Any,
-    tokenizer: Tokenizer,
-    transform: Transform,
-    folder: str,
-    *,
-    workers: int,
-    place: tuple[int, int],
-    bar: bool,
+    model: Any, tokenizer: Tokenizer, transform: Transform, folder: str, *, workers: int, bar: bool
 ) -> tuple[float, float]:
     """Return top-1 and top-5 accuracy in percent on the images in FOLDER/CLASS/, over all processes.
 
@@ -213,7 +202,7 @@ def classify_folder(
         raise ValueError(
             f"{folder!r} holds {len(data.classes)} classes, ImageNet's validation set has {len(IMAGENET_CLASSNAMES)}"
         )
-    mine = Subset(data, range(place[0], len(data), place[1]))
+    mine = Subset(data, range(process_rank(), len(data), process_count()))
     batches: Iterable[tuple[Tensor, Tensor]] = DataLoader(mine, batch_size=64, num_workers=workers)
     weights = _classifier(model, tokenizer, IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES)
     device = weights.device

@@ -93,7 +93,6 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
             zero_shot=self.config.zero_shot,
             transform=transform,
             workers=self.config.data.workers,
-            place=(process.rank, process.world),
             progress=progress,
         )
 
