@@ -87,11 +87,11 @@ def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
 
     task = recipe.create_task(model, teacher, Process(0, 1, recipe.device)).to(recipe.device).train()
     inputs, targets = next(iter(stream.batches(0)))[:2]
-    work = next(iter(task.passes([(inputs[:_SAMPLES], targets[:_SAMPLES])], recipe.device)))
+    one_pass = next(iter(task.passes([(inputs[:_SAMPLES], targets[:_SAMPLES])], recipe.device)))
     kept = KeptShares(model, recipe.device)
-    known = [value for value in work.arguments if isinstance(value, torch.Tensor)]
-    with kept.watch(), ActivationMemory([*known, *task.parameters(), *task.buffers()]) as held:
-        output = task(*work.arguments)
+    batch_tensors = [value for value in one_pass.arguments if isinstance(value, torch.Tensor)]
+    with kept.watch(), ActivationMemory([*batch_tensors, *task.parameters(), *task.buffers()]) as held:
+        output = task(*one_pass.arguments)
         activations = held.live * config.data.batch_size // len(inputs[:_SAMPLES])
     del output
 

@@ -203,15 +203,15 @@ class _Trainer(Generic[Result]):
         if self.scheduler is not None:
             self.scheduler.step_update(self.step)
         passes: list[tuple[dict[str, Tensor], int]] = []
-        for index, work in enumerate(self.task.passes(group, self.process.device)):
+        for index, one_pass in enumerate(self.task.passes(group, self.process.device)):
             with ExitStack() as stack:
                 if index + 1 < len(group):
                     stack.enter_context(self.parallel.local(self.wrapped))
-                parts: dict[str, Tensor] = self.wrapped(*work.arguments)
+                parts: dict[str, Tensor] = self.wrapped(*one_pass.arguments)
                 if logged and index + 1 == len(group):
                     self.health.read()
-                self.scaler.scale(parts["loss"] * work.weight).backward()
-            passes.append((parts, work.samples))
+                self.scaler.scale(parts["loss"] * one_pass.weight).backward()
+            passes.append((parts, one_pass.samples))
         losses = torch.stack([parts["loss"].detach() for parts, _ in passes])
         # Before the step changes the weights, in all processes at once.
         if int(sum_over_processes((~losses.isfinite()).sum())):

@@ -116,8 +116,8 @@ def find_nonfinite(task: Task, group: Sequence[Batch], device: torch.device) -> 
     """Repeat the forward passes of a step; name the batch and the module that were not finite first."""
     places = []
     # All passes in every process, because some tasks gather features between them.
-    for number, work in enumerate(task.passes(group, device), 1):
-        place, loss = _first_nonfinite(task, work.arguments)
+    for number, one_pass in enumerate(task.passes(group, device), 1):
+        place, loss = _first_nonfinite(task, one_pass.arguments)
         if not all_finite([loss]):
             places.append(f"{place}, batch {number} of {len(group)}")
     return places[0] if places else "another process"

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod import RoutingConfig, set_capacity_
 from mmod.data.loader import BatchStream
 from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluation_batches
 from mmod.training.engine.task import autocast
-from mmod.training.image.config import ElasticConfig
 from mmod.training.image.task import answers, check_targets
 from mmod.values import check_value
 
@@ -122,20 +119,6 @@ def evaluate(
     )
 
 
-def at_capacities(
-    model: nn.Module, elastic: ElasticConfig, routing: RoutingConfig, judge: Callable[[], EvalResult]
-) -> EvalResult:
-    """Evaluate a model at several capacities; return the result at that of its routing, with the accuracies at each."""
-    results = {}
-    for capacity in elastic.capacities:
-        set_capacity_(model, capacity)
-        results[capacity] = judge()
-    chosen = next(capacity for capacity in elastic.capacities if capacity == routing.capacity)
-    set_capacity_(model, chosen)
-    figures = {f"{capacity:g}": result.accuracies() for capacity, result in results.items()}
-    return replace(results[chosen], capacities=figures)
-
-
 def _batch_sums(logits: Tensor, targets: Tensor, images: int) -> Tensor:
     """Return the sums of one batch in the order of `evaluate`."""
     guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
@@ -153,7 +136,7 @@ def _count(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _patch_figures(confusion: Tensor) -> tuple[float, float]:
     """Return `objects` and `mean_iou` of counts by class and first guess."""
-    right, there, guessed = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
-    union = there + guessed - right
-    objects, mean_iou = right[1:].sum() / there[1:].sum(), (right[union > 0] / union[union > 0]).mean()
+    right, labelled, guessed = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    union = labelled + guessed - right
+    objects, mean_iou = right[1:].sum() / labelled[1:].sum(), (right[union > 0] / union[union > 0]).mean()
     return 100 * float(objects), 100 * float(mean_iou)

@@ -9,10 +9,9 @@ import timm
 from huggingface_hub import constants, try_to_load_from_cache
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
-from torch import Tensor, nn
+from torch import nn
 
 from mmod.data.config import DataConfig
-from mmod.training.engine.model import classifier_names, converted
 from mmod.training.image.config import LossConfig, ModelConfig
 from mmod.values import near_names
 
@@ -95,22 +94,3 @@ def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:
     if mixed:
         return SoftTargetCrossEntropy()
     return LabelSmoothingCrossEntropy(loss.smoothing) if loss.smoothing else nn.CrossEntropyLoss()
-
-
-def adapt_weights(
-    model: nn.Module, state: dict[str, Tensor], checkpoint: str, *, fresh_head: bool
-) -> dict[str, Tensor]:
-    """Return the dense weights of a checkpoint in the form of a timm model."""
-    current, head = model.state_dict(), classifier_names(model)
-    state = converted(state, model)
-    if fresh_head:
-        state = {name: value for name, value in state.items() if not name.startswith(head)}
-        state |= {name: value for name, value in current.items() if name.startswith(head)}
-    differing = current.keys() ^ state.keys()
-    if differing and all(name.startswith(head) for name in differing):
-        has, needs = ("a", "none") if differing & state.keys() else ("no", "one")
-        raise ValueError(
-            f"checkpoint {checkpoint!r} does not fit the model: it has {has} classifier and the model {needs}; "
-            "model.head='fresh' takes the other weights alone"
-        )
-    return state

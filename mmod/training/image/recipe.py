@@ -23,11 +23,11 @@ from mmod.pretrained import save_pretrained
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import LoopRecipe
-from mmod.training.engine.model import load_weights
+from mmod.training.engine.model import classifier_names, converted, load_weights
 from mmod.training.engine.recipe import Reading, needed_shares
 from mmod.training.image.config import ModelConfig, TrainConfig
-from mmod.training.image.evaluate import EvalResult, at_capacities, evaluate
-from mmod.training.image.model import adapt_weights, check_input, create_criterion, create_dense_model
+from mmod.training.image.evaluate import EvalResult, evaluate
+from mmod.training.image.model import check_input, create_criterion, create_dense_model
 from mmod.training.image.task import ClassificationTask, ElasticTask
 
 
@@ -60,8 +60,20 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         return model
 
     def adapted(self, model: nn.Module, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
-        """Return weights as timm converts them, without the classifier if a fresh one is asked for."""
-        return adapt_weights(model, state, checkpoint, fresh_head=self.config.model.head == "fresh")
+        """Return weights as timm converts them, with a new classifier if a fresh one is asked for."""
+        current, head = model.state_dict(), classifier_names(model)
+        state = converted(state, model)
+        if self.config.model.head == "fresh":
+            state = {name: value for name, value in state.items() if not name.startswith(head)}
+            state |= {name: value for name, value in current.items() if name.startswith(head)}
+        differing = current.keys() ^ state.keys()
+        if differing and all(name.startswith(head) for name in differing):
+            has, needs = ("a", "none") if differing & state.keys() else ("no", "one")
+            raise ValueError(
+                f"checkpoint {checkpoint!r} does not fit the model: it has {has} classifier and the model {needs}; "
+                "model.head='fresh' takes the other weights alone"
+            )
+        return state
 
     def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
         """Create the teacher of a checkpoint, or of a name of timm's registry."""
@@ -106,7 +118,14 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         judge = partial(evaluate, model, stream, process.device, config.precision, progress=progress)
         if config.elastic is None or routing is None:
             return judge()
-        return at_capacities(model, config.elastic, routing, judge)
+        results = {}
+        for capacity in config.elastic.capacities:
+            set_capacity_(model, capacity)
+            results[capacity] = judge()
+        chosen = next(capacity for capacity in results if capacity == routing.capacity)
+        set_capacity_(model, chosen)
+        accuracies = {f"{capacity:g}": result.accuracies() for capacity, result in results.items()}
+        return dataclasses.replace(results[chosen], capacities=accuracies)
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of an image, the mean if they depend on the data."""

@@ -61,12 +61,12 @@ class ClassificationTask(Task):
         """Yield one pass per batch, with mixed images; see `Task.passes`."""
         for _, targets in group:
             check_targets(targets, getattr(self.model, "num_classes", None))
-        for work in super().passes(group, device):
+        for one_pass in super().passes(group, device):
             if self.mixup is not None:
-                images, targets = work.arguments
+                images, targets = one_pass.arguments
                 # timm mixes in place, and the stream may keep the images.
-                work = work._replace(arguments=self.mixup(images.clone(), targets))
-            yield work
+                one_pass = one_pass._replace(arguments=self.mixup(images.clone(), targets))
+            yield one_pass
 
     def forward(self, images: Tensor, targets: Tensor) -> dict[str, Tensor]:
         """Return the "loss" of a batch, its terms, and "top1", the accuracy in percent.
