@@ -172,15 +172,15 @@ class RoutedTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         model: Any = self.model
-        folder = str(output_dir or self.args.output_dir)
-        if not _has_adapters(model):
+        folder, has_adapters = str(output_dir or self.args.output_dir), hasattr(model, "peft_config")
+        if not has_adapters:
             # By the names of its own modules: a checkpoint is read by them, and not by those of published weights.
             model.save_pretrained = functools.partial(type(model).save_pretrained, model, save_original_format=False)
         try:
             super()._save(folder, state_dict)
         finally:
             vars(model).pop("save_pretrained", None)
-        if _has_adapters(model) and self.args.should_save:
+        if has_adapters and self.args.should_save:
             # They are not saved with adapters.
             routers = {name: (state_dict or {}).get(name, value) for name, value in router_parameters(model).items()}
             if routers:
@@ -253,18 +253,11 @@ def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
     return sorted(classes)
 
 
-def _has_adapters(model: Any) -> bool:
-    return hasattr(model, "peft_config")
-
-
 _STATE = "trainer_state.json"
 
 
 class RunCallback(TrainerCallback):
-    """Claims the run folder after the first step, in the first process, shows a bar, and stops after a signal.
-
-    It also writes `routers.csv`.
-    """
+    """Claims the run folder after the first step, shows a bar, writes `routers.csv`, and stops after a signal."""
 
     def __init__(self, claim: Callable[[], object] | None, stop: StopRequest, progress: bool) -> None:
         self._claim = claim

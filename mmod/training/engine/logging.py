@@ -128,12 +128,9 @@ class Usage:
             yield item
 
     def figures(self) -> dict[str, float]:
-        """Return the figures so far.
+        """Return the figures so far; times in seconds, memory in MiB.
 
-        Returns:
-            Seconds of the run, and of its CPUs with the workers that have ended; samples per second of training;
-            the share of that time spent waiting for data; the largest resident memory, and the largest CUDA memory on
-            a GPU, in MiB.
+        CPU time includes workers that have ended; `data_wait` is the share of training time spent waiting for data.
         """
         totals = self.state_dict()
         trained = totals["steps"] + totals["waiting"]

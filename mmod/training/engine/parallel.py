@@ -27,16 +27,13 @@ _FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class Replicas:
-    """The whole model in each process; DistributedDataParallel averages the gradients of several.
-
-    Attributes:
-        models: All models whose capacity a schedule changes.
-    """
+    """The whole model in each process; DistributedDataParallel averages the gradients of several."""
 
     def __init__(
         self, model: nn.Module, average: nn.Module | None, process: Process, precision: str, *, compiled: bool
     ) -> None:
         self.model, self.average, self.process = model, average, process
+        # All models whose capacity a schedule changes.
         self.models = [model] if average is None else [model, average]
         if compiled:
             model.compile()

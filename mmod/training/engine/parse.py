@@ -27,13 +27,11 @@ _PRINT = "--print_config"
 def parse_config(arguments: Sequence[str], kind: type[Config], start: Mapping[str, Any] | None = None) -> Config:
     """Create a config of class `kind` from the command line `CONFIG [--key.sub value ...]`.
 
-    `--help` prints the keys and `--print_config` the config with its defaults; both end the program.
+    `--help` prints the keys and `--print_config` the config with its defaults; both end the program. An unknown key or
+    a refused value ends it with code 2 and one line.
 
     Args:
         start: Plain fields that the command line changes.
-
-    Raises:
-        SystemExit: With code 2 and one line if a key is unknown or a value is refused.
     """
     words = [word for word in arguments if word != _PRINT]
     if {"-h", "--help"} & set(words):

@@ -46,11 +46,8 @@ def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> 
     return transform, _tokenizer(name)
 
 
-@cache
-def _tokenizer(name: str) -> Tokenizer:
-    """Return open_clip's tokenizer of a model; runs of a study share it and the words that it has split."""
-    tokenizer: Tokenizer = open_clip.get_tokenizer(name)
-    return tokenizer
+# Runs of a study share a tokeniser and the words that it has split.
+_tokenizer: Callable[[str], Tokenizer] = cache(open_clip.get_tokenizer)
 
 
 def create_loss(kind: str, process: Process) -> nn.Module:

@@ -41,9 +41,7 @@ def main(arguments: Sequence[str]) -> None:
 def train_open_clip(
     arguments: Sequence[str], config: RoutingConfig | None = None, *, models: str | None = None, **parts: RoutingConfig
 ) -> None:
-    """Run `open_clip_train.main` so that the model that it creates is routed.
-
-    It then also reads webdataset shards with webdataset 0.2.96 and later.
+    """Run `open_clip_train.main` with a routed model; it also reads shards with webdataset 0.2.96 and later.
 
     Args:
         models: A JSON file, or a folder of them, with further model configs of open_clip's form.

@@ -62,10 +62,9 @@ class PairsTask(Task):
         """Return the "loss" of a step with the gradients of batch `index`, its terms, and "scale".
 
         Args:
-            images: Images (B, C, H, W).
+            images: (B, C, H, W).
             texts: Tokens (B, L).
             cached: Features of all batches of the step, without gradients; empty for a single batch.
-            index: Number of the batch.
         """
         with autocast(images.device, self.precision):
             features = self._encode(images, texts, cached[index] if cached else {})
@@ -105,8 +104,8 @@ class PairsTask(Task):
         if taught:
             assert self.distiller is not None
             pairs = {name: features[name] for name in ("image_features", "text_features")}
-            both = self.distiller(**pairs, logit_scale=scalars["logit_scale"], **taught, output_dict=True)
-            parts["distillation"] = both["distill_loss"]
+            distilled = self.distiller(**pairs, logit_scale=scalars["logit_scale"], **taught, output_dict=True)
+            parts["distillation"] = distilled["distill_loss"]
         return parts
 
 
