@@ -41,8 +41,10 @@ def push_to_hub(
         flops: FLOPs by `mmod.flops` or `mmod.prefill_flops` for an input of your choice.
         about: Markdown for the card: data, training, results with the command that makes them.
         architecture: For open_clip, see `mmod.save_pretrained`.
+        private: Whether a new repository is private.
         token: Token of the hub; None takes that of the login.
         revision: Branch.
+        message: Message of the commit.
 
     Returns:
         The address of the commit.
