@@ -281,6 +281,9 @@ def learn_capacity_(
     one_of("cost", cost, COSTS)
     check_value("budget", budget, float, "(0, 1)" if cost == "flops" else "(0, inf)")
     check_value("rate", rate, float, "(0, inf)")
+    check_value("example", example, Tensor)
+    if example.ndim != 4:
+        raise ValueError(f"example must be a batch of images (B, C, H, W), got {tuple(example.shape)}")
     part, config, _ = _routed_part(model)
     _check(model, config)
     # Capacity 0 needs tokens that are always kept, such as a class token.

@@ -216,11 +216,13 @@ def test_milliseconds_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
         (LINEAR, {"budget": 0.001}, r"budget must be in \(0\.\d+, 1\.\d+\)"),
         (LINEAR, {"cost": "cache"}, "cost must be one of"),
         (LINEAR, {"rate": 0.0}, "rate must be"),
+        (LINEAR, {"example": None}, "example must be a Tensor, got None"),
+        (LINEAR, {"example": torch.rand(3, 32, 32)}, r"\(B, C, H, W\), got \(3, 32, 32\)"),
     ],
 )
 def test_what_cannot_be_learned_is_refused(config: mmod.RoutingConfig, options: dict[str, Any], message: str) -> None:
     model = mmod.route_(make_model(MODELS[0]), config)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         learn_capacity_(model, **{"budget": 0.5, "example": make_images(MODELS[0], 2), **options})
 
 
