@@ -118,7 +118,6 @@ class PassTracker:
         self._remembered: dict[int, tuple[weakref.ref[Tensor], ForwardPass]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Copy and pickle without passes."""
         return type(self), ()
 
     @property

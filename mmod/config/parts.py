@@ -87,8 +87,8 @@ class Gate:
     scale: float
 
     def __init__(self, name: str = "tanh", scale: float | None = None) -> None:
-        object.__setattr__(self, "name", name)
-        object.__setattr__(self, "scale", (0.2 if name == "tanh" else 1.0) if scale is None else scale)
+        # A frozen dataclass refuses assignments.
+        vars(self).update(name=name, scale=(0.2 if name == "tanh" else 1.0) if scale is None else scale)
         one_of("gate", name, GATES)
         check_fields(self, "gate", scale="[0, inf)")
 

@@ -94,18 +94,17 @@ class Plan:
             raise ValueError(f"gate={spelled(gate)!r} weighs by the score of a plan's router: pass router too")
         parts = {} if router is None else read_parts({"router": router, "gate": gate})
         count = len(blocks) if isinstance(blocks, Sequence) else 0
-        values = {
-            "blocks": blocks,
-            "capacities": capacities,
-            "depth": depth,
-            "operators": operators or (OPERATORS[0],) * count,
-            "contexts": contexts or (CONTEXTS[0],) * count,
-            "router": parts.get("router"),
-            "gate": parts.get("gate"),
-            "protect_prefix": protect_prefix,
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        # A frozen dataclass refuses assignments.
+        vars(self).update(
+            blocks=blocks,
+            capacities=capacities,
+            depth=depth,
+            operators=operators or (OPERATORS[0],) * count,
+            contexts=contexts or (CONTEXTS[0],) * count,
+            router=parts.get("router"),
+            gate=parts.get("gate"),
+            protect_prefix=protect_prefix,
+        )
         check_fields(self, capacities="[0, 1]", depth=DEPTH, operators=OPERATORS, contexts=CONTEXTS)
         check_blocks(self.blocks, self.depth)
         for name in ("capacities", "operators", "contexts"):

@@ -98,17 +98,9 @@ class RoutingConfig:
         parts = {"router": router, "select": select, "gate": gate, "skipped": skipped, "language": language}
         losses = {} if losses is None else losses
         check_value("losses", losses, Mapping[str, float], "(0, inf)")
-        values = {
-            **read_parts(parts),
-            "capacity": capacity,
-            "context": context,
-            "operator": operator,
-            "blocks": blocks,
-            "protect_prefix": protect_prefix,
-            "losses": dict(losses),
-        }
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+        # A frozen dataclass refuses assignments.
+        vars(self).update(read_parts(parts), capacity=capacity, context=context, operator=operator, blocks=blocks)
+        vars(self).update(protect_prefix=protect_prefix, losses=dict(losses))
         check_fields(self, capacity="[0, 1]", select=("topk",), context=CONTEXTS, operator=OPERATORS, blocks=LAYOUTS)
         for name in self.losses:
             LOSSES.check(name)

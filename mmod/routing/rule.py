@@ -32,7 +32,6 @@ class PerThread(threading.local, Generic[T]):
         self.value = make()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Make another in its place."""
         return type(self), (self.make,)
 
 
