@@ -51,7 +51,9 @@ def capacity_loss(routing: Routing, router: Router) -> Tensor:
     Source: Router-Tuning, arXiv 2410.13184, and D-LLM, NeurIPS 2024, with a two-sided distance.
     """
     soft_BN = torch.sigmoid(routing.score_BN)
-    share = _mean(routing.keep_BN.float() + soft_BN - soft_BN.detach(), routing.evidence.tokens.counted_BN)
+    tokens = routing.evidence.tokens
+    counted_BN = tokens.gated_BN if isinstance(tokens, TokenGroups) else tokens.valid_BN
+    share = _mean(routing.keep_BN.float() + soft_BN - soft_BN.detach(), counted_BN)
     return (share - float(router.capacity)).abs()
 
 

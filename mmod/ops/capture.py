@@ -8,7 +8,7 @@ from torch import Tensor
 from mmod.ops.casting import cast_alike
 from mmod.ops.importance import attention_with_importance, class_token_importance, importance_of_map
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
-from mmod.ops.views import views_of_scores
+from mmod.ops.views import count_views
 
 
 class capture_importance(AttentionIntercept):
@@ -64,7 +64,9 @@ class capture_importance(AttentionIntercept):
             return importance_of_map(attention[:, :, :1])
         if self.average == "last_token":
             return importance_of_map(_row(attention, self._last_place(attention)))
-        views = views_of_scores(score, self.valid_BN) if self.average == "per_viewer" else None
+        views = None
+        if self.average == "per_viewer":
+            views = count_views(score, False, score.shape[-2], self.valid_BN, score.device)
         return importance_of_map(attention, self.valid_BN, views)
 
     def _last_place(self, rows: Tensor) -> Tensor:

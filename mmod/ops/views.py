@@ -33,7 +33,7 @@ def count_views(
     """Return the visibility counts of an attention call, or None where all queries see the same keys.
 
     Args:
-        mask: True where a pair may attend, or a bias to add, broadcastable to (B, H, N, N).
+        mask: True where a pair may attend, or a bias to add, broadcastable to (B, H, N, N); scores with a bias will do.
 
     Example:
         >>> count_views(None, True, 3, None, torch.device("cpu"))
@@ -65,13 +65,3 @@ def _views_of_pairs(visible_pairs: Tensor, counted_B1N: Tensor) -> Views:
     visible_pairs = visible_pairs[(None,) * (4 - visible_pairs.ndim)]
     viewers = (visible_pairs & counted_B1N.unsqueeze(-1)).sum(dim=-2)
     return Views(visible_pairs.sum(dim=-1), viewers.clamp(min=1))
-
-
-def views_of_scores(score: Tensor, valid_BN: Tensor | None) -> Views:
-    """Return the visibility counts from the scores before a host's softmax.
-
-    Args:
-        valid_BN: False where a token is padding (B, N), or None.
-    """
-    counted = torch.ones_like(score[:1, :1, :, 0], dtype=torch.bool) if valid_BN is None else valid_BN[:, None]
-    return _views_of_pairs(is_visible(score), counted)

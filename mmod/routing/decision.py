@@ -42,11 +42,6 @@ class TokenMarks(NamedTuple):
         """Return at which kept tokens the gate weighs the update (B, N)."""
         return self.free(score_BN, prefix)
 
-    @property
-    def counted_BN(self) -> Tensor | None:
-        """True at tokens that count towards a capacity (B, N); None for all."""
-        return self.valid_BN
-
 
 class TokenGroups(NamedTuple):
     """Which tokens of texts may be skipped, for all routed layers of a forward pass.
@@ -92,11 +87,6 @@ class TokenGroups(NamedTuple):
     def free_BN(self) -> Tensor:
         """True at tokens that may be skipped (B, N)."""
         return self.group_BN > KEPT
-
-    @property
-    def counted_BN(self) -> Tensor:
-        """True at tokens that count towards a capacity (B, N)."""
-        return self.gated_BN
 
     def free(self, score_BN: Tensor, prefix: int) -> Tensor:
         """Return which tokens may be skipped (B, N)."""
