@@ -12,7 +12,7 @@ from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, StandingModule, model_hooks
 from mmod.methods.base import deciding_together
 from mmod.routing.decoder import Predictor
-from mmod.values import check_module
+from mmod.values import check_module, check_value
 
 
 class _Cost(NamedTuple):
@@ -56,6 +56,10 @@ def prefill_flops(
         ValueError: No language part, layers that are shared, no tokens, more protected tokens than text, or threshold
             routing without `kept`.
     """
+    check_value("text_tokens", text_tokens, int, "[0, inf)")
+    check_value("image_tokens", image_tokens, int | list[int], "[0, inf)")
+    check_value("protected_tokens", protected_tokens, int)
+    check_value("kept", kept, float | Mapping[str, float] | None, "[0, 1]")
     images = [image_tokens] if isinstance(image_tokens, int) else list(image_tokens)
     return _Counter(model, _FORWARD, text_tokens, images, kept, protected_tokens).count()
 

@@ -118,3 +118,6 @@ def test_thresholds_need_the_kept_share() -> None:
     assert prefill_flops(model, 10, kept=0.5).blocks[1].kept == 5
     with pytest.raises(ValueError, match="at least one token"):
         prefill_flops(model, 0)
+    for wrong in ({"text_tokens": -3}, {"text_tokens": 2.5}, {"image_tokens": [4, -1]}, {"kept": 3}, {"kept": "half"}):
+        with pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))} must be "):
+            prefill_flops(model, **{"text_tokens": 10, **wrong})
