@@ -221,8 +221,7 @@ class _AuxiliaryLosses:
     reaches as unused, and its gradient as a second one.
     """
 
-    def __init__(self) -> None:
-        self._loss: Tensor | None = None
+    _loss: Tensor | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not module.training or output.get("loss") is None:
@@ -256,19 +255,19 @@ def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
 _STATE = "trainer_state.json"
 
 
+@dataclasses.dataclass(eq=False)
 class RunCallback(TrainerCallback):
     """Claims the run folder after the first step, shows a bar, writes `routers.csv`, and stops after a signal."""
 
-    def __init__(self, claim: Callable[[], object] | None, stop: StopRequest, progress: bool) -> None:
-        self._claim = claim
-        self._stop = stop
-        self._progress = progress
-        self.stopped = False
+    claim: Callable[[], object] | None
+    stop: StopRequest
+    progress: bool
+    stopped: bool = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Show the bar."""
         steps = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
-        self._bar = progress_bar(desc="train", shown=self._progress and state.is_world_process_zero, **steps)
+        self._bar = progress_bar(desc="train", shown=self.progress and state.is_world_process_zero, **steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         """Show the logged values."""
@@ -281,10 +280,10 @@ class RunCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Claim the folder once; stop after a signal."""
         self._bar.update(state.global_step - self._bar.n)
-        if self._claim is not None:
-            self._claim()
-            self._claim = None
-        if self._stop.agreed() and state.global_step < state.max_steps:
+        if self.claim is not None:
+            self.claim()
+            self.claim = None
+        if self.stop.agreed() and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -56,7 +56,9 @@ class OptimConfig(
 
 
 @dataclass(frozen=True)
-class ScheduleConfig:
+class ScheduleConfig(
+    Checked, group="schedule", sched=SCHEDULES, warmup_epochs="[0, inf)", warmup_lr="[0, inf)", min_lr="[0, inf)"
+):
     """The learning-rate schedule, updated at each optimiser step: arguments of timm's `create_scheduler_v2`.
 
     Args:
@@ -76,8 +78,7 @@ class ScheduleConfig:
     def __post_init__(self) -> None:
         if self.sched == "plateau":
             raise ValueError("schedule.sched='plateau' depends on metrics; choose a function of the step")
-        limits = dict.fromkeys(("warmup_epochs", "warmup_lr", "min_lr"), "[0, inf)")
-        check_fields(self, "schedule", sched=SCHEDULES, **limits)
+        super().__post_init__()
 
     def check_rate(self, lr: float) -> None:
         """Raise a ValueError if the schedule would not end below `lr`, its peak learning rate."""
