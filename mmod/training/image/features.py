@@ -62,9 +62,21 @@ def extract(
     paths = [folder / f"{number:05d}.safetensors" for number in range(chunks)]
     done = next((number for number, path in enumerate(paths) if not path.exists()), chunks)
     batches = enumerate(stream.batches(0, min(done * _CHUNK, stream.steps_per_epoch)), done * _CHUNK)
+
+    def read_chunk() -> Iterator[Features]:
+        for number, (images, labels) in islice(batches, _CHUNK):
+            seed_draws(0, number + 1, 0)
+            watched: Any = trace(model) if is_routed(model) else nullcontext({})
+            with autocast(device, precision), watched as decisions:
+                x_ND = read(images.to(device))
+            shares = [routing.keep_BN.float().mean(1) for routing in decisions.values()]
+            kept = torch.stack(shares, 1) if shares else torch.empty(len(labels), 0)
+            x_ND = x_ND.float() if x_ND.ndim == 2 else resized(x_ND.float(), labels.shape[1]).flatten(0, 1).half()
+            yield Features(x_ND.cpu(), labels.flatten(), kept.cpu())
+
     with in_mode(False, model), torch.no_grad():
         for number, path in enumerate(paths[done:], done):
-            columns = zip(*_read_chunk(model, read, batches, device, precision))
+            columns = zip(*read_chunk())
             with replacing(path) as partial:
                 write_tensors(partial, {name: torch.cat(parts) for name, parts in zip(Features._fields, columns)})
             tick((number + 1) / chunks)
@@ -103,24 +115,3 @@ def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor
         return tokens[:, 0] if kind == "class" else patches.mean(1) if kind == "mean" else patches
 
     return read
-
-
-def _read_chunk(
-    model: nn.Module,
-    read: Callable[[Tensor], Tensor],
-    batches: Iterator[tuple[int, tuple[Tensor, Tensor]]],
-    device: torch.device,
-    precision: str,
-) -> Iterator[Features]:
-    for number, (images, labels) in islice(batches, _CHUNK):
-        seed_draws(0, number + 1, 0)
-        watched: Any = trace(model) if is_routed(model) else nullcontext({})
-        with autocast(device, precision), watched as decisions:
-            x_ND = read(images.to(device))
-        shares = [routing.keep_BN.float().mean(1) for routing in decisions.values()]
-        kept = torch.stack(shares, 1) if shares else torch.empty(len(labels), 0)
-        if x_ND.ndim == 3:
-            x_ND = resized(x_ND.float(), labels.shape[1]).flatten(0, 1).half()
-        else:
-            x_ND = x_ND.float()
-        yield Features(x_ND.cpu(), labels.flatten(), kept.cpu())

@@ -104,14 +104,13 @@ def evaluate(
         for name, embeddings in (("image", images), ("text", texts)):
             check_finite(f"the {name} embeddings of an evaluation", embeddings)
         top1 = top5 = None
-        if zero_shot is not None:
-            with autocast(device, precision):
-                if zero_shot == "scenes":
-                    top1, top5 = classify_scenes(model, tokenizer, images, tokens)
-                else:
-                    folder = zero_shot.partition(":")[2]
-                    assert transform is not None
-                    top1, top5 = classify_folder(model, tokenizer, transform, folder, workers=workers, bar=progress)
+        with autocast(device, precision):
+            if zero_shot == "scenes":
+                top1, top5 = classify_scenes(model, tokenizer, images, tokens)
+            elif zero_shot is not None:
+                folder = zero_shot.partition(":")[2]
+                assert transform is not None
+                top1, top5 = classify_folder(model, tokenizer, transform, folder, workers=workers, bar=progress)
     first, second = rank_matches(images, texts, tokens), rank_matches(texts, images, tokens)
     return EvalResult(
         image_to_text_r1=share(first < 1),
