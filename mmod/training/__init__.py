@@ -5,8 +5,8 @@ Conversations run in transformers' Trainer and share everything else; the other 
 
 Every kind is a folder with the same files:
 
-- `config.py`: `ModelConfig` and `TrainConfig`, a subclass of `LoopConfig` (`RunConfig` without the loop). It is
-  imported without torch, so that `--help` is fast.
+- `config.py`: `ModelConfig`, with `has_weights` and `started_from`, and `TrainConfig`, a subclass of `LoopConfig`
+  (`RunConfig` without the loop). It is imported without torch, so that `--help` is fast.
 - `model.py`: creates the dense model and the objects around it.
 - `task.py`: the objective, a subclass of `engine.task.Task`; a trainer if another library has the loop.
 - `evaluate.py`: `evaluate` and `EvalResult`, a `RoutedResult` whose `columns()` become columns of the history.
