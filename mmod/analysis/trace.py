@@ -89,6 +89,8 @@ class Trace(Mapping[str, Routing]):
             image_BN: True where a token is a patch, in sequences of text and images (B, N), whose images come in order;
                 None if all tokens after the prefix are patches.
         """
+        if not len(self):
+            raise ValueError(f"{self}: run the model within `mmod.trace`")
         kept = torch.stack([routing.keep_BN[:, prefix:] for routing in self.values()])
         if image_BN is not None:
             kept = kept[:, image_BN[:, prefix:].to(kept.device)]
