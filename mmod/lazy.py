@@ -47,6 +47,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 EXTRAS = {
     "train": (
         "PIL",
+        "adjustText",
         "docstring_parser",
         "filelock",
         "matplotlib",

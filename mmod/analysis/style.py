@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 from zlib import crc32
 
+import numpy as np
+
 from mmod.io.files import replacing
 from mmod.lazy import name_missing_extra
 
@@ -97,16 +99,26 @@ def add_hint(artist: Artist, text: str) -> None:
     artist.set_gid(f"{_HINT}{text}")
 
 
-# Places of a label around its point, from best to worst, and pixels between them.
-_SIDES = ((1, 0), (-1, 0), (0, 1), (0, -1), (1, 1), (-1, 1), (1, -1), (-1, -1))
-_GAPS = (9, 18, 30, 44, 64, 90)
-
-
+@name_missing_extra()
 def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> None:
     """Move labels so that none overlaps another, a mark or the border; a label without room is removed."""
+    from adjustText import adjust_text
+
+    if not texts:
+        return
+    points = np.array([text.get_position() for text in texts])
+    # Start beside the points: a text on its mark would be pushed to both sides equally.
+    for text, (x, y) in zip(texts, axis.transData.transform(points)):
+        aside = text.get_window_extent().width / 2 + 9
+        side = 1 if x + 2 * aside < axis.get_window_extent().x1 else -1
+        text.set_position(tuple(axis.transData.inverted().transform((x + side * aside, y))))
+    boxes = [mark.padded(2).transformed(axis.transData.inverted()) for mark in marks]
+    adjust_text(
+        list(texts), objects=boxes, target_x=points[:, 0], target_y=points[:, 1], avoid_self=False, ax=axis,
+        iter_lim=100, expand=(1.05, 1.2),
+    )  # fmt: skip
     taken = list(marks)
-    for text in texts:
-        point = text.get_position()
+    for text, point in zip(texts, points):
         x, y = axis.transData.transform(point)
         box = _free_box(axis, text, (x, y), taken)
         if box is None:
@@ -121,9 +133,11 @@ def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> No
 def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequence[Bbox]) -> Bbox | None:
     """Place a text near its point where it overlaps nothing, and return its box; None without room."""
     room, box = axis.get_window_extent(), text.get_window_extent()
-    for gap, (x, y) in itertools.product(_GAPS, _SIDES):
-        middle = (point[0] + x * (box.width / 2 + gap), point[1] + y * (box.height / 2 + gap))
-        text.set_position(tuple(axis.transData.inverted().transform(middle)))
+    places = [((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)]
+    for far, (x, y) in itertools.product((9, 18, 30, 44, 64, 90), itertools.product((0, 1, -1), (1, -1, 0))):
+        places.append((point[0] + x * (box.width / 2 + far), point[1] + y * (box.height / 2 + far)))
+    for place in places:
+        text.set_position(tuple(axis.transData.inverted().transform(place)))
         box = text.get_window_extent()
         inside = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
         if inside and not any(box.overlaps(other) for other in taken):

@@ -41,7 +41,7 @@ def test_no_two_series_of_a_figure_look_alike() -> None:
 def test_a_label_without_room_is_left_out() -> None:
     from matplotlib.transforms import Bbox
 
-    figure = new_figure(2, 1)
+    figure = new_figure(1, 1)
     axis = figure.subplots()
     axis.set(xlim=(0, 1), ylim=(0, 1))
     figure.draw_without_rendering()
