@@ -21,7 +21,7 @@ from mmod.data.readers.conversations import open_conversations
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import create_model, router_parameters
 from mmod.training.chat.trainer import training_arguments
-from mmod.training.engine.estimate import RunEstimate
+from mmod.training.engine.estimate import RunEstimate, bytes_of
 
 # Encoded conversations, evenly spread over the data.
 _SAMPLES = 64
@@ -117,14 +117,14 @@ def estimate(config: TrainConfig) -> ChatEstimate:
         router_parameters=sum(parameter.numel() for parameter in router_parameters(model).values()),
         trained=sum(parameter.numel() for parameter in trained),
         weight_bytes=_weight_bytes(model, config.model.args.get("quantization_config")),
-        training_bytes=3 * sum(parameter.numel() * parameter.element_size() for parameter in trained),
+        training_bytes=3 * bytes_of(trained),
         activation_bytes=held,
     )
 
 
 def _weight_bytes(model: Any, quantization: Mapping[str, Any] | None) -> int:
     """Return the memory of the weights, with linear layers quantized as bitsandbytes does it."""
-    total = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    total = bytes_of(model.parameters())
     if quantization is None:
         return total
     bits = next((bits for bits in (4, 8) if quantization.get(f"load_in_{bits}bit")), None)

@@ -97,7 +97,7 @@ def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
 
     sharded = config.distributed.sharded
     shares, copies = world if sharded else 1, 1 if config.ema is None else 2
-    weights, trained = _bytes(model.parameters()), [value for value in model.parameters() if value.requires_grad]
+    weights, trained = bytes_of(model.parameters()), [value for value in model.parameters() if value.requires_grad]
     return RunEstimate(
         epochs=epochs,
         steps=epochs * epoch_steps,
@@ -106,12 +106,13 @@ def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
         parameters=sum(value.numel() for value in model.parameters()),
         trained=sum(value.numel() for value in trained),
         processes=world,
-        weight_bytes=copies * weights // shares + (0 if teacher is None else _bytes(teacher.parameters())),
-        training_bytes=3 * _bytes(trained) // shares,
+        weight_bytes=copies * weights // shares + (0 if teacher is None else bytes_of(teacher.parameters())),
+        training_bytes=3 * bytes_of(trained) // shares,
         activation_bytes=activations,
         full_bytes=weights if sharded else 0,
     )
 
 
-def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+def bytes_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Return the memory of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
