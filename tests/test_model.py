@@ -223,7 +223,7 @@ class TestTrace:
         with mmod.trace(model) as decisions:
             assert not decisions
         assert str(decisions) == "no decisions: no forward pass in this thread had tokens to choose from"
-        with pytest.raises(ValueError, match="no decisions: .* run the model within"):
+        with pytest.raises(ValueError, match=r"no decisions: .* run the model within"):
             decisions.maps(prefix=1, grid=(10, 10))
 
     def test_statistics_and_maps(self) -> None:
