@@ -13,7 +13,7 @@ from zlib import crc32
 
 import numpy as np
 
-from mmod.io.files import replacing
+from mmod.io.files import check_free, replacing
 from mmod.lazy import name_missing_extra
 
 if TYPE_CHECKING:
@@ -145,8 +145,9 @@ def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequenc
     return None
 
 
-def save_figure(figure: Figure, path: str | Path, **options: Any) -> None:
+def save_figure(figure: Figure, path: str | Path, overwrite: bool = True, **options: Any) -> None:
     """Write a figure completely or not at all, in the format of the path's suffix; see `mmod.io.files.replacing`."""
+    check_free(path, overwrite)
     with replacing(path) as partial:
         figure.savefig(partial, format=Path(path).suffix[1:] or None, **options)
 

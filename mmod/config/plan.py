@@ -12,7 +12,7 @@ from typing import Any
 
 from mmod.config.parts import Gate, Score, WithImportance, plain, spelled
 from mmod.config.registry import read_parts
-from mmod.io.files import check_regular, parse_json, write_atomically
+from mmod.io.files import check_free, check_regular, parse_json, write_atomically
 from mmod.io.tables import markdown_table
 from mmod.values import check_fields, check_value, refuse_unknown
 
@@ -167,8 +167,7 @@ class Plan:
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """Write the plan as JSON."""
-        if Path(path).exists() and not overwrite:
-            raise FileExistsError(f"{str(path)!r} exists; pass overwrite=True to replace it")
+        check_free(path, overwrite)
         write_atomically(path, json.dumps(self.to_dict(), indent=2) + "\n")
 
     @classmethod

@@ -63,6 +63,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def check_free(path: str | Path, overwrite: bool) -> None:
+    """Raise a FileExistsError if a path exists that the caller may not overwrite."""
+    if not overwrite and Path(path).exists():
+        raise FileExistsError(f"{str(path)!r} exists; pass overwrite=True to replace it")
+
+
 def sha256(path: Path) -> str:
     """Return the checksum of a file."""
     digest = hashlib.sha256()

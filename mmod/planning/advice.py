@@ -10,7 +10,7 @@ from pathlib import Path
 from mmod.analysis.redundancy import RedundancyReport
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.timing import Spread
-from mmod.io.files import write_atomically
+from mmod.io.files import check_free, write_atomically
 from mmod.io.tables import Table, table_of
 from mmod.lazy import name_missing_extra
 
@@ -167,19 +167,21 @@ class Advice:
 
     _repr_markdown_ = __str__  # Notebooks show it.
 
-    def save(self, folder: str | Path) -> None:
+    def save(self, folder: str | Path, overwrite: bool = False) -> None:
         """Write `advice.json`, `advice.md` and `advice.png`."""
         folder = Path(folder)
+        for name in ("advice.json", "advice.md", "advice.png"):
+            check_free(folder / name, overwrite)
         folder.mkdir(parents=True, exist_ok=True)
         values = {**asdict(self), "sentence": self.sentence, "code": self.code}
         write_atomically(folder / "advice.json", json.dumps(values, indent=2) + "\n")
         write_atomically(
             folder / "advice.md", f"# {self.sentence}\n\n{self}\n\n![{self.measure} over speed-up](advice.png)\n"
         )
-        self.plot(folder / "advice.png")
+        self.plot(folder / "advice.png", overwrite)
 
     @name_missing_extra()
-    def plot(self, path: str | Path) -> None:
+    def plot(self, path: str | Path, overwrite: bool = False) -> None:
         """Draw agreement over speed-up; a line joins the rows on the front."""
         from mmod.analysis.style import FAINT, INK, looks, new_figure, save_figure, tidy
 
@@ -198,4 +200,4 @@ class Advice:
         axis.axhline(1 - self.tolerance, color=FAINT, linewidth=0.7, linestyle=":")
         axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=f"{self.measure} with the dense model")
         tidy(axis, "both")
-        save_figure(figure, path, dpi=150)
+        save_figure(figure, path, overwrite, dpi=150)

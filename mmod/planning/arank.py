@@ -84,18 +84,16 @@ class LayerRanks:
         )
 
     @name_missing_extra()
-    def plot(self, path: str | Path) -> None:
+    def plot(self, path: str | Path, overwrite: bool = False) -> None:
         """Draw the rank over depth."""
         from mmod.analysis.style import new_figure, save_figure
 
-        if Path(path).exists():
-            raise FileExistsError(f"{str(path)!r} exists")
         figure = new_figure(6, 3)
         axes = figure.subplots()
         axes.bar(range(len(self.ranks)), self.ranks)
         title = f"{self.samples} samples, {self.tokens:.0f} tokens on average"
         axes.set(xlabel="layer", ylabel="rank of attention", title=title)
-        save_figure(figure, path)
+        save_figure(figure, path, overwrite)
 
 
 def attention_ranks(

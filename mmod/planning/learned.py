@@ -230,7 +230,7 @@ class LearnedPlan:
         )
 
     @name_missing_extra()
-    def plot(self, path: str | Path) -> None:
+    def plot(self, path: str | Path, overwrite: bool = False) -> None:
         """Draw learned and planned capacities over depth."""
         from mmod.analysis.style import new_figure, save_figure
 
@@ -240,7 +240,7 @@ class LearnedPlan:
         axes.plot(self.plan.blocks, self.learned, "k_", markersize=14, label="learned")
         axes.set(xlabel="block", ylabel="capacity", xlim=(-0.6, self.plan.depth - 0.4), ylim=(0, 1))
         axes.legend(fontsize="small")
-        save_figure(figure, path)
+        save_figure(figure, path, overwrite)
 
 
 def learn_capacity_(

@@ -276,7 +276,7 @@ class PlanSearch:
     _repr_markdown_ = __str__  # Notebooks show it.
 
     @name_missing_extra()
-    def plot(self, path: str | Path) -> None:
+    def plot(self, path: str | Path, overwrite: bool = False) -> None:
         """Draw the scores of all options, with the plan's marked, and the Pareto front."""
         from mmod.analysis.style import new_figure, save_figure
 
@@ -294,7 +294,7 @@ class PlanSearch:
         right.plot(shares, scores, ".-")
         right.axvline(self.budget, color="grey", linewidth=1)
         right.set(xlabel=f"share of the dense model's {self.cost}", ylabel="sum of divergences")
-        save_figure(figure, path)
+        save_figure(figure, path, overwrite)
 
 
 def best_plan(

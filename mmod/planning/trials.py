@@ -125,7 +125,7 @@ def advise(
         samples.cache_bytes(model),
     )
     if folder is not None:
-        advice.save(folder)
+        advice.save(folder, overwrite=True)
     return advice
 
 

@@ -53,7 +53,7 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
         if not path.exists() or Plan.load(path) != search.plan:
             search.plan.save(path)
         for suffix in ("png", "svg"):
-            search.plot(folder / f"{name}.{suffix}")
+            search.plot(folder / f"{name}.{suffix}", overwrite=True)
     return search
 
 

@@ -60,8 +60,9 @@ def test_a_plan_routes_the_layers_of_lowest_rank(tmp_path: Path) -> None:
     assert [line.split()[1] for line in table[2:7]] == ["d", "b", "c", "e", "a"]
     assert "0.01" in table[-1]
     ranks.plot(tmp_path / "ranks.png")
-    with pytest.raises(FileExistsError):
+    with pytest.raises(FileExistsError, match="pass overwrite=True to replace it"):
         ranks.plot(tmp_path / "ranks.png")
+    ranks.plot(tmp_path / "ranks.png", overwrite=True)
     for wrong in ({}, {"below": 1, "budget": 0.5}, {"below": 0.5}, {"budget": 0.4}, {"budget": 1.0}):
         with pytest.raises(ValueError, match=r"below|budget|rank|mean capacity"):
             ranks.plan(0.5, **wrong)

@@ -170,6 +170,8 @@ def test_what_is_settled_is_a_plan_within_the_budget(name: str, way: str, tmp_pa
     assert torch.equal(mmod.load_pretrained(tmp_path / "saved")(images), whole)
     assert f"for a budget of {0.7:.4g}" in str(found)
     found.plot(tmp_path / "plan.png")
+    with pytest.raises(FileExistsError, match="pass overwrite=True to replace it"):
+        found.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size
 
 

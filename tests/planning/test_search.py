@@ -259,6 +259,8 @@ def test_a_plan_keeps_the_score_that_it_was_searched_with(router: Any, tmp_path:
 def test_a_picture(tmp_path: Path) -> None:
     found = mmod.search_plan(make_model(NAME), [make_images(NAME, 2)], 0.8, options=FEW)
     found.plot(tmp_path / "plan.png")
+    with pytest.raises(FileExistsError, match="pass overwrite=True to replace it"):
+        found.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 1000
     for other in (mmod.Plan((1,), (0.125,), 4), mmod.Plan((1,), (0.5,), 9)):
         with pytest.raises(ValueError, match="this search has no"):
