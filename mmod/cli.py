@@ -57,13 +57,15 @@ COMMANDS = {
         "isoflop/text",
         "isoflop",
     ),
-    "evaluate CONFIG": Command("mmod.studies.assess", "score and cost of a model of any kind as it is", _WEIGHTS),
+    "evaluate CONFIG_OR_RUN": Command(
+        "mmod.studies.assess", "score and cost of a model of any kind as it is", _WEIGHTS
+    ),
     "audit CONFIG_OR_RUN": Command(
         "mmod.audits.command",
         "what the routers of a trained model learned, by counterfactuals",
         "digits/a-mod --model.checkpoint runs/digits/a-mod",
     ),
-    "plan CONFIG": Command(
+    "plan CONFIG_OR_RUN": Command(
         "mmod.studies.plan", "which tokens may miss which operator, searched without training", _WEIGHTS
     ),
     "report FOLDER...": Command("mmod.report.command", "one page of studies and audits, for a browser"),
@@ -159,5 +161,6 @@ def _usage(commands: Iterable[str]) -> str:
             *lines,
             "",
             "CONFIG is a YAML file or the name of a config that comes with mmod; `mmod COMMAND --help` lists its keys.",
+            "RUN is the folder of a finished run, which stands for its final model.",
         ]
     )

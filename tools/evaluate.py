@@ -1,8 +1,7 @@
-"""Evaluate a model as it is: `python tools/evaluate.py CONFIG [--key value] [--group.key value]`.
+"""Evaluate a model as it is: `python tools/evaluate.py CONFIG_OR_RUN [--key value]`.
 
-`python tools/evaluate.py configs/digits/dense.yaml --model.checkpoint RUN` says what a run's model scores and costs;
-`--routing '{preset: a-mod, blocks: late}'` routes it first. The keys are those of the training
-of its kind: image, pairs, chat or text.
+`python tools/evaluate.py RUN` says what the final model of a run scores and costs; `--routing '{preset: a-mod, blocks:
+late}'` routes it first. The keys are those of the training of its kind: image, pairs, chat or text.
 """
 
 import sys

@@ -7,19 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmod.audits.config import RUN, audit_config, run_config
-from mmod.training.engine.parse import parse_config
+from mmod.audits.config import audit_config
 from mmod.training.kinds import parse_kind
 
 
 def main(arguments: Sequence[str]) -> list[Path]:
     """Audit as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the results."""
-    config: Any
-    if arguments and (Path(arguments[0]) / RUN).is_file():
-        run = run_config(Path(arguments[0]))
-        config = parse_config(arguments[1:], type(run), run.to_dict())
-    else:
-        config = parse_kind(arguments, audit_config)
+    config: Any = parse_kind(arguments, audit_config)
     from mmod.audits.subjects import audit_run
 
     audit_run(config, command=shlex.join(["mmod", "audit", *arguments]))

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from mmod.config import AuditConfig
 from mmod.training.engine.config import RunConfig
-from mmod.training.kinds import config_with, kind_of, recipe_of
-
-RUN = "config.yaml"
+from mmod.training.kinds import config_with
 
 
 @dataclass(frozen=True)
@@ -51,19 +48,10 @@ def audit_config(kind: str) -> Any:
     return config_with(kind, "audit", AuditOptions, purpose)
 
 
-def run_config(folder: Path) -> Any:
-    """Return the config of the audit of a finished run."""
-    from mmod.io.yaml import read_yaml
-
-    fields = {name: value for name, value in read_yaml(folder / RUN).items() if name != "world_size"}
-    config = audit_config(kind_of([str(folder / RUN)])).from_dict({**fields, "output": str(folder)})
-    return recipe_of(config).finished(str(folder))
-
-
 def record_of(config: RunConfig) -> dict[str, Any]:
     """Return the options that the results depend on, as plain values."""
     # Captions are retrieved within a batch, so its size counts.
     free = ("workers", "pin_memory", *(() if config.kind == "pairs" else ("batch_size",)))
     plain = config.to_dict()
     data = {name: value for name, value in plain["data"].items() if name not in free}
-    return {name: plain[name] for name in ("model", "routing", "audit")} | {"data": data}
+    return {name: plain[name] for name in ("model", "routing", "methods", "audit")} | {"data": data}

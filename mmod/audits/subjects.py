@@ -28,7 +28,7 @@ from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure
 from mmod.analysis.timing import environment
-from mmod.audits.config import record_of, run_config
+from mmod.audits.config import audit_config, record_of
 from mmod.data.config import DataConfig
 from mmod.data.loader import text_stream
 from mmod.data.readers.chat import IGNORED
@@ -40,11 +40,13 @@ from mmod.io.claim import claim_folder
 from mmod.io.files import write_atomically
 from mmod.methods.route import routing_configs
 from mmod.studies.results import save_picture
+from mmod.training.engine.config import RUN_CONFIG
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import KeptShares
+from mmod.training.engine.parse import read_config
 from mmod.training.engine.recipe import seed_draws
 from mmod.training.image.recipe import sample_images
-from mmod.training.kinds import recipe_of
+from mmod.training.kinds import finished_run, kind_of, recipe_of
 from mmod.training.text.config import BYTES
 from mmod.values import refuse_unknown
 
@@ -371,7 +373,8 @@ def _baselines(config: Any) -> dict[str, Any]:
         raise ValueError(f"audit.beside names two folders alike: {', '.join(config.audit.beside)}")
     models = {}
     for name, folder in folders.items():
-        run = run_config(folder)
+        file = [str(folder / RUN_CONFIG)]
+        run = finished_run(read_config(file, audit_config(kind_of(file))), folder)
         if type(run) is not type(config):
             raise ValueError(f"audit.beside: {str(folder)!r} is a run of another kind than the audited one")
         models[name] = subject_of(run).create()

@@ -16,8 +16,9 @@ from mmod.analysis.timing import Spread
 from mmod.benchmarks.report import HIDDEN, Options, Row, Runs
 from mmod.data.loader import TextReader, read_text
 from mmod.io.tables import Column
-from mmod.io.yaml import read_yaml
 from mmod.speculation import DraftReport, judge_drafts
+from mmod.training.engine.config import RUN_CONFIG
+from mmod.training.engine.parse import read_config
 from mmod.training.text.config import TrainConfig
 from mmod.values import check_distinct
 
@@ -63,8 +64,7 @@ class DraftConfig(
         """Return a run for every number of drafted tokens; raise unless the model was trained with both passes."""
         from mmod.pretrained import load_pretrained  # brings timm, which other benchmarks may not need
 
-        fields = read_yaml(Path(self.run) / "config.yaml")
-        trained = TrainConfig.from_dict({name: value for name, value in fields.items() if name != "world_size"})
+        trained = read_config([str(Path(self.run) / RUN_CONFIG)], TrainConfig)
         if not trained.elastic:
             raise ValueError(
                 f"{self.run!r} was not trained with elastic: true, by which all tokens in all layers learn to verify "

@@ -1,4 +1,4 @@
-"""The command that evaluates a model without training: `mmod evaluate CONFIG [--kind KIND] [--key value]`."""
+"""The command that evaluates a model without training: `mmod evaluate CONFIG_OR_RUN [--key value]`."""
 
 from __future__ import annotations
 
@@ -66,6 +66,6 @@ def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Evaluate as the command line `CONFIG [--kind KIND] [--key value]` says and print the assessment."""
+    """Evaluate as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the assessment."""
     config: Any = parse_kind(arguments, CONFIGS.__getitem__)
     print(assess(config))

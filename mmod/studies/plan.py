@@ -1,4 +1,4 @@
-"""The search of a plan for the model that a run would start from: `mmod plan CONFIG [--kind KIND] [--key value]`."""
+"""The search of a plan for the model that a run would start from: `mmod plan CONFIG_OR_RUN [--key value]`."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Search as the command line `CONFIG [--kind KIND] [--key value]` says and print the result."""
+    """Search as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the result."""
     config: Any = parse_kind(arguments, plan_config)
     folder = Path(config.output) / "plan"
     print(f"{search_for(config, config.plan, folder)}\n\nPlan, picture and scores: {folder}")

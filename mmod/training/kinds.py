@@ -9,11 +9,12 @@ import importlib
 import sys
 import typing
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmod.io.yaml import parse_option, stack_configs
 from mmod.training.chat import config as chat
-from mmod.training.engine.config import RunConfig
+from mmod.training.engine.config import RUN_CONFIG, RunConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.image import config as image
 from mmod.training.pairs import config as pairs
@@ -109,14 +110,28 @@ def _named_kind(arguments: Sequence[str]) -> str | None:
 
 
 def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]]) -> Any:
-    """Return the config of a command line as `parse_config` does; `config_of` returns the class for a kind."""
-    kind = kind_of(arguments)
+    """Return the config of a command line as `parse_config` does; `config_of` returns the class for a kind.
+
+    A run folder in place of the config stands for its final model, see `finished_run`.
+    """
+    folder = Path(arguments[0]) if arguments and (Path(arguments[0]) / RUN_CONFIG).is_file() else None
+    words = arguments if folder is None else [str(folder / RUN_CONFIG), *arguments[1:]]
+    kind = kind_of(words)
     try:
-        return parse_config(arguments, config_of(kind))
+        config = parse_config(words if folder is None else [words[0], "--kind", kind], config_of(kind))
     except SystemExit as end:
-        if end.code and _named_kind(arguments) is None:
+        if end.code and _named_kind(words) is None:
             print(f"without a key `kind`, a config is read as {kind}; valid are {', '.join(CONFIGS)}", file=sys.stderr)
         raise
+    if folder is None:
+        return config
+    run = finished_run(config, folder)
+    return parse_config(arguments[1:], type(run), run.to_dict())
+
+
+def finished_run(config: Any, folder: Path) -> Any:
+    """Return the config that starts from the final model of a run folder, from the config in it."""
+    return recipe_of(dataclasses.replace(config, output=str(folder))).finished(str(folder))
 
 
 _DRY = "--dry-run"

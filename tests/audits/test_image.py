@@ -86,6 +86,8 @@ def test_a_finished_audit_is_read_and_never_overwritten(run: Path, tmp_path: Pat
     assert found.stat().st_mtime_ns == before
     with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
         main([*arguments, "--audit.draws", "2"])
+    with pytest.raises(ValueError, match="methods: "):
+        main([*arguments, "--methods", "[{kind: experts, experts: 2}]"])
 
 
 def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,11 +9,12 @@ import torch
 
 from mmod import flops
 from mmod.data.loader import image_stream
-from mmod.studies.assess import assess
+from mmod.studies.assess import assess, main
 from mmod.training import evaluate, fit
 from mmod.training.engine.recipe import seed_draws
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import ImageRecipe, sample_images, timed_images
+from mmod.training.kinds import CONFIGS, parse_kind
 from tests.sets import SETS
 
 MODEL = {"patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 3, "num_heads": 2}
@@ -30,12 +31,14 @@ def config(folder: Path, **changes: object) -> TrainConfig:
     return TrainConfig.from_dict({**fields, **changes})
 
 
-def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path) -> None:
+def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = fit(config(tmp_path), progress=False)
     files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
     start = {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}, "checkpoint": str(tmp_path / "run")}
     dense = assess(config(tmp_path, model=start), progress=False)
     assert dense.evaluation == result.evaluation
+    main([str(tmp_path / "run")])
+    assert capsys.readouterr().out.startswith(str(result.evaluation))
     assert sorted(dense.ms["image"]) == [1, 8, 32]
     assert "image: " in str(dense)
 
@@ -59,3 +62,15 @@ def test_a_timed_batch_has_its_size_whatever_the_set_has(tmp_path: Path) -> None
 def test_a_config_without_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"set model\.checkpoint"):
         assess(config(tmp_path), progress=False)
+
+
+def test_the_kind_of_a_run_folder_without_one_is_an_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.yaml").write_text(
+        "output: here\nmodel: {config: {model_type: llama}}\ndata: {length: 8}\nworld_size: 1\n"
+    )
+    with pytest.raises(SystemExit):
+        parse_kind([str(tmp_path)], CONFIGS.__getitem__)
+    assert "without a key `kind`, a config is read as image" in capsys.readouterr().err
+    run = parse_kind([str(tmp_path), "--kind", "text", "--seed", "3"], CONFIGS.__getitem__)
+    assert (run.kind, run.output, run.seed, run.data.length) == ("text", str(tmp_path), 3, 8)
+    assert run.model.checkpoint == str(tmp_path)

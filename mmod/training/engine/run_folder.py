@@ -16,11 +16,10 @@ import yaml
 from mmod.io.claim import check_same, read_claim
 from mmod.io.files import DamagedFileError, locked, parse_json, write_atomically
 from mmod.io.tensors import check_complete
-from mmod.training.engine.config import RunConfig
+from mmod.training.engine.config import RUN_CONFIG, RunConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
 
-_CONFIG = "config.yaml"
 _RESULT = "result.json"
 # A resumed run may change them as long as their product is the same.
 _BATCH_KEYS = frozenset({"world_size", "accumulate", "data.batch_size"})
@@ -87,7 +86,7 @@ def run_once(
     record = {**config.to_dict(), "world_size": world}
 
     def finished() -> Done | None:
-        existing = read_claim(folder, _CONFIG)
+        existing = read_claim(folder, RUN_CONFIG)
         if existing is not None:
             equal_steps = _step_samples(existing) is not None and _step_samples(existing) == _step_samples(record)
             free_keys = config.free_keys | (_BATCH_KEYS if equal_steps else frozenset())
@@ -95,9 +94,9 @@ def run_once(
         return read(folder)
 
     def claim() -> None:
-        if not (folder / _CONFIG).exists():
+        if not (folder / RUN_CONFIG).exists():
             folder.mkdir(parents=True, exist_ok=True)
-            write_atomically(folder / _CONFIG, yaml.safe_dump(record, sort_keys=False))
+            write_atomically(folder / RUN_CONFIG, yaml.safe_dump(record, sort_keys=False))
 
     result = finished()
     if result is not None:
