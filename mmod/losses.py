@@ -115,6 +115,11 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
     ]
     terms = [term for term in method_terms if term is not None]
     blocks = {} if method_terms and not is_routed(model) else routed_blocks(model)
+    if not terms and not blocks:
+        raise ValueError(
+            "no auxiliary loss: the methods of this model have none, or it did not run in training mode since the last "
+            "call"
+        )
     if not terms and not any(block.router.config.losses for block in blocks.values()):
         raise ValueError("no auxiliary loss is configured: set RoutingConfig(losses={'membership': 0.01}), for example")
     terms += [_block_loss(name, block) for name, block in blocks.items() if block.router.config.losses]

@@ -170,7 +170,7 @@ class TestErrors:
 
     def test_a_method_without_a_loss(self) -> None:
         model = mmod.apply_(make_model(NAME), mmod.methods.Merge(r=2))
-        with pytest.raises(ValueError, match="no auxiliary loss is configured"):
+        with pytest.raises(ValueError, match="no auxiliary loss: the methods of this model have none"):
             mmod.auxiliary_loss(model)
 
     def test_nothing_configured(self) -> None:
