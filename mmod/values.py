@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import operator
@@ -71,16 +72,16 @@ def check_distinct(config: Any, *names: str) -> None:
             raise ValueError(f"{name} must name at least one value, and each once, got {values}")
 
 
-def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
+def check_fields(config: Any, group: str = "") -> None:
     """Raise unless every field of a dataclass has its annotated type and is within its limit; numbers must be finite.
 
-    Numbers of numpy are replaced by Python's, which files can hold, and lists by tuples where the type is a tuple.
-    `group` is the fields' section in messages.
+    The limit of a field stands in its annotation: `Annotated[int | None, "[1, inf)"]`. Numbers of numpy are replaced by
+    Python's, which files can hold, and lists by tuples where the type is a tuple. `group` is the fields' section in
+    messages.
     """
     cls: Any = type(config)
-    hints = _hints(cls)
-    assert limits.keys() <= hints.keys(), f"no fields of {cls.__name__}: {limits.keys() - hints.keys()}"
-    for name, hint in hints.items():
+    limits = _limits(cls)
+    for name, hint in _hints(cls).items():
         value = getattr(config, name)
         check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, _FINITE))
         plain = _builtin(value)
@@ -93,29 +94,26 @@ def check_fields(config: Any, group: str = "", **limits: Limit) -> None:
 class Checked:
     """Base of dataclasses whose fields are checked when they are made, see `check_fields`.
 
-    Classes declare the fields' `group` and limits where they name their bases, and inherit them.
+    Classes name the fields' `group` after their bases, and inherit it.
 
     Example:
         >>> @dataclasses.dataclass
-        ... class Average(Checked, group="ema", decay="[0, 1)"):
-        ...     decay: float = 0.9
+        ... class Average(Checked, group="ema"):
+        ...     decay: Annotated[float, "[0, 1)"] = 0.9
         >>> Average(decay=2)
         Traceback (most recent call last):
         ValueError: ema.decay must be a number in [0, 1), got 2
     """
 
     _group: typing.ClassVar[str] = ""
-    _limits: typing.ClassVar[Mapping[str, Limit]] = {}
 
-    def __init_subclass__(cls, group: str | None = None, **limits: Limit) -> None:
+    def __init_subclass__(cls, group: str | None = None) -> None:
         super().__init_subclass__()
-        cls._group = cls._group if group is None else group
-        for base in cls.__bases__:
-            limits = {**getattr(base, "_limits", {}), **limits}
-        cls._limits = limits
+        if group is not None:
+            cls._group = group
 
     def __post_init__(self) -> None:
-        check_fields(self, self._group, **self._limits)
+        check_fields(self, self._group)
 
 
 def check_value(name: str, value: object, hint: Any, limit: Limit | None = _FINITE) -> None:
@@ -226,6 +224,20 @@ def _from_plain(hint: Any, value: Any, name: str, limit: Limit | None) -> Any:
 def _hints(cls: Any) -> dict[str, Any]:
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+@functools.cache
+def _limits(cls: Any) -> dict[str, Limit]:
+    """Return the limits in the annotations of a dataclass's fields, by name."""
+    limits: dict[str, Limit] = {}
+    for base in reversed(cls.__mro__):
+        hints = typing.get_type_hints(base, include_extras=True)
+        for name in inspect.get_annotations(base):
+            # A field that a class declares again, such as for another default, keeps the limit of its base.
+            for note in getattr(hints[name], "__metadata__", ()):
+                if isinstance(note, (str, tuple)):
+                    limits[name] = note
+    return limits
 
 
 def _fault(value: object, hint: Any, limit: Limit | None) -> type[Exception] | None:

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mmod.data.corrupt import CorruptDataError, UnusableError
 from mmod.data.readers.images import ImageFiles, read_image
@@ -42,14 +42,14 @@ class ConversationsConversion(PackConfig):
         ValueError: If a value is out of range.
     """
 
-    shard_size: int = 5000
+    shard_size: Annotated[int, "[1, inf)"] = 5000
     on_fault: Literal["raise", "drop"] = "raise"
     shards: bool = False
 
     def __post_init__(self) -> None:
         if Path(self.source).suffix not in (".json", ".jsonl"):
             raise ValueError(f"source={self.source!r} must end in .json or .jsonl")
-        check_fields(self, **dict.fromkeys(("shard_size", "min_size", "threads"), "[1, inf)"))
+        check_fields(self)
 
 
 def convert_conversations(config: ConversationsConversion, progress: bool = True) -> dict[str, Any]:

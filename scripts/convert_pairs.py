@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from PIL import Image
 
@@ -50,15 +50,14 @@ class PairsConversion(PackConfig):
 
     image_column: str = "image"
     caption_column: str = "caption"
-    resize: int | None = None
-    max_aspect: float = 20.0
-    quality: int = 95
+    resize: Annotated[int | None, "[1, inf)"] = None
+    max_aspect: Annotated[float, "[1, inf)"] = 20.0
+    quality: Annotated[int, "[1, 100]"] = 95
 
     def __post_init__(self) -> None:
         if self._suffix not in SUFFIXES:
             raise ValueError(f"source={self.source!r} must end in {', '.join(SUFFIXES)}")
-        minimum_1 = dict.fromkeys(("shard_size", "min_size", "threads", "max_aspect", "resize"), "[1, inf)")
-        check_fields(self, quality="[1, 100]", **minimum_1)
+        check_fields(self)
 
     @property
     def _suffix(self) -> str:

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from PIL import Image
 
@@ -59,9 +59,9 @@ class PackConfig:
     output: str
     images: str | None = None
     follow_links: bool = False
-    shard_size: int = 10000
-    min_size: int = 1
-    threads: int = 4
+    shard_size: Annotated[int, "[1, inf)"] = 10000
+    min_size: Annotated[int, "[1, inf)"] = 1
+    threads: Annotated[int, "[1, inf)"] = 4
 
 
 def pack_shards(

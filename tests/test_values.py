@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
@@ -25,6 +25,19 @@ class Point:
 class Places(Checked):
     rows: Sequence[int] = ()
     chosen: frozenset[int] = frozenset()
+
+
+@dataclass
+class Schedule(Checked, group="schedule"):
+    steps: Annotated[int | None, "[1, inf)"] = None
+    rates: Annotated[tuple[float, ...], 0, "(0, 1]"] = (0.5,)
+    shape: Annotated[str, ("linear", "cosine")] = "cosine"
+
+
+@dataclass
+class LongSchedule(Schedule):
+    steps: int | None = 1000
+    shape: Annotated[str, ("linear",)] = "linear"
 
 
 @dataclass
@@ -100,6 +113,24 @@ def test_containers_without_known_items_are_checked_by_their_class() -> None:
     assert Places((1, 2), frozenset([3])).rows == (1, 2)
     with pytest.raises(TypeError, match="chosen must be a frozenset, got 3"):
         Places(chosen=3)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "value", "message"),
+    [
+        (Schedule, "steps", 0, "schedule.steps must be an integer of at least 1 or null, got 0"),
+        (Schedule, "rates", (0.5, 0.0), r"schedule.rates must be several values, each a number in \(0, 1\], got"),
+        (Schedule, "shape", "step", "schedule.shape must be one of 'linear', 'cosine', got 'step'"),
+        (LongSchedule, "steps", 0, "schedule.steps must be an integer of at least 1 or null, got 0"),
+        (LongSchedule, "rates", (2.0,), r"schedule.rates must be several values, each a number in \(0, 1\], got"),
+        (LongSchedule, "shape", "cosine", "schedule.shape must be 'linear', got 'cosine'"),
+    ],
+)
+def test_limits_in_annotations_hold_also_for_fields_declared_again(
+    kind: type[Schedule], field: str, value: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        kind(**{field: value})
 
 
 def test_an_integer_too_long_to_be_written_is_refused_in_one_line() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 from mmod.config import AuditConfig
 from mmod.training.engine.config import RunConfig
@@ -11,7 +11,7 @@ from mmod.training.kinds import config_with
 
 
 @dataclass(frozen=True)
-class AuditOptions(AuditConfig, maps="[0, inf)", questions="[2, inf)", generation="[0, inf)", texts="[2, inf)"):
+class AuditOptions(AuditConfig):
     """Options of the audit of a run, see `mmod.audit`.
 
     Args:
@@ -32,14 +32,14 @@ class AuditOptions(AuditConfig, maps="[0, inf)", questions="[2, inf)", generatio
     """
 
     positions_split: str | None = None
-    maps: int = 6
+    maps: Annotated[int, "[0, inf)"] = 6
     reference: str | None = None
     shifts: list[str] = field(default_factory=list)
     others: dict[str, dict[str, Any]] = field(default_factory=dict)
     beside: list[str] = field(default_factory=list)
-    questions: int | None = None
-    generation: int = 0
-    texts: int = 32
+    questions: Annotated[int | None, "[2, inf)"] = None
+    generation: Annotated[int, "[0, inf)"] = 0
+    texts: Annotated[int, "[2, inf)"] = 32
 
 
 def audit_config(kind: str) -> Any:

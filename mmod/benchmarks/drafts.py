@@ -6,7 +6,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
@@ -24,14 +24,7 @@ from mmod.values import check_distinct
 
 
 @dataclass(frozen=True, kw_only=True)
-class DraftConfig(
-    Options,
-    draft_tokens="[0, inf)",
-    prompts="[1, inf)",
-    prompt_tokens="[1, inf)",
-    new_tokens="[1, inf)",
-    rounds="[1, inf)",
-):
+class DraftConfig(Options):
     """Greedy generation by all tokens in all layers, with and without drafts of routed ones.
 
     Prompts are windows of the run's validation text, spread evenly over it, and continued one by one.
@@ -48,11 +41,11 @@ class DraftConfig(
     """
 
     run: str
-    draft_tokens: list[int] = field(default_factory=lambda: [0, 3, 6])
-    prompts: int = 8
-    prompt_tokens: int = 64
-    new_tokens: int = 128
-    rounds: int = 3
+    draft_tokens: Annotated[list[int], "[0, inf)"] = field(default_factory=lambda: [0, 3, 6])
+    prompts: Annotated[int, "[1, inf)"] = 8
+    prompt_tokens: Annotated[int, "[1, inf)"] = 64
+    new_tokens: Annotated[int, "[1, inf)"] = 128
+    rounds: Annotated[int, "[1, inf)"] = 3
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
     out: str = "runs/benchmark_drafts"
 

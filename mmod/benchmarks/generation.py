@@ -9,7 +9,7 @@ import functools
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ _SPECIAL = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerationConfig(TimedOptions, image_tokens="[1, inf)", text_tokens="[1, inf)", batch_sizes="[1, inf)"):
+class GenerationConfig(TimedOptions):
     """A LLaVA of random weights, dense and routed by each preset, interleaved.
 
     The language model is a Llama with heads of 64 channels. Its prefill takes `input_ids` and precomputed image
@@ -55,9 +55,9 @@ class GenerationConfig(TimedOptions, image_tokens="[1, inf)", text_tokens="[1, i
     """
 
     presets: list[str] = field(default_factory=lambda: ["p-mod", "gamma-mod", "a-mod"])
-    image_tokens: list[int] = field(default_factory=lambda: [576, 2880])
-    text_tokens: int = 48
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 4])
+    image_tokens: Annotated[list[int], "[1, inf)"] = field(default_factory=lambda: [576, 2880])
+    text_tokens: Annotated[int, "[1, inf)"] = 48
+    batch_sizes: Annotated[list[int], "[1, inf)"] = field(default_factory=lambda: [1, 4])
     hidden: int = 256
     intermediate: int | None = None
     layers: int = 8

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 
@@ -40,7 +40,7 @@ class Runs(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options(Checked, threads="[1, inf)", limit="(0, inf)"):
+class Options(Checked):
     """Options of every benchmark.
 
     Args:
@@ -51,9 +51,9 @@ class Options(Checked, threads="[1, inf)", limit="(0, inf)"):
         limit: Seconds after which a suite ends it, to continue in its next call; None for no limit.
     """
 
-    threads: int | None = None
+    threads: Annotated[int | None, "[1, inf)"] = None
     device: str = "cpu"
-    limit: float | None = None
+    limit: Annotated[float | None, "(0, inf)"] = None
     out: str
 
     def runs(self) -> Runs:
@@ -62,7 +62,7 @@ class Options(Checked, threads="[1, inf)", limit="(0, inf)"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimedOptions(Options, seconds="[0, inf)", rounds="[1, inf)", seed="[0, inf)"):
+class TimedOptions(Options):
     """Options of a benchmark that times its paths in turns; the others are those of `Options`.
 
     Args:
@@ -71,9 +71,9 @@ class TimedOptions(Options, seconds="[0, inf)", rounds="[1, inf)", seed="[0, inf
         seed: Seed of weights, inputs and order.
     """
 
-    seconds: float = 30.0
-    rounds: int = 5
-    seed: int = 0
+    seconds: Annotated[float, "[0, inf)"] = 30.0
+    rounds: Annotated[int, "[1, inf)"] = 5
+    seed: Annotated[int, "[0, inf)"] = 0
 
 
 @dataclass(frozen=True)

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from mmod.values import Checked
 
 
 @dataclass(frozen=True)
-class AuditConfig(
-    Checked, group="audit", draws="[1, inf)", margin="[0, inf)", resamples="[100, inf)", leave_one_out="[0, inf)",
-    grid="[1, inf)",
-):  # fmt: skip
+class AuditConfig(Checked, group="audit"):
     """What an audit compares, and how precisely.
 
     Args:
@@ -27,8 +25,8 @@ class AuditConfig(
     """
 
     conditions: list[str] | None = None
-    draws: int = 5
-    margin: float = 5.0
-    resamples: int = 2000
-    leave_one_out: int = 0
-    grid: tuple[int, int] | None = None
+    draws: Annotated[int, "[1, inf)"] = 5
+    margin: Annotated[float, "[0, inf)"] = 5.0
+    resamples: Annotated[int, "[100, inf)"] = 2000
+    leave_one_out: Annotated[int, "[0, inf)"] = 0
+    grid: Annotated[tuple[int, int] | None, "[1, inf)"] = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
 from mmod.values import Checked, check_fields, one_of
 
@@ -16,7 +16,7 @@ GATES = ("identity", "linear", "sigmoid", "tanh", "step")
 
 
 @dataclass(frozen=True)
-class Threshold(Checked, group="select", min_tokens="[0, inf)", max_tokens="[1, inf)"):
+class Threshold(Checked, group="select"):
     """Keep every token whose score reaches a threshold, so that images keep different numbers of tokens.
 
     Args:
@@ -34,8 +34,8 @@ class Threshold(Checked, group="select", min_tokens="[0, inf)", max_tokens="[1, 
 
     name: ClassVar[str] = "threshold"
     threshold: float = 0.5
-    min_tokens: int = 0
-    max_tokens: int | None = None
+    min_tokens: Annotated[int, "[0, inf)"] = 0
+    max_tokens: Annotated[int | None, "[1, inf)"] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,17 +84,17 @@ class Gate:
     """
 
     name: str
-    scale: float
+    scale: Annotated[float, "[0, inf)"]
 
     def __init__(self, name: str = "tanh", scale: float | None = None) -> None:
         # A frozen dataclass refuses assignments.
         vars(self).update(name=name, scale=(0.2 if name == "tanh" else 1.0) if scale is None else scale)
         one_of("gate", name, GATES)
-        check_fields(self, "gate", scale="[0, inf)")
+        check_fields(self, "gate")
 
 
 @dataclass(frozen=True, kw_only=True)
-class LanguageRouting(Checked, group="language", tokens="[1, inf)", inference_threshold="[0, 1)"):
+class LanguageRouting(Checked, group="language"):
     """Options that only the layers of a language model have.
 
     Args:
@@ -118,10 +118,10 @@ class LanguageRouting(Checked, group="language", tokens="[1, inf)", inference_th
         ValueError: language.tokens must be one of 'image', 'all', 'span', got 'text'
     """
 
-    tokens: str | int | None = None
+    tokens: Annotated[str | int | None, "[1, inf)"] = None
     scored: Literal["input", "norm"] = "input"
     predictor: bool = False
-    inference_threshold: float | None = None
+    inference_threshold: Annotated[float | None, "[0, 1)"] = None
     gate_on: Literal["update", "mlp", "branches"] = "update"
     positions: Literal["original", "compact"] = "original"
 

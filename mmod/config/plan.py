@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from mmod.config.parts import Gate, Score, WithImportance, plain, spelled
 from mmod.config.registry import read_parts
@@ -71,10 +71,10 @@ class Plan:
     """
 
     blocks: tuple[int, ...]
-    capacities: tuple[float, ...]
-    depth: int
-    operators: tuple[str, ...]
-    contexts: tuple[str, ...]
+    capacities: Annotated[tuple[float, ...], "[0, 1]"]
+    depth: Annotated[int, DEPTH]
+    operators: Annotated[tuple[str, ...], OPERATORS]
+    contexts: Annotated[tuple[str, ...], CONTEXTS]
     router: Score | None
     gate: Gate | None
     protect_prefix: bool
@@ -105,7 +105,7 @@ class Plan:
             gate=parts.get("gate"),
             protect_prefix=protect_prefix,
         )
-        check_fields(self, capacities="[0, 1]", depth=DEPTH, operators=OPERATORS, contexts=CONTEXTS)
+        check_fields(self)
         check_blocks(self.blocks, self.depth)
         for name in ("capacities", "operators", "contexts"):
             count = len(getattr(self, name))

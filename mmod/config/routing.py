@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.config.parts import IMPORTANCE, Gate, LanguageRouting, Merged, Score, Threshold, plain, spelled
 from mmod.config.plan import CONTEXTS, DEPTH, OPERATORS, Plan
@@ -69,13 +69,13 @@ class RoutingConfig:
     """
 
     router: Score
-    capacity: float | tuple[float, ...]
+    capacity: Annotated[float | tuple[float, ...], "[0, 1]"]
     select: Literal["topk"] | Threshold
     gate: Gate
-    context: str | tuple[str, ...]
-    operator: str | tuple[str, ...]
+    context: Annotated[str | tuple[str, ...], CONTEXTS]
+    operator: Annotated[str | tuple[str, ...], OPERATORS]
     skipped: Literal["pass", "scale", "follow"] | Merged
-    blocks: str | tuple[int, ...]
+    blocks: Annotated[str | tuple[int, ...], LAYOUTS]
     protect_prefix: bool
     losses: Mapping[str, float]
     language: LanguageRouting
@@ -101,7 +101,7 @@ class RoutingConfig:
         # A frozen dataclass refuses assignments.
         vars(self).update(read_parts(parts), capacity=capacity, context=context, operator=operator, blocks=blocks)
         vars(self).update(protect_prefix=protect_prefix, losses=dict(losses))
-        check_fields(self, capacity="[0, 1]", select=("topk",), context=CONTEXTS, operator=OPERATORS, blocks=LAYOUTS)
+        check_fields(self)
         for name in self.losses:
             LOSSES.check(name)
         if self.router.learns and isinstance(self.select, Threshold):

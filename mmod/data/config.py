@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mmod.data.corrupt import OnCorrupt
 from mmod.io.remote import RemoteConfig
@@ -22,25 +22,12 @@ _TEXT_SPLITS = ("train", "val", "test")
 
 # timm's names. The policy is the first word of `auto_augment`.
 _INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "box", "hamming", "lanczos")
+_TRAIN_INTERPOLATIONS = (*_INTERPOLATIONS, "random")
 _POLICIES = ("rand", "augmix", "original", "originalr", "v0", "v0r", "3a")
 
 
 @dataclass
-class AugmentConfig(
-    Checked,
-    group="data.augment",
-    interpolation=(*_INTERPOLATIONS, "random"),
-    scale="(0, inf)",
-    ratio="(0, inf)",
-    hflip="[0, 1]",
-    vflip="[0, 1]",
-    color_jitter="[0, inf)",
-    color_jitter_prob="[0, 1]",
-    grayscale_prob="[0, 1]",
-    gaussian_blur_prob="[0, 1]",
-    re_prob="[0, 1]",
-    re_count="[1, inf)",
-):
+class AugmentConfig(Checked, group="data.augment"):
     """Training augmentation: arguments of `timm.data.create_transform`.
 
     Args:
@@ -61,19 +48,19 @@ class AugmentConfig(
     """
 
     train_crop_mode: Literal["rrc", "rkrc", "rkrr"] = "rrc"
-    scale: tuple[float, float] | None = None
-    ratio: tuple[float, float] | None = None
-    hflip: float = 0.5
-    vflip: float = 0.0
-    color_jitter: float = 0.4
-    color_jitter_prob: float | None = None
-    grayscale_prob: float = 0.0
-    gaussian_blur_prob: float = 0.0
+    scale: Annotated[tuple[float, float] | None, "(0, inf)"] = None
+    ratio: Annotated[tuple[float, float] | None, "(0, inf)"] = None
+    hflip: Annotated[float, "[0, 1]"] = 0.5
+    vflip: Annotated[float, "[0, 1]"] = 0.0
+    color_jitter: Annotated[float, "[0, inf)"] = 0.4
+    color_jitter_prob: Annotated[float | None, "[0, 1]"] = None
+    grayscale_prob: Annotated[float, "[0, 1]"] = 0.0
+    gaussian_blur_prob: Annotated[float, "[0, 1]"] = 0.0
     auto_augment: str | None = None
-    interpolation: str = "random"
-    re_prob: float = 0.0
+    interpolation: Annotated[str, _TRAIN_INTERPOLATIONS] = "random"
+    re_prob: Annotated[float, "[0, 1]"] = 0.0
     re_mode: Literal["const", "rand", "pixel"] = "const"
-    re_count: int = 1
+    re_count: Annotated[int, "[1, inf)"] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -82,7 +69,7 @@ class AugmentConfig(
 
 
 @dataclass(kw_only=True)
-class SourceConfig(Checked, group="data", max_corrupt="[0, inf)"):
+class SourceConfig(Checked, group="data"):
     """Settings of every source that may hold corrupt data or lie on another machine.
 
     Args:
@@ -93,12 +80,12 @@ class SourceConfig(Checked, group="data", max_corrupt="[0, inf)"):
     """
 
     on_corrupt: OnCorrupt = "raise"
-    max_corrupt: int | None = None
+    max_corrupt: Annotated[int | None, "[0, inf)"] = None
     remote: RemoteConfig = field(default_factory=RemoteConfig)
 
 
 @dataclass(kw_only=True)
-class StreamConfig(Checked, group="data", batch_size="[1, inf)", workers="[0, inf)"):
+class StreamConfig(Checked, group="data"):
     """Settings of every stream of batches.
 
     Args:
@@ -107,23 +94,13 @@ class StreamConfig(Checked, group="data", batch_size="[1, inf)", workers="[0, in
         pin_memory: Return batches in pinned memory (for a GPU).
     """
 
-    batch_size: int = 64
-    workers: int = 0
+    batch_size: Annotated[int, "[1, inf)"] = 64
+    workers: Annotated[int, "[0, inf)"] = 0
     pin_memory: bool = False
 
 
 @dataclass
-class DataConfig(
-    StreamConfig,
-    SourceConfig,
-    train_limit="[1, inf)",
-    val_limit="[1, inf)",
-    image_size="[1, inf)",
-    std="(0, inf)",
-    crop_pct="(0, 1]",
-    interpolation=_INTERPOLATIONS,
-    label_patch="[1, inf)",
-):
+class DataConfig(StreamConfig, SourceConfig):
     """Config of a data set of images.
 
     Args:
@@ -161,19 +138,19 @@ class DataConfig(
     root: str | None = None
     train_split: str = "train"
     val_split: str = "val"
-    train_limit: int | None = None
-    val_limit: int | None = None
-    image_size: int = 32
+    train_limit: Annotated[int | None, "[1, inf)"] = None
+    val_limit: Annotated[int | None, "[1, inf)"] = None
+    image_size: Annotated[int, "[1, inf)"] = 32
     channels: int = 1
     mean: tuple[float, ...] | None = None
-    std: tuple[float, ...] | None = None
+    std: Annotated[tuple[float, ...] | None, "(0, inf)"] = None
     augment: AugmentConfig | None = None
-    crop_pct: float = 0.875
-    interpolation: str = "bicubic"
+    crop_pct: Annotated[float, "(0, 1]"] = 0.875
+    interpolation: Annotated[str, _INTERPOLATIONS] = "bicubic"
     in_memory: bool | None = None
     options: dict[str, Any] = field(default_factory=dict)
     columns: tuple[str, str] = ("image", "label")
-    label_patch: int | None = None
+    label_patch: Annotated[int | None, "[1, inf)"] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -256,9 +233,7 @@ class PairsConfig(StreamConfig, SourceConfig):
 
 
 @dataclass
-class TextConfig(
-    StreamConfig, train_split=_TEXT_SPLITS, val_split=_TEXT_SPLITS, val_limit="[1, inf)", length="[1, inf)"
-):
+class TextConfig(StreamConfig):
     """Config of a byte-level text data set, read in windows of one length that do not overlap.
 
     A checksum of a file's or document's content assigns it to a split, 90 % to "train", so that copies share a split.
@@ -274,8 +249,8 @@ class TextConfig(
     """
 
     source: str = "python"
-    train_split: str = "train"
-    val_split: str = "val"
-    val_limit: int | None = None
-    length: int = 256
+    train_split: Annotated[str, _TEXT_SPLITS] = "train"
+    val_split: Annotated[str, _TEXT_SPLITS] = "val"
+    val_limit: Annotated[int | None, "[1, inf)"] = None
+    length: Annotated[int, "[1, inf)"] = 256
     batch_size: int = field(default=32, kw_only=True)

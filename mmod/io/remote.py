@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from mmod.io.files import replacing
 from mmod.values import Checked
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 
 
 @dataclass
-class RemoteConfig(Checked, group="data.remote", timeout="(0, inf)", retries="[0, inf)", backoff="[0, inf)"):
+class RemoteConfig(Checked, group="data.remote"):
     """Config of reading shards from URLs.
 
     Args:
@@ -34,9 +34,9 @@ class RemoteConfig(Checked, group="data.remote", timeout="(0, inf)", retries="[0
         copy: Copy shards to `root` while training reads them; false reads every sample from its URL.
     """
 
-    timeout: float = 60.0
-    retries: int = 3
-    backoff: float = 1.0
+    timeout: Annotated[float, "(0, inf)"] = 60.0
+    retries: Annotated[int, "[0, inf)"] = 3
+    backoff: Annotated[float, "[0, inf)"] = 1.0
     copy: bool = True
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from timm.models import ResNet
@@ -23,7 +23,7 @@ from mmod.routing import Evidence, Kept, RandomScore, Routing, Weights
 
 @register_method("channels")
 @dataclass(frozen=True)
-class Channels(Method, divisor="[1, inf)", squeeze="[1, inf)"):
+class Channels(Method):
     """Narrow ResNet blocks that run on the channels of an image that a selector chooses.
 
     They replace every second block of a stage. The first block of a stage stays, because it may change the number of
@@ -53,8 +53,8 @@ class Channels(Method, divisor="[1, inf)", squeeze="[1, inf)"):
         Conv2d(8, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), bias=False)
     """
 
-    divisor: int = 64
-    squeeze: int = 16
+    divisor: Annotated[int, "[1, inf)"] = 64
+    squeeze: Annotated[int, "[1, inf)"] = 16
     into: Literal["first", "own"] = "first"
     adds: Literal["output", "change"] = "output"
     chosen: Literal["score", "random", "first"] = "score"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ _HEAD = ("norm", "fc_norm", "head", "head_dist")
 
 @register_method("exit")
 @dataclass(frozen=True)
-class Exit(Method, confidence="(0, inf)", blocks="[0, inf)"):
+class Exit(Method):
     """Early exit after some blocks, each with a separate head.
 
     In evaluation, an image exits where its head's largest probability reaches the confidence. The remaining images are
@@ -47,8 +47,8 @@ class Exit(Method, confidence="(0, inf)", blocks="[0, inf)"):
     """
 
     added: ClassVar[tuple[str, ...]] = (".exit.",)
-    confidence: float = 0.9
-    blocks: tuple[int, ...] = (3, 6, 9)
+    confidence: Annotated[float, "(0, inf)"] = 0.9
+    blocks: Annotated[tuple[int, ...], "[0, inf)"] = (3, 6, 9)
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model classifies and has blocks after each exit."""

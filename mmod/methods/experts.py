@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,7 +41,7 @@ from mmod.routing.decoder import Predictor
 
 @register_method("experts")
 @dataclass(frozen=True, kw_only=True)
-class Experts(Mixture, experts="[1, inf)", idle="[0, inf)", capacity="(0, inf)", blocks="[0, inf)"):
+class Experts(Mixture):
     """A mixture of experts replaces every MLP; all experts start as copies of it.
 
     An expert has `floor(capacity * N / experts)` slots for N tokens, at least one, so active FLOPs depend on `capacity`
@@ -75,11 +75,11 @@ class Experts(Mixture, experts="[1, inf)", idle="[0, inf)", capacity="(0, inf)",
         >>> staged = mmod.route_(model, mmod.RoutingConfig(capacity=0.5))
     """
 
-    experts: int = 4
-    idle: int = 0
-    capacity: float | None = 1.0
+    experts: Annotated[int, "[1, inf)"] = 4
+    idle: Annotated[int, "[0, inf)"] = 0
+    capacity: Annotated[float | None, "(0, inf)"] = 1.0
     normalize: bool = False
-    blocks: tuple[int, ...] | None = None
+    blocks: Annotated[tuple[int, ...] | None, "[0, inf)"] = None
     added: ClassVar[tuple[str, ...]] = (".router.", ".others.", ".predictors.")
 
     def __post_init__(self) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from mmod.ops import gather_rows
 
 @register_method("merge")
 @dataclass(frozen=True)
-class Merge(Method, r="[0, inf)"):
+class Merge(Method):
     """Token merging between attention and MLP (ToMe): bipartite soft matching by the keys' mean over heads.
 
     Tokens alternate between two sets, and the r tokens of the first set with the most similar partner in the second
@@ -39,7 +40,7 @@ class Merge(Method, r="[0, inf)"):
         53
     """
 
-    r: int | tuple[int, ...] = 8
+    r: Annotated[int | tuple[int, ...], "[0, inf)"] = 8
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless `r` fits the depth and the blocks' halves can run separately."""

@@ -7,7 +7,7 @@ T rows of all experts, D channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from mmod.routing.groups import slots_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mixture(Method, balance="[0, inf)", membership="[0, inf)"):
+class Mixture(Method):
     """A method in which experts or recursions choose tokens, or tokens choose them.
 
     Args:
@@ -36,8 +36,8 @@ class Mixture(Method, balance="[0, inf)", membership="[0, inf)"):
 
     decoders: ClassVar[bool] = True
     choice: Literal["topk", "tokens", "score", "predictor"] = "topk"
-    balance: float = 0.01
-    membership: float = 0.01
+    balance: Annotated[float, "[0, inf)"] = 0.01
+    membership: Annotated[float, "[0, inf)"] = 0.01
 
     @property
     def has_loss(self) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from mmod.ops.importance import class_token_attention
 
 @register_method("prune")
 @dataclass(frozen=True)
-class Prune(Method, keep="(0, 1]", blocks="[0, inf)"):
+class Prune(Method):
     """Token pruning between attention and MLP of some blocks, by the attention that tokens receive there (EViT).
 
     Prefix tokens are always kept.
@@ -45,8 +45,8 @@ class Prune(Method, keep="(0, 1]", blocks="[0, inf)"):
         28
     """
 
-    keep: float = 0.7
-    blocks: tuple[int, ...] = (3, 6, 9)
+    keep: Annotated[float, "(0, 1]"] = 0.7
+    blocks: Annotated[tuple[int, ...], "[0, inf)"] = (3, 6, 9)
     fuse: bool = True
     by: Literal["auto", "class_token", "mean"] = "auto"
 

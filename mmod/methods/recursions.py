@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ GATE = 0.1
 
 @register_method("recursions")
 @dataclass(frozen=True, kw_only=True)
-class Recursions(Mixture, recursions="[1, inf)", first="[0, inf)", last="[0, inf)"):
+class Recursions(Mixture):
     """Recursion over shared middle blocks of a ViT or decoder (Mixture-of-Recursions, "Middle-Cycle").
 
     Of L blocks, the first and the last ones stay. The `(L - first - last) / R` blocks after the first ones are shared:
@@ -68,11 +68,11 @@ class Recursions(Mixture, recursions="[1, inf)", first="[0, inf)", last="[0, inf
     """
 
     replaces: ClassVar[str] = ".shared."
-    recursions: int = 2
+    recursions: Annotated[int, "[1, inf)"] = 2
     keys: Literal["kept", "first"] = "kept"
     adds: Literal["output", "change"] = "output"
-    first: int = 1
-    last: int = 1
+    first: Annotated[int, "[0, inf)"] = 1
+    last: Annotated[int, "[0, inf)"] = 1
     membership: float = 0.001
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from mmod.methods.base import Method, register_method
 
 @register_method("resize")
 @dataclass(frozen=True)
-class Resize(Method, size="[1, inf)"):
+class Resize(Method):
     """Images are resized before the patch embedding; timm resamples position embeddings in the forward pass.
 
     No weights are added, so a model can train on small images first and on full-size images afterwards. A model with an
@@ -33,7 +33,7 @@ class Resize(Method, size="[1, inf)"):
         26
     """
 
-    size: int = 160
+    size: Annotated[int, "[1, inf)"] = 160
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model takes images of any size."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any
+from typing import Annotated, Any
 
 from torch import Tensor, nn
 
@@ -34,7 +34,7 @@ from mmod.values import check_module, check_value
 
 @register_method("routing")
 @dataclass(frozen=True)
-class Route(Method, capacities="[0, 1]"):
+class Route(Method):
     """Mixture-of-Depths routing of the parts of a model, with one config per part.
 
     Args:
@@ -49,7 +49,7 @@ class Route(Method, capacities="[0, 1]"):
     decoders = True
     recomputes = True
     parts: Mapping[str, RoutingConfig]
-    capacities: tuple[float, ...] = ()
+    capacities: Annotated[tuple[float, ...], "[0, 1]"] = ()
 
     def __post_init__(self) -> None:
         check_value("method.parts", self.parts, Mapping)

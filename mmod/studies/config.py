@@ -6,17 +6,17 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mmod.config import rational
-from mmod.values import Checked, check_distinct, check_fields, from_plain, one_of, refuse_unknown
+from mmod.values import Checked, check_distinct, check_value, from_plain, one_of, refuse_unknown
 
 RUN_FIELDS = ("image_size", "changes", "tune", "budgets")
 """Fields of a series of routed models that describe its runs instead of its routing."""
 
 
 @dataclass(frozen=True)
-class PlanOptions:
+class PlanOptions(Checked, group="plan"):
     """Options of the search for a plan, see `mmod.search_plan`.
 
     Args:
@@ -34,28 +34,23 @@ class PlanOptions:
     """
 
     budget: float = 0.5
-    batches: int = 4
-    batch_size: int = 16
+    batches: Annotated[int, "[1, inf)"] = 4
+    batch_size: Annotated[int, "[1, inf)"] = 16
     part: Literal["image", "text", "language"] | None = None
-    cost: str = "flops"
+    cost: Literal["flops", "image_flops", "cache", "milliseconds"] = "flops"
     router: str | dict[str, Any] = "stride"
-    options: list[tuple[float, str, str]] | None = None
-    divergence: str | None = None
-    rounds: int = 0
+    options: Annotated[list[tuple[float, str, str]] | None, "[0, 1]"] = None
+    divergence: Literal["kl", "cosine"] | None = None
+    rounds: Annotated[int, "[0, inf)"] = 0
 
     def __post_init__(self) -> None:
-        check_fields(
-            self, "plan", budget="(0, inf)" if self.cost == "milliseconds" else "(0, 1)", batches="[1, inf)",
-            batch_size="[1, inf)", cost=("flops", "image_flops", "cache", "milliseconds"), divergence=("kl", "cosine"),
-            options="[0, 1]", rounds="[0, inf)",
-        )  # fmt: skip
+        super().__post_init__()
+        # Other budgets than milliseconds are shares of the dense model's cost.
+        check_value("plan.budget", self.budget, float, "(0, inf)" if self.cost == "milliseconds" else "(0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StudyConfig(
-    Checked, seeds="[1, inf)", processes="[1, inf)", latency_batch="[1, inf)", latency_batches="[1, inf)",
-    latency_rounds="[1, inf)",
-):  # fmt: skip
+class StudyConfig(Checked):
     """Settings that all kinds of study share.
 
     Args:
@@ -98,14 +93,14 @@ class StudyConfig(
     tune: bool = True
     tune_dense: bool = True
     before: bool = True
-    seeds: int = 1
-    processes: int = 1
+    seeds: Annotated[int, "[1, inf)"] = 1
+    processes: Annotated[int, "[1, inf)"] = 1
     then: dict[str, Any] | None = None
     bases: str | None = None
     controls: dict[str, str | None] = field(default_factory=dict)
-    latency_batch: int = 32
-    latency_batches: list[int] = field(default_factory=list)
-    latency_rounds: int = 15
+    latency_batch: Annotated[int, "[1, inf)"] = 32
+    latency_batches: Annotated[list[int], "[1, inf)"] = field(default_factory=list)
+    latency_rounds: Annotated[int, "[1, inf)"] = 15
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -168,7 +163,7 @@ class StudyConfig(
 
 
 @dataclass(frozen=True, kw_only=True)
-class TimmStudyConfig(StudyConfig, rates="(0, inf)", maps="[0, inf)"):
+class TimmStudyConfig(StudyConfig):
     """A study of timm's image models.
 
     Args:
@@ -186,10 +181,10 @@ class TimmStudyConfig(StudyConfig, rates="(0, inf)", maps="[0, inf)"):
     score: str
     isoflop: Literal["scratch", "none"] = "scratch"
     rivals: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
-    rates: list[float] | None = None
+    rates: Annotated[list[float] | None, "(0, inf)"] = None
     rate_split: str = "val"
     latency_batches: list[int] = field(default_factory=lambda: [1, 8])
-    maps: int = 6
+    maps: Annotated[int, "[0, inf)"] = 6
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -211,9 +206,7 @@ class ImageStudyConfig(TimmStudyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FeaturesStudyConfig(
-    TimmStudyConfig, limit="[1, inf)", neighbours="[1, inf)", strengths="(0, inf)", folds="[2, inf)", draws="[100, inf)"
-):
+class FeaturesStudyConfig(TimmStudyConfig):
     """A study of a trained image model's features: quality of classifiers on them against time.
 
     Without `tune` no model is trained. Classifiers are fitted on the training split of the dense model's data and
@@ -248,11 +241,11 @@ class FeaturesStudyConfig(
     latency_rounds: int = 5
     images: str | None = None
     checkpoint: str | None = None
-    limit: int | None = None
-    neighbours: int = 10
-    strengths: list[float] = field(default_factory=lambda: [0.001, 0.01, 0.1])
-    folds: int = 5
-    draws: int = 2000
+    limit: Annotated[int | None, "[1, inf)"] = None
+    neighbours: Annotated[int, "[1, inf)"] = 10
+    strengths: Annotated[list[float], "(0, inf)"] = field(default_factory=lambda: [0.001, 0.01, 0.1])
+    folds: Annotated[int, "[2, inf)"] = 5
+    draws: Annotated[int, "[100, inf)"] = 2000
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -284,7 +277,7 @@ class PairsStudyConfig(StudyConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ChatStudyConfig(StudyConfig, maps="[0, inf)", timed_tokens="[1, inf)"):
+class ChatStudyConfig(StudyConfig):
     """A study of vision-language models: answers by type of question against prefill, decoding and cache.
 
     Args:
@@ -300,9 +293,9 @@ class ChatStudyConfig(StudyConfig, maps="[0, inf)", timed_tokens="[1, inf)"):
     before: bool = False
     part: Literal["language", "vision"] = "language"
     rivals: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
-    maps: int = 4
+    maps: Annotated[int, "[0, inf)"] = 4
     latency_batch: int = 8
-    timed_tokens: int = 16
+    timed_tokens: Annotated[int, "[1, inf)"] = 16
     latency_rounds: int = 5
 
     def __post_init__(self) -> None:
@@ -313,7 +306,7 @@ class ChatStudyConfig(StudyConfig, maps="[0, inf)", timed_tokens="[1, inf)"):
 
 
 @dataclass(frozen=True, kw_only=True)
-class IsoflopConfig(Checked, budgets="(0, inf)", rates="(0, inf)", seeds="[1, inf)", processes="[1, inf)"):
+class IsoflopConfig(Checked):
     """A grid of sizes, budgets and routings of a causal language model, every model with its best learning rate.
 
     A model is trained for as many steps as its budget pays for, so that a cheaper model sees more text. Its rate is the
@@ -341,12 +334,12 @@ class IsoflopConfig(Checked, budgets="(0, inf)", rates="(0, inf)", seeds="[1, in
     output: str
     dense: str
     sizes: dict[str, dict[str, Any]]
-    budgets: list[float]
+    budgets: Annotated[list[float], "(0, inf)"]
     routings: dict[str, dict[str, Any] | None]
-    rates: list[float]
+    rates: Annotated[list[float], "(0, inf)"]
     changes: dict[str, Any] = field(default_factory=dict)
-    seeds: int = 3
-    processes: int = 1
+    seeds: Annotated[int, "[1, inf)"] = 3
+    processes: Annotated[int, "[1, inf)"] = 1
     score: Literal["loss", "causal_loss"] = "loss"
 
     def __post_init__(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import pytest
 import timm
@@ -137,11 +137,11 @@ def half() -> Iterator[type[Method]]:
 
     @register_method("half")
     @dataclasses.dataclass(frozen=True)
-    class Half(Method, block="[0, inf)"):
+    class Half(Method):
         follows: ClassVar = ("experts",)
         decoders: ClassVar = True
         recomputes: ClassVar = True
-        block: int = 0
+        block: Annotated[int, "[0, inf)"] = 0
 
         def precedes(self, kind: str) -> bool:
             return kind == "routing"

@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from mmod.values import check_distinct
 
 
 @dataclass(frozen=True, kw_only=True)
-class BenchmarkConfig(TimedOptions, batch_sizes="[1, inf)"):
+class BenchmarkConfig(TimedOptions):
     """A batch size, an execution and a step make one interleaved run of all models.
 
     Args:
@@ -56,7 +56,7 @@ class BenchmarkConfig(TimedOptions, batch_sizes="[1, inf)"):
     context: list[Literal["kept", "all"]] = field(default_factory=lambda: ["kept"])
     blocks: str | list[int] = "every_other"
     controls: list[Literal["loop", "masked", "removed"]] = field(default_factory=list)
-    batch_sizes: list[int] = field(default_factory=lambda: [1, 8, 32])
+    batch_sizes: Annotated[list[int], "[1, inf)"] = field(default_factory=lambda: [1, 8, 32])
     execution: list[Literal["eager", "compiled", "cudagraphs"]] = field(default_factory=lambda: ["eager", "compiled"])
     step: list[Literal["forward", "train"]] = field(default_factory=lambda: ["forward", "train"])
     image_size: int | None = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Annotated
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class Rates:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OpSize(Checked, images="[1, inf)", tokens="[1, inf)", heads="[1, inf)", head_channels="[1, inf)"):
+class OpSize(Checked):
     """Sizes that an op is timed at.
 
     Args:
@@ -68,10 +69,10 @@ class OpSize(Checked, images="[1, inf)", tokens="[1, inf)", heads="[1, inf)", he
         head_channels: Channels of a head (E); a token has `heads * head_channels` (D).
     """
 
-    images: int
-    tokens: int
-    heads: int = 6
-    head_channels: int = 64
+    images: Annotated[int, "[1, inf)"]
+    tokens: Annotated[int, "[1, inf)"]
+    heads: Annotated[int, "[1, inf)"] = 6
+    head_channels: Annotated[int, "[1, inf)"] = 64
     capacity: float = 0.5
 
     def __post_init__(self) -> None:

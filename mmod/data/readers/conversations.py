@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Annotated, Any, BinaryIO, Literal, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -47,7 +47,7 @@ class ChatSample(NamedTuple):
 
 
 @dataclass
-class ConversationsConfig(SourceConfig, max_length="[2, inf)"):
+class ConversationsConfig(SourceConfig):
     """Config of a data set of conversations, all of which are checked, and remote shards copied, before training.
 
     An image that cannot be decoded later always stops.
@@ -73,7 +73,7 @@ class ConversationsConfig(SourceConfig, max_length="[2, inf)"):
     images: str | None = None
     follow_links: bool = False
     root: str | None = None
-    max_length: int | None = None
+    max_length: Annotated[int | None, "[2, inf)"] = None
     packed: bool = False
     protected: Protected | None = None
 

@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -21,7 +21,7 @@ _PALETTE = [grey for label in range(CLASSES) for grey in [25 * label] * 3]
 
 
 @dataclass(frozen=True)
-class CrowdsConfig(DrawnConfig, grid="[1, inf)", ink="(0, 1]"):
+class CrowdsConfig(DrawnConfig):
     """Parameters of a build, in addition to those of `DrawnConfig`.
 
     Args:
@@ -37,9 +37,9 @@ class CrowdsConfig(DrawnConfig, grid="[1, inf)", ink="(0, 1]"):
     shard_size: int = 500
     digit_size: tuple[int, int] = (16, 16)
     digits: tuple[int, int] = (2, 3)
-    ink: float = 0.1
+    ink: Annotated[float, "(0, 1]"] = 0.1
     scenes: dict[str, int] = field(default_factory=lambda: {"train": 3000, "val": 500, "test": 1000})
-    grid: int = 4
+    grid: Annotated[int, "[1, inf)"] = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()

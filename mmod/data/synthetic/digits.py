@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from mmod.data.synthetic.handwriting import Box, DrawnConfig, Painter, encode_pn
 
 
 @dataclass(frozen=True)
-class DigitsConfig(DrawnConfig, grid="[1, inf)"):
+class DigitsConfig(DrawnConfig):
     """Parameters of a build, in addition to those of `DrawnConfig`.
 
     Args:
@@ -30,7 +30,7 @@ class DigitsConfig(DrawnConfig, grid="[1, inf)"):
     shard_size: int = 2000
     digit_size: tuple[int, int] = (14, 18)
     scenes: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 1000, "test": 2000})
-    grid: int = 1
+    grid: Annotated[int, "[1, inf)"] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import combinations
 from types import MappingProxyType
-from typing import ClassVar, NamedTuple
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -52,7 +52,7 @@ def load_sources(seed: int = 0) -> SourceDigits:
 
 
 @dataclass(frozen=True)
-class DrawnConfig(Checked, clutter="[0, inf)", shard_size="[1, inf)", seed="[0, inf)"):
+class DrawnConfig(Checked):
     """Parameters of all embedded sets; equal parameters give equal bytes.
 
     Attributes:
@@ -71,11 +71,11 @@ class DrawnConfig(Checked, clutter="[0, inf)", shard_size="[1, inf)", seed="[0, 
     least: ClassVar[int] = 1
 
     canvas: int = 32
-    clutter: int = 4
+    clutter: Annotated[int, "[0, inf)"] = 4
     fragment: tuple[float, float] = (0.2, 0.4)
     contrast: tuple[float, float] = (0.4, 0.8)
-    shard_size: int = 1000
-    seed: int = 0
+    shard_size: Annotated[int, "[1, inf)"] = 1000
+    seed: Annotated[int, "[0, inf)"] = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()

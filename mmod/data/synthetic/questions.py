@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,7 @@ _GAP = 4
 
 
 @dataclass(frozen=True)
-class QuestionsConfig(DrawnConfig, turns="[1, inf)", step="[1, inf)"):
+class QuestionsConfig(DrawnConfig):
     """Parameters of a build, in addition to those of `DrawnConfig`.
 
     Args:
@@ -56,9 +56,9 @@ class QuestionsConfig(DrawnConfig, turns="[1, inf)", step="[1, inf)"):
     contrast: tuple[float, float] = (0.3, 0.6)
     large: tuple[int, int] = (12, 12)
     small: tuple[int, int] = (8, 8)
-    step: int = 4
+    step: Annotated[int, "[1, inf)"] = 4
     digits: tuple[int, int] = (1, 3)
-    turns: int = 4
+    turns: Annotated[int, "[1, inf)"] = 4
     shares: tuple[float, float] = (0.1, 0.05)
     conversations: dict[str, int] = field(default_factory=lambda: {"train": 16000, "val": 1200, "test": 1800})
 

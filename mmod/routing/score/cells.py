@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import isqrt
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from mmod.routing.grouping import Grouping
 
 @register_score("cells")
 @dataclass(frozen=True, kw_only=True)
-class Cells(Score, side="[2, inf)", width="[1, inf)"):
+class Cells(Score):
     """Variance within each cell of the grid: with `skipped="merge"`, uniform cells are merged into one token each.
 
     Consecutive routed blocks share it. Tokens join only the first of their cell.
@@ -30,8 +30,8 @@ class Cells(Score, side="[2, inf)", width="[1, inf)"):
     """
 
     shared: ClassVar[bool] = True
-    side: int = 2
-    width: int | None = None
+    side: Annotated[int, "[2, inf)"] = 2
+    width: Annotated[int | None, "[1, inf)"] = None
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""

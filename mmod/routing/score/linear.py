@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from mmod.ops.casting import without_autocast
 
 @register_score("linear")
 @dataclass(frozen=True, kw_only=True)
-class Linear(WithImportance, init_std="[0, inf)"):
+class Linear(WithImportance):
     """A learned linear score, see `LinearScore`. A threshold is compared with its sigmoid.
 
     Args:
@@ -37,7 +37,7 @@ class Linear(WithImportance, init_std="[0, inf)"):
     learns: ClassVar[bool] = True
     normalize: bool = True
     bias: bool = False
-    init_std: float | None = None
+    init_std: Annotated[float | None, "[0, inf)"] = None
     per: Literal["token", "sequence"] = "token"
     initial: float | None = None
     # Other scores are shared by class, this one by choice.

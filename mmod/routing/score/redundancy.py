@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from torch import Tensor, nn
 
@@ -14,7 +14,7 @@ from mmod.routing.grouping import Comparing
 
 @register_score("redundancy")
 @dataclass(frozen=True, kw_only=True)
-class Redundancy(Score, channels="[1, inf)"):
+class Redundancy(Score):
     """How unlike a token is to those before it in an evenly spread order, which consecutive routed blocks share.
 
     Args:
@@ -24,7 +24,7 @@ class Redundancy(Score, channels="[1, inf)"):
 
     shared: ClassVar[bool] = True
     compares: ClassVar[bool] = True
-    channels: int | None = None  # type: ignore[misc]  # other scores compare all channels
+    channels: Annotated[int | None, "[1, inf)"] = None  # type: ignore[misc]  # other scores compare all channels
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""

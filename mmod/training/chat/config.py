@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.training.engine.config import RunConfig, check_described
@@ -37,7 +37,7 @@ _RANGES: dict[str, dict[tuple[Any, str], tuple[str, ...]]] = {
 
 
 @dataclass(frozen=True)
-class ModelConfig(Checked, group="model", image_size="[1, inf)"):
+class ModelConfig(Checked, group="model"):
     """The model and its starting weights.
 
     Args:
@@ -55,7 +55,7 @@ class ModelConfig(Checked, group="model", image_size="[1, inf)"):
     config: dict[str, Any] | None = None
     processor: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
-    image_size: int | None = None
+    image_size: Annotated[int | None, "[1, inf)"] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -108,14 +108,14 @@ class TrainConfig(RunConfig):
     data: ConversationsConfig = field(default_factory=ConversationsConfig)
     routing: dict[str, dict[str, Any]] | None = None
     lora: dict[str, Any] | None = None
-    frozen: list[str] = field(default_factory=list)
+    frozen: Annotated[list[str], TOWERS] = field(default_factory=list)
     optim: str | None = None
     trainer: dict[str, Any] = field(default_factory=dict)
-    eval_batch_size: int = 32
-    max_new_tokens: int = 16
+    eval_batch_size: Annotated[int, "[1, inf)"] = 32
+    max_new_tokens: Annotated[int, "[1, inf)"] = 16
 
     def __post_init__(self) -> None:
-        self.check(frozen=TOWERS, eval_batch_size="[1, inf)", max_new_tokens="[1, inf)")
+        self.check()
         for group, ranges in _RANGES.items():
             options = getattr(self, group) or {}
             for limit, names in ranges.items():

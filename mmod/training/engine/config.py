@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typing_extensions import Self
 
 from mmod.config import RoutingConfig
 from mmod.training.engine.methods import resolve_methods
-from mmod.values import Checked, Limit, check_fields, check_value, from_plain
+from mmod.values import Checked, check_fields, check_value, from_plain
 
 if TYPE_CHECKING:
     # From the package, which can be imported without torch to read the types of fields.
@@ -31,10 +31,7 @@ _SIZES = {"hidden_size", "intermediate_size", "head_dim"} | {
 
 
 @dataclass(frozen=True)
-class OptimConfig(
-    Checked, group="optim", lr="[0, inf)", lr_per="[1, inf)", momentum="[0, 1)", weight_decay="[0, inf)",
-    layer_decay="(0, 1]",
-):  # fmt: skip
+class OptimConfig(Checked, group="optim"):
     """The optimiser: arguments of `timm.optim.create_optimizer_v2`.
 
     Args:
@@ -49,18 +46,16 @@ class OptimConfig(
     """
 
     opt: str = "adamw"
-    lr: float = 1e-3
-    lr_per: int | None = None
-    weight_decay: float = 0.05
-    momentum: float = 0.9
-    layer_decay: float | None = None
+    lr: Annotated[float, "[0, inf)"] = 1e-3
+    lr_per: Annotated[int | None, "[1, inf)"] = None
+    weight_decay: Annotated[float, "[0, inf)"] = 0.05
+    momentum: Annotated[float, "[0, 1)"] = 0.9
+    layer_decay: Annotated[float | None, "(0, 1]"] = None
     args: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class ScheduleConfig(
-    Checked, group="schedule", sched=SCHEDULES, warmup_epochs="[0, inf)", warmup_lr="[0, inf)", min_lr="[0, inf)"
-):
+class ScheduleConfig(Checked, group="schedule"):
     """The learning-rate schedule, updated at each optimiser step: arguments of timm's `create_scheduler_v2`.
 
     Args:
@@ -71,10 +66,10 @@ class ScheduleConfig(
         args: Further arguments of `create_scheduler_v2`.
     """
 
-    sched: str = "cosine"
-    warmup_epochs: int = 0
-    warmup_lr: float = 1e-6
-    min_lr: float = 0.0
+    sched: Annotated[str, SCHEDULES] = "cosine"
+    warmup_epochs: Annotated[int, "[0, inf)"] = 0
+    warmup_lr: Annotated[float, "[0, inf)"] = 1e-6
+    min_lr: Annotated[float, "[0, inf)"] = 0.0
     args: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -91,7 +86,7 @@ class ScheduleConfig(
 
 
 @dataclass(frozen=True)
-class EmaConfig(Checked, group="ema", decay="[0, 1)"):
+class EmaConfig(Checked, group="ema"):
     """Moving average of the weights: arguments of `timm.utils.ModelEmaV3`.
 
     Args:
@@ -99,12 +94,12 @@ class EmaConfig(Checked, group="ema", decay="[0, 1)"):
         use_warmup: Start with a small decay that grows with the steps.
     """
 
-    decay: float = 0.9999
+    decay: Annotated[float, "[0, 1)"] = 0.9999
     use_warmup: bool = False
 
 
 @dataclass(frozen=True)
-class DistributedConfig(Checked, group="distributed", timeout="(0, inf)"):
+class DistributedConfig(Checked, group="distributed"):
     """How the processes of `torchrun` share a run.
 
     Args:
@@ -114,7 +109,7 @@ class DistributedConfig(Checked, group="distributed", timeout="(0, inf)"):
     """
 
     kind: Literal["ddp", "fsdp"] = "ddp"
-    timeout: float | None = None
+    timeout: Annotated[float | None, "(0, inf)"] = None
 
     @property
     def sharded(self) -> bool:
@@ -168,7 +163,7 @@ class StartConfig(Checked, group="model"):
 
 
 @dataclass(frozen=True)
-class TeacherConfig(Checked, group="distill", weight="(0, inf)"):
+class TeacherConfig(Checked, group="distill"):
     """Distillation: the model imitates a teacher's outputs on the same samples.
 
     Args:
@@ -179,7 +174,7 @@ class TeacherConfig(Checked, group="distill", weight="(0, inf)"):
     """
 
     teacher: str = "auto"
-    weight: float = 1.0
+    weight: Annotated[float, "(0, inf)"] = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,15 +194,15 @@ class RunConfig:
 
     kind: str
     output: str
-    seed: int = 0
+    seed: Annotated[int, "[0, inf)"] = 0
     model: Any
     data: Any
     routing: Any = None
     methods: list[dict[str, Any]] = field(default_factory=list)
 
-    def check(self, **limits: Limit) -> None:
+    def check(self) -> None:
         """Raise unless every field has a valid value; see `mmod.values.check_fields`."""
-        check_fields(self, "", seed="[0, inf)", **limits)
+        check_fields(self)
         if not self.output:
             raise ValueError("output must name a folder, got ''")
 
@@ -274,30 +269,29 @@ class LoopConfig(RunConfig):
 
     model: StartConfig
     distill: TeacherConfig = field(default_factory=TeacherConfig)
-    epochs: int = 10
-    epoch_steps: int | None = None
+    epochs: Annotated[int, "[1, inf)"] = 10
+    epoch_steps: Annotated[int | None, "[1, inf)"] = None
     optim: OptimConfig = field(default_factory=OptimConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     ema: EmaConfig | None = None
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    accumulate: int = 1
-    grad_clip: float | None = None
-    skip_nonfinite: int | None = None
+    accumulate: Annotated[int, "[1, inf)"] = 1
+    grad_clip: Annotated[float | None, "(0, inf)"] = None
+    skip_nonfinite: Annotated[int | None, "[0, inf)"] = None
     grad_checkpointing: bool = False
     compile: bool = False
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     device: str = "auto"
-    checkpoint_every: int | None = None
-    eval_every: int = 1
-    log_every: int = 20
+    checkpoint_every: Annotated[int | None, "[1, inf)"] = None
+    eval_every: Annotated[int, "[1, inf)"] = 1
+    log_every: Annotated[int, "[1, inf)"] = 20
     tensorboard: bool = False
 
     part = ""
     """The only part of a model, which `routing` is about; empty where it is a mapping of parts."""
 
     def __post_init__(self) -> None:
-        counts = ("epochs", "epoch_steps", "accumulate", "eval_every", "log_every", "checkpoint_every")
-        self.check(grad_clip="(0, inf)", skip_nonfinite="[0, inf)", **dict.fromkeys(counts, "[1, inf)"))
+        self.check()
         if self.optim.lr_per is None:
             self.schedule.check_rate(self.optim.lr)
         if self.distill.teacher == "dense" and not self.model.has_weights:

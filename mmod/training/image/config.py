@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typing_extensions import Self
 
@@ -59,7 +59,7 @@ class ModelConfig(engine.StartConfig):
 
 
 @dataclass(frozen=True)
-class LossConfig(Checked, group="loss", smoothing="[0, 1)"):
+class LossConfig(Checked, group="loss"):
     """The task's criterion.
 
     Args:
@@ -68,13 +68,11 @@ class LossConfig(Checked, group="loss", smoothing="[0, 1)"):
     """
 
     kind: Literal["ce", "bce"] = "ce"
-    smoothing: float = 0.0
+    smoothing: Annotated[float, "[0, 1)"] = 0.0
 
 
 @dataclass(frozen=True)
-class MixupConfig(
-    Checked, group="mixup", mixup_alpha="[0, inf)", cutmix_alpha="[0, inf)", prob="[0, 1]", switch_prob="[0, 1]"
-):
+class MixupConfig(Checked, group="mixup"):
     """Mixing of the images in a batch: arguments of `timm.data.Mixup`.
 
     Args:
@@ -85,10 +83,10 @@ class MixupConfig(
         mode: Images that share one draw: those of a batch, of a pair, or none.
     """
 
-    mixup_alpha: float = 0.8
-    cutmix_alpha: float = 1.0
-    prob: float = 1.0
-    switch_prob: float = 0.5
+    mixup_alpha: Annotated[float, "[0, inf)"] = 0.8
+    cutmix_alpha: Annotated[float, "[0, inf)"] = 1.0
+    prob: Annotated[float, "[0, 1]"] = 1.0
+    switch_prob: Annotated[float, "[0, 1]"] = 0.5
     mode: Literal["batch", "pair", "elem"] = "batch"
 
     def __post_init__(self) -> None:
@@ -98,7 +96,7 @@ class MixupConfig(
 
 
 @dataclass(frozen=True)
-class DistillConfig(engine.TeacherConfig, temperature="(0, inf)", features="(0, inf)"):
+class DistillConfig(engine.TeacherConfig):
     """Distillation of logits: `weight * temperature^2 * KL(teacher || student)` is added to the task's loss.
 
     Args:
@@ -109,12 +107,12 @@ class DistillConfig(engine.TeacherConfig, temperature="(0, inf)", features="(0, 
     """
 
     weight: float = 0.5
-    temperature: float = 1.0
-    features: float | None = None
+    temperature: Annotated[float, "(0, inf)"] = 1.0
+    features: Annotated[float | None, "(0, inf)"] = None
 
 
 @dataclass(frozen=True)
-class CapacityScheduleConfig(Checked, group="capacity_schedule", start="(0, 1]", epochs="[1, inf)"):
+class CapacityScheduleConfig(Checked, group="capacity_schedule"):
     """A capacity that falls linearly, once per epoch, from `start` to that of the routing config.
 
     Args:
@@ -122,12 +120,12 @@ class CapacityScheduleConfig(Checked, group="capacity_schedule", start="(0, 1]",
         epochs: The epoch (from 0) at which the final capacity is reached.
     """
 
-    start: float = 1.0
-    epochs: int = 5
+    start: Annotated[float, "(0, 1]"] = 1.0
+    epochs: Annotated[int, "[1, inf)"] = 5
 
 
 @dataclass(frozen=True)
-class ElasticConfig(Checked, group="elastic", capacities="(0, 1]", samples="[2, inf)"):
+class ElasticConfig(Checked, group="elastic"):
     """One checkpoint for many budgets: a step trains the largest capacity, the smallest, and random ones in between.
 
     The largest capacity learns from the labels, the others from its outputs.
@@ -140,8 +138,8 @@ class ElasticConfig(Checked, group="elastic", capacities="(0, 1]", samples="[2, 
     Source: the sandwich rule and inplace distillation, Yu and Huang, arXiv 1903.05134.
     """
 
-    capacities: list[float]
-    samples: int = 4
+    capacities: Annotated[list[float], "(0, 1]"]
+    samples: Annotated[int, "[2, inf)"] = 4
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -153,7 +151,7 @@ class ElasticConfig(Checked, group="elastic", capacities="(0, 1]", samples="[2, 
 
 
 @dataclass(frozen=True)
-class LearnCapacityConfig(Checked, group="learn_capacity", budget="(0, inf)", epochs="[1, inf)", rate="(0, inf)"):
+class LearnCapacityConfig(Checked, group="learn_capacity"):
     """A capacity per routed block, learned in the first epochs; see `mmod.learn_capacity_`.
 
     Args:
@@ -163,14 +161,14 @@ class LearnCapacityConfig(Checked, group="learn_capacity", budget="(0, inf)", ep
         rate: Learning rate of the capacity offsets relative to that of the weights.
     """
 
-    budget: float
-    epochs: int
+    budget: Annotated[float, "(0, inf)"]
+    epochs: Annotated[int, "[1, inf)"]
     cost: Literal["flops", "milliseconds"] = "flops"
-    rate: float = 100.0
+    rate: Annotated[float, "(0, inf)"] = 100.0
 
 
 @dataclass(frozen=True)
-class InTrainingConfig(Checked, group="in_training", epochs="[1, inf)"):
+class InTrainingConfig(Checked, group="in_training"):
     """Methods that make training steps cheaper; the model is evaluated and saved dense.
 
     Args:
@@ -184,7 +182,7 @@ class InTrainingConfig(Checked, group="in_training", epochs="[1, inf)"):
 
     routing: dict[str, Any] | None = None
     methods: list[dict[str, Any]] = field(default_factory=list)
-    epochs: int | None = None
+    epochs: Annotated[int | None, "[1, inf)"] = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
