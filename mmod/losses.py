@@ -60,7 +60,8 @@ def capacity_loss(routing: Routing, router: Router) -> Tensor:
 @register_loss("importance", reads_importance=True)
 def importance_loss(routing: Routing, router: Router) -> Tensor:
     """Return the binary cross-entropy between scores and the selection by importance."""
-    importance_BN, tokens = routing.evidence.importance_BN, routing.evidence.tokens
+    importance_BN = routing.evidence.importance_BN
+    tokens = routing.evidence.tokens
     if importance_BN is None:
         raise ValueError("the importance loss reads importance, which is computed in training mode only")
     if isinstance(tokens, TokenGroups):

@@ -117,7 +117,8 @@ def judge_drafts(
     options: dict[str, Any] = {"max_new_tokens": new_tokens, "min_new_tokens": new_tokens, "do_sample": False}
     inputs = {"input_ids": input_ids, "attention_mask": torch.ones_like(input_ids)}
     modes: dict[str, dict[str, Any]] = {"plain": {}, "draft": {"assistant_model": model}}
-    seconds, tokens = {name: float("inf") for name in modes}, {}
+    seconds = {name: float("inf") for name in modes}
+    tokens = {}
     with _drafting(model, draft_tokens):
         with _counted(full) as full_passes, _counted(model) as drafts:
             tokens["draft"] = full.generate(**inputs, **options, assistant_model=model)

@@ -180,7 +180,8 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
         raise TypeError(f"{name or 'a config file'} must be a mapping of keys to values, got {brief(values)}")
     # Typed as Any, because mypy takes a type variable for no dataclass.
     config_class: Any = cls
-    hints, prefix = _hints(config_class), f"{name}." if name else ""
+    hints = _hints(config_class)
+    prefix = f"{name}." if name else ""
     for key in values:
         if key not in hints:
             where = f"in group {name!r}" if name else "at the top level"
@@ -202,7 +203,8 @@ def required_fields(cls: Any) -> list[str]:
 
 def _from_plain(hint: Any, value: Any, name: str, limit: Limit | None) -> Any:
     """Return a value with mappings, lists and integers replaced by the dataclasses, tuples and floats of its type."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin in (Union, types.UnionType):
         # At most one type of a union is a dataclass or a container, so the others leave the value unchanged.
         return functools.reduce(lambda plain, option: _from_plain(option, plain, name, limit), arguments, value)
@@ -242,7 +244,8 @@ def _limits(cls: Any) -> dict[str, Limit]:
 
 def _fault(value: object, hint: Any, limit: Limit | None) -> type[Exception] | None:
     """Return the type of the error for a value; None for a valid one."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if hint is Any:
         return None
     if origin in (Union, types.UnionType):
@@ -267,7 +270,8 @@ def _fault(value: object, hint: Any, limit: Limit | None) -> type[Exception] | N
 
 def _fault_within(value: object, hint: Any, limit: Limit | None) -> type[Exception] | None:
     """Return the type of the error for a sequence or mapping or its first invalid item; None for a valid one."""
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin not in (list, tuple):
         if not isinstance(value, Mapping):
             return TypeError
@@ -306,7 +310,8 @@ def describe(hint: Any, limit: Limit | None = _FINITE) -> str:
         >>> describe(float | None, "[0, 1)")
         'a number in [0, 1) or null'
     """
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    origin = typing.get_origin(hint)
+    arguments = typing.get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(describe(option, limit) for option in arguments)
     if origin is Literal:

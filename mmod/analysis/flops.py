@@ -122,14 +122,17 @@ def _paired(model: nn.Module, stack: BlockStack) -> Iterator[tuple[str, nn.Modul
 def _row(
     name: str, block: nn.Module, dense_names: Sequence[str], dense: PassCounts, routed: PassCounts, images: float | None
 ) -> BlockFlops:
-    total, router = routed.flops[name], routed.flops[f"{name}.router"]
-    baseline, tokens = sum(dense.flops[dense_name] for dense_name in dense_names), dense.tokens[dense_names[0]]
+    total = routed.flops[name]
+    router = routed.flops[f"{name}.router"]
+    baseline = sum(dense.flops[dense_name] for dense_name in dense_names)
+    tokens = dense.tokens[dense_names[0]]
     importance = _importance(name, block, baseline, dense, routed)
     kept = routed.kept.get(name, routed.tokens[name])
     if images is not None:
         assert isinstance(block, Deciding)
         # The pass ran all images, so the FLOPs that skipped images save are subtracted.
-        total, kept = total - round((1 - images) * block.missed(routed.flops, name)), int(images * kept)
+        total = total - round((1 - images) * block.missed(routed.flops, name))
+        kept = int(images * kept)
     return BlockFlops(name, tokens, kept, baseline, total, router, importance)
 
 

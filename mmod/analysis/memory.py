@@ -50,7 +50,8 @@ class ActivationMemory(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
-        address, size = storage._cdata, storage.nbytes()
+        address = storage._cdata
+        size = storage.nbytes()
         if address in self._addresses:
             return
         self._addresses.add(address)
@@ -100,8 +101,11 @@ class HeldBytes(NamedTuple):
 
 def held_by_blocks(model: nn.Module, images: Tensor) -> dict[str, HeldBytes]:
     """Run a forward pass in training mode and return the memory held for the backward pass, by block."""
-    stack, memory = find_stack(model), ActivationMemory([images, *model.parameters(), *model.buffers()])
-    names, before, held = dict(zip(stack.blocks, stack.names)), dict[nn.Module, int](), dict[str, HeldBytes]()
+    stack = find_stack(model)
+    memory = ActivationMemory([images, *model.parameters(), *model.buffers()])
+    names = dict(zip(stack.blocks, stack.names))
+    before = dict[nn.Module, int]()
+    held = dict[str, HeldBytes]()
 
     def enter(block: nn.Module, args: Any) -> None:
         before[block] = memory.live

@@ -80,14 +80,23 @@ class _Counter:
     """Counts one prompt; `kept` are the shares that are kept where they follow from the data."""
 
     def __init__(
-        self, model: nn.Module, cost: _Cost, text: int, images: Sequence[int] = (),
-        kept: float | Mapping[str, float] | None = None, protected: int = 0,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module,
+        cost: _Cost,
+        text: int,
+        images: Sequence[int] = (),
+        kept: float | Mapping[str, float] | None = None,
+        protected: int = 0,
+    ) -> None:
         check_module(model)
         stack = find_stacks(model).get("language")
         if stack is None:
             raise ValueError(f"this {type(model).__name__} has no language part")
-        self.model, self.stack, self.cost, self.images, self.kept = model, stack, cost, images, kept
+        self.model = model
+        self.stack = stack
+        self.cost = cost
+        self.images = images
+        self.kept = kept
         self.tokens = text + sum(images)
         if self.tokens < 1:
             raise ValueError("a prompt needs at least one token")
@@ -112,12 +121,18 @@ class _Counter:
         if "" in standing:
             raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
         attention: Any = block.get_submodule("self_attn")
-        width, tokens = int(attention.config.num_attention_heads) * int(attention.head_dim), self.tokens
-        kept, router, importance, operator, context = tokens, 0, 0, "block", "kept"
+        width = int(attention.config.num_attention_heads) * int(attention.head_dim)
+        tokens = self.tokens
+        kept = tokens
+        router = 0
+        importance = 0
+        operator = "block"
+        context = "kept"
         if isinstance(block, RoutedBlock):
             kept += self._kept(name, block) - sum(self.free)
             router = self._router_flops(block)
-            operator, context = str(block.router.config.operator), str(block.router.config.context)
+            operator = str(block.router.config.operator)
+            context = str(block.router.config.context)
         elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
             importance = 2 * (1 if block.mod_state.average == "last_token" else tokens) * tokens * width
         deciding = {place: module for place, module in block.named_modules() if isinstance(module, Deciding)}
@@ -142,12 +157,15 @@ class _Counter:
         for module in standing.values():
             router += rows * sum(map(self._deciding, module.choosing_modules()))
             rows = module.rows_of(rows)
-        dense, routed = layer(tokens, tokens, tokens), layer(queries, keys, rows) + router + importance
+        dense = layer(tokens, tokens, tokens)
+        routed = layer(queries, keys, rows) + router + importance
         return BlockFlops(name, tokens, kept, dense, routed, router, importance, keys)
 
     def _kept(self, name: str, block: RoutedBlock) -> int:
         """Return how many of the tokens that may be skipped a block keeps."""
-        config, capacity, free = block.router.config, block.router.capacity, self.free
+        config = block.router.config
+        capacity = block.router.capacity
+        free = self.free
         if config.select != "topk" or config.language.inference_threshold is not None:
             share = self.kept.get(name) if isinstance(self.kept, Mapping) else self.kept
             if share is None:
@@ -161,7 +179,9 @@ class _Counter:
 
     def _router_flops(self, block: RoutedBlock) -> int:
         """Return what a block spends on its score, and on its predictor."""
-        score, state, dim = block.router.config.router, block.mod_state, self.stack.dim
+        score = block.router.config.router
+        state = block.mod_state
+        dim = self.stack.dim
         flops = self.tokens * (self._deciding(block.router) + (self.cost.weights * dim if score.tied else 0))
         # A score that blocks share is computed by the first of them, and carries no gradient.
         if score.compares and sum(self.free) > 0 and (not score.shared or state.writes or state.span is None):

@@ -59,7 +59,9 @@ def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: fl
     """
     check_value("patch_size", patch_size, int, "[1, inf)")
     check_value("tolerance", tolerance, float, "[0, 1]")
-    variances, lowest, highest = [], math.inf, -math.inf
+    variances = []
+    lowest = math.inf
+    highest = -math.inf
     for batch in [images] if isinstance(images, Tensor) else images:
         variances.append(_variances(batch, patch_size))
         lowest, highest = min(lowest, float(batch.min())), max(highest, float(batch.max()))

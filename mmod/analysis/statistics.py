@@ -123,7 +123,8 @@ def share_of(is_so_I: Values) -> Estimate:
         >>> print(100 * share_of(np.ones(64)))
         100.0 [94.3, 100.0]
     """
-    images, share = len(is_so_I), float(is_so_I.mean())
+    images = len(is_so_I)
+    share = float(is_so_I.mean())
     extra = _NORMAL**2 / images
     middle = (share + extra / 2) / (1 + extra)
     half = (extra * share * (1 - share) + extra**2 / 4) ** 0.5 / (1 + extra)
@@ -140,7 +141,8 @@ def change_of(change_I: Values) -> Estimate:
         0.0 [-1.1, 1.1]
     """
     padded = np.append(change_I, [1.0, -1.0])
-    middle, half = float(padded.mean()), _NORMAL * float(padded.std()) / len(padded) ** 0.5
+    middle = float(padded.mean())
+    half = _NORMAL * float(padded.std()) / len(padded) ** 0.5
     return Estimate(float(change_I.mean()), middle - half, middle + half)
 
 
@@ -190,7 +192,8 @@ def sign_test(gap_IC: Values, draws: int, seed: int) -> Values:
 
     Source: Fisher, The Design of Experiments (1935), section 21.
     """
-    images, rng = len(gap_IC), np.random.default_rng(seed)
+    images = len(gap_IC)
+    rng = np.random.default_rng(seed)
     # Rounding must not make equal sums differ.
     observed = np.abs(gap_IC.sum(axis=0)) - 1e-9
     exceeding = np.zeros(gap_IC.shape[1])
@@ -205,7 +208,8 @@ def adjusted(p: Sequence[float]) -> list[float]:
 
     Source: Holm, Scandinavian Journal of Statistics 6 (1979).
     """
-    corrected, largest = [0.0] * len(p), 0.0
+    corrected = [0.0] * len(p)
+    largest = 0.0
     for rank, index in enumerate(np.argsort(p, kind="stable")):
         largest = max(largest, min(1.0, (len(p) - rank) * p[index]))
         corrected[index] = largest

@@ -29,9 +29,23 @@ PALETTE = ("#2080c4", "#d55e00", "#00876a", "#b8559b", "#a87400", "#7a68c8", "#2
 MARKERS = ("o", "s", "D", "v", "P", "X", "p", "h", "8", "H")
 # Series of most studies; the colour of any other name follows from its checksum.
 _FIXED = {
-    "a-mod": 0, "attention": 0, "mod": 1, "linear": 1, "distilled": 2, "p-mod": 3, "merge": 3, "gamma-mod": 4,
-    "exit": 4, "prune": 5, "experts": 6, "resolution": 7, "narrow": 8, "gradual": 2, "tome": 3, "smaller-image": 7,
-}  # fmt: skip
+    "a-mod": 0,
+    "attention": 0,
+    "mod": 1,
+    "linear": 1,
+    "distilled": 2,
+    "p-mod": 3,
+    "merge": 3,
+    "gamma-mod": 4,
+    "exit": 4,
+    "prune": 5,
+    "experts": 6,
+    "resolution": 7,
+    "narrow": 8,
+    "gradual": 2,
+    "tome": 3,
+    "smaller-image": 7,
+}
 _CONTROLS = {"random": "^", "stride": "<", "norm": ">", "shallow": "d"}
 # Prefix of the id of an artist with a hint, see `add_hint`.
 _HINT = "hint "
@@ -89,9 +103,14 @@ def tidy(axis: Axes, grid: Literal["x", "y", "both"] = "y") -> None:
 def add_legend(figure: Figure, handles: Mapping[str, Any], columns: int) -> None:
     """Name colours and markers below the panels of a figure."""
     figure.legend(
-        [*handles.values()], [*handles], loc="outside lower center", ncols=min(columns, len(handles)), fontsize=9,
-        frameon=False, labelcolor=INK,
-    )  # fmt: skip
+        [*handles.values()],
+        [*handles],
+        loc="outside lower center",
+        ncols=min(columns, len(handles)),
+        fontsize=9,
+        frameon=False,
+        labelcolor=INK,
+    )
 
 
 def add_hint(artist: Artist, text: str) -> None:
@@ -114,9 +133,15 @@ def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> No
         text.set_position(tuple(axis.transData.inverted().transform((x + side * aside, y))))
     boxes = [mark.padded(2).transformed(axis.transData.inverted()) for mark in marks]
     adjust_text(
-        list(texts), objects=boxes, target_x=points[:, 0], target_y=points[:, 1], avoid_self=False, ax=axis,
-        iter_lim=100, expand=(1.05, 1.2),
-    )  # fmt: skip
+        list(texts),
+        objects=boxes,
+        target_x=points[:, 0],
+        target_y=points[:, 1],
+        avoid_self=False,
+        ax=axis,
+        iter_lim=100,
+        expand=(1.05, 1.2),
+    )
     taken = list(marks)
     for text, point in zip(texts, points):
         x, y = axis.transData.transform(point)
@@ -132,7 +157,8 @@ def place_labels(axis: Axes, texts: Sequence[Text], marks: Sequence[Bbox]) -> No
 
 def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequence[Bbox]) -> Bbox | None:
     """Place a text near its point where it overlaps nothing, and return its box; None without room."""
-    room, box = axis.get_window_extent(), text.get_window_extent()
+    room = axis.get_window_extent()
+    box = text.get_window_extent()
     places = [((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)]
     for far, (x, y) in itertools.product((9, 18, 30, 44, 64, 90), itertools.product((0, 1, -1), (1, -1, 0))):
         places.append((point[0] + x * (box.width / 2 + far), point[1] + y * (box.height / 2 + far)))

@@ -86,7 +86,8 @@ def interleave(
     """
     if rounds < 1:
         raise ValueError(f"rounds must be at least 1, got {rounds}")
-    order, shuffle = list(functions), random.Random(seed).shuffle
+    order = list(functions)
+    shuffle = random.Random(seed).shuffle
     timer = _time_on_gpu if device.type == "cuda" else _time_on_cpu
     times: dict[Name, list[float]] = {name: [] for name in functions}
     total = (warmup + rounds) * len(functions)
@@ -115,7 +116,8 @@ def _time_on_cpu(function: Callable[[], Any], prepare: Callable[[], object] | No
 
 
 def _time_on_gpu(function: Callable[[], Any], prepare: Callable[[], object] | None) -> float:
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
     torch.cuda.synchronize()
     if prepare is not None:
         # Not synchronized: the host queues the timed call while the GPU is busy, so launches cost no time.

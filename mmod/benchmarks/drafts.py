@@ -73,16 +73,23 @@ class DraftConfig(Options):
 
 
 COLUMNS: dict[str, Column] = {
-    "drafted": ("drafted at a time", ""), "prompts": ("texts", ""), "identical": ("identical", ""),
-    "acceptance": ("acceptance", ".3f"), "per_pass": ("tokens per full pass", ".2f"),
-    "plain_rate": ("plain tokens/s", ".1f"), "rate": ("tokens/s", ".1f"), "speedup": ("speed-up", "[.3f"),
-    "draft_tokens": HIDDEN, "reports": HIDDEN,
-}  # fmt: skip
+    "drafted": ("drafted at a time", ""),
+    "prompts": ("texts", ""),
+    "identical": ("identical", ""),
+    "acceptance": ("acceptance", ".3f"),
+    "per_pass": ("tokens per full pass", ".2f"),
+    "plain_rate": ("plain tokens/s", ".1f"),
+    "rate": ("tokens/s", ".1f"),
+    "speedup": ("speed-up", "[.3f"),
+    "draft_tokens": HIDDEN,
+    "reports": HIDDEN,
+}
 
 
 def summarise(draft_tokens: int, reports: Sequence[DraftReport]) -> Row:
     """Return the row of drafts of one length, from the reports of several prompts."""
-    tokens, drafted = sum(report.new_tokens for report in reports), sum(report.drafted for report in reports)
+    tokens = sum(report.new_tokens for report in reports)
+    drafted = sum(report.drafted for report in reports)
     return {
         "drafted": str(draft_tokens or "transformers' choice"),
         "draft_tokens": draft_tokens,

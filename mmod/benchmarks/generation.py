@@ -86,15 +86,23 @@ class GenerationConfig(TimedOptions):
 
 
 COLUMNS: dict[str, Column] = {
-    "image_tokens": ("image tokens", ""), "batch_size": ("batch", ""), "preset": ("preset", ""),
-    "dense_ms": ("dense prefill ms", ".1f"), "routed_ms": ("prefill ms", ".1f"), "speedup": ("speed-up", "[.3f"),
-    "flop_speedup": ("FLOP speed-up", ".3f"), "of_flops": ("speed-up / FLOP speed-up", ".3f"),
-    "slots": ("cached per layer", ".1f"), "cache_share": ("cache share", ".4f"),
-    "dense_rate": ("dense tokens/s", ".1f"), "rate": ("tokens/s", ".1f"),
-    "decode": ("decoding / dense speed", "[.3f"), "train": ("training speed-up", "[.3f"),
+    "image_tokens": ("image tokens", ""),
+    "batch_size": ("batch", ""),
+    "preset": ("preset", ""),
+    "dense_ms": ("dense prefill ms", ".1f"),
+    "routed_ms": ("prefill ms", ".1f"),
+    "speedup": ("speed-up", "[.3f"),
+    "flop_speedup": ("FLOP speed-up", ".3f"),
+    "of_flops": ("speed-up / FLOP speed-up", ".3f"),
+    "slots": ("cached per layer", ".1f"),
+    "cache_share": ("cache share", ".4f"),
+    "dense_rate": ("dense tokens/s", ".1f"),
+    "rate": ("tokens/s", ".1f"),
+    "decode": ("decoding / dense speed", "[.3f"),
+    "train": ("training speed-up", "[.3f"),
     "train_of_flops": ("training speed-up / FLOP speed-up", ".3f"),
     **dict.fromkeys(("rounds", "dense_step_ms", "step_ms", "train_flop_speedup"), HIDDEN),
-}  # fmt: skip
+}
 """Columns of one routed model in one run. Ratios are taken round by round.
 
 Decoding is compared with the dense model at as many cached tokens. In training other tokens may be kept, so that its
@@ -105,7 +113,9 @@ class GenerationModels:
     """A dense model, None by name, and routed ones of the same weights with one batch of prompts."""
 
     def __init__(self, config: GenerationConfig, image_tokens: int, batch_size: int) -> None:
-        self.config, self.image_tokens, self.samples = config, image_tokens, batch_size
+        self.config = config
+        self.image_tokens = image_tokens
+        self.samples = batch_size
         self.image_id = config.vocabulary
         generator = torch.Generator().manual_seed(config.seed + 1)
         tokens = config.text_tokens + image_tokens
@@ -127,11 +137,17 @@ class GenerationModels:
         config = self.config
         heads = config.hidden // 64
         text = LlamaConfig(
-            vocab_size=config.vocabulary + 1, hidden_size=config.hidden, num_hidden_layers=config.layers,
-            intermediate_size=config.intermediate or config.hidden * 11 // 4, num_attention_heads=heads,
-            num_key_value_heads=heads, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            vocab_size=config.vocabulary + 1,
+            hidden_size=config.hidden,
+            num_hidden_layers=config.layers,
+            intermediate_size=config.intermediate or config.hidden * 11 // 4,
+            num_attention_heads=heads,
+            num_key_value_heads=heads,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
             max_position_embeddings=2 * self.ids_BN.shape[1],
-        )  # fmt: skip
+        )
         vision = CLIPVisionConfig(
             hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=8, patch_size=4
         )
@@ -195,7 +211,8 @@ class GenerationModels:
         """
         from mmod.adapters.transformers.cache_base import CACHE, cache_of
 
-        model, cache = self.models[name], cache_of(self.prefill(name))
+        model = self.models[name]
+        cache = cache_of(self.prefill(name))
         if dense:
             length = round(sum(layer.keys.shape[2] for layer in cache.layers) / len(cache.layers))
             model = self.models[None]
@@ -209,14 +226,17 @@ class GenerationModels:
 
         with trace(self.models[name]) as decisions:
             cache = cache_of(self.prefill(name))
-        tokens, layers = self.ids_BN.shape[1], self.config.layers
+        tokens = self.ids_BN.shape[1]
+        layers = self.config.layers
         slots = [tokens] * layers
         for block, routing in decisions.items():
             slots[int(block.rpartition(".")[2])] = routing.kept.index_BK.shape[1]
-        routed, dense = _bytes(cache), _bytes(cache_of(self.prefill(None)))
+        routed = _bytes(cache)
+        dense = _bytes(cache_of(self.prefill(None)))
         if routed * tokens * layers != dense * sum(slots):
             raise WrongOutputError(f"{name} caches {routed} bytes, {sum(slots)} of {tokens * layers} slots of {dense}")
-        share, flop_speedup = routed / dense, self._flop_speedup(self.models[name], decisions)
+        share = routed / dense
+        flop_speedup = self._flop_speedup(self.models[name], decisions)
         return {"slots": sum(slots) / layers, "cache_share": share, "flop_speedup": flop_speedup}
 
     def _flop_speedup(self, model: nn.Module, decisions: Mapping[str, Any]) -> float:
@@ -294,14 +314,24 @@ def _run(config: GenerationConfig, image_tokens: int, batch_size: int) -> list[R
         steps = time({dense: models.decoder(name, dense) for dense in (True, False)})
         speedup, dense_step, step = ratios(prefill[None], prefill[name]), *map(Spread.of, steps.values())
         row = {
-            "preset": name, "image_tokens": image_tokens, "batch_size": batch_size, "rounds": len(prefill[name]),
-            "dense_ms": Spread.of(prefill[None]), "routed_ms": Spread.of(prefill[name]), "speedup": speedup,
-            **cached, "of_flops": speedup.median / cached["flop_speedup"], "dense_step_ms": dense_step, "step_ms": step,
-            "dense_rate": 1e3 * batch_size / dense_step.median, "rate": 1e3 * batch_size / step.median,
+            "preset": name,
+            "image_tokens": image_tokens,
+            "batch_size": batch_size,
+            "rounds": len(prefill[name]),
+            "dense_ms": Spread.of(prefill[None]),
+            "routed_ms": Spread.of(prefill[name]),
+            "speedup": speedup,
+            **cached,
+            "of_flops": speedup.median / cached["flop_speedup"],
+            "dense_step_ms": dense_step,
+            "step_ms": step,
+            "dense_rate": 1e3 * batch_size / dense_step.median,
+            "rate": 1e3 * batch_size / step.median,
             "decode": ratios(steps[True], steps[False]),
-        }  # fmt: skip
+        }
         if train is not None:
-            faster, fewer = ratios(train[None], train[name]), models.train_flop_speedup(name)
+            faster = ratios(train[None], train[name])
+            fewer = models.train_flop_speedup(name)
             row |= {"train": faster, "train_flop_speedup": fewer, "train_of_flops": faster.median / fewer}
         rows.append(row)
     return rows

@@ -98,12 +98,14 @@ def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -
     """
     with trace(model) as decisions:
         output = model(images)
-    loop, blocks = _Loop(model), routed_blocks(model)
+    loop = _Loop(model)
+    blocks = routed_blocks(model)
     for image in range(images.shape[0]):
         decided = {name: _kept(routing, image) for name, routing in decisions.items()}
         expected, scores = loop.run(images[image : image + 1], decided)
         for name, kept in decided.items():
-            score_BN, router = decisions[name].score_BN, blocks[name].router
+            score_BN = decisions[name].score_BN
+            router = blocks[name].router
             check_close(f"the scores of {name} against a single image's", score_BN[image], scores[name], tolerance)
             wanted = _keep(router, score_BN[image])
             if kept != wanted:
@@ -112,7 +114,8 @@ def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -
 
 
 def _kept(routing: Routing, image: int) -> list[int]:
-    index_BK, valid_BK = routing.kept.index_BK, routing.kept.valid_BK
+    index_BK = routing.kept.index_BK
+    valid_BK = routing.kept.valid_BK
     return (index_BK[image] if valid_BK is None else index_BK[image][valid_BK[image]]).tolist()
 
 
@@ -140,7 +143,9 @@ def kept_of(score: Sequence[float], count: int, prefix: int) -> list[int]:
 
 def _keep(router: Router, score_N: Tensor) -> list[int]:
     """Return the tokens of one image that a router must keep."""
-    prefix, tokens, select = router.prefix, score_N.shape[0], router.config.select
+    prefix = router.prefix
+    tokens = score_N.shape[0]
+    select = router.config.select
     if not isinstance(select, Threshold):
         return kept_of(score_N.tolist(), max(1, prefix, math.floor(router.capacity * tokens)), prefix)
     level = router.config.router.squashed(score_N[None])[0].tolist()
@@ -175,7 +180,8 @@ class _Loop:
 
     def run(self, image: Tensor, decided: Mapping[str, list[int]] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the output and every block's scores (N), for decisions by these scores or those of the caller."""
-        self._decided, self._scores = decided, {}
+        self._decided = decided
+        self._scores = {}
         return self.model(image), self._scores
 
     def _dense(self, run: Callable[..., Tensor], with_maps: bool, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -243,7 +249,9 @@ class _FullMaps(AttentionIntercept):
 
     def attend(self, call: AttentionCall) -> Tensor:
         result = call.run()
-        query, key, mask = call.query.detach().double(), call.key.detach().double(), call.attn_mask
+        query = call.query.detach().double()
+        key = call.key.detach().double()
+        mask = call.attn_mask
         product = query @ key.transpose(-2, -1) * (call.scale or query.shape[-1] ** -0.5)
         if mask is not None:
             product = product.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else product + mask
@@ -285,7 +293,8 @@ def _clear(model: nn.Module, decisions: Mapping[str, Routing], wanted: Mapping[s
     """Return for every image whether all blocks decide by more than the rounding error (B)."""
     clear = []
     for name, routing in decisions.items():
-        score_BN, exact_BN = routing.score_BN.double(), wanted[name].score_BN.double()
+        score_BN = routing.score_BN.double()
+        exact_BN = wanted[name].score_BN.double()
         # An image that an earlier block routes differently in float64 differs by far more than rounding.
         error_B = (score_BN - exact_BN).abs().amax(dim=1) / exact_BN.abs().amax(dim=1)
         error_B = error_B.clamp(min=torch.finfo(routing.score_BN.dtype).eps)
@@ -294,7 +303,8 @@ def _clear(model: nn.Module, decisions: Mapping[str, Routing], wanted: Mapping[s
 
 
 def _margin(routing: Routing, router: Router) -> Tensor:
-    score_BN, prefix = routing.score_BN, router.prefix
+    score_BN = routing.score_BN
+    prefix = router.prefix
     if isinstance(router.config.select, Threshold):
         level_BN = router.config.router.squashed(score_BN)[:, prefix:]
         return (level_BN - router.config.select.threshold).abs().amin(dim=1) / level_BN.abs().amax(dim=1)

@@ -55,9 +55,12 @@ def _run(config: ProgramConfig) -> list[Row]:
     lines = []
     with tempfile.TemporaryDirectory() as folder:
         process = subprocess.Popen(
-            config._words(folder), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            config._words(folder),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
             env={**os.environ, **config.environment},
-        )  # fmt: skip
+        )
         assert process.stdout is not None
         for line in process.stdout:
             # To the log of the part, as it comes.

@@ -89,9 +89,15 @@ class Criterion:
 
 
 COLUMNS: dict[str, Column] = {
-    "name": ("threshold", ""), "verdict": ("verdict", ""), "limit": ("limit", "g"), "worst": ("worst", ".4g"),
-    "rows": ("rows", ""), "worst_row": ("worst row", ""), "margin": HIDDEN, "met": HIDDEN,
-}  # fmt: skip
+    "name": ("threshold", ""),
+    "verdict": ("verdict", ""),
+    "limit": ("limit", "g"),
+    "worst": ("worst", ".4g"),
+    "rows": ("rows", ""),
+    "worst_row": ("worst row", ""),
+    "margin": HIDDEN,
+    "met": HIDDEN,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,9 +131,10 @@ class SuiteConfig:
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a suite needs at least one part, each with an out folder of its own, got {names}")
         kinds: list[tuple[Sequence[Options], Mapping[str, Column]]] = [
-            (self.ops, ops.benchmark.COLUMNS), (self.models, models.benchmark.COLUMNS),
+            (self.ops, ops.benchmark.COLUMNS),
+            (self.models, models.benchmark.COLUMNS),
             (self.generation, generation.COLUMNS),
-        ]  # fmt: skip
+        ]
         refuse_unknown("part in first or only", [*self.first, *([self.only] if self.only else [])], names)
         columns = {member.out: set(known) for members, known in kinds for member in members}
         for threshold in self.thresholds:
@@ -199,7 +206,8 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
         ValueError: The output folder holds another suite.
         SuiteFailedError: Benchmarks failed. The report is written all the same.
     """
-    folder, identity = Path(config.out), identity_of(config)
+    folder = Path(config.out)
+    identity = identity_of(config)
     earlier_report(folder, identity)
     journal = Journal(folder / "journal.jsonl", identity, "suite")
     members = {member.out: replace(member, out=str(folder / member.out)) for member in config.benchmarks}
@@ -245,7 +253,8 @@ def _run_part(member: Options, seconds: float, before: State, progress: bool) ->
             process.join(LEAST_SECONDS)
     except EOFError:
         process.join()
-        status, why = "failed", f"its process ended with exit code {process.exitcode}; see {folder / 'log.txt'}"
+        status = "failed"
+        why = f"its process ended with exit code {process.exitcode}; see {folder / 'log.txt'}"
     finally:
         _end(process)
     return State(status, why, before.seconds + time.monotonic() - begun, before.tries + 1)
@@ -302,6 +311,20 @@ def describe(row: Row) -> str:
 
 
 _ABOUT = (
-    "op", "images", "tokens", "kept", "dtype", "path", "router", "select", "context", "capacity", "batch_size",
-    "execution", "step", "preset", "image_tokens", "what",
-)  # fmt: skip
+    "op",
+    "images",
+    "tokens",
+    "kept",
+    "dtype",
+    "path",
+    "router",
+    "select",
+    "context",
+    "capacity",
+    "batch_size",
+    "execution",
+    "step",
+    "preset",
+    "image_tokens",
+    "what",
+)

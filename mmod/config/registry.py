@@ -176,7 +176,8 @@ def score(name: str, **options: Any) -> Score:
 def read_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts that fields of `RoutingConfig` describe, defaults where one is missing."""
     router = _score(fields.get("router", "attention"))
-    gate, language = fields.get("gate"), fields.get("language")
+    gate = fields.get("gate")
+    language = fields.get("language")
     if gate is None:
         gate = "tanh" if router.learns else "identity"
     return {

@@ -151,9 +151,13 @@ class RoutingConfig:
 
     def _rules(self) -> Iterator[tuple[str, object, str, object]]:
         """Yield what fields require of others: a field's name, whether it is set, what it needs, whether that holds."""
-        router, gate, select, language = self.router, self.gate, self.select, self.language
+        router = self.router
+        gate = self.gate
+        select = self.select
+        language = self.language
         learning = f"a score that learns, such as 'linear', and router {router.name!r} does not"
-        threshold, branch = isinstance(select, Threshold), self.operator != "block"
+        threshold = isinstance(select, Threshold)
+        branch = self.operator != "block"
         plain_threshold = isinstance(select, Threshold) and select == Threshold(select.threshold)
         # Scores, gates and losses. A draw of 0 or 1 for a whole image needs no gradient.
         gated = gate.name != "identity" and not (gate.name == "step" and router.per_image)
@@ -188,7 +192,8 @@ class RoutingConfig:
         yield f"language.tokens={language.tokens!r}", language.frames is not None, needs, select == "topk"
         needs = "a gate other than 'identity'"
         yield f"language.gate_on={language.gate_on!r}", language.gate_on != "update", needs, gate.name != "identity"
-        alone, needs = language.inference_threshold, "select='topk' and a score that learns, such as 'linear'"
+        alone = language.inference_threshold
+        needs = "select='topk' and a score that learns, such as 'linear'"
         yield f"language.inference_threshold={alone}", alone is not None, needs, router.learns and select == "topk"
         needs = "the loss 'membership', which trains it: add it to losses, as with 0.01"
         yield "language.predictor", language.predictor, needs, "membership" in self.losses

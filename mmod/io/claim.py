@@ -68,7 +68,8 @@ def differences(existing: Mapping[str, Any], record: Mapping[str, Any], free_key
         >>> differences({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2}, "limit": None, "methods": []})
         'optim.lr: 0.1 there, 0.2 now'
     """
-    before, now = flatten(_plain(existing)), flatten(_plain(record))
+    before = flatten(_plain(existing))
+    now = flatten(_plain(record))
     pairs = {key: (before.get(key), now.get(key)) for key in sorted({*before, *now} - set(free_keys))}
     return "; ".join(
         f"{key}: {old!r} there, {new!r} now"

@@ -27,7 +27,8 @@ def find_config(path: str | Path) -> Path:
 
 def shipped_config(path: str | Path) -> Path | None:
     """Return a shipped config by path or name; None if there is none, a ValueError if there are several."""
-    path, folder = Path(path), _folder()
+    path = Path(path)
+    folder = _folder()
     parts = path.parts[1:] if path.parts[:1] == ("configs",) else path.parts
     if path.is_absolute() or not parts:
         return None

@@ -28,7 +28,9 @@ class Journal:
     """
 
     def __init__(self, path: str | Path | None, identity: Mapping[str, Any] | None, work: str) -> None:
-        self.path, self.records, self._work = path if path is None else Path(path), list[Any](), work
+        self.path = path if path is None else Path(path)
+        self.records = list[Any]()
+        self._work = work
         self._identity = None if identity is None else dict(identity)
         if self.path is None or not self.path.exists():
             return

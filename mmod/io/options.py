@@ -39,7 +39,8 @@ def with_options(fields: Mapping[str, Any], options: Iterable[tuple[str, str]], 
 def _with_option(fields: Mapping[str, Any], keys: Sequence[str], text: str, kind: Any) -> dict[str, Any]:
     name, *inner = keys
     hint = Any if kind is None else typing.get_type_hints(kind).get(name, Any)
-    group, old = dataclass_in(hint), fields.get(name)
+    group = dataclass_in(hint)
+    old = fields.get(name)
     if inner:
         return {**fields, name: _with_option(old if isinstance(old, Mapping) else {}, inner, text, group)}
     value = parse_option(text)
@@ -57,7 +58,8 @@ def add_fields(parser: argparse.ArgumentParser, kind: Any) -> None:
 
     The parser keeps their texts; see `with_options`.
     """
-    required, meanings = required_fields(kind), field_meanings(kind)
+    required = required_fields(kind)
+    meanings = field_meanings(kind)
     for item in dataclasses.fields(kind):
         name = item.name if item.name in required else f"--{item.name}"
         parser.add_argument(name, default=argparse.SUPPRESS, help=meanings.get(item.name, "").replace("%", "%%"))

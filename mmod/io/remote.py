@@ -187,7 +187,10 @@ class _Ranges(io.RawIOBase):
         size, _ = files.describe(url)
         if size is None:
             raise RemoteError(f"{url} does not state its size, so that it can only be copied: set data.remote.copy")
-        self._files, self._url, self._size, self._place = files, url, size, 0
+        self._files = files
+        self._url = url
+        self._size = size
+        self._place = 0
 
     def readable(self) -> bool:
         return True
@@ -238,7 +241,8 @@ def check_drivers(urls: list[str]) -> None:
 
 def _stream(url: str) -> Iterator[bytes]:
     """Yield a file in chunks, and fail if it ends early."""
-    size, length = None, 0
+    size = None
+    length = 0
     if url.lower().startswith("pipe:"):
         from webdataset.gopen import gopen
 

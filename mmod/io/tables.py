@@ -38,7 +38,8 @@ def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], c
 
 
 def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
-    value, std = row.get(name), row.get(f"{name}_std") if form.startswith("±") else None
+    value = row.get(name)
+    std = row.get(f"{name}_std") if form.startswith("±") else None
     number = form.lstrip("±")
     if value is None:
         return ""

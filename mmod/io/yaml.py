@@ -124,7 +124,8 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     if place in above:
         chain = " -> ".join(str(file) for file in (*above[above.index(place) :], place))
         raise ValueError(f"a config is a base of itself: {chain}; remove a `base`")
-    fields, stacked = _read(path), dict[str, Any]()
+    fields = _read(path)
+    stacked = dict[str, Any]()
     bases = fields.pop("base", [])
     for base in bases if isinstance(bases, list) else [bases]:
         if not isinstance(base, str):

@@ -128,7 +128,8 @@ def _redundancy_by_rank(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) 
 
 def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
     """Rows are put in order first: a tile then compares its rows with those before them, and no others."""
-    images, tokens = len(unit_BNE), unit_BNE.shape[1] - prefix
+    images = len(unit_BNE)
+    tokens = unit_BNE.shape[1] - prefix
     order_N, place_N = _spread_order(tokens, prefix)
     unit_BNE = unit_BNE.index_select(1, order_N)
     # The prefix scores 2, as if it were as far from others as can be.
@@ -166,7 +167,8 @@ def _nearest_of_all(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Ten
 
 def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int) -> Tensor:
     """Only rows that are not kept are compared with the kept ones."""
-    (images, tokens, channels), slots = unit_BNE.shape, row_BK.shape[1]
+    images, tokens, channels = unit_BNE.shape
+    slots = row_BK.shape[1]
     slot_BN = row_BK.new_full((images, tokens), -1).scatter_(1, row_BK, torch.arange(slots).expand(images, -1))
     other_T = (slot_BN.flatten() < 0).nonzero().squeeze(1)
     other_BRE = unit_BNE.flatten(0, 1).index_select(0, other_T).view(images, tokens - slots, channels)

@@ -251,7 +251,8 @@ def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
     Example:
         >>> choose("gather_rows", torch.zeros(1, 4, 2))
     """
-    entry, backend = OPS[name], _forced.get(name, Backend.AUTO)
+    entry = OPS[name]
+    backend = _forced.get(name, Backend.AUTO)
     if backend is Backend.TORCH:
         return None
     if backend is Backend.AUTO:

@@ -47,15 +47,23 @@ class capture_importance(AttentionIntercept):
         """Attend, and capture importance."""
         if self.average in ("class_token", "last_token"):
             q, k, v = cast_alike(call.query, call.key, call.value)
-            query, mask = q, call.attn_mask
+            query = q
+            mask = call.attn_mask
             if self.average == "last_token":
                 query, mask = self._last_query(q, mask)
             self._add(class_token_importance(query, k, mask, scale=call.scale))
             return call._replace(query=q, key=k, value=v).run()
         out, importance_BN = attention_with_importance(
-            call.query, call.key, call.value, call.attn_mask, dropout=call.dropout_p, is_causal=call.is_causal,
-            scale=call.scale, valid_BN=self.valid_BN, per_viewer=self.average == "per_viewer",
-        )  # fmt: skip
+            call.query,
+            call.key,
+            call.value,
+            call.attn_mask,
+            dropout=call.dropout_p,
+            is_causal=call.is_causal,
+            scale=call.scale,
+            valid_BN=self.valid_BN,
+            per_viewer=self.average == "per_viewer",
+        )
         self._add(importance_BN)
         return out
 

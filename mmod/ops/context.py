@@ -73,7 +73,8 @@ class PartialProjections(AttentionIntercept):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         for projection in self.projections:
             if weight is projection.weight:
-                split, features = projection.query_features, weight.shape[0]
+                split = projection.query_features
+                features = weight.shape[0]
                 start, stop = (0, split) if self.queries else (split, features)
                 if start == stop:
                     return _zeros(input, weight)

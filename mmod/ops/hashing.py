@@ -13,8 +13,15 @@ from mmod.ops.backend import Kernel, kernel_op, op
 HASH_CHANNELS = 8
 # Odd 32-bit multipliers, one for each channel of the fingerprint.
 MULTIPLIERS = (
-    0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5, 0xB55A4F09,
-)  # fmt: skip
+    0x9E3779B1,
+    0x85EBCA77,
+    0xC2B2AE3D,
+    0x27D4EB2F,
+    0x165667B1,
+    0xD3A2646D,
+    0xFD7046C5,
+    0xB55A4F09,
+)
 MIX = 0x45D9F3B
 _random_scores = kernel_op(
     "hashing.random_scores",

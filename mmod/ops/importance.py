@@ -207,7 +207,8 @@ class _Map(NamedTuple):
         keys = slice(queries.stop) if self.is_causal else slice(None)
         score = (self.q_BHNE[images, heads, queries] * self.scale) @ self.k_BHNE[images, heads, keys].transpose(-2, -1)
         score = _masked(score.to(_accumulator(score)), self.mask, self.is_causal, (*tile, keys))
-        attention, views = torch.softmax(score, dim=-1), self.views
+        attention = torch.softmax(score, dim=-1)
+        views = self.views
         if self.valid_BN is not None:
             attention = attention.masked_fill_(~self.valid_BN[images, None, queries, None], 0.0)
         if views is not None:
@@ -262,9 +263,17 @@ column_sums = kernel_op(
 
 
 def _with_kernels(
-    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float,
-    valid_BN: Tensor | None, per_viewer: bool, fused: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_BHNE: Tensor,
+    k_BHNE: Tensor,
+    v_BHNE: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float,
+    valid_BN: Tensor | None,
+    per_viewer: bool,
+    fused: bool,
+) -> tuple[Tensor, Tensor]:
     """Attend by a kernel that also returns the rows' log-sum-exp, then sum the map's columns."""
     from mmod.ops.triton.importance import attend_batch, attend_fused
 
@@ -274,7 +283,9 @@ def _with_kernels(
         out, lse_BHN = attend_fused(q_BHNE, k_BHNE, v_BHNE, is_causal, scale)
     else:
         out, lse_BHN = attend_batch(q_BHNE, k_BHNE, v_BHNE, visible_BN, is_causal, scale)
-    q_BHNE, k_BHNE, lse_BHN = q_BHNE.detach(), k_BHNE.detach(), lse_BHN.detach()
+    q_BHNE = q_BHNE.detach()
+    k_BHNE = k_BHNE.detach()
+    lse_BHN = lse_BHN.detach()
     views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device) if per_viewer else None
     if views is not None:
         # A probability is exp(score - log-sum-exp): subtracting log(w) from log-sum-exp weighs the row by w.
@@ -285,15 +296,25 @@ def _with_kernels(
 
 
 def _facts(
-    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float,
-    valid_BN: Tensor | None, per_viewer: bool,
-) -> dict[str, int]:  # fmt: skip
+    q_BHNE: Tensor,
+    k_BHNE: Tensor,
+    v_BHNE: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float,
+    valid_BN: Tensor | None,
+    per_viewer: bool,
+) -> dict[str, int]:
     pairwise = mask is not None and (mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1))
     return {
-        "head_dim": q_BHNE.shape[-1], "dropout": int(dropout > 0), "mask": int(mask is not None),
-        "mask_of_pairs": int(pairwise), "grouped_queries": int(is_grouped(q_BHNE, k_BHNE)),
+        "head_dim": q_BHNE.shape[-1],
+        "dropout": int(dropout > 0),
+        "mask": int(mask is not None),
+        "mask_of_pairs": int(pairwise),
+        "grouped_queries": int(is_grouped(q_BHNE, k_BHNE)),
         "other_lengths": int(not _alike(q_BHNE, k_BHNE, v_BHNE)),
-    }  # fmt: skip
+    }
 
 
 def _with_shared_map(
@@ -329,9 +350,16 @@ _kernel = partial(Kernel, why="not yet measured; reason: probabilities stay on c
     facts=_facts,
 )
 def _attend(
-    q_BHNE: Tensor, k_BHNE: Tensor, v_BHNE: Tensor, mask: Tensor | None, dropout: float, is_causal: bool, scale: float,
-    valid_BN: Tensor | None, per_viewer: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q_BHNE: Tensor,
+    k_BHNE: Tensor,
+    v_BHNE: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    is_causal: bool,
+    scale: float,
+    valid_BN: Tensor | None,
+    per_viewer: bool,
+) -> tuple[Tensor, Tensor]:
     # Measured on two CPU threads, ViT-S, fp32: at N = 197 a shared map adds 1 to 2 % to a block, a second pass 7 %; at
     # N = 1025 6 to 7 % and 27 %.
     plain = mask is None and valid_BN is None and not dropout and _alike(q_BHNE, k_BHNE, v_BHNE)
@@ -339,9 +367,15 @@ def _attend(
     if plain and in_place and q_BHNE.dtype == torch.float32:
         return _with_shared_map(q_BHNE, k_BHNE, v_BHNE, is_causal, scale, per_viewer)
     out = F.scaled_dot_product_attention(
-        q_BHNE, k_BHNE, v_BHNE, attn_mask=mask, dropout_p=dropout, is_causal=is_causal, scale=scale,
+        q_BHNE,
+        k_BHNE,
+        v_BHNE,
+        attn_mask=mask,
+        dropout_p=dropout,
+        is_causal=is_causal,
+        scale=scale,
         enable_gqa=is_grouped(q_BHNE, k_BHNE),
-    )  # fmt: skip
+    )
     return out, attention_importance(
         q_BHNE, k_BHNE, mask, is_causal=is_causal, scale=scale, valid_BN=valid_BN, per_viewer=per_viewer
     )

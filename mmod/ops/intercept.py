@@ -36,9 +36,15 @@ class AttentionCall(NamedTuple):
     def run(self) -> Tensor:
         """Make the call."""
         return F.scaled_dot_product_attention(
-            self.query, self.key, self.value, attn_mask=self.attn_mask, dropout_p=self.dropout_p,
-            is_causal=self.is_causal, scale=self.scale, enable_gqa=self.enable_gqa,
-        )  # fmt: skip
+            self.query,
+            self.key,
+            self.value,
+            attn_mask=self.attn_mask,
+            dropout_p=self.dropout_p,
+            is_causal=self.is_causal,
+            scale=self.scale,
+            enable_gqa=self.enable_gqa,
+        )
 
 
 class AttentionIntercept(TorchFunctionMode):

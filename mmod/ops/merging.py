@@ -94,7 +94,8 @@ def _mean_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 def _save_for_add(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _x, update, slot = inputs
-    ctx.slots, ctx.dtype = update.shape[1], update.dtype
+    ctx.slots = update.shape[1]
+    ctx.dtype = update.dtype
     ctx.save_for_backward(slot)
 
 
@@ -183,7 +184,8 @@ def mean_rows(
     images, slots = size_BK.shape
     rows_BND = x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
     if not all_join:
-        rows_BND, size_BK = torch.where((slot_BN >= 0).unsqueeze(-1), rows_BND, 0.0), size_BK.clamp(min=1)
+        rows_BND = torch.where((slot_BN >= 0).unsqueeze(-1), rows_BND, 0.0)
+        size_BK = size_BK.clamp(min=1)
     # Torch adds rows where the index is expanded over channels, element by element where it is not flat.
     index = _flat(slot_BN, slots, all_join).unsqueeze(-1).expand(-1, x_BND.shape[2])
     total = x_BND.new_zeros(images * slots, x_BND.shape[2])

@@ -138,9 +138,15 @@ class attend_within(AttentionIntercept):
         self.calls += 1
         q_THE, k_THE, v_THE = (x[0].transpose(0, 1) for x in call[:3])
         out_THE = packed_attention(
-            q_THE, k_THE, v_THE, self.packing.cu_seqlens, self.packing.max_seqlen,
-            dropout=call.dropout_p, is_causal=call.is_causal, scale=call.scale,
-        )  # fmt: skip
+            q_THE,
+            k_THE,
+            v_THE,
+            self.packing.cu_seqlens,
+            self.packing.max_seqlen,
+            dropout=call.dropout_p,
+            is_causal=call.is_causal,
+            scale=call.scale,
+        )
         return out_THE.transpose(0, 1).unsqueeze(0)
 
 
@@ -193,25 +199,40 @@ attend_rows_backward = kernel_op(
 
 
 def _by_xformers(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
+    q_THE: Tensor,
+    k_THE: Tensor,
+    v_THE: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout: float,
+    is_causal: bool,
     scale: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     from xformers.ops import fmha
 
     mask = fmha.attn_bias.BlockDiagonalMask.from_seqlens([n for n in cu_seqlens.diff().tolist() if n])
     group = q_THE.shape[1] // k_THE.shape[1]
     keys, values = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k_THE, v_THE))
     out: Tensor = fmha.memory_efficient_attention(
-        q_THE.unsqueeze(0), keys.unsqueeze(0), values.unsqueeze(0),
-        attn_bias=mask.make_causal() if is_causal else mask, scale=scale,
-    )  # fmt: skip
+        q_THE.unsqueeze(0),
+        keys.unsqueeze(0),
+        values.unsqueeze(0),
+        attn_bias=mask.make_causal() if is_causal else mask,
+        scale=scale,
+    )
     return out.squeeze(0)
 
 
 def _by_varlen(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
+    q_THE: Tensor,
+    k_THE: Tensor,
+    v_THE: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout: float,
+    is_causal: bool,
     scale: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     # Only arguments that all supported torch versions share.
@@ -221,9 +242,15 @@ def _by_varlen(
 
 
 def _image_by_image(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
+    q_THE: Tensor,
+    k_THE: Tensor,
+    v_THE: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout: float,
+    is_causal: bool,
     scale: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Call attention once for each image; on a CPU, reading its lengths needs no synchronisation."""
     lengths = cu_seqlens.diff().tolist()
     heads_first = (x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (q_THE, k_THE, v_THE))
@@ -238,9 +265,15 @@ def _image_by_image(
 
 
 def _padded(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
+    q_THE: Tensor,
+    k_THE: Tensor,
+    v_THE: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout: float,
+    is_causal: bool,
     scale: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Pad every image to `max_seqlen` rows and mask the padding: all shapes follow from the arguments."""
     images = cu_seqlens.shape[0] - 1
     image_T = image_of_rows(q_THE, cu_seqlens)
@@ -256,9 +289,14 @@ def _padded(
     if is_causal:
         visible = visible & (slot_K <= slot_K.unsqueeze(1))
     out_BHKE = F.scaled_dot_product_attention(
-        pad(q_THE), pad(k_THE), pad(v_THE), attn_mask=visible, dropout_p=dropout, scale=scale,
+        pad(q_THE),
+        pad(k_THE),
+        pad(v_THE),
+        attn_mask=visible,
+        dropout_p=dropout,
+        scale=scale,
         enable_gqa=is_grouped(q_THE, k_THE),
-    )  # fmt: skip
+    )
     return out_BHKE.transpose(1, 2).flatten(0, 1).index_select(0, slot_T)
 
 
@@ -283,9 +321,15 @@ def _padded(
     facts=lambda q_THE, *others: {"head_dim": q_THE.shape[-1], "dropout": int(others[4] > 0)},
 )
 def _attend(
-    q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int, dropout: float, is_causal: bool,
+    q_THE: Tensor,
+    k_THE: Tensor,
+    v_THE: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    dropout: float,
+    is_causal: bool,
     scale: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     if q_THE.is_cpu:
         worth = q_THE.shape[0] >= ROWS_WORTH_A_CALL * max(1, cu_seqlens.shape[0] - 1)
         run = _image_by_image if worth and not torch.compiler.is_compiling() else _padded

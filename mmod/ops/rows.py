@@ -289,9 +289,14 @@ def _normed_rows(
 
 
 def _merge_by_kernel(
-    x_BND: Tensor, index_BK: Tensor, z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None = None,
-    valid_BK: Tensor | None = None, inverse_BN: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+    x_BND: Tensor,
+    index_BK: Tensor,
+    z_BKD: Tensor,
+    y_BKD: Tensor,
+    gate_BK: Tensor | None = None,
+    valid_BK: Tensor | None = None,
+    inverse_BN: Tensor | None = None,
+) -> Tensor:
     z = None if gate_BK is None else z_BKD
     return _merge_rows(x_BND, index_BK, z, y_BKD, gate_BK, valid_BK, inverse_BN)
 

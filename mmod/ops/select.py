@@ -46,13 +46,15 @@ def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
         >>> kept_count(197, Fraction(1, 2), prefix=1)
         98
     """
-    kept, minimum = tokens * capacity.numerator // capacity.denominator, max(1, prefix)
+    kept = tokens * capacity.numerator // capacity.denominator
+    minimum = max(1, prefix)
     # On a plain int, `sym_max` breaks the graph in torch 2.11; on a symbol, `max` would make it static.
     return max(minimum, kept) if isinstance(kept, int) else cast(int, torch.sym_max(minimum, kept))
 
 
 def _empty_selection(score: Tensor, count: int, prefix: int, valid: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
-    shape, gate = (score.shape[0], count), others[3]
+    shape = (score.shape[0], count)
+    gate = others[3]
     return (
         score.new_empty((0,) if gate == "identity" else shape),
         score.new_empty(shape, dtype=torch.int64),
@@ -89,10 +91,17 @@ _gate_grad = kernel_op(
 
 
 def _by_kernel(
-    score_BN: Tensor, capacity: Fraction, prefix: int = 0, valid_BN: Tensor | None = None,
-    protect_BN: Tensor | None = None, *, gate: str = "identity", scale: float = 1.0,
-) -> Selection:  # fmt: skip
-    count, share = kept_count(score_BN.shape[1], capacity, prefix), (capacity.numerator, capacity.denominator)
+    score_BN: Tensor,
+    capacity: Fraction,
+    prefix: int = 0,
+    valid_BN: Tensor | None = None,
+    protect_BN: Tensor | None = None,
+    *,
+    gate: str = "identity",
+    scale: float = 1.0,
+) -> Selection:
+    count = kept_count(score_BN.shape[1], capacity, prefix)
+    share = (capacity.numerator, capacity.denominator)
     gate_BK, index_BK, valid_BK, inverse_BN = _select_topk(
         score_BN, count, prefix, valid_BN, protect_BN, *share, gate, scale
     )
@@ -143,7 +152,8 @@ def select_topk(
         >>> select_topk(torch.tensor([[0.1, 0.9, 0.9, 0.5]]), Fraction(1, 2)).index_BK
         tensor([[1, 2]])
     """
-    count, valid_BK = kept_count(score_BN.shape[1], capacity, prefix), None
+    count = kept_count(score_BN.shape[1], capacity, prefix)
+    valid_BK = None
     if valid_BN is None:
         index_BK = torch.sort(_best(score_BN, count, prefix, protect_BN), dim=1).values
     else:
@@ -208,7 +218,8 @@ def select_threshold(
         raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
     else:
         counts = count_B.tolist()
-        slots, total = slots_for(counts), sum(counts)
+        slots = slots_for(counts)
+        total = sum(counts)
     index_BK, valid_BK = ascending_valid(_best(level_BN, slots, prefix, protect_BN), count_B, tokens)
     return index_BK, None if total == valid_BK.numel() else valid_BK, total
 

@@ -37,7 +37,8 @@ def _attend_by_tiles(
 ) -> tuple[Tensor, Tensor]:
     """Return attention's output and the attention that keys receive; write the rows' log-sum-exp if it is passed."""
     heads, tokens = q.shape[1:3]
-    out, totals = _channels_last(q), []
+    out = _channels_last(q)
+    totals = []
     _, together, rows = tile_size(heads, tokens, tokens, tiles.CHUNK_ELEMENTS, is_causal)
     batch = q.unbind(0), k.transpose(2, 3).unbind(0), v.unbind(0), out.unbind(0)
     # Image by image, whose heads are a view of the host's projection; those of several images would be a copy.
@@ -51,10 +52,15 @@ def _attend_by_tiles(
         for _, head, queries in cut_map(1, heads, tokens, tokens, tiles.CHUNK_ELEMENTS, is_causal):
             keys = slice(queries.stop if is_causal else None)
             received = _attend_tile(
-                q_HNE[head, queries], k_HEN[head, :, keys], v_HNE[head, keys], out_HNE[head, queries],
-                None if lse_HN is None else lse_HN[head, queries], scale, is_causal,
+                q_HNE[head, queries],
+                k_HEN[head, :, keys],
+                v_HNE[head, keys],
+                out_HNE[head, queries],
+                None if lse_HN is None else lse_HN[head, queries],
+                scale,
+                is_causal,
                 None if weight_N is None else weight_N[queries],
-            )  # fmt: skip
+            )
             total_1N[:, keys] += received.sum(dim=0)
         totals.append(total_1N)
     return out, totals[0] if len(totals) == 1 else torch.cat([q.new_empty(0, tokens), *totals])
@@ -68,9 +74,15 @@ def _attend_with_lse(
 
 
 def _attend_tile(
-    q_HQE: Tensor, k_HEN: Tensor, v_HNE: Tensor, out_HQE: Tensor, lse_HQ: Tensor | None, scale: float,
-    is_causal: bool, weight_Q: Tensor | None,
-) -> Tensor:  # fmt: skip
+    q_HQE: Tensor,
+    k_HEN: Tensor,
+    v_HNE: Tensor,
+    out_HQE: Tensor,
+    lse_HQ: Tensor | None,
+    scale: float,
+    is_causal: bool,
+    weight_Q: Tensor | None,
+) -> Tensor:
     """Write the output of a tile, and its log-sum-exp if it is passed.
 
     Returns:

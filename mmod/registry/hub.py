@@ -61,9 +61,14 @@ def push_to_hub(
 
 
 def write_hub_folder(
-    model: nn.Module, folder: str | Path, repo: str, flops: FlopCounts, *, about: str = "",
+    model: nn.Module,
+    folder: str | Path,
+    repo: str,
+    flops: FlopCounts,
+    *,
+    about: str = "",
     architecture: str | Mapping[str, Any] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """Write what `push_to_hub` uploads into an empty folder: the saved model and its card, README.md."""
     card = model_card(model, repo, flops, about=about)
     if find_library(model) == "transformers":
@@ -79,7 +84,8 @@ def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "
     from huggingface_hub import ModelCard, ModelCardData
     from huggingface_hub.utils import validate_repo_id
 
-    methods, library = methods_of(model), find_library(model)
+    methods = methods_of(model)
+    library = find_library(model)
     if not methods:
         raise ValueError(f"no method changed this {type(model).__name__}: upload the model itself")
     if library is None:
@@ -87,7 +93,8 @@ def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "
     check_value("about", about, str)
     check_value("repo", repo, str)
     validate_repo_id(repo)
-    modules, counted = dict(model.named_modules()), {row.name for row in flops.blocks}
+    modules = dict(model.named_modules())
+    counted = {row.name for row in flops.blocks}
     foreign = sorted(counted - set(modules))
     if foreign:
         raise ValueError(f"the FLOPs are of other blocks: this model has no {', '.join(foreign)}")

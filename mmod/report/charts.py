@@ -43,7 +43,8 @@ class Chart:
 
 def audit_charts(record: AuditRecord) -> list[Chart]:
     """Return the figures of an audit that have numbers, that of accuracy first."""
-    audit, across = record.audit, record.audit.across
+    audit = record.audit
+    across = record.audit.across
 
     def chart(name: str, title: str, text: str, rows: Sequence[Mapping[str, Any]], figure: Figure) -> Chart:
         file = f"{record.name.replace('/', '-')}-{name}"
@@ -102,11 +103,13 @@ def _ends(name: str, estimate: Estimate) -> dict[str, float]:
 
 def _draw_kept(rows: Sequence[Mapping[str, Any]]) -> Figure:
     figure = new_figure(max(4.0, 0.6 * len(rows) + 1.2), 2.6)
-    axis, handles = figure.subplots(), {}
+    axis = figure.subplots()
+    handles = {}
     decisions = list(dict.fromkeys(row["decided in"] for row in rows))
     is_shared = len(decisions) < len(rows)
     for row in rows:
-        number, name = decisions.index(row["decided in"]), f"decided in {row['decided in']}"
+        number = decisions.index(row["decided in"])
+        name = f"decided in {row['decided in']}"
         handles[name] = axis.bar(row["block"], row["kept"], color=PALETTE[number % len(PALETTE) if is_shared else 0])
         add_hint(handles[name][0], f"{row['block']}: {row['kept']:.3f}, {name}")
     axis.set(ylabel="share of tokens kept", ylim=(0, 1))
@@ -131,8 +134,10 @@ def _flops_by_part(report: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def _draw_flops(rows: Sequence[Mapping[str, Any]]) -> Figure:
     figure = new_figure(7.6, 2.3)
-    axis, handles = figure.subplots(), {}
-    models, left = ["dense", "routed"], [0.0, 0.0]
+    axis = figure.subplots()
+    handles = {}
+    models = ["dense", "routed"]
+    left = [0.0, 0.0]
     for colour, row in zip(PALETTE, rows):
         widths = [row[model] for model in models]
         handles[row["part"]] = axis.barh(models, widths, left=left, color=colour)
@@ -211,7 +216,8 @@ def rows_over_runs(audits: Sequence[AuditRecord]) -> list[list[str]]:
 
 def _figures(record: AuditRecord) -> dict[str, float]:
     """Return the figures of an audit that can be averaged over runs."""
-    audit, generation = record.audit, record.generation
+    audit = record.audit
+    generation = record.generation
     learned, *others = audit.conditions
     figures = {f"points above {choice.name}": learned.accuracy.value - choice.accuracy.value for choice in others}
     figures |= {f"points above random, {one.group}: {one.name}": one.gap.value for one in audit.strata}

@@ -75,7 +75,8 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
     def figure(chart: Chart) -> str:
         write_atomically(target / f"{chart.name}.svg", chart.svg)
         write_csv(target / f"{chart.name}.csv", chart.rows)
-        name, svg = escape(chart.name), inline_svg(chart.svg, chart.name, chart.text)
+        name = escape(chart.name)
+        svg = inline_svg(chart.svg, chart.name, chart.text)
         files = f'<a href="{name}.svg">SVG</a> <a href="{name}.csv">CSV</a>'
         return (
             f'<figure id="{name}"><div class="chart">{svg}</div>'
@@ -84,9 +85,11 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
         )
 
     sections = [
-        *(_study_section(study, figure) for study in studies), *_common_section(audits),
-        *(_audit_section(record, figure) for record in audits), *_runs_section(runs, figure),
-    ]  # fmt: skip
+        *(_study_section(study, figure) for study in studies),
+        *_common_section(audits),
+        *(_audit_section(record, figure) for record in audits),
+        *_runs_section(runs, figure),
+    ]
     write_atomically(target / PAGE, _frame(sections))
     return target / PAGE
 
@@ -114,15 +117,18 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
     return _Section(
         f"Study {study.name}",
         study.verdict,
-        figure(drawn) + tables
+        figure(drawn)
+        + tables
         + _pictures(study.name, "Routing maps of single models", maps)
         + _pictures(study.name, "Plans that were searched", plans)
-        + _details("Config", json.dumps(study.config, indent=2)) + _details("Environment", _lines(study.environment)),
-    )  # fmt: skip
+        + _details("Config", json.dumps(study.config, indent=2))
+        + _details("Environment", _lines(study.environment)),
+    )
 
 
 def _audit_section(record: AuditRecord, figure: _Draw) -> _Section:
-    audit, generation = record.audit, record.generation
+    audit = record.audit
+    generation = record.generation
     first, *others = map(figure, audit_charts(record))
     routed = None if record.flops is None else float(record.flops["routed"])
     counted = {"this model": routed, **record.beside_flops}
@@ -133,9 +139,12 @@ def _audit_section(record: AuditRecord, figure: _Draw) -> _Section:
     return _Section(
         f"Audit of {record.name}",
         audit.verdict,
-        first + "".join(map(_part, parts)) + "".join(others) + _pictures(record.name, "Routing maps", maps)
+        first
+        + "".join(map(_part, parts))
+        + "".join(others)
+        + _pictures(record.name, "Routing maps", maps)
         + _details("Environment", _lines(record.environment)),
-    )  # fmt: skip
+    )
 
 
 def _part(part: str | Table) -> str:

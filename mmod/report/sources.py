@@ -14,7 +14,9 @@ from mmod.analysis.audit.result import Audit
 from mmod.io.files import parse_json
 from mmod.values import check_value, from_plain
 
-_STUDIES, _AUDIT, _RUN = ("tradeoff.json", "isoflop.json"), "audit/audit.json", "routers.csv"
+_STUDIES = ("tradeoff.json", "isoflop.json")
+_AUDIT = "audit/audit.json"
+_RUN = "routers.csv"
 PAGE = "report.html"
 """The file of a report."""
 Table = Sequence[Sequence[str]]
@@ -97,8 +99,10 @@ def read_sources(folders: Sequence[Path]) -> Sources:
 def _read_study(path: Path) -> StudyRecord:
     record = parse_json(path.read_bytes(), str(path))
     try:
-        config, title = record["config"], record["title"]
-        rows, svg = _read_table(path.with_suffix(".csv")), path.with_suffix(".svg").read_text()
+        config = record["config"]
+        title = record["title"]
+        rows = _read_table(path.with_suffix(".csv"))
+        svg = path.with_suffix(".svg").read_text()
         blocks = path.with_suffix(".md").read_text().strip().split("\n\n")
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise ValueError(
@@ -107,11 +111,17 @@ def _read_study(path: Path) -> StudyRecord:
         ) from error
     tables = [[_cells(line) for line in block.splitlines()] for block in blocks if block.startswith("|")]
     return StudyRecord(
-        path.parent.name, path.parent, path.stem, config, title, svg, rows,
+        path.parent.name,
+        path.parent,
+        path.stem,
+        config,
+        title,
+        svg,
+        rows,
         [[header, *lines] for header, _, *lines in tables],
         verdict="\n\n".join(block for block in blocks if not block.startswith("|")),
         environment={name: record[name] for name in ("torch", "threads", "cores", "cpu_seconds") if name in record},
-    )  # fmt: skip
+    )
 
 
 def _cells(line: str) -> list[str]:
@@ -123,10 +133,15 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
     try:
         generation = record["generation"]
         return AuditRecord(
-            _run_name(path.parent.parent, root), path.parent, record["command"], record["environment"],
-            Audit.from_dict(record["audit"]), record["flops"], record["beside_flops"],
+            _run_name(path.parent.parent, root),
+            path.parent,
+            record["command"],
+            record["environment"],
+            Audit.from_dict(record["audit"]),
+            record["flops"],
+            record["beside_flops"],
             None if generation is None else from_plain(Generation, generation, "generation", limit=None),
-        )  # fmt: skip
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is no audit of `mmod audit` ({type(error).__name__}: {error})") from error
 

@@ -81,7 +81,8 @@ class Counter:
                     f"{', '.join(map(str, dict.fromkeys(shapes.values())))}"
                 )
         for name, keep_BN in kept.items():
-            free_BN, counts = free[name], self.kinds.setdefault(name, {_POSITION: KindCounts()})
+            free_BN = free[name]
+            counts = self.kinds.setdefault(name, {_POSITION: KindCounts()})
             images = range(self.images, self.images + len(keep_BN))
             order_BN = (free_BN.cumsum(1) - 1).clamp(min=0)
             counts[_POSITION].add(order_BN, keep_BN, free_BN, images)
@@ -116,7 +117,8 @@ class Counter:
 
     def result(self) -> Across:
         """Return what was counted."""
-        names, returning = self.decisions, self.returning.mean() if self.returning.sums[0] else None
+        names = self.decisions
+        returning = self.returning.mean() if self.returning.sums[0] else None
         kind, verdict = _judge(returning, len(names))
         # Facts that are the same for all tokens say nothing.
         known = {name: {fact: kinds.information() for fact, kinds in self.kinds[name].items()} for name in names}

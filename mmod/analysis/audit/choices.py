@@ -18,8 +18,10 @@ from mmod.routing import Routing
 from mmod.values import refuse_unknown
 
 Family = Literal["random", "position", "other"]
-LEARNED, RANDOM = "as learned", "random"
-DENSE_ATTENTION, REFERENCE_ENTROPY = "dense attention", "reference entropy"
+LEARNED = "as learned"
+RANDOM = "random"
+DENSE_ATTENTION = "dense attention"
+REFERENCE_ENTROPY = "reference entropy"
 
 
 @dataclass(frozen=True)
@@ -76,13 +78,15 @@ def _draws(draw: int, images: range, tokens: int) -> Tensor:
 def _centre(context: DecisionContext) -> Tensor:
     """Rank by distance from the centre of the grid, nearest first."""
     rows, columns = context.grid
-    row_BN, column_BN = context.order_BN // columns, context.order_BN % columns
+    row_BN = context.order_BN // columns
+    column_BN = context.order_BN % columns
     return -torch.hypot((row_BN - (rows - 1) / 2) / rows, (column_BN - (columns - 1) / 2) / columns)
 
 
 def _shuffled(context: DecisionContext) -> Tensor:
     """Rank the tokens that the router kept in another image first."""
-    tokens, partner = int(context.free_BN.sum(1).max()), context.partner
+    tokens = int(context.free_BN.sum(1).max())
+    partner = context.partner
     if partner.keep_BF.shape[1] != tokens:
         raise ValueError(
             f"'shuffled' applies the decision of another image, in which {partner.keep_BF.shape[1]} tokens may be "
@@ -127,7 +131,8 @@ def choices(
     has_reference: bool = False,
 ) -> dict[str, Choice]:
     """Return the choices of an audit, by name."""
-    names, custom = default_choices(has_reference) if conditions is None else list(conditions), custom or {}
+    names = default_choices(has_reference) if conditions is None else list(conditions)
+    custom = custom or {}
     refuse_unknown("condition", names, list(CHOICES))
     if len(set(names)) < len(names):
         raise ValueError(f"conditions must not repeat a name, got {names}")

@@ -59,9 +59,13 @@ class Generation:
     def table(self) -> Table:
         """Return the stretches as a table."""
         columns = {
-            "text": ("text", ""), "tokens": ("tokens", ""), "loss": ("nats a token", ".3f"), "kept": ("kept", ".3f"),
-            "agreement": ("as the top-k", ".3f"), "above_chance": ("above chance", ".2f"),
-        }  # fmt: skip
+            "text": ("text", ""),
+            "tokens": ("tokens", ""),
+            "loss": ("nats a token", ".3f"),
+            "kept": ("kept", ".3f"),
+            "agreement": ("as the top-k", ".3f"),
+            "above_chance": ("above chance", ".2f"),
+        }
         rows = [{**vars(row), "tokens": f"{row.first} to {row.last}"} for row in self.stretches]
         caption = (
             f"The {self.by} decides token by token, beside the top-k of windows of {self.window}; {self.texts} texts."
@@ -111,7 +115,8 @@ def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) 
         new = {"max_new_tokens": length - window, "min_new_tokens": length - window, "do_sample": True, "top_k": 0}
         mask = torch.ones_like(prompt_BN)
         generated_BN = model.generate(input_ids=prompt_BN, attention_mask=mask, pad_token_id=0, **new)
-    stretches, decay = [], {}
+    stretches = []
+    decay = {}
     for text, text_BN in zip(_TEXTS, (tokens_BN, generated_BN)):
         figures = _figures(model, text_BN, window)
         for number in range(length // window):
@@ -139,7 +144,8 @@ def _figures(model: Any, tokens_BN: Tensor, window: int) -> dict[str, Tensor]:
         assert valid_BK is None
         best_BWL = torch.zeros_like(all_BN).scatter(1, index_BK, True).unflatten(1, (-1, window)).double()
         keep_BWL = routing.keep_BN.unflatten(1, (-1, window)).double()
-        kept_BW, best_BW = keep_BWL.mean(2), best_BWL.mean(2)
+        kept_BW = keep_BWL.mean(2)
+        best_BW = best_BWL.mean(2)
         agreement_BW = (keep_BWL == best_BWL).double().mean(2)
         chance_BW = kept_BW * best_BW + (1 - kept_BW) * (1 - best_BW)
         blocks.append(torch.stack([kept_BW, agreement_BW, (agreement_BW - chance_BW) / (1 - chance_BW)]))

@@ -55,12 +55,14 @@ class KindCounts:
     @property
     def left_out(self) -> Tensor:
         """The counts of all images, and then those without each group of them (1 + G, 2, K)."""
-        total_2K, filled_G = self.counts_G2K.sum(0), self.counts_G2K[:, 1].sum(1) > 0
+        total_2K = self.counts_G2K.sum(0)
+        filled_G = self.counts_G2K[:, 1].sum(1) > 0
         return torch.cat([total_2K[None], total_2K - self.counts_G2K[filled_G]])
 
     def add(self, kind_BN: Tensor, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
         """Count the tokens of a batch."""
-        known, kinds = self.counts_G2K.shape[2], int(kind_BN.max()) + 1
+        known = self.counts_G2K.shape[2]
+        kinds = int(kind_BN.max()) + 1
         if kinds > known:
             self.counts_G2K = torch.nn.functional.pad(self.counts_G2K, (0, kinds - known))
         kinds = self.counts_G2K.shape[2]
@@ -119,9 +121,12 @@ def information_table(information: Mapping[str, Mapping[str, Information]]) -> T
         for known, entry in facts.items()
     ]
     columns = {
-        "decision": ("decision", ""), "known": ("known of a token", ""), "bits": ("bits", ".4f"),
-        "percent": ("% of the decision's entropy", ".1f"), "kept": ("kept", ""),
-    }  # fmt: skip
+        "decision": ("decision", ""),
+        "known": ("known of a token", ""),
+        "bits": ("bits", ".4f"),
+        "percent": ("% of the decision's entropy", ".1f"),
+        "kept": ("kept", ""),
+    }
     return table_of(columns, rows, _TOLD)
 
 

@@ -35,7 +35,8 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
             f"the model returns logits {tuple(logits.shape)}, the classes are {targets.dtype} {tuple(targets.shape)}: "
             f"{_PASS_JUDGE}"
         )
-    classes, outside = logits.shape[-1], targets[(targets < 0) | (targets >= logits.shape[-1])]
+    classes = logits.shape[-1]
+    outside = targets[(targets < 0) | (targets >= logits.shape[-1])]
     if len(outside):
         raise ValueError(f"classes must be in [0, {classes}), as the model has {classes}, got {int(outside[0])}")
     loss = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")

@@ -66,7 +66,8 @@ class Progress:
             return
         saved = self.journal.records[-1]
         try:
-            self.done, self._checks = dict(saved["done"]), dict(saved["checks"])
+            self.done = dict(saved["done"])
+            self._checks = dict(saved["checks"])
             self.counts = from_plain(Counts, _unpacked(saved["counts"]), "counts", limit=None)
         except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise ValueError(
@@ -75,7 +76,9 @@ class Progress:
 
     def batches(self, step: str, batches: Iterable[Any], *, shown: bool) -> Iterator[tuple[int, Any]]:
         """Yield the batches that are not done yet, with their numbers; one is done when the next is asked for."""
-        first, number, check = self.done.get(step, 0), 0, 0
+        first = self.done.get(step, 0)
+        number = 0
+        check = 0
         total = len(batches) if isinstance(batches, Sized) else None
         with progress_bar(desc=step, total=total, initial=first, shown=shown) as bar:
             for number, batch in enumerate(batches, 1):
@@ -85,7 +88,8 @@ class Progress:
                 if number <= first:
                     continue
                 yield number - 1, batch
-                self.done[step], self._checks[step] = number, check
+                self.done[step] = number
+                self._checks[step] = check
                 bar.update()
                 if time.monotonic() - self._written >= _EVERY:
                     self._write()

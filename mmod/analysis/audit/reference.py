@@ -89,7 +89,8 @@ def token_entropy(model: nn.Module) -> Iterator[list[Tensor]]:
 @contextmanager
 def _head_watched(host: Any, entropies: list[Tensor]) -> Iterator[None]:
     """Record the entropies of what a classifier's own head makes of each token."""
-    head, prefix = host.forward_head, find_stack(host).prefix
+    head = host.forward_head
+    prefix = find_stack(host).prefix
 
     def forward_head(x_BND: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         # An image of that token alone, whichever of its tokens the head reads.

@@ -45,7 +45,8 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
     def hook(name: str, router: Router, args: tuple[Any, ...], routing: Routing) -> Routing | None:
         rows, *_, earlier = (*args, None) if len(args) < 4 else args
         if earlier is None:
-            x_BND, left_BN = rows, None
+            x_BND = rows
+            left_BN = None
         else:
             x_BND = rows.gather(1, earlier.joined.slot_BN.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[2]))
             left_BN = earlier.keep_BN
@@ -77,7 +78,8 @@ def keep_best(
     A kept token is weighed as its router weighs it, by its score and not by its rank. Ties go to the lowest index and
     NaN ranks last.
     """
-    kept_BN, free_BN = learned.keep_BN, free_tokens(learned, router.prefix)
+    kept_BN = learned.keep_BN
+    free_BN = free_tokens(learned, router.prefix)
     groups = learned.evidence.tokens
     group_BN = groups.group_BN if isinstance(groups, TokenGroups) else free_BN.long()
     least = torch.finfo(torch.float64).min

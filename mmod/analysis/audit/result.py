@@ -31,10 +31,15 @@ from mmod.values import from_plain
 
 _LEVEL = 0.05
 _COLUMNS = {
-    "name": ("tokens kept", ""), "accuracy": ("accuracy %", ".1f"), "loss": ("loss", ".3f"),
-    "accuracy_change": ("accuracy change", "+.1f"), "accuracy_p": ("p", ".3g"), "loss_change": ("loss change", "+.3f"),
-    "loss_p": ("p of loss", ".3g"), "effect": ("effect", ".2f"),
-}  # fmt: skip
+    "name": ("tokens kept", ""),
+    "accuracy": ("accuracy %", ".1f"),
+    "loss": ("loss", ".3f"),
+    "accuracy_change": ("accuracy change", "+.1f"),
+    "accuracy_p": ("p", ".3g"),
+    "loss_change": ("loss change", "+.3f"),
+    "loss_p": ("p of loss", ".3g"),
+    "effect": ("effect", ".2f"),
+}
 Kind = Literal["content", "position", "both", "no better than random", "inconclusive"]
 _LEADS: dict[Kind, str] = {
     "content": "The router uses content",
@@ -118,7 +123,8 @@ class Audit:
 
     def sections(self) -> list[str | Table]:
         """Return sentences and tables, all but the verdict."""
-        across, names = self.across, self.across.decisions
+        across = self.across
+        names = self.across.decisions
         conditions = (
             f"{self.images} images, {self.draws} random draws. Intervals are of 95 %, by resampling images; p-values "
             "are of paired tests by random signs, corrected by Holm's method."
@@ -156,12 +162,15 @@ def compare(counts: Counts, choices: Mapping[str, Choice], config: AuditConfig, 
     images = counts.images.get(AUDITED, 0)
     if images < 2:
         raise ValueError(f"an audit needs two images or more, got {images}")
-    names, count = [LEARNED, *choices], 1 + len(choices)
+    names = [LEARNED, *choices]
+    count = 1 + len(choices)
     outcomes = [counts.outcomes[AUDITED][name] for name in names]
     value_IC = np.stack([100 * one.accuracy for one in outcomes] + [one.loss for one in outcomes], axis=1)
-    mean_C, drawn = value_IC.mean(axis=0), resampled_means(value_IC, config.resamples, seed=0)
+    mean_C = value_IC.mean(axis=0)
+    drawn = resampled_means(value_IC, config.resamples, seed=0)
     base_C = np.repeat([0, count], count)
-    gap_IC, gap_drawn = value_IC - value_IC[:, base_C], drawn - drawn[:, base_C]
+    gap_IC = value_IC - value_IC[:, base_C]
+    gap_drawn = drawn - drawn[:, base_C]
     tested = [column for column in range(2 * count) if column % count]
     uncorrected = sign_test(gap_IC[:, tested], config.resamples, seed=1).tolist()
     p = dict(zip(tested, adjusted(uncorrected)))
@@ -177,7 +186,8 @@ def compare(counts: Counts, choices: Mapping[str, Choice], config: AuditConfig, 
         return Condition(name, choices[name].family, *both, changes[0], changes[1], p[a], p[b], effect)
 
     positions = [place for place, name in enumerate(names) if place and choices[name].family == "position"]
-    best, random = max(positions, key=lambda place: mean_C[place], default=None), names.index(RANDOM)
+    best = max(positions, key=lambda place: mean_C[place], default=None)
+    random = names.index(RANDOM)
     gap = estimate_of(mean_C[0] - mean_C[random], drawn[:, 0] - drawn[:, random])
     # What the verdict rests on: by interval and by test, since intervals of few images are too short.
     is_clear = gap.low > 0 and uncorrected[tested.index(random)] < _LEVEL
@@ -187,19 +197,31 @@ def compare(counts: Counts, choices: Mapping[str, Choice], config: AuditConfig, 
         share = (drawn[:, best] - drawn[:, random])[above_random > 0] / above_random[above_random > 0]
         explained = estimate_of((mean_C[best] - mean_C[random]) / gap.value, share)
     is_none = not is_clear and gap.high < config.margin and images >= _FEW
-    position, influence = None if best is None else names[best], counts.influence.result()
+    position = None if best is None else names[best]
+    influence = counts.influence.result()
     kind, verdict = judge(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
     strata, beside = _pairs(counts, elsewhere)
     return Audit(
-        images, config.draws, [condition(name, place) for place, name in enumerate(names)], gap, position, explained,
-        kind, verdict, counts.across.result(), compare_strata(strata, config.resamples), counts.worth.result(),
-        compare_strata(beside, config.resamples), influence,
-    )  # fmt: skip
+        images,
+        config.draws,
+        [condition(name, place) for place, name in enumerate(names)],
+        gap,
+        position,
+        explained,
+        kind,
+        verdict,
+        counts.across.result(),
+        compare_strata(strata, config.resamples),
+        counts.worth.result(),
+        compare_strata(beside, config.resamples),
+        influence,
+    )
 
 
 def _pairs(counts: Counts, elsewhere: Sequence[str]) -> tuple[OutcomePairs, OutcomePairs]:
     """Return outcomes of the learned choice by group and stratum: beside random tokens, and beside other models."""
-    members, learned = counts.strata.members(), counts.outcomes[AUDITED][LEARNED]
+    members = counts.strata.members()
+    learned = counts.outcomes[AUDITED][LEARNED]
 
     def split(other: Outcomes) -> OutcomePairs:
         return {names: (learned.of(chosen), other.of(chosen)) for names, chosen in members.items()}
@@ -215,9 +237,14 @@ def _pairs(counts: Counts, elsewhere: Sequence[str]) -> tuple[OutcomePairs, Outc
 
 
 def judge(
-    gap: Estimate, explained: Estimate | None, best: str | None, influence: Influence | None, *,
-    is_clear: bool, is_none: bool,
-) -> tuple[Kind, str]:  # fmt: skip
+    gap: Estimate,
+    explained: Estimate | None,
+    best: str | None,
+    influence: Influence | None,
+    *,
+    is_clear: bool,
+    is_none: bool,
+) -> tuple[Kind, str]:
     """Return what a router uses, and sentences that say so, what it is worth, and what a fixed position would do."""
     kind: Kind = "inconclusive"
     if influence is not None:
@@ -245,7 +272,9 @@ def judge(
 
 def _of(influence: Influence, *, is_clear: bool) -> Kind:
     """Return what a router uses by what decides where content is moved."""
-    content, position, share = influence.content, influence.position, influence.position_share
+    content = influence.content
+    position = influence.position
+    share = influence.position_share
     if influence.images < _FEW:
         return "inconclusive"
     if max(content.low, position.low) <= 0 or max(content.value, position.value) < _NONE:

@@ -122,7 +122,10 @@ def audit(
     for argument, functions in {"shifts": shifts, "custom": custom}.items():
         check_value(argument, functions, Mapping[str, Callable[..., Any]] | None)
     check_value("others", others, Mapping[str, Any] | None)
-    config, beside, shifts, others = config or AuditConfig(), beside or {}, shifts or {}, others or {}
+    config = config or AuditConfig()
+    beside = beside or {}
+    shifts = shifts or {}
+    others = others or {}
     sets = {"batches": batches, "positions_from": batches if positions_from is None else positions_from}
     for name, dataset in {**sets, **{f"others[{name!r}]": dataset for name, dataset in others.items()}}.items():
         if not isinstance(dataset, Iterable) or (name in sets and isinstance(dataset, Iterator)):
@@ -203,9 +206,12 @@ class _Auditor:
         """Return plain values that identify the audit: options, and the loss of each model on the first batch."""
         config = self.config
         identity: dict[str, Any] = {
-            "conditions": list(self.choices), "shifts": list(self.shifts), "draws": config.draws,
-            "grid": config.grid and list(config.grid), "leave_one_out": config.leave_one_out,
-        }  # fmt: skip
+            "conditions": list(self.choices),
+            "shifts": list(self.shifts),
+            "draws": config.draws,
+            "grid": config.grid and list(config.grid),
+            "leave_one_out": config.leave_one_out,
+        }
         models = {f"beside.{name}": model for name, model in self.beside.items()}
         models |= {"model and data": self.model} | ({} if self.reference is None else {"reference": self.reference})
         for batch, *_ in islice(batches, 1):
@@ -221,7 +227,8 @@ class _Auditor:
     def judge_batch(self, number: int, labelled: LabelledBatch) -> None:
         """Evaluate a batch with every choice of tokens, and with the other models."""
         batch, strata, token_kinds = labelled
-        evaluated, dense = self._evaluate(batch), self.reference
+        evaluated = self._evaluate(batch)
+        dense = self.reference
         if dense is not None:
             consulted = consult(dense, lambda: self._outcome(dense, batch)[0], evaluated.learned, self.choices)
             evaluated = evaluated._replace(reference=consulted)
@@ -238,9 +245,12 @@ class _Auditor:
                 for name, free_BN in evaluated.free.items()
             }
             self.counts.worth.add(
-                lambda choice: self._replaced(evaluated, choice)[0], evaluated.loss_B, evaluated.learned, free,
+                lambda choice: self._replaced(evaluated, choice)[0],
+                evaluated.loss_B,
+                evaluated.learned,
+                free,
                 self.choices[RANDOM],
-            )  # fmt: skip
+            )
         for name, shift in self.shifts.items():
             self._judge(self._evaluate(shift(batch, evaluated.images), name, evaluated.partners), RANDOM, name)
         for name, other in self.beside.items():
@@ -263,7 +273,8 @@ class _Auditor:
         """Evaluate a batch with the learned decisions and store the outcome; its images are numbered as those `of`."""
         loss_B, accuracy_B, learned = self._as_learned(batch)
         self._note(dataset, LEARNED, loss_B, accuracy_B)
-        free, start = self._free(learned), self.counts.images.get(of, 0)
+        free = self._free(learned)
+        start = self.counts.images.get(of, 0)
         partners = partners or _partners(learned, free, self.counts.last.setdefault(of, {}))
         return _EvaluatedBatch(batch, loss_B, learned, free, partners, range(start, start + len(loss_B)))
 
@@ -335,7 +346,8 @@ class _Auditor:
     def _free(self, learned: Mapping[str, Routing]) -> dict[str, Tensor]:
         """Return which tokens may be skipped, by decision; raise if the user's grid fits no decision."""
         free = {name: free_tokens(routing, self.blocks[name].router.prefix) for name, routing in learned.items()}
-        tokens, grid = sorted({int(free_BN.sum(1).max()) for free_BN in free.values()}), self.config.grid
+        tokens = sorted({int(free_BN.sum(1).max()) for free_BN in free.values()})
+        grid = self.config.grid
         if grid is not None and grid[0] * grid[1] not in tokens:
             raise ValueError(
                 f"grid={grid} must have as many places as tokens may be skipped, {' or '.join(map(str, tokens))}: pass "
@@ -346,14 +358,22 @@ class _Auditor:
     def _replaced(self, evaluated: _EvaluatedBatch, choice: Choice, draw: int = 0) -> tuple[Tensor, Tensor]:
         def replace(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
             frequency_F = self.counts.positions.frequency(name, x_BND.shape[1]).to(x_BND.device)
-            learned, free_BN = evaluated.learned[name], evaluated.free[name]
+            learned = evaluated.learned[name]
+            free_BN = evaluated.free[name]
             dense = {} if evaluated.reference is None else evaluated.reference.tokens
             score_BF, keep_BF = evaluated.partners[name]
             context = DecisionContext(
-                name, x_BND, learned, free_BN, FreeDecision(keep_BF > 0, score_BF), evaluated.images, frequency_F,
+                name,
+                x_BND,
+                learned,
+                free_BN,
+                FreeDecision(keep_BF > 0, score_BF),
+                evaluated.images,
+                frequency_F,
                 self._grid(free_BN) or (1, int(free_BN.sum(1).max())),
-                {condition: by_block[name] for condition, by_block in dense.items()}, draw,
-            )  # fmt: skip
+                {condition: by_block[name] for condition, by_block in dense.items()},
+                draw,
+            )
             rank_BN = choice.rank(context)
             if not isinstance(rank_BN, Tensor) or rank_BN.shape != x_BND.shape[:2]:
                 got = tuple(rank_BN.shape) if isinstance(rank_BN, Tensor) else brief(rank_BN)

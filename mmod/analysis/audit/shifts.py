@@ -15,7 +15,11 @@ ImageShift = Callable[[Tensor, range], Tensor]
 
 # Standard deviation of noise; that of the blur's Gaussian, as a share of the longer side; factor of the downsampling;
 # side of a pasted square, as a share of the shorter side, and their number.
-_NOISE, _BLUR, _SMALLER, _FRAGMENT, _FRAGMENTS = 0.5, 0.03, 2, 0.2, 4
+_NOISE = 0.5
+_BLUR = 0.03
+_SMALLER = 2
+_FRAGMENT = 0.2
+_FRAGMENTS = 4
 
 
 def _noise(x_BCHW: Tensor, images: range) -> Tensor:
@@ -45,7 +49,8 @@ def _low_resolution(x_BCHW: Tensor, images: range) -> Tensor:
 
 def _clutter(x_BCHW: Tensor, images: range) -> Tensor:
     """Paste four squares of an image, a fifth of its side each, at other places of it."""
-    cluttered, side = x_BCHW.clone(), max(1, round(_FRAGMENT * min(x_BCHW.shape[-2:])))
+    cluttered = x_BCHW.clone()
+    side = max(1, round(_FRAGMENT * min(x_BCHW.shape[-2:])))
     limits = torch.tensor(x_BCHW.shape[-2:]) - side + 1
     for pasted, image, draw in zip(cluttered, x_BCHW, _draws(images)):
         corners = (torch.rand(_FRAGMENTS, 2, 2, generator=draw) * limits).long().tolist()

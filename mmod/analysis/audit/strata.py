@@ -13,7 +13,9 @@ from torch import Tensor
 from mmod.analysis.statistics import Estimate, adjusted, estimate_of, resampled_means, sign_test, simultaneous
 from mmod.io.tables import Table, table_of
 
-ALL, DIFFICULTY, SHIFT = "all images", "loss of the dense model", "shift"
+ALL = "all images"
+DIFFICULTY = "loss of the dense model"
+SHIFT = "shift"
 _TOGETHER = "intervals hold for all rows together, p-values are corrected for their number"
 _THIRDS = ("lowest third", "middle third", "highest third")
 
@@ -99,7 +101,10 @@ def compare_strata(strata: OutcomePairs, resamples: int) -> list[Stratum]:
     kept = {names: pair for names, pair in strata.items() if len(pair[0].loss) > 1}
     if not kept:
         return []
-    facts, gaps, drawn, uncorrected = [], [], [], []
+    facts = []
+    gaps = []
+    drawn = []
+    uncorrected = []
     for seed, ((group, name), (learned, random)) in enumerate(kept.items()):
         value_IC = np.stack([100 * learned.accuracy, 100 * random.accuracy, learned.loss, random.loss], axis=1)
         gap_IC = np.stack([value_IC[:, 0] - value_IC[:, 1], value_IC[:, 3] - value_IC[:, 2]], axis=1)
@@ -109,7 +114,8 @@ def compare_strata(strata: OutcomePairs, resamples: int) -> list[Stratum]:
         gaps += gap_IC.mean(axis=0).tolist()
         drawn += [means[:, 0] - means[:, 1], means[:, 3] - means[:, 2]]
         uncorrected += sign_test(gap_IC, resamples, seed).tolist()
-    wide, corrected = simultaneous(np.asarray(gaps), np.stack(drawn, axis=1)), adjusted(uncorrected)
+    wide = simultaneous(np.asarray(gaps), np.stack(drawn, axis=1))
+    corrected = adjusted(uncorrected)
     # Those of accuracy and of loss take turns.
     figures = zip(facts, wide[::2], wide[1::2], corrected[::2], corrected[1::2])
     return [Stratum(*of_one, gap, loss_gap, p, loss_p) for of_one, gap, loss_gap, p, loss_p in figures]
@@ -118,10 +124,16 @@ def compare_strata(strata: OutcomePairs, resamples: int) -> list[Stratum]:
 def strata_table(strata: Sequence[Stratum], other: str, caption: str) -> Table:
     """Return a table of strata; `other` is what the learned choice, or the model, is compared with."""
     columns = {
-        "group": ("by", ""), "name": ("stratum", ""), "images": ("images", ""), "accuracy": ("accuracy %", ".1f"),
-        "random": (f"{other} %", ".1f"), "gap": ("gap", "+.1f"), "accuracy_p": ("p", ".3g"),
-        "loss_gap": ("loss gap", "+.3f"), "loss_p": ("p of loss", ".3g"),
-    }  # fmt: skip
+        "group": ("by", ""),
+        "name": ("stratum", ""),
+        "images": ("images", ""),
+        "accuracy": ("accuracy %", ".1f"),
+        "random": (f"{other} %", ".1f"),
+        "gap": ("gap", "+.1f"),
+        "accuracy_p": ("p", ".3g"),
+        "loss_gap": ("loss gap", "+.3f"),
+        "loss_p": ("p of loss", ".3g"),
+    }
     return table_of(columns, [vars(stratum) for stratum in strata], f"{caption}; {_TOGETHER}.")
 
 

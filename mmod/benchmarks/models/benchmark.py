@@ -104,15 +104,24 @@ class BenchmarkConfig(TimedOptions):
 
 
 COLUMNS: dict[str, Column] = {
-    "batch_size": ("batch", ""), "run": ("run", ""), "model": ("router", ""), "capacity": ("capacity", "g"),
-    "kept_most": ("kept (most)", ""), "dense_ms": ("dense ms", ".2f"), "free_ms": ("free ms", ".2f"),
-    "routed_ms": ("routed ms", ".2f"), "of_free": ("routed / free speed", "[.3f"),
-    "of_topk": ("threshold / top-k speed", "[.3f"), "speedup": ("speed-up", "[.3f"),
-    "flop_speedup": ("FLOP speed-up", ".3f"), "of_flops": ("speed-up / FLOP speed-up", ".3f"),
-    "peak_of_dense": ("peak / dense peak", ".3f"), "peak_of_bound": ("peak / bound", ".3f"),
+    "batch_size": ("batch", ""),
+    "run": ("run", ""),
+    "model": ("router", ""),
+    "capacity": ("capacity", "g"),
+    "kept_most": ("kept (most)", ""),
+    "dense_ms": ("dense ms", ".2f"),
+    "free_ms": ("free ms", ".2f"),
+    "routed_ms": ("routed ms", ".2f"),
+    "of_free": ("routed / free speed", "[.3f"),
+    "of_topk": ("threshold / top-k speed", "[.3f"),
+    "speedup": ("speed-up", "[.3f"),
+    "flop_speedup": ("FLOP speed-up", ".3f"),
+    "of_flops": ("speed-up / FLOP speed-up", ".3f"),
+    "peak_of_dense": ("peak / dense peak", ".3f"),
+    "peak_of_bound": ("peak / bound", ".3f"),
     **dict.fromkeys(("router", "select", "context", "path", "execution", "step", "rounds", "kept", "most"), HIDDEN),
     **dict.fromkeys(("dense_peak", "routed_peak", "peak_bound"), HIDDEN),
-}  # fmt: skip
+}
 """Columns of a routed model in one run. Ratios are taken round by round.
 
 Under "threshold", `capacity` is the share that the threshold was set to keep. Peaks are bytes of a training step on the
@@ -135,7 +144,8 @@ class _Bench:
 
     def run(self, batch_size: int, execution: str, step: str) -> list[Row]:
         """Time all models at one batch size."""
-        config, timed = self.config, self.timed
+        config = self.config
+        timed = self.timed
         if execution != "eager":
             self.exact.check_compiled(batch_size, execution, step)
         images = timed.prepare(batch_size, static=execution != "eager")
@@ -148,22 +158,37 @@ class _Bench:
         saved = timed.saved_bytes(images) if peaks and execution == "eager" else {}
         rows = []
         for name in timed.routed:
-            dense, routed, free = times[DENSE], times[name], times[timed.free[name]]
+            dense = times[DENSE]
+            routed = times[name]
+            free = times[timed.free[name]]
             topk = times[name.topk] if name.select == "threshold" and name.topk in times else None
             gradients = sum(p.numel() * p.element_size() for p in timed.models[name].parameters())
             bound = max(peaks[DENSE] - saved[name], gradients) if name in saved else None
-            speedup, decided = ratios(dense, routed), timed.decided(name, images[name])
+            speedup = ratios(dense, routed)
+            decided = timed.decided(name, images[name])
             row = {
-                **name._asdict(), **decided, "batch_size": batch_size, "execution": execution, "step": step,
-                "run": f"{execution} {step}", "model": name.title, "rounds": len(routed),
+                **name._asdict(),
+                **decided,
+                "batch_size": batch_size,
+                "execution": execution,
+                "step": step,
+                "run": f"{execution} {step}",
+                "model": name.title,
+                "rounds": len(routed),
                 "kept_most": f"{decided['kept']:.1f} ({decided['most']})",
-                "dense_ms": Spread.of(dense), "free_ms": Spread.of(free),
-                "routed_ms": Spread.of(routed), "of_free": ratios(free, routed),
-                "of_topk": None if topk is None else ratios(topk, routed), "speedup": speedup,
-                "of_flops": speedup.median / decided["flop_speedup"], "dense_peak": peaks.get(DENSE),
-                "routed_peak": peaks.get(name), "peak_of_dense": peaks[name] / peaks[DENSE] if peaks else None,
-                "peak_bound": bound, "peak_of_bound": None if bound is None else peaks[name] / bound,
-            }  # fmt: skip
+                "dense_ms": Spread.of(dense),
+                "free_ms": Spread.of(free),
+                "routed_ms": Spread.of(routed),
+                "of_free": ratios(free, routed),
+                "of_topk": None if topk is None else ratios(topk, routed),
+                "speedup": speedup,
+                "of_flops": speedup.median / decided["flop_speedup"],
+                "dense_peak": peaks.get(DENSE),
+                "routed_peak": peaks.get(name),
+                "peak_of_dense": peaks[name] / peaks[DENSE] if peaks else None,
+                "peak_bound": bound,
+                "peak_of_bound": None if bound is None else peaks[name] / bound,
+            }
             rows.append(row)
         torch.compiler.reset()
         return rows

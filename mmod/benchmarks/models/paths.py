@@ -55,8 +55,10 @@ class FreeBlock(nn.Module):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host block on the first K of tokens (B, N, D) and put the result in front of the others."""
         state = self.mod_state
-        call, left = state.call, state.left
-        rows, tokens = x.shape[1], x.shape[1] + sum(others.shape[1] for others in left)
+        call = state.call
+        left = state.left
+        rows = x.shape[1]
+        tokens = x.shape[1] + sum(others.shape[1] for others in left)
         count = kept_count(tokens, state.capacity, state.prefix)
         arguments = call.bind(args, kwargs)
         if state.context == "all":
@@ -108,7 +110,8 @@ def free_routing(model: nn.Module) -> nn.Module:
             raise ValueError(f"{name} is routed by threshold: free routing needs a fixed number of tokens")
         if block.router.config.operator != "block":
             raise ValueError(f"{name} skips its {block.router.config.operator} alone: free routing skips whole blocks")
-    free, left = sharing_copy(model), list[Tensor]()
+    free = sharing_copy(model)
+    left = list[Tensor]()
     for module in list(free.modules()):
         if isinstance(module, ImportanceBlock):
             make_dense(module)
@@ -121,7 +124,8 @@ def free_routing(model: nn.Module) -> nn.Module:
 
 def _free(block: RoutedBlock, following: nn.Module | None, left: list[Tensor]) -> None:
     """Convert a routed block to a freely routed one; the block that follows is not converted yet."""
-    router, call = block.router, block.mod_state.call
+    router = block.router
+    call = block.mod_state.call
     context = str(router.config.context)
     hands_on = (
         isinstance(following, RoutedBlock)

@@ -58,7 +58,8 @@ class Variant(NamedTuple):
     def title(self) -> str:
         """The name in tables, which leave out what is common."""
         path = "" if self.path == "routed" else f", {self.path}"
-        select, context = ", threshold" * (self.select == "threshold"), ", context all" * (self.context == "all")
+        select = ", threshold" * (self.select == "threshold")
+        context = ", context all" * (self.context == "all")
         return f"{self.router}{path}{select}{context}"
 
     def __str__(self) -> str:
@@ -77,7 +78,9 @@ class Variants:
     """
 
     def __init__(self, dense: nn.Module, size: tuple[int, int, int], routings: Mapping[Variant, RoutingConfig]) -> None:
-        self.size, self.device, self.dtype = size, next(dense.parameters()).device, torch.float32
+        self.size = size
+        self.device = next(dense.parameters()).device
+        self.dtype = torch.float32
         self.routed = list(routings)
         self.models: dict[Variant, nn.Module] = {DENSE: dense}
         self.free: dict[Variant, Variant] = {}
@@ -115,7 +118,8 @@ class Variants:
         tolerance = EXACT_TOLERANCE if self.dtype == torch.float32 else PLAIN_TOLERANCE[self.dtype]
         for name in self.routed:
             if name.path != "removed":
-                model, images = self.models[name], self._images_for(name, CHECKED_IMAGES, static=False)
+                model = self.models[name]
+                images = self._images_for(name, CHECKED_IMAGES, static=False)
                 with _full_precision():
                     if name.path == "routed":
                         check_dense(model, images, tolerance)
@@ -157,7 +161,8 @@ class Variants:
         decisions = self._decisions(name, images)
         counts = torch.stack([routing.keep_BN.sum(dim=1) for routing in decisions.values()])
         report = flops(self.models[name], self.size, kept=decisions if name.select == "threshold" else None)
-        kept, most = float(counts.float().mean()), int(counts.max())
+        kept = float(counts.float().mean())
+        most = int(counts.max())
         return {"kept": kept, "most": most, "flop_speedup": report.speedup}
 
     @torch.no_grad()

@@ -68,13 +68,23 @@ class OpBenchmarkConfig(TimedOptions):
 
 
 COLUMNS: dict[str, Column] = {
-    "op": ("op", ""), "images": ("images", ""), "tokens": ("tokens", ""), "kept": ("kept", ""),
-    "heads_channels": ("heads x channels", ""), "dtype": ("dtype", ""), "step": ("step", ""), "path": ("by", ""),
-    "ms": ("ms", ".4f"), "bound_ms": ("bound ms", ".4f"), "limit": ("bound by", ""),
-    "of_bound": ("speed / bound", "[.3f"), "extra_mib": ("extra MiB", ".2f"), "baseline": ("baseline", ""),
+    "op": ("op", ""),
+    "images": ("images", ""),
+    "tokens": ("tokens", ""),
+    "kept": ("kept", ""),
+    "heads_channels": ("heads x channels", ""),
+    "dtype": ("dtype", ""),
+    "step": ("step", ""),
+    "path": ("by", ""),
+    "ms": ("ms", ".4f"),
+    "bound_ms": ("bound ms", ".4f"),
+    "limit": ("bound by", ""),
+    "of_bound": ("speed / bound", "[.3f"),
+    "extra_mib": ("extra MiB", ".2f"),
+    "baseline": ("baseline", ""),
     "of_baseline": ("speed / baseline", "[.3f"),
     **dict.fromkeys(("heads", "channels", "rounds", "extra_bytes", "left_out"), HIDDEN),
-}  # fmt: skip
+}
 """Columns of one implementation of one op at one size. Ratios are taken round by round.
 
 `of_bound` is above 1 where the data stays in a cache. `left_out` says why a backend was not timed."""
@@ -93,9 +103,13 @@ class _Call:
     """One implementation, called on the inputs of its case: its results, and in training their gradients."""
 
     def __init__(
-        self, function: Callable[..., Result], inputs: Mapping[str, object], learns: tuple[str, ...],
-        backend: str | None = None, op: str = "",
-    ) -> None:  # fmt: skip
+        self,
+        function: Callable[..., Result],
+        inputs: Mapping[str, object],
+        learns: tuple[str, ...],
+        backend: str | None = None,
+        op: str = "",
+    ) -> None:
         self.function = function
         self.inputs = {
             name: value.detach().requires_grad_(name in learns) if isinstance(value, Tensor) else value
@@ -170,7 +184,8 @@ def check_case(
     """
     learns = case.learns if trains else ()
     exact_call = _Call(case.exact, {name: _double(value) for name, value in case.inputs.items()}, learns)
-    exact, gradients = exact_call(), len(exact_call.learned)
+    exact = exact_call()
+    gradients = len(exact_call.learned)
     plain = _Call(case.op, case.inputs, learns, "torch", case.choice or op)()
     for name, call in calls.items():
         outputs = call()
@@ -204,27 +219,46 @@ def _run(config: OpBenchmarkConfig, op: str, size: OpSize, dtype: str, step: str
     check_case(op, case, calls, getattr(torch, dtype), trains)
     functions: dict[str, Callable[[], object]] = {**calls, **rate_probes(device, getattr(torch, dtype))}
     times = interleave(
-        functions, seconds=config.seconds, rounds=config.rounds, device=device, seed=config.seed,
+        functions,
+        seconds=config.seconds,
+        rounds=config.rounds,
+        device=device,
+        seed=config.seed,
         prepare=cache_flush(device),
-    )  # fmt: skip
+    )
     rates = [Rates.of(device, *pair) for pair in zip(times[COPY], times[PRODUCT])]
     work = case.forward + case.backward if trains else case.forward
     bounds = [rate.bound_ms(work) for rate in rates]
     baseline_of = _baselines(case, times)
     about: dict[str, Any] = {
-        "op": op, "images": size.images, "tokens": size.tokens, "kept": size.kept, "heads": size.heads,
-        "channels": size.channels, "heads_channels": f"{size.heads} x {size.channels}", "dtype": dtype, "step": step,
-    }  # fmt: skip
+        "op": op,
+        "images": size.images,
+        "tokens": size.tokens,
+        "kept": size.kept,
+        "heads": size.heads,
+        "channels": size.channels,
+        "heads_channels": f"{size.heads} x {size.channels}",
+        "dtype": dtype,
+        "step": step,
+    }
     rows = [{**dict.fromkeys(COLUMNS), **about, "path": path, "left_out": why} for path, why in left_out.items()]
     for path, call in calls.items():
-        against, extra = baseline_of.get(path), _extra_bytes(call, device)
+        against = baseline_of.get(path)
+        extra = _extra_bytes(call, device)
         row = {
-            **about, "path": path, "rounds": len(times[path]), "ms": Spread.of(times[path]),
-            "limit": rates[0].limit(work), "bound_ms": Spread.of(bounds).median,
-            "of_bound": ratios(bounds, times[path]), "extra_bytes": extra, "extra_mib": extra / 2**20,
-            "baseline": against, "left_out": None,
+            **about,
+            "path": path,
+            "rounds": len(times[path]),
+            "ms": Spread.of(times[path]),
+            "limit": rates[0].limit(work),
+            "bound_ms": Spread.of(bounds).median,
+            "of_bound": ratios(bounds, times[path]),
+            "extra_bytes": extra,
+            "extra_mib": extra / 2**20,
+            "baseline": against,
+            "left_out": None,
             "of_baseline": None if against is None else ratios(times[against], times[path]),
-        }  # fmt: skip
+        }
         rows.append(row)
     torch.compiler.reset()
     return rows

@@ -17,7 +17,8 @@ from mmod.ops.select import kept_count
 from mmod.values import Checked, one_of
 
 Result = Tensor | tuple[Tensor, ...]
-COPY, PRODUCT = "copy", "matmul"
+COPY = "copy"
+PRODUCT = "matmul"
 # Far beyond any cache, so that a copy runs at the speed of memory.
 COPIED_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 # Large enough that a matrix product runs at the speed of the arithmetic units.
@@ -118,7 +119,9 @@ class Maker:
     """Draws the inputs of a case."""
 
     def __init__(self, size: OpSize, dtype: torch.dtype, device: torch.device, seed: int) -> None:
-        self.size, self.dtype, self.device = size, dtype, device
+        self.size = size
+        self.dtype = dtype
+        self.device = device
         self.generator = torch.Generator(device=device).manual_seed(seed)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:

@@ -17,12 +17,23 @@ _OPTIONS = {"ROWS": 32, "COLUMNS": 64, "CHANNELS": 32}
 
 @triton.jit
 def unit_kernel(  # type: ignore[no-untyped-def]
-    x, out, rows, tokens, channels, sums, x_image, x_token, x_channel,
-    SIGNED: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x,
+    out,
+    rows,
+    tokens,
+    channels,
+    sums,
+    x_image,
+    x_token,
+    x_channel,
+    SIGNED: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """Add up the signed channels of some rows, and divide by the norm; CHANNELS spans the sums."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    image, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
+    image = (row // tokens).to(tl.int64)
+    token = (row % tokens).to(tl.int64)
     place = tl.arange(0, CHANNELS)
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, channels, sums):
@@ -52,7 +63,7 @@ def _spread(position):  # type: ignore[no-untyped-def]
 @triton.jit
 def _cosine(  # type: ignore[no-untyped-def]
     left, right, inside_m, inside_n, channels, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr
-):  # fmt: skip
+):
     """Return products of rows; takes pointers to their starts."""
     product = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(0, channels, CHANNELS):
@@ -66,13 +77,24 @@ def _cosine(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def redundancy_kernel(  # type: ignore[no-untyped-def]
-    x, place, valid, out, tokens, channels, prefix, blocks,
-    HAS_VALID: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x,
+    place,
+    valid,
+    out,
+    tokens,
+    channels,
+    prefix,
+    blocks,
+    HAS_VALID: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """Smallest distance of each row to one before it in the spread order."""
     image = (tl.program_id(0) // blocks).to(tl.int64)
     row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    base, inside_m = image * tokens, row < tokens
+    base = image * tokens
+    inside_m = row < tokens
     rank_m = row - prefix
     if HAS_VALID:
         rank_m = tl.load(place + base + row, mask=inside_m, other=0)
@@ -87,9 +109,15 @@ def redundancy_kernel(  # type: ignore[no-untyped-def]
             rank_n = tl.load(place + base + column, mask=inside_n, other=0)
         rank_n = _spread(tl.maximum(rank_n, 0))
         alike = _cosine(
-            x + (base + row) * channels, x + (base + column) * channels, inside_m, inside_n, channels,
-            ROWS, COLUMNS, CHANNELS,
-        )  # fmt: skip
+            x + (base + row) * channels,
+            x + (base + column) * channels,
+            inside_m,
+            inside_n,
+            channels,
+            ROWS,
+            COLUMNS,
+            CHANNELS,
+        )
         before = inside_n[None, :] & (rank_n[None, :] < rank_m[:, None])
         top = tl.maximum(top, tl.max(tl.where(before, alike, -1.0), 1))
     tl.store(out + base + row, tl.where(row < prefix, 2.0, 1.0 - top), mask=inside_m)
@@ -97,13 +125,25 @@ def redundancy_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def nearest_kernel(  # type: ignore[no-untyped-def]
-    x, index, valid, out, tokens, slots, channels, prefix, blocks,
-    HAS_VALID: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x,
+    index,
+    valid,
+    out,
+    tokens,
+    slots,
+    channels,
+    prefix,
+    blocks,
+    HAS_VALID: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """Slot of the kept row that each row is most like, or that holds it."""
     image = (tl.program_id(0) // blocks).to(tl.int64)
     row = tl.program_id(0) % blocks * ROWS + tl.arange(0, ROWS)
-    base, inside_m = image * tokens, row < tokens
+    base = image * tokens
+    inside_m = row < tokens
     top = tl.full([ROWS], -float("inf"), tl.float32)
     nearest = tl.full([ROWS], -1, tl.int32)
     held = tl.full([ROWS], -1, tl.int32)
@@ -116,9 +156,15 @@ def nearest_kernel(  # type: ignore[no-untyped-def]
         here = inside_n[None, :] & (token[None, :] == row[:, None])
         held = tl.maximum(held, tl.max(tl.where(here, slot[None, :], -1), 1))
         alike = _cosine(
-            x + (base + row) * channels, x + (base + token) * channels, inside_m, inside_n, channels,
-            ROWS, COLUMNS, CHANNELS,
-        )  # fmt: skip
+            x + (base + row) * channels,
+            x + (base + token) * channels,
+            inside_m,
+            inside_n,
+            channels,
+            ROWS,
+            COLUMNS,
+            CHANNELS,
+        )
         # NaN is nearest to none, but must find a slot.
         alike = tl.where(alike != alike, -3.0e38, alike)
         alike = tl.where((inside_n & (slot >= prefix))[None, :], alike, -float("inf"))
@@ -133,19 +179,30 @@ def unit_rows(out: Tensor, x_BND: Tensor, channels: int) -> None:
     """Compute `mmod.ops.unit_rows`."""
     images, tokens, dim = x_BND.shape
     span = triton.next_power_of_2(channels)
-    rows, tile_rows = images * tokens, max(1, 2048 // span)
+    rows = images * tokens
+    tile_rows = max(1, 2048 // span)
     launch(
-        unit_kernel, (triton.cdiv(rows, tile_rows),),
-        x_BND, out, rows, tokens, dim, channels, *x_BND.stride(),
-        SIGNED=channels < dim, ROWS=tile_rows, CHANNELS=span,
-    )  # fmt: skip
+        unit_kernel,
+        (triton.cdiv(rows, tile_rows),),
+        x_BND,
+        out,
+        rows,
+        tokens,
+        dim,
+        channels,
+        *x_BND.stride(),
+        SIGNED=channels < dim,
+        ROWS=tile_rows,
+        CHANNELS=span,
+    )
 
 
 def redundancy(out: Tensor, unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor | None = None) -> None:
     """Compute `mmod.ops.redundancy_scores`."""
     unit_BNE = unit_BNE.contiguous()
     images, tokens, channels = unit_BNE.shape
-    place, valid = out, out
+    place = out
+    valid = out
     if valid_BN is not None:
         counted_BN = valid_BN[:, prefix:]
         place_BN = (counted_BN.cumsum(1, dtype=torch.int32) - 1).clamp(min=0)
@@ -153,19 +210,40 @@ def redundancy(out: Tensor, unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor 
         valid = valid_BN.contiguous().view(torch.uint8)
     blocks = triton.cdiv(tokens, _OPTIONS["ROWS"])
     launch(
-        redundancy_kernel, (images * blocks,),
-        unit_BNE, place, valid, out, tokens, channels, prefix, blocks, HAS_VALID=valid_BN is not None, **_OPTIONS,
-    )  # fmt: skip
+        redundancy_kernel,
+        (images * blocks,),
+        unit_BNE,
+        place,
+        valid,
+        out,
+        tokens,
+        channels,
+        prefix,
+        blocks,
+        HAS_VALID=valid_BN is not None,
+        **_OPTIONS,
+    )
 
 
 def nearest_rows(out: Tensor, unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> None:
     """Compute `mmod.ops.nearest_rows`."""
-    unit_BNE, row_BK = unit_BNE.contiguous(), row_BK.contiguous()
+    unit_BNE = unit_BNE.contiguous()
+    row_BK = row_BK.contiguous()
     images, tokens, channels = unit_BNE.shape
     valid = row_BK if valid_BK is None else valid_BK.contiguous().view(torch.uint8)
     blocks = triton.cdiv(tokens, _OPTIONS["ROWS"])
     launch(
-        nearest_kernel, (images * blocks,),
-        unit_BNE, row_BK, valid, out, tokens, row_BK.shape[1], channels, prefix, blocks,
-        HAS_VALID=valid_BK is not None, **_OPTIONS,
-    )  # fmt: skip
+        nearest_kernel,
+        (images * blocks,),
+        unit_BNE,
+        row_BK,
+        valid,
+        out,
+        tokens,
+        row_BK.shape[1],
+        channels,
+        prefix,
+        blocks,
+        HAS_VALID=valid_BK is not None,
+        **_OPTIONS,
+    )

@@ -16,9 +16,16 @@ from mmod.ops.triton.compat import launch
 
 
 def attend_rows(
-    results: tuple[Tensor, ...], q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, start: Tensor, longest: int,
-    valid: Tensor | None, is_causal: bool, scale: float,
-) -> None:  # fmt: skip
+    results: tuple[Tensor, ...],
+    q_THE: Tensor,
+    k_THE: Tensor,
+    v_THE: Tensor,
+    start: Tensor,
+    longest: int,
+    valid: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> None:
     """Attend within sequences; keys where `valid` is False are attended to by nobody.
 
     Computes the output, zero where a query sees no key (T, H, E), and the binary logarithm of each row's sum of
@@ -31,17 +38,41 @@ def attend_rows(
     blocks = triton.cdiv(longest, tile.queries)
     programs = blocks * heads * (start.shape[0] - 1) * (out.shape[0] > 0)
     launch(
-        forward_kernel, (programs,),
-        q_THE, k_THE, v_THE, out, lse, start, valid,
-        *_strides(q_THE, k_THE, v_THE), heads, heads // k_THE.shape[1], blocks, out.shape[0], scale,
-        width=width, CAUSAL=is_causal, **tile.options(),
-    )  # fmt: skip
+        forward_kernel,
+        (programs,),
+        q_THE,
+        k_THE,
+        v_THE,
+        out,
+        lse,
+        start,
+        valid,
+        *_strides(q_THE, k_THE, v_THE),
+        heads,
+        heads // k_THE.shape[1],
+        blocks,
+        out.shape[0],
+        scale,
+        width=width,
+        CAUSAL=is_causal,
+        **tile.options(),
+    )
 
 
 def attend_rows_backward(
-    grads: tuple[Tensor, ...], grad_out: Tensor, q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, out: Tensor, lse: Tensor,
-    start: Tensor, longest: int, valid: Tensor | None, is_causal: bool, scale: float,
-) -> None:  # fmt: skip
+    grads: tuple[Tensor, ...],
+    grad_out: Tensor,
+    q_THE: Tensor,
+    k_THE: Tensor,
+    v_THE: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    start: Tensor,
+    longest: int,
+    valid: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> None:
     """Compute the gradients of `attend_rows`."""
     q_THE, k_THE, v_THE = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THE, k_THE, v_THE))
     grad_out = grad_out.contiguous()
@@ -53,15 +84,41 @@ def attend_rows_backward(
     sources = (start, valid, *_strides(q_THE, k_THE, v_THE), heads, heads // shared)
     options: dict[str, Any] = {"width": width, "CAUSAL": is_causal, **tile.options()}
     queries = out.shape[0]
-    blocks_q, blocks_k = triton.cdiv(longest, tile.queries), triton.cdiv(longest, tile.keys)
+    blocks_q = triton.cdiv(longest, tile.queries)
+    blocks_k = triton.cdiv(longest, tile.keys)
     launch(
-        query_gradient_kernel, (blocks_q * heads * sequences * (queries > 0),),
-        q_THE, k_THE, v_THE, out, lse, grad_out, delta, grads[0], *sources, blocks_q, queries, scale, **options,
-    )  # fmt: skip
+        query_gradient_kernel,
+        (blocks_q * heads * sequences * (queries > 0),),
+        q_THE,
+        k_THE,
+        v_THE,
+        out,
+        lse,
+        grad_out,
+        delta,
+        grads[0],
+        *sources,
+        blocks_q,
+        queries,
+        scale,
+        **options,
+    )
     launch(
-        key_gradient_kernel, (blocks_k * shared * sequences * (k_THE.shape[0] > 0),),
-        q_THE, k_THE, v_THE, lse, grad_out, delta, *grads[1:], *sources, blocks_k, queries, scale, **options,
-    )  # fmt: skip
+        key_gradient_kernel,
+        (blocks_k * shared * sequences * (k_THE.shape[0] > 0),),
+        q_THE,
+        k_THE,
+        v_THE,
+        lse,
+        grad_out,
+        delta,
+        *grads[1:],
+        *sources,
+        blocks_k,
+        queries,
+        scale,
+        **options,
+    )
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:

@@ -61,9 +61,26 @@ def _locate(start, blocks, heads, BLOCK: tl.constexpr):  # type: ignore[no-untyp
 
 @triton.jit
 def _softmax_step(  # type: ignore[no-untyped-def]
-    top, total, mixed, x_q, row_m, k, v, k_row, v_row, valid, first, length, begin, scale,
-    width: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr, HIDE: tl.constexpr,
-):  # fmt: skip
+    top,
+    total,
+    mixed,
+    x_q,
+    row_m,
+    k,
+    v,
+    k_row,
+    v_row,
+    valid,
+    first,
+    length,
+    begin,
+    scale,
+    width: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HIDE: tl.constexpr,
+):
     """Take one more block of keys into the running softmax; without HIDE, every query sees all of them."""
     offset_n = begin + tl.arange(0, BLOCK_N)
     inside_n = offset_n < length
@@ -87,10 +104,30 @@ def _softmax_step(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def forward_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, start, valid,
-    q_row, q_head, k_row, k_head, v_row, v_head, heads, group, blocks, queries, scale,
-    width: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    lse,
+    start,
+    valid,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    heads,
+    group,
+    blocks,
+    queries,
+    scale,
+    width: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
     """Attend: one block of queries of one head against all keys of its sequence, keeping a running softmax."""
     head, offset_m, first, length = _locate(start, blocks, heads, BLOCK_M)
     inside_m = offset_m < length
@@ -109,14 +146,48 @@ def forward_kernel(  # type: ignore[no-untyped-def]
     mixed = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
     for begin in range(0, full_end, BLOCK_N):
         top, total, mixed = _softmax_step(
-            top, total, mixed, x_q, row_m, k, v, k_row, v_row, valid, first, length, begin, scale * LOG2_E,
-            width, BLOCK_N, BLOCK_E, CAUSAL, False,
-        )  # fmt: skip
+            top,
+            total,
+            mixed,
+            x_q,
+            row_m,
+            k,
+            v,
+            k_row,
+            v_row,
+            valid,
+            first,
+            length,
+            begin,
+            scale * LOG2_E,
+            width,
+            BLOCK_N,
+            BLOCK_E,
+            CAUSAL,
+            False,
+        )
     for begin in range(full_end, end, BLOCK_N):
         top, total, mixed = _softmax_step(
-            top, total, mixed, x_q, row_m, k, v, k_row, v_row, valid, first, length, begin, scale * LOG2_E,
-            width, BLOCK_N, BLOCK_E, CAUSAL, True,
-        )  # fmt: skip
+            top,
+            total,
+            mixed,
+            x_q,
+            row_m,
+            k,
+            v,
+            k_row,
+            v_row,
+            valid,
+            first,
+            length,
+            begin,
+            scale * LOG2_E,
+            width,
+            BLOCK_N,
+            BLOCK_E,
+            CAUSAL,
+            True,
+        )
     # A query that sees no key keeps minus infinity, and zeros.
     total = tl.where(total == 0.0, 1.0, total)
     tl.store(lse + head * queries + row_m, top + tl.log2(total), mask=inside_m)
@@ -126,10 +197,33 @@ def forward_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def query_gradient_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, out, lse, grad_out, delta, grad_q, start, valid,
-    q_row, q_head, k_row, k_head, v_row, v_head, heads, group, blocks, queries, scale,
-    width: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    out,
+    lse,
+    grad_out,
+    delta,
+    grad_q,
+    start,
+    valid,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    heads,
+    group,
+    blocks,
+    queries,
+    scale,
+    width: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
     """Gradient of one block of queries; leaves `delta`, each row's gradient times output, to the other kernel."""
     head, offset_m, first, length = _locate(start, blocks, heads, BLOCK_M)
     inside_m = offset_m < length
@@ -163,10 +257,33 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def key_gradient_kernel(  # type: ignore[no-untyped-def]
-    q, k, v, lse, grad_out, delta, grad_k, grad_v, start, valid,
-    q_row, q_head, k_row, k_head, v_row, v_head, heads, group, blocks, queries, scale,
-    width: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    lse,
+    grad_out,
+    delta,
+    grad_k,
+    grad_v,
+    start,
+    valid,
+    q_row,
+    q_head,
+    k_row,
+    k_head,
+    v_row,
+    v_head,
+    heads,
+    group,
+    blocks,
+    queries,
+    scale,
+    width: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
     """Gradients of one block of keys and values of one key head, over all queries of all heads that share it."""
     shared, offset_n, first, length = _locate(start, blocks, heads // group, BLOCK_N)
     inside_n = offset_n < length
@@ -219,9 +336,13 @@ class Tiles(NamedTuple):
     def options(self) -> dict[str, int]:
         """Return the arguments that all attention kernels take."""
         return {
-            "BLOCK_M": self.queries, "BLOCK_N": self.keys, "BLOCK_E": self.channels,
-            "num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True,
-        }  # fmt: skip
+            "BLOCK_M": self.queries,
+            "BLOCK_N": self.keys,
+            "BLOCK_E": self.channels,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "enable_fp_fusion": True,
+        }
 
 
 def tiles(width: int, dtype: torch.dtype, backward: bool) -> Tiles:

@@ -28,9 +28,21 @@ def _mix(value):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def random_kernel(  # type: ignore[no-untyped-def]
-    x, valid, out, tokens, channels, salt, x_image, x_token, x_channel, valid_image, valid_token,
-    HAS_VALID: tl.constexpr, BLOCK: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x,
+    valid,
+    out,
+    tokens,
+    channels,
+    salt,
+    x_image,
+    x_token,
+    x_channel,
+    valid_image,
+    valid_token,
+    HAS_VALID: tl.constexpr,
+    BLOCK: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """Draw the numbers of one image."""
     image = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, CHANNELS)
@@ -73,7 +85,17 @@ def random_scores(out: Tensor, x_BND: Tensor, salt: int, valid_BN: Tensor | None
     images, tokens, channels = x_BND.shape
     valid = out if valid_BN is None else valid_BN.view(torch.uint8)
     launch(
-        random_kernel, (images,),
-        x_BND, valid, out, tokens, min(HASH_CHANNELS, channels), salt, *x_BND.stride(), *valid.stride(),
-        HAS_VALID=valid_BN is not None, BLOCK=256, CHANNELS=HASH_CHANNELS,
-    )  # fmt: skip
+        random_kernel,
+        (images,),
+        x_BND,
+        valid,
+        out,
+        tokens,
+        min(HASH_CHANNELS, channels),
+        salt,
+        *x_BND.stride(),
+        *valid.stride(),
+        HAS_VALID=valid_BN is not None,
+        BLOCK=256,
+        CHANNELS=HASH_CHANNELS,
+    )

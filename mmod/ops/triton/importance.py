@@ -19,11 +19,33 @@ from mmod.ops.triton.compat import launch
 
 @triton.jit
 def column_kernel(  # type: ignore[no-untyped-def]
-    q, k, lse, valid_q, valid_k, sums,
-    q_image, q_head, q_row, k_image, k_head, k_row, lse_image, lse_head, valid_q_image, valid_k_image,
-    tokens, heads, group, blocks, scale,
-    width: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_E: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    lse,
+    valid_q,
+    valid_k,
+    sums,
+    q_image,
+    q_head,
+    q_row,
+    k_image,
+    k_head,
+    k_row,
+    lse_image,
+    lse_head,
+    valid_q_image,
+    valid_k_image,
+    tokens,
+    heads,
+    group,
+    blocks,
+    scale,
+    width: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
     """Sum the attention that one block of keys receives from all queries of one head."""
     program = tl.program_id(0)
     image = (program // blocks // heads).to(tl.int64)
@@ -60,9 +82,15 @@ def column_kernel(  # type: ignore[no-untyped-def]
 
 
 def column_sums(
-    out: Tensor, q_BHNE: Tensor, k_BHNE: Tensor, lse_BHN: Tensor, valid_q_BN: Tensor | None, valid_k_BN: Tensor | None,
-    is_causal: bool, scale: float,
-) -> None:  # fmt: skip
+    out: Tensor,
+    q_BHNE: Tensor,
+    k_BHNE: Tensor,
+    lse_BHN: Tensor,
+    valid_q_BN: Tensor | None,
+    valid_k_BN: Tensor | None,
+    is_causal: bool,
+    scale: float,
+) -> None:
     """Compute the attention each key receives, summed over heads and queries (B, N), fp32, without a gradient.
 
     `lse_BHN` is the natural logarithm of each row's sum of exponentials. Heads are summed last, so that few images
@@ -78,13 +106,28 @@ def column_sums(
     options = {**tile.options(), "BLOCK_M": tile.keys, "BLOCK_N": tile.queries}
     blocks = triton.cdiv(tokens, tile.queries)
     launch(
-        column_kernel, (blocks * heads * images,),
-        q_BHNE, k_BHNE, lse_BHN, valid_q_BN, valid_k_BN, sums_BHN,
-        *q_BHNE.stride()[:3], *k_BHNE.stride()[:3], *lse_BHN.stride()[:2],
-        0 if valid_q_BN is None else valid_q_BN.stride(0), 0 if valid_k_BN is None else valid_k_BN.stride(0),
-        tokens, heads, heads // k_BHNE.shape[1], blocks, scale,
-        width=width, CAUSAL=is_causal, **options,
-    )  # fmt: skip
+        column_kernel,
+        (blocks * heads * images,),
+        q_BHNE,
+        k_BHNE,
+        lse_BHN,
+        valid_q_BN,
+        valid_k_BN,
+        sums_BHN,
+        *q_BHNE.stride()[:3],
+        *k_BHNE.stride()[:3],
+        *lse_BHN.stride()[:2],
+        0 if valid_q_BN is None else valid_q_BN.stride(0),
+        0 if valid_k_BN is None else valid_k_BN.stride(0),
+        tokens,
+        heads,
+        heads // k_BHNE.shape[1],
+        blocks,
+        scale,
+        width=width,
+        CAUSAL=is_causal,
+        **options,
+    )
     torch.sum(sums_BHN, dim=1, out=out)
 
 

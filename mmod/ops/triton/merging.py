@@ -20,7 +20,7 @@ _TILE = 32
 @triton.jit
 def size_kernel(  # type: ignore[no-untyped-def]
     slot, size, bias, tokens, slots, width, slot_image, slot_token, SLOTS: tl.constexpr, TOKENS: tl.constexpr
-):  # fmt: skip
+):
     """Count the tokens of some slots of one image, and write the logarithm of the count."""
     image = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * SLOTS + tl.arange(0, SLOTS)
@@ -37,10 +37,24 @@ def size_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def mean_kernel(  # type: ignore[no-untyped-def]
-    x, slot, size, weight, out, tokens, slots, channels, blocks, x_image, x_token, x_channel,
-    HAS_SIZE: tl.constexpr, HAS_WEIGHT: tl.constexpr, SLOTS: tl.constexpr, TOKENS: tl.constexpr,
+    x,
+    slot,
+    size,
+    weight,
+    out,
+    tokens,
+    slots,
+    channels,
+    blocks,
+    x_image,
+    x_token,
+    x_channel,
+    HAS_SIZE: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    SLOTS: tl.constexpr,
+    TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
-):  # fmt: skip
+):
     """Add up the rows of some slots of one image, as a product with the map of which token is in which slot."""
     image = (tl.program_id(0) // blocks).to(tl.int64)
     group = tl.program_id(0) % blocks * SLOTS + tl.arange(0, SLOTS)
@@ -67,14 +81,27 @@ def mean_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def add_kernel(  # type: ignore[no-untyped-def]
-    x, update, slot, out, rows, tokens, channels,
-    x_image, x_token, x_channel, update_image, update_slot, update_channel,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x,
+    update,
+    slot,
+    out,
+    rows,
+    tokens,
+    channels,
+    x_image,
+    x_token,
+    x_channel,
+    update_image,
+    update_slot,
+    update_channel,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """Add to every row the update of its slot."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)).to(tl.int64)
-    image, token = (row // tokens).to(tl.int64), (row % tokens).to(tl.int64)
+    image = (row // tokens).to(tl.int64)
+    token = (row % tokens).to(tl.int64)
     joined = tl.load(slot + row, mask=row < rows, other=-1).to(tl.int64)
     mask = (row < rows)[:, None] & (channel < channels)[None, :]
     value = load_float(x + (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel, mask)
@@ -89,32 +116,64 @@ def size_groups(results: tuple[Tensor, ...], slot_BN: Tensor, slots: int, dtype:
     size, bias = results
     width = bias.shape[-1]
     launch(
-        size_kernel, (len(slot_BN), triton.cdiv(width, _TILE)),
-        slot_BN, size, bias, slot_BN.shape[1], slots, width, *slot_BN.stride(), SLOTS=_TILE, TOKENS=128
-    )  # fmt: skip
+        size_kernel,
+        (len(slot_BN), triton.cdiv(width, _TILE)),
+        slot_BN,
+        size,
+        bias,
+        slot_BN.shape[1],
+        slots,
+        width,
+        *slot_BN.stride(),
+        SLOTS=_TILE,
+        TOKENS=128,
+    )
 
 
 def mean_rows(
     out: Tensor, x_BND: Tensor, slot_BN: Tensor, slots: int, size_BK: Tensor | None, weight_BN: Tensor | None
-) -> None:  # fmt: skip
+) -> None:
     """Compute the mean of each group (B, K, D), or its sum where no size is given."""
     images, tokens, channels = x_BND.shape
     blocks = triton.cdiv(slots, _TILE)
     launch(
-        mean_kernel, (images * blocks, triton.cdiv(channels, 64)),
-        x_BND, slot_BN.contiguous(), out if size_BK is None else size_BK.contiguous(),
-        out if weight_BN is None else weight_BN.contiguous(), out, tokens, slots, channels, blocks,
-        *x_BND.stride(), HAS_SIZE=size_BK is not None, HAS_WEIGHT=weight_BN is not None,
-        SLOTS=_TILE, TOKENS=_TILE, CHANNELS=64,
-    )  # fmt: skip
+        mean_kernel,
+        (images * blocks, triton.cdiv(channels, 64)),
+        x_BND,
+        slot_BN.contiguous(),
+        out if size_BK is None else size_BK.contiguous(),
+        out if weight_BN is None else weight_BN.contiguous(),
+        out,
+        tokens,
+        slots,
+        channels,
+        blocks,
+        *x_BND.stride(),
+        HAS_SIZE=size_BK is not None,
+        HAS_WEIGHT=weight_BN is not None,
+        SLOTS=_TILE,
+        TOKENS=_TILE,
+        CHANNELS=64,
+    )
 
 
 def add_updates(out: Tensor, x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor) -> None:
     """Add the updates of their slots to the rows (B, N, D)."""
     images, tokens, channels = x_BND.shape
-    rows, (tile_rows, tile_channels) = images * tokens, tile_of(channels)
+    rows = images * tokens
+    tile_rows, tile_channels = tile_of(channels)
     launch(
-        add_kernel, (triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)),
-        x_BND, update_BKD, slot_BN.contiguous(), out, rows, tokens, channels, *x_BND.stride(),
-        *update_BKD.stride(), ROWS=tile_rows, CHANNELS=tile_channels,
-    )  # fmt: skip
+        add_kernel,
+        (triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)),
+        x_BND,
+        update_BKD,
+        slot_BN.contiguous(),
+        out,
+        rows,
+        tokens,
+        channels,
+        *x_BND.stride(),
+        *update_BKD.stride(),
+        ROWS=tile_rows,
+        CHANNELS=tile_channels,
+    )

@@ -30,10 +30,20 @@ def _split(row, size):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gather_kernel(  # type: ignore[no-untyped-def]
-    x, index, out, rows, slots, channels,
-    x_image, x_token, x_channel, index_image, index_slot,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x,
+    index,
+    out,
+    rows,
+    slots,
+    channels,
+    x_image,
+    x_token,
+    x_channel,
+    index_image,
+    index_slot,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """Copy the rows of x (B, N, D) that index (B, K) names."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)).to(tl.int64)
@@ -46,11 +56,33 @@ def gather_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def merge_kernel(  # type: ignore[no-untyped-def]
-    x, inverse, z, y, gate, valid, out, rows, tokens, slots, channels,
-    x_image, x_token, x_channel, z_image, z_slot, z_channel, y_image, y_slot, y_channel,
-    HAS_X: tl.constexpr, HAS_Y: tl.constexpr, HAS_GATE: tl.constexpr, HAS_VALID: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x,
+    inverse,
+    z,
+    y,
+    gate,
+    valid,
+    out,
+    rows,
+    tokens,
+    slots,
+    channels,
+    x_image,
+    x_token,
+    x_channel,
+    z_image,
+    z_slot,
+    z_channel,
+    y_image,
+    y_slot,
+    y_channel,
+    HAS_X: tl.constexpr,
+    HAS_Y: tl.constexpr,
+    HAS_GATE: tl.constexpr,
+    HAS_VALID: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """Write every row once: a kept one from lerp(z, y, gate), any other from x; zeros stand in for what is absent."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = (tl.program_id(1) * CHANNELS + tl.arange(0, CHANNELS)).to(tl.int64)
@@ -82,10 +114,31 @@ def merge_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def merge_grad_kernel(  # type: ignore[no-untyped-def]
-    grad, index, z, y, gate, valid, grad_z, grad_y, grad_gate, rows, slots, channels,
-    grad_image, grad_token, grad_channel, z_image, z_slot, z_channel, y_image, y_slot, y_channel,
-    HAS_VALID: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    grad,
+    index,
+    z,
+    y,
+    gate,
+    valid,
+    grad_z,
+    grad_y,
+    grad_gate,
+    rows,
+    slots,
+    channels,
+    grad_image,
+    grad_token,
+    grad_channel,
+    z_image,
+    z_slot,
+    z_channel,
+    y_image,
+    y_slot,
+    y_channel,
+    HAS_VALID: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """Gradients of lerp(z, y, gate) for the rows of grad (B, N, D) that index (B, K) names."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
@@ -114,15 +167,34 @@ def merge_grad_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gather_norm_kernel(  # type: ignore[no-untyped-def]
-    x, index, weight, bias, out, normed, mean, scale, rows, slots, channels, eps,
-    x_image, x_token, x_channel, index_image, index_slot,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    x,
+    index,
+    weight,
+    bias,
+    out,
+    normed,
+    mean,
+    scale,
+    rows,
+    slots,
+    channels,
+    eps,
+    x_image,
+    x_token,
+    x_channel,
+    index_image,
+    index_slot,
+    CENTRED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """Copy the selected rows and write them normalised; CHANNELS spans a row."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     channel = tl.arange(0, CHANNELS).to(tl.int64)
-    inside, across = row < rows, channel < channels
+    inside = row < rows
+    across = channel < channels
     image, slot = _split(row, slots)
     token = tl.load(index + image * index_image + slot * index_slot, mask=inside, other=0).to(tl.int64)
     mask = inside[:, None] & across[None, :]
@@ -145,9 +217,26 @@ def gather_norm_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gather_norm_grad_kernel(  # type: ignore[no-untyped-def]
-    grad_z, grad_normed, z, index, weight, mean, scale, grad_x, grad_weight, grad_bias, rows, tokens, slots, channels,
-    CENTRED: tl.constexpr, HAS_WEIGHT: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr, CHANNELS: tl.constexpr,
-):  # fmt: skip
+    grad_z,
+    grad_normed,
+    z,
+    index,
+    weight,
+    mean,
+    scale,
+    grad_x,
+    grad_weight,
+    grad_bias,
+    rows,
+    tokens,
+    slots,
+    channels,
+    CENTRED: tl.constexpr,
+    HAS_WEIGHT: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ROWS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
     """Write the gradient of each named row to its place in grad_x, and sums over CHUNK rows for weight and bias."""
     channel = tl.arange(0, CHANNELS).to(tl.int64)
     across = channel < channels
@@ -184,12 +273,22 @@ def gather_norm_grad_kernel(  # type: ignore[no-untyped-def]
 def gather_rows(out: Tensor, x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = None) -> None:
     """Copy the rows of x that the index names (B, K, D)."""
     images, slots, channels = out.shape
-    rows, (tile_rows, tile_channels) = images * slots, tile_of(channels)
+    rows = images * slots
+    tile_rows, tile_channels = tile_of(channels)
     launch(
-        gather_kernel, (triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)),
-        x_BND, index_BK, out, rows, slots, channels, *x_BND.stride(), *index_BK.stride(),
-        ROWS=tile_rows, CHANNELS=tile_channels,
-    )  # fmt: skip
+        gather_kernel,
+        (triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)),
+        x_BND,
+        index_BK,
+        out,
+        rows,
+        slots,
+        channels,
+        *x_BND.stride(),
+        *index_BK.stride(),
+        ROWS=tile_rows,
+        CHANNELS=tile_channels,
+    )
 
 
 def spread_rows(out: Tensor, y: Tensor, index: Tensor, inverse: Tensor | None, tokens: int) -> None:
@@ -203,77 +302,171 @@ def blank_rows(out: Tensor, x: Tensor, index: Tensor, valid: Tensor | None, inve
 
 
 def merge_rows(
-    out: Tensor, x: Tensor | None, index: Tensor, z: Tensor | None, y: Tensor | None, gate: Tensor | None,
-    valid: Tensor | None, inverse: Tensor | None,
-) -> None:  # fmt: skip
+    out: Tensor,
+    x: Tensor | None,
+    index: Tensor,
+    z: Tensor | None,
+    y: Tensor | None,
+    gate: Tensor | None,
+    valid: Tensor | None,
+    inverse: Tensor | None,
+) -> None:
     """Write lerp(z, y, gate) at the rows that valid slots name, and x at all others; zeros for an absent x or y."""
     images, tokens, channels = out.shape
     inverse = inverse_rows(index, tokens) if inverse is None else inverse.contiguous()
     x_, z_, y_ = (out if value is None else value for value in (x, z, y))
     gate_ = out if gate is None else gate.contiguous()
     valid_ = inverse if valid is None else valid.contiguous().view(torch.uint8)
-    rows, (tile_rows, tile_channels) = images * tokens, tile_of(channels)
+    rows = images * tokens
+    tile_rows, tile_channels = tile_of(channels)
     launch(
-        merge_kernel, (triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)),
-        x_, inverse, z_, y_, gate_, valid_, out, rows, tokens, index.shape[1], channels,
-        *x_.stride(), *z_.stride(), *y_.stride(), HAS_X=x is not None, HAS_Y=y is not None,
-        HAS_GATE=gate is not None, HAS_VALID=valid is not None, ROWS=tile_rows, CHANNELS=tile_channels,
-    )  # fmt: skip
+        merge_kernel,
+        (triton.cdiv(rows, tile_rows), triton.cdiv(channels, tile_channels)),
+        x_,
+        inverse,
+        z_,
+        y_,
+        gate_,
+        valid_,
+        out,
+        rows,
+        tokens,
+        index.shape[1],
+        channels,
+        *x_.stride(),
+        *z_.stride(),
+        *y_.stride(),
+        HAS_X=x is not None,
+        HAS_Y=y is not None,
+        HAS_GATE=gate is not None,
+        HAS_VALID=valid is not None,
+        ROWS=tile_rows,
+        CHANNELS=tile_channels,
+    )
 
 
 def merge_rows_grad(
-    grads: tuple[Tensor, ...], grad_BND: Tensor, index_BK: Tensor, z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor,
+    grads: tuple[Tensor, ...],
+    grad_BND: Tensor,
+    index_BK: Tensor,
+    z_BKD: Tensor,
+    y_BKD: Tensor,
+    gate_BK: Tensor,
     valid_BK: Tensor | None,
-) -> None:  # fmt: skip
+) -> None:
     """Compute the gradients of z, y (B, K, D) and gate (B, K)."""
     images, slots, channels = z_BKD.shape
     valid = index_BK if valid_BK is None else valid_BK.contiguous().view(torch.uint8)
-    rows, (tile_rows, tile_channels) = images * slots, tile_of(channels)
+    rows = images * slots
+    tile_rows, tile_channels = tile_of(channels)
     launch(
-        merge_grad_kernel, (triton.cdiv(rows, tile_rows),),
-        grad_BND, index_BK.contiguous(), z_BKD, y_BKD, gate_BK.contiguous(), valid, *grads,
-        rows, slots, channels, *grad_BND.stride(), *z_BKD.stride(), *y_BKD.stride(),
-        HAS_VALID=valid_BK is not None, ROWS=tile_rows, CHANNELS=tile_channels,
-    )  # fmt: skip
+        merge_grad_kernel,
+        (triton.cdiv(rows, tile_rows),),
+        grad_BND,
+        index_BK.contiguous(),
+        z_BKD,
+        y_BKD,
+        gate_BK.contiguous(),
+        valid,
+        *grads,
+        rows,
+        slots,
+        channels,
+        *grad_BND.stride(),
+        *z_BKD.stride(),
+        *y_BKD.stride(),
+        HAS_VALID=valid_BK is not None,
+        ROWS=tile_rows,
+        CHANNELS=tile_channels,
+    )
 
 
 def gather_norm(
-    results: tuple[Tensor, ...], x_BND: Tensor, index_BK: Tensor, weight: Tensor | None, bias: Tensor | None,
-    eps: float, centred: bool,
-) -> None:  # fmt: skip
+    results: tuple[Tensor, ...],
+    x_BND: Tensor,
+    index_BK: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    centred: bool,
+) -> None:
     """Copy the named rows, normalise them (B, K, D), and compute their means and factors in fp32 (B, K)."""
     out, normed, mean, scale = results
     images, slots, channels = out.shape
     if not centred:
         mean.zero_()
-    rows, span = images * slots, triton.next_power_of_2(channels)
+    rows = images * slots
+    span = triton.next_power_of_2(channels)
     tile_rows = max(1, TILE // span)
     launch(
-        gather_norm_kernel, (triton.cdiv(rows, tile_rows),),
-        x_BND, index_BK, out if weight is None else weight, out if bias is None else bias,
-        out, normed, mean, scale, rows, slots, channels, eps, *x_BND.stride(), *index_BK.stride(),
-        CENTRED=centred, HAS_WEIGHT=weight is not None, HAS_BIAS=bias is not None,
-        ROWS=tile_rows, CHANNELS=span, num_warps=_warps(span),
-    )  # fmt: skip
+        gather_norm_kernel,
+        (triton.cdiv(rows, tile_rows),),
+        x_BND,
+        index_BK,
+        out if weight is None else weight,
+        out if bias is None else bias,
+        out,
+        normed,
+        mean,
+        scale,
+        rows,
+        slots,
+        channels,
+        eps,
+        *x_BND.stride(),
+        *index_BK.stride(),
+        CENTRED=centred,
+        HAS_WEIGHT=weight is not None,
+        HAS_BIAS=bias is not None,
+        ROWS=tile_rows,
+        CHANNELS=span,
+        num_warps=_warps(span),
+    )
 
 
 def gather_norm_grad(
-    grads: tuple[Tensor, ...], grad_z: Tensor, grad_normed: Tensor, z_BKD: Tensor, index_BK: Tensor,
-    weight: Tensor | None, mean_BK: Tensor, scale_BK: Tensor, tokens: int, centred: bool,
-) -> None:  # fmt: skip
+    grads: tuple[Tensor, ...],
+    grad_z: Tensor,
+    grad_normed: Tensor,
+    z_BKD: Tensor,
+    index_BK: Tensor,
+    weight: Tensor | None,
+    mean_BK: Tensor,
+    scale_BK: Tensor,
+    tokens: int,
+    centred: bool,
+) -> None:
     """Compute the gradients of x (B, N, D), and of weight and bias (D) in fp32."""
     images, slots, channels = z_BKD.shape
-    rows, span = images * slots, triton.next_power_of_2(channels)
+    rows = images * slots
+    span = triton.next_power_of_2(channels)
     parts = triton.cdiv(rows, NORM_CHUNK)
     # Each program sums up its rows.
-    grad_x, partial_sums = grads[0].zero_(), [total.new_empty(parts, channels) for total in grads[1:]]
+    grad_x = grads[0].zero_()
+    partial_sums = [total.new_empty(parts, channels) for total in grads[1:]]
     launch(
-        gather_norm_grad_kernel, (parts,),
-        grad_z.contiguous(), grad_normed.contiguous(), z_BKD.contiguous(), index_BK.contiguous(),
-        z_BKD if weight is None else weight, mean_BK, scale_BK, grad_x, *partial_sums,
-        rows, tokens, slots, channels, CENTRED=centred, HAS_WEIGHT=weight is not None,
-        CHUNK=NORM_CHUNK, ROWS=min(NORM_CHUNK, max(1, TILE // span)), CHANNELS=span, num_warps=_warps(span),
-    )  # fmt: skip
+        gather_norm_grad_kernel,
+        (parts,),
+        grad_z.contiguous(),
+        grad_normed.contiguous(),
+        z_BKD.contiguous(),
+        index_BK.contiguous(),
+        z_BKD if weight is None else weight,
+        mean_BK,
+        scale_BK,
+        grad_x,
+        *partial_sums,
+        rows,
+        tokens,
+        slots,
+        channels,
+        CENTRED=centred,
+        HAS_WEIGHT=weight is not None,
+        CHUNK=NORM_CHUNK,
+        ROWS=min(NORM_CHUNK, max(1, TILE // span)),
+        CHANNELS=span,
+        num_warps=_warps(span),
+    )
     for total, partial_sum in zip(grads[1:], partial_sums):
         torch.sum(partial_sum, dim=0, out=total)
 

@@ -39,17 +39,38 @@ def _first(key, count):  # type: ignore[no-untyped-def]
         below = tl.sum((key < level + step).to(tl.int32), axis=0)
         level = tl.where(below < count, level + step, level)
         step = step // 2
-    less, equal = key < level, key == level
+    less = key < level
+    equal = key == level
     missing = count - tl.sum(less.to(tl.int32), axis=0)
     return less | (equal & (tl.cumsum(equal.to(tl.int32), axis=0) <= missing))
 
 
 @triton.jit
 def select_kernel(  # type: ignore[no-untyped-def]
-    score, valid, protect, index, filled, inverse, gate, tokens, slots, prefix, numerator, denominator, factor,
-    score_image, score_token, valid_image, valid_token, protect_image, protect_token,
-    HAS_VALID: tl.constexpr, HAS_PROTECT: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    score,
+    valid,
+    protect,
+    index,
+    filled,
+    inverse,
+    gate,
+    tokens,
+    slots,
+    prefix,
+    numerator,
+    denominator,
+    factor,
+    score_image,
+    score_token,
+    valid_image,
+    valid_token,
+    protect_image,
+    protect_token,
+    HAS_VALID: tl.constexpr,
+    HAS_PROTECT: tl.constexpr,
+    GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Select the tokens of one image."""
     image = tl.program_id(0).to(tl.int64)
     # In 64 bits, since strides multiply it.
@@ -96,13 +117,24 @@ def select_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def gate_grad_kernel(  # type: ignore[no-untyped-def]
-    grad, score, inverse, out, total, tokens, slots, factor, score_image, score_token,
-    GATE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
+    grad,
+    score,
+    inverse,
+    out,
+    total,
+    tokens,
+    slots,
+    factor,
+    score_image,
+    score_token,
+    GATE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """Bring the gradients of gates back to the scores of their tokens; all others have none."""
     place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = place < total
-    image, token = (place // tokens).to(tl.int64), (place % tokens).to(tl.int64)
+    image = (place // tokens).to(tl.int64)
+    token = (place % tokens).to(tl.int64)
     slot = tl.load(inverse + place, mask=inside, other=-1)
     change = load_float(grad + image * slots + slot, slot >= 0) * factor
     if GATE != 1:
@@ -117,31 +149,65 @@ def gate_grad_kernel(  # type: ignore[no-untyped-def]
 
 
 def select_topk(
-    results: tuple[Tensor, ...], score_BN: Tensor, count: int, prefix: int, valid_BN: Tensor | None,
-    protect_BN: Tensor | None, numerator: int, denominator: int, gate: str, scale: float,
-) -> None:  # fmt: skip
+    results: tuple[Tensor, ...],
+    score_BN: Tensor,
+    count: int,
+    prefix: int,
+    valid_BN: Tensor | None,
+    protect_BN: Tensor | None,
+    numerator: int,
+    denominator: int,
+    gate: str,
+    scale: float,
+) -> None:
     """Compute gates, indices, filled slots (B, K) and inverse map (B, N); those that are not asked for are empty."""
     weight, index, filled, inverse = results
     images, tokens = score_BN.shape
     valid, protect = (inverse if mask is None else mask.view(torch.uint8) for mask in (valid_BN, protect_BN))
     block = triton.next_power_of_2(tokens)
     launch(
-        select_kernel, (images,),
-        score_BN, valid, protect, index, filled.view(torch.uint8), inverse, weight,
-        tokens, count, prefix, numerator, denominator, scale,
-        *score_BN.stride(), *valid.stride(), *protect.stride(),
-        HAS_VALID=valid_BN is not None, HAS_PROTECT=protect_BN is not None, GATE=GATES[gate], BLOCK=block,
+        select_kernel,
+        (images,),
+        score_BN,
+        valid,
+        protect,
+        index,
+        filled.view(torch.uint8),
+        inverse,
+        weight,
+        tokens,
+        count,
+        prefix,
+        numerator,
+        denominator,
+        scale,
+        *score_BN.stride(),
+        *valid.stride(),
+        *protect.stride(),
+        HAS_VALID=valid_BN is not None,
+        HAS_PROTECT=protect_BN is not None,
+        GATE=GATES[gate],
+        BLOCK=block,
         num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,
-    )  # fmt: skip
+    )
 
 
-def gate_grad(
-    out: Tensor, grad_BK: Tensor, score_BN: Tensor, inverse_BN: Tensor, gate: str, scale: float
-) -> None:  # fmt: skip
+def gate_grad(out: Tensor, grad_BK: Tensor, score_BN: Tensor, inverse_BN: Tensor, gate: str, scale: float) -> None:
     """Compute the gradient of the scores (B, N)."""
-    total, block = score_BN.numel(), 1024
+    total = score_BN.numel()
+    block = 1024
     launch(
-        gate_grad_kernel, (triton.cdiv(total, block),),
-        grad_BK.contiguous(), score_BN, inverse_BN, out, total, score_BN.shape[1], grad_BK.shape[1], scale,
-        *score_BN.stride(), GATE=GATES[gate], BLOCK=block,
-    )  # fmt: skip
+        gate_grad_kernel,
+        (triton.cdiv(total, block),),
+        grad_BK.contiguous(),
+        score_BN,
+        inverse_BN,
+        out,
+        total,
+        score_BN.shape[1],
+        grad_BK.shape[1],
+        scale,
+        *score_BN.stride(),
+        GATE=GATES[gate],
+        BLOCK=block,
+    )

@@ -47,7 +47,8 @@ def importance_case(make: Maker) -> OpCase:
         return attention.to(v_BHNE.dtype) @ v_BHNE, attention.detach().mean(dim=(1, 2))
 
     size = make.size
-    rows, pairs = make.row_bytes(size.tokens), size.images * size.heads * size.tokens**2
+    rows = make.row_bytes(size.tokens)
+    pairs = size.images * size.heads * size.tokens**2
     forward, backward = _attention_work(rows, rows, pairs, size.head_channels)
     return OpCase(
         op=attention_with_importance,
@@ -70,7 +71,8 @@ def packed_case(make: Maker) -> OpCase:
     drawn_B = torch.randint(2 * size.kept + 1, (size.images,), generator=make.generator, device=make.device)
     # On average as many rows as top-k keeps, and an image that keeps nothing.
     length_B = drawn_B.clamp(max=size.tokens)
-    length_B[0], length_B[1:][-1:] = size.kept, 0
+    length_B[0] = size.kept
+    length_B[1:][-1:] = 0
     lengths = length_B.tolist()
     inputs: dict[str, object] = {
         name: make.normal(sum(lengths), size.heads, size.head_channels) for name in ("q_THE", "k_THE", "v_THE")
@@ -111,7 +113,8 @@ def packed_baselines(lengths: list[int], device: torch.device, dtype: torch.dtyp
 
 
 def _padded(q_THE: Tensor, k_THE: Tensor, v_THE: Tensor, cu_seqlens: Tensor, max_seqlen: int) -> Tensor:
-    images, total = cu_seqlens.shape[0] - 1, q_THE.shape[0]
+    images = cu_seqlens.shape[0] - 1
+    total = q_THE.shape[0]
     slot_K = torch.arange(max_seqlen, device=q_THE.device)
     valid_BK = slot_K < cu_seqlens.diff().unsqueeze(1)
     slot_T = torch.nonzero_static(valid_BK.flatten(), size=total).squeeze(1)
@@ -170,7 +173,8 @@ def importance_block_case(make: Maker) -> OpCase:
 
     size = make.size
     block = Block(size.channels, size.heads, qkv_bias=True).to(make.device, make.dtype).eval()
-    rows, pairs = make.row_bytes(size.tokens), size.images * size.heads * size.tokens**2
+    rows = make.row_bytes(size.tokens)
+    pairs = size.images * size.heads * size.tokens**2
     # Projections and MLP: 12 D^2 multiply-adds for each token.
     flops = 4 * pairs * size.head_channels + 24 * size.images * size.tokens * size.channels**2
     return OpCase(

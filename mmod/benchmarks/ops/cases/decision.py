@@ -21,7 +21,8 @@ PREFIX = 1
 def _decide(x_BND: Tensor, key_BHNE: Tensor, router: Router) -> tuple[Tensor, ...]:
     """Return the kept tokens, and the slot that each token joins and the sizes of the groups, if any."""
     routing = router(x_BND)
-    kept, (slot_BN, size_BK, *_) = routing.kept, routing.joined
+    kept = routing.kept
+    (slot_BN, size_BK, *_) = routing.joined
     return (kept.index_BK,) if slot_BN is None or size_BK is None else (kept.index_BK, slot_BN, size_BK)
 
 

@@ -35,7 +35,8 @@ def _copy_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
 @register_case("gather_rows")
 def gather_rows_case(make: Maker) -> OpCase:
     """Return the case of rows that enter a routed block."""
-    all_rows, kept_rows = make.row_bytes(make.size.tokens), make.row_bytes(make.size.kept)
+    all_rows = make.row_bytes(make.size.tokens)
+    kept_rows = make.row_bytes(make.size.kept)
     return OpCase(
         op=gather_rows,
         inputs={"x_BND": make.rows(make.size.tokens), "index_BK": make.index()},
@@ -55,7 +56,8 @@ def scatter_rows_case(make: Maker) -> OpCase:
     def exact(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
         return torch.stack([x.index_copy(0, i, y) for x, i, y in zip(x_BND, index_BK, y_BKD)])
 
-    all_rows, kept_rows = make.row_bytes(make.size.tokens), make.row_bytes(make.size.kept)
+    all_rows = make.row_bytes(make.size.tokens)
+    kept_rows = make.row_bytes(make.size.kept)
     inputs = {"x_BND": make.rows(make.size.tokens), "index_BK": make.index(), "y_BKD": make.rows(make.size.kept)}
     return OpCase(
         op=scatter_rows,
@@ -78,7 +80,8 @@ def gather_norm_case(make: Maker) -> OpCase:
         return z_BKD, F.layer_norm(z_BKD, z_BKD.shape[-1:], weight, bias, 1e-6)
 
     channels = make.size.channels
-    all_rows, kept_rows = make.row_bytes(make.size.tokens), make.row_bytes(make.size.kept)
+    all_rows = make.row_bytes(make.size.tokens)
+    kept_rows = make.row_bytes(make.size.kept)
     return OpCase(
         op=gather_norm,
         inputs={
@@ -102,8 +105,11 @@ def merge_rows_case(make: Maker) -> OpCase:
     def definition(x_BND: Tensor, index_BK: Tensor, z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor) -> Tensor:
         return _copy_rows(x_BND, index_BK, torch.lerp(z_BKD, y_BKD, gate_BK.unsqueeze(-1).to(z_BKD.dtype)))
 
-    size, x_BND, index_BK = make.size, make.rows(make.size.tokens), make.index()
-    all_rows, kept_rows = make.row_bytes(size.tokens), make.row_bytes(size.kept)
+    size = make.size
+    x_BND = make.rows(make.size.tokens)
+    index_BK = make.index()
+    all_rows = make.row_bytes(size.tokens)
+    kept_rows = make.row_bytes(size.kept)
     gate_BK = 1 + 0.2 * torch.tanh(make.normal(size.images, size.kept, dtype=torch.float32))
     return OpCase(
         op=merge_rows,
@@ -125,7 +131,8 @@ def merge_rows_case(make: Maker) -> OpCase:
 @register_case("select_topk")
 def select_topk_case(make: Maker) -> OpCase:
     """Return the case of scores that become indices and gates."""
-    size, capacity = make.size, rational(make.size.capacity)
+    size = make.size
+    capacity = rational(make.size.capacity)
 
     def select(score_BN: Tensor) -> tuple[Tensor, ...]:
         selection = select_topk(score_BN, capacity, gate="tanh", scale=GATE_SCALE)
