@@ -85,9 +85,11 @@ def check_fields(config: Any, group: str = "") -> None:
         value = getattr(config, name)
         check_value(f"{group}.{name}" if group else name, value, hint, limits.get(name, _FINITE))
         plain = _builtin(value)
-        if isinstance(plain, list) and any(typing.get_origin(part) is tuple for part in (hint, *typing.get_args(hint))):
+        options = (hint, *typing.get_args(hint))
+        if isinstance(plain, list) and any(typing.get_origin(option) is tuple for option in options):
             plain = tuple(plain)
         if plain is not value:
+            # A frozen dataclass refuses assignments.
             object.__setattr__(config, name, plain)
 
 
@@ -209,7 +211,8 @@ def _from_plain(hint: Any, value: Any, name: str, limit: Limit | None) -> Any:
         # At most one type of a union is a dataclass or a container, so the others leave the value unchanged.
         return functools.reduce(lambda plain, option: _from_plain(option, plain, name, limit), arguments, value)
     if origin in (list, tuple) and isinstance(value, list):
-        types_of_items = arguments if origin is tuple and arguments[-1] is not Ellipsis else arguments[:1] * len(value)
+        has_fixed_length = origin is tuple and arguments[-1] is not Ellipsis
+        types_of_items = arguments if has_fixed_length else arguments[:1] * len(value)
         pairs = enumerate(zip(types_of_items, value))
         items = [_from_plain(kind, item, f"{name}[{i}]", limit) for i, (kind, item) in pairs]
         # A list of the wrong length stays a list, which `check_value` refuses.
@@ -250,7 +253,10 @@ def _fault(value: object, hint: Any, limit: Limit | None) -> type[Exception] | N
         return None
     if origin in (Union, types.UnionType):
         faults = {_fault(value, option, limit) for option in arguments}
-        return None if None in faults else ValueError if ValueError in faults else TypeError
+        if None in faults:
+            return None
+        # A value of a valid type that is out of range is told the range, not the types.
+        return ValueError if ValueError in faults else TypeError
     if origin is Literal:
         return _fault(value, str, arguments)
     if hint in (int, float):
@@ -272,19 +278,23 @@ def _fault_within(value: object, hint: Any, limit: Limit | None) -> type[Excepti
     """Return the type of the error for a sequence or mapping or its first invalid item; None for a valid one."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
-    if origin not in (list, tuple):
-        if not isinstance(value, Mapping):
-            return TypeError
-        pairs = [pair for item in value.items() for pair in zip(item, arguments)]
-    elif not isinstance(value, (list, tuple)):
+    if not isinstance(value, (list, tuple) if origin in (list, tuple) else Mapping):
         return TypeError
+    pairs: list[tuple[object, Any]] = []
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            pairs += [(key, arguments[0]), (item, arguments[1])]
     elif origin is tuple and arguments[-1] is not Ellipsis:
         if len(value) != len(arguments):
             return ValueError
-        pairs = list(zip(value, arguments))
+        pairs += zip(value, arguments)
     else:
-        pairs = [(item, arguments[0]) for item in value]
-    return next(filter(None, (_fault(item, item_type, limit) for item, item_type in pairs)), None)
+        pairs += [(item, arguments[0]) for item in value]
+    for item, item_type in pairs:
+        fault = _fault(item, item_type, limit)
+        if fault is not None:
+            return fault
+    return None
 
 
 def _within(value: Any, limit: Limit | None) -> bool:
@@ -317,7 +327,8 @@ def describe(hint: Any, limit: Limit | None = _FINITE) -> str:
     if origin is Literal:
         return describe(str, arguments)
     if hint is str and isinstance(limit, tuple):
-        return ("one of " if len(limit) > 1 else "") + ", ".join(map(repr, limit))
+        choices = ", ".join(map(repr, limit))
+        return f"one of {choices}" if len(limit) > 1 else choices
     if hint in (int, float):
         return _describe_number(_NAMES[hint], limit)
     if origin is tuple and arguments[-1] is not Ellipsis:
@@ -325,10 +336,15 @@ def describe(hint: Any, limit: Limit | None = _FINITE) -> str:
     if origin in (list, tuple):
         return f"several values, each {describe(arguments[0], limit)}"
     if origin in (dict, collections.abc.Mapping):
-        return "a mapping of names" + ("" if arguments[1] is Any else f" to {describe(arguments[1], limit)}")
+        if arguments[1] is Any:
+            return "a mapping of names"
+        return f"a mapping of names to {describe(arguments[1], limit)}"
     if origin is collections.abc.Callable:
         return "a function"
-    return _NAMES.get(hint) or f"{'an' if hint.__name__[0] in 'AEIOU' else 'a'} {hint.__name__}"
+    if hint in _NAMES:
+        return _NAMES[hint]
+    article = "an" if hint.__name__[0] in "AEIOU" else "a"
+    return f"{article} {hint.__name__}"
 
 
 def _describe_number(name: str, limit: Limit | None) -> str:
@@ -337,7 +353,8 @@ def _describe_number(name: str, limit: Limit | None) -> str:
     if math.isinf(low) and math.isinf(high):
         return name if name == _NAMES[int] else "a finite number"
     if math.isinf(high):
-        return f"{name} {'of at least' if interval[0] == '[' else 'above'} {low:g}"
+        bound = "of at least" if interval[0] == "[" else "above"
+        return f"{name} {bound} {low:g}"
     return f"{name} in {interval}"
 
 

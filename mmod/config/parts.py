@@ -87,8 +87,10 @@ class Gate:
     scale: Annotated[float, "[0, inf)"]
 
     def __init__(self, name: str = "tanh", scale: float | None = None) -> None:
+        if scale is None:
+            scale = 0.2 if name == "tanh" else 1.0
         # A frozen dataclass refuses assignments.
-        vars(self).update(name=name, scale=(0.2 if name == "tanh" else 1.0) if scale is None else scale)
+        vars(self).update(name=name, scale=scale)
         one_of("gate", name, GATES)
         check_fields(self, "gate")
 
@@ -151,7 +153,8 @@ def plain(value: Any) -> Any:
     """
     if dataclasses.is_dataclass(value):
         name = getattr(value, "name", None)
-        return ({} if name is None else {"name": name}) | _options(value)
+        options = _options(value)
+        return options if name is None else {"name": name, **options}
     return list(value) if isinstance(value, tuple) else value
 
 

@@ -124,7 +124,9 @@ class Plan:
         """Return a sentence, and a table with a row for each run of consecutive blocks that are routed alike."""
         runs: list[list[tuple[int, float, str, str]]] = []
         for row in self.rows:
-            if runs and runs[-1][-1][0] == row[0] - 1 and runs[-1][-1][1:] == row[1:]:
+            block, *settings = row
+            # The row that would continue the last run: the block before, with equal settings.
+            if runs and runs[-1][-1] == (block - 1, *settings):
                 runs[-1].append(row)
             else:
                 runs.append([row])

@@ -201,8 +201,11 @@ def revised(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         options = changes.get(name)
         if isinstance(options, Mapping) and "name" not in options:
             value = read_parts(fields)[name]
-            cls, present = (_CHOICES[name][0], {}) if isinstance(value, str) else (type(value), vars(value))
-            revised_fields[name] = _read(name, cls, {**present, **options})
+            if isinstance(value, str):
+                # A plain name such as "topk" has no options; those of the part that has some replace it.
+                revised_fields[name] = _read(name, _CHOICES[name][0], options)
+            else:
+                revised_fields[name] = _read(name, type(value), {**vars(value), **options})
     return revised_fields
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -107,9 +107,9 @@ class RoutingConfig:
         if self.router.learns and isinstance(self.select, Threshold):
             # The score passes through a sigmoid.
             check_value("select.threshold of a learned score", self.select.threshold, float, "[0, 1]")
-        for subject, is_set, needs, holds in self._rules():
-            if is_set and not holds:
-                raise ValueError(f"{subject} needs {needs}")
+        self._check_score()
+        self._check_skipped()
+        self._check_language()
 
     @property
     def importance(self) -> str:
@@ -149,54 +149,90 @@ class RoutingConfig:
         """Whether the first of consecutive routed blocks computes the score that they share."""
         return self.router.shared and not self.reads_importance(training=False)
 
-    def _rules(self) -> Iterator[tuple[str, object, str, object]]:
-        """Yield what fields require of others: a field's name, whether it is set, what it needs, whether that holds."""
+    def _check_score(self) -> None:
+        """Raise unless score, gate, selection and losses fit together."""
         router = self.router
         gate = self.gate
         select = self.select
+        if not router.learns:
+            # A draw of 0 or 1 for a whole image needs no gradient.
+            draws_images = gate.name == "step" and router.per_image
+            needs_learning = f"needs a score that learns, such as 'linear', and router {router.name!r} does not"
+            if gate.name != "identity" and not draws_images:
+                raise ValueError(f"gate {gate.name!r} {needs_learning}")
+            if self.losses:
+                raise ValueError(f"losses {dict(self.losses)} {needs_learning}")
+        elif router.shared and (self.joins or self.wants_importance(training=True)):
+            raise ValueError(
+                f"router.shared of {router.name!r} needs skipped='pass' or 'scale', and no loss that reads importance: "
+                "both depend on the block"
+            )
+        if "load" in self.losses and gate.name not in ("linear", "sigmoid", "tanh"):
+            raise ValueError(f"losses.load needs gate 'linear', 'sigmoid' or 'tanh', not {gate.name!r}")
+        if gate.name == "step":
+            # Skipped tokens run in training, so the kept ones must not attend to fewer tokens in evaluation.
+            all_attend = self.context == "all" or self.operator == "mlp" or router.per_image
+            if not isinstance(select, Threshold) or not all_attend:
+                raise ValueError(
+                    "gate 'step' needs select='threshold', and context='all', operator='mlp' or a score for the whole "
+                    "sequence"
+                )
+        if router.per_image:
+            is_bounded = not isinstance(select, Threshold) or select != Threshold(select.threshold)
+            if is_bounded or self.context != "kept":
+                raise ValueError(
+                    f"router {router.name!r} needs context='kept', and select='threshold' without min_tokens and "
+                    "max_tokens: it keeps all tokens or none"
+                )
+
+    def _check_skipped(self) -> None:
+        """Raise unless what skipped tokens do and what they miss fit the other fields."""
+        skips_block = self.operator == "block"
+        if self.joins and not (self.select == "topk" and self.context == "kept" and skips_block):
+            raise ValueError(
+                f"skipped={spelled(self.skipped)!r} needs select='topk', context='kept' and operator='block': tokens "
+                "join others for the whole block"
+            )
+        if self.skipped == "scale" and not (skips_block and self.gate.name != "identity"):
+            raise ValueError(
+                "skipped='scale' needs operator='block' and gate 'linear', 'sigmoid', 'tanh' or 'step': the gate "
+                "multiplies skipped tokens"
+            )
+        if self.merges_inside and not self.router.shared:
+            raise ValueError(
+                "skipped.before='mlp' needs a router that shares its score between blocks, got "
+                f"{self.router.name!r}: or use before='block'"
+            )
+        if not skips_block and self.language.gate_on != "update":
+            raise ValueError(
+                f"operator={self.operator!r} needs language.gate_on='update': the gate weighs the branch that tokens "
+                "miss"
+            )
+        if self.operator == "mlp" and self.context == "all":
+            raise ValueError("operator='mlp' needs context='kept': attention runs on all tokens anyway")
+
+    def _check_language(self) -> None:
+        """Raise unless the options of language models fit the other fields."""
         language = self.language
-        learning = f"a score that learns, such as 'linear', and router {router.name!r} does not"
-        threshold = isinstance(select, Threshold)
-        branch = self.operator != "block"
-        plain_threshold = isinstance(select, Threshold) and select == Threshold(select.threshold)
-        # Scores, gates and losses. A draw of 0 or 1 for a whole image needs no gradient.
-        gated = gate.name != "identity" and not (gate.name == "step" and router.per_image)
-        yield f"gate {gate.name!r}", gated, learning, router.learns
-        yield f"losses {dict(self.losses)}", self.losses, learning, router.learns
-        fixed = not self.joins and not self.wants_importance(training=True)
-        needs = "skipped='pass' or 'scale', and no loss that reads importance: both depend on the block"
-        yield f"router.shared of {router.name!r}", router.learns and router.shared, needs, fixed
-        weighs = gate.name in ("linear", "sigmoid", "tanh")
-        yield "losses.load", "load" in self.losses, f"gate 'linear', 'sigmoid' or 'tanh', not {gate.name!r}", weighs
-        all_attend = self.context == "all" or self.operator == "mlp" or router.per_image
-        needs = "select='threshold', and context='all', operator='mlp' or a score for the whole sequence"
-        yield "gate 'step'", gate.name == "step", needs, threshold and all_attend
-        needs = "context='kept', and select='threshold' without min_tokens and max_tokens: it keeps all tokens or none"
-        yield f"router {router.name!r}", router.per_image, needs, plain_threshold and self.context == "kept"
-        # Skipped tokens and operators.
-        needs = "select='topk', context='kept' and operator='block': tokens join others for the whole block"
-        whole_block = select == "topk" and self.context == "kept" and not branch
-        yield f"skipped={spelled(self.skipped)!r}", self.joins, needs, whole_block
-        needs = "operator='block' and gate 'linear', 'sigmoid', 'tanh' or 'step': the gate multiplies skipped tokens"
-        yield "skipped='scale'", self.skipped == "scale", needs, not branch and gate.name != "identity"
-        needs = f"a router that shares its score between blocks, got {router.name!r}"
-        yield "skipped.before='mlp'", self.merges_inside, f"{needs}: or use before='block'", router.shared
-        needs = "language.gate_on='update': the gate weighs the branch that tokens miss"
-        yield f"operator={self.operator!r}", branch, needs, language.gate_on == "update"
-        needs = "context='kept': attention runs on all tokens anyway"
-        yield "operator='mlp'", self.operator == "mlp", needs, self.context != "all"
-        # Language models.
-        needs = f"context='kept', not {self.context!r}: it counts kept tokens alone"
-        yield "language.positions='compact'", language.positions == "compact", needs, self.context == "kept"
-        needs = "select='topk': it chooses the top-k of each frame"
-        yield f"language.tokens={language.tokens!r}", language.frames is not None, needs, select == "topk"
-        needs = "a gate other than 'identity'"
-        yield f"language.gate_on={language.gate_on!r}", language.gate_on != "update", needs, gate.name != "identity"
-        alone = language.inference_threshold
-        needs = "select='topk' and a score that learns, such as 'linear'"
-        yield f"language.inference_threshold={alone}", alone is not None, needs, router.learns and select == "topk"
-        needs = "the loss 'membership', which trains it: add it to losses, as with 0.01"
-        yield "language.predictor", language.predictor, needs, "membership" in self.losses
+        if language.positions == "compact" and self.context != "kept":
+            raise ValueError(
+                f"language.positions='compact' needs context='kept', not {self.context!r}: it counts kept tokens alone"
+            )
+        if language.frames is not None and self.select != "topk":
+            raise ValueError(
+                f"language.tokens={language.tokens!r} needs select='topk': it chooses the top-k of each frame"
+            )
+        if language.gate_on != "update" and self.gate.name == "identity":
+            raise ValueError(f"language.gate_on={language.gate_on!r} needs a gate other than 'identity'")
+        if language.inference_threshold is not None and not (self.router.learns and self.select == "topk"):
+            raise ValueError(
+                f"language.inference_threshold={language.inference_threshold} needs select='topk' and a score that "
+                "learns, such as 'linear'"
+            )
+        if language.predictor and "membership" not in self.losses:
+            raise ValueError(
+                "language.predictor needs the loss 'membership', which trains it: add it to losses, as with 0.01"
+            )
 
     def plan(self, depth: int) -> Plan:
         """Return the plan for a model of `depth` blocks; selection, losses and language options are not part of it."""
@@ -243,10 +279,13 @@ class RoutingConfig:
                 )
             fields["router"] = "stride"
         # Blocks that agree share one value, and such blocks may hand on the tokens that they keep.
-        operator, context = (
-            values[0] if len(set(values)) == 1 else values for values in (plan.operators, plan.contexts)
+        return cls(
+            blocks=plan.blocks,
+            capacity=plan.capacities,
+            operator=_shared_value(plan.operators),
+            context=_shared_value(plan.contexts),
+            **fields,
         )
-        return cls(blocks=plan.blocks, capacity=plan.capacities, operator=operator, context=context, **fields)
 
     def replace(self, **changes: Any) -> RoutingConfig:
         """Return a copy with some fields changed; a mapping for a part changes some of its options.
@@ -297,6 +336,11 @@ class RoutingConfig:
         check_value("a routing config", values, Mapping)
         refuse_unknown("routing option", values, ROUTING_FIELDS)
         return cls(**values)
+
+
+def _shared_value(values: tuple[str, ...]) -> str | tuple[str, ...]:
+    """Return the value of all blocks, or the values if blocks differ."""
+    return values[0] if len(set(values)) == 1 else values
 
 
 ROUTING_FIELDS = tuple(item.name for item in dataclasses.fields(RoutingConfig))
