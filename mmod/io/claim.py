@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +36,21 @@ def read_claim(folder: str | Path, file: str) -> dict[str, Any] | None:
 
             return read_yaml(folder / file)
         return read_json_object(folder / file)
-    entries = [folder] if folder.is_file() else folder.iterdir() if folder.exists() else ()
-    shown = [path for path in entries if not path.name.startswith(".")]
-    # A file, or a folder that contains one.
-    if any(not path.is_dir() or any(not child.is_dir() for child in path.rglob("*")) for path in shown):
-        raise FolderTakenError(f"{str(folder)!r} holds files but no {file}: choose a new or empty folder")
+    entries: Iterable[Path] = ()
+    if folder.is_file():
+        # A file in the folder's place takes it too.
+        entries = (folder,)
+    elif folder.exists():
+        entries = folder.iterdir()
+    for path in entries:
+        if not path.name.startswith(".") and _holds_file(path):
+            raise FolderTakenError(f"{str(folder)!r} holds files but no {file}: choose a new or empty folder")
     return None
+
+
+def _holds_file(path: Path) -> bool:
+    """Return whether a path is a file, or a folder with a file at any depth."""
+    return not path.is_dir() or any(not child.is_dir() for child in path.rglob("*"))
 
 
 def check_same(
@@ -53,7 +62,8 @@ def check_same(
     free_keys: Collection[str] = (),
 ) -> None:
     """Raise a FolderTakenError with the keys and both values unless two records agree; see `differences`."""
-    if changes := differences(existing, record, free_keys):
+    changes = differences(existing, record, free_keys)
+    if changes:
         raise FolderTakenError(
             f"{str(path)!r} holds {kind} with another config; choose another folder. Differing keys: {changes}"
         )
@@ -70,12 +80,14 @@ def differences(existing: Mapping[str, Any], record: Mapping[str, Any], free_key
     """
     before = flatten(_plain(existing))
     now = flatten(_plain(record))
-    pairs = {key: (before.get(key), now.get(key)) for key in sorted({*before, *now} - set(free_keys))}
-    return "; ".join(
-        f"{key}: {old!r} there, {new!r} now"
-        for key, (old, new) in pairs.items()
-        if old != new and not all(value in (None, [], {}) for value in (old, new))
-    )
+    changes = []
+    for key in sorted({*before, *now} - set(free_keys)):
+        old = before.get(key)
+        new = now.get(key)
+        both_empty = old in (None, [], {}) and new in (None, [], {})
+        if old != new and not both_empty:
+            changes.append(f"{key}: {old!r} there, {new!r} now")
+    return "; ".join(changes)
 
 
 def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:

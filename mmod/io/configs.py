@@ -22,7 +22,9 @@ def find_config(path: str | Path) -> Path:
     An unknown path is returned unchanged.
     """
     path = Path(path)
-    return path if path.exists() else shipped_config(path) or path
+    if path.exists():
+        return path
+    return shipped_config(path) or path
 
 
 def shipped_config(path: str | Path) -> Path | None:
@@ -45,9 +47,15 @@ def existing_config(path: str | Path) -> Path:
     file = find_config(path)
     if not file.is_file():
         is_shipped = file.parts[:1] == ("configs",)
-        name = Path(*file.parts[is_shipped:]).as_posix().removesuffix(".yaml")
-        known = [full if "/" in name else full.rpartition("/")[2] for full in config_names()]
-        hint = "" if file.suffix == ".yaml" and not is_shipped else f"; {near_names(name, known, '`mmod configs`')}"
+        hint = ""
+        # The path of a YAML file elsewhere is no misspelt name.
+        if is_shipped or file.suffix != ".yaml":
+            parts = file.parts[1:] if is_shipped else file.parts
+            name = Path(*parts).as_posix().removesuffix(".yaml")
+            known = config_names()
+            if "/" not in name:
+                known = [full.rpartition("/")[2] for full in known]
+            hint = f"; {near_names(name, known, '`mmod configs`')}"
         raise FileNotFoundError(f"no config file at {str(file)!r}{hint}")
     return file
 

@@ -89,15 +89,18 @@ def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None
         yield
     except Exception as error:
         target = Path(target)
-        reason, remedy = _disk_fault(error), "make room"
-        if reason is not None:
+        fault = _disk_fault(error)
+        if fault is not None:
             folder = next(parent for parent in target.absolute().parents if parent.is_dir())
-            reason = f"{reason}; {shutil.disk_usage(folder).free / 1e6:.0f} MB are free on its disk"
+            reason = f"{fault}; {shutil.disk_usage(folder).free / 1e6:.0f} MB are free on its disk"
+            remedy = "make room"
         elif _is_refused(error, target):
-            reason, remedy = os.strerror(error.errno or 0), f"make {str(target.parent)!r} a folder that can be written"
+            reason = os.strerror(error.errno or 0)
+            remedy = f"make {str(target.parent)!r} a folder that can be written"
         else:
             raise
-        kept = target if kept is None and target.exists() else kept
+        if kept is None and target.exists():
+            kept = target
         remains = "nothing was written" if kept is None else f"{str(kept)!r} is kept as it was"
         raise UnwrittenError(
             f"{str(target)!r} could not be written: {reason}, {remains}; {remedy} and start again"
@@ -117,13 +120,16 @@ def replacing(
     target = Path(target)
     if target.is_dir() and any(target.iterdir()):
         raise FileExistsError(f"{str(target)!r} is not empty; choose another folder")
-    partial = target.with_name(f".{target.name}.partial" + f"-{os.getpid()}" * shared)
+    suffix = f"-{os.getpid()}" if shared else ""
+    partial = target.with_name(f".{target.name}.partial{suffix}")
     _remove(partial)
     try:
         with writing(target, kept):
             yield partial
-            for path in (*partial.rglob("*"), partial) if durable else ():
-                _sync(path)
+            if durable:
+                # Content first, then its folder; otherwise the rename below could reach the disk before them.
+                for path in (*partial.rglob("*"), partial):
+                    _sync(path)
             os.replace(partial, target)
     finally:
         _remove(partial)
@@ -132,8 +138,10 @@ def replacing(
 
 def write_atomically(path: str | Path, content: str | bytes) -> None:
     """Write bytes, or text as UTF-8 with escapes where it has no encoding: readers see the old or the new content."""
+    if isinstance(content, str):
+        content = content.encode("utf-8", "backslashreplace")
     with replacing(path) as partial:
-        partial.write_bytes(content.encode("utf-8", "backslashreplace") if isinstance(content, str) else content)
+        partial.write_bytes(content)
 
 
 @contextmanager
@@ -165,7 +173,9 @@ def _disk_fault(error: BaseException | None) -> str | None:
 
 def _is_refused(error: Exception, target: Path) -> TypeGuard[OSError]:
     """Return whether the system refused to write into the folder of a file."""
-    if not isinstance(error, OSError) or error.errno not in _REFUSED or not isinstance(error.filename, (str, Path)):
+    if not isinstance(error, OSError) or error.errno not in _REFUSED:
+        return False
+    if not isinstance(error.filename, (str, Path)):
         return False
     return Path(error.filename).is_relative_to(target.parent)
 

@@ -55,7 +55,8 @@ class Journal:
         if self.path is None:
             return
         with writing(self.path), self.path.open("ab") as file:
-            file.write(_lines((record,) if file.tell() else (self._identity, record)))
+            is_new = file.tell() == 0
+            file.write(_lines([self._identity, record] if is_new else [record]))
             file.flush()
             os.fsync(file.fileno())
 

@@ -42,7 +42,8 @@ def _with_option(fields: Mapping[str, Any], keys: Sequence[str], text: str, kind
     group = dataclass_in(hint)
     old = fields.get(name)
     if inner:
-        return {**fields, name: _with_option(old if isinstance(old, Mapping) else {}, inner, text, group)}
+        inner_fields = old if isinstance(old, Mapping) else {}
+        return {**fields, name: _with_option(inner_fields, inner, text, group)}
     value = parse_option(text)
     if fits(text, hint) and not fits(value, hint):
         # A name that YAML reads as something else, such as 2024 or no.
@@ -67,8 +68,11 @@ def add_fields(parser: argparse.ArgumentParser, kind: Any) -> None:
 
 def field_meanings(kind: type) -> dict[str, str]:
     """Return the descriptions of a dataclass's fields, its bases' among them."""
-    documents = [parse(cls.__doc__ or "") for cls in reversed(kind.__mro__)]
-    return {item.arg_name: item.description or "" for document in documents for item in document.params}
+    meanings = {}
+    # Bases first: a class may describe an inherited field anew.
+    for cls in reversed(kind.__mro__):
+        meanings.update({item.arg_name: item.description or "" for item in parse(cls.__doc__ or "").params})
+    return meanings
 
 
 def dataclass_in(hint: Any) -> type | None:

@@ -22,7 +22,8 @@ def progress_bar(items: Iterable[Any] | None = None, *, shown: bool = True, **op
 
     A line is printed every 30 seconds, and at the end unless `leave=False`.
     """
-    return (tqdm if sys.stderr.isatty() else _Lines)(items, disable=not shown, **options)
+    bar = tqdm if sys.stderr.isatty() else _Lines
+    return bar(items, disable=not shown, **options)
 
 
 class _Lines(tqdm):

@@ -17,7 +17,8 @@ class Table(NamedTuple):
 
     def __str__(self) -> str:
         header, *rows = self.rows
-        return markdown_table(header, rows) + (f"\n\n{self.caption}" if self.caption else "")
+        table = markdown_table(header, rows)
+        return f"{table}\n\n{self.caption}" if self.caption else table
 
 
 def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], caption: str = "") -> Table:
@@ -39,11 +40,12 @@ def table_of(columns: Mapping[str, Column], rows: Sequence[Mapping[str, Any]], c
 
 def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
     value = row.get(name)
-    std = row.get(f"{name}_std") if form.startswith("±") else None
-    number = form.lstrip("±")
     if value is None:
         return ""
-    return format(value, number) + ("" if std is None else f" ± {std:{number}}")
+    number = form.lstrip("±")
+    text = format(value, number)
+    std = row.get(f"{name}_std") if form.startswith("±") else None
+    return text if std is None else f"{text} ± {std:{number}}"
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -52,8 +54,12 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     numeric = [all(row[column][:1] in "+-.0123456789" for row in rows) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
-        padded = (c.rjust(w) if n else c.ljust(w) for c, w, n in zip(cells, widths, numeric))
+        columns = zip(cells, widths, numeric)
+        padded = (cell.rjust(width) if is_number else cell.ljust(width) for cell, width, is_number in columns)
         return f"| {' | '.join(padded)} |"
 
-    rule = ["-" * (w - 1) + ":" if n else ":" + "-" * (w - 1) for w, n in zip(widths, numeric)]
+    rule = []
+    for width, is_number in zip(widths, numeric):
+        dashes = "-" * (width - 1)
+        rule.append(f"{dashes}:" if is_number else f":{dashes}")
     return "\n".join([line(header), line(rule), *map(line, rows)])

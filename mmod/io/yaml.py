@@ -127,7 +127,9 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     fields = _read(path)
     stacked = dict[str, Any]()
     bases = fields.pop("base", [])
-    for base in bases if isinstance(bases, list) else [bases]:
+    if not isinstance(bases, list):
+        bases = [bases]
+    for base in bases:
         if not isinstance(base, str):
             raise ValueError(f"{str(path)!r}: base must be a file or a name, or a list of them, got {base!r}")
         beside = path.parent / base

@@ -7,4 +7,4 @@ from mmod.registry.timm.entry import routed_name
 
 __all__ = ["ROUTED_MODELS", "routed_name"]
 
-ROUTED_MODELS = tuple(routed_name(name) for module in (deit, eva, vision_transformer) for name in module.DENSE)
+ROUTED_MODELS = tuple(map(routed_name, (*deit.DENSE, *eva.DENSE, *vision_transformer.DENSE)))

@@ -31,12 +31,10 @@ def routed_name(dense: str) -> str:
 
 def routed_cfgs(dense: Iterable[str]) -> dict[str, Any]:
     """Return the pretrained configs of dense entries, tags included, under the names of the routed ones."""
-    cfgs = {entry: get_arch_pretrained_cfgs(entry) for entry in dense}
-    routed: dict[str, Any] = {
-        name.replace(entry, routed_name(entry), 1): cfg
-        for entry, tagged in cfgs.items()
-        for name, cfg in tagged.items()
-    }
+    routed: dict[str, Any] = {}
+    for entry in dense:
+        for name, cfg in get_arch_pretrained_cfgs(entry).items():
+            routed[name.replace(entry, routed_name(entry), 1)] = cfg
     return dict(generate_default_cfgs(routed))
 
 
