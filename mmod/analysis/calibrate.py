@@ -40,10 +40,12 @@ def between(level: Tensor, count: int) -> float:
     """Return a threshold that about `count` of the levels (L,) reach, in the widest gap nearby."""
     ranked = level.double().sort(descending=True).values
     slack = int(count * SLACK)
-    first, last = max(count - slack, 1), min(count + slack, len(ranked) - 1)
-    if not first <= last:
+    first = max(count - slack, 1)
+    last = min(count + slack, len(ranked) - 1)
+    if first > last:
         # All or none.
         return float(ranked[-1] - 1) if count else float(ranked[0] + 1)
+    # The widest gap: a small change of the weights moves few tokens across it.
     gap = ranked[first - 1 : last] - ranked[first : last + 1]
     best = first + int(gap.argmax())
     return float((ranked[best - 1] + ranked[best]) / 2)

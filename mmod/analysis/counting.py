@@ -48,17 +48,20 @@ class _CountingPass(ActivationMemory):
             raise ValueError(f"cannot count the FLOPs of {func}, which this model calls")
         call = (func, _layout(args), _layout([*kwargs.items()]))
         known = _OUTCOMES.get(call)
-        result = func(*args, **kwargs) if known is None else _empty(known.layout)
-        if known is None:
+        if known is not None:
+            result = _empty(known.layout)
+            flops = known.flops
+        else:
+            result = func(*args, **kwargs)
             formula = self._formulas.get(getattr(func, "_overloadpacket", func))
             flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
-            known = _Outcome(flops, _layout(result))
+            # A view or a result in place must stay one, so only operations that make new tensors are remembered.
             if isinstance(func, OpOverload) and _is_new(result, [*args, *kwargs.values()]):
                 if len(_OUTCOMES) >= _MOST_OUTCOMES:
                     _OUTCOMES.clear()
-                _OUTCOMES[call] = known
-        if known.flops:
-            self.flops.update(dict.fromkeys(self.running, known.flops))
+                _OUTCOMES[call] = _Outcome(flops, _layout(result))
+        if flops:
+            self.flops.update(dict.fromkeys(self.running, flops))
         return result
 
 
@@ -86,7 +89,9 @@ def _layout(value: Any) -> Any:
     """Return a hashable description of an operation's arguments or results, in which 1, 1.0 and True differ."""
     if isinstance(value, Tensor):
         return _Layout(value.shape, value.stride(), value.dtype, value.device)
-    return tuple(map(_layout, value)) if isinstance(value, (list, tuple)) else (type(value), value)
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_layout, value))
+    return type(value), value
 
 
 def _empty(layout: Any) -> Any:
@@ -102,7 +107,8 @@ def _is_new(result: Any, arguments: Sequence[Any]) -> bool:
     if not isinstance(results, (list, tuple)) or not all(type(leaf) is Tensor and leaf.is_meta for leaf in results):
         return False
     tensors = [leaf for leaf in tree_leaves(list(arguments)) if isinstance(leaf, Tensor)]
-    read, written = ({tensor.untyped_storage()._cdata for tensor in group} for group in (tensors, results))
+    read = {tensor.untyped_storage()._cdata for tensor in tensors}
+    written = {tensor.untyped_storage()._cdata for tensor in results}
     return len(written) == len(results) and not written & read
 
 
@@ -112,14 +118,18 @@ def count_pass(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mappin
     for name, block in blocks.items():
         block.register_forward_pre_hook(lambda _, args, name=name: tokens.update({name: args[0].shape[1]}))
     # Models of images alone name their argument as they like.
-    args, kwargs = (tuple(inputs.values()), {}) if set(inputs) == {"image"} else ((), inputs)
-    inference, training = (_CountingPass(model, inputs) for _ in range(2))
+    is_image_model = set(inputs) == {"image"}
+    args = tuple(inputs.values()) if is_image_model else ()
+    kwargs = {} if is_image_model else inputs
+    inference = _CountingPass(model, inputs)
+    training = _CountingPass(model, inputs)
     tracing: AbstractContextManager[Mapping[str, Routing]] = trace(model) if methods_of(model) else nullcontext({})
     with tracing as decisions:
         with torch.no_grad(), _running_modules(model, inference.running), _WithoutMaps(), inference:
             model(*args, **kwargs)
         with torch.enable_grad(), _WithoutMaps(), training:
             output = model(*args, **kwargs)
+        # Read while the output keeps the graph alive.
         held = training.live
         del output
     # Not from the routers, which blocks that share a decision do not call.

@@ -70,7 +70,9 @@ def flops(
     inputs = _inputs(dense, stacks, input_size)
 
     def count(counted: nn.Module) -> PassCounts:
-        blocks = {name: block for stack in stacks.values() for name, block in _blocks(counted, stack).items()}
+        blocks: dict[str, nn.Module] = {}
+        for stack in stacks.values():
+            blocks |= _blocks(counted, stack)
         return count_pass(counted, blocks, inputs)
 
     try:
@@ -79,12 +81,12 @@ def flops(
         shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in inputs.items())
         raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
     routed_count = dense_count if dense is routed else count(routed)
-    rows = [
-        _row(name, block, dense_names, dense_count, routed_count, images.get(name))
-        for stack in stacks.values()
-        for name, block, dense_names in _paired(routed, stack)
-        if name in routed_count.tokens
-    ]
+    rows = []
+    for stack in stacks.values():
+        for name, block, dense_names in _paired(routed, stack):
+            # A block that the input does not reach, such as one of the other tower, has no row.
+            if name in routed_count.tokens:
+                rows.append(_row(name, block, dense_names, dense_count, routed_count, images.get(name)))
     dense_parameters = sum(parameter.numel() for parameter in dense.parameters())
     parameters = sum(parameter.numel() for parameter in routed.parameters())
     return FlopReport(

@@ -40,7 +40,9 @@ class ActivationMemory(TorchDispatchMode):
     ) -> Any:
         """Run the operation and track the storage of its results."""
         result = self.compute(func, args, kwargs or {})
-        for leaf in [result] if isinstance(result, Tensor) else tree_leaves(result):
+        # Most operations return one tensor, for which the walk through the tree would cost more than the operation.
+        leaves = [result] if isinstance(result, Tensor) else tree_leaves(result)
+        for leaf in leaves:
             if isinstance(leaf, Tensor):
                 self._follow(leaf.untyped_storage())
         return result
@@ -51,9 +53,9 @@ class ActivationMemory(TorchDispatchMode):
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
         address = storage._cdata
-        size = storage.nbytes()
         if address in self._addresses:
             return
+        size = storage.nbytes()
         self._addresses.add(address)
         self.live += size
         self.peak = max(self.peak, self.live)

@@ -11,10 +11,14 @@ from torch import nn
 @contextmanager
 def in_mode(training: bool, *models: nn.Module | None) -> Iterator[None]:
     """Put models into training or evaluation mode, and restore the mode of every module at the end."""
-    present = [model for model in models if model is not None]
-    modes = {module: module.training for model in present for module in model.modules()}
-    for model in present:
-        model.train(training)
+    modes: dict[nn.Module, bool] = {}
+    for model in models:
+        if model is not None:
+            modes.update({module: module.training for module in model.modules()})
+    # All modes are read before any is set: models may share modules.
+    for model in models:
+        if model is not None:
+            model.train(training)
     try:
         yield
     finally:

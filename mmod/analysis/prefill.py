@@ -134,14 +134,9 @@ class _Counter:
             operator = str(block.router.config.operator)
             context = str(block.router.config.context)
         elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
-            importance = 2 * (1 if block.mod_state.average == "last_token" else tokens) * tokens * width
-        deciding = {place: module for place, module in block.named_modules() if isinstance(module, Deciding)}
-        added = tuple(f"{place}.{name}".lstrip(".") for place, item in deciding.items() for name in item.added_modules)
-        sizes = {
-            place: module.in_features * module.out_features
-            for place, module in block.named_modules()
-            if isinstance(module, nn.Linear) and not place.startswith(added)
-        }
+            viewers = 1 if block.mod_state.average == "last_token" else tokens
+            importance = 2 * viewers * tokens * width
+        sizes = _sizes_of_host(block)
         in_attention = sum(size for place, size in sizes.items() if place.startswith("self_attn"))
         keys_and_values = 2 * self.stack.dim * _key_width(attention)
 
@@ -182,9 +177,14 @@ class _Counter:
         score = block.router.config.router
         state = block.mod_state
         dim = self.stack.dim
-        flops = self.tokens * (self._deciding(block.router) + (self.cost.weights * dim if score.tied else 0))
+        per_token = self._deciding(block.router)
+        if score.tied:
+            # The weight lies in the first routed layer, whose router alone has it as a parameter.
+            per_token += self.cost.weights * dim
+        flops = self.tokens * per_token
         # A score that blocks share is computed by the first of them, and carries no gradient.
-        if score.compares and sum(self.free) > 0 and (not score.shared or state.writes or state.span is None):
+        computes_score = not score.shared or state.writes or state.span is None
+        if score.compares and computes_score and sum(self.free) > 0:
             flops += 2 * self.tokens**2 * (score.channels or dim)
         return flops
 
@@ -193,8 +193,24 @@ class _Counter:
         predictors = (predictor for predictor in module.modules() if isinstance(predictor, Predictor))
         stopped = {id(predictor.hidden.weight) for predictor in predictors}
         weights = [weight for weight in module.parameters() if weight.ndim > 1]
-        cost = self.cost
-        return sum((cost.stopped if id(weight) in stopped else cost.weights) * weight.numel() for weight in weights)
+        flops = 0
+        for weight in weights:
+            per_weight = self.cost.stopped if id(weight) in stopped else self.cost.weights
+            flops += per_weight * weight.numel()
+        return flops
+
+
+def _sizes_of_host(block: nn.Module) -> dict[str, int]:
+    """Return the weights of each linear layer in a block by its place, without those that methods added."""
+    added: list[str] = []
+    for place, module in block.named_modules():
+        if isinstance(module, Deciding):
+            added += [f"{place}.{name}".lstrip(".") for name in module.added_modules]
+    sizes = {}
+    for place, module in block.named_modules():
+        if isinstance(module, nn.Linear) and not place.startswith(tuple(added)):
+            sizes[place] = module.in_features * module.out_features
+    return sizes
 
 
 def _key_width(attention: Any) -> int:

@@ -62,22 +62,21 @@ def redundancy(images: Tensor | Iterable[Tensor], patch_size: int, tolerance: fl
     variances = []
     lowest = math.inf
     highest = -math.inf
-    for batch in [images] if isinstance(images, Tensor) else images:
+    batches = [images] if isinstance(images, Tensor) else images
+    for batch in batches:
         variances.append(_variances(batch, patch_size))
-        lowest, highest = min(lowest, float(batch.min())), max(highest, float(batch.max()))
+        lowest = min(lowest, float(batch.min()))
+        highest = max(highest, float(batch.max()))
     if not variances:
         raise ValueError("redundancy needs at least one batch of images")
-    shares_B3 = [
-        torch.stack(
-            [
-                (variance_BNC.sqrt() <= tolerance * (highest - lowest)).all(dim=2).double().mean(dim=1),
-                _share_that_holds(variance_BNC.sum(dim=2), 0.99),
-                _share_that_holds(variance_BNC.sum(dim=2), 0.95),
-            ],
-            dim=1,
-        )
-        for variance_BNC in variances
-    ]
+    shares_B3 = []
+    # A second loop: what counts as flat depends on the range of values in all images.
+    for variance_BNC in variances:
+        is_flat_BN = (variance_BNC.sqrt() <= tolerance * (highest - lowest)).all(dim=2)
+        variance_BN = variance_BNC.sum(dim=2)
+        kept_99_B = _share_that_holds(variance_BN, 0.99)
+        kept_95_B = _share_that_holds(variance_BN, 0.95)
+        shares_B3.append(torch.stack([is_flat_BN.double().mean(dim=1), kept_99_B, kept_95_B], dim=1))
     flat, kept_99, kept_95 = torch.cat(shares_B3).mean(dim=0).tolist()
     return RedundancyReport(sum(map(len, variances)), patch_size, flat, kept_99, kept_95)
 

@@ -76,8 +76,9 @@ def published(fields: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     value, low, high, seeds = named.values()
     if seeds is None:
         return {"value": value, "low": low, "high": high}
-    low, high = (None if math.isnan(end) else end for end in (low, high))
-    return {"mean": value, "low": low, "high": high, "seeds": seeds}
+    # JSON has no NaN.
+    ends = {name: None if math.isnan(end) else end for name, end in (("low", low), ("high", high))}
+    return {"mean": value, **ends, "seeds": seeds}
 
 
 def difference(one: BySeed, other: BySeed) -> Estimate:

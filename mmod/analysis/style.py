@@ -23,7 +23,10 @@ if TYPE_CHECKING:
     from matplotlib.text import Text
     from matplotlib.transforms import Bbox
 
-INK, FAINT, LINE, PAPER = "#1c1e21", "#6b727b", "#d5d9de", "#ffffff"
+INK = "#1c1e21"
+FAINT = "#6b727b"
+LINE = "#d5d9de"
+PAPER = "#ffffff"
 PALETTE = ("#2080c4", "#d55e00", "#00876a", "#b8559b", "#a87400", "#7a68c8", "#2a8ca8", "#a5603f", "#6f8a1f")
 """Colours with a contrast of 3 and more on white and on the dark page, that differ in lightness and hue."""
 MARKERS = ("o", "s", "D", "v", "P", "X", "p", "h", "8", "H")
@@ -64,16 +67,24 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
     for name in sorted(names):
         control = _CONTROLS.get(name.partition(",")[0].partition("-")[0])
         number = _FIXED.get(name, crc32(name.encode()))
-        colour, marker = PALETTE[number % len(PALETTE)], MARKERS[number % len(MARKERS)]
+        colour = PALETTE[number % len(PALETTE)]
+        marker = MARKERS[number % len(MARKERS)]
+        line = "-"
+        size = 7
         if control:
-            colour, marker = FAINT, control
+            colour = FAINT
+            marker = control
+            line = "--"
         if name == "dense":
-            colour, marker = INK, "*"
+            colour = INK
+            marker = "*"
+            line = ""
+            # A star looks smaller than other markers of its size.
+            size = 12
         if (colour, marker) in taken:
             marker = next((other for other in MARKERS if (colour, other) not in taken), marker)
         taken.add((colour, marker))
-        styles[name] = {"color": colour, "marker": marker, "markersize": 12 if name == "dense" else 7}
-        styles[name] |= {"linestyle": "" if name == "dense" else "--" if control else "-", "linewidth": 1.5}
+        styles[name] = {"color": colour, "marker": marker, "markersize": size, "linestyle": line, "linewidth": 1.5}
     return styles
 
 

@@ -96,17 +96,20 @@ class Counter:
 
     def _add_part(self, names: Sequence[str], keeps: Sequence[Tensor], free_BN: Tensor) -> None:
         free_B = free_BN.sum(1)
-        gone_BN, ever_BN = torch.zeros_like(free_BN), torch.zeros_like(free_BN)
+        gone_BN = torch.zeros_like(free_BN)
+        ever_BN = torch.zeros_like(free_BN)
         back_B, expected_B = free_B.new_zeros((2, len(free_B)), dtype=torch.float64)
         for j, (name, keep_BN) in enumerate(zip(names, keeps)):
             for other, before_BN in zip(names, keeps):
                 sums = self.pairs.setdefault(other, {}).setdefault(name, RunningMean())
                 sums.add((before_BN & keep_BN).sum(1) / before_BN.sum(1))
             self.kept.setdefault(name, RunningMean()).add(keep_BN.sum(1) / free_B)
+            # Nothing is gone before the first decision, so it has no share in what returns.
             if j:
                 back_B += (keep_BN & gone_BN).sum(1)
                 expected_B += gone_BN.sum(1) * (keep_BN.sum(1) / free_B)
-            gone_BN, ever_BN = gone_BN | (free_BN & ~keep_BN), ever_BN | keep_BN
+            gone_BN = gone_BN | (free_BN & ~keep_BN)
+            ever_BN = ever_BN | keep_BN
         if len(names) > 1:
             self.returning.add(back_B / expected_B)
         self.never.setdefault(names[0], RunningMean()).add((free_BN & ~ever_BN).sum(1) / free_B)
@@ -120,16 +123,23 @@ class Counter:
         names = self.decisions
         returning = self.returning.mean() if self.returning.sums[0] else None
         kind, verdict = _judge(returning, len(names))
-        # Facts that are the same for all tokens say nothing.
-        known = {name: {fact: kinds.information() for fact, kinds in self.kinds[name].items()} for name in names}
+        information: dict[str, dict[str, Information]] = {}
+        for name in names:
+            known = {fact: kinds.information() for fact, kinds in self.kinds[name].items()}
+            # Facts that are the same for all tokens say nothing.
+            information[name] = {fact: bits for fact, bits in known.items() if bits is not None}
+        again: list[list[Estimate | None]] = []
+        for i in names:
+            # Parts of a model with different tokens have no pairs.
+            again.append([self.pairs[i][j].mean() if j in self.pairs[i] else None for j in names])
         return Across(
             decisions=names,
             blocks=self._followers(),
             kept={name: self.kept[name].mean() for name in names},
-            again=[[self.pairs[i][j].mean() if j in self.pairs[i] else None for j in names] for i in names],
+            again=again,
             never={name: sums.mean() for name, sums in self.never.items()},
             returning=returning,
-            information={name: {fact: bits for fact, bits in facts.items() if bits} for name, facts in known.items()},
+            information=information,
             kind=kind,
             verdict=verdict,
         )

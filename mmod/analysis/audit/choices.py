@@ -55,11 +55,16 @@ class DecisionContext:
         return (self.free_BN.cumsum(1) - 1).clamp(min=0)
 
 
-class FreeDecision(NamedTuple):
+@dataclass(frozen=True)
+class FreeDecision:
     """A decision over the tokens that may be skipped: which were kept, and their scores, (B, F) each."""
 
     keep_BF: Tensor
     score_BF: Tensor
+
+    def of(self, images: slice) -> FreeDecision:
+        """Return the decision on some of the images, in memory of its own."""
+        return FreeDecision(self.keep_BF[images].clone(), self.score_BF[images].clone())
 
 
 class Choice(NamedTuple):
@@ -139,9 +144,10 @@ def choices(
     reserved = sorted(set(custom) & {*CHOICES, LEARNED})
     if reserved:
         raise ValueError(f"custom uses the reserved names {', '.join(reserved)}: choose other names")
-    for name in () if has_reference else _OF_REFERENCE:
-        if name in names:
+    for name in _OF_REFERENCE:
+        if name in names and not has_reference:
             raise ValueError(f"the condition {name!r} needs a dense model: pass `reference`")
     if RANDOM not in names:
         raise ValueError(f"conditions must name {RANDOM!r}, which the verdict compares with, got {names}")
-    return {name: CHOICES[name] for name in names} | {name: Choice("other", rank) for name, rank in custom.items()}
+    customized = {name: Choice("other", rank) for name, rank in custom.items()}
+    return {**{name: CHOICES[name] for name in names}, **customized}

@@ -101,7 +101,7 @@ def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) 
     """
     routers = [block.router for block in routed_blocks(model).values()]
     configs = [router.config for router in routers]
-    if any(config.language.inference_threshold is None or config.select != "topk" for config in configs):
+    if any(config.select != "topk" or config.language.inference_threshold is None for config in configs):
         raise ValueError(
             "agreement over a generation needs a model that takes the top-k in training and decides each token alone "
             "in generation: route it with language={'inference_threshold': 0.5}"
@@ -110,7 +110,8 @@ def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) 
     if length % window or length < 2 * window:
         raise ValueError(f"texts must be two windows of {window} tokens long or more, in whole windows, got {length}")
     prompt_BN = tokens_BN[:, :window]
-    with torch.random.fork_rng(devices=[tokens_BN.device] if tokens_BN.is_cuda else []):
+    devices = [tokens_BN.device] if tokens_BN.is_cuda else []
+    with torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         new = {"max_new_tokens": length - window, "min_new_tokens": length - window, "do_sample": True, "top_k": 0}
         mask = torch.ones_like(prompt_BN)

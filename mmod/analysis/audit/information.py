@@ -68,10 +68,10 @@ class KindCounts:
         kinds = self.counts_G2K.shape[2]
         group_B1 = torch.tensor([image % _GROUPS for image in images], device=kind_BN.device).unsqueeze(1)
         place_BN = group_B1 * kinds + kind_BN
-        counts = [
-            torch.bincount(place_BN[counted_BN], minlength=_GROUPS * kinds).view(_GROUPS, kinds)
-            for counted_BN in (keep_BN & free_BN, free_BN)
-        ]
+        counts = []
+        for counted_BN in (keep_BN & free_BN, free_BN):
+            count = torch.bincount(place_BN[counted_BN], minlength=_GROUPS * kinds)
+            counts.append(count.view(_GROUPS, kinds))
         self.counts_G2K += torch.stack(counts, dim=1).to(self.counts_G2K)
 
     def add_names(self, names: ArrayLike, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
@@ -92,10 +92,15 @@ class KindCounts:
         there_K = self.counts_G2K[:, 1].sum(0) > 0
         if int(there_K.sum()) < 2:
             return None
-        bits, share = (pseudo_mean(float(value_G[0]), value_G[1:]) for value_G in _bits(self.left_out))
+        bits, share = map(_jackknifed, _bits(self.left_out))
         kept_K = self.frequency(len(there_K))
         kept = {name: float(kept_K[number]) for number, name in enumerate(self.names) if there_K[number]}
         return Information(bits, share, kept)
+
+
+def _jackknifed(value_G: Tensor) -> Estimate:
+    """Return the estimate of a figure of all images, which comes first, and of those without each group (1 + G)."""
+    return pseudo_mean(float(value_G[0]), value_G[1:])
 
 
 def _bits(counts_G2K: Tensor) -> tuple[Tensor, Tensor]:
@@ -114,12 +119,17 @@ def _entropy(share: Tensor) -> Tensor:
 
 def information_table(information: Mapping[str, Mapping[str, Information]]) -> Table:
     """Return what known facts of tokens say of decisions."""
-    rows = [
-        {"decision": decision, "known": known, **vars(entry), "percent": 100 * entry.share}
-        | {"kept": ", ".join(f"{kind} {share:.2f}" for kind, share in entry.kept.items())}
-        for decision, facts in information.items()
-        for known, entry in facts.items()
-    ]
+    rows = []
+    for decision, facts in information.items():
+        for known, entry in facts.items():
+            row = {
+                "decision": decision,
+                "known": known,
+                "bits": entry.bits,
+                "percent": 100 * entry.share,
+                "kept": ", ".join(f"{kind} {share:.2f}" for kind, share in entry.kept.items()),
+            }
+            rows.append(row)
     columns = {
         "decision": ("decision", ""),
         "known": ("known of a token", ""),
@@ -152,10 +162,9 @@ class Influence:
     position_share: Estimate
 
     def __str__(self) -> str:
-        content, position = (100 * share for share in (self.content, self.position))
         return (
-            f"where images are rolled by whole patches, content decides {content:.0f} % of what is kept and position "
-            f"{position:.0f} %"
+            f"where images are rolled by whole patches, content decides {100 * self.content:.0f} % of what is kept and "
+            f"position {100 * self.position:.0f} %"
         )
 
 
@@ -185,15 +194,17 @@ class InfluenceCounts:
         self.grid = self.grid or grid
         if grid != self.grid or any(moved is None for moved in rolled):
             return
-        first, second = map(decide, rolled)
+        first = decide(rolled[0])
+        second = decide(rolled[1])
         self.images += len(images)
         for name in first:
             by_place, again = self.counts.setdefault(name, (KindCounts(), KindCounts()))
-            kept = [keeps[name].cpu() for keeps in (first, second)]
+            kept = [first[name].cpu(), second[name].cpu()]
             free_BF = torch.ones_like(kept[0])
             for keep_BF in kept:
                 by_place.add(torch.arange(keep_BF.shape[1]).expand(keep_BF.shape), keep_BF, free_BF, images)
-            was_BF, is_BF = (_rolled_back(*pair, grid) for pair in zip(kept, shifts))
+            was_BF = _rolled_back(kept[0], shifts[0], grid)
+            is_BF = _rolled_back(kept[1], shifts[1], grid)
             again.add(was_BF.long(), is_BF, free_BF, images)
 
     def result(self) -> Influence | None:
@@ -203,8 +214,7 @@ class InfluenceCounts:
         content_G, position_G = torch.stack([_shares(*counts) for counts in self.counts.values()]).mean(0)
         both_G = position_G + content_G
         share_G = torch.where(both_G > 0, position_G / both_G, 0.0)
-        estimates = (pseudo_mean(float(share[0]), share[1:]) for share in (content_G, position_G, share_G))
-        return Influence(self.images, *estimates)
+        return Influence(self.images, *map(_jackknifed, (content_G, position_G, share_G)))
 
 
 def roll_patches(batch: Any, shift_B2: Tensor, grid: tuple[int, int]) -> Any:
@@ -219,10 +229,11 @@ def roll_patches(batch: Any, shift_B2: Tensor, grid: tuple[int, int]) -> Any:
         if len(value) != len(shift_B2) or any(side % count for side, count in zip(sides, grid)):
             return value
         is_rolled = True
-        steps = [
-            [int(shift) * side // count for shift, side, count in zip(shift_2, sides, grid)] for shift_2 in shift_B2
-        ]
-        return torch.stack([image.roll(step, (1, 2)) for image, step in zip(value, steps)])
+        images = []
+        for image, shift_2 in zip(value, shift_B2):
+            steps = [int(shift) * side // count for shift, side, count in zip(shift_2, sides, grid)]
+            images.append(image.roll(steps, (1, 2)))
+        return torch.stack(images)
 
     moved = tree_map(move, batch)
     return moved if is_rolled else None
@@ -238,7 +249,8 @@ def _shares(places: KindCounts, again: KindCounts) -> Tensor:
     """Return the shares of content and of position, of all images and without each group of them (2, 1 + G)."""
     position_G = _of_position(places.left_out)
     # A position that counts is never the same twice, which lowers what content seems to decide.
-    return torch.stack([_of_content(again.left_out) + position_G / (places.counts_G2K.shape[2] - 1), position_G])
+    content_G = _of_content(again.left_out) + position_G / (places.counts_G2K.shape[2] - 1)
+    return torch.stack([content_G, position_G])
 
 
 def _of_content(counts_G2K: Tensor) -> Tensor:

@@ -36,12 +36,14 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
             f"{_PASS_JUDGE}"
         )
     classes = logits.shape[-1]
-    outside = targets[(targets < 0) | (targets >= logits.shape[-1])]
+    outside = targets[(targets < 0) | (targets >= classes)]
     if len(outside):
         raise ValueError(f"classes must be in [0, {classes}), as the model has {classes}, got {int(outside[0])}")
     loss = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
     right = (logits.argmax(-1) == targets).float()
-    return loss.flatten(1).mean(1) if loss.ndim > 1 else loss, right.flatten(1).mean(1) if right.ndim > 1 else right
+    if loss.ndim == 1:
+        return loss, right
+    return loss.flatten(1).mean(1), right.flatten(1).mean(1)
 
 
 def judge_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

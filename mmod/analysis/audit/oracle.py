@@ -4,7 +4,7 @@ Axes: B images, N tokens, F tokens of an image that may be skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -66,8 +66,10 @@ class TokenValues:
         worth: dict[str, Tensor] = {}
         for name, routing in learned.items():
             worth[name], norm_BN = _worth(judged, loss_B, name, routing, free[name])
-            for sums, score_BN in ((self.agreement, routing.score_BN), (self.norm, norm_BN)):
-                sums.setdefault(name, RunningMean()).add(rank_agreement(score_BN, worth[name], free[name]))
+            by_score_B = rank_agreement(routing.score_BN, worth[name], free[name])
+            self.agreement.setdefault(name, RunningMean()).add(by_score_B)
+            by_norm_B = rank_agreement(norm_BN, worth[name], free[name])
+            self.norm.setdefault(name, RunningMean()).add(by_norm_B)
         oracle_B = judged(Choice("other", lambda place: worth[place.block]))
         losses = {"loss": loss_B, "oracle": oracle_B - loss_B, "random": judged(random) - loss_B}
         for name, value_B in losses.items():
@@ -78,11 +80,11 @@ class TokenValues:
         """Return the means, None where nothing was gathered."""
         if not self.images:
             return None
-        agreement, norm, losses = (
-            {name: running.mean() for name, running in sums.items()}
-            for sums in (self.agreement, self.norm, self.losses)
-        )
-        return LeaveOneOut(self.images, agreement, norm, **losses)
+        return LeaveOneOut(self.images, _means(self.agreement), _means(self.norm), **_means(self.losses))
+
+
+def _means(sums: Mapping[str, RunningMean]) -> dict[str, Estimate]:
+    return {name: running.mean() for name, running in sums.items()}
 
 
 def _worth(judged: Judge, loss_B: Tensor, name: str, routing: Routing, free_BN: Tensor) -> tuple[Tensor, Tensor]:
@@ -98,6 +100,7 @@ def _worth(judged: Judge, loss_B: Tensor, name: str, routing: Routing, free_BN: 
             if place.block != name:
                 return rank_BN
             norm_BN = place.x_BND.float().norm(dim=-1)
+            # A kept token falls below all others, a skipped one rises above them.
             turned_BN = torch.where(place.learned.keep_BN, -1.0, float(rank_BN.shape[1] * 2))
             return torch.where(flipped_BN, turned_BN, rank_BN)
 

@@ -21,17 +21,19 @@ _COLOURS = {"learned": INK, "random": FAINT, "position": PALETTE[1], "other": PA
 
 def draw_audit(audit: Audit) -> Figure:
     """Draw accuracy with each choice of tokens, and how often a token kept in one block is kept in another."""
-    panels = 1 + (len(audit.across.decisions) > 1)
-    side = 0.5 * len(audit.across.decisions) + 1.8 if panels > 1 else 0.0
-    figure = new_figure(5.2 + side, max(0.36 * len(audit.conditions) + 1.2, side - 0.4))
-    axes = figure.subplots(1, panels, squeeze=False, width_ratios=[5.2, side][:panels])[0]
+    widths = [5.2]
+    if len(audit.across.decisions) > 1:
+        widths.append(0.5 * len(audit.across.decisions) + 1.8)
+    height = max([0.36 * len(audit.conditions) + 1.2, *(side - 0.4 for side in widths[1:])])
+    figure = new_figure(sum(widths), height)
+    axes = figure.subplots(1, len(widths), squeeze=False, width_ratios=widths)[0]
     names = [condition.name for condition in audit.conditions]
     colours = [_COLOURS[condition.family] for condition in audit.conditions]
     _draw_intervals(axes[0], names, [condition.accuracy for condition in audit.conditions], colours)
     axes[0].axvline(audit.conditions[0].accuracy.value, color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
     axes[0].set(xlabel=f"accuracy in %, 95 % interval over {audit.images} images", ylabel="tokens kept")
     tidy(axes[0], "x")
-    if panels > 1:
+    if len(widths) > 1:
         _draw_matrix(axes[1], audit.across)
     return figure
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.audit.across import Counter
+from mmod.analysis.audit.choices import FreeDecision
 from mmod.analysis.audit.information import InfluenceCounts
 from mmod.analysis.audit.oracle import TokenValues
 from mmod.analysis.audit.strata import Outcomes, Strata
@@ -43,7 +44,7 @@ class Counts:
     strata: Strata = field(default_factory=Strata)
     # By name of a set: its number of images, and the decisions on its last image.
     images: dict[str, int] = field(default_factory=dict)
-    last: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    last: dict[str, dict[str, FreeDecision]] = field(default_factory=dict)
     # By names of a shift or set, and of a choice; and on the audited set by name of another model.
     outcomes: dict[str, dict[str, Outcomes]] = field(default_factory=dict)
     beside: dict[str, Outcomes] = field(default_factory=dict)

@@ -32,11 +32,9 @@ def consult(
     captured: dict[str, capture_importance] = {}
     if DENSE_ATTENTION in conditions:
         modules = dict(model.named_modules())
-        captured = {
-            name: capture_importance(getattr(routing.evidence.tokens, "valid_BN", None))
-            for name, routing in learned.items()
-            if name in modules
-        }
+        for name, routing in learned.items():
+            if name in modules:
+                captured[name] = capture_importance(getattr(routing.evidence.tokens, "valid_BN", None))
     entropies: list[Tensor] = []
     with ExitStack() as stack:
         stack.enter_context(inside([(modules[name], capture) for name, capture in captured.items()]))

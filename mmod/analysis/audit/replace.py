@@ -43,12 +43,16 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
             )
 
     def hook(name: str, router: Router, args: tuple[Any, ...], routing: Routing) -> Routing | None:
-        rows, *_, earlier = (*args, None) if len(args) < 4 else args
-        if earlier is None:
-            x_BND = rows
-            left_BN = None
-        else:
-            x_BND = rows.gather(1, earlier.joined.slot_BN.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[2]))
+        rows: Tensor = args[0]
+        # A router that selects among the tokens of an earlier decision gets that as its fourth argument.
+        earlier: Routing | None = args[3] if len(args) > 3 else None
+        x_BND = rows
+        left_BN = None
+        if earlier is not None:
+            # The rows are the groups that the earlier decision made: each token is shown the row that it joined.
+            slot_BN = earlier.joined.slot_BN
+            assert slot_BN is not None
+            x_BND = rows.gather(1, slot_BN.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[2]))
             left_BN = earlier.keep_BN
         replaced = replace(name, x_BND, routing, left_BN)
         return None if replaced is None else router.join(replaced, rows, earlier)

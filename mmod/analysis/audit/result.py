@@ -129,10 +129,9 @@ class Audit:
             f"{self.images} images, {self.draws} random draws. Intervals are of 95 %, by resampling images; p-values "
             "are of paired tests by random signs, corrected by Holm's method."
         )
-        again = [
-            [name, *("" if share is None else f"{share:.2f}" for share in row)]
-            for name, row in zip(names, across.again)
-        ]
+        again = []
+        for name, row in zip(names, across.again):
+            again.append([name, *("" if share is None else f"{share:.2f}" for share in row)])
         kept = ["kept by chance", *(f"{across.kept[name]:.2f}" for name in names)]
         never = "; ".join(f"{share:.3f} of the tokens from {name} on" for name, share in across.never.items())
         parts: list[str | Table] = [
@@ -142,14 +141,17 @@ class Audit:
             f"Never kept: {never}.",
         ]
         known = information_table(across.information)
-        parts += [known] if len(known.rows) > 1 else []
+        if len(known.rows) > 1:
+            parts.append(known)
         if self.strata:
             caption = "Gaps are those of the learned over the random choice"
             parts += [strata_table(self.strata, "random", caption), *say_gaps(self.strata)]
         if self.beside:
             caption = "Gaps are those of this model over the other, on the same images"
             parts += [strata_table(self.beside, "its", caption), *say_gaps(self.beside)]
-        return parts + ([] if self.leave_one_out is None else [self.leave_one_out.table()])
+        if self.leave_one_out is not None:
+            parts.append(self.leave_one_out.table())
+        return parts
 
     def __str__(self) -> str:
         return "\n\n".join([self.verdict, *map(str, self.sections())])
@@ -168,6 +170,7 @@ def compare(counts: Counts, choices: Mapping[str, Choice], config: AuditConfig, 
     value_IC = np.stack([100 * one.accuracy for one in outcomes] + [one.loss for one in outcomes], axis=1)
     mean_C = value_IC.mean(axis=0)
     drawn = resampled_means(value_IC, config.resamples, seed=0)
+    # Columns hold the accuracies of all choices, then their losses; each is compared with that of the learned choice.
     base_C = np.repeat([0, count], count)
     gap_IC = value_IC - value_IC[:, base_C]
     gap_drawn = drawn - drawn[:, base_C]
@@ -176,14 +179,24 @@ def compare(counts: Counts, choices: Mapping[str, Choice], config: AuditConfig, 
     p = dict(zip(tested, adjusted(uncorrected)))
 
     def condition(name: str, a: int) -> Condition:
+        """Return a condition from its columns of accuracy and loss."""
         b = a + count
-        both = estimate_of(mean_C[a], drawn[:, a]), estimate_of(mean_C[b], drawn[:, b])
-        if not a:
-            return Condition(name, "learned", *both)
-        changes = [estimate_of(gap_IC[:, column].mean(), gap_drawn[:, column]) for column in (a, b)]
+        accuracy = estimate_of(mean_C[a], drawn[:, a])
+        loss = estimate_of(mean_C[b], drawn[:, b])
+        if name == LEARNED:
+            return Condition(name, "learned", accuracy, loss)
         spread = float(gap_IC[:, b].std())
-        effect = float(gap_IC[:, b].mean()) / spread if spread else 0.0
-        return Condition(name, choices[name].family, *both, changes[0], changes[1], p[a], p[b], effect)
+        return Condition(
+            name,
+            choices[name].family,
+            accuracy,
+            loss,
+            accuracy_change=estimate_of(gap_IC[:, a].mean(), gap_drawn[:, a]),
+            loss_change=estimate_of(gap_IC[:, b].mean(), gap_drawn[:, b]),
+            accuracy_p=p[a],
+            loss_p=p[b],
+            effect=float(gap_IC[:, b].mean()) / spread if spread else 0.0,
+        )
 
     positions = [place for place, name in enumerate(names) if place and choices[name].family == "position"]
     best = max(positions, key=lambda place: mean_C[place], default=None)
@@ -202,19 +215,19 @@ def compare(counts: Counts, choices: Mapping[str, Choice], config: AuditConfig, 
     kind, verdict = judge(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
     strata, beside = _pairs(counts, elsewhere)
     return Audit(
-        images,
-        config.draws,
-        [condition(name, place) for place, name in enumerate(names)],
-        gap,
-        position,
-        explained,
-        kind,
-        verdict,
-        counts.across.result(),
-        compare_strata(strata, config.resamples),
-        counts.worth.result(),
-        compare_strata(beside, config.resamples),
-        influence,
+        images=images,
+        draws=config.draws,
+        conditions=[condition(name, place) for place, name in enumerate(names)],
+        gap=gap,
+        position=position,
+        explained=explained,
+        kind=kind,
+        verdict=verdict,
+        across=counts.across.result(),
+        strata=compare_strata(strata, config.resamples),
+        leave_one_out=counts.worth.result(),
+        beside=compare_strata(beside, config.resamples),
+        influence=influence,
     )
 
 
@@ -227,8 +240,10 @@ def _pairs(counts: Counts, elsewhere: Sequence[str]) -> tuple[OutcomePairs, Outc
         return {names: (learned.of(chosen), other.of(chosen)) for names, chosen in members.items()}
 
     pairs = split(counts.outcomes[AUDITED][RANDOM])
-    for name in (AUDITED, *elsewhere) if elsewhere else ():
-        pairs[SHIFT, name or "none"] = counts.outcomes[name][LEARNED], counts.outcomes[name][RANDOM]
+    if elsewhere:
+        # The audited set is the one without a shift.
+        for name in (AUDITED, *elsewhere):
+            pairs[SHIFT, name or "none"] = counts.outcomes[name][LEARNED], counts.outcomes[name][RANDOM]
     beside: OutcomePairs = {}
     for name, outcomes in counts.beside.items():
         beside[name, ALL] = learned, outcomes
@@ -248,11 +263,14 @@ def judge(
     """Return what a router uses, and sentences that say so, what it is worth, and what a fixed position would do."""
     kind: Kind = "inconclusive"
     if influence is not None:
-        kind, why = _of(influence, is_clear=is_clear), str(influence)
+        kind = _of(influence, is_clear=is_clear)
+        why = str(influence)
     elif is_none:
-        kind, why = "no better than random", "other tokens would do as well"
+        kind = "no better than random"
+        why = "other tokens would do as well"
     elif explained is not None and explained.high < _HALF:
-        kind, why = "content", "no fixed position reaches half of what its choice is worth"
+        kind = "content"
+        why = "no fixed position reaches half of what its choice is worth"
     else:
         why = "its content was not moved, which needs batches of images on a known grid of patches"
     if is_clear:
@@ -263,7 +281,7 @@ def judge(
         worth = "These images are too few to say whether its choice is better than random:"
     verdict = f"{_LEADS[kind]}: {why}. {worth} {gap:+.1f} points of accuracy over random tokens (95 % interval)."
     if explained is None:
-        return kind, verdict + (" No fixed position was tried." if is_clear else "")
+        return kind, f"{verdict} No fixed position was tried." if is_clear else verdict
     share = f"{100 * explained:.0f} % of that"
     if explained.high < 1:
         return kind, f"{verdict} On this data the best fixed position, {best!r}, reaches {share}."

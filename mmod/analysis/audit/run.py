@@ -130,7 +130,8 @@ def audit(
     for name, dataset in {**sets, **{f"others[{name!r}]": dataset for name, dataset in others.items()}}.items():
         if not isinstance(dataset, Iterable) or (name in sets and isinstance(dataset, Iterator)):
             raise TypeError(f"{name} must be a list or a loader, which can be iterated twice, got {dataset!r}")
-    if both := shifts.keys() & others.keys():
+    both = shifts.keys() & others.keys()
+    if both:
         raise ValueError(f"shifts and others both name {', '.join(both)}: choose another name")
     by_name = choices(config.conditions, custom, has_reference=reference is not None)
     auditor = _Auditor(model, judge, by_name, config, shifts, beside, reference)
@@ -142,9 +143,9 @@ def audit(
     with in_mode(False, model, reference, *beside.values()):
         identity: dict[str, Any] = {}
         if progress_file is not None:
-            totals = {
-                name: len(dataset) if isinstance(dataset, Sized) else None for name, (dataset, _) in steps.items()
-            }
+            totals = {}
+            for name, (dataset, _) in steps.items():
+                totals[name] = len(dataset) if isinstance(dataset, Sized) else None
             identity = {"batches": totals, **auditor.identity(map(_labelled, batches))}
         counted = Progress(progress_file, identity, auditor.counts)
         auditor.counts = counted.counts
@@ -172,13 +173,13 @@ def _labels(group: str, labels: Any) -> list[str] | list[float]:
 
 
 class _EvaluatedBatch(NamedTuple):
-    """A batch evaluated with the learned decisions; `partners` are scores and decisions on other images (2, B, F)."""
+    """A batch evaluated with the learned decisions; `partners` are decisions on other images."""
 
     batch: Any
     loss_B: Tensor
     learned: dict[str, Routing]
     free: dict[str, Tensor]
-    partners: dict[str, Tensor]
+    partners: dict[str, FreeDecision]
     images: range
     reference: Reference | None = None
 
@@ -196,7 +197,8 @@ class _Auditor:
     reference: nn.Module | None
 
     def __post_init__(self) -> None:
-        self.grid = self.config.grid or getattr(getattr(self.model, "patch_embed", None), "grid_size", None)
+        patch_embed = getattr(self.model, "patch_embed", None)
+        self.grid: tuple[int, int] | None = self.config.grid or getattr(patch_embed, "grid_size", None)
         # The current batch, in messages.
         self.at = "the first batch"
         self.blocks = routed_blocks(self.model)
@@ -213,10 +215,13 @@ class _Auditor:
             "leave_one_out": config.leave_one_out,
         }
         models = {f"beside.{name}": model for name, model in self.beside.items()}
-        models |= {"model and data": self.model} | ({} if self.reference is None else {"reference": self.reference})
-        for batch, *_ in islice(batches, 1):
-            losses = {name: self._outcome(model, batch)[0].double().mean() for name, model in models.items()}
-            identity |= {name: f"{float(loss):.6e}" for name, loss in losses.items()}
+        models["model and data"] = self.model
+        if self.reference is not None:
+            models["reference"] = self.reference
+        for labelled in islice(batches, 1):
+            for name, model in models.items():
+                loss_B, _ = self._outcome(model, labelled.batch)
+                identity[name] = f"{float(loss_B.double().mean()):.6e}"
         return identity
 
     def count_positions(self, number: int, labelled: LabelledBatch) -> None:
@@ -239,11 +244,10 @@ class _Auditor:
         for name in self.choices:
             self._judge(evaluated, name)
         if number < self.config.leave_one_out:
-            # Tokens that an earlier block of the span dropped cannot be chosen.
-            free = {
-                name: free_BN & (evaluated.learned[name].score_BN > -torch.inf)
-                for name, free_BN in evaluated.free.items()
-            }
+            free = {}
+            for name, free_BN in evaluated.free.items():
+                # Tokens that an earlier block of the span dropped cannot be chosen.
+                free[name] = free_BN & (evaluated.learned[name].score_BN > -torch.inf)
             self.counts.worth.add(
                 lambda choice: self._replaced(evaluated, choice)[0],
                 evaluated.loss_B,
@@ -252,7 +256,8 @@ class _Auditor:
                 self.choices[RANDOM],
             )
         for name, shift in self.shifts.items():
-            self._judge(self._evaluate(shift(batch, evaluated.images), name, evaluated.partners), RANDOM, name)
+            shifted = self._evaluate(shift(batch, evaluated.images), name, evaluated.partners)
+            self._judge(shifted, RANDOM, name)
         for name, other in self.beside.items():
             self.counts.beside.setdefault(name, Outcomes()).add(*self._outcome(other, batch))
         self.counts.images[AUDITED] = evaluated.images.stop
@@ -268,7 +273,7 @@ class _Auditor:
         self.counts.outcomes.setdefault(dataset, {}).setdefault(choice, Outcomes()).add(loss_B, accuracy_B)
 
     def _evaluate(
-        self, batch: Any, dataset: str = AUDITED, partners: dict[str, Tensor] | None = None, of: str = AUDITED
+        self, batch: Any, dataset: str = AUDITED, partners: dict[str, FreeDecision] | None = None, of: str = AUDITED
     ) -> _EvaluatedBatch:
         """Evaluate a batch with the learned decisions and store the outcome; its images are numbered as those `of`."""
         loss_B, accuracy_B, learned = self._as_learned(batch)
@@ -280,21 +285,22 @@ class _Auditor:
 
     def _move(self, evaluated: _EvaluatedBatch) -> None:
         """Count kept tokens under moved content, for decisions on all patches of a grid."""
-        grids = {
-            name: grid
-            for name, free_BN in evaluated.free.items()
-            if (grid := self._grid(free_BN)) is not None and bool((free_BN.sum(1) == grid[0] * grid[1]).all())
-        }
-        grid = next(iter(grids.values()), None)
+        grids: dict[str, tuple[int, int]] = {}
+        for name, free_BN in evaluated.free.items():
+            grid = self._grid(free_BN)
+            if grid is not None and bool((free_BN.sum(1) == grid[0] * grid[1]).all()):
+                grids[name] = grid
+        if not grids:
+            return
+        # Images are rolled by patches of one grid: that of the first decision.
+        common = next(iter(grids.values()))
+        names = [name for name, grid in grids.items() if grid == common]
 
         def decide(batch: Any) -> dict[str, Tensor]:
-            learned = self._as_learned(batch)[2]
-            return {
-                name: only_free(learned[name].keep_BN, evaluated.free[name]) for name in grids if grids[name] == grid
-            }
+            _, _, learned = self._as_learned(batch)
+            return {name: only_free(learned[name].keep_BN, evaluated.free[name]) for name in names}
 
-        if grid is not None:
-            self.counts.influence.add(evaluated.batch, decide, grid, evaluated.images)
+        self.counts.influence.add(evaluated.batch, decide, common, evaluated.images)
 
     def _judge(self, evaluated: _EvaluatedBatch, name: str, dataset: str = AUDITED) -> None:
         """Evaluate a batch with a counterfactual choice, averaged over draws if it is random."""
@@ -308,7 +314,8 @@ class _Auditor:
         for leaf in tree_leaves(batch):
             if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.ndim:
                 # A sum is not finite if any number is not.
-                self._check_finite("the sum of the inputs", leaf.flatten(1).double().sum(1) if leaf.ndim > 1 else leaf)
+                sum_B = leaf.flatten(1).double().sum(1) if leaf.ndim > 1 else leaf
+                self._check_finite("the sum of the inputs", sum_B)
         learned: dict[str, Routing] = {}
 
         def record(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> None:
@@ -357,22 +364,20 @@ class _Auditor:
 
     def _replaced(self, evaluated: _EvaluatedBatch, choice: Choice, draw: int = 0) -> tuple[Tensor, Tensor]:
         def replace(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
-            frequency_F = self.counts.positions.frequency(name, x_BND.shape[1]).to(x_BND.device)
             learned = evaluated.learned[name]
             free_BN = evaluated.free[name]
             dense = {} if evaluated.reference is None else evaluated.reference.tokens
-            score_BF, keep_BF = evaluated.partners[name]
             context = DecisionContext(
-                name,
-                x_BND,
-                learned,
-                free_BN,
-                FreeDecision(keep_BF > 0, score_BF),
-                evaluated.images,
-                frequency_F,
-                self._grid(free_BN) or (1, int(free_BN.sum(1).max())),
-                {condition: by_block[name] for condition, by_block in dense.items()},
-                draw,
+                block=name,
+                x_BND=x_BND,
+                learned=learned,
+                free_BN=free_BN,
+                partner=evaluated.partners[name],
+                images=evaluated.images,
+                frequency_F=self.counts.positions.frequency(name, x_BND.shape[1]).to(x_BND.device),
+                grid=self._grid(free_BN) or (1, int(free_BN.sum(1).max())),
+                reference={condition: by_block[name] for condition, by_block in dense.items()},
+                draw=draw,
             )
             rank_BN = choice.rank(context)
             if not isinstance(rank_BN, Tensor) or rank_BN.shape != x_BND.shape[:2]:
@@ -392,14 +397,28 @@ class _Auditor:
         return (side, side) if side * side == tokens else None
 
 
-def _partners(learned: Mapping[str, Routing], free: Mapping[str, Tensor], last: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the decisions on the previous image of every image; the first image takes the next one."""
+def _partners(
+    learned: Mapping[str, Routing], free: Mapping[str, Tensor], last: dict[str, FreeDecision]
+) -> dict[str, FreeDecision]:
+    """Return the decisions on the previous image of every image, and note those on the last image of the batch.
+
+    The very first image has no previous one, and takes the decision on the second.
+    """
     partners = {}
     for name, routing in learned.items():
-        decided = [only_free(value_BN.float(), free[name]) for value_BN in (routing.score_BN, routing.keep_BN)]
-        decided_2BF = torch.stack(decided)
-        previous_2BF = last.get(name, decided_2BF[:, 1:2] if decided_2BF.shape[1] > 1 else decided_2BF).to(decided_2BF)
-        last[name] = decided_2BF[:, -1:].clone()
-        fits = previous_2BF.shape[2] == decided_2BF.shape[2]
-        partners[name] = torch.cat([previous_2BF, decided_2BF[:, :-1]], dim=1) if fits else previous_2BF
+        keep_BF = only_free(routing.keep_BN, free[name])
+        score_BF = only_free(routing.score_BN.float(), free[name])
+        decided = FreeDecision(keep_BF, score_BF)
+        images, tokens = keep_BF.shape
+        previous = last.get(name)
+        if previous is None:
+            previous = decided.of(slice(1, 2) if images > 1 else slice(images))
+        last[name] = decided.of(slice(images - 1, images))
+        before_keep_BF = previous.keep_BF.to(keep_BF.device)
+        before_score_BF = previous.score_BF.to(score_BF.device)
+        if before_keep_BF.shape[1] == tokens:
+            before_keep_BF = torch.cat([before_keep_BF, keep_BF[:-1]])
+            before_score_BF = torch.cat([before_score_BF, score_BF[:-1]])
+        # Otherwise images differ in size, which the choice that reads the partner refuses.
+        partners[name] = FreeDecision(before_keep_BF, before_score_BF)
     return partners

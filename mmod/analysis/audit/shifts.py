@@ -34,10 +34,14 @@ def _blur(x_BCHW: Tensor, images: range) -> Tensor:
     reach = max(1, round(3 * sigma))
     bell = torch.exp(-(torch.arange(-reach, reach + 1) ** 2) / (2 * sigma**2)).to(x_BCHW)
     bell = bell / bell.sum()
-    for view in ((1, 1, -1, 1), (1, 1, 1, -1)):
-        kernel = bell.view(view).expand(x_BCHW.shape[1], 1, *bell.view(view).shape[2:])
-        sides = (0, 0, reach, reach) if view[2] == -1 else (reach, reach, 0, 0)
-        x_BCHW = F.conv2d(F.pad(x_BCHW, sides, mode="replicate"), kernel, groups=x_BCHW.shape[1])
+    channels = x_BCHW.shape[1]
+    # A Gaussian is the product of its two axes: first rows, then columns.
+    for kernel, sides in (
+        (bell.view(1, 1, -1, 1), (0, 0, reach, reach)),
+        (bell.view(1, 1, 1, -1), (reach, reach, 0, 0)),
+    ):
+        padded = F.pad(x_BCHW, sides, mode="replicate")
+        x_BCHW = F.conv2d(padded, kernel.expand(channels, 1, -1, -1), groups=channels)
     return x_BCHW
 
 

@@ -85,14 +85,17 @@ class Strata:
         """Return for each group and stratum where an image is in it (I,); groups of one stratum are left out."""
         members = {}
         for group, values in self.values.items():
-            names = np.asarray([value if isinstance(value, str) else _THIRDS[0] for value in values])
-            if not all(isinstance(value, str) for value in values):
+            if all(isinstance(value, str) for value in values):
+                names = np.asarray(values)
+            else:
                 numbers = np.asarray(values, dtype=np.float64)
                 thirds = np.searchsorted(np.quantile(numbers, (1 / 3, 2 / 3)), numbers)
                 names = np.asarray(_THIRDS)[thirds]
             strata = set(names.tolist())
-            order = [name for name in _THIRDS if name in strata] if strata <= set(_THIRDS) else sorted(strata)
-            members.update({(group, name): torch.from_numpy(names == name) for name in order if len(order) > 1})
+            # Thirds in their own order, which is not that of the alphabet.
+            order = sorted(strata, key=_THIRDS.index if strata <= set(_THIRDS) else None)
+            if len(order) > 1:
+                members.update({(group, name): torch.from_numpy(names == name) for name in order})
         return members
 
 
@@ -109,7 +112,8 @@ def compare_strata(strata: OutcomePairs, resamples: int) -> list[Stratum]:
         value_IC = np.stack([100 * learned.accuracy, 100 * random.accuracy, learned.loss, random.loss], axis=1)
         gap_IC = np.stack([value_IC[:, 0] - value_IC[:, 1], value_IC[:, 3] - value_IC[:, 2]], axis=1)
         means = resampled_means(value_IC, resamples, seed)
-        learned_mean, random_mean = (estimate_of(value_IC[:, column].mean(), means[:, column]) for column in (0, 1))
+        learned_mean = estimate_of(value_IC[:, 0].mean(), means[:, 0])
+        random_mean = estimate_of(value_IC[:, 1].mean(), means[:, 1])
         facts.append((group, name, len(learned.loss), learned_mean, random_mean))
         gaps += gap_IC.mean(axis=0).tolist()
         drawn += [means[:, 0] - means[:, 1], means[:, 3] - means[:, 2]]
@@ -156,11 +160,13 @@ def say_gaps(strata: Sequence[Stratum]) -> list[str]:
         if len(parts) > 1:
             least, *_, most = sorted(parts, key=lambda stratum: stratum.gap.value)
             apart = "the intervals are apart" if most.gap.low > least.gap.high else "the intervals overlap"
-            of_most, of_least = (f"in {stratum.name!r}, {stratum.gap:+.1f}" for stratum in (most, least))
+            of_most = f"in {most.name!r}, {most.gap:+.1f}"
+            of_least = f"in {least.name!r}, {least.gap:+.1f}"
             if overall:
                 said.append(f"most {of_most}, least {of_least}: {apart}")
             else:
                 lead = f"By {group}, the learned choice is worth most"
                 said.append(f"{lead} {of_most} points over random tokens, and least {of_least}: {apart}")
-        sentences += [f"{'; '.join(said)}."] if said else []
+        if said:
+            sentences.append(f"{'; '.join(said)}.")
     return sentences
