@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -55,7 +55,8 @@ class DraftConfig(Options):
 
     def runs(self) -> Runs:
         """Return a run for every number of drafted tokens; raise unless the model was trained with both passes."""
-        from mmod.pretrained import load_pretrained  # brings timm, which other benchmarks may not need
+        # It brings timm, which other benchmarks may not need.
+        from mmod.pretrained import load_pretrained
 
         trained = read_config([str(Path(self.run) / RUN_CONFIG)], TrainConfig)
         if not trained.elastic:
@@ -65,9 +66,9 @@ class DraftConfig(Options):
             )
         model: Any = load_pretrained(Path(self.run) / "model", self.device, dtype=getattr(torch, self.dtype))
         prompts = _prompts(self, trained)
-        calls = {
-            f"{length} drafted": functools.partial(_run, self, model, prompts, length) for length in self.draft_tokens
-        }
+        calls: dict[str, Callable[[], list[Row]]] = {}
+        for length in self.draft_tokens:
+            calls[f"{length} drafted"] = functools.partial(_run, self, model, prompts, length)
         title = f"Drafts of {self.run}, {len(prompts)} texts, {self.new_tokens} tokens each, {self.dtype}"
         return Runs(title, COLUMNS, calls, _notes)
 
@@ -107,7 +108,7 @@ def summarise(draft_tokens: int, reports: Sequence[DraftReport]) -> Row:
 def _prompts(config: DraftConfig, trained: TrainConfig) -> list[Tensor]:
     text = read_text(trained.data.source, trained.data.val_split)
     reader = TextReader(text, config.prompt_tokens, config.prompts)
-    tokens = reader.read(np.arange(len(reader)), (0, 0))[0]
+    tokens, *_ = reader.read(np.arange(len(reader)), (0, 0))
     return list(tokens.to(config.device).split(1))
 
 
@@ -117,5 +118,6 @@ def _run(config: DraftConfig, model: Any, prompts: Sequence[Tensor], length: int
 
 
 def _notes(rows: Sequence[Row]) -> list[str]:
-    differ = any(row["identical"] < row["prompts"] for row in rows)
-    return ["Texts differ where two logits are equal but for rounding: --dtype float64 tells."] * differ
+    if any(row["identical"] < row["prompts"] for row in rows):
+        return ["Texts differ where two logits are equal but for rounding: --dtype float64 tells."]
+    return []

@@ -25,7 +25,7 @@ from mmod.io.tables import Column
 from mmod.methods.route import routed_blocks
 from mmod.model import route_
 from mmod.planning import preset
-from mmod.routing import TokenGroups
+from mmod.routing import Routing, TokenGroups
 from mmod.values import check_distinct
 
 TOLERANCE = 1e-4
@@ -77,10 +77,9 @@ class GenerationConfig(TimedOptions):
 
     def runs(self) -> Runs:
         """Return a run for every number of image tokens and batch size."""
-        calls = {
-            f"{tokens} image tokens, batch {batch}": functools.partial(_run, self, tokens, batch)
-            for tokens, batch in itertools.product(self.image_tokens, self.batch_sizes)
-        }
+        calls: dict[str, Callable[[], list[Row]]] = {}
+        for tokens, batch in itertools.product(self.image_tokens, self.batch_sizes):
+            calls[f"{tokens} image tokens, batch {batch}"] = functools.partial(_run, self, tokens, batch)
         title = f"LLaVA, {self.layers} layers of width {self.hidden}, {self.attention}, {self.dtype}"
         return Runs(title, COLUMNS, calls)
 
@@ -164,6 +163,7 @@ class GenerationModels:
             router = block.router
             if routing.select == "topk" and routing.language.inference_threshold is None:
                 continue
+            # With the thresholds of the layers before, whose decisions change the scores of this one.
             with trace(model) as decisions, torch.no_grad():
                 self._call(model)
             groups = decisions[name].evidence.tokens
@@ -214,6 +214,7 @@ class GenerationModels:
         model = self.models[name]
         cache = cache_of(self.prefill(name))
         if dense:
+            # Which words fill the cache has no influence on time, so they are one word repeated.
             length = round(sum(layer.keys.shape[2] for layer in cache.layers) / len(cache.layers))
             model = self.models[None]
             words_BN = self.words_B1.expand(-1, length)
@@ -239,7 +240,7 @@ class GenerationModels:
         flop_speedup = self._flop_speedup(self.models[name], decisions)
         return {"slots": sum(slots) / layers, "cache_share": share, "flop_speedup": flop_speedup}
 
-    def _flop_speedup(self, model: nn.Module, decisions: Mapping[str, Any]) -> float:
+    def _flop_speedup(self, model: nn.Module, decisions: Mapping[str, Routing]) -> float:
         kept = {block: _share(routing) for block, routing in decisions.items()}
         report = prefill_flops(model, self.config.text_tokens, self.image_tokens, kept)
         return report.dense / report.routed
@@ -272,9 +273,12 @@ class GenerationModels:
 
     @torch.enable_grad()
     def _gradients(self, model: nn.Module) -> list[Tensor]:
-        named = [(n, p) for n, p in model.named_parameters() if ".language_model.layers." in n and ".router." not in n]
+        parameters = []
+        for name, parameter in model.named_parameters():
+            if ".language_model.layers." in name and ".router." not in name:
+                parameters.append(parameter)
         loss = self._call(model, use_cache=False).logits.square().mean()
-        return list(torch.autograd.grad(loss, [parameter for _, parameter in named]))
+        return list(torch.autograd.grad(loss, parameters))
 
     def to(self, dtype: torch.dtype) -> None:
         """Change the type of weights and features."""
@@ -288,13 +292,15 @@ def preset_config(name: str, layers: int) -> RoutingConfig:
     return preset(name, depth=layers, language={"tokens": "image"})
 
 
-def _share(routing: Any) -> float:
-    free_BN = routing.evidence.tokens.free_BN
+def _share(routing: Routing) -> float:
+    groups = routing.evidence.tokens
+    assert isinstance(groups, TokenGroups)
+    free_BN = groups.free_BN
     return float((routing.keep_BN & free_BN).sum() / free_BN.sum())
 
 
 def _bytes(cache: Any) -> int:
-    return sum(int(tensor.nbytes) for layer in cache.layers for tensor in (layer.keys, layer.values))
+    return sum(int(layer.keys.nbytes) + int(layer.values.nbytes) for layer in cache.layers)
 
 
 @torch.no_grad()
@@ -311,8 +317,10 @@ def _run(config: GenerationConfig, image_tokens: int, batch_size: int) -> list[R
     for name in config.presets:
         cached = models.cached(name)
         # A step takes a fraction of a prefill, so that many more of them fit into the same time.
-        steps = time({dense: models.decoder(name, dense) for dense in (True, False)})
-        speedup, dense_step, step = ratios(prefill[None], prefill[name]), *map(Spread.of, steps.values())
+        steps = time({"dense": models.decoder(name, dense=True), "routed": models.decoder(name, dense=False)})
+        speedup = ratios(prefill[None], prefill[name])
+        dense_step = Spread.of(steps["dense"])
+        step = Spread.of(steps["routed"])
         row = {
             "preset": name,
             "image_tokens": image_tokens,
@@ -327,7 +335,7 @@ def _run(config: GenerationConfig, image_tokens: int, batch_size: int) -> list[R
             "step_ms": step,
             "dense_rate": 1e3 * batch_size / dense_step.median,
             "rate": 1e3 * batch_size / step.median,
-            "decode": ratios(steps[True], steps[False]),
+            "decode": ratios(steps["dense"], steps["routed"]),
         }
         if train is not None:
             faster = ratios(train[None], train[name])

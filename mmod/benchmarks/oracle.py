@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmod.adapters import find_stack
 from mmod.analysis.trace import trace
 from mmod.benchmarks.models.paths import sharing_copy
-from mmod.blocks import RoutedBlock, host_class
+from mmod.blocks import host_class
 from mmod.config import RoutingConfig, Threshold
 from mmod.methods.route import routed_blocks
 from mmod.model import unroute_
@@ -71,7 +71,8 @@ def _largest(values: Tensor) -> float:
 
 def ungated(config: RoutingConfig, **changes: Any) -> RoutingConfig:
     """Return a config for top-k routing at gate 1, which is the dense model at capacity 1."""
-    skipped = "pass" if config.skipped == "scale" else config.skipped  # "scale" needs a gate.
+    # "scale" needs a gate.
+    skipped = "pass" if config.skipped == "scale" else config.skipped
     return config.replace(select="topk", gate="identity", skipped=skipped, **changes)
 
 
@@ -114,9 +115,10 @@ def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -
 
 
 def _kept(routing: Routing, image: int) -> list[int]:
-    index_BK = routing.kept.index_BK
-    valid_BK = routing.kept.valid_BK
-    return (index_BK[image] if valid_BK is None else index_BK[image][valid_BK[image]]).tolist()
+    index_K = routing.kept.index_BK[image]
+    if routing.kept.valid_BK is not None:
+        index_K = index_K[routing.kept.valid_BK[image]]
+    return index_K.tolist()
 
 
 def reference_forward(model: nn.Module, images: Tensor) -> Tensor:
@@ -166,7 +168,9 @@ class _Loop:
     def __init__(self, model: nn.Module) -> None:
         self.model = sharing_copy(model)
         stack = find_stack(self.model)
-        with_maps = any(b.router.config.router.reads_importance for b in routed_blocks(self.model).values())
+        routed = routed_blocks(self.model)
+        scores = [block.router.config.router for block in routed.values()]
+        with_maps = any(score.reads_importance for score in scores)
         self._decided: Mapping[str, list[int]] | None = None
         self._scores: dict[str, Tensor] = {}
         # Importance in the last dense block, and random scores of the first of consecutive routed blocks (N).
@@ -175,8 +179,10 @@ class _Loop:
         block: Any
         for name, block in zip(stack.names, stack.blocks):
             run = partial(host_class(block).forward, block)
-            routed = isinstance(block, RoutedBlock)
-            block.forward = partial(self._routed, name, block, run) if routed else partial(self._dense, run, with_maps)
+            if name in routed:
+                block.forward = partial(self._routed, name, block, run)
+            else:
+                block.forward = partial(self._dense, run, with_maps)
 
     def run(self, image: Tensor, decided: Mapping[str, list[int]] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the output and every block's scores (N), for decisions by these scores or those of the caller."""
@@ -236,7 +242,10 @@ def _narrow(call: Any, index: Tensor, args: tuple[Any, ...], kwargs: Mapping[str
         if name == "rope" and value is not None:
             narrowed[name] = value[..., index[call.rope_prefix :] - call.rope_prefix, :]
         elif isinstance(value, Tensor):
-            narrowed[name] = value[..., index, :][..., index] if value.shape[-2] > 1 else value[..., index]
+            # A mask of pairs loses queries and keys, one of keys alone only keys.
+            if value.shape[-2] > 1:
+                value = value[..., index, :]
+            narrowed[name] = value[..., index]
     return narrowed
 
 

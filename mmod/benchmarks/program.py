@@ -41,7 +41,8 @@ class ProgramConfig(Options):
     def runs(self) -> Runs:
         """Return the only run; raise an UnavailableError where the program or a file is missing."""
         missing = [name for name in self.needs if not Path(name).exists()]
-        missing += [] if shutil.which(self._words("")[0]) else [self.command[0]]
+        if shutil.which(self._words("")[0]) is None:
+            missing.append(self.command[0])
         if missing:
             raise UnavailableError(f"{', '.join(missing)} is not here")
         return Runs(" ".join(self.command), COLUMNS, {"program": functools.partial(_run, self)})

@@ -90,10 +90,14 @@ class BenchmarkReport:
     def markdown(self) -> str:
         """Return the rows as a Markdown table: medians, quartiles in brackets, no columns without a value."""
         shown = {name: column for name, column in self.columns.items() if column != HIDDEN}
-        rows = [{name: _spread(row.get(name)) for name in shown} for row in self.rows if row.get("left_out") is None]
+        rows = []
+        for row in self.rows:
+            if row.get("left_out") is None:
+                rows.append({name: _spread(row.get(name)) for name in shown})
+        table = table_of(shown, rows) if rows else ""
         named = ", ".join(f"{name} {value}" for name, value in self.environment.items())
         notes = "".join(f"\n{note}\n" for note in self.notes)
-        return f"{self.title}; {named}.\n\n{table_of(shown, rows) if rows else ''}\n{notes}"
+        return f"{self.title}; {named}.\n\n{table}\n{notes}"
 
     def save(self, folder: Path, is_finished: bool = True) -> None:
         """Write `benchmark.md` into a folder and, of a finished benchmark, `benchmark.json`."""
@@ -106,7 +110,10 @@ class BenchmarkReport:
 
 
 def _spread(value: Any) -> Any:
-    return Spread(**value) if isinstance(value, dict) and value.keys() == {"median", "low", "high"} else value
+    """Return the spread that a value read from a file describes; other values as they are."""
+    if isinstance(value, dict) and value.keys() == {"median", "low", "high"}:
+        return Spread(**value)
+    return value
 
 
 def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
@@ -120,17 +127,21 @@ def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
         torch.set_num_threads(config.threads)
     folder = Path(config.out)
     identity = identity_of(config)
-    if (finished := earlier_report(folder, identity)) is not None:
+    finished = earlier_report(folder, identity)
+    if finished is not None:
         return finished
     runs = config.runs()
     journal = Journal(folder / UNFINISHED, identity, "benchmark")
     done = dict(journal.records)
 
     def measure(job: Job[None], tick: Tick) -> list[Row]:
+        # As they will be read from the journal, so that a resumed benchmark reports the same rows.
         return json.loads(json.dumps(runs.calls[job.name](), default=asdict))
 
     def report_so_far() -> BenchmarkReport:
-        rows = [row for name in runs.calls for row in done.get(name, ())]
+        rows: list[Row] = []
+        for name in runs.calls:
+            rows += done.get(name, ())
         return BenchmarkReport(runs.title, runs.columns, **identity, rows=rows, notes=runs.notes(rows))
 
     missing = [Job(name, 0, None) for name in runs.calls if name not in done]
@@ -166,4 +177,6 @@ def read_report(folder: Path) -> BenchmarkReport | None:
     if not path.exists():
         return None
     saved = parse_json(path.read_bytes(), str(path))
-    return BenchmarkReport(**{**saved, "columns": {name: tuple(column) for name, column in saved["columns"].items()}})
+    # JSON has no tuples.
+    saved["columns"] = {name: tuple(column) for name, column in saved["columns"].items()}
+    return BenchmarkReport(**saved)

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from mmod.benchmarks import generation, models, ops
 from mmod.benchmarks.generation import GenerationConfig
@@ -68,9 +68,15 @@ class Criterion:
             >>> row["met"], round(row["margin"], 2)
             (False, -0.05)
         """
-        limit, sign = (self.at_most, -1.0) if self.at_least is None else (self.at_least, 1.0)
+        is_lower = self.at_least is not None
+        limit = self.at_least if is_lower else self.at_most
         assert limit is not None
-        counted = [(row, value) for row in rows if self._counts(row) and (value := self._value(row)) is not None]
+        sign = 1.0 if is_lower else -1.0
+        counted = []
+        for row in rows:
+            value = self._value(row) if self._counts(row) else None
+            if value is not None:
+                counted.append((row, value))
         about = {"name": self.name, "rows": len(counted), "limit": limit}
         if not counted:
             return {**about, "met": False, "verdict": "not measured"}
@@ -81,7 +87,11 @@ class Criterion:
         return {**about, "worst": worst, "worst_row": describe(row)}
 
     def _counts(self, row: Row) -> bool:
-        return all(row[name] in (v if isinstance(v, list) else [v]) for name, v in self.where.items())
+        for name, valid in self.where.items():
+            alternatives = valid if isinstance(valid, list) else [valid]
+            if row[name] not in alternatives:
+                return False
+        return True
 
     def _value(self, row: Row) -> float | None:
         value = row.get(self.column)
@@ -130,13 +140,12 @@ class SuiteConfig:
         names = [member.out for member in self.benchmarks]
         if not names or len(set(names)) != len(names):
             raise ValueError(f"a suite needs at least one part, each with an out folder of its own, got {names}")
-        kinds: list[tuple[Sequence[Options], Mapping[str, Column]]] = [
-            (self.ops, ops.benchmark.COLUMNS),
-            (self.models, models.benchmark.COLUMNS),
-            (self.generation, generation.COLUMNS),
-        ]
-        refuse_unknown("part in first or only", [*self.first, *([self.only] if self.only else [])], names)
-        columns = {member.out: set(known) for members, known in kinds for member in members}
+        named = [*self.first, self.only] if self.only else self.first
+        refuse_unknown("part in first or only", named, names)
+        columns: dict[str, set[str]] = {}
+        columns |= {member.out: set(ops.benchmark.COLUMNS) for member in self.ops}
+        columns |= {member.out: set(models.benchmark.COLUMNS) for member in self.models}
+        columns |= {member.out: set(generation.COLUMNS) for member in self.generation}
         for threshold in self.thresholds:
             for name in threshold.parts:
                 if name not in columns:
@@ -171,7 +180,7 @@ LEAST_SECONDS = 10.0
 class State:
     """The state of a benchmark in a suite: why it is not done, seconds and number of its calls."""
 
-    status: str = "not run yet"  # Or "done", "skipped", "failed", "timed out".
+    status: Literal["not run yet", "done", "skipped", "failed", "timed out"] = "not run yet"
     why: str = ""
     seconds: float = 0.0
     tries: int = 0
@@ -182,14 +191,20 @@ class State:
         return self.status in ("done", "skipped")
 
     def __str__(self) -> str:
-        return f"{self.status}{f', {self.seconds:.0f} s' if self.tries else ''}{f', {self.why}' if self.why else ''}"
+        text: str = self.status
+        if self.tries:
+            text += f", {self.seconds:.0f} s"
+        if self.why:
+            text += f", {self.why}"
+        return text
 
 
 class SuiteFailedError(RuntimeError):
     """Benchmarks of a suite failed; the others were measured and checked, and the report names the failures."""
 
     def __init__(self, failures: Mapping[str, str], report: BenchmarkReport) -> None:
-        super().__init__(f"parts of the suite failed: {'; '.join(f'{name}: {why}' for name, why in failures.items())}")
+        reasons = "; ".join(f"{name}: {why}" for name, why in failures.items())
+        super().__init__(f"parts of the suite failed: {reasons}")
         self.report = report
 
 
@@ -212,7 +227,7 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
     journal = Journal(folder / "journal.jsonl", identity, "suite")
     members = {member.out: replace(member, out=str(folder / member.out)) for member in config.benchmarks}
     states = dict.fromkeys(members, State()) | {name: State(**fields) for name, fields in journal.records}
-    deadline = time.monotonic() + 60 * (math.inf if config.minutes is None else config.minutes)
+    deadline = math.inf if config.minutes is None else time.monotonic() + 60 * config.minutes
     pending = [name for name, state in states.items() if config.only in (None, name) and not state.settled]
     failures: dict[str, str] = {}
     report = _report(config, identity, states)
@@ -247,10 +262,12 @@ def _run_part(member: Options, seconds: float, before: State, progress: bool) ->
     try:
         # Its first message says that its imports are done.
         receiver.recv()
-        is_over = receiver.poll(None if math.isinf(seconds) else seconds)
-        status, why = receiver.recv() if is_over else ("timed out", f"after {seconds:.0f} s")
-        if is_over:
+        if receiver.poll(None if math.isinf(seconds) else seconds):
+            status, why = receiver.recv()
             process.join(LEAST_SECONDS)
+        else:
+            status = "timed out"
+            why = f"after {seconds:.0f} s"
     except EOFError:
         process.join()
         status = "failed"
@@ -273,9 +290,10 @@ def _work(member: Options, sender: Connection, progress: bool) -> None:
     """Run a benchmark in this process, its output in a log, and send status and reason."""
     os.setsid()
     with (Path(member.out) / "log.txt").open("a", buffering=1) as log:
-        # Bars of progress stay on the terminal.
-        for stream in (1,) if progress else (1, 2):
-            os.dup2(log.fileno(), stream)
+        os.dup2(log.fileno(), 1)
+        # Bars of progress, which go to the other stream, stay on the terminal.
+        if not progress:
+            os.dup2(log.fileno(), 2)
         sender.send(None)
         try:
             benchmark(member, progress)
@@ -290,10 +308,17 @@ def _work(member: Options, sender: Connection, progress: bool) -> None:
 def _report(config: SuiteConfig, identity: Mapping[str, Any], states: Mapping[str, State]) -> BenchmarkReport:
     """Check the thresholds on what is measured, and write the report."""
     folder = Path(config.out)
-    rows = {name: report.rows for name in states if (report := read_report(folder / name)) is not None}
+    measured = {name: read_report(folder / name) for name in states}
 
     def rows_of(parts: Sequence[str]) -> list[Row]:
-        return [row for name in parts for row in rows[name]] if rows.keys() >= {*parts} else []
+        """Return the rows of all parts; none unless all are finished."""
+        rows: list[Row] = []
+        for name in parts:
+            part = measured[name]
+            if part is None:
+                return []
+            rows += part.rows
+        return rows
 
     checked = [threshold.check(rows_of(threshold.parts)) for threshold in config.thresholds]
     tables = {name: folder / name / f"{NAME}.md" for name in states}
@@ -306,7 +331,10 @@ def _report(config: SuiteConfig, identity: Mapping[str, Any], states: Mapping[st
 
 def describe(row: Row) -> str:
     """Return what a row is about: its texts and counts, without what was measured."""
-    about = [f"{v:g}" if isinstance(v, float) else str(v) for n, v in row.items() if n in _ABOUT and v is not None]
+    about = []
+    for name, value in row.items():
+        if name in _ABOUT and value is not None:
+            about.append(f"{value:g}" if isinstance(value, float) else str(value))
     return " ".join(about)
 
 

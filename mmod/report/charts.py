@@ -50,42 +50,38 @@ def audit_charts(record: AuditRecord) -> list[Chart]:
         file = f"{record.name.replace('/', '-')}-{name}"
         return Chart(file, f"{record.name}: {title}", text, rows, svg_of(figure), record.command)
 
-    rows: list[dict[str, Any]] = [
-        {
-            "tokens kept": choice.name,
-            "kind": choice.family,
-            **_ends("accuracy", choice.accuracy),
-            "p": choice.accuracy_p,
-        }
-        for choice in audit.conditions
-    ]
+    rows: list[dict[str, Any]] = []
+    for choice in audit.conditions:
+        accuracy = _ends("accuracy", choice.accuracy)
+        rows.append({"tokens kept": choice.name, "kind": choice.family, **accuracy, "p": choice.accuracy_p})
     listed = ", ".join(f"{row['tokens kept']} {row['accuracy']:.1f}" for row in rows)
     text = f"Accuracy in percent of {record.name} with as many tokens chosen otherwise: {listed}."
-    shares = [kept.value for i, row in enumerate(across.again) for j, kept in enumerate(row) if kept and i != j]
+    shares = []
+    pairs: list[dict[str, Any]] = []
+    for i, row in zip(across.decisions, across.again):
+        for j, kept in zip(across.decisions, row):
+            if kept is None:
+                continue
+            pairs.append({"tokens kept": f"in {i}, again in {j}", "kind": "blocks", **_ends("share", kept)})
+            if i != j:
+                shares.append(kept.value)
     if shares:
         text += f" Tokens kept in one block are kept in another at a rate of {min(shares):.2f} to {max(shares):.2f}."
-        rows += [
-            {"tokens kept": f"in {i}, again in {j}", "kind": "blocks", **_ends("share", kept)}
-            for i, row in zip(across.decisions, across.again)
-            for j, kept in zip(across.decisions, row)
-            if kept is not None
-        ]
+        rows += pairs
     charts = [chart("conditions", "accuracy with each choice of tokens", text, rows, draw_audit(audit))]
     for name, other, strata in (("strata", "random tokens", audit.strata), ("beside", "other models", audit.beside)):
-        rows = [
-            {"by": one.group, "stratum": one.name, **_ends("gap", one.gap), "images": one.images, "p": one.accuracy_p}
-            for one in strata
-        ]
+        rows = []
+        for one in strata:
+            gap = _ends("gap", one.gap)
+            rows.append({"by": one.group, "stratum": one.name, **gap, "images": one.images, "p": one.accuracy_p})
         if rows:
             listed = ", ".join(f"{row['by']}: {row['stratum']} {row['gap']:+.1f}" for row in rows)
             text = f"Points of accuracy that {record.name} is above {other}: {listed}."
             title = f"points over {other} in subsets, with simultaneous 95 % intervals"
             charts.append(chart(name, title, text, rows, draw_gaps(strata, other)))
-    rows = [
-        {"block": block, "decided in": name, "kept": across.kept[name].value}
-        for name, blocks in across.blocks.items()
-        for block in blocks
-    ]
+    rows = []
+    for name, blocks in across.blocks.items():
+        rows += [{"block": block, "decided in": name, "kept": across.kept[name].value} for block in blocks]
     listed = ", ".join(f"{row['block']} {row['kept']:.2f}" for row in rows)
     text = f"Share of tokens that each block of {record.name} keeps, prefix tokens left out: {listed}."
     charts.append(chart("kept", "share of tokens kept", text, rows, _draw_kept(rows)))
@@ -110,7 +106,8 @@ def _draw_kept(rows: Sequence[Mapping[str, Any]]) -> Figure:
     for row in rows:
         number = decisions.index(row["decided in"])
         name = f"decided in {row['decided in']}"
-        handles[name] = axis.bar(row["block"], row["kept"], color=PALETTE[number % len(PALETTE) if is_shared else 0])
+        colour = PALETTE[number % len(PALETTE)] if is_shared else PALETTE[0]
+        handles[name] = axis.bar(row["block"], row["kept"], color=colour)
         add_hint(handles[name][0], f"{row['block']}: {row['kept']:.3f}, {name}")
     axis.set(ylabel="share of tokens kept", ylim=(0, 1))
     tidy(axis)
@@ -164,7 +161,9 @@ def health_chart(run: RunRecord) -> Chart | None:
         f"The routers of {run.name} keep {min(kept):.2f} to {max(kept):.2f} of the tokens over {len(steps)} logged "
         f"steps; shown are {', '.join(_TITLES.values())}."
     )
-    title = f"{run.name}: routers while training" + (f", one logged step in {every}" if every > 1 else "")
+    title = f"{run.name}: routers while training"
+    if every > 1:
+        title += f", one logged step in {every}"
     command = "mmod train image|pairs|chat|text CONFIG  # the config.yaml of the run"
     return Chart(f"{run.name.replace('/', '-')}-routers", title, text, rows, svg_of(draw_health(rows)), command)
 
@@ -183,17 +182,16 @@ def draw_health(rows: Sequence[Mapping[str, Any]]) -> Figure:
     for axis, (name, title) in zip(axes, panels.items()):
         for number, block in enumerate(blocks):
             for data, line in _LINES.items():
-                points = [
-                    (row["step"], row[name])
-                    for row in rows
-                    if (row["block"], row["data"]) == (block, data) and row.get(name) is not None
-                ]
-                if points:
-                    look = {"color": PALETTE[number % len(PALETTE)], "linestyle": line, "linewidth": 1.3}
-                    mark = {"marker": "o", "markersize": 3} if len(points) < 30 else {}
-                    (drawn,) = axis.plot(*zip(*points), **look, **mark)
-                    add_hint(drawn, f"{block}, {data}")
-                    handles.setdefault(block if data == "train" else f"{block}, {data}", drawn)
+                logged = [row for row in rows if (row["block"], row["data"]) == (block, data)]
+                points = [(row["step"], row[name]) for row in logged if row.get(name) is not None]
+                if not points:
+                    continue
+                look = {"color": PALETTE[number % len(PALETTE)], "linestyle": line, "linewidth": 1.3}
+                mark = {"marker": "o", "markersize": 3} if len(points) < 30 else {}
+                (drawn,) = axis.plot(*zip(*points), **look, **mark)
+                add_hint(drawn, f"{block}, {data}")
+                label = block if data == "train" else f"{block}, {data}"
+                handles.setdefault(label, drawn)
         axis.set(title=title, xlabel="optimiser steps")
         tidy(axis)
     add_legend(figure, handles, 3 * columns)
@@ -205,13 +203,14 @@ def rows_over_runs(audits: Sequence[AuditRecord]) -> list[list[str]]:
     groups: dict[str, list[dict[str, float]]] = {}
     for record in audits:
         groups.setdefault(record.name.rpartition("/")[2], []).append(_figures(record))
-    return [
-        [name, figure, str(len(runs)), _mean(figure, [figures[figure] for figures in runs])]
-        for name, runs in groups.items()
-        if len(runs) > 1
-        for figure in runs[0]
-        if all(figure in figures for figures in runs)
-    ]
+    rows = []
+    for name, runs in groups.items():
+        if len(runs) < 2:
+            continue
+        for figure in runs[0]:
+            if all(figure in figures for figures in runs):
+                rows.append([name, figure, str(len(runs)), _mean(figure, [figures[figure] for figures in runs])])
+    return rows
 
 
 def _figures(record: AuditRecord) -> dict[str, float]:
@@ -222,11 +221,9 @@ def _figures(record: AuditRecord) -> dict[str, float]:
     figures = {f"points above {choice.name}": learned.accuracy.value - choice.accuracy.value for choice in others}
     figures |= {f"points above random, {one.group}: {one.name}": one.gap.value for one in audit.strata}
     figures |= {f"points above {one.group}, {one.name}": one.gap.value for one in audit.beside}
-    figures |= {
-        f"% of the decision in {block} explained by {known}": 100 * information.share.value
-        for block, facts in audit.across.information.items()
-        for known, information in facts.items()
-    }
+    for block, facts in audit.across.information.items():
+        for known, information in facts.items():
+            figures[f"% of the decision in {block} explained by {known}"] = 100 * information.share.value
     if generation is not None:
         for stretch in generation.stretches:
             where = f"of {stretch.text} tokens {stretch.first} to {stretch.last}"
@@ -235,11 +232,9 @@ def _figures(record: AuditRecord) -> dict[str, float]:
             figures[f"% {where} kept"] = 100 * stretch.kept.value
     if audit.leave_one_out is not None:
         correlations = {"score": audit.leave_one_out.agreement, "token norm": audit.leave_one_out.norm}
-        figures |= {
-            f"{_RANKS} of {what} and worth in {block}": correlation.value
-            for what, blocks in correlations.items()
-            for block, correlation in blocks.items()
-        }
+        for what, blocks in correlations.items():
+            for block, correlation in blocks.items():
+                figures[f"{_RANKS} of {what} and worth in {block}"] = correlation.value
     return figures
 
 

@@ -128,13 +128,15 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
 
 def _audit_section(record: AuditRecord, figure: _Draw) -> _Section:
     audit = record.audit
-    generation = record.generation
     first, *others = map(figure, audit_charts(record))
     routed = None if record.flops is None else float(record.flops["routed"])
     counted = {"this model": routed, **record.beside_flops}
     costs = ", ".join(f"{name} {cost / 1e6:.2f}" for name, cost in counted.items() if cost is not None)
-    parts = [*audit.sections(), *([f"MFLOPs of a sample: {costs}."] if record.beside_flops and costs else [])]
-    parts += [] if generation is None else [generation.table()]
+    parts = audit.sections()
+    if record.beside_flops and costs:
+        parts.append(f"MFLOPs of a sample: {costs}.")
+    if record.generation is not None:
+        parts.append(record.generation.table())
     maps = dict.fromkeys(record.folder.glob("maps.svg"), _MAPS.format(record.name))
     return _Section(
         f"Audit of {record.name}",
@@ -153,24 +155,30 @@ def _part(part: str | Table) -> str:
 
 def _runs_section(runs: Sequence[RunRecord], figure: _Draw) -> list[_Section]:
     """Return the routers' figures during training; nothing where no run has a router."""
-    drawn = [figure(chart) for run in runs if (chart := health_chart(run)) is not None]
+    charts = [health_chart(run) for run in runs]
+    drawn = [figure(chart) for chart in charts if chart is not None]
+    if not drawn:
+        return []
+    content = "".join(drawn[:_OPEN_RUNS])
     further = "".join(drawn[_OPEN_RUNS:])
-    folded = further and f"<details><summary>Further runs</summary>{further}</details>"
-    return [_Section("Routers while training", "", "".join(drawn[:_OPEN_RUNS]) + folded)] if drawn else []
+    if further:
+        content += f"<details><summary>Further runs</summary>{further}</details>"
+    return [_Section("Routers while training", "", content)]
 
 
 def _common_section(audits: Sequence[AuditRecord]) -> list[_Section]:
     """Return the tables over all audits."""
     if not audits:
         return []
-    rows = [["model", "points over random tokens", "explained by the best fixed position", "what the router uses"]]
-    rows[0].append("blocks")
+    header = ["model", "points over random tokens", "explained by the best fixed position", "what the router uses"]
+    rows = [[*header, "blocks"]]
     for record in audits:
         audit = record.audit
         share = "" if audit.explained is None else f"{audit.explained:.2f}, {audit.position}"
         rows.append([record.name, f"{audit.gap:+.1f}", share, audit.kind, audit.across.kind])
     content = _table(rows, "Verdicts, with 95 % intervals over images")
-    if means := rows_over_runs(audits):
+    means = rows_over_runs(audits)
+    if means:
         content += _table([HEADER, *means], "Runs of one name, with 95 % intervals over runs, not corrected")
     return [_Section("Audits", "", content)]
 
@@ -178,10 +186,10 @@ def _common_section(audits: Sequence[AuditRecord]) -> list[_Section]:
 def _table(rows: Sequence[Sequence[str]], caption: str) -> str:
     header, *lines = rows
     head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in header)
-    body = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in cells)}</tr>'
-        for first, *cells in lines
-    )
+    body = ""
+    for first, *cells in lines:
+        columns = "".join(f"<td>{escape(cell)}</td>" for cell in cells)
+        body += f'<tr><th scope="row">{escape(first)}</th>{columns}</tr>'
     label = escape(caption)
     return (
         f'<div class="wide" tabindex="0" role="region" aria-label="{label}"><table><caption>{label}</caption>'
@@ -191,11 +199,10 @@ def _table(rows: Sequence[Sequence[str]], caption: str) -> str:
 
 def _pictures(study: str, title: str, texts: Mapping[Path, str]) -> str:
     """Return a study's SVG files with their texts, folded away; nothing without any."""
-    shown = "".join(
-        f"<figure>{inline_svg(path.read_text(), f'{study}-{path.parent.name}-{path.stem}', text)}"
-        f"<figcaption>{escape(text)}</figcaption></figure>"
-        for path, text in texts.items()
-    )
+    shown = ""
+    for path, text in texts.items():
+        svg = inline_svg(path.read_text(), f"{study}-{path.parent.name}-{path.stem}", text)
+        shown += f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>"
     return f"<details><summary>{escape(title)}</summary>{shown}</details>" if shown else ""
 
 
@@ -209,7 +216,8 @@ def _lines(values: Mapping[str, Any]) -> str:
 
 def _frame(sections: Sequence[_Section]) -> str:
     """Return the page, which opens with the findings, from title, finding and HTML content of its sections."""
-    links, body = "", ""
+    links = ""
+    body = ""
     for number, (title, finding, content) in enumerate(sections, 1):
         name = f"section-{number}"
         links += f'<li><a href="#{name}">{escape(title)}</a><div class="finding">{escape(finding)}</div></li>'

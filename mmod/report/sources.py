@@ -82,7 +82,9 @@ def read_sources(folders: Sequence[Path]) -> Sources:
             raise FileNotFoundError(f"no folder {str(folder)!r}")
         # The figures of a report have such names too.
         runs = [path for path in sorted(folder.rglob(_RUN)) if not (path.parent / PAGE).exists()]
-        studies = sorted(path for name in _STUDIES for path in folder.rglob(name))
+        studies: list[Path] = []
+        for name in _STUDIES:
+            studies += folder.rglob(name)
         audits = sorted(path for path in folder.rglob("audit.json") if path.parent.name == "audit")
         if not studies and not audits and not runs:
             raise ValueError(
@@ -90,7 +92,7 @@ def read_sources(folders: Sequence[Path]) -> Sources:
                 f"run of a routed model ({_RUN}): run `mmod tradeoff`, `mmod isoflop`, `mmod audit` or `mmod train` "
                 "first"
             )
-        sources.studies.extend(map(_read_study, studies))
+        sources.studies.extend(map(_read_study, sorted(studies)))
         sources.audits.extend(_read_audit(path, folder) for path in audits)
         sources.runs.extend(RunRecord(_run_name(path.parent, folder), _read_run(path)) for path in runs)
     return Sources(_numbered(sources.studies), _numbered(sources.audits), _numbered(sources.runs))
@@ -111,14 +113,15 @@ def _read_study(path: Path) -> StudyRecord:
         ) from error
     tables = [[_cells(line) for line in block.splitlines()] for block in blocks if block.startswith("|")]
     return StudyRecord(
-        path.parent.name,
-        path.parent,
-        path.stem,
-        config,
-        title,
-        svg,
-        rows,
-        [[header, *lines] for header, _, *lines in tables],
+        name=path.parent.name,
+        folder=path.parent,
+        kind=path.stem,
+        config=config,
+        title=title,
+        svg=svg,
+        rows=rows,
+        # The second line of a Markdown table is its rule.
+        tables=[[header, *lines] for header, _, *lines in tables],
         verdict="\n\n".join(block for block in blocks if not block.startswith("|")),
         environment={name: record[name] for name in ("torch", "threads", "cores", "cpu_seconds") if name in record},
     )
@@ -132,15 +135,17 @@ def _read_audit(path: Path, root: Path) -> AuditRecord:
     record = parse_json(path.read_bytes(), str(path))
     try:
         generation = record["generation"]
+        if generation is not None:
+            generation = from_plain(Generation, generation, "generation", limit=None)
         return AuditRecord(
-            _run_name(path.parent.parent, root),
-            path.parent,
-            record["command"],
-            record["environment"],
-            Audit.from_dict(record["audit"]),
-            record["flops"],
-            record["beside_flops"],
-            None if generation is None else from_plain(Generation, generation, "generation", limit=None),
+            name=_run_name(path.parent.parent, root),
+            folder=path.parent,
+            command=record["command"],
+            environment=record["environment"],
+            audit=Audit.from_dict(record["audit"]),
+            flops=record["flops"],
+            beside_flops=record["beside_flops"],
+            generation=generation,
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{str(path)!r} is no audit of `mmod audit` ({type(error).__name__}: {error})") from error

@@ -75,8 +75,9 @@ class BenchmarkConfig(TimedOptions):
         """Return the routing config of one of the timed models."""
         if variant.router in self.routings:
             return resolve_routing(self.routings[variant.router])
+        seeded = {"seed": self.seed} if variant.router == "random" else {}
         return RoutingConfig(
-            router=score(variant.router, seed=self.seed) if variant.router == "random" else variant.router,
+            router=score(variant.router, **seeded),
             capacity=variant.capacity,
             select=variant.select,
             context=variant.context,
@@ -95,10 +96,14 @@ class BenchmarkConfig(TimedOptions):
         """Return a run of all models for every batch size, execution and step."""
         # Models are made and checked at the first run.
         checked = functools.cache(functools.partial(_Bench, self))
-        calls: dict[str, Callable[[], list[Row]]] = {
-            "batch {}, {} {}".format(*run): functools.partial(lambda *run: checked().run(*run), *run)
-            for run in itertools.product(self.batch_sizes, self.execution, self.step)
-        }
+        calls: dict[str, Callable[[], list[Row]]] = {}
+
+        def measure(batch_size: int, execution: str, step: str) -> list[Row]:
+            return checked().run(batch_size, execution, step)
+
+        for batch_size, execution, step in itertools.product(self.batch_sizes, self.execution, self.step):
+            name = f"batch {batch_size}, {execution} {step}"
+            calls[name] = functools.partial(measure, batch_size, execution, step)
         size = f" at {self.image_size} px" if self.image_size else ""
         return Runs(f"{self.model}{size}, {self.dtype}", COLUMNS, calls)
 
@@ -138,8 +143,9 @@ class _Bench:
         torch.manual_seed(config.seed)
         self.exact = Variants(*_dense(config), {name: config.routing(name) for name in config.routed()})
         self.exact.check()
-        self.timed = self.exact if config.dtype == "float32" else self.exact.to(getattr(torch, config.dtype))
-        if self.timed is not self.exact:
+        self.timed = self.exact
+        if config.dtype != "float32":
+            self.timed = self.exact.to(getattr(torch, config.dtype))
             self.timed.check()
 
     def run(self, batch_size: int, execution: str, step: str) -> list[Row]:
@@ -150,9 +156,9 @@ class _Bench:
             self.exact.check_compiled(batch_size, execution, step)
         images = timed.prepare(batch_size, static=execution != "eager")
         steps = {name: Step(model, step, execution) for name, model in timed.models.items()}
-        calls: dict[Variant, Callable[[], Tensor]] = {
-            name: functools.partial(call, images[name]) for name, call in steps.items()
-        }
+        calls: dict[Variant, Callable[[], Tensor]] = {}
+        for name, call in steps.items():
+            calls[name] = functools.partial(call, images[name])
         times = interleave(calls, seconds=config.seconds, rounds=config.rounds, device=self.device, seed=config.seed)
         peaks = self._peaks(steps, calls) if step == "train" else {}
         saved = timed.saved_bytes(images) if peaks and execution == "eager" else {}

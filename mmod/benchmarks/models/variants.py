@@ -57,10 +57,14 @@ class Variant(NamedTuple):
     @property
     def title(self) -> str:
         """The name in tables, which leave out what is common."""
-        path = "" if self.path == "routed" else f", {self.path}"
-        select = ", threshold" * (self.select == "threshold")
-        context = ", context all" * (self.context == "all")
-        return f"{self.router}{path}{select}{context}"
+        parts = [self.router]
+        if self.path != "routed":
+            parts.append(self.path)
+        if self.select == "threshold":
+            parts.append("threshold")
+        if self.context == "all":
+            parts.append("context all")
+        return ", ".join(parts)
 
     def __str__(self) -> str:
         return f"{self.router} at capacity {self.capacity:g} ({self.select}, context {self.context}, {self.path})"
@@ -89,12 +93,13 @@ class Variants:
         for name, routing in routings.items():
             routed = route_(sharing_copy(dense), routing)
             self.models[name] = routed if name.path == "routed" else control(routed, name.path)
-            is_fixed = name.select == "topk"
-            fixed = routed if is_fixed else route_(sharing_copy(dense), routing.replace(select="topk"))
-            kept = tuple((n, block.router.capacity) for n, block in routed_blocks(fixed).items())
-            free = bounds.setdefault(
-                (kept, name.context, routing.merges_inside), Variant(f"free, as {name.router}", *name[1:])
-            )
+            # Free routing keeps a fixed number of tokens, that of top-k at the same capacity.
+            fixed = routed
+            if name.select != "topk":
+                fixed = route_(sharing_copy(dense), routing.replace(select="topk"))
+            kept = tuple((place, block.router.capacity) for place, block in routed_blocks(fixed).items())
+            runs_alike = (kept, name.context, routing.merges_inside)
+            free = bounds.setdefault(runs_alike, name._replace(router=f"free, as {name.router}"))
             self.free[name] = free
             if free not in self.models:
                 self.models[free] = free_routing(fixed)
@@ -117,14 +122,15 @@ class Variants:
         """Raise unless every routed model computes correct outputs."""
         tolerance = EXACT_TOLERANCE if self.dtype == torch.float32 else PLAIN_TOLERANCE[self.dtype]
         for name in self.routed:
-            if name.path != "removed":
-                model = self.models[name]
-                images = self._images_for(name, CHECKED_IMAGES, static=False)
-                with _full_precision():
-                    if name.path == "routed":
-                        check_dense(model, images, tolerance)
-                    if name not in self._joining:
-                        check_reference(model, images, tolerance)
+            if name.path == "removed":
+                continue
+            model = self.models[name]
+            images = self._images_for(name, CHECKED_IMAGES, static=False)
+            with _full_precision():
+                if name.path == "routed":
+                    check_dense(model, images, tolerance)
+                if name not in self._joining:
+                    check_reference(model, images, tolerance)
 
     def check_compiled(self, batch_size: int, execution: str, step: str) -> None:
         """Raise unless every model computes the same compiled as eagerly; see `Step` for execution and step."""
@@ -151,12 +157,15 @@ class Variants:
             match_topk_(model, images, static)
             return images
         # Paths that decide separately are only compared in float32.
-        return clear_images(model, self.images, count) if self.dtype == torch.float32 else self.images(count)
+        if self.dtype != torch.float32:
+            return self.images(count)
+        return clear_images(model, self.images, count)
 
     def decided(self, name: Variant, images: Tensor) -> dict[str, float]:
         """Return the columns that follow from a routed model's decisions on the images (B, C, height, width)."""
         if name.path == "removed":
-            dense, removed = (flops(self.models[which], self.size).routed for which in (DENSE, name))
+            dense = flops(self.models[DENSE], self.size).routed
+            removed = flops(self.models[name], self.size).routed
             return {"kept": 0.0, "most": 0, "flop_speedup": dense / removed}
         decisions = self._decisions(name, images)
         counts = torch.stack([routing.keep_BN.sum(dim=1) for routing in decisions.values()])
@@ -181,8 +190,10 @@ class Variants:
         saved = {}
         for name in self.routed:
             if name.path == "routed" and name.context == "kept":
-                shares = self._decisions(name, images[name]).kept_shares()
-                saved[name] = int(sum((held[b].block - held[b].stream) * (1 - share) for b, share in shares.items()))
+                bytes_of_skipped = 0.0
+                for block, share in self._decisions(name, images[name]).kept_shares().items():
+                    bytes_of_skipped += (held[block].block - held[block].stream) * (1 - share)
+                saved[name] = int(bytes_of_skipped)
         return saved
 
 

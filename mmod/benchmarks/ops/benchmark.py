@@ -60,10 +60,9 @@ class OpBenchmarkConfig(TimedOptions):
 
     def runs(self) -> Runs:
         """Return a run for every op, size, dtype and step."""
-        calls = {
-            f"{op}, {size}, {dtype}, {step}": partial(_run, self, op, size, dtype, step)
-            for op, size, dtype, step in itertools.product(self.ops, self.sizes, self.dtypes, self.step)
-        }
+        calls: dict[str, Callable[[], list[Row]]] = {}
+        for op, size, dtype, step in itertools.product(self.ops, self.sizes, self.dtypes, self.step):
+            calls[f"{op}, {size}, {dtype}, {step}"] = partial(_run, self, op, size, dtype, step)
         return Runs("ops", COLUMNS, calls, _reasons)
 
 
@@ -111,13 +110,18 @@ class _Call:
         op: str = "",
     ) -> None:
         self.function = function
-        self.inputs = {
-            name: value.detach().requires_grad_(name in learns) if isinstance(value, Tensor) else value
-            for name, value in inputs.items()
-        }
-        modules = [value for value in self.inputs.values() if isinstance(value, nn.Module)]
-        self.learned = [v for name, v in self.inputs.items() if name in learns and isinstance(v, Tensor)]
-        self.learned += [parameter for module in modules if learns for parameter in module.parameters()]
+        self.inputs: dict[str, object] = {}
+        self.learned: list[Tensor] = []
+        parameters: list[Tensor] = []
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                value = value.detach().requires_grad_(name in learns)
+                if name in learns:
+                    self.learned.append(value)
+            elif isinstance(value, nn.Module) and learns:
+                parameters += value.parameters()
+            self.inputs[name] = value
+        self.learned += parameters
         self.forced = None if backend in (None, "auto") else (backend, op)
         self.upstream: dict[tuple[int, ...], Tensor] = {}
 
@@ -168,9 +172,11 @@ def _calls(
             calls[backend] = call
     calls |= {name: _Call(baseline, case.inputs, learns) for name, baseline in case.baselines.items()}
     if config.compiled:
-        for name, function, forced in [("torch", case.op, "torch"), *((n, r, None) for n, r in case.baselines.items())]:
-            compiled = torch.compile(function, dynamic=False)
-            calls[COMPILED.format(name)] = _Call(compiled, case.inputs, learns, forced, choice)
+        compiled = torch.compile(case.op, dynamic=False)
+        calls[COMPILED.format("torch")] = _Call(compiled, case.inputs, learns, "torch", choice)
+        for name, baseline in case.baselines.items():
+            compiled = torch.compile(baseline, dynamic=False)
+            calls[COMPILED.format(name)] = _Call(compiled, case.inputs, learns)
     return calls, left_out
 
 
@@ -206,7 +212,9 @@ def check_case(
 def _double(value: object) -> object:
     if isinstance(value, nn.Module):
         return copy.deepcopy(value).double()
-    return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return value
 
 
 def _run(config: OpBenchmarkConfig, op: str, size: OpSize, dtype: str, step: str) -> list[Row]:
@@ -277,5 +285,7 @@ def _baselines(case: OpCase, times: Mapping[str, list[float]]) -> dict[str, str]
 
 
 def _extra_bytes(call: _Call, device: torch.device) -> int:
-    results = sum({r.untyped_storage().data_ptr(): r.untyped_storage().nbytes() for r in call()}.values())
-    return max(0, peak_bytes(call, device) - results)
+    """Return the peak memory of a call beyond its results, which may share memory."""
+    storages = [result.untyped_storage() for result in call()]
+    results = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return max(0, peak_bytes(call, device) - sum(results.values()))

@@ -187,7 +187,8 @@ def rate_probes(device: torch.device, dtype: torch.dtype) -> dict[str, Callable[
     # Random bits: a GPU runs faster on constants, which cost it less power.
     source = torch.randint(256, (COPIED_BYTES[device.type],), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    left, right = (torch.randn(side, side, dtype=dtype, device=device) for _ in range(2))
+    left = torch.randn(side, side, dtype=dtype, device=device)
+    right = torch.randn(side, side, dtype=dtype, device=device)
     return {COPY: lambda: target.copy_(source), PRODUCT: lambda: torch.mm(left, right)}
 
 

@@ -72,11 +72,11 @@ def packed_case(make: Maker) -> OpCase:
     # On average as many rows as top-k keeps, and an image that keeps nothing.
     length_B = drawn_B.clamp(max=size.tokens)
     length_B[0] = size.kept
-    length_B[1:][-1:] = 0
+    if size.images > 1:
+        length_B[-1] = 0
     lengths = length_B.tolist()
-    inputs: dict[str, object] = {
-        name: make.normal(sum(lengths), size.heads, size.head_channels) for name in ("q_THE", "k_THE", "v_THE")
-    }
+    shape = (sum(lengths), size.heads, size.head_channels)
+    inputs: dict[str, object] = {name: make.normal(*shape) for name in ("q_THE", "k_THE", "v_THE")}
     inputs["cu_seqlens"] = F.pad(length_B.cumsum(0, dtype=torch.int32), (1, 0))
     rows = sum(lengths) * size.channels * make.dtype.itemsize
     pairs = size.heads * sum(length**2 for length in lengths)

@@ -21,9 +21,10 @@ PREFIX = 1
 def _decide(x_BND: Tensor, key_BHNE: Tensor, router: Router) -> tuple[Tensor, ...]:
     """Return the kept tokens, and the slot that each token joins and the sizes of the groups, if any."""
     routing = router(x_BND)
-    kept = routing.kept
-    (slot_BN, size_BK, *_) = routing.joined
-    return (kept.index_BK,) if slot_BN is None or size_BK is None else (kept.index_BK, slot_BN, size_BK)
+    slot_BN, size_BK, *_ = routing.joined
+    if slot_BN is None or size_BK is None:
+        return (routing.kept.index_BK,)
+    return routing.kept.index_BK, slot_BN, size_BK
 
 
 def _merge_once(x_BND: Tensor, key_BHNE: Tensor, router: Router, merged: int) -> tuple[Tensor, ...]:
