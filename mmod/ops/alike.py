@@ -62,12 +62,15 @@ def _constant(make: Callable[..., Constant]) -> Callable[..., Constant]:
 
     @functools.lru_cache(maxsize=64)
     def remembered(*sizes: int) -> Constant:
+        # A constant that was made in inference mode could not be used in training later.
         with torch.inference_mode(False):
             return make(*sizes)
 
     def constant(*sizes: int) -> Constant:
         # Graphs need their own, and modes such as FakeTensorMode make tensors that are of no use outside.
-        return remembered(*sizes) if _is_eager() and not torch._C._len_torch_dispatch_stack() else make(*sizes)
+        if not _is_eager() or torch._C._len_torch_dispatch_stack():
+            return make(*sizes)
+        return remembered(*sizes)
 
     return constant
 
@@ -138,13 +141,20 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
     # The fewer rows, the fewer products with later ones: 0.6 to 0.8 of the time at 785 tokens, 0.9 at 197. A tile that
     # saves less than about a million products is not worth its calls.
     worthwhile = images * tokens * unit_BNE.shape[1] * unit_BNE.shape[2] >> 22
-    height = min(height, math.ceil(tokens / max(1, min(math.ceil(tokens / tiles.CAUSAL_QUERIES), worthwhile))))
+    count = max(1, min(math.ceil(tokens / tiles.CAUSAL_QUERIES), worthwhile))
+    height = min(height, math.ceil(tokens / count))
     for part_BNE, part_BN in zip(unit_BNE.split(together), best_BN.split(together)):
         for start in range(0, tokens, max(1, height)):
             stop = min(start + height, tokens)
-            rows, before = (part_BNE[:, start:stop], part_BNE[:, :stop]) if height < tokens else (part_BNE, part_BNE)
+            rows = part_BNE
+            before = part_BNE
+            if height < tokens:
+                rows = part_BNE[:, start:stop]
+                before = part_BNE[:, :stop]
             alike = torch.bmm(rows, before.transpose(1, 2))
-            (alike[..., start:] if start else alike).add_(_hide_later(stop - start))
+            # All columns before the tile's own are of earlier rows.
+            among_themselves = alike[..., start:] if start else alike
+            among_themselves.add_(_hide_later(stop - start))
             torch.amax(alike, dim=-1, out=part_BN[:, 1 + start : 1 + stop])
     return 1 - best_BN.clamp_(min=-1).index_select(1, place_N)
 
@@ -160,7 +170,10 @@ def _nearest_of_all(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Ten
             alike = alike.masked_fill(~valid_BK[image, None, prefix:], -torch.inf)
         best, slot = alike.max(dim=-1)
         slot = slot + prefix
-        nearest.append((slot if valid_BK is None else torch.where(best.isneginf(), -1, slot)).flatten())
+        if valid_BK is not None:
+            # An image without a valid slot has none to join.
+            slot = torch.where(best.isneginf(), -1, slot)
+        nearest.append(slot.flatten())
     held_BN = held_slots(row_BK, tokens, valid_BK)
     return torch.where(held_BN >= 0, held_BN, torch.cat(nearest).view(images, tokens))
 
@@ -174,11 +187,10 @@ def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int) -> Tensor:
     other_BRE = unit_BNE.flatten(0, 1).index_select(0, other_T).view(images, tokens - slots, channels)
     kept_BEK = take_rows(unit_BNE, row_BK[:, prefix:]).transpose(1, 2)
     together, _, height = tiles.tile_size(1, tokens - slots, slots, tiles.CHUNK_ELEMENTS)
-    nearest = [
-        torch.bmm(part, kept).max(dim=-1).indices.flatten()
-        for others, kept in zip(other_BRE.split(together), kept_BEK.split(together))
-        for part in others.split(height, dim=1)
-    ]
+    nearest = []
+    for others, kept in zip(other_BRE.split(together), kept_BEK.split(together)):
+        for part in others.split(height, dim=1):
+            nearest.append(torch.bmm(part, kept).max(dim=-1).indices.flatten())
     slot_BN.view(-1).index_copy_(0, other_T, torch.cat(nearest).add_(prefix))
     return slot_BN
 

@@ -114,10 +114,14 @@ def op(
         @functools.wraps(definition)
         def run(*args: P.args, **kwargs: P.kwargs) -> Result:
             main: Any = args[0] if args else next(iter(kwargs.values()))
+            # The common case on a CPU, where a small op takes less time than a choice among kernels.
             if not _forced and main.is_cpu:
                 return definition(*args, **kwargs)
-            kernel = choose(key, main, **(facts(*args, **kwargs) if facts else {}))
-            return (definition if kernel is None else kernel.run)(*args, **kwargs)
+            known = {} if facts is None else facts(*args, **kwargs)
+            kernel = choose(key, main, **known)
+            if kernel is None:
+                return definition(*args, **kwargs)
+            return kernel.run(*args, **kwargs)
 
         return run
 
@@ -268,13 +272,18 @@ def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
         if reason is None:
             return kernel
         reasons.append(reason)
-    able = [b for b in entry.backends[1:] if any(_refusal(kernel, tensor, facts) is None for kernel in entry.of(b))]
+    able = []
+    for other in entry.backends[1:]:
+        if any(_refusal(kernel, tensor, facts) is None for kernel in entry.of(other)):
+            able.append(other)
     raise ValueError(f"{name} cannot run on {backend.value}: {reasons[-1]}; {_alternatives([Backend.TORCH, *able])}")
 
 
 def _preferred(kernel: Kernel, dtype: torch.dtype) -> bool:
     """Return whether AUTO takes a kernel for a dtype, in eager mode or in a compiled graph."""
-    return (kernel.auto is None or dtype in kernel.auto) and (kernel.compiled or not torch.compiler.is_compiling())
+    if kernel.auto is not None and dtype not in kernel.auto:
+        return False
+    return kernel.compiled or not torch.compiler.is_compiling()
 
 
 def _refusal(kernel: Kernel, tensor: Tensor, facts: Mapping[str, int]) -> str | None:
@@ -285,7 +294,9 @@ def _refusal(kernel: Kernel, tensor: Tensor, facts: Mapping[str, int]) -> str | 
     for fact, limit in kernel.limits.items():
         if facts.get(fact, 0) > limit:
             return f"it takes {fact} up to {limit}, not {facts[fact]}"
-    return None if kernel.when is None or kernel.when(tensor, facts) else f"it needs {kernel.where}"
+    if kernel.when is not None and not kernel.when(tensor, facts):
+        return f"it needs {kernel.where}"
+    return None
 
 
 def _machine_refusal(kernel: Kernel, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -327,20 +338,28 @@ def choices(device: torch.device | str, dtype: torch.dtype = torch.float32) -> s
     device = torch.device(device)
     lines = []
     for name, entry in OPS.items():
-        for kernel in entry.kernels if device.type == "cuda" else ():
+        # AUTO takes kernels on a GPU alone.
+        kernels = entry.kernels if device.type == "cuda" else ()
+        for kernel in kernels:
             dtypes = kernel.dtypes if kernel.auto is None else kernel.auto
-            if dtypes is None or dtype in dtypes:
-                refusal = _machine_refusal(kernel, device, dtype)
-                why = f"{kernel.how}; {kernel.why}" if refusal is None else f"not taken: {refusal}"
-                where = f" where {', '.join(_conditions(kernel))}" if _conditions(kernel) else ""
-                lines.append(f"{name}: {kernel.backend.value}{where} ({why})")
+            if dtypes is not None and dtype not in dtypes:
+                continue
+            refusal = _machine_refusal(kernel, device, dtype)
+            why = f"{kernel.how}; {kernel.why}" if refusal is None else f"not taken: {refusal}"
+            conditions = _conditions(kernel)
+            where = f" where {', '.join(conditions)}" if conditions else ""
+            lines.append(f"{name}: {kernel.backend.value}{where} ({why})")
         lines.append(f"{name}: torch ({entry.how})")
     return "\n".join(lines)
 
 
 def _conditions(kernel: Kernel) -> list[str]:
-    bounds = [f"{fact} <= {limit}" if limit else f"no {fact}" for fact, limit in kernel.limits.items()]
-    return [*bounds, *([kernel.where] if kernel.when else []), *([] if kernel.compiled else ["not compiled"])]
+    conditions = [f"{fact} <= {limit}" if limit else f"no {fact}" for fact, limit in kernel.limits.items()]
+    if kernel.when:
+        conditions.append(kernel.where)
+    if not kernel.compiled:
+        conditions.append("not compiled")
+    return conditions
 
 
 def _alternatives(backends: list[Backend]) -> str:

@@ -51,6 +51,7 @@ class capture_importance(AttentionIntercept):
             mask = call.attn_mask
             if self.average == "last_token":
                 query, mask = self._last_query(q, mask)
+            # It reads the first of the queries: the class token's, or the only one.
             self._add(class_token_importance(query, k, mask, scale=call.scale))
             return call._replace(query=q, key=k, value=v).run()
         out, importance_BN = attention_with_importance(

@@ -73,15 +73,21 @@ class PartialProjections(AttentionIntercept):
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         for projection in self.projections:
             if weight is projection.weight:
-                split = projection.query_features
-                features = weight.shape[0]
-                start, stop = (0, split) if self.queries else (split, features)
-                if start == stop:
-                    return _zeros(input, weight)
-                projected = F.linear(input, weight[start:stop], None if bias is None else bias[start:stop])
-                padding = (start, features - stop)
-                return F.pad(projected, padding) if any(padding) else projected
+                return self._slice_of(projection, input, bias)
         return F.linear(input, weight, bias)
+
+    def _slice_of(self, projection: Projection, input: Tensor, bias: Tensor | None) -> Tensor:
+        """Compute the slice that is needed, among zeros, so that the host finds the features where it expects them."""
+        weight = projection.weight
+        features = weight.shape[0]
+        wanted = slice(projection.query_features, features)
+        if self.queries:
+            wanted = slice(0, projection.query_features)
+        if wanted.start == wanted.stop:
+            return _zeros(input, weight)
+        projected = F.linear(input, weight[wanted], None if bias is None else bias[wanted])
+        padding = (wanted.start, features - wanted.stop)
+        return F.pad(projected, padding) if any(padding) else projected
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend as the host does."""

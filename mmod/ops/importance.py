@@ -66,14 +66,15 @@ def attention_importance(
     with torch.no_grad():
         views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device) if per_viewer else None
         if torch.compiler.is_compiling() and not exporting():
-            total_BN = received_attention(
-                q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, *(views or (None, None)), chunk_elements
-            )
+            # An operation takes tensors and no tuples of them.
+            counts = (None, None) if views is None else views
+            total_BN = received_attention(q_BHNE, k_BHNE, mask, is_causal, scale, valid_BN, *counts, chunk_elements)
         else:
             attention = _Map(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, views)
-            at_once = exporting() or transforming()
-            everything = (slice(None), slice(None), slice(None))
-            total_BN = attention.received(everything) if at_once else attention.received_by_tiles(chunk_elements)
+            if exporting() or transforming():
+                total_BN = attention.received((slice(None), slice(None), slice(None)))
+            else:
+                total_BN = attention.received_by_tiles(chunk_elements)
         return _mean(total_BN, heads, tokens, valid_BN)
 
 
@@ -187,7 +188,9 @@ def _column_sums(attention: Tensor, views: Views | None) -> Tensor:
 
 def _keys(q_BHNE: Tensor, k_BHNE: Tensor) -> Tensor:
     """Return the keys of every head."""
-    return k_BHNE.repeat_interleave(q_BHNE.shape[1] // k_BHNE.shape[1], dim=1) if is_grouped(q_BHNE, k_BHNE) else k_BHNE
+    if not is_grouped(q_BHNE, k_BHNE):
+        return k_BHNE
+    return k_BHNE.repeat_interleave(q_BHNE.shape[1] // k_BHNE.shape[1], dim=1)
 
 
 class _Map(NamedTuple):
@@ -242,15 +245,29 @@ def _masked(score: Tensor, mask: Tensor | None, is_causal: bool, slices: tuple[s
     return score + mask
 
 
+def _received_by_tiles(
+    q_BHNE: Tensor,
+    k_BHNE: Tensor,
+    mask: Tensor | None,
+    is_causal: bool,
+    scale: float,
+    valid_BN: Tensor | None,
+    keys_BHN: Tensor | None,
+    viewers_BHN: Tensor | None,
+    chunk_elements: int,
+) -> Tensor:
+    views = None if keys_BHN is None or viewers_BHN is None else Views(keys_BHN, viewers_BHN)
+    attention = _Map(q_BHNE, _keys(q_BHNE, k_BHNE), mask, is_causal, scale, valid_BN, views)
+    return attention.received_by_tiles(chunk_elements)
+
+
 # The attention each key receives, summed over heads and queries (B, N). The arguments are those of
 # `attention_importance`, with the fields of its `Views`, or None for the plain mean.
 received_attention = torch_op(
     "received_attention",
     "(Tensor q, Tensor k, Tensor? mask, bool is_causal, float scale, Tensor? valid, Tensor? keys, Tensor? viewers, "
     "SymInt chunk_elements) -> Tensor",
-    lambda q, k, mask, is_causal, scale, valid, keys, viewers, chunk_elements: _Map(
-        q, _keys(q, k), mask, is_causal, scale, valid, None if keys is None else Views(keys, viewers)
-    ).received_by_tiles(chunk_elements),
+    _received_by_tiles,
     lambda q, *_: q.new_empty(q.shape[0], q.shape[2], dtype=_accumulator(q)),
     flops=flops_of_scores,
 )
@@ -291,7 +308,8 @@ def _with_kernels(
         # A probability is exp(score - log-sum-exp): subtracting log(w) from log-sum-exp weighs the row by w.
         lse_BHN = lse_BHN[..., :tokens] - views.keys_BHN.log()
     total_BN = column_sums(q_BHNE, k_BHNE, lse_BHN, valid_BN, visible_BN, is_causal, scale)
-    total_BN = total_BN if views is None else total_BN / views.viewers_BHN[:, 0]
+    if views is not None:
+        total_BN = total_BN / views.viewers_BHN[:, 0]
     return out, _mean(total_BN, heads, tokens, valid_BN)
 
 
@@ -324,7 +342,8 @@ def _with_shared_map(
     views = count_views(None, is_causal, tokens, None, q_BHNE.device) if per_viewer else None
     weight_N = None if views is None else views.keys_BHN[0, 0].to(q_BHNE.dtype)
     out, total_BN = attend_and_sum(q_BHNE, _keys(q_BHNE, k_BHNE), _keys(q_BHNE, v_BHNE), is_causal, scale, weight_N)
-    total_BN = total_BN if views is None else total_BN / views.viewers_BHN[:, 0]
+    if views is not None:
+        total_BN = total_BN / views.viewers_BHN[:, 0]
     return out, _mean(total_BN, heads, tokens, None)
 
 

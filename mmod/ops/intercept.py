@@ -7,7 +7,7 @@ state behind.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -96,14 +96,17 @@ class AttentionIntercept(TorchFunctionMode):
 @contextmanager
 def inside(modes: Sequence[tuple[nn.Module, AttentionIntercept]]) -> Iterator[None]:
     """Run modules inside function modes, in forward passes within the context."""
-    handles = []
-    try:
+
+    def enter(mode: AttentionIntercept, *_: object) -> None:
+        # Returns nothing: what a hook returns would replace the module's input.
+        mode.__enter__()
+
+    def leave(mode: AttentionIntercept, *_: object) -> None:
+        mode.__exit__(None, None, None)
+
+    with ExitStack() as handles:
         for module, mode in modes:
-            handles.append(module.register_forward_pre_hook(lambda *_, mode=mode: mode.__enter__() and None))
-            handles.append(
-                module.register_forward_hook(lambda *_, mode=mode: mode.__exit__(None, None, None), always_call=True)
-            )
+            handles.enter_context(module.register_forward_pre_hook(partial(enter, mode)))
+            # After a forward that failed too: a mode that stayed open would see all later calls.
+            handles.enter_context(module.register_forward_hook(partial(leave, mode), always_call=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()

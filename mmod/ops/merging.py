@@ -47,8 +47,11 @@ def group_sizes(slot_BN: Tensor, slots: int, *, all_join: bool = False) -> Tenso
         slot_BN: Slot of each token, -1 for none (B, N).
         all_join: Promise that no slot is -1, which skips the check.
     """
-    joined_BN = torch.ones(slot_BN.shape, device=slot_BN.device) if all_join else (slot_BN >= 0).float()
-    slot_BN = slot_BN if all_join else slot_BN.clamp(min=0)
+    if all_join:
+        joined_BN = torch.ones(slot_BN.shape, device=slot_BN.device)
+    else:
+        joined_BN = (slot_BN >= 0).float()
+        slot_BN = slot_BN.clamp(min=0)
     return joined_BN.new_zeros(len(slot_BN), slots).scatter_add(1, slot_BN, joined_BN)
 
 
@@ -62,7 +65,10 @@ def _aligned(bias_BK: Tensor) -> Tensor:
 
 def _flat(slot_BN: Tensor, slots: int, all_join: bool) -> Tensor:
     """Return slots numbered over the batch (B N)."""
-    return flat_rows(slot_BN if all_join else slot_BN.clamp(min=0), slots)
+    if not all_join:
+        # What belongs to no slot goes to the first one; callers make it count as zeros.
+        slot_BN = slot_BN.clamp(min=0)
+    return flat_rows(slot_BN, slots)
 
 
 def _spread(update_BKD: Tensor, slot_BN: Tensor, all_join: bool) -> Tensor:
@@ -89,7 +95,9 @@ def _mean_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if size is not None:
         grad = grad / size.clamp(min=1).unsqueeze(-1).to(grad.dtype)
     grad = _spread(grad, slot, False)
-    return grad if weight is None else grad * weight.unsqueeze(-1).to(grad.dtype), None, None, None, None
+    if weight is not None:
+        grad = grad * weight.unsqueeze(-1).to(grad.dtype)
+    return grad, None, None, None, None
 
 
 def _save_for_add(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -189,8 +197,9 @@ def mean_rows(
     # Torch adds rows where the index is expanded over channels, element by element where it is not flat.
     index = _flat(slot_BN, slots, all_join).unsqueeze(-1).expand(-1, x_BND.shape[2])
     total = x_BND.new_zeros(images * slots, x_BND.shape[2])
+    rows = rows_BND.flatten(0, 1)
     # Transforms have no rule for a tensor that becomes a batch in place.
-    total = (total.scatter_add if transforming() else total.scatter_add_)(0, index, rows_BND.flatten(0, 1))
+    total = total.scatter_add(0, index, rows) if transforming() else total.scatter_add_(0, index, rows)
     return total.view(images, slots, -1).div_(size_BK.unsqueeze(-1).to(x_BND.dtype))
 
 
@@ -213,4 +222,7 @@ def add_updates(x_BND: Tensor, update_BKD: Tensor, slot_BN: Tensor, *, all_join:
         tensor([1., 2., 0.])
     """
     added_BND = _spread(update_BKD, slot_BN, all_join)
-    return x_BND + added_BND if transforming() or added_BND.dtype != x_BND.dtype else added_BND.add_(x_BND)
+    if transforming() or added_BND.dtype != x_BND.dtype:
+        return x_BND + added_BND
+    # The spread updates are a new tensor, whose memory holds the result too.
+    return added_BND.add_(x_BND)

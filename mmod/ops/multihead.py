@@ -43,17 +43,22 @@ def multihead_attention(
     of which several must be off. In place of the map, None is returned.
     """
     options |= {"need_weights": need_weights, "add_zero_attn": add_zero_attn, "bias_k": key_bias, "bias_v": value_bias}
-    refused = [n for n, value in options.items() if value is not None and value is not False and n not in _HARMLESS]
+    refused = []
+    for name, value in options.items():
+        is_set = value is not None and value is not False
+        if is_set and name not in _HARMLESS:
+            refused.append(name)
     if refused or in_weight is None:
         raise ValueError(
             f"torch.nn.MultiheadAttention with {', '.join(refused) or 'separate projections'} is not supported: use "
             "one weight for query, key and value, need_weights=False and no mask of keys"
         )
-    query, key, value = _project(call, query_LBD, key_SBD, value_SBD, in_weight, in_bias)
+    projected = _project(call, query_LBD, key_SBD, value_SBD, in_weight, in_bias)
+    query = projected[0]
     images = query.shape[1]
     attended_BHLE = call(
         F.scaled_dot_product_attention,
-        *(x.unflatten(-1, (heads, channels // heads)).permute(1, 2, 0, 3) for x in (query, key, value)),
+        *(x.unflatten(-1, (heads, channels // heads)).permute(1, 2, 0, 3) for x in projected),
         attn_mask=_additive(attn_mask, images, heads, query.dtype),
         dropout_p=dropout if training else 0.0,
     )
@@ -68,6 +73,7 @@ def _project(
     call: Call, query: Tensor, key: Tensor, value: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, ...]:
     if query is key and key is value:
+        # One product for all three, as torch's function computes it.
         return tuple(call(F.linear, query, weight, bias).chunk(3, dim=-1))
     biases = (None, None, None) if bias is None else bias.chunk(3)
     return tuple(call(F.linear, x, w, b) for x, w, b in zip((query, key, value), weight.chunk(3), biases))

@@ -136,11 +136,10 @@ class attend_within(AttentionIntercept):
         if call.attn_mask is not None or call.query.shape[0] != 1:
             raise RuntimeError("packed rows take plain or causal attention over one sequence, without a mask")
         self.calls += 1
-        q_THE, k_THE, v_THE = (x[0].transpose(0, 1) for x in call[:3])
         out_THE = packed_attention(
-            q_THE,
-            k_THE,
-            v_THE,
+            call.query[0].transpose(0, 1),
+            call.key[0].transpose(0, 1),
+            call.value[0].transpose(0, 1),
             self.packing.cu_seqlens,
             self.packing.max_seqlen,
             dropout=call.dropout_p,
@@ -212,11 +211,13 @@ def _by_xformers(
 
     mask = fmha.attn_bias.BlockDiagonalMask.from_seqlens([n for n in cu_seqlens.diff().tolist() if n])
     group = q_THE.shape[1] // k_THE.shape[1]
-    keys, values = (x.repeat_interleave(group, dim=1) if group > 1 else x for x in (k_THE, v_THE))
+    if group > 1:
+        k_THE = k_THE.repeat_interleave(group, dim=1)
+        v_THE = v_THE.repeat_interleave(group, dim=1)
     out: Tensor = fmha.memory_efficient_attention(
         q_THE.unsqueeze(0),
-        keys.unsqueeze(0),
-        values.unsqueeze(0),
+        k_THE.unsqueeze(0),
+        v_THE.unsqueeze(0),
         attn_bias=mask.make_causal() if is_causal else mask,
         scale=scale,
     )
@@ -254,13 +255,14 @@ def _image_by_image(
     """Call attention once for each image; on a CPU, reading its lengths needs no synchronisation."""
     lengths = cu_seqlens.diff().tolist()
     heads_first = (x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (q_THE, k_THE, v_THE))
-    outs = [
-        F.scaled_dot_product_attention(
+    outs = []
+    for q, k, v in zip(*heads_first):
+        if not q.shape[2]:
+            continue
+        out = F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=is_grouped(q, k)
         )
-        for q, k, v in zip(*heads_first)
-        if q.shape[2]
-    ]
+        outs.append(out)
     return torch.cat(outs, dim=2).squeeze(0).transpose(0, 1)
 
 
@@ -331,9 +333,13 @@ def _attend(
     scale: float,
 ) -> Tensor:
     if q_THE.is_cpu:
-        worth = q_THE.shape[0] >= ROWS_WORTH_A_CALL * max(1, cu_seqlens.shape[0] - 1)
-        run = _image_by_image if worth and not torch.compiler.is_compiling() else _padded
+        images = max(1, cu_seqlens.shape[0] - 1)
+        worth_calls = q_THE.shape[0] >= ROWS_WORTH_A_CALL * images
+        # A graph would have to break to read the lengths.
+        run = _image_by_image if worth_calls and not torch.compiler.is_compiling() else _padded
     else:
-        plain = not dropout and not is_grouped(q_THE, k_THE) and q_THE.shape[-1] % 8 == 0 and not exporting()
-        run = _by_varlen if q_THE.is_cuda and q_THE.dtype in HALF and plain else _padded
+        # The inputs of `varlen_attn`.
+        plain = not dropout and not is_grouped(q_THE, k_THE) and q_THE.shape[-1] % 8 == 0
+        takes_varlen = q_THE.is_cuda and q_THE.dtype in HALF and plain and not exporting()
+        run = _by_varlen if takes_varlen else _padded
     return run(q_THE, k_THE, v_THE, cu_seqlens, max_seqlen, dropout, is_causal, scale)

@@ -113,15 +113,18 @@ def _save_for_merge(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 def _merge_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     index, z, y, gate, valid, inverse = ctx.saved_tensors
-    grad_x, grad_z, grad_y, grad_gate = None, None, None, None
+    grad_x: Tensor | None = None
+    grad_z: Tensor | None = None
+    grad_y: Tensor | None = None
+    grad_gate: Tensor | None = None
     if ctx.needs_input_grad[0]:
         grad_x = _blank_rows(grad, index, valid, inverse)
     if gate is not None:
         if any(ctx.needs_input_grad[position] for position in (2, 3, 4)):
             grad_z, grad_y, grad_gate = _merge_rows_grad(grad, index, z, y, gate, valid)
     elif ctx.needs_input_grad[3]:
-        grad_y = _gather_rows(grad, index, inverse).to(ctx.dtype)
-        grad_y = grad_y if valid is None else grad_y.masked_fill(~valid.unsqueeze(-1), 0.0)
+        rows: Tensor = _gather_rows(grad, index, inverse).to(ctx.dtype)
+        grad_y = rows if valid is None else rows.masked_fill(~valid.unsqueeze(-1), 0.0)
     return grad_x, None, grad_z, grad_y, grad_gate, None, None
 
 

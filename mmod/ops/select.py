@@ -49,7 +49,9 @@ def kept_count(tokens: int, capacity: Fraction, prefix: int = 0) -> int:
     kept = tokens * capacity.numerator // capacity.denominator
     minimum = max(1, prefix)
     # On a plain int, `sym_max` breaks the graph in torch 2.11; on a symbol, `max` would make it static.
-    return max(minimum, kept) if isinstance(kept, int) else cast(int, torch.sym_max(minimum, kept))
+    if isinstance(kept, int):
+        return max(minimum, kept)
+    return cast(int, torch.sym_max(minimum, kept))
 
 
 def _empty_selection(score: Tensor, count: int, prefix: int, valid: Tensor | None, *others: Any) -> tuple[Tensor, ...]:
@@ -101,12 +103,15 @@ def _by_kernel(
     scale: float = 1.0,
 ) -> Selection:
     count = kept_count(score_BN.shape[1], capacity, prefix)
-    share = (capacity.numerator, capacity.denominator)
     gate_BK, index_BK, valid_BK, inverse_BN = _select_topk(
-        score_BN, count, prefix, valid_BN, protect_BN, *share, gate, scale
+        score_BN, count, prefix, valid_BN, protect_BN, capacity.numerator, capacity.denominator, gate, scale
     )
+    # The operation always returns four tensors, empty where there is nothing to tell.
     return Selection(
-        index_BK, None if valid_BN is None else valid_BK, None if gate == "identity" else gate_BK, inverse_BN
+        index_BK=index_BK,
+        valid_BK=None if valid_BN is None else valid_BK,
+        gate_BK=None if gate == "identity" else gate_BK,
+        inverse_BN=inverse_BN,
     )
 
 
@@ -221,7 +226,9 @@ def select_threshold(
         slots = slots_for(counts)
         total = sum(counts)
     index_BK, valid_BK = ascending_valid(_best(level_BN, slots, prefix, protect_BN), count_B, tokens)
-    return index_BK, None if total == valid_BK.numel() else valid_BK, total
+    if total == valid_BK.numel():
+        return index_BK, None, total
+    return index_BK, valid_BK, total
 
 
 def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -251,7 +258,9 @@ def slots_for(counts: Sequence[int]) -> int:
     With an empty slot the block runs, and its parameters get the zero gradients that distributed training waits for.
     """
     slots = max(counts, default=0)
-    return 1 if counts and not slots and torch.is_grad_enabled() else slots
+    if counts and not slots and torch.is_grad_enabled():
+        return 1
+    return slots
 
 
 def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:

@@ -51,26 +51,33 @@ def _attend_by_tiles(
         total_1N = q.new_zeros(1, tokens)
         for _, head, queries in cut_map(1, heads, tokens, tokens, tiles.CHUNK_ELEMENTS, is_causal):
             keys = slice(queries.stop if is_causal else None)
+            lse_HQ = None if lse_HN is None else lse_HN[head, queries]
+            weight_Q = None if weight_N is None else weight_N[queries]
             received = _attend_tile(
                 q_HNE[head, queries],
                 k_HEN[head, :, keys],
                 v_HNE[head, keys],
                 out_HNE[head, queries],
-                None if lse_HN is None else lse_HN[head, queries],
+                lse_HQ,
                 scale,
                 is_causal,
-                None if weight_N is None else weight_N[queries],
+                weight_Q,
             )
             total_1N[:, keys] += received.sum(dim=0)
         totals.append(total_1N)
-    return out, totals[0] if len(totals) == 1 else torch.cat([q.new_empty(0, tokens), *totals])
+    if len(totals) == 1:
+        return out, totals[0]
+    # A first part without images, so that an empty batch has a result too.
+    return out, torch.cat([q.new_empty(0, tokens), *totals])
 
 
 def _attend_with_lse(
     q: Tensor, k: Tensor, v: Tensor, scale: float, keeps_lse: bool, is_causal: bool, weight_N: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # Empty where it is not asked for, because an operation returns tensors alone.
     lse = q.new_empty(*q.shape[:2], q.shape[2] if keeps_lse else 0)
-    return *_attend_by_tiles(q, k, v, scale, lse if keeps_lse else None, is_causal, weight_N), lse
+    out, total_BN = _attend_by_tiles(q, k, v, scale, lse if keeps_lse else None, is_causal, weight_N)
+    return out, total_BN, lse
 
 
 def _attend_tile(

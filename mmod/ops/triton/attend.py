@@ -12,7 +12,7 @@ import triton
 from torch import Tensor
 
 from mmod.ops.triton.attention import forward_kernel, key_gradient_kernel, query_gradient_kernel, tiles
-from mmod.ops.triton.compat import launch
+from mmod.ops.triton.compat import launch, side_by_side
 
 
 def attend_rows(
@@ -31,12 +31,13 @@ def attend_rows(
     Computes the output, zero where a query sees no key (T, H, E), and the binary logarithm of each row's sum of
     exponentials, fp32 (H, T).
     """
-    q_THE, k_THE, v_THE = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THE, k_THE, v_THE))
+    q_THE, k_THE, v_THE = map(side_by_side, (q_THE, k_THE, v_THE))
     out, lse = results
     heads, width = q_THE.shape[1:]
     tile = tiles(width, q_THE.dtype, backward=False)
     blocks = triton.cdiv(longest, tile.queries)
-    programs = blocks * heads * (start.shape[0] - 1) * (out.shape[0] > 0)
+    # Without rows there is nothing to launch: an empty grid is skipped.
+    programs = blocks * heads * (start.shape[0] - 1) if out.shape[0] else 0
     launch(
         forward_kernel,
         (programs,),
@@ -74,7 +75,7 @@ def attend_rows_backward(
     scale: float,
 ) -> None:
     """Compute the gradients of `attend_rows`."""
-    q_THE, k_THE, v_THE = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THE, k_THE, v_THE))
+    q_THE, k_THE, v_THE = map(side_by_side, (q_THE, k_THE, v_THE))
     grad_out = grad_out.contiguous()
     delta = torch.empty_like(lse)
     heads, width = q_THE.shape[1:]
@@ -86,9 +87,11 @@ def attend_rows_backward(
     queries = out.shape[0]
     blocks_q = triton.cdiv(longest, tile.queries)
     blocks_k = triton.cdiv(longest, tile.keys)
+    programs_q = blocks_q * heads * sequences if queries else 0
+    programs_k = blocks_k * shared * sequences if k_THE.shape[0] else 0
     launch(
         query_gradient_kernel,
-        (blocks_q * heads * sequences * (queries > 0),),
+        (programs_q,),
         q_THE,
         k_THE,
         v_THE,
@@ -105,7 +108,7 @@ def attend_rows_backward(
     )
     launch(
         key_gradient_kernel,
-        (blocks_k * shared * sequences * (k_THE.shape[0] > 0),),
+        (programs_k,),
         q_THE,
         k_THE,
         v_THE,
@@ -122,4 +125,8 @@ def attend_rows_backward(
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:
-    return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
+    """Return the strides of rows and heads; channels lie side by side."""
+    strides: list[int] = []
+    for tensor in tensors:
+        strides += tensor.stride()[:2]
+    return tuple(strides)

@@ -354,7 +354,10 @@ def tiles(width: int, dtype: torch.dtype, backward: bool) -> Tiles:
     wide = channels > 64
     if dtype == torch.float32:
         # Exact fp32 products run outside the tensor cores and hold their operands in registers.
-        return Tiles(32, 32, channels, 4, 1) if backward or wide else Tiles(64, 32, channels, 4, 2)
+        if backward or wide:
+            return Tiles(queries=32, keys=32, channels=channels, warps=4, stages=1)
+        return Tiles(queries=64, keys=32, channels=channels, warps=4, stages=2)
+    warps = 8 if wide else 4
     if backward:
-        return Tiles(64, 64, channels, 8 if wide else 4, 1 if wide else 2)
-    return Tiles(128, 64, channels, 8 if wide else 4, 2 if wide else 3)
+        return Tiles(queries=64, keys=64, channels=channels, warps=warps, stages=1 if wide else 2)
+    return Tiles(queries=128, keys=64, channels=channels, warps=warps, stages=2 if wide else 3)

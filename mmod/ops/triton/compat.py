@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 # Triton reads this when a function is decorated, hence once for all kernels of a process.
 INTERPRET: bool = triton.knobs.runtime.interpret
@@ -17,6 +18,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> No
     if all(grid):
         with torch.cuda.device_of(args[0]):
             kernel[grid](*args, **options)
+
+
+def side_by_side(x: Tensor) -> Tensor:
+    """Return a tensor whose last axis is contiguous, as kernels read it."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmod.ops.packed import attend_rows
 from mmod.ops.triton.attention import LOG2_E, load_rows, tiles
-from mmod.ops.triton.compat import launch
+from mmod.ops.triton.compat import launch, side_by_side
 
 
 @triton.jit
@@ -96,9 +96,15 @@ def column_sums(
     `lse_BHN` is the natural logarithm of each row's sum of exponentials. Heads are summed last, so that few images
     still fill a GPU; that takes H numbers for each token.
     """
-    q_BHNE, k_BHNE = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_BHNE, k_BHNE))
-    lse_BHN = lse_BHN if lse_BHN.stride(-1) == 1 else lse_BHN.contiguous()
-    valid_q_BN, valid_k_BN = (None if x is None else x.contiguous() for x in (valid_q_BN, valid_k_BN))
+    q_BHNE, k_BHNE, lse_BHN = map(side_by_side, (q_BHNE, k_BHNE, lse_BHN))
+    valid_q_image = 0
+    if valid_q_BN is not None:
+        valid_q_BN = valid_q_BN.contiguous()
+        valid_q_image = valid_q_BN.stride(0)
+    valid_k_image = 0
+    if valid_k_BN is not None:
+        valid_k_BN = valid_k_BN.contiguous()
+        valid_k_image = valid_k_BN.stride(0)
     images, heads, tokens, width = q_BHNE.shape
     sums_BHN = q_BHNE.new_empty(images, heads, tokens, dtype=torch.float32)
     tile = tiles(width, q_BHNE.dtype, backward=False)
@@ -117,8 +123,8 @@ def column_sums(
         *q_BHNE.stride()[:3],
         *k_BHNE.stride()[:3],
         *lse_BHN.stride()[:2],
-        0 if valid_q_BN is None else valid_q_BN.stride(0),
-        0 if valid_k_BN is None else valid_k_BN.stride(0),
+        valid_q_image,
+        valid_k_image,
         tokens,
         heads,
         heads // k_BHNE.shape[1],

@@ -314,7 +314,10 @@ def merge_rows(
     """Write lerp(z, y, gate) at the rows that valid slots name, and x at all others; zeros for an absent x or y."""
     images, tokens, channels = out.shape
     inverse = inverse_rows(index, tokens) if inverse is None else inverse.contiguous()
-    x_, z_, y_ = (out if value is None else value for value in (x, z, y))
+    # The kernel reads no tensor that is absent, but its argument must be one.
+    x_ = out if x is None else x
+    z_ = out if z is None else z
+    y_ = out if y is None else y
     gate_ = out if gate is None else gate.contiguous()
     valid_ = inverse if valid is None else valid.contiguous().view(torch.uint8)
     rows = images * tokens
@@ -473,9 +476,13 @@ def gather_norm_grad(
 
 def tile_of(channels: int) -> tuple[int, int]:
     """Return rows and channels of a tile; channels divide D where they can, so that no lane idles."""
-    span = min(triton.next_power_of_2(channels), 256 if channels % 256 == 0 or channels > 1024 else 128)
+    widest = 256 if channels % 256 == 0 or channels > 1024 else 128
+    span = min(triton.next_power_of_2(channels), widest)
     return min(128, TILE // span), span
 
 
 def _warps(span: int) -> int:
-    return 4 if span <= 2048 else 8 if span <= 8192 else 16
+    """Return the warps of a program that takes full rows."""
+    if span <= 2048:
+        return 4
+    return 8 if span <= 8192 else 16

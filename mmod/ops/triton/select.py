@@ -163,7 +163,9 @@ def select_topk(
     """Compute gates, indices, filled slots (B, K) and inverse map (B, N); those that are not asked for are empty."""
     weight, index, filled, inverse = results
     images, tokens = score_BN.shape
-    valid, protect = (inverse if mask is None else mask.view(torch.uint8) for mask in (valid_BN, protect_BN))
+    # The kernel reads no mask that is absent, but its argument must be a tensor.
+    valid = inverse if valid_BN is None else valid_BN.view(torch.uint8)
+    protect = inverse if protect_BN is None else protect_BN.view(torch.uint8)
     block = triton.next_power_of_2(tokens)
     launch(
         select_kernel,
@@ -188,8 +190,15 @@ def select_topk(
         HAS_PROTECT=protect_BN is not None,
         GATE=GATES[gate],
         BLOCK=block,
-        num_warps=1 if block <= 256 else 4 if block <= 2048 else 8,
+        num_warps=_warps(block),
     )
+
+
+def _warps(block: int) -> int:
+    """Return the warps of a program that sorts the tokens of one image."""
+    if block <= 256:
+        return 1
+    return 4 if block <= 2048 else 8
 
 
 def gate_grad(out: Tensor, grad_BK: Tensor, score_BN: Tensor, inverse_BN: Tensor, gate: str, scale: float) -> None:
