@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -23,6 +23,13 @@ class _Cost(NamedTuple):
     weights: int
     pairs: int
     stopped: int
+
+
+@runtime_checkable
+class _Groups(Protocol):
+    """A hook of a language model that says which tokens may be skipped: "image" or "all"."""
+
+    tokens: str
 
 
 _FORWARD = _Cost(2, 2, 2)
@@ -102,9 +109,9 @@ class _Counter:
             raise ValueError("a prompt needs at least one token")
         if not 0 <= protected <= text:
             raise ValueError(f"protected_tokens={protected} must lie between 0 and text_tokens={text}")
-        hooks: list[Any] = [hook for hook in model_hooks(model) if hasattr(hook, "tokens")]
+        groups = [hook for hook in model_hooks(model) if isinstance(hook, _Groups)]
         # Tokens that may be skipped: those of each image, or all of the prompt.
-        self.free = [self.tokens - protected] if hooks and hooks[0].tokens == "all" else images
+        self.free = [self.tokens - protected] if groups and groups[0].tokens == "all" else images
 
     def count(self) -> PrefillFlops:
         """Return the FLOPs of all layers, and of the logits of one token."""

@@ -11,6 +11,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
@@ -277,8 +278,9 @@ def _run_part(member: Options, seconds: float, before: State, progress: bool) ->
     return State(status, why, before.seconds + time.monotonic() - begun, before.tries + 1)
 
 
-def _end(process: Any) -> None:
+def _end(process: BaseProcess) -> None:
     """Kill the process group of a part that did not end by itself: the part and the programs that it started."""
+    assert process.pid is not None
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -12,7 +12,10 @@ import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+if TYPE_CHECKING:
+    from webdataset import TarWriter
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _REFUSED = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
@@ -145,7 +148,7 @@ def write_atomically(path: str | Path, content: str | bytes) -> None:
 
 
 @contextmanager
-def open_shard(path: Path) -> Iterator[Any]:
+def open_shard(path: Path) -> Iterator[TarWriter]:
     """Write a webdataset shard of samples with bytes as members; equal samples give equal bytes."""
     from webdataset import TarWriter
 

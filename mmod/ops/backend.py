@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.library import CustomOpDef
 
 
 class Backend(Enum):
@@ -136,7 +137,7 @@ def torch_op(
     save: Callable[..., None] | None = None,
     backward: Callable[..., Any] | None = None,
     flops: Callable[..., int] | None = None,
-) -> Any:
+) -> CustomOpDef:
     """Register a torch operation `mmod::name`, which graphs hold as one node.
 
     Args:
@@ -161,7 +162,9 @@ def torch_op(
     return made
 
 
-def kernel_op(path: str, schema: str, fake: Callable[..., Any], *gradient: Callable[..., Any], **options: Any) -> Any:
+def kernel_op(
+    path: str, schema: str, fake: Callable[..., Any], *gradient: Callable[..., Any], **options: Any
+) -> CustomOpDef:
     """Register a torch operation that launches a kernel; other arguments are those of `torch_op`.
 
     Args:
