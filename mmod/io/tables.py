@@ -1,9 +1,14 @@
-"""Tables in Markdown, for files, terminals and notebooks."""
+"""Tables in Markdown, for files, terminals and notebooks, and in CSV."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from mmod.io.files import write_atomically
 
 Column = tuple[str, str]
 """Title and format of a column. `±` before the format adds the value named `NAME_std`."""
@@ -46,6 +51,18 @@ def _cell(row: Mapping[str, Any], name: str, form: str) -> str:
     text = format(value, number)
     std = row.get(f"{name}_std") if form.startswith("±") else None
     return text if std is None else f"{text} ± {std:{number}}"
+
+
+def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
+    """Write rows, which may lack columns, atomically."""
+    columns: dict[str, None] = {}
+    for row in rows:
+        columns.update(dict.fromkeys(row))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(columns), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    write_atomically(path, text.getvalue())
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 from mmod.analysis.style import inline_svg
 from mmod.io.claim import claim_folder
 from mmod.io.files import write_atomically
-from mmod.io.tables import Table
+from mmod.io.tables import Table, write_csv
 from mmod.report.charts import HEADER, Chart, audit_charts, health_chart, rows_over_runs
 from mmod.report.sources import PAGE, AuditRecord, RunRecord, StudyRecord, read_sources
-from mmod.training.engine.logging import write_csv
 
 # Nothing is fetched and no script runs, whatever names and tables contain.
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 from mmod.analysis.statistics import BySeed, Estimate, difference, published
 from mmod.analysis.style import save_figure, svg_of
 from mmod.io.files import write_atomically
-from mmod.io.tables import Column
-from mmod.training.engine.logging import write_csv
+from mmod.io.tables import Column, write_csv
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from mmod import Routing, is_routed, routed_blocks
 from mmod.analysis.audit.replace import free_tokens, only_free
 from mmod.config import RoutingConfig, Threshold
+from mmod.io.tables import write_csv
 from mmod.routing import Router, TokenGroups
-from mmod.training.engine.logging import write_csv
 
 Row = dict[str, Any]
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 import os
 import sys
 import time
@@ -16,7 +14,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mmod.io.files import write_atomically
 from mmod.training.engine.distributed import sum_over_processes
 
 
@@ -82,16 +79,6 @@ class TensorBoard:
         """Flush and close the files."""
         if self._writer is not None:
             self._writer.close()
-
-
-def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:
-    """Write rows, which may lack columns, atomically."""
-    columns = list(dict.fromkeys(name for row in rows for name in row))
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(path, text.getvalue())
 
 
 Item = TypeVar("Item")

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.io.files import replacing
 from mmod.io.progress import progress_bar
+from mmod.io.tables import write_csv
 from mmod.training.engine.checkpoint import (
     Checkpoint,
     list_checkpoints,
@@ -42,7 +43,7 @@ from mmod.training.engine.distributed import (
 )
 from mmod.training.engine.estimate import RunEstimate, estimate
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
-from mmod.training.engine.logging import Meters, TensorBoard, Usage, write_csv
+from mmod.training.engine.logging import Meters, TensorBoard, Usage
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
 from mmod.training.engine.recipe import InLoop, LoopParts, Streams, Tick, seed_draws, steps_of_epoch
