@@ -52,6 +52,7 @@ class ActivationMemory(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _follow(self, storage: torch.UntypedStorage) -> None:
+        # Of the storage object: on the meta device there is no data that could have an address.
         address = storage._cdata
         if address in self._addresses:
             return

@@ -151,6 +151,7 @@ class _Counter:
             """Count attention of some queries to some keys, and the MLP of some rows."""
             projections = queries * (in_attention - keys_and_values) + keys * keys_and_values
             in_mlp = rows * (sum(sizes.values()) - in_attention)
+            # Each pair takes part in two products: that of query and key, and that of probability and value.
             return self.cost.weights * (projections + in_mlp) + 2 * self.cost.pairs * queries * keys * width
 
         queries = tokens if operator == "mlp" else kept
@@ -186,7 +187,7 @@ class _Counter:
         dim = self.stack.dim
         per_token = self._deciding(block.router)
         if score.tied:
-            # The weight lies in the first routed layer, whose router alone has it as a parameter.
+            # The weight that all layers share lies in the model, and is no parameter of the router.
             per_token += self.cost.weights * dim
         flops = self.tokens * per_token
         # A score that blocks share is computed by the first of them, and carries no gradient.

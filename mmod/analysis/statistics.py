@@ -225,6 +225,7 @@ class RunningMean:
 
     def add(self, value_B: Tensor) -> RunningMean:
         """Add the figures of a batch (B,), without those that are not finite, and return itself."""
+        # A figure over nothing, such as a share of no tokens, is NaN and does not count.
         value_B = value_B[value_B.isfinite()].double()
         count, total, squares = self.sums
         self.sums = count + len(value_B), total + float(value_B.sum()), squares + float(value_B.square().sum())

@@ -339,7 +339,10 @@ class RoutingConfig:
 
 
 def _shared_value(values: tuple[str, ...]) -> str | tuple[str, ...]:
-    """Return the value of all blocks, or the values if blocks differ."""
+    """Return the value of all blocks, or the values if blocks differ.
+
+    Blocks that share one value may hand on the tokens that they keep.
+    """
     return values[0] if len(set(values)) == 1 else values
 
 

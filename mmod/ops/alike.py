@@ -78,6 +78,7 @@ def _constant(make: Callable[..., Constant]) -> Callable[..., Constant]:
 @_constant
 def _signs(channels: int) -> Tensor:
     """Return a pseudo-random sign for each channel, from the upper bits of a multiplicative hash."""
+    # Knuth's multiplier, 2**32 over the golden ratio; the kernel computes the same signs.
     place_D = torch.arange(channels, device="cpu")
     return 1.0 - 2.0 * (((place_D + 1) * 2654435761 >> 19) & 1).float()
 
@@ -183,6 +184,7 @@ def _nearest_of_others(unit_BNE: Tensor, row_BK: Tensor, prefix: int) -> Tensor:
     images, tokens, channels = unit_BNE.shape
     slots = row_BK.shape[1]
     slot_BN = row_BK.new_full((images, tokens), -1).scatter_(1, row_BK, torch.arange(slots).expand(images, -1))
+    # All images keep equally many rows, so the remaining ones fill a rectangle.
     other_T = (slot_BN.flatten() < 0).nonzero().squeeze(1)
     other_BRE = unit_BNE.flatten(0, 1).index_select(0, other_T).view(images, tokens - slots, channels)
     kept_BEK = take_rows(unit_BNE, row_BK[:, prefix:]).transpose(1, 2)

@@ -75,6 +75,7 @@ def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None = None) -> T
             count_B1 = valid_BN.sum(dim=1, keepdim=True).clamp(min=1)
         mean_BD = x_BND.sum(dim=1) / count_B1
         square_B1 = x_BND.square().sum(dim=(1, 2)).unsqueeze(1) / (count_B1 * channels)
+        # The standard deviation of a mean over the tokens; the bound keeps the logarithm of zeros finite.
         deviation_B1 = (square_B1 / count_B1).clamp(min=1e-30).sqrt()
         step_B1 = torch.exp2(torch.floor(torch.log2(deviation_B1)) - 2)
         coarse_BD = (mean_BD / step_B1).round().to(torch.int64)
@@ -82,4 +83,5 @@ def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None = None) -> T
         # Steps fit in 31 bits, so that no product overflows.
         key_B1 = mix(((coarse_BD & 0x7FFFFFFF) * multiplier_D & 0xFFFFFFFF).sum(dim=1, keepdim=True) + salt)
         bits_BN = mix(key_B1 + torch.arange(tokens, device=x_BND.device))
+        # 24 bits are all that fp32 holds exactly.
         return (bits_BN & 0xFFFFFF).float() / 2.0**24

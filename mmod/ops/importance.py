@@ -182,6 +182,7 @@ def _column_sums(attention: Tensor, views: Views | None) -> Tensor:
     """Return what the keys of a map (B, H, queries, keys) receive, per viewer where counts are passed."""
     if views is None:
         return attention.sum(dim=(1, 2))
+    # The product weighs rows by the keys that they see and adds them up at once, without a weighted copy of the map.
     received = views.keys_BHN.to(attention.dtype).unsqueeze(-2) @ attention
     return (received.squeeze(-2) / views.viewers_BHN).sum(dim=1)
 
@@ -305,7 +306,8 @@ def _with_kernels(
     lse_BHN = lse_BHN.detach()
     views = count_views(mask, is_causal, tokens, valid_BN, q_BHNE.device) if per_viewer else None
     if views is not None:
-        # A probability is exp(score - log-sum-exp): subtracting log(w) from log-sum-exp weighs the row by w.
+        # A probability is exp(score - log-sum-exp): subtracting log(w) from log-sum-exp weighs the row by w. Torch's
+        # kernel pads the rows.
         lse_BHN = lse_BHN[..., :tokens] - views.keys_BHN.log()
     total_BN = column_sums(q_BHNE, k_BHNE, lse_BHN, valid_BN, visible_BN, is_causal, scale)
     if views is not None:

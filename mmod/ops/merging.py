@@ -87,6 +87,7 @@ def _size_by_kernel(
 
 def _empty_sizes(slot: Tensor, slots: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     size = slot.new_empty(slot.shape[0], slots, dtype=torch.float32)
+    # Rows of the bias start at multiples of eight elements; fused attention would copy others.
     return size, slot.new_empty(slot.shape[0], 1, 1, -(-slots // 8) * 8, dtype=dtype)
 
 

@@ -59,6 +59,7 @@ def pack_rows(index_BK: Tensor, valid_BK: Tensor, total: int, tokens: int) -> Pa
         >>> packing.row_T.tolist(), packing.cu_seqlens.tolist()
         ([0, 2, 5], [0, 2, 3])
     """
+    # `nonzero` would wait for the device to know how many there are.
     slot_T = torch.nonzero_static(valid_BK.flatten(), size=total).squeeze(1)
     first_B1 = torch.arange(index_BK.shape[0], device=index_BK.device).unsqueeze(1) * tokens
     cu_seqlens = F.pad(valid_BK.sum(dim=1).cumsum(0, dtype=torch.int32), (1, 0))
@@ -127,6 +128,7 @@ class attend_within(AttentionIntercept):
     def _draw(self, shares: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if shares.shape != (1, 1, 1):
             return shares.bernoulli_(*args, **kwargs)
+        # One number per image, which each of its rows gets.
         images = self.packing.cu_seqlens.shape[0] - 1
         drawn_B = shares.new_empty(images).bernoulli_(*args, **kwargs)
         return drawn_B[image_of_rows(self.packing.row_T, self.packing.cu_seqlens)].view(1, -1, 1)

@@ -108,6 +108,7 @@ def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
 def _save_for_merge(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     _x, index, z, y, gate, valid, inverse = inputs
     ctx.dtype = y.dtype
+    # Without a gate the gradient of y is that of its rows, whatever y was.
     ctx.save_for_backward(index, z, None if gate is None else y, gate, valid, inverse)
 
 

@@ -273,6 +273,7 @@ def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) 
     """Return the prefix and the `count - prefix` best other tokens, best first (B, count)."""
     rank_BN = -score_BN.detach()
     if protect_BN is not None:
+        # Only what is always kept ranks at minus infinity: before scores that are infinite.
         rank_BN = rank_BN.clamp(min=torch.finfo(rank_BN.dtype).min).masked_fill(protect_BN, -torch.inf)
     elif prefix:
         rank_BN.narrow(1, 0, prefix).fill_(-torch.inf)
@@ -290,5 +291,6 @@ def ascending_valid(index_BK: Tensor, count_B: Tensor, tokens: int) -> tuple[Ten
     `tokens` is above every index.
     """
     valid_BK = torch.arange(index_BK.shape[1], device=index_BK.device) < count_B.unsqueeze(1)
+    # Empty slots are raised above all valid ones for the sort, and lowered again.
     index_BK = torch.sort(torch.where(valid_BK, index_BK, index_BK + tokens), dim=1).values
     return torch.where(valid_BK, index_BK, index_BK - tokens), valid_BK

@@ -44,7 +44,10 @@ def count_views(
         return None
     counted = torch.ones(1, 1, tokens, dtype=torch.bool, device=device) if valid_BN is None else valid_BN[:, None]
     if pairs is not None:
-        return _views_of_pairs(is_visible(pairs), counted)
+        visible_pairs = is_visible(pairs)[(None,) * (4 - pairs.ndim)]
+        viewers = (visible_pairs & counted.unsqueeze(-1)).sum(dim=-2)
+        return Views(visible_pairs.sum(dim=-1), viewers.clamp(min=1))
+    # Causal: a query sees the keys up to its own, and a key is seen by its own query and all later ones.
     visible_pairs = torch.ones(1, 1, tokens, dtype=torch.bool, device=device)
     if mask is not None:
         # A mask of keys alone (B, 1, 1, N).
@@ -59,9 +62,3 @@ def is_visible(mask: Tensor) -> Tensor:
         mask: True where a pair may attend, or a bias to add; half of the dtype's lowest value and less masks.
     """
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
-
-
-def _views_of_pairs(visible_pairs: Tensor, counted_B1N: Tensor) -> Views:
-    visible_pairs = visible_pairs[(None,) * (4 - visible_pairs.ndim)]
-    viewers = (visible_pairs & counted_B1N.unsqueeze(-1)).sum(dim=-2)
-    return Views(visible_pairs.sum(dim=-1), viewers.clamp(min=1))

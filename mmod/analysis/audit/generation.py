@@ -145,6 +145,7 @@ def _figures(model: Any, tokens_BN: Tensor, window: int) -> dict[str, Tensor]:
         assert valid_BK is None
         best_BWL = torch.zeros_like(all_BN).scatter(1, index_BK, True).unflatten(1, (-1, window)).double()
         keep_BWL = routing.keep_BN.unflatten(1, (-1, window)).double()
+        # Agreement by chance: both keep a token, or neither does, where they decide independently at their rates.
         kept_BW = keep_BWL.mean(2)
         best_BW = best_BWL.mean(2)
         agreement_BW = (keep_BWL == best_BWL).double().mean(2)

@@ -90,6 +90,7 @@ def keep_best(
     level_BN = rank_BN.double().nan_to_num(nan=least, neginf=least)
     places = torch.arange(kept_BN.shape[1], device=kept_BN.device).expand(kept_BN.shape)
     keep_BN = kept_BN & ~free_BN
+    # Group 0 holds what may not be skipped.
     for group in range(1, int(group_BN.max()) + 1):
         among_BN = group_BN == group
         open_BN = among_BN if left_BN is None else among_BN & left_BN

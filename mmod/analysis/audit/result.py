@@ -206,6 +206,7 @@ def compare(counts: Counts, choices: Mapping[str, Choice], config: AuditConfig, 
     is_clear = gap.low > 0 and uncorrected[tested.index(random)] < _LEVEL
     explained = None
     if best is not None and is_clear:
+        # Resamples in which the router is no better than random have no share to explain.
         above_random = drawn[:, 0] - drawn[:, random]
         share = (drawn[:, best] - drawn[:, random])[above_random > 0] / above_random[above_random > 0]
         explained = estimate_of((mean_C[best] - mean_C[random]) / gap.value, share)

@@ -153,6 +153,7 @@ class Variants:
         if name not in self.routed or name.path == "removed" or name in self._joining:
             return self.images(count)
         if name.select == "threshold":
+            # Thresholds are set on the very images that are timed, so that both paths keep equally many tokens.
             images = self.images(count)
             match_topk_(model, images, static)
             return images

@@ -133,7 +133,8 @@ class _Call:
 
     def _call(self) -> tuple[Tensor, ...]:
         with torch.set_grad_enabled(bool(self.learned)):
-            results = _as_tuple(self.function(**self.inputs))
+            result = self.function(**self.inputs)
+            results = (result,) if isinstance(result, Tensor) else result
             if not self.learned:
                 return results
             outputs = [result for result in results if result.requires_grad]
@@ -149,10 +150,6 @@ class _Call:
             drawn = torch.randint(-96, 97, shape, generator=generator, device=result.device) / 32
             self.upstream[shape] = drawn.to(result.dtype)
         return self.upstream[shape]
-
-
-def _as_tuple(result: Result) -> tuple[Tensor, ...]:
-    return (result,) if isinstance(result, Tensor) else result
 
 
 def _calls(

@@ -237,6 +237,7 @@ def query_gradient_kernel(  # type: ignore[no-untyped-def]
     k += head // group * k_head
     v += head // group * v_head
     norm = tl.load(lse + head * queries + row_m, mask=inside_m, other=float("inf"))
+    # A row that sees no key has no shares: all of them become exp2(-inf), which is 0.
     norm = tl.where(norm == -float("inf"), float("inf"), norm)
     inner = tl.sum(x_out.to(tl.float32) * x_grad.to(tl.float32), 1)
     tl.store(delta + head * queries + row_m, inner, mask=inside_m)

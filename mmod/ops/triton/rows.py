@@ -397,6 +397,7 @@ def gather_norm(
     out, normed, mean, scale = results
     images, slots, channels = out.shape
     if not centred:
+        # The kernel writes no means then, and uninitialized memory must not leave an operation.
         mean.zero_()
     rows = images * slots
     span = triton.next_power_of_2(channels)
