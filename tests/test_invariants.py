@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import mmod
 from mmod import RoutingConfig
-from mmod.benchmarks.oracle import reference_forward
+from tests.kit.oracle import reference_forward
 from tests.zoo import ZOO, make_images, make_model
 
 DENSE_FUNCTIONS = [

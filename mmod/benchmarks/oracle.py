@@ -91,7 +91,7 @@ def check_dense(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> No
 
 @torch.no_grad()
 def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -> None:
-    """Check a routed model against a loop over single images and tokens, see `reference_forward`.
+    """Check a routed model against a loop over single images and tokens, see `ImageLoop`.
 
     The loop takes the model's decisions, then scores and outputs are compared; the tolerance is a share of the
     largest value. Every decision is compared with that of Python's sort, or the threshold, on the model's scores:
@@ -99,7 +99,7 @@ def check_reference(model: nn.Module, images: Tensor, tolerance: float = 1e-5) -
     """
     with trace(model) as decisions:
         output = model(images)
-    loop = _Loop(model)
+    loop = ImageLoop(model)
     blocks = routed_blocks(model)
     for image in range(images.shape[0]):
         decided = {name: _kept(routing, image) for name, routing in decisions.items()}
@@ -119,22 +119,6 @@ def _kept(routing: Routing, image: int) -> list[int]:
     if routing.kept.valid_BK is not None:
         index_K = index_K[routing.kept.valid_BK[image]]
     return index_K.tolist()
-
-
-def reference_forward(model: nn.Module, images: Tensor) -> Tensor:
-    """Run a routed timm model by its definition: one image at a time, selection by Python's sort, row by row.
-
-    Blocks run by their host class on the image's kept tokens, importance comes from full attention maps, and the model
-    itself runs everything between the blocks. Gradients reach the model's parameters.
-
-    Example:
-        >>> import timm, mmod
-        >>> model, images = mmod.route_(timm.create_model("test_vit").eval()), torch.randn(2, 3, 160, 160)
-        >>> bool(torch.allclose(reference_forward(model, images), model(images), atol=1e-4))
-        True
-    """
-    loop = _Loop(model)
-    return torch.cat([loop.run(image)[0] for image in images.split(1)])
 
 
 def kept_of(score: Sequence[float], count: int, prefix: int) -> list[int]:
@@ -162,8 +146,12 @@ _GATES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
 }
 
 
-class _Loop:
-    """A copy of a routed model, on the same weights, that runs one image by the definition."""
+class ImageLoop:
+    """A copy of a routed timm model, on the same weights, that runs one image at a time by the definition.
+
+    Selection is by Python's sort. Blocks run by their host class on the image's kept tokens, row by row; importance
+    comes from full attention maps; the model itself runs everything between the blocks.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self.model = sharing_copy(model)
