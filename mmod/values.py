@@ -278,12 +278,14 @@ def _fault_within(value: object, hint: Any, limit: Limit | None) -> type[Excepti
     """Return the type of the error for a sequence or mapping or its first invalid item; None for a valid one."""
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
-    if not isinstance(value, (list, tuple) if origin in (list, tuple) else Mapping):
-        return TypeError
     pairs: list[tuple[object, Any]] = []
-    if isinstance(value, Mapping):
+    if origin not in (list, tuple):
+        if not isinstance(value, Mapping):
+            return TypeError
         for key, item in value.items():
             pairs += [(key, arguments[0]), (item, arguments[1])]
+    elif not isinstance(value, (list, tuple)):
+        return TypeError
     elif origin is tuple and arguments[-1] is not Ellipsis:
         if len(value) != len(arguments):
             return ValueError
