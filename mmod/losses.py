@@ -142,6 +142,7 @@ def _block_loss(name: str, block: RoutedBlock) -> Tensor:
             f"the scores of {name} carry no gradient: the forward pass ran under no_grad or with reentrant gradient "
             "checkpointing (pass use_reentrant=False), or the router is frozen"
         )
+    # Its graph is gone after a backward pass, so a loss is collected once.
     block.record.fresh = False
     weights = block.router.config.losses
     return torch.stack([weight * LOSSES[loss](routing, block.router) for loss, weight in weights.items()]).sum()

@@ -53,6 +53,7 @@ def full_pass(model: Model) -> Model:
         torch.Size([1, 11])
     """
     configs = {part: _all_kept(config) for part, config in routing_configs(model).items()}
+    # A deep copy takes from this mapping what it shall not copy.
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     full = route_(unroute_(copy.deepcopy(model, shared)), **configs)
     # It has no predictor of the kept mask, so loading is not strict.

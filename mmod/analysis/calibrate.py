@@ -24,6 +24,7 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
     """
     for name, block in routed_blocks(model).items():
         router = block.router
+        # A limit of an earlier calibration would hide scores that reach the threshold.
         router.config = router.config.replace(select={"max_tokens": None})
         with trace(model) as decisions:
             model(images)

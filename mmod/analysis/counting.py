@@ -115,6 +115,7 @@ def _is_new(result: Any, arguments: Sequence[Any]) -> bool:
 def count_pass(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mapping[str, Tensor]) -> PassCounts:
     """Run a model in inference and with gradients, and count what it computes and holds."""
     tokens: dict[str, int] = {}
+    # The hooks stay: the model is a copy without data, for this count alone.
     for name, block in blocks.items():
         block.register_forward_pre_hook(lambda _, args, name=name: tokens.update({name: args[0].shape[1]}))
     # Models of images alone name their argument as they like.

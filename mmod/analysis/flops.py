@@ -78,6 +78,7 @@ def flops(
     try:
         dense_count = count(dense)
     except AssertionError as error:
+        # As timm's models refuse the size of an image.
         shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in inputs.items())
         raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
     routed_count = dense_count if dense is routed else count(routed)

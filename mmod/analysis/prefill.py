@@ -116,6 +116,7 @@ class _Counter:
     def count(self) -> PrefillFlops:
         """Return the FLOPs of all layers, and of the logits of one token."""
         rows = tuple(map(self._row, self.stack.names, self.stack.blocks))
+        # All causal language models of transformers name their output layer so.
         heads = [module for name, module in self.model.named_modules() if name.rpartition(".")[2] == "lm_head"]
         head = sum(self.cost.weights * self.stack.dim * int(module.out_features) for module in heads)
         block = self.stack.blocks[0]
@@ -136,6 +137,7 @@ class _Counter:
         operator = "block"
         context = "kept"
         if isinstance(block, RoutedBlock):
+            # Tokens that may not be skipped are all kept.
             kept += self._kept(name, block) - sum(self.free)
             router = self._router_flops(block)
             operator = str(block.router.config.operator)

@@ -36,6 +36,7 @@ class Registry(Generic[Entry]):
             raise TypeError(f"mmod.{self._register} decorates a class or a function, got {brief(source)}")
         place = f"{source.__module__}.{source.__qualname__}"
         if not place.startswith("mmod."):
+            # Names of this package come first, so that another one finds them taken.
             importlib.import_module(self._home)
         taken = self._places.setdefault(name, place)
         if taken != place:
@@ -48,6 +49,7 @@ class Registry(Generic[Entry]):
 
     def check(self, name: str) -> None:
         """Raise a ValueError unless `name` is registered."""
+        # Iterating imports the entries of this package, which a name that is known already can do without.
         if not isinstance(name, str) or (name not in self._entries and name not in list(self)):
             valid = ", ".join(map(repr, sorted(self)))
             raise ValueError(

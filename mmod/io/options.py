@@ -16,6 +16,7 @@ from mmod.values import fits, required_fields
 
 def split_options(words: Iterable[str]) -> Iterator[tuple[str, str]]:
     """Yield key and value of the options `--key value` and `--key=value`."""
+    # An iterator, from which an option takes the word after it.
     remaining = iter(words)
     for word in remaining:
         if not word.startswith("--"):

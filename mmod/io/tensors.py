@@ -28,6 +28,7 @@ def unshared(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     addresses: set[int] = set()
     for name, value in state.items():
         local: Tensor = value.to_local() if hasattr(value, "to_local") else value
+        # Views of one storage share memory even where their own addresses differ.
         address = local.untyped_storage().data_ptr()
         alone[name] = value.clone() if address in addresses else value
         addresses.add(address)

@@ -99,6 +99,7 @@ class capture_importance(AttentionIntercept):
         return _row(q_BHNE, place_B), visible
 
     def _add(self, importance_BN: Tensor) -> None:
+        # A running mean: a block may attend several times.
         self.calls += 1
         if self.importance_BN is None:
             self.importance_BN = importance_BN

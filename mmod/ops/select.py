@@ -222,11 +222,13 @@ def select_threshold(
     elif exporting():
         raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
     else:
+        # The host waits for the device here, and only here.
         counts = count_B.tolist()
         slots = slots_for(counts)
         total = sum(counts)
     index_BK, valid_BK = ascending_valid(_best(level_BN, slots, prefix, protect_BN), count_B, tokens)
     if total == valid_BK.numel():
+        # Every slot is filled, so blocks need neither a mask nor packed rows.
         return index_BK, None, total
     return index_BK, valid_BK, total
 

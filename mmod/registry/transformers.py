@@ -64,10 +64,12 @@ def open_routed_folders() -> None:
         return
     signature = inspect.signature(plain)
 
+    # The name of the module stays this one, by which a second call knows the function.
     @functools.wraps(plain, assigned=("__name__", "__qualname__", "__doc__", "__annotations__"))
     def from_pretrained(cls: Any, *args: Any, **options: Any) -> Any:
         arguments = signature.bind_partial(cls, *args, **options).arguments
         folder: Any = arguments.get("pretrained_model_name_or_path")
+        # The class that loads a routed folder comes here again to read the weights.
         if "routes_itself" in vars(cls) or not _describes_routing(folder, arguments.get("config"), options):
             return plain(cls, *args, **options)
         others = {name: value for name, value in options.items() if name != "pretrained_model_name_or_path"}

@@ -67,6 +67,7 @@ class KindCounts:
             self.counts_G2K = torch.nn.functional.pad(self.counts_G2K, (0, kinds - known))
         kinds = self.counts_G2K.shape[2]
         group_B1 = torch.tensor([image % _GROUPS for image in images], device=kind_BN.device).unsqueeze(1)
+        # One histogram over all pairs of group and kind.
         place_BN = group_B1 * kinds + kind_BN
         counts = []
         for counted_BN in (keep_BN & free_BN, free_BN):

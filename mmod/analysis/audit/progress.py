@@ -84,6 +84,7 @@ class Progress:
         with progress_bar(desc=step, total=total, initial=first, shown=shown) as bar:
             for number, batch in enumerate(batches, 1):
                 check = 0 if self.journal.path is None else _check_of(batch, check)
+                # The last batch that was done carries the checksum of all before it.
                 is_same = number != first or check == self._checks[step]
                 self.journal.check(is_same, f"its first {first} batches of {step!r} are others")
                 if number <= first:

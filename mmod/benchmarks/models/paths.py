@@ -139,6 +139,7 @@ def _free(block: RoutedBlock, following: nn.Module | None, left: list[Tensor]) -
 
 def sharing_copy(model: nn.Module) -> nn.Module:
     """Return a deep copy of a model that shares its parameters and buffers."""
+    # A deep copy takes from this mapping what it shall not copy.
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, shared)
 

@@ -169,6 +169,7 @@ def _calls(
             calls[backend] = call
     calls |= {name: _Call(baseline, case.inputs, learns) for name, baseline in case.baselines.items()}
     if config.compiled:
+        # Kernels of ours stay out: torch's operations are what the compiler is compared with.
         compiled = torch.compile(case.op, dynamic=False)
         calls[COMPILED.format("torch")] = _Call(compiled, case.inputs, learns, "torch", choice)
         for name, baseline in case.baselines.items():
