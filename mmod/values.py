@@ -101,7 +101,7 @@ class Checked:
     Example:
         >>> @dataclasses.dataclass
         ... class Average(Checked, group="ema"):
-        ...     decay: Annotated[float, "[0, 1)"] = 0.9
+        ...     decay: typing.Annotated[float, "[0, 1)"] = 0.9
         >>> Average(decay=2)
         Traceback (most recent call last):
         ValueError: ema.decay must be a number in [0, 1), got 2
