@@ -203,7 +203,7 @@ def read_images(
 
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no folder of images at {folder!r}")
-    source = TimmSource("folder", folder, "", train_split="")
+    source = TimmSource("folder", folder, "", train_split="", labelled=False)
     report = CorruptReport(on_corrupt)  # type: ignore[arg-type]
     places = np.arange(min(number, len(source))) * max(1.0, len(source) / number)
     images, labels, faults = ImageReader(source, "RGB", transform).read(places.astype(int), None)

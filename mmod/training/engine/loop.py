@@ -21,6 +21,7 @@ from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
 
 from mmod.data.corrupt import CorruptReport, Fault
+from mmod.data.labels import Classes
 from mmod.io.files import replacing
 from mmod.io.progress import progress_bar
 from mmod.training.engine.checkpoint import (
@@ -46,7 +47,15 @@ from mmod.training.engine.logging import Meters, TensorBoard, Usage, write_csv
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
 from mmod.training.engine.recipe import InLoop, LoopParts, Streams, Tick, seed_draws, steps_of_epoch
-from mmod.training.engine.run_folder import FitResult, Result, read_fit, run_once, write_result
+from mmod.training.engine.run_folder import (
+    FitResult,
+    Result,
+    check_recorded,
+    read_fit,
+    record_classes,
+    run_once,
+    write_result,
+)
 from mmod.training.engine.task import Batch, Task, all_finite, autocast, find_nonfinite
 
 
@@ -100,6 +109,10 @@ class _Trainer(Generic[Result]):
         self.model, teacher = recipe.create_models()
         train, test = streams or recipe.create_streams(process, self.model)
         self.train_stream, self.test_stream = train, test
+        # Streams of a caller may name no classes.
+        self.classes: Classes | None = getattr(train, "classes", None)
+        if self.classes is not None:
+            check_recorded(self.folder, self.classes.numbers)
         sharded = config.distributed.sharded
         if not sharded:
             # Blocks with shards are moved one by one: together they may not fit.
@@ -185,6 +198,8 @@ class _Trainer(Generic[Result]):
                 if self.step == first and self.process.is_first:
                     # A start that fails before its first step leaves the folder free.
                     self.claim()
+                    if self.classes is not None:
+                        record_classes(self.folder, self.classes.numbers)
                 if logged:
                     self._log(bar)
                 if config.checkpoint_every and self.step % config.checkpoint_every == 0:

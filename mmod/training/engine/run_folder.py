@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
+from mmod.data.labels import CLASSES, read_classes
 from mmod.io.claim import check_same, read_claim
 from mmod.io.files import DamagedFileError, locked, parse_json, write_atomically
 from mmod.io.tensors import check_complete
@@ -155,6 +156,24 @@ def read_fit(folder: Path, kind: type[Any]) -> FitResult[Any] | None:
             f"{str(path)!r} is no result of a finished run ({type(error).__name__}: {error}); remove it to finish the "
             "run again"
         ) from error
+
+
+def record_classes(folder: Path, numbers: Mapping[str, int]) -> None:
+    """Write the number of each class by its name into a run folder, unless an earlier start of the run has."""
+    if not (folder / CLASSES).exists():
+        write_atomically(folder / CLASSES, json.dumps(dict(numbers), indent=1) + "\n")
+
+
+def check_recorded(folder: Path, numbers: Mapping[str, int]) -> None:
+    """Raise a ValueError if a run folder records other classes than those of the training data."""
+    path = folder / CLASSES
+    if path.exists() and read_classes(path) != dict(numbers):
+        before, now = set(read_classes(path)), set(numbers)
+        raise ValueError(
+            f"{str(path)!r} records other classes than the training data has now (gone: "
+            f"{', '.join(sorted(before - now)) or 'none'}; new: {', '.join(sorted(now - before)) or 'none'}): restore "
+            "the data, or choose another output"
+        )
 
 
 def write_result(folder: str | Path, result: Any) -> None:

@@ -295,6 +295,11 @@ class TrainConfig(engine.LoopConfig):
         return dataclasses.replace(self, model=model, data=dataclasses.replace(self.data, image_size=side))
 
     @property
+    def has_classes(self) -> bool:
+        """Whether the classifier is that of the starting weights."""
+        return self.model.has_weights and self.data.label_patch is None
+
+    @property
     def image_routing(self) -> RoutingConfig | None:
         """The routing of the model; None for a dense model."""
         return self.routings.get("image")
