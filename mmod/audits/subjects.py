@@ -216,7 +216,9 @@ class _Chat(Subject):
 
         def make() -> Iterator[LabelledBatch]:
             for start in range(0, len(order), size):
-                asked = [talks[int(index)] for index in order[start : start + size]]
+                asked = talks.read(order[start : start + size])
+                if not asked:
+                    continue
                 batch, kinds = collate(asked), [talk.question_type for talk in asked]
                 roles = _roles(batch, collate.processor) if is_language_routed else {}
                 if roles:

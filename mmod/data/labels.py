@@ -151,8 +151,9 @@ def class_number(value: Any, names: Mapping[str, int] | None = None) -> int:
     """
     if isinstance(value, str) and names is not None and value in names:
         return names[value]
-    if isinstance(value, numbers.Real) and float(value).is_integer() and value >= 0:
-        return int(value)
+    number = float(value) if isinstance(value, numbers.Real) else -1.0
+    if number >= 0 and number.is_integer():
+        return int(number)
     if isinstance(value, str) and names is not None:
         raise ValueError(f"{brief(value)} is not the name of a class; known are {_some(list(names))}")
     reason = ", which marks samples without a label" if value == -1 else ""

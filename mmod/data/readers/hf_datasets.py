@@ -109,8 +109,8 @@ class ClassColumn:
             return Classes(self.model.numbers, given=True, is_plain=False), dict(self.model.numbers)
         if source.removeprefix(PREFIX).partition(":")[0] not in _BUILDERS:
             raise ValueError(
-                f"the column {column!r} of {source!r} holds texts such as {brief(label)}, and all of them must be known "
-                "to number them: list the classes in a file, data.classes"
+                f"the column {column!r} of {source!r} holds texts such as {brief(label)}, whose numbers need all texts: "
+                "list the classes in a file, data.classes"
             )
         own = Classes(rank_names(_texts(self.training, column)), None)
         classes = match_classes(own, own.numbers.keys(), self.model, source)
@@ -123,9 +123,7 @@ def _texts(source: str, column: str) -> frozenset[str]:
     options = {"columns": [column]} if source.startswith(f"{PREFIX}parquet:") else {}
     dataset = open_dataset(source, (column,), **options).select_columns([column])
     with _named_errors(source):
-        return frozenset(
-            text for batch in dataset.iter(_BUFFER) for text in batch[column] if isinstance(text, str)
-        )
+        return frozenset(text for batch in dataset.iter(_BUFFER) for text in batch[column] if isinstance(text, str))
 
 
 def _first_value(dataset: Any, source: str, column: str) -> Any:
@@ -137,7 +135,7 @@ def _first_value(dataset: Any, source: str, column: str) -> Any:
 
 def _wrong_column(value: Any, source: str, column: str, wanted: str) -> ValueError:
     return ValueError(
-        f"the column {column!r} of {source!r} holds values such as {brief(value)}, and needs {wanted}: name another column "
+        f"the column {column!r} of {source!r} holds values such as {brief(value)}, and needs {wanted}: name another one "
         "by data.columns"
     )
 

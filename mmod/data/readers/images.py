@@ -275,8 +275,7 @@ class MapSource:
 def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
     """Return the most frequent class of each patch of a square label map, row by row; the lowest in a tie.
 
-    Pixels of value `UNLABELLED` are not counted; a patch of such pixels only is `IGNORED`, and a map of such pixels only
-    a ValueError.
+    Pixels of value `UNLABELLED` are not counted; a patch of such pixels only is `IGNORED`. A ValueError if all are.
     """
     steps = len(labels_HH) // side
     patches = labels_HH.reshape(steps, side, steps, side).swapaxes(1, 2).reshape(steps**2, side**2)

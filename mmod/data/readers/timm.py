@@ -52,7 +52,7 @@ class TimmSource:
         self._owner = self._reader or self._dataset
         self._name = f"{name or 'folder'}:{folder or root}"
         raw = _raw_numbers(self._owner)
-        present = raw.keys()
+        present = set(raw)
         own = Classes(raw, len(raw)) if raw else None
         if folder is not None:
             if labelled and "" in raw:
@@ -67,8 +67,8 @@ class TimmSource:
         # Labels of the data set to those of `classes`; many names of one number are synonyms.
         numbers = {} if self.classes is None else self.classes.numbers
         self._numbers = {raw[label]: numbers[label] for label in present if label in numbers}
-        if self._reader is not None and not is_folder:
-            self._check_labels()
+        if hasattr(self._reader, "iter_targets"):
+            self._check_labels(self._reader)
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -116,11 +116,9 @@ class TimmSource:
             # The fault is counted when the sample is read.
             return -1
 
-    def _check_labels(self) -> None:
+    def _check_labels(self, reader: Any) -> None:
         """Refuse a column of labels of another kind."""
-        if not hasattr(self._reader, "iter_targets"):
-            return
-        label = next((label for label in self._reader.iter_targets() if label is not None), 0)
+        label = next((label for label in reader.iter_targets() if label is not None), 0)
         if isinstance(label, (str, list, tuple, dict)):
             raise ValueError(
                 f"the labels of {self._name} are such as {brief(label)}, and a class is a number: name the numbers of "

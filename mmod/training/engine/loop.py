@@ -39,6 +39,7 @@ from mmod.training.engine.distributed import (
     process_group,
     stop_signals,
     sum_over_processes,
+    together,
     wait_for_all,
 )
 from mmod.training.engine.estimate import RunEstimate, estimate
@@ -342,12 +343,8 @@ class _Trainer(Generic[Result]):
         self.usage.load_state_dict(training["usage"])
 
     def _reports(self) -> dict[str, CorruptReport]:
-        reports = {}
-        for name, stream in (("train", self.train_stream), ("val", self.test_stream)):
-            # Without duplicates: processes that read the same files meet the same faults.
-            faults = sorted({fault for part in gathered(list(stream.report.faults)) for fault in part})
-            reports[name] = CorruptReport(stream.report.on_corrupt, dict.fromkeys(faults))
-        return reports
+        streams = {"train": self.train_stream, "val": self.test_stream}
+        return {name: together(stream.report) for name, stream in streams.items()}
 
     def _finish(self, evaluation: Result, average: Result | None) -> FitResult[Result]:
         self.board.close()

@@ -229,7 +229,7 @@ def test_outputs_that_no_figure_can_be_made_of_are_refused(change: Any, error: t
         evaluate(model, Labels(torch.ones(4, 3, dtype=torch.int64), 2))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("label", [-1, -100, 5, 900])
+@pytest.mark.parametrize("label", [-1, -99, 5, 900])
 def test_labels_that_no_class_has_are_refused(label: int) -> None:
     model, targets = Table(torch.randn(4, 3, 5)), torch.ones(4, 3, dtype=torch.int64)
     # As with a model that does not say how many classes it knows.
