@@ -109,7 +109,7 @@ class ClassColumn:
             return Classes(self.model.numbers, given=True, is_plain=False), dict(self.model.numbers)
         if source.removeprefix(PREFIX).partition(":")[0] not in _BUILDERS:
             raise ValueError(
-                f"the column {column!r} of {source!r} holds texts such as {brief(label)}, whose numbers need all texts: "
+                f"the column {column!r} of {source!r} holds texts such as {brief(label)}, whose numbers need all: "
                 "list the classes in a file, data.classes"
             )
         own = Classes(rank_names(_texts(self.training, column)), None)
@@ -135,8 +135,8 @@ def _first_value(dataset: Any, source: str, column: str) -> Any:
 
 def _wrong_column(value: Any, source: str, column: str, wanted: str) -> ValueError:
     return ValueError(
-        f"the column {column!r} of {source!r} holds values such as {brief(value)}, and needs {wanted}: name another one "
-        "by data.columns"
+        f"the column {column!r} of {source!r} holds values such as {brief(value)}, and needs {wanted}: name another "
+        "column by data.columns"
     )
 
 

@@ -216,6 +216,23 @@ class RunConfig:
         """Keys that a resumed run may change, because they do not affect its result."""
         return frozenset({"kind", "output"})
 
+    @property
+    def length_keys(self) -> frozenset[str]:
+        """Keys of the length of a run, on which its schedule depends."""
+        return frozenset()
+
+    def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
+        """Return the config of a new run that trains the final model of a run folder on, with a schedule of its own.
+
+        Args:
+            folder: The folder of a run of this config.
+            length: Values of `length_keys`.
+
+        Raises:
+            ValueError: A run of this config cannot be continued so.
+        """
+        raise ValueError(f"a run of kind {self.kind!r} is not continued")
+
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as the run folder keeps them."""
         # Through JSON, because tuples become lists when the file is read again.
@@ -340,6 +357,29 @@ class LoopConfig(RunConfig):
             "checkpoint_every",
             "tensorboard",
         }
+
+    @property
+    def length_keys(self) -> frozenset[str]:
+        """Keys of the length of a run; see `RunConfig.length_keys`."""
+        return frozenset({"epochs"})
+
+    def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
+        """Return the config of a run that trains on; with the same teacher. See `RunConfig.continued`."""
+        teacher = self.teacher() or "none"
+        if teacher == "dense":
+            # That of the new run would be its own starting weights.
+            if self.model.checkpoint is None:
+                raise ValueError(
+                    "distill.teacher='dense' is a copy of published weights, which no later run starts from"
+                )
+            teacher = self.model.checkpoint
+        return dataclasses.replace(
+            self,
+            output=f"{folder}-more",
+            model=self.model.started_from(folder),
+            distill=dataclasses.replace(self.distill, teacher=teacher),
+            **length,
+        )
 
     def routing_parts(self) -> Mapping[str, Mapping[str, Any] | None]:
         """Return the fields of `routing` by part of the model."""
