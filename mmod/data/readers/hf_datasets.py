@@ -119,11 +119,13 @@ class ClassColumn:
 
 @functools.lru_cache(maxsize=8)
 def _texts(source: str, column: str) -> frozenset[str]:
-    """Return the distinct texts of a column."""
+    """Return the distinct texts of a column that are not empty."""
     options = {"columns": [column]} if source.startswith(f"{PREFIX}parquet:") else {}
     dataset = open_dataset(source, (column,), **options).select_columns([column])
     with _named_errors(source):
-        return frozenset(text for batch in dataset.iter(_BUFFER) for text in batch[column] if isinstance(text, str))
+        return frozenset(
+            text for batch in dataset.iter(_BUFFER) for text in batch[column] if text and isinstance(text, str)
+        )
 
 
 def _first_value(dataset: Any, source: str, column: str) -> Any:

@@ -189,7 +189,7 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
             described: dict[str, Any] = {"data_config": {"mean": mean, "std": std}}
             numbers = run_classes(self.config.output)
             if numbers is not None:
-                described["label_names"] = {str(number): name for name, number in numbers.items()}
+                described["model_config"] = {"label_names": {str(number): name for name, number in numbers.items()}}
             save_for_hf(model, str(folder), safe_serialization=True, **described)
 
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
