@@ -115,6 +115,8 @@ class TrainConfig(RunConfig):
     eval_batch_size: int = 32
     max_new_tokens: int = 16
 
+    length_keys = frozenset({"trainer.num_train_epochs", "trainer.max_steps"})
+
     def __post_init__(self) -> None:
         self.check(frozen=TOWERS, eval_batch_size="[1, inf)", max_new_tokens="[1, inf)")
         for group, ranges in _RANGES.items():
@@ -159,11 +161,6 @@ class TrainConfig(RunConfig):
     def free_keys(self) -> frozenset[str]:
         """Keys that a resumed run may change; see `RunConfig.free_keys`."""
         return super().free_keys | {"data.root", "eval_batch_size", *(f"trainer.{name}" for name in _FREE)}
-
-    @property
-    def length_keys(self) -> frozenset[str]:
-        """Keys of the length of a run; see `RunConfig.length_keys`."""
-        return frozenset({"trainer.num_train_epochs", "trainer.max_steps"})
 
     def continued(self, folder: str, length: Mapping[str, Any]) -> TrainConfig:
         """Return the config of a run that trains on; the final model has its methods. See `RunConfig.continued`."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from typing_extensions import Self
 
@@ -205,6 +205,9 @@ class RunConfig:
     routing: Any = None
     methods: list[dict[str, Any]] = field(default_factory=list)
 
+    length_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys of the length of a run, on which its schedule depends."""
+
     def check(self, **limits: Limit) -> None:
         """Raise unless every field has a valid value; see `mmod.values.check_fields`."""
         check_fields(self, "", seed="[0, inf)", **limits)
@@ -215,11 +218,6 @@ class RunConfig:
     def free_keys(self) -> frozenset[str]:
         """Keys that a resumed run may change, because they do not affect its result."""
         return frozenset({"kind", "output"})
-
-    @property
-    def length_keys(self) -> frozenset[str]:
-        """Keys of the length of a run, on which its schedule depends."""
-        return frozenset()
 
     def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
         """Return the config of a new run that trains the final model of a run folder on, with a schedule of its own.
@@ -309,6 +307,7 @@ class LoopConfig(RunConfig):
     log_every: int = 20
     tensorboard: bool = False
 
+    length_keys = frozenset({"epochs"})
     part = ""
     """The only part of a model, which `routing` is about; empty where it is a mapping of parts."""
 
@@ -357,11 +356,6 @@ class LoopConfig(RunConfig):
             "checkpoint_every",
             "tensorboard",
         }
-
-    @property
-    def length_keys(self) -> frozenset[str]:
-        """Keys of the length of a run; see `RunConfig.length_keys`."""
-        return frozenset({"epochs"})
 
     def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
         """Return the config of a run that trains on; with the same teacher. See `RunConfig.continued`."""
