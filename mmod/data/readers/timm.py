@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 from PIL import Image
 
 from mmod.data.config import FOLDERS, check_name
@@ -66,7 +67,13 @@ class TimmSource:
         self.classes = None if own is None else match_classes(own, present, model, folder or self._name)
         # Labels of the data set to those of `classes`; many names of one number are synonyms.
         numbers = {} if self.classes is None else self.classes.numbers
-        self._numbers = {raw[label]: numbers[label] for label in present if label in numbers}
+        self._numbers: dict[int, int] = {}
+        for label in present & numbers.keys():
+            if self._numbers.setdefault(raw[label], numbers[label]) != numbers[label]:
+                raise ValueError(
+                    f"{self._name}: the number {raw[label]} stands for several classes of the model, one of which is "
+                    f"{label!r}: leave class_map out, as classes are matched by name"
+                )
         if hasattr(self._reader, "iter_targets"):
             self._check_labels(self._reader)
 
@@ -100,7 +107,9 @@ class TimmSource:
         elif hasattr(self._owner, "iter_targets"):
             raw = list(self._owner.iter_targets())
         else:
-            raw = getattr(self._owner, "targets", None) or [entry[1] for entry in self._dataset]
+            targets = getattr(self._owner, "targets", None)
+            # Some sets of torchvision hold a tensor.
+            raw = [entry[1] for entry in self._dataset] if targets is None else np.asarray(targets).tolist()
         return [self._label(label) for label in raw]
 
     def _number(self, label: Any) -> int:

@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from mmod.data import DataConfig, image_stream
@@ -220,3 +221,22 @@ def test_labels_of_rows_are_classes_or_faults(monkeypatch):
     assert [source.read(index, "RGB")[1] for index in range(2)] == [0, 2]
     with pytest.raises(UnreadableSampleError, match="class 5 has no name among 2"):
         source.read(2, "RGB")
+
+
+def test_a_map_that_joins_classes_of_the_model_is_refused(root):
+    joined = {"class_map": {"a": 0, "b": 0, "c": 1}}
+    assert TimmSource("folder", str(root), "val", joined).labels() == [0, 0, 1]
+    apart = ModelClasses({"a": 0, "b": 1, "c": 2}, "the run")
+    with pytest.raises(ValueError, match=r"the number 0 stands for several classes of the model.*leave class_map out"):
+        TimmSource("folder", str(root), "val", joined, model=apart)
+    # A run that was trained with the map has its numbers.
+    assert (
+        TimmSource("folder", str(root), "val", joined, model=ModelClasses({"a": 0, "b": 0, "c": 1}, "")).labels()[1]
+        == 0
+    )
+
+
+def test_targets_of_torchvision_may_be_a_tensor(monkeypatch):
+    rows = SimpleNamespace(targets=torch.tensor([3, 0]), __len__=lambda: 2)
+    monkeypatch.setattr("mmod.data.readers.timm._open", lambda *_: rows)
+    assert TimmSource("torch/mnist", None, "val").labels() == [3, 0]
