@@ -10,7 +10,7 @@ import argparse
 
 import timm
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 from torchvision.transforms.functional import to_tensor
 
 import mmod
@@ -34,7 +34,7 @@ def main() -> None:
     size = model.pretrained_cfg["input_size"][-1]
     image = torch.rand(3, size, size)
     if options.image:
-        image = to_tensor(Image.open(options.image).convert("RGB").resize((size, size)))
+        image = to_tensor(ImageOps.exif_transpose(Image.open(options.image)).convert("RGB").resize((size, size)))
     mean, std = (torch.tensor(model.pretrained_cfg[name]).view(3, 1, 1) for name in ("mean", "std"))
 
     with torch.no_grad(), mmod.trace(model) as routing:

@@ -21,6 +21,7 @@ from typing import Annotated, Any, NamedTuple
 from PIL import Image
 
 from mmod.data.corrupt import UnusableError
+from mmod.data.labels import read_caption
 from mmod.data.readers.images import ImageFiles, is_deep, read_image
 from mmod.data.synthetic.build import SIZES
 from mmod.io.files import check_regular, parse_json, write_atomically
@@ -111,23 +112,13 @@ def _convert(number: int, row: TableRow, config: PairsConversion, files: ImageFi
     """Return the members of a row's sample."""
     if row.fault:
         raise UnusableError("invalid row", row.fault)
-    caption = _check_caption(row.caption)
+    caption = read_caption(row.caption)
     extension, data, size, original = _encode(_read_image(row.image, files), config)
     record = {"caption": caption, "row": number, "status": "success", "width": size[0], "height": size[1]}
     record |= {"original_width": original[0], "original_height": original[1]}
     if isinstance(row.image, str):
         record["url"] = row.image
     return {extension: data, "txt": caption.encode(), "json": json.dumps(record).encode()}
-
-
-def _check_caption(caption: Any) -> str:
-    if not isinstance(caption, str) or not caption.strip():
-        raise UnusableError("no caption", repr(caption))
-    try:
-        caption.encode()
-    except UnicodeEncodeError as error:
-        raise UnusableError("caption is not UTF-8", ascii(caption)) from error
-    return caption.strip()
 
 
 def _read_image(image: Any, files: ImageFiles) -> bytes:

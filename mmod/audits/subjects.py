@@ -45,6 +45,8 @@ from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import KeptShares
 from mmod.training.engine.parse import read_config
 from mmod.training.engine.recipe import seed_draws
+from mmod.training.image.classes import check_same_classes, run_classes
+from mmod.training.image.config import TrainConfig as ImageConfig
 from mmod.training.image.recipe import sample_images
 from mmod.training.kinds import finished_run, kind_of, recipe_of
 from mmod.training.text.config import BYTES
@@ -177,7 +179,7 @@ class _Images(Subject):
         """Return the content of every token of a batch; empty where the set does not name it."""
         grid = getattr(getattr(self.model, "patch_embed", None), "grid_size", None)
         if targets.ndim == 2:
-            regions = np.where(targets > 0, "object", "background")
+            regions = np.where(targets > 0, "object", np.where(targets == IGNORED, "unlabelled", "background"))
         elif scenes and grid is not None:
             regions = np.stack([_regions(scene, grid) for scene in scenes])
         else:
@@ -214,7 +216,9 @@ class _Chat(Subject):
 
         def make() -> Iterator[LabelledBatch]:
             for start in range(0, len(order), size):
-                asked = [talks[int(index)] for index in order[start : start + size]]
+                asked = talks.read(order[start : start + size])
+                if not asked:
+                    continue
                 batch, kinds = collate(asked), [talk.question_type for talk in asked]
                 roles = _roles(batch, collate.processor) if is_language_routed else {}
                 if roles:
@@ -377,6 +381,8 @@ def _baselines(config: Any) -> dict[str, Any]:
         run = finished_run(read_config(file, audit_config(kind_of(file))), folder)
         if type(run) is not type(config):
             raise ValueError(f"audit.beside: {str(folder)!r} is a run of another kind than the audited one")
+        if isinstance(run, ImageConfig):
+            check_same_classes(run_classes(config.model.checkpoint), folder, "audit.beside:")
         models[name] = subject_of(run).create()
     return models
 

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport
-from mmod.data.readers.hf_datasets import StreamedSource, documents, is_streamed
+from mmod.data.labels import Classes, ModelClasses, read_classes
+from mmod.data.readers.hf_datasets import ClassColumn, StreamedSource, documents, is_streamed
 from mmod.data.readers.images import ImageSource, MapSource, Subset, UnreadableSampleError, spread
 from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, label_map
 from mmod.data.readers.timm import TimmSource
@@ -37,12 +38,15 @@ _SETS: dict[str, SyntheticSet[Any]] = {"digits": DIGITS, "crowds": CROWDS}
 _DIGITS_MEAN, _DIGITS_STD = 0.094, 0.22
 
 
-def image_stream(config: DataConfig, seed: int | None = None, rank: int = 0, world: int = 1) -> BatchStream:
+def image_stream(
+    config: DataConfig, seed: int | None = None, rank: int = 0, world: int = 1, *, model: ModelClasses | None = None
+) -> BatchStream:
     """Create the stream of one process: images (B, C, H, W) and their classes (B), or those of patches (B, N).
 
     Args:
         seed: Of order and augmentation of the training images, the same in all processes; None reads every evaluation
             image once, in order.
+        model: The classes of the model, to which those of the images are matched by name; None takes `config.classes`.
 
     Raises:
         ValueError: The source is missing, too small for one batch, or does not match the config.
@@ -59,11 +63,17 @@ def image_stream(config: DataConfig, seed: int | None = None, rank: int = 0, wor
     """
     report, training = CorruptReport(config.on_corrupt, limit=config.max_corrupt), seed is not None
     split, limit = (config.train_split, config.train_limit) if training else (config.val_split, config.val_limit)
+    if model is None and config.classes is not None:
+        model = ModelClasses(read_classes(config.classes), config.classes)
     source: ImageSource
+    classes: Classes | None
     if is_streamed(config.source):
-        source = StreamedSource(config.source.replace("{split}", split), config.columns, limit, seed, world)
+        own, train = (config.source.replace("{split}", name) for name in (split, config.train_split))
+        source = StreamedSource(own, config.columns, limit, seed, world, ClassColumn(train, model))
+        classes = source.classes
     else:
-        complete = _create_source(config, split, report)
+        complete = _create_source(config, split, report, model)
+        classes = complete.classes if isinstance(complete, TimmSource) else None
         source = complete if limit is None else Subset(complete, spread(complete.labels(), limit))
     if not training or config.augment is None:
         _warn_of_cropping(config, source)
@@ -80,7 +90,8 @@ def image_stream(config: DataConfig, seed: int | None = None, rank: int = 0, wor
     else:
         # Training replaces corrupt samples, so that all processes keep the same number of full batches.
         reader = ImageReader(source, mode, _transform(config, training, mean, std), replace=training)
-    return BatchStream(reader, report, config, (rank, world), seed, f"the split {split!r} of {config.source!r}")
+    name = f"the split {split!r} of {config.source!r}"
+    return BatchStream(reader, report, config, (rank, world), seed, name, classes)
 
 
 def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
@@ -99,7 +110,9 @@ def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
         )
 
 
-def _create_source(config: DataConfig, split: str, report: CorruptReport) -> ShardSource | MapSource | TimmSource:
+def _create_source(
+    config: DataConfig, split: str, report: CorruptReport, model: ModelClasses | None
+) -> ShardSource | MapSource | TimmSource:
     source, _, argument = config.source.partition(":")
     target = CLASS if config.label_patch is None else label_map(config.label_patch)
     if _is_embedded(config):
@@ -119,7 +132,7 @@ def _create_source(config: DataConfig, split: str, report: CorruptReport) -> Sha
         assert config.root is not None
         assert config.label_patch is not None
         return MapSource(config.root, split, int(argument), config.label_patch)
-    return TimmSource(config.source, config.root, split, config.options, config.train_split)
+    return TimmSource(config.source, config.root, split, config.options, config.train_split, model)
 
 
 def _is_embedded(config: DataConfig) -> bool:

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, default_collate
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, original_errors
+from mmod.data.labels import Classes
 from mmod.data.readers.images import ImageSource, UnreadableSampleError
 
 
@@ -108,11 +109,13 @@ class BatchStream:
     In training every epoch is a new permutation, cut into full batches; the remaining samples, fewer than
     `batch_size * world`, are dropped in this epoch. The processes' batches of one step are adjacent in the permutation.
     In evaluation process `rank` reads samples `rank, rank + world, ...` in order. The last batch may be smaller, and
-    the processes may differ by one batch.
+    the processes may differ by one batch. A batch without a readable sample is left out, so that a process may have
+    fewer batches than `steps_per_epoch`, or none.
 
     Args:
         place: Rank and world size.
         seed: Seed of the training order; None reads every sample once, in order.
+        classes: The classes of the labels, if they have names.
     """
 
     def __init__(
@@ -123,6 +126,7 @@ class BatchStream:
         place: tuple[int, int] = (0, 1),
         seed: int | None = None,
         name: str = "the source",
+        classes: Classes | None = None,
     ):
         self.rank, self.world = place
         self.batch_size = config.batch_size
@@ -133,6 +137,7 @@ class BatchStream:
             raise ValueError(f"{name} has {len(reader)} samples, fewer than {needed} on each of {self.world} processes")
         self.reader = reader
         self.report = report
+        self.classes = classes
         self.workers = config.workers
         self.pin_memory = config.pin_memory
         self.seed = seed
@@ -159,9 +164,18 @@ class BatchStream:
             if batch is None:
                 return
             self.report.add(batch.faults)
-            if not len(batch.labels):
-                raise CorruptDataError(f"no sample of a batch can be read; {self.report}")
-            yield batch.images, batch.labels
+            if len(batch.labels):
+                yield batch.images, batch.labels
+            elif self.seed is not None:
+                # Each sample of a training batch was replaced by the next readable one of the whole set.
+                raise CorruptDataError(f"no sample can be read; {self.report}")
+
+    def first_batch(self) -> tuple[Tensor, Tensor]:
+        """Return the first batch; a CorruptDataError if no sample can be read."""
+        batch = next(self.batches(0), None)
+        if batch is None:
+            raise CorruptDataError(f"no sample can be read; {self.report}")
+        return batch
 
     def _order(self, epoch: int) -> list[np.ndarray]:
         """Return the sample indices of this process's batches."""

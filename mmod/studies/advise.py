@@ -41,7 +41,9 @@ def main(arguments: Sequence[str]) -> None:
         model, transform = load_model(
             options.model, options.checkpoint, options.pretrained, options.image_size, options.measure
         )
-        batch, note = read_images(options.images, transform, options.number, options.on_corrupt, model)
+        batch, note = read_images(
+            options.images, transform, options.number, options.on_corrupt, model, options.checkpoint
+        )
         batches = [batch]
     else:
         model, batches = read_prompts(options)
@@ -189,21 +191,32 @@ def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module
 
 
 def read_images(
-    folder: str, transform: Callable[[Any], Tensor], number: int, on_corrupt: str, model: nn.Module
+    folder: str,
+    transform: Callable[[Any], Tensor],
+    number: int,
+    on_corrupt: str,
+    model: nn.Module,
+    checkpoint: str | None = None,
 ) -> tuple[Tensor | tuple[Tensor, Tensor], str]:
     """Read up to `number` images (N, C, H, W), spread evenly over a folder, and a sentence about them.
 
-    Where there are as many folders in it as classes of the model, the images come with labels (N,).
+    The images come with labels (N,) where the model knows the folders' names, from the run of its checkpoint or from
+    timm, or else where there are as many folders as classes of the model.
     """
     import numpy as np
 
     from mmod.data.corrupt import CorruptReport
+    from mmod.data.labels import ModelClasses
     from mmod.data.readers.timm import TimmSource
     from mmod.data.stream import ImageReader
+    from mmod.training.image.classes import published_classes, run_classes
 
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no folder of images at {folder!r}")
-    source = TimmSource("folder", folder, "", train_split="")
+    own = run_classes(checkpoint)
+    named = published_classes(model) if own is None else own
+    names = None if named is None else ModelClasses(named, "the model", required=False)
+    source = TimmSource("folder", folder, "", train_split="", model=names, labelled=False)
     report = CorruptReport(on_corrupt)  # type: ignore[arg-type]
     places = np.arange(min(number, len(source))) * max(1.0, len(source) / number)
     images, labels, faults = ImageReader(source, "RGB", transform).read(places.astype(int), None)
@@ -212,8 +225,14 @@ def read_images(
         raise ValueError(f"{folder!r} holds no image that can be read: {report}")
     classes, known = len(set(source.labels())), getattr(model, "num_classes", 0)
     notes = [f"{len(report.faults)} broken images were skipped."] if report.faults else []
-    if classes > 1 and classes == known:
+    if classes > 1 and known and source.classes is not None and source.classes.given:
+        notes.append("" if source.classes.is_plain else f"{source.classes}.")
+        return (images, labels), " ".join(filter(None, notes))
+    if classes > 1 and classes == known and own is None:
         return (images, labels), " ".join(notes)
     if classes > 1 and known:
-        notes.append(f"Labels are not used: the images are in {classes} folders, and the model has {known} classes.")
+        others = "" if own is None else " of other names"
+        notes.append(
+            f"Labels are not used: the images are in {classes} folders, and the model has {known} classes{others}."
+        )
     return images, " ".join(notes)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from mmod import is_routed, routed_blocks
 from mmod.analysis.statistics import Estimate, Resampling
 from mmod.data.config import DataConfig
+from mmod.data.labels import IGNORED
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.claim import claim_folder
 from mmod.io.yaml import merged
@@ -125,17 +126,18 @@ class Segmented(Judged):
 
         fitted, tested = features
         per_image = len(tested.label_N) // len(tested.kept_NL)
-        x_ND, label_N = fitted.x_ND.float().numpy(), fitted.label_N.numpy()
+        # Patches without a class are neither fitted nor tested.
+        place_N = np.flatnonzero(fitted.label_N.numpy() != IGNORED)
+        x_ND, label_N = fitted.x_ND.float().numpy()[place_N], fitted.label_N.numpy()[place_N]
         # All patches of an image are on the same side of the cross-validation that chooses `C`.
-        folds = list(GroupKFold(3).split(x_ND, label_N, np.arange(len(label_N)) // per_image))
+        folds = list(GroupKFold(3).split(x_ND, label_N, place_N // per_image))
         regression = _regression(study.strengths, folds).fit(x_ND, label_N)
         predicted = regression.predict(tested.x_ND.float().numpy())
         labels = tested.label_N.numpy()
         classes = int(max(labels.max(), predicted.max(), label_N.max())) + 1
-        pairs = (labels * classes + predicted).reshape(-1, per_image)
-        return {
-            "confusion": [np.bincount(image, minlength=classes**2).reshape(classes, -1).tolist() for image in pairs]
-        }
+        pairs = np.where(labels == IGNORED, -1, labels * classes + predicted).reshape(-1, per_image)
+        counts = [np.bincount(image[image >= 0], minlength=classes**2) for image in pairs]
+        return {"confusion": [count.reshape(classes, -1).tolist() for count in counts]}
 
     @property
     def images(self) -> int:

@@ -227,14 +227,21 @@ def test_skipping_replaces_in_training_and_leaves_out_in_evaluation(folder, tmp_
     assert memory.report.counts == train.report.counts
 
 
-def test_a_batch_without_any_readable_sample_is_an_error(folder, tmp_path):
+def test_an_evaluation_leaves_out_batches_without_a_readable_sample(folder, tmp_path):
     damaged_folder(folder, tmp_path, [1, 4, 7])
-    stream = image_stream(folder_config(tmp_path, batch_size=1, on_corrupt="skip"))
-    with pytest.raises(CorruptDataError, match=r"no sample of a batch can be read; 1 corrupt"):
-        list(stream.batches(0))
+    for batch_size in (1, 3):
+        stream = image_stream(folder_config(tmp_path, batch_size=batch_size, on_corrupt="skip"))
+        found = [number for images, _ in stream.batches(0) for number in numbers(images)]
+        assert found == [0, 3, 6, 9, 2, 5, 8]
+        assert sum(stream.report.counts.values()) == 3
     damaged_folder(folder, tmp_path, list(range(27)))
     with pytest.raises(CorruptDataError, match="none of 10 samples"):
         image_stream(folder_config(tmp_path, in_memory=True, on_corrupt="skip"))
+    stream = image_stream(folder_config(tmp_path, on_corrupt="skip"))
+    with pytest.raises(CorruptDataError, match="no sample can be read; 10 corrupt"):
+        stream.first_batch()
+    with pytest.raises(CorruptDataError, match="no sample can be read; 27 corrupt"):
+        list(image_stream(folder_config(tmp_path, on_corrupt="skip"), 0).batches(0))
 
 
 def test_shards_with_any_number_of_workers(digits):

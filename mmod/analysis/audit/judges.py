@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -19,7 +20,8 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
     """Return cross-entropy and accuracy of every image of a batch.
 
     Args:
-        batch: Images (B, C, height, width) and classes (B,), or classes of patches (B, N), over which means are taken.
+        batch: Images (B, C, height, width) and classes (B,), or classes of patches (B, N), over which means are taken;
+            -100 marks patches without a class, which are left out.
     """
     device = next(model.parameters()).device
     if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(value, Tensor) for value in batch):
@@ -35,15 +37,19 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
             f"the model returns logits {tuple(logits.shape)}, the classes are {targets.dtype} {tuple(targets.shape)}: "
             f"{_PASS_JUDGE}"
         )
+    has_class = targets != _IGNORED if targets.ndim == 2 else torch.ones_like(targets, dtype=torch.bool)
     classes = logits.shape[-1]
-    outside = targets[(targets < 0) | (targets >= classes)]
+    outside = targets[has_class & ((targets < 0) | (targets >= classes))]
     if len(outside):
         raise ValueError(f"classes must be in [0, {classes}), as the model has {classes}, got {int(outside[0])}")
-    loss = F.cross_entropy(logits.movedim(-1, 1), targets, reduction="none")
+    loss = F.cross_entropy(logits.movedim(-1, 1), targets, ignore_index=_IGNORED, reduction="none")
     right = (logits.argmax(-1) == targets).float()
-    if loss.ndim == 1:
+    if targets.ndim == 1:
         return loss, right
-    return loss.flatten(1).mean(1), right.flatten(1).mean(1)
+    count_B = has_class.sum(1)
+    if not count_B.all():
+        raise ValueError(f"each image needs a patch with a class: all patches of an image are {_IGNORED}")
+    return loss.sum(1) / count_B, right.sum(1) / count_B
 
 
 def judge_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

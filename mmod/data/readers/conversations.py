@@ -27,13 +27,25 @@ Protected = Literal["question", "conversation"]
 """Text that is protected in training: all but the answers, or all."""
 
 
+class UnreadableConversationError(CorruptDataError):
+    """An image of a conversation cannot be decoded; holds the fault."""
+
+    def __init__(self, fault: Fault | str) -> None:
+        super().__init__(str(fault))
+        self.fault = fault if isinstance(fault, Fault) else Fault("", "", fault)
+
+
 class ChatSample(NamedTuple):
-    """One conversation, ready to be encoded; `kinds` holds the type of each question, or is empty."""
+    """One conversation, ready to be encoded; `kinds` holds the type of each question, or is empty.
+
+    `faults` are those of conversations that it replaces.
+    """
 
     key: str
     messages: tuple[Message, ...]
     images: tuple[Image.Image, ...]
     kinds: tuple[str, ...] = ()
+    faults: tuple[Fault, ...] = ()
 
     @property
     def question_type(self) -> str:
@@ -50,7 +62,8 @@ class ChatSample(NamedTuple):
 class ConversationsConfig(SourceConfig):
     """Config of a data set of conversations, all of which are checked, and remote shards copied, before training.
 
-    An image that cannot be decoded later always stops.
+    An image that cannot be decoded later is a fault, too: training replaces its conversation by the next readable one
+    with an image, evaluation leaves it out.
 
     Args:
         train: Training conversations: a `.json` or `.jsonl` file in LLaVA's format, webdataset shards (`.tar`) by brace
@@ -109,6 +122,16 @@ class ChatDataset:
             row["key"], tuple(Message(*message) for message in row["messages"]), images, tuple(row["kinds"])
         )
 
+    def read(self, indices: Iterable[int]) -> list[ChatSample]:
+        """Read conversations for an evaluation: those that cannot be read are counted and left out, or raise."""
+        samples = []
+        for index in indices:
+            try:
+                samples.append(self[int(index)])
+            except UnreadableConversationError as error:
+                self.report.add([error.fault])
+        return samples
+
     def record(self, index: int) -> dict[str, Any]:
         """Return one conversation as JSON values, without decoding images."""
         if not 0 <= index < len(self):
@@ -122,6 +145,31 @@ class ChatDataset:
             texts = [" ".join(text.replace(IMAGE, " ").split()) for role, text in row["messages"] if role != "system"]
             kinds = row["kinds"] or ["all"] * (len(texts) // 2)
             yield from zip(kinds, texts[::2], texts[1::2])
+
+
+class ReplacingChats(ChatDataset):
+    """The same conversations for training: the next readable one with an image replaces one that cannot be read.
+
+    So all processes keep the same number of batches, and as many with images. Its `faults` are to be counted by the
+    process that reads the batches. Without `on_corrupt="skip"`, it raises.
+    """
+
+    def __init__(self, talks: ChatDataset) -> None:
+        vars(self).update(vars(talks))
+
+    def __getitem__(self, index: int) -> ChatSample:
+        """Read one conversation, or the one that replaces it."""
+        faults: list[Fault] = []
+        for place in (index, *((index + step) % len(self) for step in range(1, len(self)))):
+            if faults and not self.images[place]:
+                continue
+            try:
+                return super().__getitem__(place)._replace(faults=tuple(faults))
+            except UnreadableConversationError as error:
+                if self.report.on_corrupt == "raise":
+                    raise
+                faults.append(error.fault)
+        raise CorruptDataError(f"no conversation with an image can be read; the last: {faults[-1]}")
 
 
 def open_conversations(source: str, config: ConversationsConfig | None = None, progress: bool = False) -> ChatDataset:
@@ -204,4 +252,4 @@ def _open_image(place: str | list[Any], key: str) -> Image.Image:
         with open(name, "rb") as file:
             return decode_image(read_at(file, place[1], place[2]), "RGB")
     except (OSError, ValueError) as error:
-        raise CorruptDataError(f"{Fault(name, key, str(error))}") from error
+        raise UnreadableConversationError(Fault(name, key, str(error))) from error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from typing import Any, TypeGuard
 
@@ -11,8 +14,10 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.corrupt import CorruptDataError, Fault
+from mmod.data.labels import Classes, ModelClasses, class_number, match_classes, rank_names, read_caption
 from mmod.data.readers.images import MAX_BYTES, UnreadableSampleError, decode_image
 from mmod.lazy import name_missing_extra
+from mmod.values import brief
 
 PREFIX = "hf-datasets:"
 _BUILDERS = ("parquet", "arrow", "json", "csv", "text", "webdataset")
@@ -72,6 +77,71 @@ def count_samples(dataset: Any, source: str, column: str) -> int:
         return sum(len(batch[column]) for batch in dataset.select_columns([column]).iter(_BUFFER))
 
 
+@dataclass(frozen=True)
+class ClassColumn:
+    """What is known of a column of classes.
+
+    Args:
+        training: The source whose names number the classes, where labels are texts.
+        model: The classes of the model that reads the images, if they are known by name.
+    """
+
+    training: str
+    model: ModelClasses | None = None
+
+    def open(self, dataset: Any, source: str, column: str) -> tuple[Classes | None, dict[Any, int]]:
+        """Return the classes of a column if they have names, and the number of each label with a name.
+
+        Raises:
+            ValueError: Labels are texts whose set is not known, or neither numbers nor texts.
+        """
+        names = getattr((dataset.features or {}).get(column), "names", None)
+        if names:
+            raw = {name: number for number, name in enumerate(names)}
+            classes = match_classes(Classes(raw, len(raw)), names, self.model, source)
+            return classes, {number: classes.numbers[name] for name, number in raw.items()}
+        label = _first_value(dataset, source, column)
+        if not isinstance(label, str):
+            if isinstance(label, (list, tuple, dict)):
+                raise _wrong_column(label, source, column, "one class for each image")
+            return None, {}
+        if self.model is not None and self.model.required:
+            return Classes(self.model.numbers, given=True, is_plain=False), dict(self.model.numbers)
+        if source.removeprefix(PREFIX).partition(":")[0] not in _BUILDERS:
+            raise ValueError(
+                f"the column {column!r} of {source!r} holds texts such as {brief(label)}, whose numbers need all: "
+                "list the classes in a file, data.classes"
+            )
+        own = Classes(rank_names(_texts(self.training, column)), None)
+        classes = match_classes(own, own.numbers.keys(), self.model, source)
+        return classes, dict(classes.numbers)
+
+
+@functools.lru_cache(maxsize=8)
+def _texts(source: str, column: str) -> frozenset[str]:
+    """Return the distinct texts of a column that are not empty."""
+    options = {"columns": [column]} if source.startswith(f"{PREFIX}parquet:") else {}
+    dataset = open_dataset(source, (column,), **options).select_columns([column])
+    with _named_errors(source):
+        return frozenset(
+            text for batch in dataset.iter(_BUFFER) for text in batch[column] if text and isinstance(text, str)
+        )
+
+
+def _first_value(dataset: Any, source: str, column: str) -> Any:
+    """Return the first value of a column that is not missing, among some rows."""
+    with _named_errors(source):
+        rows = dataset.select_columns([column]).take(_READ)
+        return next((row[column] for row in rows if row[column] not in (None, "")), None)
+
+
+def _wrong_column(value: Any, source: str, column: str, wanted: str) -> ValueError:
+    return ValueError(
+        f"the column {column!r} of {source!r} holds values such as {brief(value)}, and needs {wanted}: name another "
+        "column by data.columns"
+    )
+
+
 class StreamedSource:
     """Samples of a streamed dataset, by an index that is cheap to read in ascending order.
 
@@ -83,12 +153,28 @@ class StreamedSource:
     Args:
         columns: Names of the columns of images and of classes or captions.
         seed: Of the order of training samples; None keeps that of the dataset.
+        labels: What is known of the classes; None for captions.
     """
 
     def __init__(
-        self, source: str, columns: tuple[str, str], limit: int | None = None, seed: int | None = None, world: int = 1
+        self,
+        source: str,
+        columns: tuple[str, str],
+        limit: int | None = None,
+        seed: int | None = None,
+        world: int = 1,
+        labels: ClassColumn | None = None,
     ) -> None:
         dataset = open_dataset(source, columns)
+        self.classes: Classes | None = None
+        if labels is None:
+            caption = _first_value(dataset, source, columns[1])
+            if caption is not None and not isinstance(caption, str):
+                raise _wrong_column(caption, source, columns[1], "one caption for each image")
+            self._parse: Callable[[Any], Any] = read_caption
+        else:
+            self.classes, numbers = labels.open(dataset, source, columns[1])
+            self._parse = partial(_read_label, numbers=numbers)
         from datasets import Image as ImageFeature
 
         # Files of other writers state no type, and hold the encoded bytes.
@@ -110,8 +196,7 @@ class StreamedSource:
         lane, place = divmod(place, self._count // self.lanes) if self.lanes else (0, place)
         image, target = self._raw(epoch, lane % max(self.lanes, 1), place)
         try:
-            if not isinstance(target, (int, str)) or isinstance(target, bool) or target == "":
-                raise ValueError(f"the column {self._columns[1]!r} holds {str(target)[:40]!r}, no class or caption")
+            target = self._parse_target(target)
             if image is None:
                 raise ValueError(f"the column {self._columns[0]!r} holds no image")
             data = image["bytes"] if image["bytes"] is not None else _read_file(image["path"])
@@ -119,6 +204,12 @@ class StreamedSource:
         except (OSError, ValueError) as error:
             name = f"lane {lane} of epoch {epoch}, {place}" if self.lanes else str(place)
             raise UnreadableSampleError(Fault(self._source, name, str(error))) from error
+
+    def _parse_target(self, target: Any) -> Any:
+        try:
+            return self._parse(target)
+        except ValueError as error:
+            raise ValueError(f"the column {self._columns[1]!r}: {error}") from error
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_open": {}}
@@ -155,6 +246,16 @@ class StreamedSource:
                     raise ValueError(f"file {lane} holds no sample")
 
 
+def _read_label(value: Any, numbers: Mapping[Any, int]) -> int:
+    """Return the class of a label; `numbers` are those of all labels with a name, empty if labels are numbers."""
+    if not numbers or isinstance(value, str):
+        return class_number(value, numbers or None)
+    number = class_number(value)
+    if number not in numbers:
+        raise ValueError(f"class {number} has no name among {len(numbers)}")
+    return numbers[number]
+
+
 def _read_file(path: str) -> bytes:
     import fsspec
 
@@ -168,6 +269,14 @@ def _read_file(path: str) -> bytes:
 def documents(source: str, column: str) -> Iterator[bytes]:
     """Yield the texts of a streamed dataset in UTF-8."""
     dataset = open_dataset(source, (column,)).select_columns([column])
+    for batch in _batches(dataset, source):
+        for text in batch[column]:
+            if text is not None and not isinstance(text, str):
+                raise ValueError(f"the column {column!r} of {source!r} holds {brief(text)}, which is no text")
+            if text:
+                yield text.encode()
+
+
+def _batches(dataset: Any, source: str) -> Iterator[Any]:
     with _named_errors(source):
-        for batch in dataset.iter(_BUFFER):
-            yield from (text.encode() for text in batch[column] if text)
+        yield from dataset.iter(_BUFFER)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from mmod.data.corrupt import Fault, UnusableError
+from mmod.data.labels import IGNORED, UNLABELLED
 from mmod.io.files import check_regular
 
 EXTENSIONS = {
@@ -36,7 +37,7 @@ _WHITE_IS_ZERO, _BITS_PER_SAMPLE, _PHOTOMETRIC = 0, 258, 262
 
 
 def open_image(data: bytes) -> Image.Image:
-    """Decode an image completely, in its stored mode; of a file with several the first, without EXIF orientation."""
+    """Decode an image completely, upright, in its stored mode; of a file with several the first."""
     Image.init()
     try:
         # Only the formats in `EXTENSIONS`, because Pillow starts other programs for some formats.
@@ -49,6 +50,18 @@ def open_image(data: bytes) -> Image.Image:
     except Exception as error:
         # Pillow's decoders raise OSError, SyntaxError, struct.error and others on damaged files.
         raise ValueError(f"image of {len(data)} bytes cannot be decoded: {error}") from error
+    return turn_upright(image)
+
+
+def turn_upright(image: Image.Image) -> Image.Image:
+    """Apply the EXIF orientation of a decoded image in place, and return it; every reader of pictures and maps does."""
+    try:
+        ImageOps.exif_transpose(image, in_place=True)
+    except MemoryError:
+        raise
+    except Exception:
+        # Pillow's parser of EXIF raises errors of many types. Metadata that cannot be parsed states no orientation.
+        return image
     return image
 
 
@@ -210,7 +223,7 @@ class MapSource:
     """The images of `ROOT/images/SPLIT`, each with a map of the same name and size in `ROOT/labels/SPLIT`.
 
     Both are cropped to the central square and scaled to `side`. A map is a PNG file whose values or palette indices are
-    classes; a patch of `patch` pixels gets its most frequent one.
+    classes, 255 stands for none; a patch of `patch` pixels gets its most frequent one.
     """
 
     def __init__(self, root: str | Path, split: str, side: int, patch: int) -> None:
@@ -248,10 +261,10 @@ class MapSource:
                     f"the label map {map_path.name} has {labels.width}x{labels.height} pixels and mode {labels.mode}; "
                     f"it must have {image.width}x{image.height} pixels, as its image, and mode L or P"
                 )
+            classes = patch_classes(np.asarray(self._square(labels, Image.Resampling.NEAREST)), self.patch)
         except ValueError as error:
             raise UnreadableSampleError(Fault(str(path.parent), path.name, str(error))) from error
-        square = self._square(labels, Image.Resampling.NEAREST)
-        return self._square(image, Image.Resampling.BICUBIC), patch_classes(np.asarray(square), self.patch)
+        return self._square(image, Image.Resampling.BICUBIC), classes
 
     def _square(self, image: Image.Image, resampling: Image.Resampling) -> Image.Image:
         short = min(image.size)
@@ -260,8 +273,15 @@ class MapSource:
 
 
 def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:
-    """Return the most frequent class of each patch of a square label map, row by row; the lowest in a tie."""
+    """Return the most frequent class of each patch of a square label map, row by row; the lowest in a tie.
+
+    Pixels of value `UNLABELLED` are not counted; a patch of such pixels only is `IGNORED`. A ValueError if all are.
+    """
     steps = len(labels_HH) // side
     patches = labels_HH.reshape(steps, side, steps, side).swapaxes(1, 2).reshape(steps**2, side**2)
-    counts = [(patches == label).sum(1) for label in range(int(patches.max()) + 1)]
-    return [int(label) for label in np.argmax(counts, axis=0)]
+    labelled = patches != UNLABELLED
+    known = labelled.any(1)
+    if not known.any():
+        raise ValueError(f"the label map has no pixel with a class: all are {UNLABELLED}")
+    counts = [(patches == label).sum(1) for label in range(int(patches[labelled].max()) + 1)]
+    return [int(label) for label in np.where(known, np.argmax(counts, axis=0), IGNORED)]

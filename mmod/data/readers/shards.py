@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.corrupt import CorruptReport, Fault
+from mmod.data.labels import read_caption
 from mmod.data.readers.images import (
     IMAGE_EXTENSIONS,
     MAX_BYTES,
@@ -61,12 +62,10 @@ def parse_class(data: bytes) -> int:
 def parse_caption(data: bytes) -> str:
     """Parse a caption: UTF-8 text that is not blank."""
     try:
-        text = data.decode("utf-8").strip()
+        text = data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(f"the .txt member is not UTF-8: {error}") from error
-    if not text:
-        raise ValueError("the .txt member holds no text")
-    return text
+    return read_caption(text)
 
 
 def parse_patches(data: bytes, side: int) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -114,6 +115,8 @@ class TrainConfig(RunConfig):
     eval_batch_size: Annotated[int, "[1, inf)"] = 32
     max_new_tokens: Annotated[int, "[1, inf)"] = 16
 
+    length_keys = frozenset({"trainer.num_train_epochs", "trainer.max_steps"})
+
     def __post_init__(self) -> None:
         self.check()
         for group, ranges in _RANGES.items():
@@ -158,3 +161,11 @@ class TrainConfig(RunConfig):
     def free_keys(self) -> frozenset[str]:
         """Keys that a resumed run may change; see `RunConfig.free_keys`."""
         return super().free_keys | {"data.root", "eval_batch_size", *(f"trainer.{name}" for name in _FREE)}
+
+    def continued(self, folder: str, length: Mapping[str, Any]) -> TrainConfig:
+        """Return the config of a run that trains on; the final model has its methods. See `RunConfig.continued`."""
+        trainer = {**self.trainer, **{key.removeprefix("trainer."): value for key, value in length.items()}}
+        model = self.model.started_from(folder)
+        return dataclasses.replace(
+            self, output=f"{folder}-more", model=model, routing=None, methods=[], trainer=trainer
+        )

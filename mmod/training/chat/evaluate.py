@@ -93,13 +93,13 @@ def evaluate(
     return the result of all questions. The model's mode is restored at the end.
 
     Raises:
-        ValueError: There are fewer conversations than processes, or logits are not finite.
+        ValueError: There are fewer conversations than processes, none can be read, or logits are not finite.
     """
     if len(conversations) < process_count():
         raise ValueError(f"{len(conversations)} conversations for {process_count()} processes")
     kinds = sorted({(row["kinds"] or ["all"])[-1] for row in map(conversations.record, range(len(conversations)))})
     right, asked = Counter[str](), Counter[str]()
-    with in_mode(False, model), _watched(model) as counts:
+    with in_mode(False, model), _watched(model) as watched:
         for talks in _batches(conversations, batch_size, progress):
             answers = generate(model, collator, collator.prompts(talks), max_new_tokens)
             for talk, answer in zip(talks, answers):
@@ -107,12 +107,16 @@ def evaluate(
                 right[talk.question_type] += _plain(answer) == _plain(talk.answer)
         kept = {
             name: ran / free if free else 1.0
-            for name, (ran, free) in ((name, sums.tolist()) for name, sums in counts.items())
+            for name, (ran, free) in ((name, sums.tolist()) for name, sums in watched.items())
         }
     sums = torch.tensor([[right[kind], asked[kind]] for kind in kinds], dtype=torch.float64)
     sums = sum_over_processes(sums.to(model.device)).cpu()
-    shares = {kind: 100 * float(good / count) for kind, (good, count) in zip(kinds, sums)}
-    return EvalResult(shares, {kind: int(count) for kind, (_, count) in zip(kinds, sums)}, kept)
+    # Questions of a kind may all be unreadable.
+    counts = {kind: (float(good), int(count)) for kind, (good, count) in zip(kinds, sums) if count}
+    if not counts:
+        raise ValueError(f"no conversation of the evaluation can be read; {conversations.report}")
+    shares = {kind: 100 * good / count for kind, (good, count) in counts.items()}
+    return EvalResult(shares, {kind: count for kind, (_, count) in counts.items()}, kept)
 
 
 def generate(
@@ -170,7 +174,9 @@ def _batches(conversations: ChatDataset, batch_size: int, progress: bool) -> Ite
     """Yield the conversations of this process in batches of similar length."""
     order = np.lexsort((conversations.letters, conversations.images))[process_rank() :: process_count()]
     for start in progress_bar(range(0, len(order), batch_size), desc="answer", shown=progress, leave=False):
-        yield [conversations[int(index)] for index in order[start : start + batch_size]]
+        talks = conversations.read(order[start : start + batch_size])
+        if talks:
+            yield talks
 
 
 def _plain(answer: str) -> str:

@@ -20,7 +20,7 @@ from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import prefill_flops
 from mmod.analysis.audit.judges import judge_answers
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import ChatDataset, ChatSample, open_conversations
+from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, open_conversations
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing
 from mmod.training.chat.config import MODEL, TrainConfig
@@ -28,7 +28,7 @@ from mmod.training.chat.estimate import ChatEstimate, estimate
 from mmod.training.chat.evaluate import EvalResult, evaluate
 from mmod.training.chat.model import create_model, create_processor
 from mmod.training.chat.trainer import CHECKPOINTS, RoutedTrainer, RunCallback, last_checkpoint, training_arguments
-from mmod.training.engine.distributed import stop_signals, wait_for_all
+from mmod.training.engine.distributed import stop_signals, together, wait_for_all
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.recipe import Reading, Recipe, Tick
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
@@ -98,7 +98,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
             evaluation=evaluation,
             average=None,
             history=state.log_history,
-            skipped={name: report.counts for name, report in reports.items()},
+            skipped={name: together(report).counts for name, report in reports.items()},
         )
         if arguments.should_save:
             kept = {} if evaluation is None else evaluation.kept
@@ -137,12 +137,13 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[dict[str, Tensor]]:
         """Return training conversations; see `Recipe.calibration`."""
-        talks = open_conversations(self.config.data.train, self.config.data)
+        talks = ReplacingChats(open_conversations(self.config.data.train, self.config.data))
         count = min(len(talks), batches * size)
         chosen = [place * len(talks) // count for place in range(count)]
         collator, device = self.collator, self.device
 
         def encoded(chats: list[ChatSample]) -> dict[str, Tensor]:
+            talks.report.add(fault for chat in chats for fault in chat.faults)
             return {name: value.to(device) for name, value in collator(chats).items()}
 
         # An explicit generator: the loader would otherwise draw from the global one.
@@ -164,9 +165,10 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         """Return up to `count` evaluation conversations with one image, whose prompts have similar lengths."""
         questions = self.questions
         places = [index for index in range(len(questions)) if questions.images[index] == 1][:count]
-        if not places:
-            raise ValueError("no evaluation question has one image, so there is nothing to time")
-        return [questions[index] for index in places]
+        talks = questions.read(places)
+        if not talks:
+            raise ValueError("no evaluation question has one image that can be read, so there is nothing to time")
+        return talks
 
     def prompts(self, count: int) -> tuple[dict[str, Tensor], int, int]:
         """Return the encoded prompts of `talks`, and the mean numbers of text and image tokens per prompt."""

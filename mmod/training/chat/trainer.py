@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from mmod.adapters import find_stacks
 from mmod.blocks import host_class
 from mmod.data.corrupt import original_errors
 from mmod.data.readers.chat import LengthSampler
-from mmod.data.readers.conversations import ChatDataset
+from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats
 from mmod.io.files import DamagedFileError, UnwrittenError, read_json_object, writing
 from mmod.io.progress import progress_bar
 from mmod.io.tensors import check_complete, read_tensors, write_tensors
@@ -38,6 +38,7 @@ from mmod.values import refuse_unknown
 CHECKPOINTS = "checkpoints"
 """Folder of the trainer's checkpoints in the run folder."""
 _ROUTERS = "routers.safetensors"
+_FAULTS = "faults"
 _GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
@@ -83,6 +84,9 @@ class RoutedTrainer(Trainer):
 
     def __init__(self, optim: str | None = None, **options: Any) -> None:
         arguments, model = options["args"], options["model"]
+        if isinstance(options.get("train_dataset"), ChatDataset):
+            options["train_dataset"] = ReplacingChats(options["train_dataset"])
+            options["data_collator"] = functools.partial(_collate, options["data_collator"])
         check_routers_learn(model)
         if arguments.fsdp:
             names = arguments.fsdp_plugin_args.get("transformer_cls_names_to_wrap")
@@ -166,9 +170,14 @@ class RoutedTrainer(Trainer):
             raise
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        """Read the batches of a step; see `transformers.Trainer.get_batch_samples`."""
+        """Read the batches of a step, and count their faults; see `transformers.Trainer.get_batch_samples`."""
         with original_errors():
-            return super().get_batch_samples(epoch_iterator, num_batches, device)
+            batches, items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        dataset: Any = self.train_dataset
+        for batch in batches:
+            if _FAULTS in batch:
+                dataset.report.add(batch.pop(_FAULTS))
+        return batches, items
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         model: Any = self.model
@@ -212,6 +221,13 @@ class RoutedTrainer(Trainer):
             raise ValueError(
                 f"the checkpoint does not fit the model in {len(wrong)} names, {', '.join(sorted(wrong)[:3])}"
             )
+
+
+def _collate(collator: Callable[[Sequence[ChatSample]], dict[str, Any]], chats: Sequence[ChatSample]) -> dict[str, Any]:
+    """Return a batch, with the faults of conversations that others replace if there are any."""
+    batch = collator(chats)
+    faults = [fault for chat in chats for fault in chat.faults]
+    return {**batch, _FAULTS: faults} if faults else batch
 
 
 class _AuxiliaryLosses:

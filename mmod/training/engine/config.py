@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from typing_extensions import Self
 
@@ -200,6 +200,9 @@ class RunConfig:
     routing: Any = None
     methods: list[dict[str, Any]] = field(default_factory=list)
 
+    length_keys: ClassVar[frozenset[str]] = frozenset()
+    """Keys of the length of a run, on which its schedule depends."""
+
     def check(self) -> None:
         """Raise unless every field has a valid value; see `mmod.values.check_fields`."""
         check_fields(self)
@@ -210,6 +213,18 @@ class RunConfig:
     def free_keys(self) -> frozenset[str]:
         """Keys that a resumed run may change, because they do not affect its result."""
         return frozenset({"kind", "output"})
+
+    def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
+        """Return the config of a new run that trains the final model of a run folder on, with a schedule of its own.
+
+        Args:
+            folder: The folder of a run of this config.
+            length: Values of `length_keys`.
+
+        Raises:
+            ValueError: A run of this config cannot be continued so.
+        """
+        raise ValueError(f"a run of kind {self.kind!r} is not continued")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, as the run folder keeps them."""
@@ -287,6 +302,7 @@ class LoopConfig(RunConfig):
     log_every: Annotated[int, "[1, inf)"] = 20
     tensorboard: bool = False
 
+    length_keys = frozenset({"epochs"})
     part = ""
     """The only part of a model, which `routing` is about; empty where it is a mapping of parts."""
 
@@ -334,6 +350,24 @@ class LoopConfig(RunConfig):
             "checkpoint_every",
             "tensorboard",
         }
+
+    def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
+        """Return the config of a run that trains on; with the same teacher. See `RunConfig.continued`."""
+        teacher = self.teacher() or "none"
+        if teacher == "dense":
+            # That of the new run would be its own starting weights.
+            if self.model.checkpoint is None:
+                raise ValueError(
+                    "distill.teacher='dense' is a copy of published weights, which no later run starts from"
+                )
+            teacher = self.model.checkpoint
+        return dataclasses.replace(
+            self,
+            output=f"{folder}-more",
+            model=self.model.started_from(folder),
+            distill=dataclasses.replace(self.distill, teacher=teacher),
+            **length,
+        )
 
     def routing_parts(self) -> Mapping[str, Mapping[str, Any] | None]:
         """Return the fields of `routing` by part of the model."""

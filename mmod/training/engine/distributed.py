@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mmod.data.corrupt import CorruptReport
 from mmod.training.engine.command import LostProcessError
 
 Value = TypeVar("Value")
@@ -108,6 +109,13 @@ def gathered(value: Value) -> list[Value]:
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
+
+
+def together(report: CorruptReport) -> CorruptReport:
+    """Return the faults that all processes met; collective over processes."""
+    # Without duplicates: processes that read the same files meet the same faults.
+    faults = sorted({fault for part in gathered(list(report.faults)) for fault in part})
+    return CorruptReport(report.on_corrupt, dict.fromkeys(faults))
 
 
 def sum_over_processes(values: Tensor) -> Tensor:

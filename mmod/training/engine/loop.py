@@ -21,6 +21,7 @@ from timm.utils import ModelEmaV3, dispatch_clip_grad
 from torch import Tensor, nn
 
 from mmod.data.corrupt import CorruptReport, Fault
+from mmod.data.labels import Classes
 from mmod.io.files import replacing
 from mmod.io.progress import progress_bar
 from mmod.io.tables import write_csv
@@ -39,6 +40,7 @@ from mmod.training.engine.distributed import (
     process_group,
     stop_signals,
     sum_over_processes,
+    together,
     wait_for_all,
 )
 from mmod.training.engine.estimate import RunEstimate, estimate
@@ -47,7 +49,15 @@ from mmod.training.engine.logging import Meters, TensorBoard, Usage
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
 from mmod.training.engine.recipe import InLoop, LoopParts, Streams, Tick, seed_draws, steps_of_epoch
-from mmod.training.engine.run_folder import FitResult, Result, read_fit, run_once, write_result
+from mmod.training.engine.run_folder import (
+    FitResult,
+    Result,
+    check_recorded,
+    read_fit,
+    record_classes,
+    run_once,
+    write_result,
+)
 from mmod.training.engine.task import Batch, Task, all_finite, autocast, find_nonfinite
 
 
@@ -101,6 +111,10 @@ class _Trainer(Generic[Result]):
         self.model, teacher = recipe.create_models()
         train, test = streams or recipe.create_streams(process, self.model)
         self.train_stream, self.test_stream = train, test
+        # Streams of a caller may name no classes.
+        self.classes: Classes | None = getattr(train, "classes", None)
+        if self.classes is not None:
+            check_recorded(self.folder, self.classes.numbers)
         sharded = config.distributed.sharded
         if not sharded:
             # Blocks with shards are moved one by one: together they may not fit.
@@ -186,6 +200,8 @@ class _Trainer(Generic[Result]):
                 if self.step == first and self.process.is_first:
                     # A start that fails before its first step leaves the folder free.
                     self.claim()
+                    if self.classes is not None:
+                        record_classes(self.folder, self.classes.numbers)
                 if logged:
                     self._log(bar)
                 if config.checkpoint_every and self.step % config.checkpoint_every == 0:
@@ -328,12 +344,8 @@ class _Trainer(Generic[Result]):
         self.usage.load_state_dict(training["usage"])
 
     def _reports(self) -> dict[str, CorruptReport]:
-        reports = {}
-        for name, stream in (("train", self.train_stream), ("val", self.test_stream)):
-            # Without duplicates: processes that read the same files meet the same faults.
-            faults = sorted({fault for part in gathered(list(stream.report.faults)) for fault in part})
-            reports[name] = CorruptReport(stream.report.on_corrupt, dict.fromkeys(faults))
-        return reports
+        streams = {"train": self.train_stream, "val": self.test_stream}
+        return {name: together(stream.report) for name, stream in streams.items()}
 
     def _finish(self, evaluation: Result, average: Result | None) -> FitResult[Result]:
         self.board.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shlex
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -13,7 +14,8 @@ from typing import Any, Generic, TypeVar
 
 import yaml
 
-from mmod.io.claim import check_same, read_claim
+from mmod.data.labels import CLASSES, read_classes
+from mmod.io.claim import FolderTakenError, check_same, differences, flatten, read_claim
 from mmod.io.files import DamagedFileError, locked, parse_json, write_atomically
 from mmod.io.tensors import check_complete
 from mmod.training.engine.config import RUN_CONFIG, RunConfig
@@ -90,7 +92,10 @@ def run_once(
         if existing is not None:
             equal_steps = _step_samples(existing) is not None and _step_samples(existing) == _step_samples(record)
             free_keys = config.free_keys | (_BATCH_KEYS if equal_steps else frozenset())
-            check_same(folder, portable(existing), portable(record), kind="a run", free_keys=free_keys)
+            there, here = portable(existing), portable(record)
+            if differences(there, here, free_keys) and not differences(there, here, free_keys | config.length_keys):
+                _refuse_length(config, flatten(existing), flatten(record))
+            check_same(folder, there, here, kind="a run", free_keys=free_keys)
         return read(folder)
 
     def claim() -> None:
@@ -108,6 +113,38 @@ def run_once(
         if result is None:
             result = train(claim)
         return result
+
+
+def _refuse_length(config: RunConfig, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Raise a FolderTakenError that says how to train a run for longer: its schedule depends on its length."""
+    folder = config.output
+    changed = [key for key in sorted(config.length_keys) if there.get(key) != here.get(key)]
+    length = ", ".join(f"{key}: {there.get(key)!r} there, {here.get(key)!r} now" for key in changed)
+    start = f"{folder!r} holds a run of another length ({length}), on which its schedule depends."
+    if not (Path(folder) / _RESULT).exists():
+        raise FolderTakenError(
+            f"{start} It is not finished: the command with its own length goes on; or choose another folder"
+        )
+    pairs = [(there.get(key), here.get(key)) for key in changed]
+    if not all(isinstance(old, int) and isinstance(new, int) and 0 < old < new for old, new in pairs):
+        raise FolderTakenError(f"{start} It is finished: choose another folder")
+    more = {key: here[key] - there[key] for key in changed}
+    try:
+        continued = flatten(config.continued(folder, more).to_dict())
+    except ValueError as error:
+        raise FolderTakenError(f"{start} It is finished: choose another folder. Not continued: {error}") from error
+    # A group that becomes null has keys of its own there.
+    groups = {key.rpartition(".")[0] for key in there} | {key.partition(".")[0] for key in there}
+    options = {key: value for key, value in continued.items() if value != there.get(key) or key in groups}
+    words = " ".join(f"--{key} {shlex.quote(_word(value))}" for key, value in options.items())
+    raise FolderTakenError(
+        f"{start} It is finished. A new run trains its model on, with a schedule of its own: "
+        f"mmod train {config.kind} {shlex.quote(str(Path(folder) / RUN_CONFIG))} {words}"
+    )
+
+
+def _word(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _step_samples(record: Mapping[str, Any]) -> int | None:
@@ -155,6 +192,24 @@ def read_fit(folder: Path, kind: type[Any]) -> FitResult[Any] | None:
             f"{str(path)!r} is no result of a finished run ({type(error).__name__}: {error}); remove it to finish the "
             "run again"
         ) from error
+
+
+def record_classes(folder: Path, numbers: Mapping[str, int]) -> None:
+    """Write the number of each class by its name into a run folder, unless an earlier start of the run has."""
+    if not (folder / CLASSES).exists():
+        write_atomically(folder / CLASSES, json.dumps(dict(numbers), indent=1) + "\n")
+
+
+def check_recorded(folder: Path, numbers: Mapping[str, int]) -> None:
+    """Raise a ValueError if a run folder records other classes than those of the training data."""
+    path = folder / CLASSES
+    if path.exists() and read_classes(path) != dict(numbers):
+        before, now = set(read_classes(path)), set(numbers)
+        raise ValueError(
+            f"{str(path)!r} records other classes than the training data has now (gone: "
+            f"{', '.join(sorted(before - now)) or 'none'}; new: {', '.join(sorted(now - before)) or 'none'}): restore "
+            "the data, or choose another output"
+        )
 
 
 def write_result(folder: str | Path, result: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -291,6 +292,17 @@ class TrainConfig(engine.LoopConfig):
         """Return the same run on images of `side` pixels; position embeddings are resampled."""
         model = dataclasses.replace(self.model, args={**self.model.args, "img_size": side})
         return dataclasses.replace(self, model=model, data=dataclasses.replace(self.data, image_size=side))
+
+    def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
+        """Return the config of a run that trains on; see `RunConfig.continued`."""
+        # They describe the first epochs alone, and capacities that were learned are no longer those of `routing`.
+        self._refuse_with("a continued run", "capacity_schedule", "learn_capacity", "in_training")
+        return super().continued(folder, length)
+
+    @property
+    def has_classes(self) -> bool:
+        """Whether the classifier is that of the starting weights."""
+        return self.model.has_weights and self.data.label_patch is None
 
     @property
     def image_routing(self) -> RoutingConfig | None:

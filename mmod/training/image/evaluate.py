@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmod.data.labels import Classes
 from mmod.data.loader import BatchStream
-from mmod.training.engine.distributed import sum_over_processes
+from mmod.training.engine.distributed import gathered, sum_over_processes
 from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluation_batches
 from mmod.training.engine.task import autocast
-from mmod.training.image.task import answers, check_targets
+from mmod.training.image.task import answers, check_targets, labelled
 from mmod.values import check_value
 
 
@@ -28,6 +29,7 @@ class EvalResult(RoutedResult):
         objects: Accuracy on patches of any class but 0, the background, in percent; None for labels of images.
         mean_iou: Mean intersection over union of the classes, in percent; None for labels of images.
         capacities: Accuracies by capacity; None for a model that was not trained for several.
+        classes: How the classes of the data were matched to those of the model; None where both are the same.
     """
 
     top1: float
@@ -38,6 +40,7 @@ class EvalResult(RoutedResult):
     objects: float | None = None
     mean_iou: float | None = None
     capacities: dict[str, dict[str, float]] | None = None
+    classes: str | None = None
 
     def columns(self) -> dict[str, float]:
         """Return the figures by name, those at another capacity as `NAME@CAPACITY`."""
@@ -54,7 +57,7 @@ class EvalResult(RoutedResult):
         patches = "".join(f"{name} {figure:.2f} %, " for name, figure in [*self.accuracies().items()][2:])
         return (
             f"top-1 {self.top1:.2f} %, top-5 {self.top5:.2f} %, {patches}loss {self.loss:.4f}, "
-            f"kept {self.mean_kept:.3f} ({self.samples} images)"
+            f"kept {self.mean_kept:.3f} ({self.samples} images{f'; {self.classes}' if self.classes else ''})"
         )
 
 
@@ -73,8 +76,8 @@ def evaluate(
 
     Raises:
         TypeError: The model returns integers or complex numbers.
-        ValueError: The stream is empty, a label is not a class of the model, the loss is not finite, or grids do not
-            match; see `answers`.
+        ValueError: The stream is empty, a label is not a class of the model, the data names another number of classes
+            than the model has outputs, the loss is not finite, or grids do not match; see `answers`.
 
     Example:
         >>> import tempfile, timm
@@ -87,9 +90,11 @@ def evaluate(
     """
     device = torch.device(device)
     kept = KeptShares(model, device)
+    # Streams of a caller may name no classes.
+    classes: Classes | None = getattr(stream, "classes", None)
     # First guesses, first five guesses, loss, labels, images.
     sums = torch.zeros(5, dtype=torch.float64, device=device)
-    # Patches by class and first guess.
+    # Patches by class and first guess; empty for labels of images.
     confusion = torch.zeros(0, dtype=torch.float64, device=device)
     with evaluation_batches(model, stream, device, progress=progress) as batches:
         for (_, labels), (images, targets) in batches:
@@ -97,17 +102,22 @@ def evaluate(
                 logits = answers(model, images, targets)
             if not logits.is_floating_point():
                 raise TypeError(f"this {type(model).__name__} must return floating-point logits, got {logits.dtype}")
+            if classes is not None:
+                classes.check_outputs(logits.shape[-1])
             check_targets(labels, logits.shape[-1])
-            logits = logits.float()
-            sums += _batch_sums(logits, targets.flatten(), len(images))
+            logits, known = labelled(logits.float(), targets.flatten(), targets)
+            sums += _batch_sums(logits, known, len(images))
             if targets.ndim == 2:
-                confusion = _count(logits, targets.flatten()) + (confusion if len(confusion) else 0)
+                confusion = _count(logits, known) + (confusion if len(confusion) else 0)
     first, five, loss, labels, samples = sum_over_processes(sums).tolist()
     if samples == 0:
-        raise ValueError("the evaluation stream holds no images")
+        report = getattr(stream, "report", None)
+        raise ValueError(f"the evaluation stream holds no images that can be read{f'; {report}' if report else ''}")
     # One check for all batches, because a check waits for the device; any non-finite logit makes the loss non-finite.
     check_value("the mean loss of an evaluation", loss / labels, float)
-    objects, mean_iou = _patch_figures(sum_over_processes(confusion)) if len(confusion) else (None, None)
+    # A process may have no batch, and then does not know the shape.
+    parts = [part.to(device) for part in gathered(confusion.cpu()) if len(part)]
+    objects, mean_iou = _patch_figures(torch.stack(parts).sum(0)) if parts else (None, None)
     return EvalResult(
         top1=100 * first / labels,
         top5=100 * five / labels,
@@ -116,6 +126,7 @@ def evaluate(
         kept=kept.means(),
         objects=objects,
         mean_iou=mean_iou,
+        classes=None if classes is None or classes.is_plain else str(classes),
     )
 
 

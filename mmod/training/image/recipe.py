@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmod import flops, freeze_dense_, learn_capacity_, set_capacity_, settle_capacity_, undo_
 from mmod.analysis import FlopReport
 from mmod.analysis.audit.judges import judge_classes
+from mmod.data.labels import ModelClasses
 from mmod.data.loader import BatchStream, image_stream, normalisation
 from mmod.methods import methods_of
 from mmod.planning.learned import capacity_hook
@@ -24,7 +25,8 @@ from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.model import classifier_names, converted, load_weights
-from mmod.training.engine.recipe import Reading, needed_shares
+from mmod.training.engine.recipe import Reading, Streams, needed_shares
+from mmod.training.image.classes import check_same_classes, model_classes, run_classes
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate
 from mmod.training.image.model import check_input, create_criterion, create_dense_model
@@ -90,8 +92,28 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         return teacher
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
-        """Create the stream of evaluation or training images."""
-        return image_stream(self.config.data, seed, process.rank, process.world)
+        """Create the stream of evaluation or training images, whose classes are those of the model by name.
+
+        Raises:
+            ValueError: The model does not know a class, or its names are not known and it has another number of them.
+        """
+        stream = self._stream(process, model_classes(self.config, model), seed)
+        if seed is None and stream.classes is not None:
+            stream.classes.check_outputs(getattr(model, "num_classes", None))
+        return stream
+
+    def create_streams(self, process: Process, model: nn.Module) -> Streams:
+        """Create the streams of training and evaluation images; those of evaluation have the classes of training."""
+        train = self.create_stream(process, model, self.config.seed)
+        trained, teacher = train.classes, self.config.teacher()
+        if trained is None:
+            return train, self._stream(process, None)
+        if teacher is not None:
+            check_same_classes(trained.numbers, teacher, "the teacher")
+        return train, self._stream(process, ModelClasses(trained.numbers, "the training data"))
+
+    def _stream(self, process: Process, classes: ModelClasses | None, seed: int | None = None) -> BatchStream:
+        return image_stream(self.config.data, seed, process.rank, process.world, model=classes)
 
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> ClassificationTask:
         """Create the task with the config's criterion, mixup and distillation."""
@@ -164,7 +186,11 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
             save_pretrained(model, folder)
         else:
             mean, std = (values.tolist() for values in normalisation(self.config.data))
-            save_for_hf(model, str(folder), safe_serialization=True, data_config={"mean": mean, "std": std})
+            described: dict[str, Any] = {"data_config": {"mean": mean, "std": std}}
+            numbers = run_classes(self.config.output)
+            if numbers is not None:
+                described["model_config"] = {"label_names": {str(number): name for name, number in numbers.items()}}
+            save_for_hf(model, str(folder), safe_serialization=True, **described)
 
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
         """Follow the capacity schedule, stop learning capacities, and apply the methods for training alone."""
@@ -205,7 +231,7 @@ def _read(model: nn.Module, batches: Sequence[Tensor]) -> None:
 def sample_images(config: TrainConfig, count: int) -> Tensor:
     """Return up to `count` evaluation images, spread over the classes."""
     data = dataclasses.replace(config.data, val_limit=count, batch_size=count)
-    return next(iter(image_stream(data).batches(0)))[0]
+    return image_stream(data).first_batch()[0]
 
 
 def timed_images(config: TrainConfig, count: int) -> Tensor:

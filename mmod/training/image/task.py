@@ -13,6 +13,7 @@ from timm.utils import accuracy
 from torch import Tensor, nn
 
 from mmod import auxiliary_loss, set_capacity_
+from mmod.data.labels import IGNORED
 from mmod.planning.divergence import resized
 from mmod.training.engine.task import Batch, Pass, Task, autocast, divergence, total
 from mmod.training.image.config import ElasticConfig
@@ -73,18 +74,20 @@ class ClassificationTask(Task):
 
         Args:
             images: Images (B, C, H, W).
-            targets: Class numbers (B) or, of N patches, (B, N), or class distributions (B, classes).
+            targets: Class numbers (B) or, of N patches, (B, N), where `IGNORED` marks patches without a class, or class
+                distributions (B, classes).
         """
         labels = targets if targets.is_floating_point() else targets.flatten()
         with autocast(images.device, self.precision):
             logits, parts = self.objective(images, targets, labels)
+        logits, labels = labelled(logits.detach(), labels, targets)
         hard = labels if labels.ndim == 1 else labels.argmax(1)
-        return {**total(parts), "top1": accuracy(logits.detach(), hard)[0]}
+        return {**total(parts), "top1": accuracy(logits, hard)[0]}
 
     def objective(self, images: Tensor, targets: Tensor, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the logits, one row per label, and the terms of the loss."""
         logits = answers(self.model, images, targets)
-        parts = {"task": self.criterion(logits.float(), labels)}
+        parts = {"task": self.criterion(*labelled(logits.float(), labels, targets))}
         if self.teacher is not None:
             with torch.no_grad():
                 taught = answers(self.teacher, images, targets)
@@ -160,10 +163,23 @@ def answers(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
     return resized(logits, targets.shape[1]).flatten(0, 1)
 
 
+def labelled(logits: Tensor, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the rows of logits and labels that have a class; patches may have none.
+
+    Args:
+        targets: The targets of the batch; only those of patches, (B, N), are searched, as that waits for the device.
+    """
+    if targets.ndim != 2 or targets.is_floating_point():
+        return logits, labels
+    known = labels != IGNORED
+    return logits[known], labels[known]
+
+
 def check_targets(targets: Tensor, classes: int | None) -> None:
-    """Raise a ValueError if a label is not a class of the model; None classes are unknown."""
-    if classes is not None and len(targets) and not 0 <= int(targets.min()) <= int(targets.max()) < classes:
+    """Raise a ValueError if a label is not a class of the model, nor `IGNORED`; None classes are unknown."""
+    known = targets[targets != IGNORED] if targets.ndim == 2 else targets
+    if classes is not None and len(known) and not 0 <= int(known.min()) <= int(known.max()) < classes:
         raise ValueError(
-            f"labels run from {int(targets.min())} to {int(targets.max())} and the model has {classes} "
+            f"labels run from {int(known.min())} to {int(known.max())} and the model has {classes} "
             f"classes (0 to {classes - 1}); set model.args.num_classes to the data's number of classes"
         )

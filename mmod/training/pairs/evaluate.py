@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmod.data.config import PairsConfig
 from mmod.data.loader import BatchStream, Tokenizer, Transform
+from mmod.data.readers.timm import TimmSource
+from mmod.data.stream import ImageReader
 from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.io.progress import progress_bar
 from mmod.training.engine.distributed import gathered, process_count, process_rank, sum_over_processes
@@ -110,7 +114,8 @@ def evaluate(
             elif zero_shot is not None:
                 folder = zero_shot.partition(":")[2]
                 assert transform is not None
-                top1, top5 = classify_folder(model, tokenizer, transform, folder, workers=workers, bar=progress)
+                options: Any = {"stream": stream, "workers": workers, "bar": progress}
+                top1, top5 = classify_folder(model, tokenizer, transform, folder, **options)
     first, second = rank_matches(images, texts, tokens), rank_matches(texts, images, tokens)
     return EvalResult(
         image_to_text_r1=share(first < 1),
@@ -186,32 +191,47 @@ def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Te
 
 
 def classify_folder(
-    model: Any, tokenizer: Tokenizer, transform: Transform, folder: str, *, workers: int, bar: bool
+    model: Any, tokenizer: Tokenizer, transform: Transform, folder: str, *, stream: BatchStream, workers: int, bar: bool
 ) -> tuple[float, float]:
     """Return top-1 and top-5 accuracy in percent on the images in FOLDER/CLASS/, over all processes.
 
-    Prompts are open_clip's ImageNet names and templates.
+    Prompts are open_clip's ImageNet names and templates. Images that cannot be read are faults of the stream's report.
     """
     from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
-    from torch.utils.data import DataLoader, Subset
-    from torchvision.datasets import ImageFolder  # type: ignore[import-untyped]
 
-    data = ImageFolder(folder, transform=transform)
-    if len(data.classes) != len(IMAGENET_CLASSNAMES):
-        raise ValueError(
-            f"{folder!r} holds {len(data.classes)} classes, ImageNet's validation set has {len(IMAGENET_CLASSNAMES)}"
-        )
-    mine = Subset(data, range(process_rank(), len(data), process_count()))
-    batches: Iterable[tuple[Tensor, Tensor]] = DataLoader(mine, batch_size=64, num_workers=workers)
+    source = TimmSource("folder", folder, "", train_split="")
+    assert source.classes is not None
+    check_imagenet(list(source.classes.numbers), len(IMAGENET_CLASSNAMES), folder)
+    reader = ImageReader(source, "RGB", transform)
+    config = PairsConfig(batch_size=64, workers=workers)
+    batches = BatchStream(reader, stream.report, config, (process_rank(), process_count()), name=repr(folder))
     weights = _classifier(model, tokenizer, IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES)
     device = weights.device
     sums = torch.zeros(3, dtype=torch.float64, device=device)
-    for images, classes in progress_bar(batches, desc="zero-shot", shown=bar):
+    for images, classes in progress_bar(batches.batches(0), total=batches.steps_per_epoch, desc="zero-shot", shown=bar):
         logits = model.encode_image(images.to(device), normalize=True).float() @ weights
         first, five = _top(logits, classes.to(device))
         sums += len(images) * torch.tensor([first, five, 1.0], dtype=torch.float64, device=device)
     first, five, count = sum_over_processes(sums).tolist()
+    if not count:
+        raise ValueError(f"no image of {folder!r} can be read; {stream.report}")
     return first / count, five / count
+
+
+def check_imagenet(names: Sequence[str], expected: int, folder: str) -> None:
+    """Raise a ValueError unless the order of folder names is that of ImageNet's classes, which prompts have.
+
+    Valid names are all WordNet identifiers, as ImageNet comes, or all numbers of classes.
+    """
+    if len(names) != expected:
+        raise ValueError(f"{folder!r} holds {len(names)} classes, ImageNet's validation set has {expected}")
+    numbered = all(name.isdecimal() for name in names) and sorted(map(int, names)) == list(range(expected))
+    if not numbered and not all(re.fullmatch(r"n\d+", name) for name in names):
+        other = next(name for name in names if not re.fullmatch(r"n\d+", name))
+        raise ValueError(
+            f"{folder!r} must have folders named by WordNet identifiers such as n01440764, or by numbers from 0 to "
+            f"{expected - 1} in their order, so that each is known to prompts; got {other!r}"
+        )
 
 
 def _classifier(model: Any, tokenizer: Tokenizer, names: Sequence[str], templates: Sequence[Any]) -> Tensor:

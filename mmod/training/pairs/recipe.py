@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -125,9 +125,8 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def _samples(self, model: nn.Module, count: int) -> dict[str, Tensor]:
         """Return the first evaluation images and captions."""
-        stream = self.create_stream(Process(0, 1, self.device), model)
-        batches: Iterator[tuple[Tensor, Tensor]] = iter(stream.batches(0))
-        return {tower: inputs[:count] for tower, inputs in self._moved(next(batches)).items()}
+        batch = self.create_stream(Process(0, 1, self.device), model).first_batch()
+        return {tower: inputs[:count] for tower, inputs in self._moved(batch).items()}
 
     def _moved(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         images, texts = batch

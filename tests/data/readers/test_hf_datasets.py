@@ -146,3 +146,112 @@ def test_the_extra_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ModuleNotFoundError, match=r"pip install \"mmod\[datasets\]\""):
         image_stream(config(folder), seed=0)
+
+
+def write_rows(folder: Path, split: str, column: str, values: list[object], features: object = None) -> str:
+    """Write a file of images with these values in a column, and return the pattern of its source."""
+    rows = [{"image": {"bytes": png(20 * number), "path": None}, column: value} for number, value in enumerate(values)]
+    table = pa.Table.from_pylist(rows)
+    pq.write_table(table if features is None else table.cast(features), folder / f"{split}.parquet")
+    return f"hf-datasets:parquet:{folder}/{{split}}.parquet"
+
+
+def labels_of(stream: BatchStream) -> list[int]:
+    return [int(label) for _, labels in stream.batches(0) for label in labels]
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([0, 1, 2, 3], [0, 1, 2, 3]),
+        ([0.0, 1.0, 2.0, 3.0], [0, 1, 2, 3]),
+        ([False, True], [0, 1]),
+        ([0, -1, 2], [0, 2]),
+        ([0, None, 2], [0, 2]),
+        ([0.5, 1.0], [1]),
+        ([None, "cat", ""], [0]),
+    ],
+)
+def test_each_label_is_a_class_or_a_fault(tmp_path: Path, values: list[object], expected: list[int]) -> None:
+    source = write_rows(tmp_path, "val", "label", values)
+    options = {"source": source, "val_split": "val", "train_split": "val"}
+    stream = image_stream(config(tmp_path, **options, on_corrupt="skip"))
+    assert labels_of(stream) == expected
+    assert len(stream.report.faults) == len(values) - len(expected)
+    if len(values) > len(expected):
+        with pytest.raises(CorruptDataError, match=r"the column 'label': .* is no(t the name of a)? class"):
+            labels_of(image_stream(config(tmp_path, **options)))
+
+
+def test_texts_are_numbered_by_the_names_of_the_training_split(tmp_path: Path) -> None:
+    source = write_rows(tmp_path, "train", "label", ["10", "9", "dog", "cat", "9"])
+    write_rows(tmp_path, "val", "label", ["dog", "10"])
+    stream = image_stream(config(tmp_path, source=source, val_split="val"))
+    assert labels_of(stream) == [3, 1]
+    assert stream.classes is not None
+    assert stream.classes.numbers == {"9": 0, "10": 1, "cat": 2, "dog": 3}
+    (tmp_path / "names.txt").write_text("dog\n10")
+    named = config(tmp_path, source=source, val_split="val", classes=str(tmp_path / "names.txt"))
+    assert labels_of(image_stream(named)) == [0, 1]
+    write_rows(tmp_path, "val", "label", ["dog", "bird"])
+    with pytest.raises(CorruptDataError, match="'bird' is not the name of a class; known are 9, 10, cat, dog"):
+        labels_of(image_stream(config(tmp_path, source=source, val_split="val")))
+
+
+def test_texts_of_a_published_set_need_a_file_of_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    write_rows(tmp_path, "val", "label", ["dog", "cat"])
+    files = datasets.load_dataset("parquet", data_files=f"{tmp_path}/val.parquet", split="train", streaming=True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: files)
+    options = {"source": "hf-datasets:user/set:val", "val_split": "val", "train_split": "val"}
+    with pytest.raises(ValueError, match=r"column 'label' of .* holds texts such as 'dog'.*data\.classes"):
+        image_stream(config(tmp_path, **options))
+    (tmp_path / "names.txt").write_text("sea\ncat\ndog")
+    assert labels_of(image_stream(config(tmp_path, **options, classes=str(tmp_path / "names.txt")))) == [2, 1]
+
+
+def test_names_of_a_class_label_are_matched(tmp_path: Path) -> None:
+    import datasets
+
+    names = ["cat", "dog", "sea"]
+    features = datasets.Features({"image": datasets.Image(decode=False), "label": datasets.ClassLabel(names=names)})
+    source = write_rows(tmp_path, "val", "label", [2, 0, -1], features.arrow_schema)
+    (tmp_path / "names.txt").write_text("sea\nbird\ndog\ncat")
+    options = {"source": source, "val_split": "val", "train_split": "val", "on_corrupt": "skip"}
+    plain = image_stream(config(tmp_path, **options))
+    assert labels_of(plain) == [2, 0]
+    assert plain.classes is not None
+    with pytest.raises(ValueError, match="names 3 classes and the model has 4 outputs"):
+        plain.classes.check_outputs(4)
+    stream = image_stream(config(tmp_path, **options, classes=str(tmp_path / "names.txt")))
+    assert labels_of(stream) == [0, 3]
+    assert str(stream.classes) == "3 of 4 classes, matched by name"
+
+
+def test_columns_of_another_kind_are_named(tmp_path: Path) -> None:
+    source = write_rows(tmp_path, "val", "label", [[0], [1, 2]])
+    with pytest.raises(ValueError, match=r"the column 'label' of .* holds values such as \[0\], and needs one class"):
+        image_stream(config(tmp_path, source=source, val_split="val"))
+    for values in ([["a", "b"]], [{"raw": "a"}], [3]):
+        source = write_rows(tmp_path, "val", "text", values).replace("{split}", "val")
+        with pytest.raises(ValueError, match=r"the column 'text' of .* and needs one caption"):
+            pairs_stream(PairsConfig(val=source), torch.tensor, torch.tensor)
+    with pytest.raises(ValueError, match=r"the column 'text' of .* holds 3, which is no text"):
+        read_text(source, "train")
+
+
+@pytest.mark.parametrize("blank", ["", "  ", None])
+def test_a_blank_caption_is_a_fault_as_in_shards(tmp_path: Path, blank: str | None) -> None:
+    source = write_rows(tmp_path, "val", "text", ["a", blank, " c "]).replace("{split}", "val")
+
+    def stream(**options: object) -> BatchStream:
+        pairs = PairsConfig(train=source, val=source, batch_size=1, **options)
+        return pairs_stream(pairs, lambda image: torch.zeros(1), lambda texts: torch.tensor([ord(t) for t in texts]))
+
+    with pytest.raises(CorruptDataError, match="the column 'text': no caption"):
+        labels_of(stream())
+    # A batch without a readable pair is left out.
+    skipping = stream(on_corrupt="skip")
+    assert labels_of(skipping) == [ord("a"), ord("c")]
+    assert len(skipping.report.faults) == 1

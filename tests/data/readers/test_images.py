@@ -188,7 +188,7 @@ CMYK = Image.fromarray(PLAIN).convert("CMYK")
 OUTCOMES: dict[str, tuple[bytes, np.ndarray | str]] = {
     "CMYK": (encode_image(CMYK, "TIFF"), np.asarray(CMYK.convert("RGB"))),
     "16 bits": (DEEP["png"], np.repeat((RAMP >> 8).astype(np.uint8)[..., None], 3, -1)),
-    "EXIF orientation": (encode(PLAIN, "PNG", exif=TURNED), PLAIN),
+    "EXIF orientation": (encode(PLAIN, "PNG", exif=TURNED), np.rot90(PLAIN, -1)),
     "animated PNG": (encode(PLAIN, "PNG", **FIRST), PLAIN),
     "animated WebP": (encode(PLAIN, "WEBP", **LOSSLESS), PLAIN),
     "pages of a TIFF": (encode(PLAIN, "TIFF", **FIRST), PLAIN),

@@ -30,12 +30,12 @@ def encode(image: Image.Image) -> bytes:
 
 
 def slow_patches(labels: np.ndarray, side: int) -> list[int]:
-    """Count pixel by pixel; the smallest of the most frequent classes."""
+    """Count pixel by pixel; the smallest of the most frequent classes but 255, -100 where there is none."""
     found = []
     for top in range(0, len(labels), side):
         for left in range(0, len(labels), side):
-            counts = Counter(int(label) for label in labels[top : top + side, left : left + side].flat)
-            found.append(min(counts, key=lambda label: (-counts[label], label)))
+            counts = Counter(int(label) for label in labels[top : top + side, left : left + side].flat if label != 255)
+            found.append(min(counts, key=lambda label: (-counts[label], label), default=-100))
     return found
 
 
@@ -47,6 +47,18 @@ def test_a_patch_has_the_class_of_most_of_its_pixels(seed: int, side: int, steps
     paletted.putpalette([255 - number // 3 for number in range(768)])
     for image in (Image.fromarray(labels), paletted):
         assert parse_patches(encode(image), side) == slow_patches(labels, side)
+
+
+@given(seed=st.integers(0, 2**32), side=st.integers(1, 4), steps=st.integers(1, 4), share=st.floats(0, 1))
+def test_pixels_of_255_have_no_class(seed: int, side: int, steps: int, share: float) -> None:
+    draw, size = np.random.default_rng(seed), side * steps
+    labels = draw.integers(0, 5, (size, size)).astype(np.uint8)
+    labels[draw.random((size, size)) < share] = 255
+    if (labels == 255).all():
+        with pytest.raises(ValueError, match="no pixel with a class: all are 255"):
+            parse_patches(encode(Image.fromarray(labels)), side)
+        return
+    assert parse_patches(encode(Image.fromarray(labels)), side) == slow_patches(labels, side)
 
 
 @pytest.fixture(scope="module")

@@ -70,3 +70,36 @@ def test_what_does_not_fit_is_told(tmp_path: Path) -> None:
     for changes in ({"root": None}, {"label_patch": None}):
         with pytest.raises(ValueError, match="needs root"):
             config(tmp_path, **changes)
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_turned_photograph_lies_on_its_upright_map(tmp_path: Path, orientation: int) -> None:
+    upright = np.random.default_rng(0).integers(1, 5, (4, 4)).repeat(8, 0).repeat(8, 1).astype(np.uint8)
+    save(tmp_path, "a", np.zeros((32, 32, 3)), upright)
+    # What a camera stores, such that applying the orientation makes it upright again.
+    stored = {
+        1: upright,
+        2: upright[:, ::-1],
+        3: upright[::-1, ::-1],
+        4: upright[::-1],
+        5: upright.T,
+        6: np.rot90(upright),
+        7: np.rot90(upright, 2).T,
+        8: np.rot90(upright, -1),
+    }[orientation]
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    pixels = np.stack([50 * stored] * 3, -1).astype(np.uint8)
+    Image.fromarray(pixels).save(tmp_path / "images" / "test" / "a.png", exif=exif)
+    images, classes = next(image_stream(config(tmp_path, image_size=32)).batches(0))
+    middle = images[0, 0].unflatten(0, (4, 8)).unflatten(2, (4, 8))[:, 3:5, :, 3:5].mean((1, 3)) * 255 / 50
+    assert np.allclose(middle.flatten(), classes[0], atol=0.3)
+
+
+def test_a_map_without_any_class_is_a_fault(tmp_path: Path) -> None:
+    save(tmp_path, "a", np.zeros((32, 32, 3)), np.full((32, 32), 255))
+    save(tmp_path, "b", np.zeros((32, 32, 3)), np.where(np.eye(32) > 0, 3, 255))
+    with pytest.raises(CorruptDataError, match=r"a\.png\]: the label map has no pixel with a class"):
+        list(image_stream(config(tmp_path)).batches(0))
+    ((_, classes),) = image_stream(config(tmp_path, on_corrupt="skip")).batches(0)
+    assert classes.tolist() == np.where(np.eye(4) > 0, 3, -100).reshape(1, -1).tolist()

@@ -1,10 +1,14 @@
+import io
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from mmod.data import DataConfig, image_stream
+from mmod.data.labels import ModelClasses
 from mmod.data.readers.images import UnreadableSampleError
 from mmod.data.readers.timm import TimmSource
 
@@ -38,11 +42,11 @@ def test_a_missing_split_is_an_error_not_the_whole_root(root):
         TimmSource("folder", str(root / "nowhere"), "train")
 
 
-def test_splits_with_different_classes_are_an_error_without_a_class_map(root):
-    with pytest.raises(ValueError, match=r"images of different classes.*: b only in one"):
-        TimmSource("folder", str(root), "odd")
-    source = TimmSource("folder", str(root), "odd", {"class_map": {"a": 0, "b": 1, "c": 2}})
-    assert [source.read(index, "RGB")[1] for index in range(2)] == [0, 2]
+def test_a_split_with_fewer_classes_has_the_numbers_of_the_training_split(root):
+    for options in ({}, {"class_map": {"a": 0, "b": 1, "c": 2}}):
+        source = TimmSource("folder", str(root), "odd", options)
+        assert [source.read(index, "RGB")[1] for index in range(2)] == source.labels() == [0, 2]
+    assert str(TimmSource("folder", str(root), "odd").classes) == "2 of 3 classes, matched by name"
 
 
 def test_torchvision_sets_are_read_by_their_own_names(tmp_path):
@@ -131,3 +135,108 @@ def test_a_folder_without_any_image_is_an_error(tmp_path):
     (tmp_path / "train" / "a").mkdir(parents=True)
     with pytest.raises(ValueError, match="source 'folder' cannot be read: Found 0 images"):
         TimmSource("folder", str(tmp_path), "train")
+
+
+def test_an_image_in_no_class_folder_is_refused(root, tmp_path):
+    flat = tmp_path / "flat" / "val"
+    flat.mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(flat / "ILSVRC2012_val_00000001.JPEG")
+    with pytest.raises(ValueError, match="flat/val has images outside class folders"):
+        TimmSource("folder", str(tmp_path / "flat"), "val")
+    assert TimmSource("folder", str(tmp_path / "flat"), "val", labelled=False).classes is None
+    # One stray image would move all classes by one.
+    Image.new("RGB", (8, 8)).save(root / "train" / "stray.png")
+    with pytest.raises(ValueError, match="train has images outside class folders"):
+        TimmSource("folder", str(root), "train")
+
+
+@pytest.mark.parametrize("name", ["folder", "torch/image_folder", "torch/folder"])
+def test_every_reader_of_folders_has_one_order_of_classes(tmp_path, name):
+    names = [*(str(number) for number in range(12)), "b", "A", "a10", "a9"]
+    for number, label in enumerate(names):
+        (tmp_path / "val" / label).mkdir(parents=True)
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "val" / label / "0.png")
+    expected = {label: number for number, label in enumerate([*names[:12], "A", "a9", "a10", "b"])}
+    source = TimmSource(name, str(tmp_path), "val")
+    read = [source.read(index, "RGB") for index in range(len(source))]
+    assert {names[image.getpixel((0, 0))[0]]: label for image, label in read} == expected
+    assert source.labels() == [label for _, label in read]
+    # The map decides, also for torchvision's reader, which timm gives none.
+    chosen = {"class_map": {"3": 1, "a9": 0}}
+    mapped = TimmSource(name, str(tmp_path), "val", chosen)
+    read = [mapped.read(index, "RGB") for index in range(len(mapped))]
+    assert {names[image.getpixel((0, 0))[0]]: label for image, label in read} == {"3": 1, "a9": 0}
+    # And so do the names of the model.
+    model = ModelClasses({label: number for number, label in enumerate(reversed(names))}, "the model")
+    known = TimmSource(name, str(tmp_path), "val", model=model)
+    read = [known.read(index, "RGB") for index in range(len(known))]
+    assert all(model.numbers[names[image.getpixel((0, 0))[0]]] == label for image, label in read)
+
+
+def test_a_file_names_the_classes_of_the_model(root):
+    (root / "names.txt").write_text("\n".join("dcba"))
+    config = DataConfig("folder", str(root), val_split="odd", channels=3, classes=str(root / "names.txt"))
+    stream = image_stream(config)
+    assert next(stream.batches(0))[1].tolist() == [3, 1]
+    assert str(stream.classes) == "2 of 4 classes, matched by name"
+    (root / "names.txt").write_text("a\nb")
+    with pytest.raises(ValueError, match=r"odd has classes that .*names\.txt does not name: c; it names a, b"):
+        image_stream(config)
+
+
+class Rows:
+    """A reader of timm for rows that may hold anything."""
+
+    def __init__(self, labels, class_to_idx=None):
+        self.rows, self.class_to_idx = labels, class_to_idx or {}
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        file = io.BytesIO()
+        Image.new("RGB", (8, 8)).save(file, "PNG")
+        file.seek(0)
+        return file, self.rows[index]
+
+    def iter_targets(self):
+        return iter(self.rows)
+
+
+def test_labels_of_rows_are_classes_or_faults(monkeypatch):
+    def read(labels, class_to_idx=None, model=None):
+        dataset = SimpleNamespace(reader=Rows(labels, class_to_idx))
+        monkeypatch.setattr("mmod.data.readers.timm._open", lambda *_: dataset)
+        return TimmSource("hfds/user/set", None, "val", model=model)
+
+    for label in (-1, None, 0.5, [1]):
+        source = read([2, label])
+        assert source.labels() == [2, -1]
+        with pytest.raises(UnreadableSampleError, match="is no class"):
+            source.read(1, "RGB")
+    for label in ("cat", [1, 2]):
+        with pytest.raises(ValueError, match=r"the labels of hfds/user/set:None are such as .*options"):
+            read([label])
+    source = read([1, 0, 5], {"cat": 0, "dog": 1}, ModelClasses({"dog": 0, "sea": 1, "cat": 2}, "the run"))
+    assert [source.read(index, "RGB")[1] for index in range(2)] == [0, 2]
+    with pytest.raises(UnreadableSampleError, match="class 5 has no name among 2"):
+        source.read(2, "RGB")
+
+
+def test_a_map_that_joins_classes_of_the_model_is_refused(root):
+    joined = {"class_map": {"a": 0, "b": 0, "c": 1}}
+    assert TimmSource("folder", str(root), "val", joined).labels() == [0, 0, 1]
+    apart = ModelClasses({"a": 0, "b": 1, "c": 2}, "the run")
+    with pytest.raises(ValueError, match=r"the number 0 stands for several classes of the model.*leave class_map out"):
+        TimmSource("folder", str(root), "val", joined, model=apart)
+    # A run that was trained with the map has its numbers.
+    assert (
+        TimmSource("folder", str(root), "val", joined, model=ModelClasses({"a": 0, "b": 0, "c": 1}, "")).labels()[1]
+        == 0
+    )
+
+
+def test_targets_of_torchvision_may_be_a_tensor(monkeypatch):
+    rows = SimpleNamespace(targets=torch.tensor([3, 0]), __len__=lambda: 2)
+    monkeypatch.setattr("mmod.data.readers.timm._open", lambda *_: rows)
+    assert TimmSource("torch/mnist", None, "val").labels() == [3, 0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import shlex
 import shutil
 import signal
 from contextlib import ExitStack
@@ -18,7 +19,9 @@ import torch
 import mmod
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import open_conversations
+from mmod.data.readers.conversations import ConversationsConfig, ReplacingChats, open_conversations
+from mmod.data.synthetic.questions import export_questions
+from mmod.io.claim import FolderTakenError
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
 from mmod.io.tensors import write_tensors
 from mmod.training import fit
@@ -28,6 +31,8 @@ from mmod.training.chat.evaluate import evaluate, mean_over_kinds
 from mmod.training.chat.model import create_model, create_processor, router_parameters
 from mmod.training.chat.trainer import RoutedTrainer, RunCallback, last_checkpoint
 from mmod.training.engine.health import FIGURES
+from mmod.training.engine.parse import parse_config
+from mmod.training.kinds import CONFIGS
 from tests.disk import small_disk
 from tests.training.chat.configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
 
@@ -239,3 +244,74 @@ def test_answers_do_not_depend_on_the_batch(folder: Path) -> None:
 def test_kinds_that_need_no_image_do_not_count() -> None:
     assert mean_over_kinds({"count": 50.0, "text": 100.0}) == 50.0
     assert mean_over_kinds({"text": 100.0}) == 100.0
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Files of conversations, some of whose images cannot be decoded, as fields of the data."""
+    root = tmp_path_factory.mktemp("broken")
+    export_questions(root, "tiny")
+    fields = {}
+    for split, key in (("train", "train"), ("val", "val")):
+        records = [record for record in json.loads((root / f"{split}.json").read_text()) if "image" in record][:16]
+        for number in (1, 2, 15) if split == "train" else range(8, 16):
+            name, images = f"images/bad-{split}-{number}.png", records[number]["image"]
+            (root / name).write_bytes(b"no picture")
+            records[number]["image"] = name if isinstance(images, str) else [name, *images[1:]]
+        (root / f"{split}-broken.json").write_text(json.dumps(records))
+        fields[key] = str(root / f"{split}-broken.json")
+    return fields
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_images_that_cannot_be_decoded_are_counted_replaced_and_left_out(
+    folder: Path, broken: dict[str, Any], workers: int
+) -> None:
+    data = ConversationsConfig(**broken, on_corrupt="skip")
+    trainer = {"max_steps": 4, "dataloader_num_workers": workers}
+    config = vlm_config(folder, f"broken-{workers}", trainer, data=data, eval_batch_size=2)
+    result = fit(config, progress=False)
+    assert result.steps == 4
+    assert result.evaluation is not None
+    # Whole batches of the evaluation are unreadable.
+    assert sum(result.evaluation.asked.values()) == 8
+    assert {split: sum(counts.values()) for split, counts in result.skipped.items()} == {"train": 3, "val": 8}
+    for changes in ({"on_corrupt": "raise"}, {"max_corrupt": 2}):
+        other = replace(config, output=str(folder / f"refused-{workers}"), data=replace(data, **changes))
+        with pytest.raises(CorruptDataError, match=r"bad-train-\d+\.png"):
+            fit(other, progress=False)
+
+
+def test_a_conversation_is_replaced_by_one_that_has_an_image_too(broken: dict[str, Any], tmp_path: Path) -> None:
+    records = json.loads(Path(broken["train"]).read_text())
+    blind = {"id": "blind", "conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
+    path = Path(broken["train"]).with_name("mixed.json")
+    path.write_text(json.dumps([records[1], blind, records[3], records[2]]))
+    talks = open_conversations(str(path), ConversationsConfig(on_corrupt="skip"))
+    replacing = ReplacingChats(talks)
+    assert [len(replacing[index].images) for index in range(4)] == [1, 0, 1, 1]
+    assert [len(replacing[index].faults) for index in range(4)] == [1, 0, 0, 2]
+    assert [talk.key for talk in talks.read(range(4))] == ["blind", replacing[2].key]
+    assert len(talks.report.faults) == 2
+    path.write_text(json.dumps([records[1], blind]))
+    with pytest.raises(CorruptDataError, match="no conversation with an image can be read"):
+        ReplacingChats(open_conversations(str(path), ConversationsConfig(on_corrupt="skip")))[0]
+    config = vlm_config(tmp_path, data=ConversationsConfig(val=str(path), on_corrupt="skip"))
+    path.write_text(json.dumps([records[1]]))
+    model, processor = create_model(config)
+    with pytest.raises(ValueError, match="no conversation of the evaluation can be read; 1 corrupt"):
+        evaluate(model, ChatCollator(processor), open_conversations(str(path), config.data))
+
+
+def test_a_longer_run_on_conversations_says_how_to_go_on(folder: Path) -> None:
+    config = vlm_config(folder, "short", {"max_steps": 1}, routing=GAMMA, data=vlm_config(folder).data)
+    config = replace(config, data=replace(config.data, val=None))
+    fit(config, progress=False)
+    with pytest.raises(FolderTakenError, match=r"trainer\.max_steps: 1 there, 3 now.* It is finished") as caught:
+        fit(replace(config, trainer={**config.trainer, "max_steps": 3}), progress=False)
+    command = shlex.split(str(caught.value).partition("mmod train chat ")[2])
+    continued = parse_config(command, CONFIGS["chat"])
+    assert continued.trainer["max_steps"] == 2
+    result = fit(continued, progress=False)
+    assert (result.steps, result.folder) == (2, f"{folder}/short-more")
+    assert len(mmod.routed_blocks(mmod.load_pretrained(folder / "short-more" / "model"))) == 2

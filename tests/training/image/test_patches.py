@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,28 +14,34 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
 from torch import Tensor, nn
 
 import mmod
+from mmod.analysis.audit.judges import judge_classes
 from mmod.data.config import DataConfig
 from mmod.data.loader import image_stream
+from mmod.studies.features import Segmented
 from mmod.training import (
     ClassificationTask,
     DistillConfig,
     EmaConfig,
+    LossConfig,
     MixupConfig,
     ModelConfig,
     TrainConfig,
     evaluate,
     fit,
 )
-from mmod.training.image.model import check_input
+from mmod.training.image.features import Features
+from mmod.training.image.model import check_input, create_criterion
 from mmod.training.image.recipe import ImageRecipe
 from mmod.training.image.task import answers
 from tests.zoo import make_model
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
+IGNORED = -100
 ARGS |= {"num_classes": 11, "class_token": False, "global_pool": ""}
 
 
@@ -229,7 +236,7 @@ def test_outputs_that_no_figure_can_be_made_of_are_refused(change: Any, error: t
         evaluate(model, Labels(torch.ones(4, 3, dtype=torch.int64), 2))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("label", [-1, -100, 5, 900])
+@pytest.mark.parametrize("label", [-1, -99, 5, 900])
 def test_labels_that_no_class_has_are_refused(label: int) -> None:
     model, targets = Table(torch.randn(4, 3, 5)), torch.ones(4, 3, dtype=torch.int64)
     # As with a model that does not say how many classes it knows.
@@ -244,3 +251,74 @@ def test_images_that_patches_do_not_divide_are_refused() -> None:
     model.patch_embed.strict_img_size = False  # type: ignore[union-attr]
     with pytest.raises(ValueError, match="image_size is 30, which the model's patches of 16 pixels do not divide"):
         check_input(model, DataConfig(source="folder", root="r", image_size=30, channels=3), pretrained=False)
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32), images=st.integers(1, 5), batch=st.integers(1, 3), share=st.floats(0.1, 0.9))
+def test_patches_without_a_class_count_nowhere(seed: int, images: int, batch: int, share: float) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(images, 6, 4, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 4, (images, 6), generator=generator)
+    targets[:, 0] = 1
+    targets[:, 1:][torch.rand(images, 5, generator=generator) < share] = IGNORED
+    has_class = targets != IGNORED
+    found = evaluate(Table(logits), Labels(targets, batch))  # type: ignore[arg-type]
+    true, guess = targets[has_class].numpy(), logits.argmax(-1)[has_class].numpy()
+    assert found.top1 == pytest.approx(100 * accuracy_score(true, guess))
+    assert found.objects == pytest.approx(100 * accuracy_score(true[true > 0], guess[true > 0]))
+    labels = np.union1d(true, guess)
+    assert found.mean_iou == pytest.approx(100 * jaccard_score(true, guess, labels=labels, average="macro"))
+    expected = F.cross_entropy(logits[has_class], targets[has_class])
+    assert found.loss == pytest.approx(expected.item(), rel=1e-5)
+    # The logits of such patches change no loss and no figure of any criterion, nor an audit's judgement.
+    numbers = torch.arange(images).float().reshape(-1, 1, 1, 1)
+    changed = torch.where(has_class[..., None], logits, logits + 5)
+    for loss in (LossConfig(), LossConfig(smoothing=0.1), LossConfig("bce")):
+        one, other = (
+            ClassificationTask(Table(table.float()), create_criterion(loss, mixed=False))(numbers, targets)
+            for table in (logits, changed)
+        )
+        assert torch.equal(one["task"], other["task"])
+        assert torch.equal(one["top1"], other["top1"])
+    with torch.no_grad():
+        judged, again = (judge_classes(Table(table), (numbers, targets)) for table in (logits, changed))
+    assert all(torch.equal(*pair) for pair in zip(judged, again))
+    for place in range(images):
+        row, known = logits[place][has_class[place]].float(), targets[place][has_class[place]]
+        assert judged[0][place] == pytest.approx(F.cross_entropy(row, known).item(), rel=1e-5)
+        assert judged[1][place] == pytest.approx((row.argmax(-1) == known).float().mean().item())
+
+
+def test_a_run_on_maps_with_255_trains_and_names_the_classes_that_are_there(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        for folder in ("images", "labels"):
+            (tmp_path / folder / split).mkdir(parents=True)
+        for number in range(4):
+            labels = np.arange(16, dtype=np.uint8).reshape(4, 4).repeat(8, 0).repeat(8, 1) % 3
+            labels[:12] = 255
+            Image.fromarray(labels).save(tmp_path / "labels" / split / f"{number}.png")
+            Image.fromarray(labels * 60).save(tmp_path / "images" / split / f"{number}.png")
+    data = DataConfig("maps:32", root=str(tmp_path), label_patch=8, batch_size=2)
+    result = fit(config_of(tmp_path / "run", data, args={"num_classes": 3}), progress=False)
+    assert result.evaluation.samples == 4
+    with pytest.raises(ValueError, match="labels run from 0 to 2 and the model has 2 classes"):
+        fit(config_of(tmp_path / "few", data, args={"num_classes": 2}), progress=False)
+
+
+def test_a_linear_classifier_of_patches_sees_no_patch_without_a_class() -> None:
+    draw = np.random.default_rng(0)
+    labels = np.where(draw.random((8, 9)) < 0.3, IGNORED, draw.integers(0, 3, (8, 9)))
+    labels[:, :3] = [0, 1, 2]
+    x = np.eye(3)[labels.clip(0)] + 0.01 * draw.standard_normal((8, 9, 3))
+
+    def features(values: np.ndarray) -> Features:
+        kept = torch.ones(len(labels), 1)
+        return Features(torch.from_numpy(values).float().flatten(0, 1), torch.from_numpy(labels).flatten(), kept)
+
+    study = SimpleNamespace(strengths=[1.0])
+    moved = np.where((labels == IGNORED)[..., None], 1e3, x)
+    one, other = (Segmented.classify([features(v), features(v)], study) for v in (x, moved))  # type: ignore[arg-type]
+    assert one == other
+    confusion = np.array(one["confusion"])
+    assert confusion.shape == (8, 3, 3)
+    assert confusion.sum((1, 2)).tolist() == (labels != IGNORED).sum(1).tolist()

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.data.config import PairsConfig
+from mmod.data.corrupt import CorruptDataError
 from mmod.data.loader import pairs_stream
-from mmod.training.pairs.evaluate import evaluate, rank_matches
+from mmod.training.pairs.evaluate import check_imagenet, evaluate, rank_matches
 from tests.sets import SETS
 from tests.training.pairs.worker import MODEL
 
@@ -133,6 +134,34 @@ def test_zero_shot_on_a_folder_of_classes(
     result = evaluate(model, stream, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options)
     assert result.zero_shot_top1 in [pytest.approx(100 * hits / 6) for hits in range(7)]
     assert result.zero_shot_top5 >= result.zero_shot_top1
+    # Broken images are faults as of any folder.
+    (tmp_path / "n3" / "b.png").write_bytes(b"no picture")
+    with pytest.raises(CorruptDataError, match=r"b\.png: image of 10 bytes"):
+        evaluate(model, stream, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options)
+    config = PairsConfig(val="scenes:tiny/val", root=str(SETS / "scenes"), batch_size=24, on_corrupt="skip")
+    skipping = pairs_stream(config, options["transform"], tokenizer)
+    again = evaluate(model, skipping, tokenizer, zero_shot=f"imagenet:{tmp_path}", **options)
+    assert again.zero_shot_top1 == result.zero_shot_top1
+    assert len(skipping.report.faults) == 1
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([f"n{number:08d}" for number in range(4)], None),
+        (["3", "0", "2", "1"], None),
+        (["00", "01", "02", "03"], None),
+        (["cat", "dog", "sea", "sky"], "must have folders named by WordNet identifiers.*got 'cat'"),
+        (["1", "2", "3", "4"], "got '1'"),
+        (["0", "1", "2"], "holds 3 classes"),
+    ],
+)
+def test_prompts_are_of_folders_whose_order_is_known(names: list[str], message: str | None) -> None:
+    if message is None:
+        check_imagenet(names, 4, "folder")
+        return
+    with pytest.raises(ValueError, match=message):
+        check_imagenet(names, 4, "folder")
 
 
 def test_captions_of_another_kind_have_no_zero_shot_class(model: Any, stream: Any) -> None:

@@ -1,0 +1,178 @@
+"""What labels mean, for every reader: class numbers, names of classes, and captions."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from mmod.data.corrupt import UnusableError
+from mmod.io.files import parse_json
+from mmod.values import brief
+
+IGNORED = -100
+"""Label of a patch without a class, as torch's `ignore_index`: losses and figures leave it out."""
+UNLABELLED = 255
+"""Value of the pixels of a label map that have no class."""
+CLASSES = "classes.json"
+"""File of a run folder with the number of each class by its name."""
+
+_SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Classes:
+    """The classes of a set of images.
+
+    Args:
+        numbers: Number of each class by its name, as the labels have it; a model's may be more than the set's.
+        present: Number of classes of the set; None if that is not known.
+        given: The numbers are a class map's or a model's, not ranks of names in the data.
+        is_plain: The data set has the same classes by the same numbers without being matched.
+    """
+
+    numbers: Mapping[str, int]
+    present: int | None = None
+    given: bool = False
+    is_plain: bool = True
+
+    def check_outputs(self, outputs: int | None) -> None:
+        """Raise a ValueError if numbers that are ranks cannot be those of a model with so many outputs."""
+        count = 1 + max(self.numbers.values())
+        if not self.given and outputs and count != outputs:
+            raise ValueError(
+                f"the data names {count} classes and the model has {outputs} outputs, so the rank of a class among "
+                "these names is not its output. Name a run folder as model.checkpoint, which holds the names of its "
+                "classes; list the model's classes in a file, data.classes; or, for image folders, put the training "
+                "folder with all classes beside this one or give data.options a class_map"
+            )
+
+    def __str__(self) -> str:
+        if self.present is None:
+            return "classes matched by name"
+        return f"{self.present} of {1 + max(self.numbers.values())} classes, matched by name"
+
+
+@dataclass(frozen=True)
+class ModelClasses:
+    """The classes that a model answers with.
+
+    Args:
+        numbers: Number of each output by the name of its class.
+        origin: Where the names are from, for messages.
+        required: Data with other names are refused; otherwise they keep their own numbers.
+    """
+
+    numbers: Mapping[str, int]
+    origin: str
+    required: bool = True
+
+
+def rank_names(names: Iterable[str]) -> dict[str, int]:
+    """Number names in timm's order: by their text, numbers in it by value.
+
+    Example:
+        >>> rank_names({"10", "9", "b2"})
+        {'9': 0, '10': 1, 'b2': 2}
+    """
+    from timm.utils.misc import natural_key
+
+    # timm's key ignores case and leading zeros: names that differ in these alone need an order, too.
+    ordered = sorted(set(names), key=lambda name: (natural_key(name), name))
+    return {name: number for number, name in enumerate(ordered)}
+
+
+def match_classes(own: Classes, found: Collection[str], model: ModelClasses | None, source: str) -> Classes:
+    """Return the classes of a set with the numbers of a model, by name; the set's own ones without a model's names.
+
+    Args:
+        own: The classes by the numbers of the data set.
+        found: Names of the classes that the set has.
+        source: The set, for messages.
+    """
+    if model is None:
+        return own
+    unknown = [name for name in rank_names(found) if name not in model.numbers]
+    if not unknown:
+        return Classes(model.numbers, len(set(found)), given=True, is_plain=own.numbers == model.numbers)
+    if not model.required:
+        return own
+    raise ValueError(
+        f"{source} has classes that {model.origin} does not name: {_some(unknown)}; it names "
+        f"{_some(list(model.numbers))}. Rename or remove their folders or labels; to train on them, start with a new "
+        "classifier, model.head='fresh'"
+    )
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return f"{', '.join(names[:_SHOWN])}{more}"
+
+
+def read_classes(path: str | Path) -> dict[str, int]:
+    """Read the number of each class by its name.
+
+    Args:
+        path: A `.json` file with a list of names or numbers by name, or a text file with a name in each line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"no file of class names at {str(path)!r}")
+    if path.suffix == ".json":
+        content: Any = parse_json(path.read_bytes(), str(path))
+    else:
+        content = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if isinstance(content, list) and all(isinstance(name, str) for name in content):
+        if len(set(content)) < len(content):
+            twice = next(name for name in content if content.count(name) > 1)
+            raise ValueError(f"{str(path)!r} names the class {twice!r} twice")
+        content = {name: number for number, name in enumerate(content)}
+    if not content or not isinstance(content, dict) or not all(_is_number(number) for number in content.values()):
+        raise ValueError(f"{str(path)!r} must name classes: a list of names, or their numbers from 0 by name")
+    return content
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def class_number(value: Any, names: Mapping[str, int] | None = None) -> int:
+    """Return the class that a label stands for; a ValueError if it stands for none.
+
+    Args:
+        value: A number from 0, also as an integral float or a boolean; or a name.
+        names: Number of each class by its name.
+
+    Example:
+        >>> class_number(3.0), class_number("cat", {"cat": 1})
+        (3, 1)
+    """
+    if isinstance(value, str) and names is not None and value in names:
+        return names[value]
+    number = float(value) if isinstance(value, numbers.Real) else -1.0
+    if number >= 0 and number.is_integer():
+        return int(number)
+    if isinstance(value, str) and names is not None:
+        raise ValueError(f"{brief(value)} is not the name of a class; known are {_some(list(names))}")
+    reason = ", which marks samples without a label" if value == -1 else ""
+    raise ValueError(f"{brief(value)} is no class{reason}; classes are numbers from 0")
+
+
+def read_caption(value: Any) -> str:
+    """Return a caption without spaces around it; an `UnusableError` unless it is a text with a word.
+
+    Example:
+        >>> read_caption(" two cats ")
+        'two cats'
+    """
+    if not isinstance(value, str):
+        raise UnusableError("no caption", f"{brief(value)} is not one text")
+    if not value.strip():
+        raise UnusableError("no caption", f"{value[:20]!r} holds no text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise UnusableError("caption is not UTF-8", ascii(value)) from error
+    return value.strip()

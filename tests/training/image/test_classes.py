@@ -1,0 +1,231 @@
+"""Class names of a run: recorded at its start, and matched to those of the data wherever the run is evaluated."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+
+from mmod.audits.subjects import subject_of
+from mmod.data.config import DataConfig
+from mmod.data.labels import read_classes
+from mmod.studies.advise import read_images
+from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
+from mmod.training.engine.distributed import Process
+from mmod.training.image.recipe import ImageRecipe
+from tests.processes import run_processes
+
+NAMES = ["9", "10", "ant", "bee", "cow", "dog"]
+ARGS = {"img_size": 16, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}
+
+
+def write_images(folder: Path, names: Sequence[str], per_class: int = 3) -> None:
+    """Write grey images whose value is the class."""
+    for name in names:
+        (folder / name).mkdir(parents=True)
+        for number in range(per_class):
+            image = Image.new("L", (16, 16), 40 * NAMES.index(name) if name in NAMES else 0)
+            image.save(folder / name / f"{number}.png")
+
+
+def config_of(folder: Path, root: Path, classes: int = len(NAMES), **changes: Any) -> TrainConfig:
+    loader = {"source": "folder", "image_size": 16, "crop_pct": 1.0, "batch_size": 4, **changes.pop("data", {})}
+    model = ModelConfig("vit_tiny_patch16_224", {**ARGS, "num_classes": classes}, **changes.pop("model", {}))
+    fields = {"epochs": 1, "device": "cpu", **changes}
+    return TrainConfig(output=str(folder), model=model, data=DataConfig(root=str(root), **loader), **fields)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a finished run, and the images that it was trained on."""
+    folder = tmp_path_factory.mktemp("classes")
+    for split in ("train", "val"):
+        write_images(folder / "data" / split, NAMES)
+    fit(config_of(folder / "run", folder / "data"), progress=False)
+    return folder
+
+
+def assessed(config: TrainConfig) -> tuple[EvalResult, Any]:
+    recipe = ImageRecipe(config)
+    model = recipe.load()
+    return recipe.assess(model), model
+
+
+def of_run(trained: Path, data: Path, **changes: Any) -> TrainConfig:
+    return config_of(trained / "none", data, model={"checkpoint": str(trained / "run")}, **changes)
+
+
+def test_a_run_records_the_names_of_its_classes_in_the_order_of_its_outputs(trained: Path) -> None:
+    expected = {name: number for number, name in enumerate(NAMES)}
+    assert read_classes(trained / "run" / "classes.json") == expected
+    exported = json.loads((trained / "run" / "model" / "config.json").read_text())
+    assert exported["label_names"] == {str(number): name for name, number in expected.items()}
+
+
+@pytest.mark.parametrize("present", [NAMES, NAMES[2:5], NAMES[1:2], NAMES[::-2]])
+@pytest.mark.parametrize("place", ["run", "run/model", "run/model/model.safetensors"])
+def test_a_subset_has_the_labels_of_the_run_without_a_training_folder(
+    trained: Path, tmp_path: Path, present: list[str], place: str
+) -> None:
+    write_images(tmp_path / "val", present)
+    config = config_of(tmp_path / "none", tmp_path, model={"checkpoint": str(trained / place)})
+    result, model = assessed(config)
+    expected = []
+    with torch.no_grad():
+        for name in present:
+            image = torch.full((1, 1, 16, 16), (40 * NAMES.index(name) / 255 - 0.5) / 0.5)
+            expected += 3 * [int(model(image).argmax()) == NAMES.index(name)]
+    assert result.top1 == pytest.approx(100 * np.mean(expected))
+    said = None if present == NAMES else f"{len(present)} of 6 classes, matched by name"
+    assert result.classes == said
+    assert said is None or said in str(result)
+    labels = torch.cat([batch.batch[1] for batch in _audited(config)])
+    assert sorted(labels.tolist()) == sorted(3 * [NAMES.index(name) for name in present])
+
+
+def _audited(config: TrainConfig) -> Any:
+    subject = subject_of(config)
+    subject.model = subject.recipe.load()
+    return subject.batches()
+
+
+def test_classes_that_the_run_does_not_know_are_refused_and_a_new_classifier_takes_them(
+    trained: Path, tmp_path: Path
+) -> None:
+    for split in ("train", "val"):
+        write_images(tmp_path / split, ["ant", "elk"])
+    config = of_run(trained, tmp_path)
+    with pytest.raises(ValueError, match=r"val has classes that the run of '.*run' does not name: elk; it names 9, 10"):
+        assessed(config)
+    with pytest.raises(ValueError, match=r"does not name: elk.*model\.head='fresh'"):
+        fit(replace(config, output=str(tmp_path / "run")), progress=False)
+    fresh = replace(config, output=str(tmp_path / "run"), model=replace(config.model, head="fresh"))
+    assert fit(fresh, progress=False).steps == 1
+    assert read_classes(tmp_path / "run" / "classes.json") == {"ant": 0, "elk": 1}
+    assert assessed(ImageRecipe(fresh).finished(str(tmp_path / "run")))[0].classes is None
+
+
+def test_training_on_a_subset_goes_on_with_the_outputs_of_the_run(trained: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_images(tmp_path / split, ["bee", "dog"])
+    config = replace(of_run(trained, tmp_path), output=str(tmp_path / "run"))
+    result = fit(config, progress=False)
+    assert result.evaluation.classes == "2 of 6 classes, matched by name"
+    assert read_classes(tmp_path / "run" / "classes.json") == read_classes(trained / "run" / "classes.json")
+    stream = ImageRecipe(config).create_stream(Process(0, 1, torch.device("cpu")), ImageRecipe(config).create(), seed=0)
+    assert {int(label) for _, labels in stream.batches(0) for label in labels} == {3, 5}
+
+
+def test_without_names_another_number_of_classes_is_refused_and_each_advice_works(
+    trained: Path, tmp_path: Path
+) -> None:
+    write_images(tmp_path / "val", NAMES[2:4])
+    weights = tmp_path / "model.safetensors"
+    shutil.copy(trained / "run" / "model" / "model.safetensors", weights)
+    bare = config_of(tmp_path / "none", tmp_path, model={"checkpoint": str(weights)})
+    with pytest.raises(ValueError, match=r"data names 2 classes and the model has 6 outputs.*data\.classes.*class_map"):
+        assessed(bare)
+    (tmp_path / "names.txt").write_text("\n".join(NAMES))
+    expected = assessed(of_run(trained, tmp_path))[0]
+    named = replace(bare, data=replace(bare.data, classes=str(tmp_path / "names.txt")))
+    assert assessed(named)[0] == expected
+    mapped = replace(bare, data=replace(bare.data, options={"class_map": str(tmp_path / "names.txt")}))
+    assert replace(assessed(mapped)[0], classes=expected.classes) == expected
+    write_images(tmp_path / "train", NAMES)
+    assert assessed(bare)[0] == expected
+
+
+def test_another_set_of_classes_does_not_resume(trained: Path, tmp_path: Path) -> None:
+    shutil.copytree(trained / "data", tmp_path / "data")
+    config = config_of(tmp_path / "run", tmp_path / "data")
+    fit(config, progress=False)
+    (tmp_path / "run" / "result.json").unlink()
+    shutil.rmtree(tmp_path / "data" / "train" / "cow")
+    shutil.rmtree(tmp_path / "data" / "val" / "cow")
+    with pytest.raises(ValueError, match=r"classes\.json' records other classes .*gone: cow; new: none.*restore"):
+        fit(config, progress=False)
+
+
+def test_a_teacher_with_other_classes_is_refused(trained: Path, tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        write_images(tmp_path / split, [*NAMES[:5], "elk"])
+    config = config_of(tmp_path / "run", tmp_path)
+    distilled = replace(config, distill=replace(config.distill, teacher=str(trained / "run")))
+    with pytest.raises(ValueError, match=r"the teacher '.*run' answers with other classes: 'dog' is 5 there and none"):
+        fit(distilled, progress=False)
+
+
+def test_published_weights_know_imagenet_by_name(tmp_path: Path) -> None:
+    from timm.data import ImageNetInfo
+
+    synsets = ImageNetInfo("imagenet-1k").label_names()
+    chosen = [synsets[number] for number in (7, 500, 999)]
+    write_images(tmp_path, chosen)
+    model = timm.create_model("test_vit", num_classes=1000)
+    to_tensor = _tensor_of
+    batch, note = read_images(str(tmp_path), to_tensor, 9, "raise", model)
+    assert batch[1].tolist() == [7] * 3 + [500] * 3 + [999] * 3  # type: ignore[union-attr]
+    assert note == "3 of 1000 classes, matched by name."
+    _, note = read_images(str(tmp_path), to_tensor, 9, "raise", timm.create_model("test_vit", num_classes=7))
+    assert note == "Labels are not used: the images are in 3 folders, and the model has 7 classes."
+
+
+def _tensor_of(image: Image.Image) -> torch.Tensor:
+    return torch.zeros(3, 8, 8)
+
+
+def test_advice_uses_labels_of_a_run_only_by_name(trained: Path, tmp_path: Path) -> None:
+    model = timm.create_model("test_vit", num_classes=6)
+    weights = str(trained / "run" / "model" / "model.safetensors")
+    write_images(tmp_path / "some", ["dog", "ant"])
+    batch, _ = read_images(str(tmp_path / "some"), _tensor_of, 6, "raise", model, weights)
+    assert batch[1].tolist() == [2] * 3 + [5] * 3  # type: ignore[union-attr]
+    write_images(tmp_path / "others", ["a", "b", "c", "d", "e", "f"])
+    batch, note = read_images(str(tmp_path / "others"), _tensor_of, 6, "raise", model, weights)
+    assert isinstance(batch, torch.Tensor)
+    assert note.endswith("the images are in 6 folders, and the model has 6 classes of other names.")
+
+
+def evaluate_in_processes(folder: str, patches: bool) -> None:
+    """Train and evaluate where all samples of one process cannot be read."""
+    result = fit(unreadable(Path(folder), patches), progress=False)
+    skipped = sum(result.skipped["val"].values())
+    if (result.evaluation.samples, skipped) != (3, 3):
+        raise AssertionError(f"{result.evaluation} {result.skipped}")
+
+
+def unreadable(folder: Path, patches: bool) -> TrainConfig:
+    """Return the config of a run whose second process reads no sample of the evaluation."""
+    data: dict[str, Any] = {"on_corrupt": "skip", "batch_size": 2}
+    if not patches:
+        return config_of(folder / "run", folder / "data", classes=1, data=data)
+    data |= {"source": "maps:16", "label_patch": 8}
+    config = config_of(folder / "run", folder / "data", classes=3, data=data)
+    model = ModelConfig(config.model.name, {**config.model.args, "global_pool": "", "class_token": False})
+    return replace(config, model=model)
+
+
+@pytest.mark.parametrize("patches", [False, True])
+def test_a_process_without_a_readable_sample_waits_for_no_one(tmp_path: Path, patches: bool) -> None:
+    for split, count in (("train", 4), ("val", 6)):
+        folder = tmp_path / "data" / (f"images/{split}" if patches else f"{split}/a")
+        folder.mkdir(parents=True)
+        if patches:
+            (tmp_path / "data" / "labels" / split).mkdir(parents=True)
+        for number in range(count):
+            Image.new("L", (16, 16), number).save(folder / f"{number}.png")
+            if patches:
+                Image.new("L", (16, 16), number % 3).save(tmp_path / "data" / "labels" / split / f"{number}.png")
+            if split == "val" and number % 2:
+                (folder / f"{number}.png").write_bytes(b"no picture")
+    log = tmp_path / "log"
+    assert run_processes(evaluate_in_processes, str(tmp_path), patches, world=2, log=log) == [0, 0], log.read_text()
