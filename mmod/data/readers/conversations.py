@@ -17,7 +17,7 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
 from mmod.data.readers.images import IMAGE_EXTENSIONS, ImageFiles, decode_image, read_image
 from mmod.data.readers.shard_files import ShardFiles, read_at
 from mmod.data.readers.shards import Members, expand_pattern, read_samples
-from mmod.data.records import IMAGE, Message, check_record, image_names, read_records
+from mmod.data.records import IMAGE, MEDIA_EXTENSIONS, Message, check_record, image_names, read_records
 from mmod.data.synthetic.questions import QUESTIONS
 from mmod.io.files import parse_json
 from mmod.io.progress import progress_bar
@@ -53,8 +53,9 @@ class ConversationsConfig(SourceConfig, max_length="[2, inf)"):
     An image that cannot be decoded later always stops.
 
     Args:
-        train: Training conversations: a `.json` or `.jsonl` file in LLaVA's format, webdataset shards (`.tar`) by brace
-            range or glob, or `questions:DIFFICULTY/SPLIT`, the embedded set, built on demand.
+        train: Training conversations: a `.json` or `.jsonl` file in LLaVA's format or with `messages`, see
+            `mmod.data.records`; webdataset shards (`.tar`) by brace range or glob; or `questions:DIFFICULTY/SPLIT`, the
+            embedded set, built on demand.
         val: Evaluation conversations, in the same form; the model answers the last question. None for no evaluation.
         images: Folder that image paths of a JSON file are relative to; by default the folder of the file.
         follow_links: Also read images outside that folder that symbolic links in it point to.
@@ -182,6 +183,9 @@ def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, Any]:
         raise ValueError(f"needs one .json member, has {len(texts)}")
     text = read_at(file, texts[0].offset_data, texts[0].size)
     record = parse_json(text, "the .json member")
+    unread = [name for name in members if name.rsplit(".", 1)[-1] in MEDIA_EXTENSIONS]
+    if unread:
+        raise ValueError(f"has a .{unread[0]} member, which this reader does not read")
     images = {name: entries for name, entries in members.items() if name.rsplit(".", 1)[-1] in IMAGE_EXTENSIONS}
     if any(len(entries) != 1 for entries in images.values()):
         raise ValueError("two images have the same name")
