@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,8 +61,8 @@ class ConversationsConfig(SourceConfig, max_length="[2, inf)"):
         follow_links: Also read images outside that folder that symbolic links in it point to.
         root: Folder of the embedded set (default `runs/data/cluttered-questions-DIFFICULTY`), or of copies of remote
             shards.
-        max_length: Maximum sequence length in tokens, image tokens included; longer conversations are truncated. None
-            for no limit.
+        max_length: Maximum sequence length in tokens, image tokens included; longer conversations are truncated, and
+            those that would lose an image or all answers are faults. None for no limit.
         packed: Pack the conversations of a training batch into one row, instead of padding them.
         protected: Masked routing learning: text that no routed layer skips in training. "question" is all text but the
             answers, including the template's; "conversation" is all text; None protects nothing. Needs a language model
@@ -115,6 +115,14 @@ class ChatDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"conversation {index} of {len(self)}")
         return json.loads(self._lines[self._ends[index] : self._ends[index + 1]].tobytes())
+
+    def without(self, places: Collection[int]) -> ChatDataset:
+        """Return the other conversations, with the same report."""
+        return ChatDataset((self.record(index) for index in range(len(self)) if index not in places), self.report)
+
+    def content(self) -> memoryview:
+        """Return all conversations as bytes, with the paths of their images."""
+        return self._lines.data
 
     def turns(self) -> Iterator[tuple[str, str, str]]:
         """Yield type, question without image placeholders, and answer of every turn."""
