@@ -43,8 +43,9 @@ def open_checked(
 ) -> ChatDataset:
     """Open a source, and leave out or refuse the conversations that a collator cannot encode.
 
-    Those are texts with tokens of the processor, images that `max_length` cuts off, and conversations that it leaves
-    without an answer. A long check is kept beside the data, and read again for equal data, processor and `max_length`.
+    Those are texts with tokens of the processor, images of sizes that it refuses, images that `max_length` cuts off,
+    and conversations that it leaves without an answer. A long check is kept beside the data, and read again for equal
+    data, processor and `max_length`.
 
     Args:
         prompts: Only prompts are encoded, which are not cut.
@@ -137,9 +138,6 @@ class _Check:
     @cached_property
     def _constant(self) -> int | None:
         """The number of tokens of an image of any size; None if it depends on the size."""
-        if self.collator.max_length is None:
-            # One is enough to meet an error that every image would raise.
-            return self._probe(_SIZES[0])
         counts = {self._probe(size) for size in _SIZES}
         return counts.pop() if len(counts) == 1 else None
 

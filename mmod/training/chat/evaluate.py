@@ -95,8 +95,7 @@ def evaluate(
     Raises:
         ValueError: There are fewer conversations than processes, or logits are not finite.
     """
-    if len(conversations) < process_count():
-        raise ValueError(f"{len(conversations)} conversations for {process_count()} processes")
+    check_enough(conversations, process_count())
     kinds = sorted({(row["kinds"] or ["all"])[-1] for row in map(conversations.record, range(len(conversations)))})
     right, asked = Counter[str](), Counter[str]()
     with in_mode(False, model), _watched(model) as counts:
@@ -113,6 +112,12 @@ def evaluate(
     sums = sum_over_processes(sums.to(model.device)).cpu()
     shares = {kind: 100 * float(good / count) for kind, (good, count) in zip(kinds, sums)}
     return EvalResult(shares, {kind: int(count) for kind, (_, count) in zip(kinds, sums)}, kept)
+
+
+def check_enough(conversations: ChatDataset, processes: int) -> None:
+    """Raise a ValueError if a process would have no conversation to answer."""
+    if len(conversations) < processes:
+        raise ValueError(f"{len(conversations)} conversations for {processes} processes: use more, or fewer processes")
 
 
 def generate(

@@ -26,7 +26,7 @@ from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing
 from mmod.training.chat.config import MODEL, TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
-from mmod.training.chat.evaluate import EvalResult, evaluate
+from mmod.training.chat.evaluate import EvalResult, check_enough, evaluate
 from mmod.training.chat.model import create_model, create_processor
 from mmod.training.chat.trainer import CHECKPOINTS, RoutedTrainer, RunCallback, last_checkpoint, training_arguments
 from mmod.training.engine.distributed import stop_signals, wait_for_all
@@ -69,6 +69,8 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         collator = ChatCollator(create_processor(config.model), data.max_length, data.packed, data.protected)
         train = open_checked(data.train, data, collator, progress)
         val = None if data.val is None else open_checked(data.val, data, collator, progress, prompts=True)
+        if val is not None:
+            check_enough(val, arguments.world_size)
         model, processor = create_model(config)
         with stop_signals() as stop:
             callback = RunCallback(claim if arguments.should_save else None, stop, progress and arguments.disable_tqdm)

@@ -212,9 +212,9 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         raise DamagedFileError(f"{str(file)!r}: {error}") from error
     for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
+            kind = "an object that is not read" if isinstance(value, Unread) else f"a {type(value).__name__}"
             raise DamagedFileError(
-                f"{str(file)!r} holds no state dict, which maps names to tensors: it maps {name!r} to a "
-                f"{type(value).__name__}"
+                f"{str(file)!r} holds no state dict, which maps names to tensors: it maps {name!r} to {kind}"
             )
     if choice and process_rank() == 0:
         print(f"{file}: {choice}, were read", file=sys.stderr)

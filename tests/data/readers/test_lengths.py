@@ -205,7 +205,8 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypat
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_images_whose_size_cannot_be_read_are_faults(tmp_path: Path) -> None:
+@pytest.mark.parametrize("limit", [40, None])
+def test_images_whose_size_the_processor_refuses_are_faults(limit: int | None, tmp_path: Path) -> None:
     (tmp_path / "bad.png").write_bytes(b"no image")
     Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
     Image.new("RGB", (8000, 30)).save(tmp_path / "long.png")
@@ -215,13 +216,13 @@ def test_images_whose_size_cannot_be_read_are_faults(tmp_path: Path) -> None:
     ]
     path = tmp_path / "all.json"
     path.write_text(json.dumps(records))
-    checked = open_checked(str(path), SKIP, ChatCollator(qwen(), max_length=40))
+    checked = open_checked(str(path), SKIP, ChatCollator(qwen(), max_length=limit))
     assert [checked.record(index)["key"] for index in range(len(checked))] == ["a"]
     assert ["size of an image" in fault.reason for fault in checked.report.faults] == [True, False]
     assert "aspect ratio" in str(checked.report)
 
 
-def test_a_run_stops_before_its_first_step_or_counts(tmp_path: Path) -> None:
+def test_a_run_stops_before_its_first_step_or_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
     short = {"id": "short", "image": "a.png", "conversations": said("<image>\nwhich is the 7 ?", "3")}
     long = {**short, "id": "long", "conversations": said("<image>\n" + "which " * 60, "3")}
@@ -235,6 +236,10 @@ def test_a_run_stops_before_its_first_step_or_counts(tmp_path: Path) -> None:
     with pytest.raises(CorruptDataError, match="leaves no answer"):
         ChatRecipe(config).estimate()
     config = replace(config, data=replace(data, on_corrupt="skip"))
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.TrainingArguments, "world_size", 3)
+        with pytest.raises(ValueError, match="2 conversations for 3 processes"):
+            fit(config, progress=False)
     result = fit(config, progress=False)
     assert result.skipped == {"train": {data.train: 1}, "val": {}}
     assert result.evaluation is not None

@@ -138,7 +138,7 @@ def test_code_beside_the_weights_is_refused_and_not_run(place: str, tmp_path: Pa
     ("content", "message"),
     [
         ({"state_dict": {"a": torch.zeros(1), "module.a": torch.ones(1)}}, "two weights are named 'a'"),
-        ({"state_dict": {"a": np.zeros(2)}}, "it maps 'a' to a Unread"),
+        ({"state_dict": {"a": np.zeros(2)}}, "it maps 'a' to an object that is not read"),
         ({"epoch": 3, "args": ARGS}, "it maps 'epoch' to a int"),
     ],
 )
