@@ -83,8 +83,10 @@ class _Check:
             kept = _read(place, len(self.chats))
             if kept is None:
                 kept = self._check_tokens(unsure)
-                if os.access(folder, os.W_OK):
-                    write_atomically(place, json.dumps({"version": _VERSION, "faults": list(kept.items())}))
+                # It saves time only, so a folder that is full or cannot be written is no error.
+                with contextlib.suppress(OSError):
+                    if os.access(folder, os.W_OK):
+                        write_atomically(place, json.dumps({"version": _VERSION, "faults": list(kept.items())}))
         return faults | kept
 
     def _check_texts(self) -> tuple[dict[int, str], list[int]]:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from mmod.io.files import DamagedFileError, read_json_object, replacing, sha256, write_atomically
 from mmod.io.tensors import read_tensors, unshared, write_tensors
 from mmod.training.engine.distributed import gathered, process_count, process_rank, wait_for_all
-from mmod.training.engine.foreign import UNREAD, Unread, clean_names, select_weights
+from mmod.training.engine.foreign import STAND_INS, Unread, clean_names, select_weights
 from mmod.values import one_of
 
 Content = TypeVar("Content")
@@ -203,7 +203,7 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         raise DamagedFileError(f"{error}{hint}") from error
     if file.suffix == ".safetensors":
         return clean_names(read_tensors(file)[0])
-    content = _load_pickle(file, unread=UNREAD)
+    content = _load_pickle(file, STAND_INS)
     if not isinstance(content, dict):
         raise DamagedFileError(f"{str(file)!r} holds no state dict, but a {type(content).__name__}")
     try:
@@ -280,10 +280,10 @@ def _checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
 
 
-def _load_pickle(path: Path, unread: Sequence[str] = ()) -> Any:
-    """Read tensors and plain values; objects of the classes `unread` become `Unread`."""
+def _load_pickle(path: Path, stand_ins: Sequence[tuple[type, str]] = ()) -> Any:
+    """Read tensors and plain values, and classes by their names as others that stand in for them."""
     try:
-        with torch.serialization.safe_globals([(Unread, name) for name in unread]):
+        with torch.serialization.safe_globals(list(stand_ins)):
             return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may fail in any way
         # Torch's message advises to allow code; this one does not.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -100,12 +101,23 @@ class Unread:
         """Forget the state."""
 
 
-_SCALARS = ("_core", "core")
-UNREAD = (
+_CORES = ("_core", "core")
+_OBJECTS = (
     "argparse.Namespace",
     "_codecs.encode",
     "numpy.dtype",
     "numpy.ndarray",
-    *(f"numpy.{core}.multiarray.{name}" for core in _SCALARS for name in ("scalar", "_reconstruct")),
+    *(f"numpy.{core}.multiarray.{name}" for core in _CORES for name in ("scalar", "_reconstruct")),
 )
-"""Names of classes and functions beside the weights that the checkpoints of timm, DeiT and others hold."""
+# Classes of dictionaries: Swin's config, and hyperparameters of Lightning.
+_DICTIONARIES = (
+    "yacs.config.CfgNode",
+    "lightning.fabric.utilities.data.AttributeDict",
+    "lightning_fabric.utilities.data.AttributeDict",
+    "pytorch_lightning.utilities.parsing.AttributeDict",
+)
+STAND_INS: list[tuple[type, str]] = [
+    *((Unread, name) for name in _OBJECTS),
+    *((OrderedDict, name) for name in _DICTIONARIES),
+]
+"""Classes and functions beside the weights that checkpoints of timm, DeiT and others hold, and what is made instead."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
+import types
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -118,6 +120,24 @@ def test_a_teacher_is_read_in_the_same_way(tmp_path: Path) -> None:
     recipe = ImageRecipe(config(tmp_path, model=ModelConfig(NAME, SMALL)))
     teacher = recipe.create_teacher(str(tmp_path / "teacher.pth"), recipe.create_bare())
     same(teacher.state_dict(), AVERAGE)
+
+
+@pytest.mark.parametrize("name", ["yacs.config.CfgNode", "lightning.fabric.utilities.data.AttributeDict"])
+def test_the_config_beside_the_weights_needs_no_library(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module_name, _, class_name = name.rpartition(".")
+    with monkeypatch.context() as patch:
+        module: Any = types.ModuleType(module_name)
+        module.__dict__[class_name] = kind = type(class_name, (dict,), {"__module__": module_name})
+        parents = module_name.split(".")
+        for depth in range(1, len(parents)):
+            patch.setitem(sys.modules, ".".join(parents[:depth]), types.ModuleType(parents[depth - 1]))
+        patch.setitem(sys.modules, module_name, module)
+        inner = kind(DEPTH=2)
+        inner.__dict__["__immutable__"] = True
+        torch.save({"model": MODEL_STATE, "config": kind(MODEL=inner)}, tmp_path / "checkpoint.pth")
+    same(read_weights(tmp_path / "checkpoint.pth"), MODEL_STATE)
 
 
 @pytest.mark.parametrize("place", ["beside", "in the arguments", "as an argument of numpy"])
