@@ -57,7 +57,7 @@ def open_checked(
     chats = open_conversations(source, config, progress)
     folder = Path(source).parent if config.root is None else Path(config.root)
     faults = _Check(chats, collator, progress, prompts).faults(folder)
-    for place, reason in faults.items():
+    for place, reason in sorted(faults.items()):
         chats.report.add([Fault(source, f"conversation {place}, {chats.record(place)['key']!r}", reason)])
     return chats.without(faults) if faults else chats
 
@@ -187,7 +187,7 @@ class _Check:
             faults |= {place: reason for place, reason in reasons.items() if reason is not None}
             bar.update(len(batch))
         bar.close()
-        return dict(sorted(faults.items()))
+        return faults
 
     def _shortened(self, place: int) -> ChatSample:
         """Return a conversation without its images, up to the answer that decides, or whole if it may be rewritten."""
@@ -238,7 +238,9 @@ class _Check:
         processor = self.collator.processor
         digest = hashlib.sha256(self.chats.content())
         described = json.dumps(processor.to_dict(), sort_keys=True, default=repr)
-        tokenizer = processor.tokenizer.backend_tokenizer.to_str()
+        tokenizer = json.loads(processor.tokenizer.backend_tokenizer.to_str())
+        # What the last call set, and the next one sets anew.
+        tokenizer |= {"padding": None, "truncation": None}
         parts = (transformers.__version__, type(processor), described, tokenizer, processor.chat_template)
         digest.update("\n".join(map(str, (*parts, self.collator.max_length))).encode())
         if self.chats.images.any() and self._constant is None:

@@ -175,6 +175,7 @@ def test_a_long_check_is_kept(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     calls: list[int] = []
     encode = ChatCollator.plain_tokens
     monkeypatch.setattr(ChatCollator, "plain_tokens", lambda *args: calls.append(1) or encode(*args))
+    replace(collator, max_length=None)([open_conversations(str(path))[0]])
     assert found() == first
     assert not calls, "an equal check is read"
     assert "max_length=50" in found(50)
