@@ -32,8 +32,8 @@ from mmod.audits.config import audit_config, record_of
 from mmod.data.config import DataConfig
 from mmod.data.loader import text_stream
 from mmod.data.readers.chat import IGNORED
-from mmod.data.readers.conversations import open_conversations
 from mmod.data.readers.images import spread
+from mmod.data.readers.lengths import open_checked
 from mmod.data.stream import BatchStream
 from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
 from mmod.io.claim import claim_folder
@@ -203,7 +203,8 @@ class _Chat(Subject):
         data, size = self.data(changes), self.config.eval_batch_size
         if data.val is None:
             raise ValueError("an audit needs conversations to ask: set data.val")
-        talks = open_conversations(data.val, data)
+        collate = self.recipe.collator
+        talks = open_checked(data.val, data, collate)
         # Conversations with images, those of about equal length together.
         order = np.lexsort((talks.letters, talks.images))
         order = order[np.asarray(talks.images)[order] > 0]
@@ -211,7 +212,6 @@ class _Chat(Subject):
         if wanted is not None and wanted < len(order):
             chosen = np.random.default_rng(self.config.seed).choice(len(order), wanted, replace=False)
             order = order[np.sort(chosen)]
-        collate = self.recipe.collator
         is_language_routed = is_routed(self.model) and "language" in routing_configs(self.model)
 
         def make() -> Iterator[LabelledBatch]:

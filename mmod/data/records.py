@@ -1,4 +1,9 @@
-"""Conversations in LLaVA's JSON format: an `id`, an `image` (none, a path or several) and `conversations`."""
+"""Conversations in LLaVA's JSON format: an `id`, an `image` (none, a path or several) and `conversations`.
+
+Two other spellings are read: `images` in place of `image`; and `messages` of `role` and `content`, whose content is a
+text or a list of parts, `{"type": "text", "text": ...}` and `{"type": "image"}`. What else a record may hold besides
+images, such as a video, is refused by its name.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +20,23 @@ from mmod.values import brief
 IMAGE = "<image>"
 """Placeholder of an image in a text."""
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
+MEDIA_EXTENSIONS = frozenset(
+    ["mp4", "avi", "mov", "mkv", "webm", "m4v", "mpg", "mpeg", "flv", "wav", "mp3", "flac", "ogg", "opus", "m4a", "aac"]
+)
+"""Extensions of shard members that hold media which no reader of conversations reads."""
+_IMAGES, _TURNS = ("image", "images"), ("conversations", "messages")
+_PART_NAMES = ("image", "path", "url")
+# Keys of records that hold media; `image_id` and the like describe an image.
+_SUFFIX = r"s?(_(path|file|url|name|base64|bytes)s?)?"
+_MEDIA = re.compile(rf"(video|audio|sound|speech|point_?cloud){_SUFFIX}", re.IGNORECASE)
+_OTHER_IMAGES = re.compile(rf"(image|img|picture|pixel_value){_SUFFIX}", re.IGNORECASE)
+# Placeholders that other processors or data sets write for images and other media.
+_FOREIGN = re.compile(
+    r"<\|(?:image|img|vision|video|audio)\w*\|>|<(?:image_soft_token|start_of_image|end_of_image|IMG_CONTEXT|"
+    r"fake_token_around_image|global-img|image_placeholder|ImageHere|im_patch|im_start|im_end|image[ _]?\d+)>"
+)
+# An answer may write these as HTML; in a question they stand for a file.
+_FOREIGN_IN_QUESTIONS = re.compile(r"<(?:video|audio|sound|speech)>")
 
 
 class Message(NamedTuple):
@@ -32,21 +54,34 @@ class BrokenLine:
 
 
 def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
-    """Check a record and return its messages, with the role names of chat templates.
+    """Check a record and return its messages, with the role names of chat templates and `<image>` for images.
 
     Args:
-        images: Number of images; None reads it from the record.
+        images: Number of images beside the record; None reads it from the record.
+
+    Example:
+        >>> content = [{"type": "image"}, {"type": "text", "text": "which digit ?"}]
+        >>> record = {"messages": [{"role": "user", "content": content}, {"role": "assistant", "content": "7"}]}
+        >>> check_record(record, images=1)[0]
+        Message(role='user', text='<image>which digit ?')
     """
     if isinstance(record, BrokenLine):
         raise ValueError(record.reason)
-    if not isinstance(record, Mapping) or not isinstance(record.get("conversations"), list):
-        raise ValueError("no list of conversations")
-    messages = [_check_message(place, said) for place, said in enumerate(record["conversations"])]
+    messages = [_check_message(place, said) for place, said in enumerate(_turns(record))]
+    system = record.get("system")
+    if system:
+        if not isinstance(system, str) or any(message.role == "system" for message in messages):
+            raise ValueError(f"`system` must be a text in place of a system message, got {brief(system)}")
+        messages.insert(0, _check_message(0, {"role": "system", "content": system}))
+    named = len(image_names(record))
+    expected = named if images is None else images
+    _check_media(record, messages, bool(expected))
     _check_turns(messages)
     counted = sum(message.text.count(IMAGE) for message in messages)
-    expected = len(image_names(record)) if images is None else images
     if counted != expected:
-        raise ValueError(f"{counted} {IMAGE} for {expected} images")
+        raise ValueError(f"{counted} {IMAGE} for {expected} images; questions need one for each")
+    if named not in (0, expected):
+        raise ValueError(f"{named} names of images for {expected} images")
     if any(IMAGE in message.text for message in messages if message.role != "user"):
         raise ValueError(f"{IMAGE} outside a question")
     kinds = record.get("kinds") or []
@@ -57,18 +92,71 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     return tuple(messages)
 
 
+def _turns(record: Any) -> list[Any]:
+    """Return the messages of a record as they are."""
+    present = [key for key in _TURNS if record.get(key) is not None] if isinstance(record, Mapping) else []
+    if len(present) > 1:
+        raise ValueError(f"has both {present[0]!r} and {present[1]!r}")
+    if not present or not isinstance(record[present[0]], list):
+        raise ValueError(f"no list of {' or '.join(_TURNS)}")
+    turns: list[Any] = record[present[0]]
+    return turns
+
+
 def _check_message(place: int, said: Any) -> Message:
-    if not isinstance(said, Mapping) or not isinstance(said.get("value"), str):
-        raise ValueError(f"message {place} is not of the form {{from, value}}")
-    if not isinstance(said.get("from"), str) or said["from"] not in ROLES:
-        raise ValueError(f"message {place} is from {brief(said.get('from'))}; valid: {', '.join(ROLES)}")
-    if not said["value"].strip():
+    name, content = None, None
+    if isinstance(said, Mapping):
+        is_llava = "from" in said
+        name, content = (said.get("from"), said.get("value")) if is_llava else (said.get("role"), said.get("content"))
+    text = "".join(_part_text(place, part) for part in content) if isinstance(content, list) else content
+    if not isinstance(said, Mapping) or not isinstance(text, str):
+        raise ValueError(f"message {place} is not of the form {{from, value}} or {{role, content}}")
+    if not isinstance(name, str) or name not in ROLES:
+        raise ValueError(f"message {place} is from {brief(name)}; valid: {', '.join(ROLES)}")
+    unread = [key for key in said if said[key] and (key == "tool_calls" or _is_media(key, others=True))]
+    if unread:
+        raise ValueError(f"message {place} has {unread[0]!r}, which this reader does not read")
+    if not text.strip():
         raise ValueError(f"message {place} is empty")
     try:
-        said["value"].encode()
+        text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"message {place} has no form in UTF-8: {error}") from error
-    return Message(ROLES[said["from"]], said["value"])
+    return Message(ROLES[name], text)
+
+
+def _part_text(place: int, part: Any) -> str:
+    """Return the text of a part of a message, `<image>` for an image."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "image":
+        return IMAGE
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(
+            f"message {place} has a part of type {brief(kind)}, which this reader does not read; valid: image, and "
+            "text with a text"
+        )
+    text: str = part["text"]
+    return text
+
+
+def _is_media(key: object, others: bool) -> bool:
+    """Return whether a key holds media; `others` includes other names of images."""
+    return isinstance(key, str) and bool(_MEDIA.fullmatch(key) or (others and _OTHER_IMAGES.fullmatch(key)))
+
+
+def _check_media(record: Mapping[str, Any], messages: list[Message], has_images: bool) -> None:
+    """Raise a ValueError if a record holds anything to see or hear besides images, or another form of placeholder."""
+    for key, value in record.items():
+        # Beside `image`, the other names describe it.
+        is_unread = _is_media(key, others=not has_images) or key == "tools"
+        if value and is_unread and key not in _IMAGES:
+            raise ValueError(f"has {key!r}, which this reader does not read; images are named by `image` or `images`")
+    for place, message in enumerate(messages):
+        found = _FOREIGN.search(message.text)
+        if found is None and message.role == "user":
+            found = _FOREIGN_IN_QUESTIONS.search(message.text)
+        if found is not None:
+            raise ValueError(f"message {place} holds {found[0]!r}, which this reader does not read; write {IMAGE}")
 
 
 def _check_turns(messages: list[Message]) -> None:
@@ -85,13 +173,35 @@ def _check_turns(messages: list[Message]) -> None:
 
 
 def image_names(record: Mapping[str, Any]) -> list[str]:
-    """Return the image paths of a record; raise a ValueError if `image` holds anything else."""
-    names = record.get("image")
-    if names is None or isinstance(names, str):
-        names = [names] if names else []
-    if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-        raise ValueError(f"`image` must be a path or a list of paths, got {brief(names)}")
-    return names
+    """Return the image paths of a record, in order; raise a ValueError if `image` or `images` holds anything else."""
+    named = {key: record[key] for key in _IMAGES if record.get(key) not in (None, "", [])}
+    if len(named) > 1:
+        raise ValueError("has both 'image' and 'images'")
+    for key, value in named.items():
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+            raise ValueError(f"`{key}` must be a path or a list of paths, got {brief(value)}")
+        named[key] = names
+    inside = [_part_name(part) for said in _turns(record) for part in _image_parts(said)]
+    paths = [name for name in inside if name is not None]
+    if paths and (named or len(paths) < len(inside)):
+        raise ValueError("some images are named in their messages and others are not")
+    return paths or next(iter(named.values()), [])
+
+
+def _image_parts(said: Any) -> list[Mapping[str, Any]]:
+    content = said.get("content") if isinstance(said, Mapping) else None
+    parts = content if isinstance(content, list) else []
+    return [part for part in parts if isinstance(part, Mapping) and part.get("type") == "image"]
+
+
+def _part_name(part: Mapping[str, Any]) -> str | None:
+    values = [part[key] for key in _PART_NAMES if part.get(key) is not None]
+    if not values:
+        return None
+    if len(values) > 1 or not isinstance(values[0], str) or not values[0]:
+        raise ValueError(f"an image in a message must be named by one path, got {brief(dict(part))}")
+    return values[0]
 
 
 def read_records(path: Path) -> list[Any]:

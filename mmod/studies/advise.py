@@ -139,9 +139,15 @@ def load_model(
         if measure not in (None, "features"):
             raise ValueError(f"a model of open_clip is judged by its image features, got --measure {measure}")
         tower, _, transform = open_clip.create_model_and_transforms(
-            architecture, pretrained=checkpoint or weights or None, require_pretrained=pretrained,
+            architecture,
+            pretrained=None if checkpoint else weights or None,
+            require_pretrained=pretrained and checkpoint is None,
             force_image_size=image_size,
-        )  # fmt: skip
+        )
+        if checkpoint is not None:
+            from mmod.training.pairs.model import load_clip
+
+            load_clip(tower, checkpoint)
         return tower, transform
     from timm.data import create_transform, resolve_data_config
 

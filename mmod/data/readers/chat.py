@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,17 @@ from mmod.data.records import IMAGE, Message
 
 IGNORED = -100
 """Label of tokens without a loss."""
+
+
+class PlainTokens(NamedTuple):
+    """Places in the tokens of a conversation before images take theirs: of the images' tokens and the first answer's.
+
+    `fault` says why labels cannot be located; None if they can.
+    """
+
+    images: np.ndarray
+    answer: int
+    fault: str | None
 
 
 @dataclass
@@ -55,7 +66,7 @@ class ChatCollator:
 
     def __call__(self, chats: Sequence[ChatSample]) -> dict[str, Any]:
         """Return the processor's output, `labels` (B, N), and `protected_mask` (B, N) if tokens are protected."""
-        texts = [self._render(chat.messages) for chat in chats]
+        texts = [self.render(chat.messages) for chat in chats]
         spans = [self._answers(text, chat) for text, chat in zip(texts, chats)]
         batch = self._process(texts, chats, "right")
         labels_BN = torch.full_like(batch["input_ids"], IGNORED)
@@ -74,10 +85,11 @@ class ChatCollator:
 
     def prompts(self, chats: Sequence[ChatSample]) -> dict[str, Tensor]:
         """Encode conversations up to the last answer, padded on the left for `generate`."""
-        texts = [self._render(chat.messages[:-1], ask=True) for chat in chats]
+        texts = [self.render(chat.messages[:-1], ask=True) for chat in chats]
         return self._process(texts, chats, "left")
 
-    def _render(self, messages: Sequence[Message], ask: bool = False) -> str:
+    def render(self, messages: Sequence[Message], ask: bool = False) -> str:
+        """Return messages as the chat template writes them, with `ask` up to where an answer begins."""
         turns = [{"role": message.role, "content": _content(message)} for message in messages]
         return self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask)
 
@@ -87,8 +99,8 @@ class ChatCollator:
         for place, message in enumerate(chat.messages):
             if message.role != "assistant":
                 continue
-            before = self._render(chat.messages[:place], ask=True)
-            after = text if place + 1 == len(chat.messages) else self._render(chat.messages[: place + 1])
+            before = self.render(chat.messages[:place], ask=True)
+            after = text if place + 1 == len(chat.messages) else self.render(chat.messages[: place + 1])
             if not (text.startswith(after) and after.startswith(before)):
                 raise ValueError(f"the chat template changes earlier turns when later ones follow, as in {chat.key!r}")
             spans.append((len(before), len(after)))
@@ -118,10 +130,7 @@ class ChatCollator:
             text, return_offsets_mapping=True, add_special_tokens=self._adds_special(text), return_attention_mask=False
         )
         tokens = torch.tensor(plain["input_ids"])
-        in_answer = torch.tensor(
-            [any(start <= first and last <= end and first < last for start, end in answers)
-             for first, last in plain["offset_mapping"]]
-        )  # fmt: skip
+        in_answer = torch.from_numpy(_inside(plain["offset_mapping"], answers))
         if not torch.equal(tokens[tokens != image], ids_N[ids_N != image]):
             raise ValueError(
                 f"{type(self.processor).__name__} expands an image to other tokens than its image token in "
@@ -131,21 +140,56 @@ class ChatCollator:
         is_answer_N[ids_N != image] = in_answer[tokens != image]
         return is_answer_N
 
+    def plain_tokens(self, chats: Sequence[ChatSample]) -> list[PlainTokens]:
+        """Return where images and the first answer of conversations are, without reading images."""
+        texts = [self.render(chat.messages) for chat in chats]
+        if not texts:
+            return []
+        encoded = self.processor.tokenizer(
+            texts,
+            return_offsets_mapping=True,
+            add_special_tokens=self._adds_special(texts[0]),
+            return_attention_mask=False,
+        )
+        found = []
+        for chat, text, ids, offsets in zip(chats, texts, encoded["input_ids"], encoded["offset_mapping"]):
+            images = np.flatnonzero(np.asarray(ids) == self.processor.image_token_id)
+            try:
+                answers = np.flatnonzero(_inside(offsets, self._answers(text, chat)))
+            except ValueError as error:
+                found.append(PlainTokens(images, len(ids), str(error)))
+                continue
+            fault = None if len(answers) else "no token belongs to an answer"
+            found.append(PlainTokens(images, int(answers[0]) if len(answers) else len(ids), fault))
+        return found
+
     def _cut(self, batch: dict[str, Tensor], chats: Sequence[ChatSample]) -> dict[str, Tensor]:
         length = batch["input_ids"].shape[1]
         if self.max_length is not None and length > self.max_length:
             over = batch["input_ids"][:, self.max_length :] == self.processor.image_token_id
             if over.any():
                 key = chats[int(over.any(1).nonzero()[0])].key
-                raise ValueError(f"max_length={self.max_length} cuts off an image in {key!r}: increase it")
+                raise ValueError(
+                    f"max_length={self.max_length} cuts off an image in {key!r}: the batch has {length} tokens"
+                )
             batch = {
                 name: value[:, : self.max_length] if value.ndim == 2 and value.shape[1] == length else value
                 for name, value in batch.items()
             }
         empty = (batch["labels"] == IGNORED).all(1)
         if empty.any():
-            raise ValueError(f"max_length={self.max_length} leaves no answer in {chats[int(empty.nonzero()[0])].key!r}")
+            key = chats[int(empty.nonzero()[0])].key
+            raise ValueError(f"max_length={self.max_length} leaves no answer in {key!r}: the batch has {length} tokens")
         return batch
+
+
+def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Return which tokens, by first and last character (N, 2), lie inside one of some spans (N,)."""
+    first, last = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    inside = np.zeros(len(first), bool)
+    for start, end in spans:
+        inside |= (start <= first) & (last <= end) & (first < last)
+    return inside
 
 
 def _pack(batch: dict[str, Any]) -> dict[str, Any]:

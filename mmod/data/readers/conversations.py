@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault
 from mmod.data.readers.images import IMAGE_EXTENSIONS, ImageFiles, decode_image, read_image
 from mmod.data.readers.shard_files import ShardFiles, read_at
 from mmod.data.readers.shards import Members, expand_pattern, read_samples
-from mmod.data.records import IMAGE, Message, check_record, image_names, read_records
+from mmod.data.records import IMAGE, MEDIA_EXTENSIONS, Message, check_record, image_names, read_records
 from mmod.data.synthetic.questions import QUESTIONS
 from mmod.io.files import parse_json
 from mmod.io.progress import progress_bar
@@ -66,15 +66,16 @@ class ConversationsConfig(SourceConfig):
     with an image, evaluation leaves it out.
 
     Args:
-        train: Training conversations: a `.json` or `.jsonl` file in LLaVA's format, webdataset shards (`.tar`) by brace
-            range or glob, or `questions:DIFFICULTY/SPLIT`, the embedded set, built on demand.
+        train: Training conversations: a `.json` or `.jsonl` file in LLaVA's format or with `messages`, see
+            `mmod.data.records`; webdataset shards (`.tar`) by brace range or glob; or `questions:DIFFICULTY/SPLIT`, the
+            embedded set, built on demand.
         val: Evaluation conversations, in the same form; the model answers the last question. None for no evaluation.
         images: Folder that image paths of a JSON file are relative to; by default the folder of the file.
         follow_links: Also read images outside that folder that symbolic links in it point to.
         root: Folder of the embedded set (default `runs/data/cluttered-questions-DIFFICULTY`), or of copies of remote
             shards.
-        max_length: Maximum sequence length in tokens, image tokens included; longer conversations are truncated. None
-            for no limit.
+        max_length: Maximum sequence length in tokens, image tokens included; longer conversations are truncated, and
+            those that would lose an image or all answers are faults. None for no limit.
         packed: Pack the conversations of a training batch into one row, instead of padding them.
         protected: Masked routing learning: text that no routed layer skips in training. "question" is all text but the
             answers, including the template's; "conversation" is all text; None protects nothing. Needs a language model
@@ -137,6 +138,14 @@ class ChatDataset:
         if not 0 <= index < len(self):
             raise IndexError(f"conversation {index} of {len(self)}")
         return json.loads(self._lines[self._ends[index] : self._ends[index + 1]].tobytes())
+
+    def without(self, places: Collection[int]) -> ChatDataset:
+        """Return the other conversations, with the same report."""
+        return ChatDataset((self.record(index) for index in range(len(self)) if index not in places), self.report)
+
+    def content(self) -> memoryview:
+        """Return all conversations as bytes, with the paths of their images."""
+        return self._lines.data
 
     def turns(self) -> Iterator[tuple[str, str, str]]:
         """Yield type, question without image placeholders, and answer of every turn."""
@@ -230,6 +239,9 @@ def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, Any]:
         raise ValueError(f"needs one .json member, has {len(texts)}")
     text = read_at(file, texts[0].offset_data, texts[0].size)
     record = parse_json(text, "the .json member")
+    unread = [name for name in members if name.rsplit(".", 1)[-1] in MEDIA_EXTENSIONS]
+    if unread:
+        raise ValueError(f"has a .{unread[0]} member, which this reader does not read")
     images = {name: entries for name, entries in members.items() if name.rsplit(".", 1)[-1] in IMAGE_EXTENSIONS}
     if any(len(entries) != 1 for entries in images.values()):
         raise ValueError("two images have the same name")

@@ -17,7 +17,8 @@ from mmod import capacities, is_routed, routed_blocks
 from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis import PrefillFlops, prefill_flops
 from mmod.data.readers.chat import IGNORED, ChatCollator
-from mmod.data.readers.conversations import ReplacingChats, open_conversations
+from mmod.data.readers.conversations import ReplacingChats
+from mmod.data.readers.lengths import open_checked
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import create_model, router_parameters
 from mmod.training.chat.trainer import training_arguments
@@ -72,9 +73,9 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     """Count what a run would cost from shapes and some of the data, without weights."""
     trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
     arguments = training_arguments(replace(config, trainer=trainer))
-    train = ReplacingChats(open_conversations(config.data.train, config.data))
     model, processor = create_model(config, on_meta=True)
     collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
+    train = ReplacingChats(open_checked(config.data.train, config.data, collator))
     places = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
     batches = [collator([train[int(place)]]) for place in places]
     lengths = [batch["input_ids"].shape[1] for batch in batches]

@@ -95,8 +95,7 @@ def evaluate(
     Raises:
         ValueError: There are fewer conversations than processes, none can be read, or logits are not finite.
     """
-    if len(conversations) < process_count():
-        raise ValueError(f"{len(conversations)} conversations for {process_count()} processes")
+    check_enough(conversations, process_count())
     kinds = sorted({(row["kinds"] or ["all"])[-1] for row in map(conversations.record, range(len(conversations)))})
     right, asked = Counter[str](), Counter[str]()
     with in_mode(False, model), _watched(model) as watched:
@@ -117,6 +116,12 @@ def evaluate(
         raise ValueError(f"no conversation of the evaluation can be read; {conversations.report}")
     shares = {kind: 100 * good / count for kind, (good, count) in counts.items()}
     return EvalResult(shares, {kind: count for kind, (_, count) in counts.items()}, kept)
+
+
+def check_enough(conversations: ChatDataset, processes: int) -> None:
+    """Raise a ValueError if a process would have no conversation to answer."""
+    if len(conversations) < processes:
+        raise ValueError(f"{len(conversations)} conversations for {processes} processes: use more, or fewer processes")
 
 
 def generate(

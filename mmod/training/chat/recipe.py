@@ -20,12 +20,13 @@ from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import prefill_flops
 from mmod.analysis.audit.judges import judge_answers
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, open_conversations
+from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats
+from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing
 from mmod.training.chat.config import MODEL, TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
-from mmod.training.chat.evaluate import EvalResult, evaluate
+from mmod.training.chat.evaluate import EvalResult, check_enough, evaluate
 from mmod.training.chat.model import create_model, create_processor
 from mmod.training.chat.trainer import CHECKPOINTS, RoutedTrainer, RunCallback, last_checkpoint, training_arguments
 from mmod.training.engine.distributed import stop_signals, together, wait_for_all
@@ -64,10 +65,13 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
     def _train(self, progress: bool, claim: Callable[[], object]) -> FitResult[EvalResult | None]:
         """Train, evaluate and write the result, in a locked folder."""
         config, folder, arguments = self.config, Path(self.config.output), training_arguments(self.config)
-        train = open_conversations(config.data.train, config.data, progress)
-        val = None if config.data.val is None else open_conversations(config.data.val, config.data, progress)
+        data = config.data
+        collator = ChatCollator(create_processor(config.model), data.max_length, data.packed, data.protected)
+        train = open_checked(data.train, data, collator, progress)
+        val = None if data.val is None else open_checked(data.val, data, collator, progress, prompts=True)
+        if val is not None:
+            check_enough(val, arguments.world_size)
         model, processor = create_model(config)
-        collator = ChatCollator(processor, config.data.max_length, config.data.packed, config.data.protected)
         with stop_signals() as stop:
             callback = RunCallback(claim if arguments.should_save else None, stop, progress and arguments.disable_tqdm)
             trainer = RoutedTrainer(
@@ -137,10 +141,10 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[dict[str, Tensor]]:
         """Return training conversations; see `Recipe.calibration`."""
-        talks = ReplacingChats(open_conversations(self.config.data.train, self.config.data))
+        collator, device = self.collator, self.device
+        talks = ReplacingChats(open_checked(self.config.data.train, self.config.data, collator))
         count = min(len(talks), batches * size)
         chosen = [place * len(talks) // count for place in range(count)]
-        collator, device = self.collator, self.device
 
         def encoded(chats: list[ChatSample]) -> dict[str, Tensor]:
             talks.report.add(fault for chat in chats for fault in chat.faults)
@@ -159,7 +163,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         """The conversations of the evaluation; a ValueError without any."""
         if self.config.data.val is None:
             raise ValueError("there is nothing to ask: set data.val")
-        return open_conversations(self.config.data.val, self.config.data)
+        return open_checked(self.config.data.val, self.config.data, self.collator, prompts=True)
 
     def talks(self, count: int) -> list[ChatSample]:
         """Return up to `count` evaluation conversations with one image, whose prompts have similar lengths."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from mmod.io.files import DamagedFileError, read_json_object, replacing, sha256, write_atomically
 from mmod.io.tensors import read_tensors, unshared, write_tensors
 from mmod.training.engine.distributed import gathered, process_count, process_rank, wait_for_all
+from mmod.training.engine.foreign import STAND_INS, Unread, clean_names, select_weights
 from mmod.values import one_of
 
 Content = TypeVar("Content")
@@ -183,9 +185,12 @@ def read_newest(paths: Sequence[Path], read: Callable[[Path], Content]) -> tuple
 def read_weights(path: str | Path) -> dict[str, Tensor]:
     """Read a state dict onto the CPU, without running code from the file.
 
+    A checkpoint of timm's, DeiT's, torchvision's, open_clip's, Lightning's or DINO's training is read as timm reads its
+    own: if it holds a moving average, that is taken, which the first process says on standard error.
+
     Args:
-        path: A `.safetensors` file, a PyTorch file (a state dict, or one under `state_dict`, `model` or
-            `model_ema`), a folder with one `model.safetensors`, or a run folder.
+        path: A `.safetensors` file; a PyTorch file, with a state dict or a checkpoint that holds one; a folder with one
+            `model.safetensors`; or a run folder.
     """
     file = find_weights(path)
     if file.is_dir():
@@ -197,20 +202,23 @@ def read_weights(path: str | Path) -> dict[str, Tensor]:
         hint = f". An earlier checkpoint is {str(others[0])!r}" if others else ""
         raise DamagedFileError(f"{error}{hint}") from error
     if file.suffix == ".safetensors":
-        return read_tensors(file)[0]
-    content = _load_pickle(file)
-    for key in ("state_dict", "model", "model_ema"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
+        return clean_names(read_tensors(file)[0])
+    content = _load_pickle(file, STAND_INS)
     if not isinstance(content, dict):
         raise DamagedFileError(f"{str(file)!r} holds no state dict, but a {type(content).__name__}")
-    for name, value in content.items():
+    try:
+        state, choice = select_weights(content)
+    except ValueError as error:
+        raise DamagedFileError(f"{str(file)!r}: {error}") from error
+    for name, value in state.items():
         if not isinstance(name, str) or not isinstance(value, Tensor):
+            kind = "an object that is not read" if isinstance(value, Unread) else f"a {type(value).__name__}"
             raise DamagedFileError(
-                f"{str(file)!r} holds no state dict, which maps names to tensors: it maps {name!r} to a "
-                f"{type(value).__name__}"
+                f"{str(file)!r} holds no state dict, which maps names to tensors: it maps {name!r} to {kind}"
             )
-    return {name.removeprefix("module."): value for name, value in content.items()}
+    if choice and process_rank() == 0:
+        print(f"{file}: {choice}, were read", file=sys.stderr)
+    return state
 
 
 def find_weights(path: str | Path) -> Path:
@@ -272,9 +280,11 @@ def _checkpoints(folder: Path) -> list[Path]:
     return [path for path in folder.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
 
 
-def _load_pickle(path: Path) -> Any:
+def _load_pickle(path: Path, stand_ins: Sequence[tuple[type, str]] = ()) -> Any:
+    """Read tensors and plain values, and classes by their names as others that stand in for them."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True)
+        with torch.serialization.safe_globals(list(stand_ins)):
+            return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged pickle may fail in any way
         # Torch's message advises to allow code; this one does not.
         code = re.search(r"GLOBAL ([\w.]+)", str(error))

@@ -81,7 +81,7 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         """Create the teacher of a checkpoint, or of a name of timm's registry."""
         if Path(name).exists():
             teacher = self.create_bare()
-            load_weights(teacher, read_weights(name), name)
+            load_weights(teacher, converted(read_weights(name), teacher), name)
         else:
             arguments: dict[str, Any] = {"in_chans": self.config.data.channels}
             teacher = create_dense_model(ModelConfig(name=name, args=arguments, pretrained=True))

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache, partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import open_clip
 from open_clip.loss import SigLipLoss
 from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.data.loader import Tokenizer, Transform
 from mmod.io.configs import find_config
-from mmod.training.engine.checkpoint import read_weights
+from mmod.io.tensors import write_tensors
+from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.model import classifier_names, converted, load_weights
 from mmod.training.pairs.config import ModelConfig
@@ -66,6 +69,29 @@ def create_loss(kind: str, process: Process) -> nn.Module:
         "distill": open_clip.DistillClipLoss,
     }
     return kinds[kind](**place, **gathering)
+
+
+def load_clip(model: nn.Module, checkpoint: str, state: Mapping[str, Tensor] | None = None) -> None:
+    """Load a dense checkpoint strictly into an open_clip model, converted as open_clip converts published weights.
+
+    Args:
+        state: Weights of the checkpoint, if they were read already.
+    """
+    file = find_weights(checkpoint)
+    with TemporaryDirectory() as folder:
+        if not is_of_numpy(file):
+            # open_clip converts what it reads from a file, of which it reads fewer kinds than `read_weights`.
+            file = Path(folder) / "model.safetensors"
+            write_tensors(file, read_weights(checkpoint) if state is None else state)
+        try:
+            open_clip.load_checkpoint(model, str(file), strict=True, weights_only=True)
+        except RuntimeError as error:
+            raise ValueError(f"checkpoint {checkpoint!r} does not fit the model: {error}") from error
+
+
+def is_of_numpy(file: Path) -> bool:
+    """Return whether a file holds weights of JAX, which open_clip reads itself."""
+    return file.suffix in (".npz", ".npy")
 
 
 def load_image_tower(visual: nn.Module, checkpoint: str) -> None:

@@ -26,7 +26,14 @@ from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.recipe import Reading, needed_shares
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate, judge_pairs
-from mmod.training.pairs.model import create_loss, create_model, create_transforms, load_image_tower
+from mmod.training.pairs.model import (
+    create_loss,
+    create_model,
+    create_transforms,
+    is_of_numpy,
+    load_clip,
+    load_image_tower,
+)
 from mmod.training.pairs.task import PairsTask
 
 
@@ -59,13 +66,10 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
         """Load a checkpoint as open_clip does, which converts it, if it is dense; see `LoopParts.load_dense`."""
-        file = find_weights(checkpoint)
-        if file.suffix not in (".npz", ".npy") and any(map(is_added, read_weights(file))):
+        state = None if is_of_numpy(find_weights(checkpoint)) else read_weights(checkpoint)
+        if state is not None and any(map(is_added, state)):
             return super().load_dense(model, checkpoint, methods)
-        try:
-            open_clip.load_checkpoint(model, str(file), strict=True, weights_only=True)
-        except RuntimeError as error:
-            raise ValueError(f"checkpoint {checkpoint!r} does not fit the model: {error}") from error
+        load_clip(model, checkpoint, state)
         return {}
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:

@@ -177,34 +177,6 @@ def test_prompts_end_where_the_answer_starts(talks: list[ChatSample]) -> None:
     assert prompts["attention_mask"][:, -1].all()
 
 
-JSON = st.recursive(
-    st.none() | st.booleans() | st.floats() | st.text() | st.sampled_from(["human", "gpt", "<image>", "\ud800", []]),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.dictionaries(
-            st.sampled_from(["id", "image", "conversations", "kinds", "from", "value"]), inner, max_size=4
-        )
-    ),
-)
-
-
-@given(JSON, JSON, JSON)
-def test_any_json_is_sound_or_refused(record: Any, image: Any, kinds: Any) -> None:
-    answers = said("a ?", "3")
-    for value in (
-        record,
-        {**SOUND, "image": image},
-        {**SOUND, "conversations": record},
-        {"conversations": answers, "kinds": kinds},
-    ):
-        try:
-            messages = check_record(value)
-        except ValueError:
-            continue
-        assert messages[-1].role == "assistant"
-        assert all(message.text.encode() for message in messages)
-
-
 @given(st.lists(st.sampled_from(["3", "of 7", "first or second"]), min_size=1, max_size=4), st.integers(0, 2))
 def test_labels_of_random_conversations(answers: list[str], images: int) -> None:
     processor = create_word_processor(image_size=12, patch_size=6)

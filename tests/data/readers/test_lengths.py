@@ -1,0 +1,249 @@
+"""The check of conversations against a processor: it finds what a collator would meet, before the first step."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from PIL import Image
+
+from mmod.data.corrupt import CorruptDataError
+from mmod.data.readers import lengths
+from mmod.data.readers.chat import ChatCollator
+from mmod.data.readers.conversations import ChatDataset, ConversationsConfig, open_conversations
+from mmod.data.readers.lengths import open_checked
+from mmod.training import fit
+from mmod.training.chat.model import create_word_processor
+from mmod.training.chat.recipe import ChatRecipe
+from tests.data.readers.test_conversations import said
+from tests.training.chat.configs import vlm_config
+
+SKIP = ConversationsConfig(on_corrupt="skip")
+
+
+def qwen() -> Any:
+    words = create_word_processor(image_size=24, patch_size=6)
+    words.tokenizer.add_tokens(["<|video_pad|>"], special_tokens=True)
+    images = transformers.Qwen2VLImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 60})
+    videos = transformers.Qwen2VLVideoProcessor()
+    return transformers.Qwen2_5_VLProcessor(images, words.tokenizer, videos, chat_template=words.chat_template)
+
+
+def next_one() -> Any:
+    words = create_word_processor(image_size=24, patch_size=6)
+    images = transformers.LlavaNextImageProcessor(
+        size={"shortest_edge": 24},
+        crop_size={"height": 24, "width": 24},
+        image_grid_pinpoints=[[24, 48], [48, 24], [48, 48]],
+    )
+    return transformers.LlavaNextProcessor(
+        images,
+        words.tokenizer,
+        patch_size=6,
+        vision_feature_select_strategy="full",
+        num_additional_image_tokens=0,
+        chat_template=words.chat_template,
+    )
+
+
+PROCESSORS = {"llava": lambda: create_word_processor(image_size=24, patch_size=6), "qwen": qwen, "llava-next": next_one}
+_RECORDS = 16
+WORDS = ["which", "is", "the", "7", "?", "three", "of", "left"]
+
+
+def record(rng: random.Random, folder: Path, key: int) -> dict[str, Any]:
+    """Write random images, and return a conversation about them with up to three turns."""
+    images: list[str] = []
+    texts: list[str] = []
+    for turn in range(rng.randint(1, 3)):
+        marks = ""
+        for _ in range(rng.choice([0, 0, 1, 1, 2]) if turn else rng.randint(0, 2)):
+            name = f"{key}-{len(images)}.png"
+            Image.new("RGB", (rng.randint(20, 200), rng.randint(20, 200))).save(folder / name)
+            images.append(name)
+            marks += "<image>\n"
+        texts += [marks + " ".join(rng.choices(WORDS, k=rng.randint(1, 12))), " ".join(rng.choices(WORDS, k=3))]
+    return {"id": str(key), "image": images, "conversations": said(*texts)}
+
+
+def fails(collator: ChatCollator, chats: ChatDataset) -> dict[str, str]:
+    """Return why a collator fails, by key of the conversation."""
+    failed = {}
+    for index in range(len(chats)):
+        try:
+            collator([chats[index]])
+        except ValueError as error:
+            failed[chats.record(index)["key"]] = "image" if "cuts off an image" in str(error) else "answer"
+    return failed
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("has_rule", [True, False])
+def test_what_is_found_is_what_a_collator_meets(
+    name: str, has_rule: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = PROCESSORS[name]()
+    if not has_rule:
+        monkeypatch.setattr(type(processor), "_get_num_multimodal_tokens", lambda *_, **__: 1 / 0, raising=True)
+        monkeypatch.setattr(lengths._Check, "_has_rule", False)
+    rng = random.Random(name)
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps([record(rng, tmp_path, key) for key in range(_RECORDS)]))
+    chats = open_conversations(str(path))
+    found_any = set()
+    for limit in (4, 9, 20, 40, 80, 240, 10_000, None):
+        collator = ChatCollator(processor, max_length=limit)
+        wanted = fails(collator, chats)
+        if len(wanted) == len(chats):
+            with pytest.raises(ValueError, match="no conversation is left"):
+                open_checked(str(path), SKIP, collator)
+            continue
+        checked = open_checked(str(path), SKIP, collator)
+        left = {checked.record(index)["key"] for index in range(len(checked))}
+        assert left == {str(key) for key in range(_RECORDS)} - wanted.keys(), limit
+        reasons = {fault.sample.split("'")[1]: fault.reason for fault in checked.report.faults}
+        assert reasons.keys() == wanted.keys()
+        for key, kind in wanted.items():
+            assert ("cuts off an image" if kind == "image" else "leaves no answer") in reasons[key]
+            found_any.add(kind)
+        if wanted:
+            with pytest.raises(CorruptDataError, match=rf"conversation \d+, '\d+'.*max_length={limit} .* tokens"):
+                open_checked(str(path), ConversationsConfig(), collator)
+    assert found_any == {"image", "answer"}
+
+
+def test_tokens_of_the_processor_in_a_text_are_faults(tmp_path: Path) -> None:
+    collator = ChatCollator(qwen())
+    records = [
+        {"id": "a", "conversations": said("which is it ?", "3")},
+        {"id": "b", "conversations": said("say <pad> or <s>", "3")},
+    ]
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps(records))
+    collator.processor.image_token = "<pad>"
+    for prompts in (False, True):
+        with pytest.raises(CorruptDataError, match=r"1, 'b'\]: a message holds '<pad>', a token of Qwen2_5"):
+            open_checked(str(path), ConversationsConfig(), collator, prompts=prompts)
+        assert len(open_checked(str(path), SKIP, collator, prompts=prompts)) == 1
+
+
+def test_a_template_that_rewrites_earlier_turns_is_found_where_it_does(tmp_path: Path) -> None:
+    processor = create_word_processor(image_size=24, patch_size=6)
+    loop, part = "{% for part in message['content'] %}", "{{ part['text'] + ' ' }}"
+    cut = "{{ (part['text'] if is_last else part['text'].split('</think>')[-1]) + ' ' }}"
+    template = processor.chat_template.replace(part, cut).replace(loop, "{% set is_last = loop.last %}" + loop)
+    processor.chat_template = template
+    texts = [("a ?", "3", "b ?", "4"), ("a ?", "hm </think> 3", "b ?", "4"), ("a ?", "hm </think> 3")]
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps([{"id": str(n), "conversations": said(*text)} for n, text in enumerate(texts)]))
+    checked = open_checked(str(path), SKIP, ChatCollator(processor))
+    assert [checked.record(index)["key"] for index in range(len(checked))] == ["0", "2"]
+    assert "changes earlier turns" in str(checked.report)
+
+
+def test_a_processor_that_cannot_be_trained_is_refused_and_can_be_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = create_word_processor(image_size=24, patch_size=6)
+    monkeypatch.setattr(type(processor), "replace_image_token", lambda self, *_, **__: "<image>?<image>")
+    Image.new("RGB", (24, 24)).save(tmp_path / "a.png")
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps([{"id": "a", "image": "a.png", "conversations": said("<image>\na ?", "3")}]))
+    with pytest.raises(ValueError, match="expands an image to other tokens"):
+        open_checked(str(path), SKIP, ChatCollator(processor))
+    assert len(open_checked(str(path), SKIP, ChatCollator(processor), prompts=True)) == 1
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+def test_a_long_check_is_kept(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "_WORTH_KEEPING", 1)
+    rng = random.Random(3)
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps([record(rng, tmp_path, key) for key in range(12)]))
+    collator = ChatCollator(PROCESSORS[name](), max_length=60)
+
+    def found(limit: int = 60) -> str:
+        return str(open_checked(str(path), SKIP, replace(collator, max_length=limit)).report)
+
+    first = found()
+    assert "max_length=60" in first
+    calls: list[int] = []
+    encode = ChatCollator.plain_tokens
+    monkeypatch.setattr(ChatCollator, "plain_tokens", lambda *args: calls.append(1) or encode(*args))
+    replace(collator, max_length=None)([open_conversations(str(path))[0]])
+    assert found() == first
+    assert not calls, "an equal check is read"
+    assert "max_length=50" in found(50)
+    assert calls, "another length is another check"
+    calls.clear()
+    kept = sorted(tmp_path.glob(".conversations-*.check"))
+    assert len(kept) == 2
+    for text in ("", "[", "{}", '{"version": 1, "faults": [[0]]}', '{"version": 1, "faults": [[99, "a"]]}'):
+        for place in kept:
+            place.write_text(text)
+        assert found() == first
+    calls.clear()
+    assert found() == first
+    assert not calls
+    Image.new("RGB", (190, 190)).save(tmp_path / "0-0.png")
+    found()
+    assert bool(calls) == (name != "llava"), "an exchanged image counts where its size does"
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lengths, "_WORTH_KEEPING", 1)
+    monkeypatch.setattr(lengths.os, "access", lambda *_: False)
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps([record(random.Random(1), tmp_path, key) for key in range(9)]))
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(CorruptDataError, match="max_length=12"):
+        open_checked(str(path), ConversationsConfig(), ChatCollator(qwen(), max_length=12))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("limit", [40, None])
+def test_images_whose_size_the_processor_refuses_are_faults(limit: int | None, tmp_path: Path) -> None:
+    (tmp_path / "bad.png").write_bytes(b"no image")
+    Image.new("RGB", (30, 30)).save(tmp_path / "a.png")
+    Image.new("RGB", (8000, 30)).save(tmp_path / "long.png")
+    records = [
+        {"id": name, "image": f"{name}.png", "conversations": said("<image>\na ?", "3")}
+        for name in ("bad", "a", "long")
+    ]
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps(records))
+    checked = open_checked(str(path), SKIP, ChatCollator(qwen(), max_length=limit))
+    assert [checked.record(index)["key"] for index in range(len(checked))] == ["a"]
+    assert ["size of an image" in fault.reason for fault in checked.report.faults] == [True, False]
+    assert "aspect ratio" in str(checked.report)
+
+
+def test_a_run_stops_before_its_first_step_or_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Image.new("RGB", (32, 32)).save(tmp_path / "a.png")
+    short = {"id": "short", "image": "a.png", "conversations": said("<image>\nwhich is the 7 ?", "3")}
+    long = {**short, "id": "long", "conversations": said("<image>\n" + "which " * 60, "3")}
+    for name, records in (("train", [short, long] + [short] * 6), ("val", [short, long])):
+        (tmp_path / f"{name}.json").write_text(json.dumps(records))
+    data = ConversationsConfig(str(tmp_path / "train.json"), str(tmp_path / "val.json"), max_length=40)
+    config = vlm_config(tmp_path, trainer={"max_steps": 1, "save_steps": 1}, data=data)
+    with pytest.raises(CorruptDataError, match=r"conversation 1, 'long'\]: max_length=40 leaves no answer"):
+        fit(config, progress=False)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(CorruptDataError, match="leaves no answer"):
+        ChatRecipe(config).estimate()
+    config = replace(config, data=replace(data, on_corrupt="skip"))
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.TrainingArguments, "world_size", 3)
+        with pytest.raises(ValueError, match="2 conversations for 3 processes"):
+            fit(config, progress=False)
+    result = fit(config, progress=False)
+    assert result.skipped == {"train": {data.train: 1}, "val": {}}
+    assert result.evaluation is not None
+    assert sum(result.evaluation.asked.values()) == 2, "prompts are not cut"
+    batches = list(ChatRecipe(config).calibration(ChatRecipe(config).create(), 4, 4))
+    assert sum(len(batch["input_ids"]) for batch in batches) == 7
