@@ -118,7 +118,7 @@ class _Counter:
             kept += self._kept(name, block) - sum(self.free)
             router = self._router_flops(block)
             operator, context = str(block.router.config.operator), str(block.router.config.context)
-        elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
+        elif isinstance(block, ImportanceBlock) and not block.mod_state.span.training_only:
             importance = 2 * (1 if block.mod_state.average == "last_token" else tokens) * tokens * width
         deciding = {place: module for place, module in block.named_modules() if isinstance(module, Deciding)}
         added = tuple(f"{place}.{name}".lstrip(".") for place, item in deciding.items() for name in item.added_modules)
@@ -164,7 +164,7 @@ class _Counter:
         score, state, dim = block.router.config.router, block.mod_state, self.stack.dim
         flops = self.tokens * (self._deciding(block.router) + (self.cost.weights * dim if score.tied else 0))
         # A score that blocks share is computed by the first of them, and carries no gradient.
-        if score.compares and sum(self.free) > 0 and (not score.shared or state.writes or state.span is None):
+        if score.compares and sum(self.free) > 0 and (not score.shared or state.span is None or state.place == 0):
             flops += 2 * self.tokens**2 * (score.channels or dim)
         return flops
 

@@ -87,7 +87,7 @@ class Op(NamedTuple):
 OPS: dict[str, Op] = {}
 # FLOPs of this package's torch operations, from their arguments, by name; operations that are not listed have none.
 FLOPS: dict[str, Callable[..., int]] = {}
-_forced: Mapping[str, Backend] = {}
+forced: Mapping[str, Backend] = {}
 
 
 def op(
@@ -114,7 +114,7 @@ def op(
         @functools.wraps(definition)
         def run(*args: P.args, **kwargs: P.kwargs) -> Result:
             main: Any = args[0] if args else next(iter(kwargs.values()))
-            if not _forced and main.is_cpu:
+            if not forced and main.is_cpu:
                 return definition(*args, **kwargs)
             kernel = choose(key, main, **(facts(*args, **kwargs) if facts else {}))
             return (definition if kernel is None else kernel.run)(*args, **kwargs)
@@ -223,14 +223,14 @@ def use(backend: Backend | str, *ops: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _forcing(backends: Mapping[str, Backend]) -> Iterator[None]:
-    global _forced
-    previous = _forced
+    global forced
+    previous = forced
     chosen = {**previous, **backends}
-    _forced = {name: backend for name, backend in chosen.items() if backend is not Backend.AUTO}
+    forced = {name: backend for name, backend in chosen.items() if backend is not Backend.AUTO}
     try:
         yield
     finally:
-        _forced = previous
+        forced = previous
 
 
 def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
@@ -251,7 +251,7 @@ def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
     Example:
         >>> choose("gather_rows", torch.zeros(1, 4, 2))
     """
-    entry, backend = OPS[name], _forced.get(name, Backend.AUTO)
+    entry, backend = OPS[name], forced.get(name, Backend.AUTO)
     if backend is Backend.TORCH:
         return None
     if backend is Backend.AUTO:
