@@ -23,6 +23,7 @@ PACKAGE = ROOT / "mmod"
 IMPORT_ORDER = [
     "extras",
     "lazy",
+    "threads",
     "values",
     "io",
     "config",
@@ -113,10 +114,14 @@ def test_no_modules_import_each_other() -> None:
 def test_state_of_threads_is_in_few_places() -> None:
     texts = {path.relative_to(PACKAGE).as_posix(): path.read_text() for path in SOURCES}
     makers = [path for path, text in texts.items() if re.search(r"threading\.local|ContextVar", text)]
-    assert makers == ["routing/rule.py"]
-    # The running pass of a stack, what modules decided until it is collected, and rules that a context overrides.
-    holders = ["blocks/forward_pass.py", "blocks/record.py", "routing/router.py"]
-    assert [path for path, text in texts.items() if "import PerThread" in text] == holders
+    assert makers == ["threads.py"]
+    # Calls of a stack and passes that a backward pass recomputes, what a running block tells its modules, the running
+    # pass of methods that change the number of tokens, what modules decided, and rules that a context overrides.
+    holders = {"blocks/span.py", "blocks/routed.py", "blocks/forward_pass.py", "blocks/record.py", "routing/router.py"}
+    holders |= {"adapters/base.py", "adapters/open_clip.py"}
+    assert {path for path, text in texts.items() if re.search(r"PerThread\(|\(PerThread\[", text)} == holders | {
+        "threads.py"
+    }
 
 
 def test_import_is_lean() -> None:

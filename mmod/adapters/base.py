@@ -24,11 +24,12 @@ from mmod.adapters.masks import (
     show_all_keys,
     weigh_groups,
 )
-from mmod.blocks import BlockCall, ForwardPass, Halves, ImportanceBlock, ModelHook, PassTracker, RoutedBlock
+from mmod.blocks import BlockCall, Halves, ImportanceBlock, ModelHook, Passes, RoutedBlock, StackCalls
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
 from mmod.ops.views import is_visible
 from mmod.routing import Router, Routing, TokenMarks
+from mmod.threads import PerThread
 
 
 @dataclass(frozen=True)
@@ -40,16 +41,17 @@ class BlockStack:
         prefix: Number of tokens that are always kept: the leading ones, unless a block's `marks` says which.
         call_of: Returns a block's `BlockCall` from its config, or from None for a dense block; raises a ValueError that
             says why the block cannot be routed.
-        tracker: Holds the state that modules of the stack share in a forward pass.
-        companions: Modules outside the blocks that are converted with them: module, mixin and state. They begin every
-            forward pass, with facts that only the model knows, such as which tokens are padding.
+        calls: The calls of the module that holds the blocks, by thread.
+        readers: Modules outside the blocks that are converted with them: module, mixin and state. They begin every
+            pass of `captions`.
+        captions: Passes of captions, whose padding only the model knows; None without.
         sequence: Length of the token ids that the part reads, or None for images.
         language: The part supports `RoutingConfig.language`.
         reads_images: Image tokens stand among the text of a language part.
         class_token: The first token is a class token.
         mixins: Mixins of a routed block and of a block that computes importance.
         hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
-        hands_on: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then
+        host: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then
             pass on kept rows only; empty if none does.
     """
 
@@ -59,8 +61,9 @@ class BlockStack:
     prefix: int
     dim: int
     call_of: Callable[[nn.Module, RoutingConfig | None], BlockCall]
-    tracker: PassTracker = field(default_factory=PassTracker)
-    companions: tuple[tuple[nn.Module, type[nn.Module], object], ...] = ()
+    calls: PerThread[StackCalls] = field(default_factory=lambda: PerThread(StackCalls))
+    readers: tuple[tuple[nn.Module, type[nn.Module], object], ...] = ()
+    captions: Passes[Any] | None = None
     sequence: int | None = None
     language: bool = False
     reads_images: bool = False
@@ -68,7 +71,7 @@ class BlockStack:
     router: type[Router] = Router
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
-    hands_on: str = ""
+    host: str = ""
 
 
 # Returns the blocks of a part, or raises a ValueError that says why the part cannot be routed.
@@ -127,7 +130,7 @@ class NamedArguments(BlockCall):
             raise TypeError(f"a routed block got unknown arguments {unknown}, it takes {self.names}")
         return {name: value for name, value in named.items() if value is not None and value is not False}
 
-    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None) -> TokenMarks:
+    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMarks:
         """Return padding from the attention mask: tokens that no query may attend to."""
         if (mask := arguments.get("attn_mask")) is None or mask.ndim != 4:
             return TokenMarks()
@@ -148,8 +151,9 @@ class NamedArguments(BlockCall):
             packed["rope"] = pack_rope(packed["rope"], packing.row_T, x_BND.shape[1], self.rope_prefix)
         return packed
 
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
+    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
         """Return the arguments for the kept tokens, or for all tokens of the kept images."""
+        assert routing is not None
         if routing.kept.image_S is not None:
             # Values without a batch axis are unchanged.
             batched = {key: mask for key, mask in arguments.items() if isinstance(mask, Tensor) and mask.ndim == 4}
@@ -170,9 +174,15 @@ class NamedArguments(BlockCall):
         return narrowed if mask is None else {**narrowed, name: mask}
 
     def attend_to_all(
-        self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
-        z_BKD: Tensor, routing: Routing, cached: list[tuple[Tensor, Tensor]] | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        z_BKD: Tensor,
+        routing: Routing,
+        cached: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> Any:
         """Run the host's forward on kept tokens that attend to all tokens; `cached` stores keys and values."""
         # Hosts may pass arguments that are None to attention.
         arguments = {name: value for name, value in arguments.items() if value is not None}

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
 from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters
-from mmod.blocks import ForwardPass, PassTracker, host_class
+from mmod.blocks import Pass, Passes, StackCalls, host_class
 from mmod.routing import Routing, TokenMarks
+from mmod.threads import PerThread
 
 BLOCKS: tuple[type[nn.Module], ...] = (
     transformer.ResidualAttentionBlock,
@@ -67,7 +68,7 @@ def _image_tower(tower: Any, name: str) -> BlockStack:
             "mmod.route_(model, text=config)"
         )
     stack = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
-    return dataclasses.replace(stack, class_token=True, hands_on="open_clip")
+    return dataclasses.replace(stack, class_token=True, host="open_clip")
 
 
 def _text_tower(tower: Any, name: str) -> BlockStack:
@@ -76,14 +77,23 @@ def _text_tower(tower: Any, name: str) -> BlockStack:
             "cannot route a text tower of Hugging Face transformers inside open_clip. Route only the image tower: "
             "mmod.route_(model, image=config)"
         )
-    tracker, path = PassTracker(), f"{name}transformer.resblocks"
-    stack = _stack(tower.transformer, path, PROTECTED_IN_TEXT, captions=True, causal=tower.attn_mask is not None)
-    embedding = (tower.token_embedding, CaptionReader, CaptionTracker(tower, tracker))
-    return dataclasses.replace(stack, tracker=tracker, companions=(embedding,), sequence=int(tower.context_length))
+    calls = PerThread(StackCalls)
+    blocks = tower.transformer.resblocks
+    captions = Passes(calls, CaptionPass, last=len(blocks))
+    causal = tower.attn_mask is not None
+    stack = _stack(tower.transformer, f"{name}transformer.resblocks", PROTECTED_IN_TEXT, captions, causal)
+    embedding = (tower.token_embedding, CaptionReader, CaptionMarks(tower, captions))
+    return dataclasses.replace(
+        stack, calls=calls, captions=captions, readers=(embedding,), sequence=int(tower.context_length)
+    )
 
 
-def _stack(tower: Any, name: str, prefix: int, captions: bool = False, causal: bool = False) -> BlockStack:
+def _stack(
+    tower: Any, name: str, prefix: int, captions: Passes[CaptionPass] | None = None, causal: bool = False
+) -> BlockStack:
     blocks = tuple(tower.resblocks)
+    # The embedding has place 0 in a pass of captions.
+    places = {id(block): index + 1 for index, block in enumerate(blocks)}
     for block in blocks:
         if not isinstance(block, BLOCKS):
             raise ValueError(
@@ -98,11 +108,11 @@ def _stack(tower: Any, name: str, prefix: int, captions: bool = False, causal: b
         blocks=blocks,
         prefix=prefix,
         dim=int(tower.width),
-        call_of=lambda block, config: _call_of(block, captions, causal),
+        call_of=lambda block, config: _call_of(block, captions, places[id(block)], causal),
     )
 
 
-def _call_of(block: nn.Module, captions: bool, causal: bool) -> ClipBlock:
+def _call_of(block: nn.Module, captions: Passes[CaptionPass] | None, place: int, causal: bool) -> ClipBlock:
     attention: Any = block.attn
     multihead = isinstance(attention, nn.MultiheadAttention)
     # The bias of a norm after attention makes a zero output nonzero.
@@ -116,6 +126,7 @@ def _call_of(block: nn.Module, captions: bool, causal: bool) -> ClipBlock:
         heads=int(attention.num_heads),
         flat_masks=multihead,
         captions=captions,
+        place=place,
         causal=causal,
     )
 
@@ -126,13 +137,20 @@ class ClipBlock(NamedArguments):
 
     Args:
         flat_masks: Attention takes masks (B H, N, N), as torch.nn.MultiheadAttention does.
-        captions: The block belongs to a text tower, which infers padding from token ids.
+        captions: Passes of a text tower, which infers padding from token ids; None in an image tower.
+        place: The block's place in these passes.
     """
 
     heads: int = 1
     flat_masks: bool = True
-    captions: bool = False
+    captions: Passes[CaptionPass] | None = None
+    place: int = 0
     causal: bool = False
+
+    @property
+    def marks_always(self) -> bool:  # type: ignore[override]
+        """Whether `marks` says something even if the block gets the tokens alone."""
+        return self.captions is not None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments by name, without those that are None."""
@@ -141,20 +159,21 @@ class ClipBlock(NamedArguments):
             raise TypeError("routed blocks support self-attention only: k_x and v_x are for cross-attention")
         return named
 
-    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None) -> TokenMarks:
+    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMarks:
         """Return which tokens of a caption are padding, and which are always kept."""
-        if not self.captions:
+        if self.captions is None:
             return TokenMarks()
-        marks = None if forward_pass is None else forward_pass.tokens
-        if marks is None or marks.protect_BN is None or marks.protect_BN.shape != x_BND.shape[:2]:
+        caption = self.captions.find(x_BND, self.place)
+        if caption is None or caption.shape != x_BND.shape[:2]:
             raise RuntimeError(
                 f"a routed text tower needs token ids: run encode_text or the tower, not its blocks on "
                 f"{tuple(x_BND.shape)}"
             )
-        return marks
+        return caption.marks
 
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
+    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
         """Return the mask of the kept tokens, in the host's shape."""
+        assert routing is not None
         mask = arguments.get("attn_mask")
         if self.causal and mask is not None and mask.ndim == 2:
             # Kept tokens are in order and precede empty slots, so the causal mask of slots is that of tokens.
@@ -183,7 +202,13 @@ class ClipBlock(NamedArguments):
         return {**arguments, "attn_mask": mask.expand(batch, self.heads, slots, -1).flatten(0, 1)}
 
 
-class CaptionTracker:
+class CaptionPass(Pass):
+    """What the blocks of a text tower read in one forward pass: which tokens of the captions are padding."""
+
+    marks: TokenMarks
+
+
+class CaptionMarks:
     """Begins a text tower's forward pass with facts that its blocks do not know: where captions end.
 
     A token is padding if the dense tower's embedding does not depend on it: it follows the token that a causal tower
@@ -191,8 +216,8 @@ class CaptionTracker:
     `TextTransformer`, or a `CLIP` model, which has the same attributes.
     """
 
-    def __init__(self, tower: Any, tracker: PassTracker) -> None:
-        self.tracker = tracker
+    def __init__(self, tower: Any, passes: Passes[CaptionPass]) -> None:
+        self.passes = passes
         packed = isinstance(tower, clip_models.CLIP)
         self.pool = str(tower.text_pool_type if packed else tower.pool_type)
         self.eos = int(tower.text_eos_id if packed else tower.eos_id)
@@ -205,7 +230,10 @@ class CaptionTracker:
 
     def begin(self, text_BL: Tensor) -> None:
         """Begin a forward pass."""
-        self.tracker.begin().tokens = self.marks(text_BL)
+        started = self.passes.begin(text_BL)
+        started.marks = self.marks(text_BL)
+        assert started.marks.protect_BN is not None
+        started.shape = tuple(started.marks.protect_BN.shape)
 
     def marks(self, text_BL: Tensor) -> TokenMarks:
         """Return which tokens are padding, and which are always kept: the first, and the one with the embedding."""
@@ -241,7 +269,7 @@ class CaptionTracker:
 class CaptionReader(nn.Module):
     """Mixin of a tower's token embedding that begins the forward pass with its token ids."""
 
-    mod_state: CaptionTracker
+    mod_state: CaptionMarks
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the embedded tokens (B, L, D) of ids (B, L)."""

@@ -83,7 +83,7 @@ def find_blocks(model: nn.Module) -> BlockStack:
         dim=int(dim),
         class_token=any(key.rpartition(".")[2] == "cls_token" for key, _ in owner.named_parameters()),
         call_of=lambda block, config: _call_of(block, int(prefix), title),
-        hands_on="timm",
+        host="timm",
     )
 
 

@@ -142,7 +142,7 @@ class _Counter:
             router = self._router_flops(block)
             operator = str(block.router.config.operator)
             context = str(block.router.config.context)
-        elif isinstance(block, ImportanceBlock) and not block.mod_state.training_only:
+        elif isinstance(block, ImportanceBlock) and not block.mod_state.span.training_only:
             viewers = 1 if block.mod_state.average == "last_token" else tokens
             importance = 2 * viewers * tokens * width
         sizes = _sizes_of_host(block)
@@ -193,7 +193,7 @@ class _Counter:
             per_token += self.cost.weights * dim
         flops = self.tokens * per_token
         # A score that blocks share is computed by the first of them, and carries no gradient.
-        computes_score = not score.shared or state.writes or state.span is None
+        computes_score = not score.shared or state.span is None or state.place == 0
         if score.compares and computes_score and sum(self.free) > 0:
             flops += 2 * self.tokens**2 * (score.channels or dim)
         return flops

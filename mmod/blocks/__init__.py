@@ -14,8 +14,9 @@ from mmod.blocks.conversion import (
     make_routed,
 )
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
-from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore
+from mmod.blocks.forward_pass import ForwardPass, PassTracker
 from mmod.blocks.hook import ModelHook, SpanHook, attach, detach_hooks, model_hooks
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, RoutedState
-from mmod.blocks.rows import Rows, Way
+from mmod.blocks.rows import Execution, Rows
+from mmod.blocks.span import Pass, Passes, Span, SpanPass, StackCalls, recomputing

@@ -5,17 +5,16 @@ Axes: B images or samples, N tokens, K slots per image or sample, D channels.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from mmod.blocks.forward_pass import PassTracker
-from mmod.blocks.rows import Host, Rows, Way, enter_rows, leave_rows
-from mmod.ops.intercept import AttentionIntercept
+from mmod.blocks.inner import Inner, running_branch
+from mmod.blocks.rows import Block, Execution, Host, Rows, gather, in_order, write_back
 from mmod.routing import Routing
+from mmod.threads import PerThread
 
 # From a host's forward, its arguments after the tokens by name, all tokens and the kept ones to the output.
 AttendsToAll = Callable[[Callable[..., Any], Mapping[str, Any], Tensor, Tensor], Any]
@@ -37,9 +36,10 @@ class BranchRows(NamedTuple):
 
         Every positional argument is the tokens; without any, they are the keyword `hidden_states`.
         """
-        routing, others = self.routing, dict(kwargs)
+        routing = self.routing
+        others = dict(kwargs)
         x_BND: Tensor = args[0] if args else others.pop("hidden_states")
-        z_BKD = enter_rows(x_BND, routing)
+        z_BKD = gather(x_BND, routing)
 
         def run_on(rows: Tensor, **arguments: Any) -> Any:
             return forward(*[rows] * len(args), **arguments) if args else forward(hidden_states=rows, **arguments)
@@ -51,56 +51,44 @@ class BranchRows(NamedTuple):
         if self.in_tuple and not isinstance(output, tuple):
             output = output, None
         y_BKD = output[0] if isinstance(output, tuple) else output
-        nothing_BND, nothing_BKD = y_BKD.new_zeros(x_BND.shape), y_BKD.new_zeros(y_BKD.shape)
-        out_BND = leave_rows(nothing_BND, nothing_BKD, y_BKD, routing)
+        nothing_BND = y_BKD.new_zeros(x_BND.shape)
+        nothing_BKD = y_BKD.new_zeros(y_BKD.shape)
+        out_BND = write_back(nothing_BND, nothing_BKD, y_BKD, routing)
         return (out_BND, *output[1:]) if isinstance(output, tuple) else out_BND
-
-
-class WeighedBranch(NamedTuple):
-    """Runs a branch whose output is weighed (B, K) before the residual sum; None for 1."""
-
-    gate_BK: Tensor | None
-
-    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the weighed output; of a tuple, the first element is weighed."""
-        output = forward(*args, **kwargs)
-        if self.gate_BK is None:
-            return output
-        first = output[0] if isinstance(output, tuple) else output
-        first = first * self.gate_BK.unsqueeze(-1).to(first.dtype)
-        return (first, *output[1:]) if isinstance(output, tuple) else first
 
 
 class Branch(nn.Module):
     """Mixin of a residual branch, which runs as the running block wants; compilers cannot trace a hook for one call."""
 
-    mod_state: PassTracker
+    mod_state: PerThread[Inner]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the branch's output."""
-        branch = self.mod_state.running.branch
-        return super().forward(*args, **kwargs) if branch is None else branch.run(super().forward, args, kwargs)
+        branch = self.mod_state.value.branch
+        if branch is None:
+            return super().forward(*args, **kwargs)
+        return branch.run(super().forward, args, kwargs)
 
 
-@contextmanager
-def running_branch(tracker: PassTracker, branch: BranchRows | WeighedBranch | AttentionIntercept) -> Iterator[None]:
-    """Context in which the running block's branches run in a certain way."""
-    running = tracker.running
-    running.branch = branch
-    try:
-        yield
-    finally:
-        running.branch = None
-
-
-class OneBranch(Way):
+class OneBranch(Execution):
     """The block runs on all tokens, except for one branch, which runs on the kept tokens."""
 
-    def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+    def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return all tokens after the host's block."""
-        call, routing = self.call, rows.routing
-        attends = partial(call.attend_to_all, block, routing=routing) if self.among_all else None
-        if self.operator == "attention" and attends is None:
-            arguments = call.select_tokens(arguments, z, routing)
-        with running_branch(block.mod_state.tracker, BranchRows(routing, attends, self.operator in call.tuples)):
-            return host(z, **arguments)
+        call = self.call
+        routing = rows.routing
+        selected = arguments
+        attends: AttendsToAll | None = None
+        if self.operator == "attention" and not self.among_all:
+            selected = call.select_tokens(arguments, z, routing)
+            call.begin_update(arguments, z, routing)
+            if not rows.slots:
+                call.record_no_attention(z)
+        elif self.operator == "attention" and not (call.caches and in_order(z, routing)):
+            attends = partial(call.attend_to_all, block, routing=routing)
+        elif call.caches:
+            selected = call.select_tokens(arguments, z, None)
+            call.begin_update(arguments, z, routing, all_tokens=True)
+        branch = BranchRows(routing, attends, self.operator in call.tuples)
+        with running_branch(block.mod_state.inner, branch):
+            return host(z, **selected)

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
-from mmod.blocks.forward_pass import ForwardPass
 from mmod.ops import Packing
 from mmod.routing import Routing, TokenGroups, TokenMarks
 
@@ -36,12 +35,16 @@ class BlockCall(Protocol):
         tuples: Operators whose branch returns a tuple, its output first.
         halves: The block's attention and MLP halves, or None if they cannot run separately.
         fused_norm: Name of the block's first norm if it can be fused with gathering rows, else empty.
+        caches: The block has a cache, which is told what its next update receives.
+        marks_always: `marks` says something even if the block gets the tokens alone.
     """
 
     operators: Mapping[str, str] = MappingProxyType({})
     tuples: tuple[str, ...] = ()
     halves: Halves | None = None
     fused_norm: str = ""
+    caches: bool = False
+    marks_always: bool = False
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -60,10 +63,8 @@ class BlockCall(Protocol):
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the block's arguments after the tokens by name; raise for those that cannot be narrowed."""
 
-    def marks(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None
-    ) -> TokenMarks | TokenGroups:
-        """Return which tokens are padding and which are always kept, from the arguments or the forward pass."""
+    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMarks | TokenGroups:
+        """Return which tokens are padding and which are always kept."""
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether the block can run on packed rows of many images, each of which attends to itself."""
@@ -73,14 +74,41 @@ class BlockCall(Protocol):
     ) -> Mapping[str, Any]:
         """Return the arguments for the packed rows."""
 
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
-        """Return the arguments for the kept tokens; not called without arguments if every slot is filled."""
+    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
+        """Return the arguments for the kept tokens, or for all tokens of a block with a cache without a decision.
+
+        Not called for a block without a cache if it has no arguments and every slot is filled.
+        """
 
     def attend_to_all(
-        self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
-        z_BKD: Tensor, routing: Routing,
-    ) -> Any:  # fmt: skip
+        self,
+        block: Any,
+        forward: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        z_BKD: Tensor,
+        routing: Routing,
+    ) -> Any:
         """Return what the host's forward, of the block or its attention, makes of kept tokens that attend to all."""
+
+    def begin_update(
+        self,
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        routing: Routing | None,
+        packing: Packing | None = None,
+        all_tokens: bool = False,
+    ) -> None:
+        """Announce to the block's cache, if any, which tokens its next update receives.
+
+        Args:
+            routing: The decision; None keeps all tokens.
+        """
+        return
+
+    def record_no_attention(self, x_BND: Tensor) -> None:
+        """Record an empty attention map for a block that keeps no token, if the host collects maps."""
+        return
 
 
 class DecoderCall(BlockCall, Protocol):
@@ -97,22 +125,6 @@ class DecoderCall(BlockCall, Protocol):
 
     def open_cache(self, arguments: Mapping[str, Any]) -> None:
         """Replace the layer's cache, if any, by one of kept tokens."""
-
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
-        """Return the arguments for the kept tokens, or for all tokens without a decision."""
-
-    def begin_update(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None,
-        all_tokens: bool = False,
-    ) -> None:  # fmt: skip
-        """Announce to the layer's cache, if any, which tokens its next update receives.
-
-        Args:
-            routing: The decision; None keeps all tokens.
-        """
-
-    def record_no_attention(self, x_BND: Tensor) -> None:
-        """Record an empty attention map for a layer that keeps no token, if the host collects maps."""
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
         """Return the modules whose outputs are added to the residual stream: the "mlp" branch, or all "branches"."""

@@ -80,14 +80,14 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
     convert(block, mixin, state)
     block.router = router
     if state.call.fused_norm:
-        convert(block.get_submodule(state.call.fused_norm), FusedNorm, state.tracker)
+        convert(block.get_submodule(state.call.fused_norm), FusedNorm, state.inner)
     config = router.config
     operator = str(config.operator)
     if operator != "block":
-        convert(block.get_submodule(state.call.operators[operator]), Branch, state.tracker)
+        convert(block.get_submodule(state.call.operators[operator]), Branch, state.inner)
     if config.language.gate_on != "update":
         for branch in cast(DecoderCall, state.call).branches(block, config.language.gate_on):
-            convert(branch, Branch, state.tracker)
+            convert(branch, Branch, state.inner)
 
 
 def make_dense(module: nn.Module) -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod.blocks.forward_pass import PassTracker
+from mmod.blocks.span import StackCalls
+from mmod.threads import PerThread
 from mmod.values import check_module
 
 
@@ -61,33 +62,34 @@ def detach_hooks(model: nn.Module, kind: type = ModelHook) -> None:
 
 
 class SpanHook(ModelHook):
-    """Ends each forward pass of a stack, and lets its blocks pass on rows if nothing reads the tokens between them.
+    """Tells spans of calls of the module that holds their blocks, and whether anything reads the tokens between them.
 
-    This holds in a call of the module that holds the blocks, if the host library's code runs exactly the routed blocks
-    in sequence, without hooks or gradient checkpointing. Any other caller (a subclass with another forward,
+    Nothing does if the host library's code runs exactly the routed blocks in sequence, without hooks or gradient
+    checkpointing. Any other caller (a subclass with another forward,
     `forward_intermediates`, extracted features, a user's loop) gets all tokens from each block.
 
     Args:
+        calls: The calls of the stack, by thread.
         name: Name of the list of blocks in the module.
         host: Package whose code may run blocks that pass on rows; empty for none.
     """
 
-    def __init__(self, tracker: PassTracker, name: str, blocks: Sequence[nn.Module], host: str) -> None:
-        self.tracker = tracker
+    def __init__(self, calls: PerThread[StackCalls], name: str, blocks: Sequence[nn.Module], host: str) -> None:
+        self.calls = calls
         self.name = name
         self.blocks = tuple(blocks)
         self.host = host
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Decide whether blocks pass on rows in this call."""
+        """Begin a call; decide whether blocks pass on rows in it."""
         # A segment that is recomputed begins with what its first block got, and would not know what rows stand for.
         recomputes = torch.is_grad_enabled() and getattr(module, "grad_checkpointing", False)
-        holds_rows = bool(self.host) and not recomputes and self._runs(module) and not self._is_watched()
-        self.tracker.running.next_holds_rows = holds_rows
+        unobserved = bool(self.host) and not recomputes and self._runs(module) and not self._is_watched()
+        self.calls.value.begin(unobserved)
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """End the pass, which a call that fails leaves open."""
-        self.tracker.leave(None)
+        """End the call, also if it failed."""
+        self.calls.value.end()
 
     def _runs(self, module: nn.Module) -> bool:
         """Return whether the host's code runs the routed blocks in order."""

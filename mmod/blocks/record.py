@@ -7,9 +7,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from mmod.blocks.forward_pass import recomputing
+from mmod.blocks.span import recomputing
 from mmod.routing import Routing
-from mmod.routing.rule import PerThread
+from mmod.threads import PerThread
 
 
 class Record:

@@ -7,103 +7,53 @@ Axes: B images, N tokens, K slots per image, D channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, fx, nn
 
-from mmod.blocks.branches import Branch, OneBranch, running_branch
-from mmod.blocks.call import BlockCall
-from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore, recomputing
+from mmod.blocks.branches import Branch, OneBranch
+from mmod.blocks.call import BlockCall, DecoderCall
+from mmod.blocks.inner import Inner, running_branch
 from mmod.blocks.record import Deciding, Records
-from mmod.blocks.rows import KeptRows, Rows, TwoHalves, Way, enter_rows
+from mmod.blocks.rows import Execution, KeptTokens, MlpOfKept, Rows
+from mmod.blocks.span import Span, SpanPass
 from mmod.config import RoutingConfig, Threshold
 from mmod.ops import capture_importance
-from mmod.routing import Router, Routing, TokenGroups, TokenMarks
+from mmod.routing import Router, Routing, TokenMarks
+from mmod.threads import PerThread
 
 _EXPORT = "Use torch.export, torch.onnx.export(dynamo=True) or torch.compile, which replace TorchScript"
 _TRACED = (
     "a routed model cannot be traced by torch.jit.trace or torch.onnx.export(dynamo=False), which would record how "
     f"many tokens are kept of this one input. {_EXPORT}"
 )
-
-
-@dataclass(eq=False)
-class BlockState:
-    """Plain state of a converted block, invisible to state_dict and export.
-
-    Args:
-        tracker: Finds the forward pass of the block's stack.
-        span: First block of the span whose scores the block reads or writes; None if it shares none.
-        writes: The block computes those scores.
-        begins: The block begins a forward pass; one that `ends` it is the last.
-        captioned: The forward pass knows padding and protected tokens.
-        training_only: Importance serves a loss only, and is computed in training only.
-        shares: The block reads or writes what a forward pass shares.
-    """
-
-    call: BlockCall
-    tracker: PassTracker
-    span: int | None = None
-    _: KW_ONLY
-    writes: bool = False
-    begins: bool = False
-    ends: bool = False
-    captioned: bool = False
-    training_only: bool = False
-    shares: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.shares = self.captioned or self.span is not None
-
-    def enter(self, x_BND: Tensor, training: bool) -> ForwardPass | None:
-        """Return the forward pass that the block runs in, or None if it shares nothing."""
-        if not self.shares or (self.training_only and not training and not self.captioned):
-            return None
-        if self.begins:
-            return self.tracker.begin()
-        return self.tracker.resume() if self.writes and not self.captioned else self.tracker.of(x_BND)
-
-    def leave(self, forward_pass: ForwardPass) -> None:
-        """Leave the block."""
-        self.tracker.leave(None if self.ends else forward_pass)
+_NO_MARKS = TokenMarks()
 
 
 @dataclass(eq=False, kw_only=True)
-class ImportanceState(BlockState):
-    """Plain state of a dense block that computes importance.
+class RoutedState:
+    """Plain state of a routed block, invisible to state_dict and export.
 
     Args:
-        routers: The routers of the blocks that read importance.
-        average: See `mmod.config.WithImportance`.
-    """
-
-    routers: Sequence[Router]
-    average: str
-    writes: bool = True
-
-    @property
-    def wanted(self) -> bool:
-        """Whether any block reads importance in this forward pass."""
-        return not self.training_only or any(router.training for router in self.routers)
-
-
-@dataclass(eq=False, kw_only=True)
-class RoutedState(BlockState):
-    """Plain state of a routed block.
-
-    Args:
-        way: How the block runs.
-        hands_on: The next block shares the span's scores, and can take rows instead of all tokens.
+        call: How the host calls the block.
+        execution: How the block runs on the rows of a decision.
+        span: The span that the block is part of; None if it shares nothing.
+        place: The block's place in its span.
+        passes_rows: The next block shares the span's scores, and can take rows instead of all tokens.
         observes: The span reads importance from this block's attention, after which the block decides.
     """
 
-    way: Way
-    hands_on: bool = False
+    call: BlockCall
+    execution: Execution
+    span: Span | None = None
+    place: int = 0
+    passes_rows: bool = False
     observes: bool = False
+    inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
     records: Records = field(default_factory=Records, init=False, repr=False)
 
     @property
@@ -111,86 +61,26 @@ class RoutedState(BlockState):
         """The last decision that this thread recorded."""
         return self.records.value.decisions.get("")
 
-    def enter(self, x_BND: Tensor, training: bool) -> ForwardPass | None:
-        """Return the forward pass that the block runs in, or None if it shares nothing."""
-        forward_pass = super().enter(x_BND, training)
-        held: Rows | None = None if forward_pass is None else forward_pass.held
-        # Rows of another length are left from an interrupted pass.
-        return None if held is not None and held.slots != x_BND.shape[1] else forward_pass
 
-    def take(self, x: Tensor, router: Router, forward_pass: ForwardPass) -> tuple[Tensor, Rows | None]:
-        """Return the block's input, and the rows if it is those that the previous block passed on; else None."""
-        held: Rows | None = forward_pass.held
-        if held is None or held.serves(router):
-            return x, held
-        forward_pass.held = None
-        return held.leave(x), None
+@dataclass(eq=False, kw_only=True)
+class ImportanceState:
+    """Plain state of the dense block in front of a span, whose importance the span reads.
 
-    def leave_rows(self, y: Tensor, rows: Rows, router: Router, forward_pass: ForwardPass) -> Tensor:
-        """Leave the block; return all tokens after it (B, N, D), or its rows if the next block takes them."""
-        hands_on = self.hands_on and forward_pass.holds_rows and rows.shrinks
-        # Blocks that weigh their last slots by a capacity of their own leave rows that differ.
-        hands_on = hands_on and router.rule.partial is None
-        if hands_on and rows.router is None:
-            rows.router = router
-        forward_pass.held = rows if hands_on else None
-        y = y if hands_on else rows.leave(y)
-        self.leave(forward_pass)
-        return y
+    Args:
+        routers: The routers of the span.
+        average: See `mmod.config.WithImportance`.
+    """
 
-    def shared(self, forward_pass: ForwardPass | None, training: bool) -> SharedScore | None:
-        """Return the shared scores of the block's span, if they were computed."""
-        if forward_pass is None or self.span is None or (self.training_only and not training):
-            return None
-        return forward_pass.scores.get(self.span)
+    call: BlockCall
+    span: Span
+    routers: Sequence[Router]
+    average: str
+    inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
 
-    def decide(
-        self, router: Router, x_BND: Tensor, tokens: TokenMarks | TokenGroups, forward_pass: ForwardPass, training: bool
-    ) -> Routing:
-        """Return the decision on all tokens (B, N, D), or on the rows that the previous block passed on.
-
-        Blocks of a span that read the same scores by the same rule decide once.
-        """
-        config, held, device = router.config, forward_pass.held, x_BND.device
-        if held is not None and not config.joins:
-            return held.routing
-        shared, joins, score = self.shared(forward_pass, training), config.joins, config.router
-        # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins depends
-        # on the block that decides.
-        reuses = score.shared and (joins or not torch.compiler.is_compiling())
-        if shared is not None and shared.trains and recomputing() and not shared.score_BN.requires_grad:
-            raise RuntimeError(
-                "reentrant gradient checkpointing loses the gradient of a score that blocks share: checkpoint with "
-                "use_reentrant=False, or set router.shared=False"
-            )
-        routing = shared.decided(router, tokens, device) if shared is not None and reuses else None
-        if routing is None:
-            earlier = shared.latest if shared is not None and reuses and joins else None
-            if earlier is not None and earlier.joined.slot_BN is not None:
-                # Shared scores do not learn, and a recomputed segment decides nothing.
-                with torch.no_grad():
-                    earlier = earlier.to(device)
-                    rows_BKD = enter_rows(x_BND, earlier) if held is None else x_BND
-                    routing = router(rows_BKD, None, tokens, earlier)
-            else:
-                routing = router(x_BND, None if shared is None else shared.score_BN.to(device), tokens)
-        if self.writes and shared is None and self.span is not None:
-            trains = score.learns and any(weight.requires_grad for weight in router.parameters())
-            shared = forward_pass.scores[self.span] = SharedScore(routing.score_BN, trains)
-        if shared is not None and reuses:
-            shared.remember(router, tokens, routing)
-        return routing
-
-    def record(self, router: Router, routing: Routing, training: bool) -> Routing:
-        """Record a decision for losses and traces; return it with the block's weights."""
-        slots = router.rule.partial
-        if slots is not None:
-            # Blocks share the choice; each weighs its last slots by its own capacity.
-            routing = slots.weigh(routing, router.prefix)
-        record = self.records.value
-        if training or record.traced:
-            record.keep("", routing)
-        return routing
+    @property
+    def wanted(self) -> bool:
+        """Whether any block reads importance in this forward pass."""
+        return not self.span.training_only or any(router.training for router in self.routers)
 
 
 class ConvertedBlock(nn.Module):
@@ -202,18 +92,14 @@ class ConvertedBlock(nn.Module):
         """Return tokens after the host's forward."""
         return super().forward(z, **arguments)
 
-    def observe(
-        self, run: Callable[[], Tensor], valid_BN: Tensor | None, average: str, forward_pass: ForwardPass | None
-    ) -> Tensor:
-        """Run the host's attention on all tokens, and share the importance that it gives them."""
-        state, span = self.mod_state, self.mod_state.span
-        assert forward_pass is not None
-        assert span is not None
+    def observe(self, run: Callable[[], Tensor], valid_BN: Tensor | None, average: str) -> tuple[Tensor, Tensor]:
+        """Run the host's attention on all tokens; return its result, and the importance that it gives them (B, N)."""
+        state = self.mod_state
         captured = capture_importance(valid_BN, average)
         attention = getattr(self, state.call.operators.get("attention", ""), None)
         # Each call of torch inside the mode costs time, so the attention alone runs in it where nothing replaced that.
         if isinstance(attention, Branch) and "forward" not in vars(attention):
-            with running_branch(state.tracker, captured):
+            with running_branch(state.inner, captured):
                 y = run()
         else:
             y = captured.run(run, (), {})
@@ -222,8 +108,7 @@ class ConvertedBlock(nn.Module):
                 f"no attention was seen in this {type(self).__name__}: it calls neither scaled_dot_product_attention "
                 "nor softmax over (B, H, N, N), so importance cannot be read from it"
             )
-        forward_pass.scores[span] = SharedScore(captured.importance_BN)
-        return y
+        return y, captured.importance_BN
 
     def as_node(self, x: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the block as one node of torch.fx's graph, because decisions depend on values."""
@@ -245,13 +130,13 @@ class RoutedBlock(Deciding, ConvertedBlock):
     added_modules = ("router",)
 
     @staticmethod
-    def choose_way(call: BlockCall, config: RoutingConfig) -> Way:
+    def choose_execution(call: BlockCall, config: RoutingConfig) -> Execution:
         """Return how a block with this config runs."""
         if config.merges_inside:
-            return TwoHalves(call, config)
+            return MlpOfKept(call, config)
         if config.operator != "block":
             return OneBranch(call, config)
-        return KeptRows(call, config)
+        return KeptTokens(call, config)
 
     @property
     def cost_follows_data(self) -> bool:
@@ -260,7 +145,8 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
     def assume_kept(self, share: float) -> float:
         """Keep a share of the tokens by top-k; return the share for whole images, or 0 for no tokens."""
-        router, select = self.router, self.router.config.select
+        router = self.router
+        select = router.config.select
         if isinstance(select, Threshold) and select.max_tokens is not None:
             # This number of slots runs, filled or empty.
             return 1.0
@@ -288,52 +174,80 @@ class RoutedBlock(Deciding, ConvertedBlock):
             return self.as_node(x, args, kwargs)
         if torch.jit.is_tracing():
             raise RuntimeError(_TRACED)
-        state, way, router, rows = self.mod_state, self.mod_state.way, self.router, None
-        arguments = state.call.bind(args, kwargs)
-        forward_pass = self.enter(x, arguments) if state.shares else None
-        if forward_pass is not None:
-            x, rows = state.take(x, router, forward_pass)
-        if way.two_halves:
-            x = self.attend(x, arguments, forward_pass, rows)
-        tokens = state.call.marks(arguments, x, forward_pass)
-        scored, partial_slots = x if way.scored_norm is None else way.scored_norm(self)(x), router.rule.partial
-        if forward_pass is None:
+        state = self.mod_state
+        call = state.call
+        execution = state.execution
+        arguments = call.bind(args, kwargs) if args or kwargs else {}
+        router = self.router
+        span = state.span
+        shared = None
+        rows = None
+        if span is not None and (not call.caches or self.shares(arguments)):
+            shared = span.enter(x, state.place, router, self.training)
+        if span is not None and shared is not None and shared.rows is not None:
+            x, rows = span.take_rows(x, shared, router)
+        if execution.between_halves:
+            x = self.attend(x, arguments, shared, rows)
+        tokens = call.marks(arguments, x) if arguments or call.marks_always else _NO_MARKS
+        scored = self.normed(x) if execution.scores_norm else x
+        if span is None or shared is None:
             routing = router(scored, None, tokens)
         else:
-            routing = state.decide(router, scored, tokens, forward_pass, self.training)
-        if self.training or state.records.value.traced or partial_slots is not None:
-            routing = state.record(router, routing, self.training)
+            routing = None
+            if shared.rows is not None or shared.decisions:
+                routing = span.decided(scored, shared, state.place, router, tokens)
+            if routing is None:
+                routing = router(scored, shared.score_BN, tokens)
+            if state.place < span.last:
+                span.remember(routing, shared, state.place, router, tokens)
+        if router.weighs_slots:
+            routing = router.weigh_slots(routing)
+        record = state.records.value
+        if self.training or record.traced:
+            record.keep("", routing)
         if rows is None:
-            rows = way.rows(self, x, arguments, routing)
-        z = rows.enter(x, routing)
-        y = way.run(self, super().forward, z, arguments, rows)
-        return rows.leave(y) if forward_pass is None else state.leave_rows(y, rows, router, forward_pass)
+            rows = execution.rows(self, x, arguments, routing)
+        z = rows.gather(x, routing)
+        y = execution.run(self, super().forward, z, arguments, rows)
+        if span is None or shared is None:
+            return rows.write_back(y)
+        return span.leave(y, shared, rows, router, state)
 
-    def enter(self, x: Tensor, arguments: Mapping[str, Any]) -> ForwardPass | None:
-        """Return the forward pass of a block that shares something, or None if it shares nothing in this call."""
-        return self.mod_state.enter(x, self.training)
+    def shares(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether a block with a cache shares anything in a call."""
+        return True
 
-    def attend(
-        self, x: Tensor, arguments: Mapping[str, Any], forward_pass: ForwardPass | None, held: Rows | None
-    ) -> Tensor:
+    def normed(self, x: Tensor) -> Tensor:
+        """Return the output of the block's first norm, which the router scores instead of the tokens."""
+        norm = cast(DecoderCall, self.mod_state.call).first_norm(self)
+        normed: Tensor = norm(x)
+        return normed
+
+    def attend(self, x: Tensor, arguments: Mapping[str, Any], shared: SpanPass | None, held: Rows | None) -> Tensor:
         """Return tokens, or rows that were passed on, after the attention that runs before the decision."""
-        state, call, rows, z = self.mod_state, self.mod_state.call, held, x
-        if rows is None:
-            shared = state.shared(forward_pass, training=True)
-            earlier = None if shared is None else shared.before(self.router, x.device)
-            if earlier is not None:
-                rows = Rows(x)
-                z = rows.enter(x, earlier)
+        state = self.mod_state
+        call = state.call
+        rows = held
+        z = x
+        earlier = None
+        if rows is None and shared is not None and state.span is not None:
+            earlier = state.span.before(shared, state.place, x.device)
+        if earlier is not None:
+            rows = Rows(x)
+            z = rows.gather(x, earlier)
         if rows is not None:
             arguments = call.select_tokens(arguments, rows.x_BND, rows.routing)
         assert call.halves is not None
         attend = partial(call.halves.attend, self, z, arguments)
         if state.observes:
-            valid_BN = call.marks(arguments, z, forward_pass).valid_BN
-            y = self.observe(attend, valid_BN, self.router.config.importance, forward_pass)
+            assert shared is not None
+            valid_BN = call.marks(arguments, z).valid_BN
+            y, shared.score_BN = self.observe(attend, valid_BN, self.router.config.importance)
         else:
             y = attend()
-        return y if rows is held else rows.leave(y)  # type: ignore[union-attr]
+        if rows is held or rows is None:
+            return y
+        return rows.write_back(y)
 
 
 class ImportanceBlock(ConvertedBlock):
@@ -348,9 +262,11 @@ class ImportanceBlock(ConvertedBlock):
         state = self.mod_state
         if not state.wanted:
             return super().forward(x, *args, **kwargs)
-        forward_pass = state.enter(x, training=True)
-        assert forward_pass is not None
-        valid_BN = state.call.marks(state.call.bind(args, kwargs), x, forward_pass).valid_BN
-        y = self.observe(partial(super().forward, x, *args, **kwargs), valid_BN, state.average, forward_pass)
-        state.leave(forward_pass)
+        shared = state.span.begin(x)
+        shared.busy = True
+        valid_BN = state.call.marks(state.call.bind(args, kwargs), x).valid_BN
+        y, shared.score_BN = self.observe(partial(super().forward, x, *args, **kwargs), valid_BN, state.average)
+        shared.busy = False
+        if not shared.unobserved:
+            state.span.hand_on(shared, y)
         return y

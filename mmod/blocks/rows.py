@@ -6,17 +6,21 @@ Axes: B images, N tokens, K slots per image, T packed rows, D channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, cast
 
+import torch
 from torch import Tensor, nn
 
 from mmod.blocks.call import BlockCall
-from mmod.blocks.forward_pass import PassTracker
+from mmod.blocks.inner import Inner, running_branch
 from mmod.config import RoutingConfig
 from mmod.ops import (
     Packing,
     add_updates,
     attend_within,
+    backend,
     gather_norm,
     gather_rows,
     lerp_rows,
@@ -24,57 +28,65 @@ from mmod.ops import (
     merge_rows,
     pack_rows,
 )
-from mmod.ops.backend import choose
 from mmod.ops.casting import autocasts
 from mmod.routing import Router, Routing
+from mmod.threads import PerThread
 
 
 class FusedNorm(nn.Module):
     """Mixin of a block's first norm, for rows that were normalised in the kernel that gathered them."""
 
-    mod_state: PassTracker
+    mod_state: PerThread[Inner]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of rows (B, K, D)."""
-        running = self.mod_state.thread.value.running
-        if running.normed is None or running.normed[0] is not x:
+        inner = self.mod_state.value
+        if inner.normed is None or inner.normed[0] is not x:
             return super().forward(x)
-        normed_BKD, running.normed = running.normed[1], None
+        _, normed_BKD = inner.normed
+        inner.normed = None
         return normed_BKD
 
 
-def enter_rows(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None) -> Tensor:
+def gather(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None) -> Tensor:
     """Return the rows of a decision: kept tokens or means of merged ones (B, K, D), or kept images (S, N, D).
 
     Args:
         norm: The block's first norm, computed in the gather's kernel if it is a `FusedNorm` and there is one.
     """
-    kept, (slot_BN, size_BK, all_join, _) = routing.kept, routing.joined
+    kept = routing.kept
+    joined = routing.joined
     if kept.image_S is not None:
         return x_BND.index_select(0, kept.image_S)
-    if slot_BN is not None and size_BK is not None:
-        return mean_rows(x_BND, slot_BN, size_BK, all_join=all_join)
-    if not isinstance(norm, FusedNorm) or not _fuses(x_BND):
+    if joined.slot_BN is not None and joined.size_BK is not None:
+        return mean_rows(x_BND, joined.slot_BN, joined.size_BK, all_join=joined.all)
+    # A CPU has a kernel only where one is forced.
+    if norm is None or (x_BND.is_cpu and not backend.forced) or not _fuses(x_BND, norm):
         return gather_rows(x_BND, kept.index_BK, kept.inverse_BN)
     # An RMS norm has the same fields but no bias.
-    bias, plain = getattr(norm, "bias", None), cast(nn.LayerNorm, norm)
+    bias = getattr(norm, "bias", None)
+    plain = cast(nn.LayerNorm, norm)
     kind = "layer" if isinstance(norm, nn.LayerNorm) else "rms"
     z_BKD, normed_BKD = gather_norm(x_BND, kept.index_BK, plain.weight, bias, plain.eps, kind)
-    norm.mod_state.running.normed = z_BKD, normed_BKD
+    cast(FusedNorm, norm).mod_state.value.normed = z_BKD, normed_BKD
     return z_BKD
 
 
-def _fuses(x_BND: Tensor) -> bool:
+def _fuses(x_BND: Tensor, norm: nn.Module) -> bool:
     # Under autocast a norm returns fp32, the op the dtype of its rows.
-    return not autocasts(x_BND) and choose("gather_norm", x_BND, channels=x_BND.shape[2]) is not None
+    if not isinstance(norm, FusedNorm) or autocasts(x_BND):
+        return False
+    return backend.choose("gather_norm", x_BND, channels=x_BND.shape[2]) is not None
 
 
-def leave_rows(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tensor:
+def write_back(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tensor:
     """Return all tokens (B, N, D) with the gated update from rows z to rows y.
 
-    `enter_rows` of the result returns the gated rows, up to rounding.
+    `gather` of the result returns the gated rows, up to rounding.
     """
-    kept, joined, (gate_BK, skipped_BN) = routing.kept, routing.joined, routing.weights
+    kept = routing.kept
+    joined = routing.joined
+    gate_BK, skipped_BN = routing.weights
     y_BKD = y_BKD.to(x_BND.dtype)
     if joined.slot_BN is not None:
         update_BKD = lerp_rows(z_BKD, y_BKD, gate_BK) - z_BKD
@@ -92,13 +104,14 @@ def reweigh(x_BND: Tensor, weight_BN: Tensor | None) -> Tensor:
     return x_BND if weight_BN is None else x_BND * weight_BN.unsqueeze(-1).to(x_BND.dtype)
 
 
+@dataclass(eq=False)
 class Rows:
     """The rows that blocks run on instead of all tokens.
 
-    Blocks of a span pass on one object: each enters the rows of its decision, and the last block leaves all of them.
+    Blocks of a span pass on one object: each gathers the rows of its decision, and the last writes all of them back.
 
     Args:
-        norm: The first norm of the first block, see `enter_rows`.
+        norm: The first norm of the first block, see `gather`.
         weighs: The gate weighs what is written back; False if it weighs branches inside the block.
 
     Attributes:
@@ -107,15 +120,13 @@ class Rows:
         packing: Sources of packed rows; None for padded ones.
     """
 
-    routing: Routing
-    router: Router | None = None
-    packing: Packing | None = None
-
-    def __init__(self, x_BND: Tensor, norm: nn.Module | None = None, weighs: bool = True) -> None:
-        self.x_BND = x_BND
-        self.norm = norm
-        self.weighs = weighs
-        self._steps: list[tuple[Tensor, Tensor, Routing]] = []
+    x_BND: Tensor
+    norm: nn.Module | None = None
+    weighs: bool = True
+    routing: Routing = field(init=False)
+    router: Router | None = field(default=None, init=False)
+    packing: Packing | None = field(default=None, init=False)
+    _steps: list[_Step] = field(default_factory=list, init=False)
 
     @property
     def slots(self) -> int:
@@ -132,38 +143,54 @@ class Rows:
         assert self.router is not None
         return router.config.joins or router.capacity == self.router.capacity
 
-    def enter(self, rows_BND: Tensor, routing: Routing) -> Tensor:
+    def gather(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the rows of a decision about all tokens, from these or from the rows of the previous decision."""
         if not self._steps:
-            among, z_BKD = routing, enter_rows(rows_BND, routing, self.norm)
+            among = routing
+            z_BKD = gather(rows_BND, routing, self.norm)
         elif self.routing is routing:
-            before_BND, z_BKD, among = self._steps[-1]
-            if among.weights.gate_BK is None:
-                return rows_BND
-            # The gate weighs each block's update, not that of all together.
-            z_BKD = lerp_rows(z_BKD, rows_BND, among.weights.gate_BK)
-            self._steps[-1] = before_BND, z_BKD, among
-            return z_BKD
+            return self._gated(rows_BND)
         else:
-            before, size_BK = self.routing, routing.joined.size_BK
-            assert before.joined.slot_BN is not None
-            assert routing.joined.slot_BN is not None
-            # A decision about all tokens, as one about the rows of the decision before.
-            slot_BN = routing.joined.slot_BN.gather(1, before.kept.index_BK)
-            among = routing._replace(joined=routing.joined._replace(slot_BN=slot_BN))
-            if size_BK is None:
-                z_BKD = gather_rows(rows_BND, before.joined.slot_BN.gather(1, routing.kept.index_BK))
-            else:
-                z_BKD = mean_rows(rows_BND, slot_BN, size_BK, before.joined.size_BK, all_join=True)
-        self._steps.append((rows_BND, z_BKD, among if self.weighs else without_gate(among)))
+            among, z_BKD = self._narrow(rows_BND, routing)
+        self._steps.append(_Step(rows_BND, z_BKD, among if self.weighs else without_gate(among)))
         self.routing = routing
         return z_BKD
 
-    def leave(self, y_BKD: Tensor) -> Tensor:
+    def write_back(self, y_BKD: Tensor) -> Tensor:
         """Return all tokens after the last block, from its rows."""
         for x_BND, z_BKD, routing in reversed(self._steps):
-            y_BKD = leave_rows(x_BND, z_BKD, y_BKD, routing)
+            y_BKD = write_back(x_BND, z_BKD, y_BKD, routing)
         return y_BKD
+
+    def _gated(self, rows_BND: Tensor) -> Tensor:
+        """Return the rows after a block that another one with the same decision follows."""
+        before_BND, z_BKD, among = self._steps[-1]
+        if among.weights.gate_BK is None:
+            return rows_BND
+        # The gate weighs each block's update, not that of all together.
+        z_BKD = lerp_rows(z_BKD, rows_BND, among.weights.gate_BK)
+        self._steps[-1] = _Step(before_BND, z_BKD, among)
+        return z_BKD
+
+    def _narrow(self, rows_BND: Tensor, routing: Routing) -> tuple[Routing, Tensor]:
+        """Return a decision about all tokens as one about the rows of the decision before, and its rows."""
+        before = self.routing
+        assert before.joined.slot_BN is not None
+        assert routing.joined.slot_BN is not None
+        slot_BN = routing.joined.slot_BN.gather(1, before.kept.index_BK)
+        among = routing._replace(joined=routing.joined._replace(slot_BN=slot_BN))
+        size_BK = routing.joined.size_BK
+        if size_BK is None:
+            return among, gather_rows(rows_BND, before.joined.slot_BN.gather(1, routing.kept.index_BK))
+        return among, mean_rows(rows_BND, slot_BN, size_BK, before.joined.size_BK, all_join=True)
+
+
+class _Step(NamedTuple):
+    """One narrowing of rows: the rows before it, the rows it gathered, and its decision about the rows before."""
+
+    x_BND: Tensor
+    z_BKD: Tensor
+    routing: Routing
 
 
 def without_gate(routing: Routing) -> Routing:
@@ -172,22 +199,41 @@ def without_gate(routing: Routing) -> Routing:
 
 
 class AllTokens(Rows):
-    """All tokens in order, so nothing is gathered."""
+    """All tokens in order, so nothing is gathered; a branch inside the block selects."""
 
-    def enter(self, rows_BND: Tensor, routing: Routing) -> Tensor:
+    def gather(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the tokens."""
         self.routing = routing
         return rows_BND
 
-    def leave(self, y_BKD: Tensor) -> Tensor:
+    def write_back(self, y_BKD: Tensor) -> Tensor:
         """Return the tokens after the block."""
         return y_BKD
+
+
+class RowsInPlace(AllTokens):
+    """All tokens in order, because all are kept or each sample has one token."""
+
+    def write_back(self, y_BKD: Tensor) -> Tensor:
+        """Return the tokens after the layer; skipped ones are unchanged, or weighed."""
+        x_BND = self.x_BND
+        routing = self.routing if self.weighs else without_gate(self.routing)
+        if routing.kept.valid_BK is None:
+            return write_back(x_BND, x_BND, y_BKD, routing)
+        new_B1D = lerp_rows(x_BND, y_BKD.to(x_BND.dtype), routing.weights.gate_BK)
+        return torch.where(routing.kept.valid_BK.unsqueeze(-1), new_B1D, reweigh(x_BND, routing.weights.skipped_BN))
+
+
+def in_order(x_BND: Tensor, routing: Routing) -> bool:
+    """Return whether the rows of a decision are all tokens in order, kept or not."""
+    tokens = x_BND.shape[1]
+    return routing.kept.index_BK.shape[1] == tokens and (routing.kept.valid_BK is None or tokens == 1)
 
 
 class PackedRows(Rows):
     """Kept tokens of all images as one sequence (1, T, D) without padding."""
 
-    def enter(self, rows_BND: Tensor, routing: Routing) -> Tensor:
+    def gather(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the packed rows of a decision whose total of valid slots is known."""
         index_BK, valid_BK, total, *_ = routing.kept
         assert valid_BK is not None
@@ -204,7 +250,7 @@ class PackedRows(Rows):
         gate_BK = self.routing.weights.gate_BK
         return None if gate_BK is None else gate_BK.flatten()[self.packing.slot_T].unsqueeze(0)
 
-    def leave(self, y_BKD: Tensor) -> Tensor:
+    def write_back(self, y_BKD: Tensor) -> Tensor:
         """Return all tokens after the block, from its packed rows."""
         assert self.packing is not None
         gate_1T = self.gate_1T if self.weighs else None
@@ -213,77 +259,153 @@ class PackedRows(Rows):
         return x_BND.flatten(0, 1).index_copy(0, self.packing.row_T, new_TD).view_as(x_BND)
 
 
+class Block(Protocol):
+    """What an execution reads of a routed block."""
+
+    @property
+    def mod_state(self) -> HasInner:
+        """The block's plain state."""
+
+
+class HasInner(Protocol):
+    """State that tells modules inside the block how to run."""
+
+    inner: PerThread[Inner]
+
+
 Host = Callable[..., Tensor]
 
 
-class Way:
-    """How a routed block runs, chosen once from its config.
+class WeighedBranch(NamedTuple):
+    """Runs a branch whose output is weighed (B, K) before the residual sum; None for 1."""
+
+    gate_BK: Tensor | None
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the weighed output; of a tuple, the first element is weighed."""
+        output = forward(*args, **kwargs)
+        if self.gate_BK is None:
+            return output
+        first = output[0] if isinstance(output, tuple) else output
+        first = first * self.gate_BK.unsqueeze(-1).to(first.dtype)
+        return (first, *output[1:]) if isinstance(output, tuple) else first
+
+
+class Execution:
+    """How a routed block runs on the rows of a decision, chosen once from its config.
 
     Attributes:
-        two_halves: The block decides between its attention and its MLP.
-        scored_norm: From the block to the norm whose output is scored; None scores the block's input.
+        between_halves: The block decides between its attention and its MLP.
+        scores_norm: The router scores the output of the block's first norm instead of the block's input.
+        weighs: The gate weighs the block's update; False if it weighs branches inside the block.
     """
 
-    two_halves = False
-    scored_norm: Callable[[nn.Module], nn.Module] | None = None
+    between_halves = False
 
     def __init__(self, call: BlockCall, config: RoutingConfig) -> None:
-        self.call: Any = call
+        self.call = call
         self.operator = str(config.operator)
         self.among_all = config.context == "all"
+        self.scores_norm = config.language.scored == "norm"
+        self.weighs = config.language.gate_on == "update"
 
-    def rows(self, block: Any, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
-        """Return the rows that the block runs on, not yet entered."""
+    def rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+        """Return the rows that the block runs on, not yet gathered."""
         return AllTokens(x)
 
-    def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-        """Return the rows after the block, from those that `rows.enter` returned; `host` is the host's forward."""
+    def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+        """Return the rows after the block, from those that `rows.gather` returned; `host` is the host's forward."""
         raise NotImplementedError
 
+    def gated(self, block: Block, gate: Tensor | None) -> AbstractContextManager[None]:
+        """Return a context in which the gate weighs the block's branches, if the config says so."""
+        return nullcontext() if self.weighs else running_branch(block.mod_state.inner, WeighedBranch(gate))
 
-class KeptRows(Way):
-    """The block runs on the kept tokens, which attend to each other or to all tokens."""
 
-    def rows(self, block: Any, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+class KeptTokens(Execution):
+    """The block runs on the kept tokens, which attend to each other or to all tokens, and to those in its cache."""
+
+    def rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
         """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
-        kept, call = routing.kept, self.call
-        if kept.valid_BK is not None and kept.total and not self.among_all and call.can_pack(block, arguments):
-            return PackedRows(x)
-        return Rows(x, getattr(block, call.fused_norm) if call.fused_norm else None)
+        kept = routing.kept
+        call = self.call
+        differ = kept.valid_BK is not None and kept.total and not self.among_all
+        if differ and call.can_pack(cast(nn.Module, block), arguments):
+            return PackedRows(x, weighs=self.weighs)
+        if call.caches and self._is_in_place(x, routing):
+            return RowsInPlace(x, weighs=self.weighs)
+        norm = getattr(block, call.fused_norm) if call.fused_norm else None
+        return Rows(x, norm, self.weighs)
 
-    def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+    def _is_in_place(self, x: Tensor, routing: Routing) -> bool:
+        """Return whether a layer with a cache runs on all of its tokens, where they are."""
+        if self.among_all:
+            return in_order(x, routing)
+        return getattr(routing.evidence.tokens, "alone", False) or (x.shape[1] == 1 and in_order(x, routing))
+
+    def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return the rows after the host's block."""
+        call = self.call
         routing = rows.routing
         if rows.packing is not None:
-            return run_packed(host, z, self.call.pack(arguments, rows.x_BND, routing, rows.packing), rows)
-        if not routing.kept.index_BK.shape[1]:
-            return z
+            return self._run_packed(block, host, z, arguments, cast(PackedRows, rows))
         if self.among_all:
-            return self.call.attend_to_all(block, host, arguments, rows.x_BND, z, routing)
-        if arguments or routing.kept.valid_BK is not None or routing.joined.size_BK is not None:
-            arguments = self.call.select_tokens(arguments, rows.x_BND, routing)
-        return host(z, **arguments)
+            return self._run_among_all(block, host, z, arguments, rows)
+        if call.caches:
+            # With one token per sample, all kept, the arguments need no change.
+            unchanged = isinstance(rows, RowsInPlace) and routing.kept.valid_BK is None
+            narrowed_to = None if unchanged else routing
+            selected = call.select_tokens(arguments, rows.x_BND, narrowed_to)
+            call.begin_update(arguments, rows.x_BND, narrowed_to)
+            arguments = selected
+        if not routing.kept.index_BK.shape[1]:
+            call.record_no_attention(rows.x_BND)
+            return z
+        if not call.caches and (arguments or routing.kept.valid_BK is not None or routing.joined.size_BK is not None):
+            arguments = call.select_tokens(arguments, rows.x_BND, routing)
+        if self.weighs:
+            return host(z, **arguments)
+        with self.gated(block, routing.weights.gate_BK):
+            return host(z, **arguments)
+
+    def _run_packed(
+        self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: PackedRows
+    ) -> Tensor:
+        """Return packed rows (1, T, D) after the host's block, in which each image attends to itself only."""
+        assert rows.packing is not None
+        packed = self.call.pack(arguments, rows.x_BND, rows.routing, rows.packing)
+        self.call.begin_update(arguments, rows.x_BND, rows.routing, rows.packing)
+        attention = attend_within(rows.packing)
+        with self.gated(block, rows.gate_1T):
+            y: Tensor = attention.run(host, (z,), packed)
+        if not attention.calls:
+            raise RuntimeError("packed rows need fused attention: this block called no scaled_dot_product_attention")
+        return y
+
+    def _run_among_all(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+        """Return kept tokens after the host's block, in which they attend to all; a cache receives all."""
+        call = self.call
+        routing = rows.routing
+        if not call.caches and not rows.slots:
+            return z
+        with self.gated(block, routing.weights.gate_BK):
+            if not isinstance(rows, RowsInPlace):
+                return cast(Tensor, call.attend_to_all(block, host, arguments, rows.x_BND, z, routing))
+            selected = call.select_tokens(arguments, rows.x_BND, None)
+            call.begin_update(arguments, rows.x_BND, routing, all_tokens=True)
+            return host(z, **selected)
 
 
-def run_packed(host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
-    """Return packed rows (1, T, D) after the host's block, in which each image attends to itself only."""
-    assert rows.packing is not None
-    attention = attend_within(rows.packing)
-    y: Tensor = attention.run(host, (z,), arguments)
-    if not attention.calls:
-        raise RuntimeError("packed rows need fused attention: this block called no scaled_dot_product_attention")
-    return y
-
-
-class TwoHalves(Way):
+class MlpOfKept(Execution):
     """Attention runs on the rows of the previous decision; then the block decides, and its MLP runs on fewer rows."""
 
-    two_halves = True
+    between_halves = True
 
-    def rows(self, block: Any, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+    def rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
         """Return the means of merged tokens."""
         return Rows(x)
 
-    def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
+    def run(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
         """Return the rows after the host's MLP."""
-        return self.call.halves.feed(block, z)
+        assert self.call.halves is not None
+        return self.call.halves.feed(cast(nn.Module, block), z)

@@ -216,6 +216,7 @@ class Score(Checked, group="router"):
         tied: All routed layers score with one weight, stored once.
         compares: The score multiplies all pairs of tokens.
         channels: Sums of channels by which tokens are compared; None compares all channels.
+        same_everywhere: The score is the same for every image and block.
         positional: The score depends on the position of a token in its sequence. Where only some tokens may be
             skipped, it depends on their rank among these.
     """
@@ -228,6 +229,7 @@ class Score(Checked, group="router"):
     tied: ClassVar[bool] = False
     compares: ClassVar[bool] = False
     channels: ClassVar[int | None] = None
+    same_everywhere: ClassVar[bool] = False
     positional: ClassVar[bool] = False
 
     @property

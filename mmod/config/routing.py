@@ -60,6 +60,10 @@ class RoutingConfig:
             the selection by importance. Others are registered losses.
         language: Options that only the layers of a language model have, see `LanguageRouting`.
 
+    Attributes:
+        joins: Whether skipped tokens join a kept one: they follow it or merge with it.
+        merges_inside: Whether skipped tokens merge between attention and MLP.
+
     Example:
         >>> config = RoutingConfig(router="linear", capacity=0.25, blocks=(2, 4), select=Threshold(0.3))
         >>> config
@@ -79,6 +83,9 @@ class RoutingConfig:
     protect_prefix: bool
     losses: Mapping[str, float]
     language: LanguageRouting
+    if TYPE_CHECKING:
+        joins: bool
+        merges_inside: bool
 
     def __init__(
         self,
@@ -101,6 +108,9 @@ class RoutingConfig:
         # A frozen dataclass refuses assignments.
         vars(self).update(read_parts(parts), capacity=capacity, context=context, operator=operator, blocks=blocks)
         vars(self).update(protect_prefix=protect_prefix, losses=dict(losses))
+        # Read in every forward pass.
+        vars(self)["joins"] = self.skipped not in ("pass", "scale")
+        vars(self)["merges_inside"] = isinstance(self.skipped, Merged) and self.skipped.before == "mlp"
         check_fields(self)
         for name in self.losses:
             LOSSES.check(name)
@@ -117,17 +127,7 @@ class RoutingConfig:
         return getattr(self.router, "importance", IMPORTANCE[0])
 
     @property
-    def joins(self) -> bool:
-        """Whether skipped tokens join a kept one: they follow it or merge with it."""
-        return self.skipped not in ("pass", "scale")
-
-    @property
-    def merges_inside(self) -> bool:
-        """Whether skipped tokens merge between attention and MLP."""
-        return isinstance(self.skipped, Merged) and self.skipped.before == "mlp"
-
-    @property
-    def hands_on(self) -> bool:
+    def passes_rows(self) -> bool:
         """Whether consecutive blocks that keep the same tokens may pass on these tokens alone."""
         return self.router.shared and self.skipped != "scale" and self.context == "kept" and self.operator == "block"
 

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Records, convert, host_class
-from mmod.blocks.forward_pass import PassTracker, recomputing
+from mmod.blocks.forward_pass import PassTracker
 from mmod.blocks.routed import ConvertedBlock
+from mmod.blocks.span import recomputing
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import exporting
@@ -189,7 +190,7 @@ class ExitModel(nn.Module):
         """Return the logits of all images, from the exit that each one took."""
         leaving = self.mod_state.begin().slot(_Leaving)
         last: Tensor = super().forward(*args, **kwargs)
-        self.mod_state.leave(None)
+        self.mod_state.end()
         if leaving.index_B is None:
             return last
         places, logits = zip(*leaving.answers, (leaving.index_B, last))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any, cast
 
 from torch import nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import BlockCall, ImportanceState, RoutedState, StandingModule
+from mmod.blocks import BlockCall, ImportanceState, RoutedState, Span, StandingModule
 from mmod.config import Merged, Plan, RoutingConfig, spelled
 from mmod.routing import Router
 
@@ -21,56 +21,80 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     """Return the conversions of a stack's blocks; on an error the model is unchanged."""
     plan = config.plan(len(stack.blocks))
     _check_part(stack, config, plan)
-    attends = config.reads_importance(training=True)
-    training_only = attends and not config.router.reads_importance
-    shares, captioned = attends or config.scored_by_first, bool(stack.companions)
-    common = {"captioned": captioned, "training_only": training_only}
-    # A block that decides after its attention reads the importance there.
-    observes = attends and config.merges_inside
-    before = attends and not observes
-    first = plan.blocks[0] - 1 if before else plan.blocks[0]
-    readers: dict[int, list[Router]] = {}
+    configs = _configs_by_block(config, plan)
+    capacities = dict(zip(plan.blocks, plan.capacities))
     conversions: list[Conversion] = []
-    configs, start = _configs_by_block(config, plan), 0
-    for index, capacity in zip(plan.blocks, plan.capacities):
-        block, block_config = stack.blocks[index], configs[index]
-        call = stack.call_of(block, block_config)
-        _check_block(stack, block_config, index, call)
-        # Consecutive routed blocks are one span.
-        start = start if index - 1 in plan.blocks else index
-        if before and start == 0:
-            raise ValueError(
-                f"block {index} needs the importance of a dense block before it, but none precedes it: keep block 0 "
-                f"dense (routed are {list(plan.blocks)})"
+    for run in _runs(plan.blocks):
+        routers = {}
+        calls = {}
+        for index in run:
+            calls[index] = stack.call_of(stack.blocks[index], configs[index])
+            _check_block(stack, configs[index], index, calls[index])
+            routers[index] = _make_router(stack, configs[index], index, capacities[index])
+            if config.router.learns and config.router.shared and index != run[0]:
+                # A weight that never scores would get no gradient.
+                routers[index].score = None
+            check_zero(stack.names[index], routers[index], routers[index].capacity)
+        span, observer = _make_span(stack, config, run, tuple(routers.values()))
+        for index in run:
+            following = configs.get(index + 1)
+            state = RoutedState(
+                call=calls[index],
+                execution=stack.mixins[0].choose_execution(calls[index], configs[index]),
+                span=span,
+                place=index - run[0] + (observer is not None),
+                passes_rows=following is configs[index] and configs[index].passes_rows,
+                observes=span is not None and observer is None and not span.scored_by_first and index == run[0],
             )
-        router = _make_router(stack, block_config, index, capacity)
-        if config.router.learns and config.router.shared and index != start:
-            # A weight that never scores would get no gradient.
-            router.score = None
-        check_zero(stack.names[index], router, router.capacity)
-        readers.setdefault(start, []).append(router)
-        state = RoutedState(
-            call,
-            stack.tracker,
-            start if shares else None,
-            writes=(config.scored_by_first or observes) and index == start,
-            way=stack.mixins[0].choose_way(call, block_config),
-            hands_on=configs.get(index + 1) is block_config and block_config.hands_on,
-            observes=observes and index == start,
-            begins=index == first and not captioned,
-            ends=index == plan.blocks[-1],
-            **common,
-        )
-        conversions.append((block, router, state))
-    for start, routers in readers.items() if before else ():
-        # The dense block before the span is the last one that updates the importance of every token.
-        block = stack.blocks[start - 1]
-        call, begins = stack.call_of(block, None), start - 1 == first and not captioned
-        important = ImportanceState(
-            call, stack.tracker, start, routers=tuple(routers), average=config.importance, begins=begins, **common
-        )
-        conversions.append((block, None, important))
+            conversions.append((stack.blocks[index], routers[index], state))
+        if observer is not None:
+            conversions.append((stack.blocks[run[0] - 1], None, observer))
+    if stack.captions is not None and plan.blocks:
+        # The embedding has place 0.
+        stack.captions.last = plan.blocks[-1] + 1
     return conversions
+
+
+def _runs(blocks: Sequence[int]) -> list[list[int]]:
+    """Return the runs of consecutive blocks.
+
+    Example:
+        >>> _runs((1, 2, 5))
+        [[1, 2], [5]]
+    """
+    runs: list[list[int]] = []
+    for index in blocks:
+        if runs and runs[-1][-1] == index - 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return runs
+
+
+def _make_span(
+    stack: BlockStack, config: RoutingConfig, run: Sequence[int], routers: tuple[Router, ...]
+) -> tuple[Span | None, ImportanceState | None]:
+    """Return the span of a run of routed blocks, and the state of the dense block in front if it reads importance."""
+    reads_importance = config.reads_importance(training=True)
+    if not reads_importance and not config.scored_by_first:
+        return None, None
+    first = run[0]
+    # A block that decides after its own attention reads the importance there.
+    in_front = reads_importance and not config.merges_inside
+    if in_front and first == 0:
+        raise ValueError(
+            f"block {first} needs the importance of a dense block before it, but none precedes it: keep block 0 "
+            f"dense (routed are {list(config.plan(len(stack.blocks)).blocks)})"
+        )
+    start = first - 1 if in_front else first
+    names = stack.names[start : run[-1] + 1]
+    training_only = reads_importance and not config.router.reads_importance
+    span = Span(stack.calls, names, scored_by_first=not reads_importance, training_only=training_only)
+    if not in_front:
+        return span, None
+    # The dense block before the span is the last one that updates the importance of every token.
+    call = stack.call_of(stack.blocks[start], None)
+    return span, ImportanceState(call=call, span=span, routers=routers, average=config.importance)
 
 
 def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:

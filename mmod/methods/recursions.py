@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Records, StandingModule
-from mmod.blocks.forward_pass import recomputing
-from mmod.blocks.rows import leave_rows
+from mmod.blocks.rows import write_back
+from mmod.blocks.span import recomputing
 from mmod.methods.base import register_method
 from mmod.methods.mixture import Mixture, balance_loss, membership_loss, refuse_generation, route_logits
 from mmod.ops import gather_rows, select_topk
@@ -313,14 +313,14 @@ class Cycle(StandingModule, Deciding):
         """Return all tokens after a recursion, from its rows before (z) and after the shared blocks (y)."""
         assert routing.weights.gate_BK is not None
         if self.mod_state.config.adds == "change":
-            return leave_rows(x_BND, z, y, routing)
+            return write_back(x_BND, z, y, routing)
         y = routing.weights.gate_BK.to(y.dtype).unsqueeze(-1) * y
         if depths is None:
             y = z + y
         else:
             ends_BK = depths.last_BN.gather(1, routing.kept.index_BK) == recursion
             y = y + torch.where(ends_BK.unsqueeze(-1), gather_rows(first_BND, routing.kept.index_BK), 0.0)
-        return leave_rows(x_BND, z, y, routing._replace(weights=Weights()))
+        return write_back(x_BND, z, y, routing._replace(weights=Weights()))
 
 
 def _all_tokens(score_BN: Tensor, gate_BN: Tensor | None) -> Routing:

@@ -18,8 +18,9 @@ from mmod.adapters.base import NamedArguments
 from mmod.adapters.masks import narrow_rope
 from mmod.adapters.timm import SPLIT, attend, feed
 from mmod.blocks import Deciding, Records, convert, host_class
-from mmod.blocks.forward_pass import PassTracker, recomputing
+from mmod.blocks.forward_pass import PassTracker
 from mmod.blocks.routed import ConvertedBlock
+from mmod.blocks.span import recomputing
 from mmod.ops import capture_importance
 from mmod.routing import Evidence, Joined, Kept, Routing
 
@@ -103,7 +104,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         if state.ends:
             for restore in reversed(passage.undo_steps) if state.restores else ():
                 y = restore(y)
-            state.tracker.leave(None)
+            state.tracker.end()
         return y
 
     def _narrowed(self, arguments: dict[str, Any], passage: _Passage) -> dict[str, Any]:

@@ -156,15 +156,15 @@ class Route(Method):
                 else:
                     convert(block, stack.mixins[1], state)
                     if "attention" in state.call.operators:
-                        convert(block.get_submodule(state.call.operators["attention"]), Branch, state.tracker)
+                        convert(block.get_submodule(state.call.operators["attention"]), Branch, state.inner)
             *path, block_list, _ = stack.names[0].split(".")
             owner = model.get_submodule(".".join(path))
             if self.parts[name].router.tied:
                 share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
-            if any(state.shares for _, _, state in conversions[name]):
-                hooks.append((owner, SpanHook(stack.tracker, block_list, stack.blocks, stack.hands_on)))
-            for module, mixin, shared in stack.companions:
-                convert(module, mixin, shared)
+            if stack.captions is not None or any(state.span is not None for _, _, state in conversions[name]):
+                hooks.append((owner, SpanHook(stack.calls, block_list, stack.blocks, stack.host)))
+            for module, mixin, reader in stack.readers:
+                convert(module, mixin, reader)
         for module, hook in hooks:
             attach(module, hook)
         if self.capacities:

@@ -88,7 +88,7 @@ class Op(NamedTuple):
 OPS: dict[str, Op] = {}
 # FLOPs of this package's torch operations, from their arguments, by name; operations that are not listed have none.
 FLOPS: dict[str, Callable[..., int]] = {}
-_forced: Mapping[str, Backend] = {}
+forced: Mapping[str, Backend] = {}
 
 
 def op(
@@ -116,7 +116,7 @@ def op(
         def run(*args: P.args, **kwargs: P.kwargs) -> Result:
             main: Any = args[0] if args else next(iter(kwargs.values()))
             # The common case on a CPU, where a small op takes less time than a choice among kernels.
-            if not _forced and main.is_cpu:
+            if not forced and main.is_cpu:
                 return definition(*args, **kwargs)
             known = {} if facts is None else facts(*args, **kwargs)
             kernel = choose(key, main, **known)
@@ -230,14 +230,14 @@ def use(backend: Backend | str, *ops: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _forcing(backends: Mapping[str, Backend]) -> Iterator[None]:
-    global _forced
-    previous = _forced
+    global forced
+    previous = forced
     chosen = {**previous, **backends}
-    _forced = {name: backend for name, backend in chosen.items() if backend is not Backend.AUTO}
+    forced = {name: backend for name, backend in chosen.items() if backend is not Backend.AUTO}
     try:
         yield
     finally:
-        _forced = previous
+        forced = previous
 
 
 def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
@@ -259,7 +259,7 @@ def choose(name: str, tensor: Tensor, **facts: int) -> Kernel | None:
         >>> choose("gather_rows", torch.zeros(1, 4, 2))
     """
     entry = OPS[name]
-    backend = _forced.get(name, Backend.AUTO)
+    backend = forced.get(name, Backend.AUTO)
     if backend is Backend.TORCH:
         return None
     if backend is Backend.AUTO:

@@ -7,6 +7,7 @@ Axes: B images, N tokens, K slots per image, D channels. Packed rows are one ima
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,16 +53,6 @@ def lerp_rows(z_BKD: Tensor, y_BKD: Tensor, gate_BK: Tensor | None) -> Tensor:
     if gate_BK is None:
         return y_BKD
     return torch.lerp(z_BKD, y_BKD, gate_BK.unsqueeze(-1).to(z_BKD.dtype))
-
-
-def take_rows(x_BND: Tensor, index_BK: Tensor) -> Tensor:
-    """Gather rows in torch operations."""
-    if not _indexes_rows(x_BND):
-        return torch.gather(x_BND, 1, index_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1]).long())
-    images, tokens, width = x_BND.shape
-    if images == 1:
-        return x_BND.index_select(1, index_BK[0])
-    return x_BND.view(-1, width).index_select(0, flat_rows(index_BK, tokens)).view(images, -1, width)
 
 
 def put_rows(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor) -> Tensor:
@@ -218,7 +209,16 @@ def gather_rows(x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = Non
         >>> gather_rows(torch.arange(6.0).view(1, 3, 2), torch.tensor([[0, 2]])).tolist()
         [[[0.0, 1.0], [4.0, 5.0]]]
     """
-    return take_rows(x_BND, index_BK)
+    if not _indexes_rows(x_BND):
+        return torch.gather(x_BND, 1, index_BK.unsqueeze(-1).expand(-1, -1, x_BND.shape[-1]).long())
+    images, tokens, width = x_BND.shape
+    if images == 1:
+        return x_BND.index_select(1, index_BK[0])
+    return x_BND.view(-1, width).index_select(0, flat_rows(index_BK, tokens)).view(images, -1, width)
+
+
+take_rows: Callable[[Tensor, Tensor], Tensor] = gather_rows.__wrapped__  # type: ignore[attr-defined]
+"""`gather_rows` in torch operations, whatever the backend."""
 
 
 def _scatter_by_kernel(x_BND: Tensor, index_BK: Tensor, y_BKD: Tensor, inverse_BN: Tensor | None = None) -> Tensor:
@@ -336,7 +336,7 @@ def merge_rows(
         >>> merge_rows(x, torch.tensor([[1]]), x[:, 1:2], y, torch.tensor([[0.25]])).flatten().tolist()
         [0.0, 0.25, 0.0]
     """
-    new_BKD = lerp_rows(z_BKD, y_BKD, gate_BK)
+    new_BKD = y_BKD if gate_BK is None else lerp_rows(z_BKD, y_BKD, gate_BK)
     if valid_BK is not None:
         new_BKD = torch.where(valid_BK.unsqueeze(-1), new_BKD, take_rows(x_BND, index_BK))
     return put_rows(x_BND, index_BK, new_BKD)

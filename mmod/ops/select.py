@@ -159,12 +159,17 @@ def select_topk(
     """
     count = kept_count(score_BN.shape[1], capacity, prefix)
     valid_BK = None
+    ranked_BN = score_BN if valid_BN is None else _rank_last(score_BN, ~valid_BN)
+    rank_BN = _ranks(ranked_BN, prefix, protect_BN)
+    if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
+        index_BK = _first_by_topk(rank_BN, count)
+    else:
+        index_BK = torch.sort(rank_BN, dim=1, stable=True).indices[:, :count]
     if valid_BN is None:
-        index_BK = torch.sort(_best(score_BN, count, prefix, protect_BN), dim=1).values
+        index_BK = torch.sort(index_BK, dim=1).values
     else:
         number_B = valid_BN.sum(dim=1)
         count_B = (number_B * capacity.numerator // capacity.denominator).clamp(min=max(1, prefix))
-        index_BK = _best(_rank_last(score_BN, ~valid_BN), count, prefix, protect_BN)
         index_BK, valid_BK = ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
     gate_BK = None if gate == "identity" else apply_gate(score_BN.gather(1, index_BK), gate, scale)
     return Selection(index_BK, valid_BK, gate_BK, None)
@@ -271,19 +276,29 @@ def _rank_last(score_BN: Tensor, last_BN: Tensor) -> Tensor:
     return score_BN.nan_to_num(nan=-torch.inf, neginf=lowest, posinf=torch.inf).masked_fill(last_BN, torch.nan)
 
 
-def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) -> Tensor:
-    """Return the prefix and the `count - prefix` best other tokens, best first (B, count)."""
+def _ranks(score_BN: Tensor, prefix: int, protect_BN: Tensor | None) -> Tensor:
+    """Return sort keys (B, N) that ascend from the prefix over the best tokens to NaN."""
+    # Scores are negated and sorted ascending, because a sort puts NaN last.
     rank_BN = -score_BN.detach()
     if protect_BN is not None:
         # Only what is always kept ranks at minus infinity: before scores that are infinite.
         rank_BN = rank_BN.clamp(min=torch.finfo(rank_BN.dtype).min).masked_fill(protect_BN, -torch.inf)
     elif prefix:
         rank_BN.narrow(1, 0, prefix).fill_(-torch.inf)
+    return rank_BN
+
+
+def _first_by_topk(rank_BN: Tensor, count: int) -> Tensor:
+    """Return the first `count` tokens by rank (B, K) where ONNX has no stable sort: its TopK breaks ties by index."""
+    rank_BN = rank_BN.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    return torch.topk(rank_BN, count, dim=1, largest=False).indices
+
+
+def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) -> Tensor:
+    """Return the prefix and the `count - prefix` best other tokens, best first (B, count)."""
+    rank_BN = _ranks(score_BN, prefix, protect_BN)
     if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
-        # ONNX has no stable sort, but its TopK breaks ties by the lower index.
-        rank_BN = rank_BN.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        return torch.topk(rank_BN, count, dim=1, largest=False).indices
-    # Scores are negated and sorted ascending, because a sort puts NaN last.
+        return _first_by_topk(rank_BN, count)
     return torch.sort(rank_BN, dim=1, stable=True).indices[:, :count]
 
 

@@ -143,11 +143,13 @@ class CapacityHook(ModelHook):
             if learned_L is not None:
                 partial = PartialSlots(lower[at], (learned_L[at] - float(lower[at])) * STEPS)
             router.override(Rule(router.config, upper[at], partial))
+            router.weighs_slots = True
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """End the capacities of the forward pass."""
         for router in self.routers:
             router.override(None)
+            router.weighs_slots = False
 
     def release(self) -> None:
         """Remove the parameters."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.config import RoutingConfig, Threshold
+from mmod.config import RoutingConfig, Score, Threshold
 from mmod.ops.gate import apply_gate, step_gate
 from mmod.routing.decision import KEPT, Evidence, Kept, Routing, TokenGroups, TokenMarks, Weights
 from mmod.routing.groups import select_within, slots_of
@@ -62,43 +62,46 @@ class DecoderRouter(Router):
         tokens: TokenMarks | TokenGroups | None = None,
         earlier: Routing | None = None,
     ) -> Routing:
-        """Decide for a batch of tokens, see `Router.forward`."""
+        """Decide for a batch of tokens, see `Router.forward`; no tokens of texts are joined."""
+        groups: TokenGroups = self._checked(tokens)
         wanted = self.config.wants_importance(self.training)
-        if importance_BN is None and isinstance(tokens, TokenGroups):
-            if not tokens.skips and (wanted or self.config.router.shared):
+        if importance_BN is None and tokens is not None:
+            if not groups.skips and (wanted or self.config.router.shared):
                 # Without a choice no importance was computed, and scores have no effect.
                 importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
-            elif wanted and tokens.importance is not None:
-                importance_BN = tokens.importance().to(x_BND.device)
-        return super().forward(x_BND, importance_BN, tokens, earlier)
+            elif wanted and groups.importance is not None:
+                importance_BN = groups.importance().to(x_BND.device)
+        score_BN = self._score(x_BND, self.config.router, importance_BN, groups)
+        predicted_BN = None if self.predictor is None else self.predictor(x_BND)
+        gate = self.config.gate
+        select = self.config.select
+        if gate.name == "step" and isinstance(select, Threshold) and self.training:
+            return self._run_all_of(score_BN, select.threshold, groups)
+        index_BK, valid_BK, total = self._slots(score_BN, predicted_BN, groups)
+        gate_BK = None
+        skipped_BN = None
+        weight_BN = apply_gate(score_BN, gate.name, gate.scale)
+        if weight_BN is not None:
+            gate_BK = torch.where(groups.gated_BN, weight_BN, 1.0).gather(1, index_BK)
+            if self.config.skipped == "scale":
+                skipped_BN = torch.where(groups.free_BN, weight_BN, 1.0)
+        evidence = Evidence(score_BN, groups, None if self.draws else importance_BN, predicted_BN)
+        return Routing(Kept(index_BK, valid_BK, total), evidence, Weights(gate_BK, skipped_BN))
 
     def _score(
-        self, x_BND: Tensor, importance_BN: Tensor | None, tokens: TokenGroups, alike: Tensor | None = None
+        self,
+        x_BND: Tensor,
+        score: Score,
+        importance_BN: Tensor | None,
+        tokens: TokenGroups,
+        unit_BNE: Tensor | None = None,
     ) -> Tensor:
         free_BN = tokens.free_BN
-        score_BN = super()._score(x_BND, importance_BN, TokenMarks(free_BN))
-        if self.config.router.positional and score_BN is not importance_BN:
+        score_BN = super()._score(x_BND, score, importance_BN, TokenMarks(free_BN))
+        if score.positional and score_BN is not importance_BN:
             # By rank among the tokens that may be skipped, so that padding and text do not change the draw.
             score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))
         return score_BN
-
-    def _select(
-        self, x_BND: Tensor, importance_BN: Tensor | None, tokens: TokenGroups, score_BN: Tensor | None = None
-    ) -> Routing:
-        score_BN = self._score(x_BND, importance_BN, tokens) if score_BN is None else score_BN
-        predicted_BN = None if self.predictor is None else self.predictor(x_BND)
-        gate, select = self.config.gate, self.config.select
-        if gate.name == "step" and isinstance(select, Threshold) and self.training:
-            return self._run_all_of(score_BN, select.threshold, tokens)
-        index_BK, valid_BK, total = self._slots(score_BN, predicted_BN, tokens)
-        gate_BK, skipped_BN = None, None
-        weight_BN = apply_gate(score_BN, gate.name, gate.scale)
-        if weight_BN is not None:
-            gate_BK = torch.where(tokens.gated_BN, weight_BN, 1.0).gather(1, index_BK)
-            if self.config.skipped == "scale":
-                skipped_BN = torch.where(tokens.free_BN, weight_BN, 1.0)
-        evidence = Evidence(score_BN, tokens, None if self.config.router.draws else importance_BN, predicted_BN)
-        return Routing(Kept(index_BK, valid_BK, total), evidence, Weights(gate_BK, skipped_BN))
 
     def _run_all_of(self, score_BN: Tensor, threshold: float, tokens: TokenGroups) -> Routing:
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""

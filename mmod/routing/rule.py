@@ -5,10 +5,8 @@ Axes: B images, N tokens, K slots per image.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,23 +14,6 @@ from torch import Tensor
 from mmod.config import RoutingConfig
 from mmod.ops.select import kept_count
 from mmod.routing.decision import Routing, TokenMarks
-
-T = TypeVar("T")
-
-
-class PerThread(threading.local, Generic[T]):
-    """One object for each thread, made when the thread first asks; copies and pickles start anew.
-
-    Args:
-        make: Makes the object: a plain one, whose attributes compilers can follow.
-    """
-
-    def __init__(self, make: Callable[[], T]) -> None:
-        self.make = make
-        self.value = make()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.make,)
 
 
 class PartialSlots(NamedTuple):

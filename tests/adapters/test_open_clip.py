@@ -267,10 +267,11 @@ def test_copies_carry_no_tensors_of_the_last_call(config: RoutingConfig) -> None
     wanted = outputs(model, images, captions)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.token_embedding.mod_state is not model.token_embedding.mod_state
-        tracker = other.token_embedding.mod_state.tracker
-        assert not tracker.running.begun
+        passes = other.token_embedding.mod_state.passes
+        assert not passes._by_address
+        assert not passes.calls.value.running.passes
         assert all(torch.equal(*pair) for pair in zip(outputs(other, images, captions), wanted))
-        assert tracker is other.transformer.resblocks[1].mod_state.tracker
+        assert passes is other.transformer.resblocks[1].mod_state.call.captions
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters.transformers.layers import CompactRotary
-from mmod.blocks import PassTracker, RoutedState, SharedScore
+from mmod.blocks import Span, StackCalls
 from mmod.routing import Evidence, Kept, Router, Routing, TokenMarks, share_score
+from mmod.threads import PerThread
 
 FAR = torch.device("meta")
 
@@ -32,35 +33,45 @@ def router(**changes: Any) -> Router:
     return Router(config, dim=8, block=1, capacity=0.5)
 
 
+def make_span(scored_by_first: bool) -> Span:
+    names = ("blocks.0", "blocks.1", "blocks.2")
+    return Span(PerThread(StackCalls), names, scored_by_first=scored_by_first, training_only=False)
+
+
 @pytest.mark.parametrize("decided", [False, True], ids=["a score", "a decision"])
 def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    decides, tracker, x = router(), PassTracker(), torch.empty(2, 6, 8, device=FAR)
-    shared = SharedScore(torch.rand(2, 6))
+    decides, x = router(), torch.empty(2, 6, 8, device=FAR)
+    span = make_span(scored_by_first=False)
+    shared = span.begin(torch.empty(2, 6, 8))
+    shared.score_BN = torch.rand(2, 6)
     if decided:
-        shared.remember(decides, TokenMarks(), decides(torch.rand(2, 6, 8), shared.score_BN))
-    tracker.begin().scores[1] = shared
-    state, seen = RoutedState(None, tracker, 1, way=None), []  # type: ignore[arg-type,var-annotated]
+        span.remember(decides(torch.rand(2, 6, 8), shared.score_BN), shared, 1, decides, TokenMarks())
+    assert span.enter(x, 2, decides, training=False) is shared
+    assert span.decided(x, shared, 2, decides, TokenMarks()) is None
+    seen = []
 
     def choose(score_BN: Tensor) -> Routing:
         seen.append(score_BN.device)
         return Routing(Kept(torch.zeros(2, 3, dtype=torch.long, device=score_BN.device)), Evidence(score_BN))
 
     monkeypatch.setattr(decides, "forward", lambda x, score_BN, tokens: choose(score_BN))
-    routing = state.decide(decides, x, TokenMarks(), state.enter(x, training=False), training=False)
+    routing = decides(x, shared.score_BN, TokenMarks())
     assert seen == [FAR]
     assert routing.kept.index_BK.device == FAR
 
 
 @pytest.mark.parametrize("capacity", [0.5, 0.25], ids=["the same decision", "a narrower one"])
 def test_whom_tokens_joined_comes_to_its_reader(capacity: float) -> None:
-    decides, tracker = router(router="redundancy", skipped="merge"), PassTracker()
-    near, shared = torch.rand(2, 8, 8), SharedScore(torch.rand(2, 8))
-    decided = decides(near)
-    shared.remember(decides, TokenMarks(), decided)
-    tracker.begin().scores[1] = shared
-    state, reads = RoutedState(None, tracker, 1, way=None), Router(decides.config, dim=8, block=2, capacity=capacity)  # type: ignore[arg-type]
+    decides = router(router="redundancy", skipped="merge")
+    span = make_span(scored_by_first=True)
+    near = torch.rand(2, 8, 8)
+    shared = span.begin(near)
+    span.remember(decides(near), shared, 0, decides, TokenMarks())
+    reads = Router(decides.config, dim=8, block=2, capacity=capacity)
     x = torch.empty(2, 8, 8, device=FAR)
-    routing = state.decide(reads, x, TokenMarks(), state.enter(x, training=False), training=False)
+    assert span.enter(x, 1, reads, training=False) is shared
+    routing = span.decided(x, shared, 1, reads, TokenMarks())
+    assert routing is not None
     assert routing.kept.index_BK.shape == (2, int(8 * capacity))
     assert routing.joined.slot_BN is not None
     assert {routing.kept.index_BK.device, routing.joined.slot_BN.device} == {FAR}

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import mmod
 from mmod import RoutingConfig
-from mmod.blocks import PassTracker
+from mmod.blocks import Pass, Passes, PassTracker, StackCalls
+from mmod.threads import PerThread
 from tests.threads import assert_right_in_threads
 from tests.zoo import make_images, make_model
 
@@ -96,16 +97,28 @@ def test_copies_and_pickles_know_no_pass() -> None:
     assert tracker.running.begun
 
 
+def test_copies_and_pickles_of_passes_know_no_tensor() -> None:
+    passes = Passes(PerThread(StackCalls), Pass, last=2)
+    x = torch.randn(1, 3, 4)
+    started = passes.begin(x)
+    passes.hand_on(started, x)
+    for other in (copy.deepcopy(passes), pickle.loads(pickle.dumps(passes))):
+        assert other.find(x, 1) is None
+    assert passes.find(x, 1) is started
+
+
 @pytest.mark.parametrize("router", ["attention", "random"])
 def test_nothing_is_left_when_the_pass_has_ended(router: str) -> None:
     model = mmod.route_(make_model(NAME), RoutingConfig(router=router, blocks="late")).eval()
-    trackers = {block.mod_state.tracker for block in mmod.routed_blocks(model).values()}
-    assert len(trackers) == 1
+    states = [block.mod_state for block in mmod.routed_blocks(model).values()]
+    (calls,) = {state.span.calls for state in states}
     with torch.no_grad():
         model(make_images(NAME, 1))
-    running = trackers.pop().running
-    assert not running.begun
-    assert running.normed is running.branch is None
+    assert calls.value.running.outer is None
+    assert not calls.value.running.passes
+    assert not states[0].span._by_address
+    for state in states:
+        assert state.inner.value.normed is state.inner.value.branch is None
 
 
 @pytest.mark.parametrize("blocks", ["late", "every_other"])

@@ -209,7 +209,7 @@ def test_a_model_that_lost_its_last_blocks_ends_with_all_tokens(name: str, cut: 
     with torch.no_grad():
         model(make_images(name, 2))
     torch.testing.assert_close(last[0], expected[3])
-    assert model.blocks[FIRST].mod_state.tracker.running.begun is False
+    assert not model.blocks[FIRST].mod_state.span.calls.value.running.passes
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
@@ -260,8 +260,8 @@ def test_rows_are_handed_on_in_the_hosts_own_forward_of_the_model_and_its_copies
 def entered(model: nn.Module, images: Tensor) -> int:
     """Return in how many blocks rows are gathered from all tokens."""
     with pytest.MonkeyPatch.context() as patch, torch.no_grad():
-        calls, enter = [], rows.enter_rows
-        patch.setattr(rows, "enter_rows", lambda *args: calls.append(args) or enter(*args))
+        calls, gather = [], rows.gather
+        patch.setattr(rows, "gather", lambda *args: calls.append(args) or gather(*args))
         model(images)
     return len(calls)
 
@@ -361,10 +361,10 @@ def test_gradients_are_those_of_blocks_that_return_all_tokens(config: RoutingCon
     def step() -> tuple[int, list[Tensor]]:
         model.zero_grad()
         with pytest.MonkeyPatch.context() as patch:
-            leave, left = rows.Rows.leave, []
-            patch.setattr(rows.Rows, "leave", lambda *args: (left.append(1), leave(*args))[1])
+            write_back, written = rows.Rows.write_back, []
+            patch.setattr(rows.Rows, "write_back", lambda *args: (written.append(1), write_back(*args))[1])
             model(images).square().sum().backward()
-        return len(left), [weight.grad for weight in model.parameters() if weight.grad is not None]
+        return len(written), [weight.grad for weight in model.parameters() if weight.grad is not None]
 
     once, observed = step()
     last = model.blocks[-1]

@@ -83,7 +83,7 @@ def test_an_op_registers_once_and_serves_everywhere(monkeypatch: pytest.MonkeyPa
     assert run(torch.ones(1)).item() == run(x=torch.ones(1), by=1).item() == -1
     monkeypatch.setattr(backend_module, "choose", lambda name, tensor, **facts: kernel)
     assert run(torch.ones(1)).item() == -1
-    monkeypatch.setattr(backend_module, "_forced", {"negate": Backend.TRITON})
+    monkeypatch.setattr(backend_module, "forced", {"negate": Backend.TRITON})
     assert run(torch.ones(1)).item() == run(x=torch.ones(1), by=1).item() == -2
     with pytest.raises(ValueError, match="'negate' is already registered"):
         op(how="torch's product")(negate)

@@ -19,7 +19,6 @@ from mmod.adapters.transformers.cache_base import KeptTokens, cache_of, with_cac
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_all, attend_to_captured
 from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
-from mmod.blocks import ForwardPass
 from mmod.blocks.call import DecoderCall
 from mmod.ops import Packing, gather_rows
 from mmod.routing import Routing, TokenGroups, TokenMarks
@@ -52,6 +51,7 @@ class DecoderLayerCall(DecoderCall):
 
     operators = OPERATORS
     tuples = TUPLES
+    caches = True
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -74,9 +74,7 @@ class DecoderLayerCall(DecoderCall):
             )
         return groups
 
-    def marks(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, forward_pass: ForwardPass | None
-    ) -> TokenMarks | TokenGroups:
+    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMarks | TokenGroups:
         """Return the groups of the tokens."""
         return self.groups(arguments) or TokenMarks()
 

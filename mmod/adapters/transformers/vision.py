@@ -15,7 +15,8 @@ from mmod.adapters.base import BlockStack, NamedArguments
 from mmod.adapters.masks import hide_empty_slots
 from mmod.adapters.transformers.layers import OPERATORS, TUPLES
 from mmod.blocks import ModelHook, host_class
-from mmod.blocks.forward_pass import PassTracker, recomputing
+from mmod.blocks.forward_pass import PassTracker
+from mmod.blocks.span import recomputing
 from mmod.ops import attention_with_importance, class_token_importance
 from mmod.routing import Routing
 
@@ -38,8 +39,9 @@ class EncoderLayerCall(NamedArguments):
         attention: Any = block.get_submodule("self_attn")
         return bool(attention.config._attn_implementation == "sdpa")
 
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> dict[str, Any]:
+    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
         """Hide empty slots."""
+        assert routing is not None
         if routing.kept.image_S is not None:
             return dict(arguments)
         return {**arguments, "attention_mask": hide_empty_slots(None, routing.kept.valid_BK, x_BND.dtype)}

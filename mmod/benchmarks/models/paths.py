@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import find_stacks
-from mmod.blocks import BlockCall, ImportanceBlock, RoutedBlock, Rows, Way, convert, make_dense
+from mmod.blocks import BlockCall, Execution, ImportanceBlock, RoutedBlock, Rows, convert, make_dense
 from mmod.blocks.rows import Host
 from mmod.methods.route import routed_blocks
 from mmod.ops import lerp_rows
@@ -34,7 +34,7 @@ class FreeState:
     Args:
         prefix: Tokens that it runs on at least.
         halves: Attention runs on all rows that the block gets, its MLP on the share.
-        hands_on: The next block is freely routed too, on no more rows, and gets the rows alone.
+        passes_rows: The next block is freely routed too, on no more rows, and gets the rows alone.
         left: Rows that this block and those before it left out; one list for all blocks of a model.
     """
 
@@ -43,7 +43,7 @@ class FreeState:
     prefix: int
     context: str
     halves: bool
-    hands_on: bool
+    passes_rows: bool
     left: list[Tensor]
 
 
@@ -73,7 +73,7 @@ class FreeBlock(nn.Module):
             y = super().forward(x[:, :count], **first_tokens(arguments, tokens, count))
         if count < rows:
             left.append(x[:, count:])
-        if state.hands_on:
+        if state.passes_rows:
             return y
         out = torch.cat([y, *reversed(left)], dim=1)
         left.clear()
@@ -127,12 +127,14 @@ def _free(block: RoutedBlock, following: nn.Module | None, left: list[Tensor]) -
     router = block.router
     call = block.mod_state.call
     context = str(router.config.context)
-    hands_on = (
+    passes_rows = (
         isinstance(following, RoutedBlock)
         and context == str(following.router.config.context) == "kept"
         and following.router.capacity <= router.capacity
     )
-    state = FreeState(call, router.capacity, router.prefix, context, block.mod_state.way.two_halves, hands_on, left)
+    state = FreeState(
+        call, router.capacity, router.prefix, context, block.mod_state.execution.between_halves, passes_rows, left
+    )
     make_dense(block)
     convert(block, FreeBlock, state)
 
@@ -144,7 +146,7 @@ def sharing_copy(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model, shared)
 
 
-class Looped(Way):
+class Looped(Execution):
     """Image by image: one call of the host block for each."""
 
     def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
@@ -159,7 +161,7 @@ class Looped(Way):
         return torch.stack(out)
 
 
-class Masked(Way):
+class Masked(Execution):
     """Every token is computed, attending to kept ones only; results of skipped tokens are discarded."""
 
     def run(self, block: Any, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:
@@ -193,7 +195,7 @@ def control(model: nn.Module, path: str) -> nn.Module:
         >>> type(control(model, "removed").blocks[1]).__name__
         'RemovedBlock'
     """
-    ways = {"loop": Looped, "masked": Masked}
+    executions: dict[str, type[Execution]] = {"loop": Looped, "masked": Masked}
     one_of("path", path, CONTROLS)
     copied = sharing_copy(model)
     for block in routed_blocks(copied).values():
@@ -201,5 +203,5 @@ def control(model: nn.Module, path: str) -> nn.Module:
             make_dense(block)
             convert(block, RemovedBlock, None)
         else:
-            block.mod_state.way = ways[path](block.mod_state.call, block.router.config)
+            block.mod_state.execution = executions[path](block.mod_state.call, block.router.config)
     return copied

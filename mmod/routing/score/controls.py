@@ -106,6 +106,7 @@ class Stride(Score):
     """Scores in (0, 1], the same for every image, whose best K are evenly spread whatever K is: a control."""
 
     shared: ClassVar[bool] = True
+    same_everywhere: ClassVar[bool] = True
     positional: ClassVar[bool] = True
 
     def make(self, place: Placement) -> nn.Module:

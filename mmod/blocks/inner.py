@@ -1,0 +1,44 @@
+"""What a running block tells modules inside it: how a branch runs, and a norm that was computed already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from mmod.threads import PerThread
+
+
+class BranchRunner(Protocol):
+    """Runs a branch of the running block otherwise than its host does."""
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the output of the branch, from its host's forward and the arguments of the call."""
+
+
+class Inner:
+    """What a running block tells its modules, in one thread.
+
+    Attributes:
+        branch: Runs the block's branches; None as in the host.
+        normed: Rows and their first norm, if the kernel that gathered them computed it.
+    """
+
+    def __init__(self) -> None:
+        self.branch: BranchRunner | None = None
+        self.normed: tuple[Tensor, Tensor] | None = None
+
+
+@contextmanager
+def running_branch(inner: PerThread[Inner], branch: BranchRunner) -> Iterator[None]:
+    """Context in which the branches of a block run in a certain way."""
+    current = inner.value
+    # A hook inside the block may call the model again.
+    outer = current.branch
+    current.branch = branch
+    try:
+        yield
+    finally:
+        current.branch = outer

@@ -1,0 +1,165 @@
+"""Batches that pass a model in stages, as in pipelines and in loops over blocks: each is routed as if it were alone."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod import RoutingConfig
+from tests.zoo import make_images, make_model
+
+NAME = "vit_tiny_patch16_224"
+DEPTH = 6
+CONFIGS = {
+    "attention": RoutingConfig(router="attention", capacity=0.4, blocks=(2, 3, 4, 5)),
+    "random": RoutingConfig(router="random", capacity=0.4, blocks=(1, 2, 3, 4, 5)),
+    "stride": RoutingConfig(router="stride", capacity=0.4, blocks=(1, 2, 3, 4, 5)),
+    "redundancy": RoutingConfig(
+        router="redundancy", capacity=(0.8, 0.6, 0.6, 0.4), blocks=(2, 3, 4, 5), skipped="merge"
+    ),
+    "gradual": mmod.preset("gradual", depth=DEPTH),
+    "shared": RoutingConfig(router=mmod.score("linear", init_std=0.3, shared=True), capacity=0.4, blocks=(2, 3, 4, 5)),
+}
+# What stands between two blocks: nothing, or code that makes a new tensor.
+Between = Callable[[Tensor], Tensor]
+
+
+def make_routed(config: str) -> nn.Module:
+    return mmod.route_(make_model(NAME, depth=DEPTH), CONFIGS[config])
+
+
+def embed(model: nn.Module, images: Tensor) -> Tensor:
+    return model.norm_pre(model._pos_embed(model.patch_embed(images)))
+
+
+def run(blocks: Sequence[nn.Module], x: Tensor, between: Between = lambda x: x) -> Tensor:
+    for block in blocks:
+        x = between(block(x))
+    return x
+
+
+def in_stages(model: nn.Module, batches: list[Tensor], split: int, between: Between = lambda x: x) -> list[Tensor]:
+    """Run all batches through the first blocks, then all of them through the others."""
+    blocks = list(model.blocks)
+    halfway = [run(blocks[:split], embed(model, images), between) for images in batches]
+    return [run(blocks[split:], x, between) for x in halfway]
+
+
+def alone(model: nn.Module, batches: list[Tensor]) -> list[Tensor]:
+    return [run(list(model.blocks), embed(model, images)) for images in batches]
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, contextlib.nullcontext])
+@pytest.mark.parametrize("config", CONFIGS)
+def test_batches_in_stages_do_not_mix(config: str, mode: Callable[[], contextlib.AbstractContextManager]) -> None:
+    model = make_routed(config)
+    batches = [make_images(NAME, 2, seed=seed) for seed in (1, 2, 3)]
+    with mode():
+        expected = alone(model, batches)
+        for split in range(1, DEPTH):
+            for output, baseline in zip(in_stages(model, batches, split), expected, strict=True):
+                torch.testing.assert_close(output, baseline)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@torch.no_grad()
+def test_new_tensors_between_blocks_are_right_or_refused(config: str) -> None:
+    model = make_routed(config)
+    batches = [make_images(NAME, 2, seed=seed) for seed in (1, 2)]
+    expected = alone(model, batches)
+    for split in range(1, DEPTH):
+        try:
+            outputs = in_stages(model, batches, split, between=torch.clone)
+        except RuntimeError as error:
+            assert "forward passes are unfinished at this routed block" in str(error)  # noqa: PT017
+        else:
+            for output, baseline in zip(outputs, expected, strict=True):
+                torch.testing.assert_close(output, baseline)
+        # A refused pass is in nobody's way.
+        for images, baseline in zip(batches, expected):
+            torch.testing.assert_close(run(list(model.blocks), embed(model, images), torch.clone), baseline)
+
+
+@pytest.mark.parametrize("config", ["attention", "random", "redundancy", "gradual"])
+@torch.no_grad()
+def test_interleaved_batches_that_were_copied_between_stages_are_refused(config: str) -> None:
+    model = make_routed(config)
+    halfway = [run(list(model.blocks)[:4], embed(model, make_images(NAME, 2, seed=seed))) for seed in (1, 2)]
+    with pytest.raises(RuntimeError, match=r"2 forward passes are unfinished .* pass the tensors on unchanged"):
+        model.blocks[4](halfway[0].clone())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ("attention", "importance of the preceding dense block: run the whole model"),
+        ("random", r"decides by the scores that blocks\.1 computes.*run the whole model, or begin at blocks\.1"),
+        ("redundancy", r"decides by the scores that blocks\.2 computes"),
+        ("gradual", r"decides by the scores that blocks\.1 computes"),
+        ("shared", "run the whole model"),
+    ],
+)
+@torch.no_grad()
+def test_a_later_stage_alone_is_refused(config: str, message: str) -> None:
+    model = make_routed(config)
+    later = copy.deepcopy(model)
+    x = run(list(model.blocks)[:4], embed(model, make_images(NAME, 2)))
+    with pytest.raises(ValueError, match=message):
+        run(list(later.blocks)[4:], x)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+@pytest.mark.parametrize("config", CONFIGS)
+@torch.no_grad()
+def test_a_loop_that_failed_leaves_nothing_behind(config: str, error: type[BaseException]) -> None:
+    model = make_routed(config)
+    batches = [make_images(NAME, 2, seed=seed) for seed in (1, 2)]
+    expected = alone(model, batches)
+
+    def fail(*_: object) -> None:
+        raise error
+
+    for number in (2, 3, 5):
+        handle = model.blocks[number].mlp.register_forward_hook(fail)
+        with pytest.raises(error):
+            run(list(model.blocks), embed(model, batches[0]))
+        with pytest.raises(error):
+            model(batches[0])
+        handle.remove()
+        for images, baseline in zip(batches, expected):
+            for between in (torch.clone, lambda x: x):
+                torch.testing.assert_close(run(list(model.blocks), embed(model, images), between), baseline)
+
+
+@pytest.mark.parametrize("config", ["attention", "random", "gradual"])
+@torch.no_grad()
+def test_compiled_stages_are_right_or_refused(config: str) -> None:
+    torch.compiler.reset()
+    model = make_routed(config)
+    batches = [make_images(NAME, 2, seed=seed) for seed in (1, 2)]
+    expected = alone(model, batches)
+    blocks = list(model.blocks)
+    first = torch.compile(lambda x: run(blocks[:4], x), backend="eager")
+    second = torch.compile(lambda x: run(blocks[4:], x), backend="eager")
+    for images, baseline in zip(batches, expected):
+        torch.testing.assert_close(second(first(embed(model, images))), baseline)
+    halfway = [first(embed(model, images)) for images in batches]
+    with pytest.raises(RuntimeError, match="2 forward passes are unfinished"):
+        second(halfway[0])
+    torch.compiler.reset()
+
+
+@torch.no_grad()
+def test_the_end_of_a_model_runs_again_from_tokens_that_were_kept() -> None:
+    model = make_routed("attention")
+    images = make_images(NAME, 2)
+    x = run(list(model.blocks)[:4], embed(model, images))
+    first = run(list(model.blocks)[4:], x)
+    alone(model, [make_images(NAME, 2, seed=5)])
+    assert torch.equal(run(list(model.blocks)[4:], x), first)
