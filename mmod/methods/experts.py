@@ -19,7 +19,7 @@ from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Records, StandingModule, convert, detach_hooks
 from mmod.blocks.forward_pass import recomputing
 from mmod.config.plan import check_blocks
-from mmod.methods.base import register_method
+from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
     ExpertRows,
     Mixture,
@@ -140,10 +140,9 @@ class Experts(Mixture, experts="[1, inf)", idle="[0, inf)", capacity="(0, inf)",
             if self.choice == "predictor":
                 mlp.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in range(self.experts))
         if stack.language:
-            owner, _, layer = stack.names[self._blocks(stack)[0]].rpartition("layers.")
-            text = model.get_submodule(owner.rstrip("."))
+            text = owner_of(model, stack)
             names = tuple(inspect.signature(type(text).forward).parameters)[1:]
-            text.register_forward_pre_hook(_CompleteTexts(f"layers.{layer}.mlp", names), with_kwargs=True)
+            text.register_forward_pre_hook(_CompleteTexts(names), with_kwargs=True)
 
     def restore(self, model: nn.Module) -> None:
         """Remove the experts, and the hook of a language model."""
@@ -159,16 +158,15 @@ class _CompleteTexts:
     """A forward pre-hook of a language model that refuses incomplete and padded texts if experts choose together.
 
     Args:
-        mixture: Name of an `ExpertMlp` in the model.
         names: Parameters of the model's forward.
     """
 
-    mixture: str
     names: tuple[str, ...]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mixture: Any = module.get_submodule(self.mixture)
-        if not mixture.chooses_together(module.training):
+        # Layers may have been removed since the method was applied.
+        mixture = next((child for child in module.modules() if isinstance(child, ExpertMlp)), None)
+        if mixture is None or not mixture.chooses_together(module.training):
             return
         # Only a model of transformers gets here.
         from mmod.adapters.transformers.cache_base import cache_of

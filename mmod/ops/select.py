@@ -256,12 +256,28 @@ def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) 
         rank_BN = rank_BN.clamp(min=torch.finfo(rank_BN.dtype).min).masked_fill(protect_BN, -torch.inf)
     elif prefix:
         rank_BN.narrow(1, 0, prefix).fill_(-torch.inf)
+    return _lowest_first(rank_BN, count)
+
+
+def best_first(score: Tensor, count: int | None = None) -> Tensor:
+    """Return the places of the highest scores of the last axis, best first; all of them for None.
+
+    Ties go to the lowest index and NaN ranks last, also in ONNX.
+
+    Example:
+        >>> best_first(torch.tensor([0.1, 0.9, 0.9, 0.5])).tolist()
+        [1, 2, 3, 0]
+    """
+    return _lowest_first(-score.detach(), score.shape[-1] if count is None else count)
+
+
+def _lowest_first(rank: Tensor, count: int) -> Tensor:
     if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
         # ONNX has no stable sort, but its TopK breaks ties by the lower index.
-        rank_BN = rank_BN.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-        return torch.topk(rank_BN, count, dim=1, largest=False).indices
+        rank = rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        return torch.topk(rank, count, dim=-1, largest=False).indices
     # Scores are negated and sorted ascending, because a sort puts NaN last.
-    return torch.sort(rank_BN, dim=1, stable=True).indices[:, :count]
+    return torch.sort(rank, dim=-1, stable=True).indices[..., :count]
 
 
 def ascending_valid(index_BK: Tensor, count_B: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
