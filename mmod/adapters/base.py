@@ -215,7 +215,6 @@ class Saving:
         describe: Returns the description of a model, from the architecture if the model does not know it.
         check: Raises a ValueError if an untrusted description refers to anything outside its folder.
         build: Returns the dense model of a description, with new weights.
-        needs_architecture: The caller passes the architecture, so the saved model is compared with the rebuilt one.
     """
 
     package: str
@@ -223,7 +222,6 @@ class Saving:
     describe: Callable[[nn.Module, str | Mapping[str, Any] | None], dict[str, Any]]
     check: Callable[[Mapping[str, Any]], None]
     build: Callable[[Mapping[str, Any]], nn.Module]
-    needs_architecture: bool = False
 
     def check_description(self, description: Any) -> None:
         """Check a description from an untrusted file."""

@@ -323,5 +323,4 @@ SAVING = Saving(
     describe,
     _check_description,
     build,
-    needs_architecture=True,
 )
