@@ -26,7 +26,8 @@ from mmod.adapters.masks import (
 )
 from mmod.blocks import BlockCall, ForwardPass, Halves, ImportanceBlock, ModelHook, PassTracker, RoutedBlock
 from mmod.config import RoutingConfig
-from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
+from mmod.ops import Packing, attend_to_all, keys_and_values
+from mmod.ops.context import known_projections
 from mmod.ops.views import is_visible
 from mmod.routing import Router, Routing, TokenMarks
 
@@ -176,10 +177,10 @@ class NamedArguments(BlockCall):
         """Run the host's forward on kept tokens that attend to all tokens; `cached` stores keys and values."""
         # Hosts may pass arguments that are None to attention.
         arguments = {name: value for name, value in arguments.items() if value is not None}
-        projections = [
-            Projection(functools.reduce(getattr, name.split("."), block), features)  # type: ignore[arg-type]
-            for name, features in self.projections
+        weights: list[tuple[Any, int]] = [
+            (functools.reduce(getattr, name.split("."), block), features) for name, features in self.projections
         ]
+        projections = known_projections(weights)
         cached = [] if cached is None else cached
         if not cached:
             cached += keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)

@@ -158,13 +158,11 @@ class ExitBlock(Deciding, ConvertedBlock):
             # On meta, FLOPs are counted as if no image exited.
             self.exit(y)
             return y
-        if exporting():
-            raise ValueError("early exit cannot be exported: the number of remaining images depends on the data")
         return self._leave(y, leaving)
 
     def _trace(self, x_BND: Tensor, leaving: _Leaving) -> None:
         """Record which images the block runs on."""
-        leaving.total = leaving.total or len(x_BND)
+        leaving.total = leaving.total or x_BND.shape[0]
         runs_B1 = torch.zeros(leaving.total, 1, dtype=torch.bool, device=x_BND.device)
         runs_B1[slice(None) if leaving.index_B is None else leaving.index_B] = True
         kept = Kept(torch.zeros_like(runs_B1, dtype=torch.long), runs_B1)
@@ -177,7 +175,7 @@ class ExitBlock(Deciding, ConvertedBlock):
         state = self.mod_state
         assert state.turn is not None
         if leaving.index_B is None:
-            leaving.index_B = torch.arange(len(y_BND), device=y_BND.device)
+            leaving.index_B = torch.arange(y_BND.shape[0], device=y_BND.device)
         if self.training:
             leaves_B = (leaving.index_B % state.ends).eq(state.turn)
             logits = self.exit(y_BND[leaves_B])
@@ -199,11 +197,14 @@ class ExitModel(nn.Module):
 
     mod_state: PassTracker
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    # Export wants a name for what its dynamic shapes describe.
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all images, from the exit that each one took."""
+        if exporting():
+            raise ValueError("early exit cannot be exported: the number of remaining images depends on the data")
         leaving = self.mod_state.begin().slot(_Leaving)
         try:
-            last: Tensor = super().forward(*args, **kwargs)
+            last: Tensor = super().forward(x, *args, **kwargs)
         finally:
             self.mod_state.leave(None)
         if leaving.index_B is None:

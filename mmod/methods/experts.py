@@ -23,15 +23,16 @@ from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
     ExpertRows,
     Mixture,
+    TokenRouter,
     all_of,
     balance_loss,
     choose_tokens,
     chosen_expert,
     computed,
     expert_decisions,
+    first_floating,
     membership_loss,
     refuse_generation,
-    route_logits,
 )
 from mmod.ops.backend import exporting
 from mmod.ops.select import kept_count
@@ -130,15 +131,14 @@ class Experts(Mixture, experts="[1, inf)", idle="[0, inf)", capacity="(0, inf)",
         """Add a router and further experts to the MLPs."""
         for index in self._blocks(stack):
             mlp: Any = stack.blocks[index].mlp
-            weight = next(mlp.parameters())
-            like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+            weight = first_floating(stack.blocks[index])
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
-            router = nn.Linear(stack.dim, self.experts + self.idle, bias=False, **like)
-            nn.init.normal_(router.weight, std=0.02)
+            router = TokenRouter(stack.dim, self.experts + self.idle, weight)
             convert(mlp, ExpertMlp, ExpertState(self, Records()))
             mlp.router, mlp.others = router, others
             if self.choice == "predictor":
-                mlp.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in range(self.experts))
+                predictors = [Predictor(stack.dim, weight.device, weight.dtype) for _ in range(self.experts)]
+                mlp.predictors = nn.ModuleList(predictors)
         if stack.language:
             text = owner_of(model, stack)
             names = tuple(inspect.signature(type(text).forward).parameters)[1:]
@@ -194,7 +194,7 @@ class ExpertState(NamedTuple):
 class ExpertMlp(StandingModule, Deciding):
     """Mixin that makes an MLP the first of several experts; a router, or a predictor for each, chooses among them."""
 
-    router: nn.Linear
+    router: TokenRouter
     others: nn.ModuleList
     predictors: nn.ModuleList
     mod_state: ExpertState
@@ -214,7 +214,7 @@ class ExpertMlp(StandingModule, Deciding):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs (B, N, D); zero for tokens without an expert."""
-        config, logit_BNJ = self.mod_state.config, route_logits(x_BND, self.router)
+        config, logit_BNJ = self.mod_state.config, self.router(x_BND)
         prob_BNJ, learns = logit_BNJ.softmax(dim=-1), self.training and not recomputing()
         logit_EBN = self._alone(x_BND, logit_BNJ) if config.two_ways else None
         if x_BND.is_meta or self.chooses_together(self.training):

@@ -15,6 +15,7 @@ from mmod.adapters import BlockStack
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.reduction import AttentionInputs, Grid, Reducing, Reduction, Restore, check_halves, never, reduce_
 from mmod.ops import gather_rows
+from mmod.ops.casting import without_autocast
 from mmod.ops.select import best_first
 
 
@@ -106,7 +107,9 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
         their slots among the remaining ones (B, R). The order determines the sets of the next block. As in the source's
         code, the first set keeps its order after a prefix, and is sorted by descending similarity without one.
     """
-    with torch.no_grad():
+    # In half precision, many tokens would be equally similar.
+    key_BHNE = key_BHNE.to(torch.promote_types(key_BHNE.dtype, torch.float32))
+    with torch.no_grad(), without_autocast(key_BHNE):
         key_BNE = key_BHNE.mean(dim=1)
         key_BNE = key_BNE / key_BNE.norm(dim=-1, keepdim=True)
         like_BAC = key_BNE[:, ::2] @ key_BNE[:, 1::2].transpose(1, 2)

@@ -231,7 +231,7 @@ def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tenso
     image_S = keep_B.nonzero().squeeze(1)
     slots = tokens if image_S.shape[0] or torch.is_grad_enabled() else 0
     index_K = torch.arange(slots, device=level_B.device)
-    return image_S, index_K.expand(len(keep_B), -1), keep_B.unsqueeze(1).expand(-1, slots)
+    return image_S, index_K.expand(keep_B.shape[0], -1), keep_B.unsqueeze(1).expand(-1, slots)
 
 
 def slots_for(counts: Sequence[int]) -> int:

@@ -89,7 +89,7 @@ def size_groups(results: tuple[Tensor, ...], slot_BN: Tensor, slots: int, dtype:
     size, bias = results
     width = bias.shape[-1]
     launch(
-        size_kernel, (len(slot_BN), triton.cdiv(width, _TILE)),
+        size_kernel, (slot_BN.shape[0], triton.cdiv(width, _TILE)),
         slot_BN, size, bias, slot_BN.shape[1], slots, width, *slot_BN.stride(), SLOTS=_TILE, TOKENS=128
     )  # fmt: skip
 
