@@ -230,9 +230,14 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
         name = changed[0]
         raise ValueError(
             f"cannot save this {type(model).__name__}: built again from {described} its {name} is "
-            f"{present.get(name)!r}, the model's is {wanted.get(name)!r}. Make the model so, or undo the change before "
+            f"{_shown(present.get(name))!r}, the model's is {_shown(wanted.get(name))!r}. Make the model so, or undo the change before "
             "it is saved and repeat it after mmod.load_pretrained"
         )
+
+
+def _shown(value: object) -> object:
+    """Return a class by its name, and other values as they are."""
+    return value.__name__ if isinstance(value, type) else value
 
 
 def _stands_before_its_class(model: nn.Module, name: str) -> bool:
@@ -245,7 +250,7 @@ def _settings(model: nn.Module) -> dict[str, object]:
     """Return class, functions and plain attributes of every module, apart from those that change with use."""
     settings: dict[str, object] = {}
     for name, module in model.named_modules():
-        settings[name or "class"] = f"{type(module).__module__}.{type(module).__qualname__}"
+        settings[name or "class"] = type(module)
         for key, value in vars(module).items():
             if key[0] == "_" or key in _PASSING:
                 continue
