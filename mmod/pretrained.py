@@ -230,8 +230,8 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
         name = changed[0]
         raise ValueError(
             f"cannot save this {type(model).__name__}: built again from {described} its {name} is "
-            f"{_shown(present.get(name))!r}, the model's is {_shown(wanted.get(name))!r}. Make the model so, or undo the change before "
-            "it is saved and repeat it after mmod.load_pretrained"
+            f"{_shown(present.get(name))!r}, the model's is {_shown(wanted.get(name))!r}. Make the model so, or undo "
+            "the change before it is saved and repeat it after mmod.load_pretrained"
         )
 
 
