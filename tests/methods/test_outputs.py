@@ -14,6 +14,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.methods import Exit, Merge, Method, Prune, Resize
+from tests.adapters.clip_zoo import make_clip
+from tests.adapters.clip_zoo import make_images as make_clip_images
 from tests.methods.method_zoo import MODELS
 from tests.zoo import make_images, make_model
 
@@ -244,3 +246,23 @@ def test_feature_pyramids_have_whole_maps(method: Method) -> None:
         assert all(map(torch.equal, maps, before))
     mmod.undo_(model)
     assert model(images)[0].shape[-2:] == (4, 4)
+
+
+@pytest.mark.parametrize("method", [Merge(2), Prune(0.5, (0,), by="mean")], ids=["merge", "prune"])
+@torch.no_grad()
+def test_towers_of_open_clip_give_whole_maps(method: Method) -> None:
+    model: Any = make_clip("EVA02-B-16").eval()
+    images = make_clip_images("EVA02-B-16", 2)
+    expected = model.visual.forward_intermediates(images)["image_intermediates"]
+    mmod.apply_(model.visual.trunk, method)
+    maps = model.visual.forward_intermediates(images)["image_intermediates"]
+    assert [features.shape for features in maps] == [features.shape for features in expected]
+    pooled: Any = make_clip("vit_medium_patch16_gap_256").eval()
+    mmod.apply_(pooled.visual.trunk, method)
+    images = make_clip_images("vit_medium_patch16_gap_256", 2)
+    if isinstance(method, Prune):
+        with pytest.raises(ValueError, match="forward_head of a pruned VisionTransformer"):
+            pooled.visual.forward_intermediates(images)
+    else:
+        features = pooled.visual.forward_intermediates(images)["image_features"]
+        torch.testing.assert_close(features, pooled.visual(images))
