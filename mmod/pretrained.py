@@ -22,7 +22,9 @@ FORMAT_VERSION = 4
 WEIGHTS = "model.safetensors"
 CONFIG = "mmod.json"
 HUB = "hf-hub:"
-_PASSING = ("training", "grad_checkpointing", "drawn")
+# Attributes that change with use, and not what the model computes.
+_PASSING = ("training", "grad_checkpointing", "drawn", "fused_attn", "distilled_training")
+_PLAIN = (str, bool, int, float, type(None))
 _KEYS = ("format_version", "versions", "library", "model", "methods")
 
 
@@ -219,26 +221,45 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
     shapes = {name: value.shape for name, value in rebuilt.state_dict().items()}
     if shapes != {name: value.shape for name, value in state.items()}:
         raise ValueError(refusal)
-    if not _saving(config["library"]).needs_architecture:
-        return
-    # The same weights may belong to another architecture than the caller says.
+    # The same weights may belong to another architecture than the caller says, or to a model that was changed since.
     present, wanted = _settings(rebuilt), _settings(model)
-    if present != wanted:
-        name = next(name for name in {**wanted, **present} if wanted.get(name) != present.get(name))
+    # Attributes of the user's own change nothing, unless they stand before one of the class.
+    names = [name for name in wanted if name in present or _stands_before_its_class(model, name)]
+    changed = [name for name in dict.fromkeys([*names, *present]) if wanted.get(name) != present.get(name)]
+    if changed:
+        name = changed[0]
         raise ValueError(
             f"cannot save this {type(model).__name__}: built again from {described} its {name} is "
-            f"{present.get(name)!r}, the model's is {wanted.get(name)!r}"
+            f"{_shown(present.get(name))!r}, the model's is {_shown(wanted.get(name))!r}. Make the model so, or undo "
+            "the change before it is saved and repeat it after mmod.load_pretrained"
         )
 
 
+def _shown(value: object) -> object:
+    """Return a class by its name, and other values as they are."""
+    return value.__name__ if isinstance(value, type) else value
+
+
+def _stands_before_its_class(model: nn.Module, name: str) -> bool:
+    """Return whether an attribute of a module, by its full name, hides one of the module's class."""
+    path, _, key = name.rpartition(".")
+    return hasattr(type(model.get_submodule(path)), key)
+
+
 def _settings(model: nn.Module) -> dict[str, object]:
-    """Return the class and the plain attributes of every module, apart from those that change with use."""
+    """Return class, functions and plain attributes of every module, apart from those that change with use."""
     settings: dict[str, object] = {}
     for name, module in model.named_modules():
-        settings[name or "class"] = type(module).__name__
+        settings[name or "class"] = type(module)
         for key, value in vars(module).items():
-            if key[0] != "_" and key not in _PASSING and isinstance(value, (str, bool, int, float)):
-                settings[f"{name}.{key}".lstrip(".")] = value
+            if key[0] == "_" or key in _PASSING:
+                continue
+            if callable(value) and not isinstance(value, nn.Module):
+                # A replaced forward, or an activation.
+                value = getattr(value, "__qualname__", type(value).__qualname__)
+            values = value if isinstance(value, (tuple, list)) else (value,)
+            if all(isinstance(item, _PLAIN) for item in values):
+                settings[f"{name}.{key}".lstrip(".")] = tuple(values) if isinstance(value, (tuple, list)) else value
     return settings
 
 

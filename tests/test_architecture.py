@@ -124,6 +124,14 @@ def test_state_of_threads_is_in_few_places() -> None:
     }
 
 
+def test_batches_stay_symbolic() -> None:
+    """`len` of a tensor is a number, which fixes the size of the batch in an export; `shape[0]` is a symbol."""
+    folders = ("adapters", "blocks", "methods", "ops", "routing")
+    files = [file for folder in folders for file in (ROOT / "mmod" / folder).rglob("*.py")]
+    lines = [f"{file.relative_to(ROOT)}: {line.strip()}" for file in files for line in file.read_text().splitlines()]
+    assert not [line for line in lines if re.search(r"\blen\([\w.]+_[A-Z]*B[A-Z0-9]*\)", line)]
+
+
 def test_import_is_lean() -> None:
     code = (
         "import sys, mmod; print(len([m for m in sys.modules if m.split('.')[0] == 'mmod']),"

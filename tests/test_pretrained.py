@@ -246,6 +246,61 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
         load_pretrained(tmp_path)
 
 
+CHANGES: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
+    "blocks.1.norm1.eps": (
+        lambda model: setattr(model.blocks[1].norm1, "eps", 0.1),
+        lambda model: setattr(model.blocks[1].norm1, "eps", 1e-6),
+    ),
+    "blocks.0.mlp.act": (
+        lambda model: setattr(model.blocks[0].mlp, "act", nn.ReLU()),
+        lambda model: setattr(model.blocks[0].mlp, "act", nn.GELU()),
+    ),
+    "blocks.3.attn.num_heads": (
+        lambda model: [setattr(model.blocks[3].attn, name, value) for name, value in HALVED.items()],
+        lambda model: [setattr(model.blocks[3].attn, name, value) for name, value in FULL.items()],
+    ),
+    "head.forward": (
+        lambda model: setattr(model.head, "forward", lambda x: x),
+        lambda model: delattr(model.head, "forward"),
+    ),
+    "patch_embed.proj.padding": (
+        lambda model: setattr(model.patch_embed.proj, "padding", (1, 1)),
+        lambda model: setattr(model.patch_embed.proj, "padding", (0, 0)),
+    ),
+}
+FULL = {"num_heads": 2, "head_dim": 32}
+HALVED = {"num_heads": 1, "head_dim": 64}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_function_with_the_same_weights_is_not_saved(name: str, tmp_path: Path) -> None:
+    model, images = routed(), torch.randn(IMAGE)
+    change, change_back = CHANGES[name]
+    assert {key: getattr(model.blocks[3].attn, key) for key in FULL} == FULL
+    change(model)
+    with pytest.raises(ValueError, match=rf"its {name} is .*repeat it after mmod\.load_pretrained"):
+        save_pretrained(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+    with torch.no_grad():
+        expected = model(images)
+        change_back(model)
+        assert not torch.equal(model(images), expected)
+        save_pretrained(model, tmp_path)
+        loaded = load_pretrained(tmp_path)
+        change(loaded)
+        assert torch.equal(loaded(images), expected)
+
+
+def test_what_changes_no_output_is_saved(tmp_path: Path) -> None:
+    model: Any = routed()
+    model.epoch = 3
+    model.train()
+    model.set_grad_checkpointing(True)
+    model.blocks[0].attn.fused_attn = False
+    save_pretrained(model, tmp_path)
+    assert not load_pretrained(tmp_path).training
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_dense_checkpoint_loads_before_or_after_routing(before: bool) -> None:
     dense = timm.create_model("test_vit")

@@ -26,7 +26,8 @@ from mmod.adapters.masks import (
 )
 from mmod.blocks import BlockCall, Halves, ImportanceBlock, ModelHook, Passes, RoutedBlock, StackCalls
 from mmod.config import RoutingConfig
-from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
+from mmod.ops import Packing, attend_to_all, keys_and_values
+from mmod.ops.context import known_projections
 from mmod.ops.views import is_visible
 from mmod.routing import Router, Routing, TokenMarks
 from mmod.threads import PerThread
@@ -186,10 +187,10 @@ class NamedArguments(BlockCall):
         """Run the host's forward on kept tokens that attend to all tokens; `cached` stores keys and values."""
         # Hosts may pass arguments that are None to attention.
         arguments = {name: value for name, value in arguments.items() if value is not None}
-        projections = [
-            Projection(functools.reduce(getattr, name.split("."), block), features)  # type: ignore[arg-type]
-            for name, features in self.projections
+        weights: list[tuple[Any, int]] = [
+            (functools.reduce(getattr, name.split("."), block), features) for name, features in self.projections
         ]
+        projections = known_projections(weights)
         cached = [] if cached is None else cached
         if not cached:
             cached += keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
@@ -225,7 +226,6 @@ class Saving:
         describe: Returns the description of a model, from the architecture if the model does not know it.
         check: Raises a ValueError if an untrusted description refers to anything outside its folder.
         build: Returns the dense model of a description, with new weights.
-        needs_architecture: The caller passes the architecture, so the saved model is compared with the rebuilt one.
     """
 
     package: str
@@ -233,7 +233,6 @@ class Saving:
     describe: Callable[[nn.Module, str | Mapping[str, Any] | None], dict[str, Any]]
     check: Callable[[Mapping[str, Any]], None]
     build: Callable[[Mapping[str, Any]], nn.Module]
-    needs_architecture: bool = False
 
     def check_description(self, description: Any) -> None:
         """Check a description from an untrusted file."""

@@ -198,7 +198,7 @@ class ClipBlock(NamedArguments):
         if mask is None or not self.flat_masks:
             return dict(arguments)
         batch, slots = routing.kept.index_BK.shape
-        batch = batch if routing.kept.image_S is None else len(routing.kept.image_S)
+        batch = batch if routing.kept.image_S is None else routing.kept.image_S.shape[0]
         return {**arguments, "attn_mask": mask.expand(batch, self.heads, slots, -1).flatten(0, 1)}
 
 
@@ -351,5 +351,4 @@ SAVING = Saving(
     describe,
     _check_description,
     build,
-    needs_architecture=True,
 )

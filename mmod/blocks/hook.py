@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from mmod.blocks.conversion import host_class
 from mmod.blocks.span import StackCalls
 from mmod.threads import PerThread
 from mmod.values import check_module
@@ -82,10 +83,13 @@ class SpanHook(ModelHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a call; decide whether blocks pass on rows in it."""
+        self.calls.value.begin(self.is_unobserved(module))
+
+    def is_unobserved(self, module: nn.Module) -> bool:
+        """Return whether the host's code runs the blocks in order, and nothing reads the tokens between them."""
         # A segment that is recomputed begins with what its first block got, and would not know what rows stand for.
         recomputes = torch.is_grad_enabled() and getattr(module, "grad_checkpointing", False)
-        unobserved = bool(self.host) and not recomputes and self._runs(module) and not self._is_watched()
-        self.calls.value.begin(unobserved)
+        return bool(self.host) and not recomputes and self._runs(module) and not self._is_watched()
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """End the call, also if it failed."""
@@ -93,7 +97,7 @@ class SpanHook(ModelHook):
 
     def _runs(self, module: nn.Module) -> bool:
         """Return whether the host's code runs the routed blocks in order."""
-        if not all(_runs_code_of(self.host, module, name) for name in _RUNNING if hasattr(type(module), name)):
+        if not all(runs_code_of(self.host, module, name) for name in _RUNNING if hasattr(type(module), name)):
             return False
         blocks: Any = module.get_submodule(self.name)
         if type(blocks) not in (nn.Sequential, nn.ModuleList) or "forward" in vars(blocks):
@@ -109,7 +113,7 @@ class SpanHook(ModelHook):
         for block in self.blocks:
             if any(getattr(block, f"_{name}") for name in names):
                 return True
-            if "mod_state" in vars(block) and not _runs_code_of("mmod", block, "forward"):
+            if "mod_state" in vars(block) and not runs_code_of("mmod", block, "forward"):
                 return True
         return False
 
@@ -118,10 +122,11 @@ class SpanHook(ModelHook):
 _RUNNING = ("forward", "forward_features")
 
 
-def _runs_code_of(package: str, module: nn.Module, name: str) -> bool:
+def runs_code_of(package: str, module: nn.Module, name: str) -> bool:
     """Return whether a module's method is a package's code, not replaced by a subclass or on the instance."""
     if name in vars(module):
         return False
+    # A mixin of mmod in front of a host's class calls the host's method.
+    code = getattr(type(module) if package == "mmod" else host_class(module), name)
     # A decorator copies `__module__`, but not the globals.
-    code = getattr(type(module), name)
     return getattr(code, "__globals__", {}).get("__name__", "").partition(".")[0] == package

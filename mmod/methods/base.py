@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from mmod.adapters import find_library, find_stack, load_adapter
+from mmod.adapters import BlockStack, find_library, find_stack, load_adapter
 from mmod.blocks import Deciding, is_converted, make_dense
 from mmod.config.registry import Registry, check_frozen
 from mmod.routing import Routing
@@ -200,6 +200,12 @@ def undo_last_(model: nn.Module, count: int = 1) -> None:
         *remaining, method = methods_of(model)
         method.restore(model)
         _record(model, tuple(remaining))
+
+
+def owner_of(model: nn.Module, stack: BlockStack) -> nn.Module:
+    """Return the module that holds a stack's list of blocks: the model, or a model inside it."""
+    *path, _, _ = stack.names[0].split(".")
+    return model.get_submodule(".".join(path))
 
 
 def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:

@@ -6,6 +6,7 @@ Axes: B images, N tokens, D channels, C classes.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -22,7 +23,8 @@ from mmod.methods.base import Method, register_method
 from mmod.ops.backend import exporting
 from mmod.routing import Evidence, Kept, Routing
 
-_HEAD = ("norm", "fc_norm", "head", "head_dist")
+_CLASSIFIER = ("head", "head_dist")
+_HEAD = ("norm", "fc_norm", *_CLASSIFIER)
 
 
 @register_method("exit")
@@ -32,7 +34,8 @@ class Exit(Method):
 
     In evaluation, an image exits where its head's largest probability reaches the confidence. The remaining images are
     gathered, so later blocks cost less. In training, images are assigned to the exits and the final head in turn, so
-    that any recipe trains all heads equally.
+    that any recipe trains all heads equally. Images exit in a call of the model only: `forward_features` and
+    `forward_intermediates` run all blocks on all images.
 
     Args:
         confidence: Probability at which an image exits; above 1, none does.
@@ -78,11 +81,16 @@ class ExitHead(nn.Module):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        for name in _HEAD:
-            if isinstance(getattr(model, name, None), nn.Module):
-                setattr(self, name, copy.deepcopy(getattr(model, name)))
         # Not as a submodule: the head would be its own descendant.
         self.__dict__["model"] = model
+        self.copy_modules(_HEAD)
+
+    def copy_modules(self, names: Iterable[str]) -> None:
+        """Copy some of the model's modules, where it has them."""
+        model = self.__dict__["model"]
+        for name in names:
+            if isinstance(getattr(model, name, None), nn.Module):
+                setattr(self, name, copy.deepcopy(getattr(model, name)))
 
     def __getattr__(self, name: str) -> Any:
         """Return a module of the head, or else an attribute of the model."""
@@ -91,7 +99,10 @@ class ExitHead(nn.Module):
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return logits (B, C), or (B, N, C) for a model with one output per token."""
         host: Any = host_class(self.__dict__["model"])
-        return host.forward_head(self, self.norm(x_BND))
+        logits = host.forward_head(self, self.norm(x_BND))
+        if not isinstance(logits, Tensor):
+            raise ValueError("early exit supports heads with one output: call model.set_distilled_training(False)")
+        return logits
 
 
 class _Leaving:
@@ -133,26 +144,26 @@ class ExitBlock(Deciding, ConvertedBlock):
             raise RuntimeError(
                 "early exit does not support gradient checkpointing, which runs blocks twice: turn it off"
             )
+        running = self.mod_state.tracker.running
+        # Outside a call of the model, all images run.
+        leaving = running.slot(_Leaving) if running.begun else _Leaving()
         if self.record.traced:
-            self._trace(x)
-        if not len(x):
+            self._trace(x, leaving)
+        if not x.shape[0]:
             # Not every host supports an empty batch.
             return x
         y: Tensor = super().forward(x, *args, **kwargs)
-        if self.mod_state.turn is None:
+        if self.mod_state.turn is None or not running.begun:
             return y
         if y.is_meta:
             # On meta, FLOPs are counted as if no image exited.
             self.exit(y)
             return y
-        if exporting():
-            raise ValueError("early exit cannot be exported: the number of remaining images depends on the data")
-        return self._leave(y)
+        return self._leave(y, leaving)
 
-    def _trace(self, x_BND: Tensor) -> None:
+    def _trace(self, x_BND: Tensor, leaving: _Leaving) -> None:
         """Record which images the block runs on."""
-        leaving = self.mod_state.tracker.running.slot(_Leaving)
-        leaving.total = leaving.total or len(x_BND)
+        leaving.total = leaving.total or x_BND.shape[0]
         runs_B1 = torch.zeros(leaving.total, 1, dtype=torch.bool, device=x_BND.device)
         runs_B1[slice(None) if leaving.index_B is None else leaving.index_B] = True
         kept = Kept(torch.zeros_like(runs_B1, dtype=torch.long), runs_B1)
@@ -160,19 +171,20 @@ class ExitBlock(Deciding, ConvertedBlock):
 
     # The number of remaining images depends on the data, so this cannot be compiled.
     @torch.compiler.disable
-    def _leave(self, y_BND: Tensor) -> Tensor:
+    def _leave(self, y_BND: Tensor, leaving: _Leaving) -> Tensor:
         """Store the logits of the images that exit, and return the tokens of the others."""
         state = self.mod_state
         assert state.turn is not None
-        leaving = state.tracker.running.slot(_Leaving)
         if leaving.index_B is None:
-            leaving.index_B = torch.arange(len(y_BND), device=y_BND.device)
+            leaving.index_B = torch.arange(y_BND.shape[0], device=y_BND.device)
         if self.training:
             leaves_B = (leaving.index_B % state.ends).eq(state.turn)
             logits = self.exit(y_BND[leaves_B])
         else:
             logits = self.exit(y_BND)
-            sure = logits.detach().softmax(dim=-1).amax(dim=-1)
+            # In half precision, 0.999 would be 1.
+            dtype = torch.promote_types(logits.dtype, torch.float32)
+            sure = logits.detach().softmax(dim=-1, dtype=dtype).amax(dim=-1)
             # An image is as sure as its tokens on average, if there are logits for every token.
             leaves_B = (sure.flatten(1).mean(dim=1) if sure.ndim > 1 else sure) >= state.confidence
             logits = logits[leaves_B]
@@ -186,13 +198,34 @@ class ExitModel(nn.Module):
 
     mod_state: PassTracker
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    # Export wants a name for what its dynamic shapes describe.
+    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all images, from the exit that each one took."""
+        if exporting():
+            raise ValueError("early exit cannot be exported: the number of remaining images depends on the data")
         leaving = self.mod_state.begin().slot(_Leaving)
-        last: Tensor = super().forward(*args, **kwargs)
-        self.mod_state.end()
+        try:
+            last: Tensor = super().forward(x, *args, **kwargs)
+        finally:
+            self.mod_state.end()
         if leaving.index_B is None:
             return last
         places, logits = zip(*leaving.answers, (leaving.index_B, last))
+        shapes = [tuple(values.shape[1:]) for values in logits]
+        if len(set(shapes)) > 1:
+            raise ValueError(
+                f"the model's head returns {shapes[-1]} per image, and its exits {shapes[0]}: change the number of "
+                "classes by model.reset_classifier, which changes the exits too"
+            )
         order = torch.cat(places).argsort()
         return torch.cat(logits)[order]
+
+    def reset_classifier(self, num_classes: int, *args: Any, **kwargs: Any) -> None:
+        """Reset the model's classifier as the host does, and give each exit a copy of it."""
+        if not num_classes:
+            raise ValueError("early exit needs class probabilities: call mmod.undo_ before reset_classifier(0)")
+        host: Any = super()
+        host.reset_classifier(num_classes, *args, **kwargs)
+        for module in self.modules():
+            if isinstance(module, ExitHead):
+                module.copy_modules(_CLASSIFIER)

@@ -19,19 +19,20 @@ from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Records, StandingModule, convert, detach_hooks
 from mmod.blocks.span import recomputing
 from mmod.config.plan import check_blocks
-from mmod.methods.base import register_method
+from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
     ExpertRows,
     Mixture,
+    TokenRouter,
     all_of,
     balance_loss,
     choose_tokens,
     chosen_expert,
     computed,
     expert_decisions,
+    first_floating,
     membership_loss,
     refuse_generation,
-    route_logits,
 )
 from mmod.ops.backend import exporting
 from mmod.ops.select import kept_count
@@ -130,20 +131,18 @@ class Experts(Mixture):
         """Add a router and further experts to the MLPs."""
         for index in self._blocks(stack):
             mlp: Any = stack.blocks[index].mlp
-            weight = next(mlp.parameters())
-            like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
+            weight = first_floating(stack.blocks[index])
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
-            router = nn.Linear(stack.dim, self.experts + self.idle, bias=False, **like)
-            nn.init.normal_(router.weight, std=0.02)
+            router = TokenRouter(stack.dim, self.experts + self.idle, weight)
             convert(mlp, ExpertMlp, ExpertState(self, Records()))
             mlp.router, mlp.others = router, others
             if self.choice == "predictor":
-                mlp.predictors = nn.ModuleList(Predictor(stack.dim, **like) for _ in range(self.experts))
+                predictors = [Predictor(stack.dim, weight.device, weight.dtype) for _ in range(self.experts)]
+                mlp.predictors = nn.ModuleList(predictors)
         if stack.language:
-            owner, _, layer = stack.names[self._blocks(stack)[0]].rpartition("layers.")
-            text = model.get_submodule(owner.rstrip("."))
+            text = owner_of(model, stack)
             names = tuple(inspect.signature(type(text).forward).parameters)[1:]
-            text.register_forward_pre_hook(_CompleteTexts(f"layers.{layer}.mlp", names), with_kwargs=True)
+            text.register_forward_pre_hook(_CompleteTexts(names), with_kwargs=True)
 
     def restore(self, model: nn.Module) -> None:
         """Remove the experts, and the hook of a language model."""
@@ -159,16 +158,15 @@ class _CompleteTexts:
     """A forward pre-hook of a language model that refuses incomplete and padded texts if experts choose together.
 
     Args:
-        mixture: Name of an `ExpertMlp` in the model.
         names: Parameters of the model's forward.
     """
 
-    mixture: str
     names: tuple[str, ...]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mixture: Any = module.get_submodule(self.mixture)
-        if not mixture.chooses_together(module.training):
+        # Layers may have been removed since the method was applied.
+        mixture = next((child for child in module.modules() if isinstance(child, ExpertMlp)), None)
+        if mixture is None or not mixture.chooses_together(module.training):
             return
         # Only a model of transformers gets here.
         from mmod.adapters.transformers.cache_base import cache_of
@@ -196,7 +194,7 @@ class ExpertState(NamedTuple):
 class ExpertMlp(StandingModule, Deciding):
     """Mixin that makes an MLP the first of several experts; a router, or a predictor for each, chooses among them."""
 
-    router: nn.Linear
+    router: TokenRouter
     others: nn.ModuleList
     predictors: nn.ModuleList
     mod_state: ExpertState
@@ -216,7 +214,7 @@ class ExpertMlp(StandingModule, Deciding):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs (B, N, D); zero for tokens without an expert."""
-        config, logit_BNJ = self.mod_state.config, route_logits(x_BND, self.router)
+        config, logit_BNJ = self.mod_state.config, self.router(x_BND)
         prob_BNJ, learns = logit_BNJ.softmax(dim=-1), self.training and not recomputing()
         logit_EBN = self._alone(x_BND, logit_BNJ) if config.two_ways else None
         if x_BND.is_meta or self.chooses_together(self.training):

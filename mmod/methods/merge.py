@@ -13,20 +13,23 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.methods.base import Method, register_method
-from mmod.methods.reduction import AttentionInputs, Grid, Reduction, Restore, check_halves, pooling, reduce_
+from mmod.methods.base import owner_of, register_method
+from mmod.methods.reduction import AttentionInputs, Grid, Reducing, Reduction, Restore, check_halves, never, reduce_
 from mmod.ops import gather_rows
+from mmod.ops.casting import without_autocast
+from mmod.ops.select import best_first
 
 
 @register_method("merge")
 @dataclass(frozen=True)
-class Merge(Method):
+class Merge(Reducing):
     """Token merging between attention and MLP (ToMe): bipartite soft matching by the keys' mean over heads.
 
     Tokens alternate between two sets, and the r tokens of the first set with the most similar partner in the second
     merge into it. A merged token is the mean of its tokens, and attention is proportional to its size. Prefix tokens
     are in the sets, but never merge. With a class token, a distillation token or no prefix this is the source's
-    released algorithm; register tokens are protected in the same way. Mean pooling weighs tokens by size.
+    released algorithm; register tokens are protected in the same way. Outside the blocks, each token has the state of
+    its group, so any code that averages patches weighs groups by size.
 
     Args:
         r: Number of tokens that a block merges, at most half of the patches: one number, or one per block.
@@ -36,7 +39,9 @@ class Merge(Method):
     Example:
         >>> import timm, mmod
         >>> model = mmod.apply_(timm.create_model("test_vit").eval(), Merge(r=8))
-        >>> model.forward_features(torch.zeros(1, 3, 160, 160)).shape[1]
+        >>> with mmod.trace(model) as decisions:
+        ...     answer = model(torch.zeros(1, 3, 160, 160))
+        >>> decisions["blocks.5"].kept.index_BK.shape[1]
         53
     """
 
@@ -50,13 +55,13 @@ class Merge(Method):
             check_halves(stack.names[index], stack.blocks[index])
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Convert the blocks; where the head reads patches, the last block unmerges them."""
+        """Convert the blocks; where anything but the prefix is read, tokens are unmerged."""
         reductions: dict[int, Reduction] = {
             index: partial(merge_tokens, count) for index, count in self._counts(stack).items()
         }
         if reductions:
             # A mean of tokens weighted by size is the mean over the unmerged patches.
-            reduce_(stack, reductions, restores=pooling(model) != "token")
+            reduce_(stack, owner_of(model, stack), reductions, heads=("prefix",), reads_importance=never)
 
     def _counts(self, stack: BlockStack) -> dict[int, int]:
         """Return the number of merged tokens by block, without zeros."""
@@ -81,13 +86,13 @@ def merge_tokens(count: int, grid: Grid, inputs: AttentionInputs, prefix: int) -
     y_BKD = gather_rows(weighed_BND, stay_BK).scatter_add(1, _wide(into_BR, x_BND), merged_BRD)
     place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, stay_BK)
 
-    def restore(y_BKD: Tensor) -> Tensor:
+    def find_slots() -> Tensor:
         # Every token gets the output of the token that it was merged into.
         slot_BK = torch.arange(stay_BK.shape[1], device=stay_BK.device).expand_as(stay_BK)
-        group_BN = stay_BK.new_empty(len(stay_BK), tokens).scatter(1, stay_BK, slot_BK).scatter(1, gone_BR, into_BR)
-        return y_BKD.gather(1, _wide(group_BN, y_BKD))
+        none_BN = stay_BK.new_zeros(stay_BK.shape[0], tokens)
+        return none_BN.scatter(1, stay_BK, slot_BK).scatter(1, gone_BR, into_BR)
 
-    return Grid(y_BKD / size_BK.unsqueeze(-1), place_BK, size_BK), restore
+    return Grid(y_BKD / size_BK.unsqueeze(-1), place_BK, size_BK), Restore(x_BND, find_slots, drops=False)
 
 
 def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -103,7 +108,9 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
         their slots among the remaining ones (B, R). The order determines the sets of the next block. As in the source's
         code, the first set keeps its order after a prefix, and is sorted by descending similarity without one.
     """
-    with torch.no_grad():
+    # In half precision, many tokens would be equally similar.
+    key_BHNE = key_BHNE.to(torch.promote_types(key_BHNE.dtype, torch.float32))
+    with torch.no_grad(), without_autocast(key_BHNE):
         key_BNE = key_BHNE.mean(dim=1)
         key_BNE = key_BNE / key_BNE.norm(dim=-1, keepdim=True)
         like_BAC = key_BNE[:, ::2] @ key_BNE[:, 1::2].transpose(1, 2)
@@ -111,12 +118,12 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
         like_BAC[:, :protected_A] = -torch.inf
         like_BAC[:, :, :protected_C] = -torch.inf
         best_BA, partner_BA = like_BAC.max(dim=-1)
-        order_BA = best_BA.argsort(dim=-1, descending=True, stable=True)
+        order_BA = best_first(best_BA)
         gone_BR, left_BA = order_BA[:, :merged], order_BA[:, merged:]
         if prefix:
             left_BA = left_BA.sort(dim=-1).values[:, protected_A:]
         into_BR = partner_BA.gather(1, gone_BR) + (prefix + left_BA.shape[1] - protected_C)
-        place_N = torch.arange(key_BHNE.shape[2], device=key_BHNE.device).expand(len(left_BA), -1)
+        place_N = torch.arange(key_BHNE.shape[2], device=key_BHNE.device).expand(left_BA.shape[0], -1)
         stay_BK = torch.cat([place_N[:, :prefix], 2 * left_BA, place_N[:, 2 * protected_C + 1 :: 2]], dim=1)
         return stay_BK, 2 * gone_BR, into_BR
 

@@ -7,7 +7,7 @@ T rows of all experts, D channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.methods.base import Method
 from mmod.ops.casting import without_autocast
+from mmod.ops.select import best_first
 from mmod.routing import Evidence, Kept, Routing, Weights
+from mmod.routing.decoder import ExactLinear
 from mmod.routing.groups import slots_of
 
 
@@ -94,7 +96,7 @@ def choose_tokens(prob_BNJ: Tensor, experts: int, slots: int, choice: str, norma
     if choice == "tokens":
         # Tokens of other experts rank last, with weight 0.
         weight_EBN = torch.where(chosen_expert(prob_BNJ, experts), weight_EBN, 0.0)
-    index_EBK = torch.sort(-weight_EBN.detach(), dim=-1, stable=True).indices[..., :slots]
+    index_EBK = best_first(weight_EBN, slots)
     gate_EBK = weight_EBN.gather(-1, index_EBK)
     if normalize:
         total_EBN = torch.zeros_like(weight_EBN).scatter(-1, index_EBK, gate_EBK).sum(dim=0, keepdim=True)
@@ -119,7 +121,7 @@ def all_of(keep_EBN: Tensor, prob_BNJ: Tensor, normalize: bool = False) -> Exper
         >>> rows.row_T.tolist(), rows.counts
         ([0, 1], [2, 0])
     """
-    gate_EBN = torch.where(keep_EBN, prob_BNJ[..., : len(keep_EBN)].permute(2, 0, 1), 0.0)
+    gate_EBN = torch.where(keep_EBN, prob_BNJ[..., : keep_EBN.shape[0]].permute(2, 0, 1), 0.0)
     if normalize:
         gate_EBN = gate_EBN / gate_EBN.sum(dim=0, keepdim=True).clamp_min(1e-9)
     keep = keep_EBN.flatten(1)
@@ -127,11 +129,23 @@ def all_of(keep_EBN: Tensor, prob_BNJ: Tensor, normalize: bool = False) -> Exper
     return ExpertRows(row_T, gate_EBN.flatten(1)[expert_T, row_T], keep.sum(dim=1).tolist())
 
 
-def route_logits(x_BND: Tensor, router: Any) -> Tensor:
-    """Return the logits of a linear router without a bias in fp32, under autocast too (B, N, J)."""
-    x_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
-    with without_autocast(x_BND):
-        return F.linear(x_BND, router.weight.to(x_BND.dtype))
+class TokenRouter(ExactLinear):
+    """A linear router without a bias, whose logits are computed in fp32, under autocast too."""
+
+    def __init__(self, dim: int, outputs: int, like: Tensor) -> None:
+        super().__init__(dim, outputs, bias=False, device=like.device, dtype=like.dtype)
+        nn.init.normal_(self.weight, std=0.02)
+
+    def forward(self, x_BND: Tensor) -> Tensor:
+        """Return logits (B, N, J)."""
+        x_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
+        with without_autocast(x_BND):
+            return F.linear(x_BND, self.weight.to(x_BND.dtype))
+
+
+def first_floating(module: nn.Module) -> Tensor:
+    """Return the first floating-point weight of a module: those of quantized layers are integers, or none."""
+    return next(weight for weight in module.parameters() if weight.is_floating_point())
 
 
 def balance_loss(prob_BNJ: Tensor) -> Tensor:
@@ -182,4 +196,4 @@ def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | Non
 def _experts_of(rows: ExpertRows) -> Tensor:
     device = rows.row_T.device
     counts = torch.tensor(rows.counts, device=device)
-    return torch.arange(len(rows.counts), device=device).repeat_interleave(counts, output_size=len(rows.row_T))
+    return torch.arange(len(rows.counts), device=device).repeat_interleave(counts, output_size=rows.row_T.shape[0])

@@ -8,25 +8,39 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
+from mmod.blocks import StackCalls, convert
 from mmod.config.plan import check_blocks
-from mmod.methods.base import Method, register_method
-from mmod.methods.reduction import AttentionInputs, Grid, Restore, check_halves, pooling, reduce_
-from mmod.ops import gather_rows, scatter_rows
+from mmod.methods.base import owner_of, register_method
+from mmod.methods.reduction import (
+    AttentionInputs,
+    Grid,
+    Reducing,
+    Restore,
+    check_halves,
+    head_reads,
+    pooling,
+    pools_remaining,
+    reduce_,
+)
+from mmod.ops import gather_rows
 from mmod.ops.importance import class_token_attention
+from mmod.ops.select import best_first
+from mmod.threads import PerThread
 
 
 @register_method("prune")
 @dataclass(frozen=True)
-class Prune(Method):
+class Prune(Reducing):
     """Token pruning between attention and MLP of some blocks, by the attention that tokens receive there (EViT).
 
-    Prefix tokens are always kept.
+    Prefix tokens are always kept. In a call of the model, a head that pools patches pools the remaining ones. Other
+    code gets the full grid, in which a pruned patch is as it was when dropped.
 
     Args:
         keep: Share of its patches that a pruning block keeps, rounded up.
@@ -41,7 +55,9 @@ class Prune(Method):
     Example:
         >>> import timm, mmod
         >>> model = mmod.apply_(timm.create_model("test_vit").eval(), Prune(keep=0.5, blocks=(1, 3)))
-        >>> model.forward_features(torch.zeros(1, 3, 160, 160)).shape[1]
+        >>> with mmod.trace(model) as decisions:
+        ...     answer = model(torch.zeros(1, 3, 160, 160))
+        >>> decisions["blocks.3"].kept.index_BK.shape[1]
         28
     """
 
@@ -61,12 +77,35 @@ class Prune(Method):
             check_halves(stack.names[index], stack.blocks[index])
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Convert the blocks; where the model has an output per patch, the last block restores pruned tokens."""
-        by_class_token = self.by == "class_token" or (
-            self.by == "auto" and stack.class_token and pooling(model) == "token"
-        )
+        """Convert the blocks, and the model, whose head alone cannot tell which patches remain."""
+        owner = owner_of(model, stack)
         reductions = dict.fromkeys(self.blocks, partial(prune_tokens, self.keep, self.fuse))
-        reduce_(stack, reductions, restores=pooling(model) == "", reads_importance=not by_class_token)
+        reads_importance = partial(_reads_importance, self.by, stack.class_token)
+        calls = reduce_(stack, owner, reductions, heads=("prefix", "patches"), reads_importance=reads_importance)
+        convert(owner, PrunedModel, calls)
+
+
+def _reads_importance(by: str, class_token: bool, model: nn.Module) -> bool:
+    """Return whether the mean attention counts, and not the class token's."""
+    return by == "mean" or (by == "auto" and not (class_token and pooling(model) == "token"))
+
+
+class PrunedModel(nn.Module):
+    """Mixin of a model with pruned tokens."""
+
+    keeps_name = True
+    mod_state: PerThread[StackCalls]
+
+    def forward_head(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the host's head, unless it pools patches of the full grid, of which it cannot tell the pruned ones."""
+        if head_reads(self) == "patches" and not pools_remaining(self.mod_state):
+            raise ValueError(
+                f"forward_head of a pruned {type(self).__name__} with global_pool={pooling(self)!r} pools patches, and "
+                "knows which of them remain only in a call of the model with timm's own forward: call the model, after "
+                "reset_classifier(0) if you want its pooled features"
+            )
+        host: Any = super()
+        return host.forward_head(*args, **kwargs)
 
 
 def prune_tokens(
@@ -81,10 +120,10 @@ def prune_tokens(
     # Without captured importance, the attention of the first query, the class token, counts.
     score_BN = class_token_attention(inputs.query, inputs.key) if inputs.importance_BN is None else inputs.importance_BN
     score_BN = score_BN[:, prefix:]
-    order_BN = score_BN.argsort(dim=1, descending=True, stable=True) + prefix
+    order_BN = best_first(score_BN) + prefix
     index_BK = order_BN[:, :kept].sort(dim=1).values
     if prefix:
-        first = torch.arange(prefix, device=x_BND.device).expand(len(x_BND), -1)
+        first = torch.arange(prefix, device=x_BND.device).expand(x_BND.shape[0], -1)
         index_BK = torch.cat([first, index_BK], dim=1)
     y_BKD = gather_rows(x_BND, index_BK)
     # The fused token takes the position of the dropped token with the most attention.
@@ -96,8 +135,9 @@ def prune_tokens(
         y_BKD = torch.cat([y_BKD, fused_B1D], dim=1)
     place_BK = None if grid.place_BN is None else grid.place_BN.gather(1, position_BK)
 
-    def restore(y_BKD: Tensor) -> Tensor:
+    def find_slots() -> Tensor:
         # Pruned tokens have their state before the pruning; a fused token is dropped.
-        return scatter_rows(x_BND, index_BK, y_BKD[:, : index_BK.shape[1]])
+        slot_BK = torch.arange(index_BK.shape[1], device=index_BK.device).expand_as(index_BK)
+        return index_BK.new_full(x_BND.shape[:2], -1).scatter(1, index_BK, slot_BK)
 
-    return Grid(y_BKD, place_BK, None), restore
+    return Grid(y_BKD, place_BK, None), Restore(x_BND, find_slots, drops=True)

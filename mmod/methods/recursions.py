@@ -18,7 +18,14 @@ from mmod.blocks import Deciding, Records, StandingModule
 from mmod.blocks.rows import write_back
 from mmod.blocks.span import recomputing
 from mmod.methods.base import register_method
-from mmod.methods.mixture import Mixture, balance_loss, membership_loss, refuse_generation, route_logits
+from mmod.methods.mixture import (
+    Mixture,
+    TokenRouter,
+    balance_loss,
+    first_floating,
+    membership_loss,
+    refuse_generation,
+)
 from mmod.ops import gather_rows, select_topk
 from mmod.ops.backend import exporting
 from mmod.ops.gate import apply_gate
@@ -163,13 +170,11 @@ class Cycle(StandingModule, Deciding):
         shared, removed = middle[:count], middle[count:]
         calls = [stack.call_of(block, None) for block in shared]
         self.mod_state = CycleState(config, stack.prefix, stack.language, calls, removed, Records())
-        weight = next(shared[0].parameters())
+        weight = first_floating(shared[0])
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.shared = nn.ModuleList(shared)
         if config.choice == "tokens":
-            router = nn.Linear(stack.dim, config.recursions, bias=False, **like)
-            nn.init.normal_(router.weight, std=0.02)
-            self.routers = nn.ModuleList([router])
+            self.routers = nn.ModuleList([TokenRouter(stack.dim, config.recursions, weight)])
         else:
             scores = [LinearScore(stack.dim, normalize=False, init_std=0.02, **like) for _ in range(config.recursions)]
             self.routers = nn.ModuleList(scores)
@@ -187,7 +192,7 @@ class Cycle(StandingModule, Deciding):
 
     def blocks(self, initialise: Callable[[nn.Module], None] | None) -> list[nn.Module]:
         """Return the replaced dense blocks; `initialise` fills those that are on the meta device."""
-        weight = next(self.shared.parameters())
+        weight = first_floating(self.shared)
         for block in self.mod_state.removed:
             if initialise is not None and next(block.parameters()).is_meta and not weight.is_meta:
                 block.to_empty(device=weight.device).apply(initialise)
@@ -266,6 +271,8 @@ class Cycle(StandingModule, Deciding):
             predicted_BN = self.predictors[recursion - 1](x_BND)
         evidence = Evidence(score_BN, predicted_BN=predicted_BN)
         if self._alone(x_BND):
+            if exporting():
+                raise ValueError("recursions of single tokens cannot be exported: how many run depends on the data")
             keep_BN = evidence.logit_BN >= 0
             keep_BN = keep_BN if previous_BN is None else keep_BN & previous_BN
             index_BK, valid_BK, total = slots_of(keep_BN, keep_BN.sum(1).tolist())
@@ -281,7 +288,7 @@ class Cycle(StandingModule, Deciding):
 
     def _depths(self, x_BND: Tensor, valid_BN: Tensor | None) -> Depths:
         prefix, config = self.mod_state.prefix, self.mod_state.config
-        prob_BNR = route_logits(x_BND, self.routers[0]).softmax(dim=-1)
+        prob_BNR = self.routers[0](x_BND).softmax(dim=-1)
         last_BN = prob_BNR.argmax(dim=-1)
         last_BN = torch.cat([torch.full_like(last_BN[:, :prefix], prob_BNR.shape[2] - 1), last_BN[:, prefix:]], dim=1)
         if self.training and not recomputing() and config.balance:

@@ -5,11 +5,13 @@ Axes: B images, H heads, N tokens, K tokens after a reduction, D channels, E cha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from timm.layers import apply_rot_embed_cat
 from torch import Tensor, nn
 
@@ -17,12 +19,14 @@ from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
 from mmod.adapters.masks import narrow_rope
 from mmod.adapters.timm import SPLIT, attend, feed
-from mmod.blocks import Deciding, Records, convert, host_class
-from mmod.blocks.forward_pass import PassTracker
+from mmod.blocks import Deciding, Pass, Passes, Records, SpanHook, StackCalls, attach, convert, detach_hooks, host_class
+from mmod.blocks.hook import runs_code_of
 from mmod.blocks.routed import ConvertedBlock
-from mmod.blocks.span import recomputing
-from mmod.ops import capture_importance
+from mmod.blocks.span import StackCall, recomputing
+from mmod.methods.base import Method
+from mmod.ops import capture_importance, gather_rows
 from mmod.routing import Evidence, Joined, Kept, Routing
+from mmod.threads import PerThread
 
 # The last modules that queries and keys pass before attention, in a block.
 _NORMS = ("attn.q_norm", "attn.k_norm")
@@ -40,8 +44,23 @@ class Grid(NamedTuple):
     size_BN: Tensor | None
 
 
-Restore = Callable[[Tensor], Tensor]
-"""Returns all tokens (B, N, D) in the order before a reduction, from the reduced ones after the blocks."""
+@dataclass(frozen=True)
+class Restore:
+    """Returns all tokens (B, N, D) in the order before a reduction, from the reduced ones after later blocks.
+
+    Args:
+        x_BND: The tokens before the reduction; dropped ones keep this state.
+        find_slots: Returns the slot of each token after the reduction (B, N), -1 for a dropped one.
+        drops: Tokens are dropped.
+    """
+
+    x_BND: Tensor
+    find_slots: Callable[[], Tensor]
+    drops: bool
+
+    def __call__(self, y_BKD: Tensor) -> Tensor:
+        """Return all tokens."""
+        return _spread(y_BKD, self.find_slots(), self.x_BND if self.drops else None)
 
 
 class AttentionInputs(NamedTuple):
@@ -56,27 +75,109 @@ Reduction = Callable[[Grid, AttentionInputs, int], tuple[Grid, Restore] | None]
 """Returns fewer tokens, of which the last argument counts the prefix, and how to restore all; None keeps all tokens."""
 
 
-class _Passage:
-    """What the blocks of a model share in one forward pass."""
+@dataclass(frozen=True)
+class Reducing(Method):
+    """A method after whose blocks fewer tokens remain.
+
+    Blocks pass on the remaining tokens only where timm's own code runs them in a call of the model, see `SpanHook`. All
+    other code, such as `forward_features`, `forward_intermediates`, hooks and subclasses, gets the full grid from each
+    block: a merged token at each of its places, and a pruned one as it was when dropped.
+    """
+
+    def restore(self, model: nn.Module) -> None:
+        """Restore the host's classes, and remove the hook."""
+        detach_hooks(model, ReductionHook)
+        super().restore(model)
+
+
+class ReducedCall(StackCall):
+    """A call of a model whose blocks reduce tokens.
+
+    Args:
+        is_reduced_for_head: The head reads the remaining tokens, so no block restores the grid.
+    """
+
+    def __init__(self, outer: StackCall, unobserved: bool, is_reduced_for_head: bool) -> None:
+        super().__init__(outer, unobserved)
+        self.is_reduced_for_head = is_reduced_for_head
+
+
+class Passage(Pass):
+    """What the blocks of a model share in one forward pass; unobserved, they pass on the remaining tokens alone.
+
+    Attributes:
+        is_reduced_for_head: See `ReducedCall`.
+        tokens: Number of tokens of the full grid.
+        slot_BN: Slot of each token of the grid, -1 for a dropped one; None if no block has to restore the grid.
+        grid_BND: The full grid, where dropped tokens have their last state; None if none was dropped.
+        y_BKD: The remaining tokens after the previous block.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
+        self.is_reduced_for_head = False
+        self.drops = False
         self.tokens = 0
         self.place_BN: Tensor | None = None
         self.size_BN: Tensor | None = None
-        self.undo_steps: list[Restore] = []
+        self.slot_BN: Tensor | None = None
+        self.grid_BND: Tensor | None = None
+        self.y_BKD: Tensor | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the remaining tokens of a block's input."""
+        if self.unobserved or self.slot_BN is None:
+            return x
+        if x.shape[1] != self.tokens:
+            raise ValueError(
+                f"a block of a pruned or merged model got {x.shape[1]} tokens, and the first block {self.tokens}: "
+                "tokens cannot be added or removed between the blocks"
+            )
+        assert self.place_BN is not None
+        z_BKD = gather_rows(x, self.place_BN)
+        if self.drops:
+            assert self.y_BKD is not None
+            self.grid_BND = x
+            # A fused token has no place in the grid.
+            stands_BK = torch.zeros_like(self.place_BN, dtype=torch.bool)
+            stands_BK = F.pad(stands_BK, (1, 0)).scatter(1, self.slot_BN + 1, True)[:, 1:]
+            z_BKD = torch.where(stands_BK.unsqueeze(-1), z_BKD, self.y_BKD)
+        return z_BKD
+
+    def leave(self, y_BKD: Tensor) -> Tensor:
+        """Return the full grid after a block."""
+        if self.slot_BN is None:
+            return y_BKD
+        self.y_BKD = y_BKD
+        return _spread(y_BKD, self.slot_BN, self.grid_BND if self.drops else None)
+
+    def add(self, restore: Restore) -> None:
+        """Note what is needed to restore the grid after a reduction."""
+        if self.unobserved and self.is_reduced_for_head:
+            return
+        if restore.drops:
+            self.grid_BND = self.leave(restore.x_BND)
+            self.drops = True
+        slot_BN = restore.find_slots()
+        if self.slot_BN is not None:
+            slot_BN = torch.where(self.slot_BN >= 0, slot_BN.gather(1, self.slot_BN.clamp(min=0)), -1)
+        self.slot_BN = slot_BN
 
 
 class _ReducedState(NamedTuple):
-    """Plain state of a block that reduces tokens, or follows such a block; the last one may restore all tokens."""
+    """Plain state of a block that reduces tokens, or follows such a block.
+
+    `reads_importance` says of the model whether the reduction does.
+    """
 
     call: NamedArguments
-    tracker: PassTracker
+    passes: Passes[Passage]
+    outputs: PerThread[NormOutputs]
     prefix: int
+    owner: nn.Module
     reduction: Reduction | None
-    reads_importance: bool
-    begins: bool
-    ends: bool
-    restores: bool
+    reads_importance: Callable[[nn.Module], bool]
+    place: int
     records: Records
 
 
@@ -96,18 +197,41 @@ class ReducedBlock(Deciding, ConvertedBlock):
             raise RuntimeError(
                 "gradient checkpointing runs blocks twice, which pruning and merging do not support: turn it off"
             )
-        passage = (state.tracker.begin() if state.begins else state.tracker.running).slot(_Passage)
-        if state.begins:
-            passage.tokens = x.shape[1]
+        passage = self._passage(x)
+        z = passage.enter(x)
         arguments = self._narrowed(state.call.bind(args, kwargs), passage)
-        y = self.run_host(x, **arguments) if state.reduction is None else self._reduce(x, arguments, passage)
-        if state.ends:
-            for restore in reversed(passage.undo_steps) if state.restores else ():
-                y = restore(y)
-            state.tracker.end()
+        y = self.run_host(z, **arguments) if state.reduction is None else self._reduce(z, arguments, passage)
+        passage.busy = False
+        is_last = state.place == state.passes.last
+        is_reduced = passage.is_reduced_for_head if is_last else passage.unobserved
+        if is_reduced:
+            return y
+        y = passage.leave(y)
+        if not is_last and not passage.unobserved:
+            state.passes.hand_on(passage, y)
         return y
 
-    def _narrowed(self, arguments: dict[str, Any], passage: _Passage) -> dict[str, Any]:
+    def _passage(self, x: Tensor) -> Passage:
+        """Return what the blocks share in this pass; the first block begins it, or one that is called directly."""
+        state = self.mod_state
+        call = state.passes.calls.value.running
+        passage = None
+        if state.place:
+            latest = call.latest
+            if isinstance(latest, Passage) and latest.unobserved and not latest.busy:
+                # The host's own code: this block follows the one before.
+                passage = latest
+                passage.place = state.place
+            else:
+                passage = state.passes.find(x, state.place)
+        if passage is None:
+            passage = state.passes.begin(x)
+            passage.is_reduced_for_head = isinstance(call, ReducedCall) and call.is_reduced_for_head
+            passage.tokens = x.shape[1]
+        passage.busy = True
+        return passage
+
+    def _narrowed(self, arguments: dict[str, Any], passage: Passage) -> dict[str, Any]:
         """Return the block's arguments for the remaining tokens."""
         unknown = sorted(arguments.keys() - {"rope"})
         if unknown:
@@ -119,47 +243,121 @@ class ReducedBlock(Deciding, ConvertedBlock):
             arguments["attn_mask"] = passage.size_BN.log()[:, None, None, :]
         return arguments
 
-    def _reduce(self, x: Tensor, arguments: Mapping[str, Any], passage: _Passage) -> Tensor:
-        reduction, prefix = self.mod_state.reduction, self.mod_state.prefix
-        assert reduction is not None
-        captured = capture_importance() if self.mod_state.reads_importance else None
+    def _reduce(self, x: Tensor, arguments: Mapping[str, Any], passage: Passage) -> Tensor:
+        state = self.mod_state
+        assert state.reduction is not None
+        captured = capture_importance() if state.reads_importance(state.owner) else None
         with captured or nullcontext():
             x = attend(self, x, arguments)
         place_BN = passage.place_BN
-        if place_BN is None and ("rope" in arguments or self.record.traced):
+        if place_BN is None and (not passage.unobserved or "rope" in arguments or self.record.traced):
             place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         inputs = _take_inputs(self, arguments, None if captured is None else captured.importance_BN)
-        reduced = reduction(Grid(x, place_BN, passage.size_BN), inputs, prefix)
+        reduced = state.reduction(Grid(x, place_BN, passage.size_BN), inputs, state.prefix)
         if reduced is not None:
             (x, passage.place_BN, passage.size_BN), restore = reduced
-            passage.undo_steps.append(restore)
+            passage.add(restore)
         if self.record.traced:
-            self._trace(passage)
+            # Without a reduction every token is at its place.
+            self._trace(place_BN if reduced is None else passage.place_BN, passage)
         return feed(self, x)
 
-    def _trace(self, passage: _Passage) -> None:
+    def _trace(self, place_BN: Tensor | None, passage: Passage) -> None:
         """Record the remaining input tokens and their group sizes."""
-        assert passage.place_BN is not None
-        index_BK, order_BK = passage.place_BN.sort(dim=1)
+        assert place_BN is not None
+        index_BK, order_BK = place_BN.sort(dim=1)
         size_BK = None if passage.size_BN is None else passage.size_BN.gather(1, order_BK)
-        score_BN = torch.zeros(len(index_BK), passage.tokens, device=index_BK.device)
+        score_BN = torch.zeros(index_BK.shape[0], passage.tokens, device=index_BK.device)
         self.record.keep("", Routing(Kept(index_BK), Evidence(score_BN), joined=Joined(size_BK=size_BK)))
 
 
+class ReductionHook(SpanHook):
+    """Decides before each call of a model whether blocks pass on the remaining tokens, and whether the head reads them.
+
+    Args:
+        heads: What a head may read for which the grid is not restored, see `head_reads`.
+    """
+
+    def __init__(
+        self,
+        calls: PerThread[StackCalls],
+        name: str,
+        blocks: Sequence[nn.Module],
+        host: str,
+        heads: tuple[str, ...],
+    ) -> None:
+        super().__init__(calls, name, blocks, host)
+        self.heads = heads
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Decide for this call."""
+        unobserved = self.is_unobserved(module)
+        reads = head_reads(module)
+        # A hook on a block sees the grid; what is pooled does not depend on it.
+        known = self._runs(module) if reads == "patches" else unobserved and not _is_watched(module, "norm")
+        calls = self.calls.value
+        calls.running = ReducedCall(calls.running, unobserved, known and reads in self.heads)
+
+
+def _is_watched(module: nn.Module, name: str) -> bool:
+    """Return whether a hook reads what a module inside another one gets or returns."""
+    inner = module._modules.get(name)
+    return inner is not None and bool(inner._forward_hooks or inner._forward_pre_hooks)
+
+
 def reduce_(
-    stack: BlockStack, reductions: Mapping[int, Reduction], restores: bool, reads_importance: bool = False
-) -> None:
-    """Convert the blocks of a stack from the first reduction on; the last one may restore all tokens."""
-    tracker, first, last = PassTracker(), min(reductions), len(stack.blocks) - 1
+    stack: BlockStack,
+    owner: nn.Module,
+    reductions: Mapping[int, Reduction],
+    heads: tuple[str, ...],
+    reads_importance: Callable[[nn.Module], bool],
+) -> PerThread[StackCalls]:
+    """Convert the blocks of a stack from the first reduction on, and return what knows the calls of the model.
+
+    Args:
+        owner: The model that holds the blocks.
+        heads: What a head may read for which the grid is not restored, see `head_reads`.
+    """
+    first = min(reductions)
+    last = len(stack.blocks) - 1
+    passes = Passes(stack.calls, Passage, last - first)
+    outputs = PerThread(NormOutputs)
     for index in range(first, last + 1):
-        block, call = stack.blocks[index], stack.call_of(stack.blocks[index], None)
+        block = stack.blocks[index]
+        call = stack.call_of(block, None)
         assert isinstance(call, NamedArguments)
         if index in reductions:
             for norm in _NORMS:
-                convert(block.get_submodule(norm), _Watched, tracker)
-        place = index == first, index == last, restores
-        state = _ReducedState(call, tracker, stack.prefix, reductions.get(index), reads_importance, *place, Records())
+                convert(block.get_submodule(norm), _Watched, outputs)
+        state = _ReducedState(
+            call=call,
+            passes=passes,
+            outputs=outputs,
+            prefix=stack.prefix,
+            owner=owner,
+            reduction=reductions.get(index),
+            reads_importance=reads_importance,
+            place=index - first,
+            records=Records(),
+        )
         convert(block, ReducedBlock, state)
+    block_list = stack.names[0].split(".")[-2]
+    attach(owner, ReductionHook(stack.calls, block_list, stack.blocks, stack.host, heads))
+    return stack.calls
+
+
+def pools_remaining(calls: PerThread[StackCalls]) -> bool:
+    """Return whether a call of the model runs, in which the head gets the remaining tokens."""
+    call = calls.value.running
+    return isinstance(call, ReducedCall) and call.is_reduced_for_head and call.latest is not None
+
+
+def head_reads(model: nn.Module) -> str:
+    """Return which tokens a model's head reads: "prefix", also "patches", or "all" where code other than timm's may."""
+    functions = [name for name in ("forward_head", "pool", "_pool") if hasattr(type(model), name)]
+    if not all(runs_code_of("timm", model, name) for name in functions) or pooling(model) == "":
+        return "all"
+    return "prefix" if pooling(model) == "token" and getattr(model, "attn_pool", None) is None else "patches"
 
 
 def pooling(model: nn.Module) -> str:
@@ -167,18 +365,31 @@ def pooling(model: nn.Module) -> str:
     return str(getattr(model, "global_pool", "token"))
 
 
-class _NormOutputs(dict[nn.Module, Tensor]):
-    """The last outputs of the watched modules of a stack."""
+def never(model: nn.Module) -> bool:
+    """Return False, for any model."""
+    return False
+
+
+def _spread(y_BKD: Tensor, slot_BN: Tensor, base_BND: Tensor | None) -> Tensor:
+    """Return the row of each token's slot; a token without one (-1) keeps its row of the base."""
+    # Tokens share slots, so the gradient of a gather must add up.
+    index = slot_BN.clamp(min=0).unsqueeze(-1).expand(-1, -1, y_BKD.shape[-1])
+    rows_BND = y_BKD.gather(1, index)
+    return rows_BND if base_BND is None else torch.where((slot_BN >= 0).unsqueeze(-1), rows_BND, base_BND)
+
+
+class NormOutputs(dict[nn.Module, Tensor]):
+    """The last outputs of the watched modules of a stack, in one thread."""
 
 
 class _Watched(nn.Module):
     """Mixin of a module of `_NORMS` that stores its output."""
 
-    mod_state: PassTracker
+    mod_state: PerThread[NormOutputs]
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
-        self.mod_state.running.slot(_NormOutputs)[self] = y
+        self.mod_state.value[self] = y
         return y
 
 
@@ -196,7 +407,7 @@ def check_halves(name: str, block: nn.Module) -> None:
 
 def _take_inputs(block: ReducedBlock, arguments: Mapping[str, Any], importance_BN: Tensor | None) -> AttentionInputs:
     """Return and drop the last queries and keys of a block's attention, with its importance if captured."""
-    outputs = block.mod_state.tracker.running.slot(_NormOutputs)
+    outputs = block.mod_state.outputs.value
     query, key = (outputs.pop(block.get_submodule(norm)) for norm in _NORMS)
     if key.shape[1] != query.shape[1]:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)

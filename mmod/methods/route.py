@@ -78,6 +78,8 @@ class Route(Method):
         parts = self.parts
         if not method_owners(model):
             parts = {name: parts[name] for name in find_parts(model) if name in parts}
+        for name, config in parts.items():
+            _check_plan(model, name, config)
         return Route(parts, tuple(capacities(model).values()))
 
     def card(self, model: nn.Module) -> str:
@@ -197,6 +199,22 @@ def routed_blocks(model: nn.Module) -> dict[str, RoutedBlock]:
     if not blocks:
         raise ValueError(f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first")
     return blocks
+
+
+def _check_plan(model: nn.Module, part: str, config: RoutingConfig) -> None:
+    """Raise a ValueError if other blocks of a part are routed than its config says, as after blocks were removed."""
+    blocks = find_parts(model)[part]().blocks
+    routed = [index for index, block in enumerate(blocks) if isinstance(block, RoutedBlock)]
+    try:
+        planned: list[int] | None = list(config.plan(len(blocks)).blocks)
+    except ValueError:
+        # It names blocks that are gone.
+        planned = None
+    if planned != routed:
+        raise ValueError(
+            f"blocks of {part} were removed or moved since this {type(model).__name__} was routed: of {len(blocks)}, "
+            f"{routed} are routed, and its config has blocks={config.blocks!r}. Call mmod.undo_ and mmod.route_ again"
+        )
 
 
 def assign_capacities(model: nn.Module, capacity: float | Sequence[float] | Mapping[str, float]) -> None:

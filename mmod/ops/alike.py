@@ -132,7 +132,7 @@ def _redundancy_by_rank(unit_BNE: Tensor, prefix: int, valid_BN: Tensor | None) 
 
 def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
     """Rows are put in order first: a tile then compares its rows with those before them, and no others."""
-    images = len(unit_BNE)
+    images = unit_BNE.shape[0]
     tokens = unit_BNE.shape[1] - prefix
     order_N, place_N = _spread_order(tokens, prefix)
     unit_BNE = unit_BNE.index_select(1, order_N)

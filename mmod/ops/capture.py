@@ -94,7 +94,7 @@ class capture_importance(AttentionIntercept):
             visible_BN = visible_BN & self.valid_BN
         visible = visible_BN[:, None, None]
         if mask is not None:
-            row = _row(mask.expand(len(q_BHNE), -1, tokens, -1), place_B)
+            row = _row(mask.expand(q_BHNE.shape[0], -1, tokens, -1), place_B)
             visible = visible & row if row.dtype == torch.bool else row.masked_fill(~visible, -torch.inf)
         return _row(q_BHNE, place_B), visible
 

@@ -8,7 +8,7 @@ Axes: B images, H heads, N tokens, K slots per image, E channels of a head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +30,14 @@ class Projection(NamedTuple):
 
     weight: Tensor
     query_features: int
+
+
+def known_projections(weights: Iterable[tuple[Any, int]]) -> list[Projection]:
+    """Return projections from the weights of linear layers, without layers that torch quantized.
+
+    Those have a method in the place of a weight, and compute all of their features.
+    """
+    return [Projection(weight, features) for weight, features in weights if isinstance(weight, Tensor)]
 
 
 def keys_and_values(

@@ -27,7 +27,7 @@ def first_rows(first_N: Tensor, row_BK: Tensor, valid_BK: Tensor | None = None) 
         >>> first_rows(torch.tensor([0, 0, 2, 2]), torch.tensor([[0, 2, 3]]))
         tensor([[0, 0, 1, 2]])
     """
-    held_BN = held_slots(row_BK, len(first_N), valid_BK)
+    held_BN = held_slots(row_BK, first_N.shape[0], valid_BK)
     return torch.where(held_BN >= 0, held_BN, held_BN[:, first_N])
 
 
@@ -37,7 +37,7 @@ def held_slots(row_BK: Tensor, rows: int, valid_BK: Tensor | None) -> Tensor:
     if valid_BK is not None:
         # An empty slot may point at a row that a valid slot holds; "amax" then prefers the valid slot.
         slot_BK = torch.where(valid_BK, slot_BK, -1)
-    return slot_BK.new_full((len(row_BK), rows), -1).scatter_reduce(1, row_BK, slot_BK, "amax")
+    return slot_BK.new_full((row_BK.shape[0], rows), -1).scatter_reduce(1, row_BK, slot_BK, "amax")
 
 
 def group_sizes(slot_BN: Tensor, slots: int, *, all_join: bool = False) -> Tensor:
@@ -52,15 +52,15 @@ def group_sizes(slot_BN: Tensor, slots: int, *, all_join: bool = False) -> Tenso
     else:
         joined_BN = (slot_BN >= 0).float()
         slot_BN = slot_BN.clamp(min=0)
-    return joined_BN.new_zeros(len(slot_BN), slots).scatter_add(1, slot_BN, joined_BN)
+    return joined_BN.new_zeros(slot_BN.shape[0], slots).scatter_add(1, slot_BN, joined_BN)
 
 
 def _aligned(bias_BK: Tensor) -> Tensor:
     """Return a bias of keys (B, 1, 1, K), whose rows start at multiples of eight elements on a GPU."""
     slots = bias_BK.shape[1]
     if not bias_BK.is_cuda:
-        return bias_BK.view(len(bias_BK), 1, 1, slots)
-    return torch.nn.functional.pad(bias_BK, (0, -slots % 8)).view(len(bias_BK), 1, 1, -1)[..., :slots]
+        return bias_BK.view(bias_BK.shape[0], 1, 1, slots)
+    return torch.nn.functional.pad(bias_BK, (0, -slots % 8)).view(bias_BK.shape[0], 1, 1, -1)[..., :slots]
 
 
 def _flat(slot_BN: Tensor, slots: int, all_join: bool) -> Tensor:

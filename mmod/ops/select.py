@@ -162,7 +162,7 @@ def select_topk(
     ranked_BN = score_BN if valid_BN is None else _rank_last(score_BN, ~valid_BN)
     rank_BN = _ranks(ranked_BN, prefix, protect_BN)
     if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
-        index_BK = _first_by_topk(rank_BN, count)
+        index_BK = _lowest_first(rank_BN, count)
     else:
         index_BK = torch.sort(rank_BN, dim=1, stable=True).indices[:, :count]
     if valid_BN is None:
@@ -256,7 +256,7 @@ def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tenso
     image_S = keep_B.nonzero().squeeze(1)
     slots = tokens if image_S.shape[0] or torch.is_grad_enabled() else 0
     index_K = torch.arange(slots, device=level_B.device)
-    return image_S, index_K.expand(len(keep_B), -1), keep_B.unsqueeze(1).expand(-1, slots)
+    return image_S, index_K.expand(keep_B.shape[0], -1), keep_B.unsqueeze(1).expand(-1, slots)
 
 
 def slots_for(counts: Sequence[int]) -> int:
@@ -288,18 +288,30 @@ def _ranks(score_BN: Tensor, prefix: int, protect_BN: Tensor | None) -> Tensor:
     return rank_BN
 
 
-def _first_by_topk(rank_BN: Tensor, count: int) -> Tensor:
-    """Return the first `count` tokens by rank (B, K) where ONNX has no stable sort: its TopK breaks ties by index."""
-    rank_BN = rank_BN.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    return torch.topk(rank_BN, count, dim=1, largest=False).indices
+def best_first(score: Tensor, count: int | None = None) -> Tensor:
+    """Return the places of the highest scores of the last axis, best first; all of them for None.
+
+    Ties go to the lowest index and NaN ranks last, also in ONNX.
+
+    Example:
+        >>> best_first(torch.tensor([0.1, 0.9, 0.9, 0.5])).tolist()
+        [1, 2, 3, 0]
+    """
+    return _lowest_first(-score.detach(), score.shape[-1] if count is None else count)
 
 
 def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) -> Tensor:
     """Return the prefix and the `count - prefix` best other tokens, best first (B, count)."""
-    rank_BN = _ranks(score_BN, prefix, protect_BN)
+    return _lowest_first(_ranks(score_BN, prefix, protect_BN), count)
+
+
+def _lowest_first(rank: Tensor, count: int) -> Tensor:
+    """Return the places of the lowest ranks of the last axis, which NaN follow."""
     if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
-        return _first_by_topk(rank_BN, count)
-    return torch.sort(rank_BN, dim=1, stable=True).indices[:, :count]
+        # ONNX has no stable sort, but its TopK breaks ties by the lower index.
+        rank = rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        return torch.topk(rank, count, dim=-1, largest=False).indices
+    return torch.sort(rank, dim=-1, stable=True).indices[..., :count]
 
 
 def ascending_valid(index_BK: Tensor, count_B: Tensor, tokens: int) -> tuple[Tensor, Tensor]:

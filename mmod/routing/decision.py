@@ -121,7 +121,7 @@ class Kept(NamedTuple):
         valid_BK = torch.ones_like(self.index_BK, dtype=torch.bool) if self.valid_BK is None else self.valid_BK
         if self.idle_BK is not None:
             valid_BK = valid_BK & ~self.idle_BK
-        none_BN = valid_BK.new_zeros(len(valid_BK), tokens)
+        none_BN = valid_BK.new_zeros(valid_BK.shape[0], tokens)
         return none_BN.scatter(1, self.index_BK, valid_BK)
 
 

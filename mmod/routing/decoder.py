@@ -17,8 +17,8 @@ from mmod.routing.groups import select_within, slots_of
 from mmod.routing.router import Router
 
 
-class _Linear(nn.Linear):
-    """A linear layer that bitsandbytes does not quantize, because it replaces only `nn.Linear` itself."""
+class ExactLinear(nn.Linear):
+    """A linear layer that bitsandbytes and torch do not quantize, because they replace only `nn.Linear` itself."""
 
 
 class Predictor(nn.Module):
@@ -29,8 +29,8 @@ class Predictor(nn.Module):
 
     def __init__(self, dim: int, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
-        self.hidden = _Linear(dim, max(8, dim // 8), device=device, dtype=dtype)
-        self.out = _Linear(max(8, dim // 8), 1, device=device, dtype=dtype)
+        self.hidden = ExactLinear(dim, max(8, dim // 8), device=device, dtype=dtype)
+        self.out = ExactLinear(max(8, dim // 8), 1, device=device, dtype=dtype)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return logits (B, N) for tokens (B, N, D)."""

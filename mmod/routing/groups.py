@@ -55,7 +55,7 @@ def assign_groups(
         group_BN = ((free_BN.cumsum(1) - 1) // size + 1) * free_BN
         count = -(-free_BN.shape[1] // size)
     group_BN = group_BN.masked_fill(~valid_BN, PADDING)
-    counts = torch.zeros(len(group_BN), count + 2, dtype=torch.long, device=group_BN.device)
+    counts = torch.zeros(group_BN.shape[0], count + 2, dtype=torch.long, device=group_BN.device)
     rows = counts.scatter_add(1, group_BN + 1, torch.ones_like(group_BN)).tolist()
     sizes = tuple(tuple(row[2 : 2 + _used(row[2:])]) for row in rows)
     if isinstance(frames, int) and any(size != frames for row in sizes for size in row):
@@ -66,7 +66,7 @@ def assign_groups(
 
 def decoded_groups(valid_BN: Tensor) -> TokenGroups:
     """Assign the next token of every sample, which may be skipped without a change of shapes; `valid_BN` is (B, 1)."""
-    samples = len(valid_BN)
+    samples = valid_BN.shape[0]
     group_BN = valid_BN * 2 - 1
     sizes, always = ((1,),) * samples, (0,) * samples
     return TokenGroups(group_BN, valid_BN, _limits(group_BN), sizes, always, strict=False, alone=True)

@@ -16,7 +16,7 @@ import transformers
 import mmod
 from mmod.adapters.transformers import load
 from mmod.blocks import host_class
-from mmod.methods import Experts, methods_of
+from mmod.methods import Experts, Recursions, methods_of
 from mmod.methods.route import routing_configs
 from mmod.training.chat.model import router_parameters
 from tests.adapters.vlm_zoo import IMAGE, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
@@ -341,3 +341,44 @@ def test_the_trainer_resumes_from_its_checkpoint(tmp_path: Path) -> None:
         assert torch.equal(weight, again.state_dict()[name])
     first = mmod.load_pretrained(tmp_path / "checkpoint-2").state_dict()
     assert any(not torch.equal(weight, first[name]) for name, weight in model.state_dict().items() if "router" in name)
+
+
+# A method, and the one for what remains after layers are removed.
+CUT: dict[str, tuple[Any, Any]] = {
+    "some": (LINEAR_TEXT.replace(blocks=(1, 3)), LINEAR_TEXT.replace(blocks=(1,))),
+    "all": (LINEAR_TEXT.replace(blocks="all"), LINEAR_TEXT.replace(blocks="all")),
+    "experts": (Experts(experts=2), Experts(experts=2)),
+    "recursions": (Recursions(), Recursions(last=0)),
+}
+TEXT = torch.tensor([[3, 1, 4, 1, 5], [9, 2, 6, 5, 3]])
+
+
+@pytest.mark.parametrize("name", CUT)
+@torch.no_grad()
+def test_a_model_without_some_of_its_layers_is_not_saved_as_one_with_all(name: str, tmp_path: Path) -> None:
+    model: Any = mmod.apply_(make_language("llama", num_hidden_layers=6), CUT[name][0]).eval()
+    model.model.layers = model.model.layers[:2]
+    with pytest.raises(
+        ValueError, match=r"num_hidden_layers=6, so it would .* Call mmod\.undo_, set num_hidden_layers="
+    ):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.safetensors"))
+    mmod.undo_(model)
+    model.config.num_hidden_layers = len(model.model.layers)
+    mmod.apply_(model, CUT[name][1]).eval()
+    model.save_pretrained(tmp_path)
+    assert torch.equal(mmod.load_pretrained(tmp_path)(TEXT).logits, model(TEXT).logits)
+
+
+@torch.no_grad()
+def test_a_plan_names_the_layers_that_are_there(tmp_path: Path) -> None:
+    for blocks in ("all", (1, 3)):
+        model: Any = mmod.route_(make_language("llama", num_hidden_layers=6), LINEAR_TEXT.replace(blocks=blocks)).eval()
+        model.model.layers = model.model.layers[:2]
+        model.config.num_hidden_layers = 2
+        if blocks != "all":
+            with pytest.raises(ValueError, match=r"of 2, \[1\] are routed, .* blocks=\(1, 3\)\. Call mmod\.undo_"):
+                model.save_pretrained(tmp_path)
+            mmod.route_(mmod.undo_(model), LINEAR_TEXT.replace(blocks=(1,))).eval()
+        model.save_pretrained(tmp_path)
+        assert torch.equal(mmod.load_pretrained(tmp_path)(TEXT).logits, model(TEXT).logits)

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from mmod.methods import Exit, Merge, Method, Prune
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from timm.models.resnet import BasicBlock, ResNet
+from torch import nn
+
+import mmod
+from mmod.methods import Channels, Exit, Experts, Merge, Method, Prune, Recursions, Resize
+from tests.zoo import make_model
 
 # Class token or none, registers, mean, attention and distilled pooling, rotary positions, norms behind.
 MODELS = [
@@ -27,3 +38,45 @@ REDUCING: list[tuple[Method, Method]] = [
     (Merge(3), Merge(0)),
     (Exit(0.2, (0, 2)), Exit(2.0, (0, 2))),
 ]
+
+
+def _vit(*changes: Any, **arguments: object) -> nn.Module:
+    """Return a small ViT with methods."""
+    model = make_model("vit_tiny_patch16_224", depth=2, dynamic_img_size=True, **arguments)
+    for change in changes:
+        mmod.apply_(model, copy.deepcopy(change))
+    return model.eval()
+
+
+def _resnet(method: Method) -> nn.Module:
+    """Return a ResNet whose channel selectors are sure of their choice."""
+    torch.manual_seed(0)
+    model = mmod.apply_(ResNet(BasicBlock, [1, 2, 1, 2], num_classes=5), method).eval()
+    with torch.no_grad():
+        for block in model.modules():
+            if hasattr(block, "selector"):
+                block.selector[-1].bias.normal_(std=20)
+    return model
+
+
+EVERY: dict[str, Callable[[], nn.Module]] = {
+    "routing": partial(_vit, mmod.RoutingConfig(blocks=(1,))),
+    "staged": partial(_vit, Experts(experts=2), mmod.RoutingConfig(router="norm", blocks=(0, 1))),
+    "merge": partial(_vit, Merge(3)),
+    "merge-mean": partial(_vit, Merge(3), global_pool="avg"),
+    "prune": partial(_vit, Prune(0.6, (0, 1), fuse=False)),
+    "prune-fused": partial(_vit, Prune(0.6, (0, 1))),
+    "prune-mean": partial(_vit, Prune(0.6, (0,), by="mean"), global_pool="avg"),
+    "prune-whole": partial(_vit, Prune(0.6, (0,)), global_pool=""),
+    "exit": partial(_vit, Exit(0.2, (0,))),
+    "experts": partial(_vit, Experts(experts=2, idle=1, capacity=0.5)),
+    "experts-tokens": partial(_vit, Experts(experts=2, choice="tokens", normalize=True)),
+    "experts-unlimited": partial(_vit, Experts(experts=2, choice="tokens", capacity=None)),
+    "recursions": partial(_vit, Recursions(recursions=2, first=0, last=0)),
+    "recursions-first": partial(_vit, Recursions(recursions=2, first=0, last=0, keys="first")),
+    "recursions-tokens": partial(_vit, Recursions(recursions=2, first=0, last=0, choice="tokens")),
+    "resize": partial(_vit, Resize(32)),
+    "channels": partial(_resnet, Channels(divisor=8)),
+    "channels-own": partial(_resnet, Channels(divisor=8, into="own", adds="change")),
+}
+"""A small model with every method, and with options that take another path."""

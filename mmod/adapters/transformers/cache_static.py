@@ -105,9 +105,9 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         """Count the tokens of a step; allocate slots in the first step."""
         device = position_BK.device
         if self.position_BS is None:
-            shape = len(position_BK), self._slots(position_BK.shape[1], tokens)
+            shape = position_BK.shape[0], self._slots(position_BK.shape[1], tokens)
             self.position_BS = torch.full(shape, EMPTY, device=device)
-            self.kept_B1 = torch.zeros(len(position_BK), 1, dtype=torch.long, device=device)
+            self.kept_B1 = torch.zeros(position_BK.shape[0], 1, dtype=torch.long, device=device)
             self.cumulative_length, self._written = self.cumulative_length.to(device), self._written.to(device)
             _mark_static(self.position_BS, self.kept_B1, self.cumulative_length, self._written)
         assert isinstance(self.kept_B1, Tensor)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.transformers.cache_base import cache_of, with_cache
 from mmod.ops import PartialProjections, Projection
+from mmod.ops.context import known_projections
 
 
 class _Captured(Exception):
@@ -112,9 +113,7 @@ def _projections(attention: Any) -> list[Projection]:
     fused = getattr(attention, "qkv_proj", None)
     if fused is not None:
         features = int(attention.config.num_attention_heads) * int(attention.head_dim)
-        return [Projection(fused.weight, features)]
-    query, keys_values = attention.q_proj, (attention.k_proj, attention.v_proj)
-    return [
-        Projection(query.weight, int(query.weight.shape[0])),
-        *(Projection(linear.weight, 0) for linear in keys_values),
-    ]
+        return known_projections([(fused.weight, features)])
+    query = attention.q_proj.weight
+    features = int(query.shape[0]) if isinstance(query, Tensor) else 0
+    return known_projections([(query, features), (attention.k_proj.weight, 0), (attention.v_proj.weight, 0)])

@@ -137,7 +137,7 @@ class DecoderLayerCall(DecoderCall):
         """Record an empty attention map where maps are recorded, so that maps keep their layer's index."""
         collected = _active_collector.get()
         if collected is not None and "attentions" in collected and self.config._attn_implementation == "eager":
-            collected["attentions"].append(x_BND.new_zeros(len(x_BND), self.config.num_attention_heads, 0, 0))
+            collected["attentions"].append(x_BND.new_zeros(x_BND.shape[0], self.config.num_attention_heads, 0, 0))
 
     def hides_nothing(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether all tokens run and see all earlier tokens, so that the arguments need no change."""
@@ -312,7 +312,7 @@ class CompactRotary:
         fixed = isinstance(past, int) and getattr(self.rotary, "rope_type", None) in _FIXED
         if fixed and isinstance(before_B1, int) and not torch.compiler.is_compiling():
             return tuple(table[:, before_B1 : before_B1 + slots] for table in self._table(x_BND, before_B1 + slots))
-        place_BK = before_B1 + torch.arange(slots, device=x_BND.device).expand(len(x_BND), -1)
+        place_BK = before_B1 + torch.arange(slots, device=x_BND.device).expand(x_BND.shape[0], -1)
         if fixed and not torch.compiler.is_compiling():
             return tuple(table[0, place_BK] for table in self._table(x_BND, int(past) + slots))
         return self._computed(x_BND, place_BK)

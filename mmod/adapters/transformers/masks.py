@@ -43,7 +43,7 @@ def mask_of_kept(
         written = _mask_of_all(mask, x_BND, cache)
         if written is not None:
             return written
-    all_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(len(x_BND), -1)
+    all_BN = torch.arange(x_BND.shape[1], device=x_BND.device).expand(x_BND.shape[0], -1)
     index_BK = all_BN if routing is None else routing.kept.index_BK
     query_BK = past + index_BK
     new_BL, new_valid_BL = (past + all_BN, None) if all_keys else (query_BK, valid_BK)
@@ -106,9 +106,9 @@ def _mask_of_all(mask: Tensor | None, x_BND: Tensor, cache: RoutedLayer) -> Tens
         return F.pad(written, (0, recent), value=True)
     if mask is None:
         query_N = torch.ones(tokens, recent, dtype=torch.bool, device=x_BND.device).tril(recent - tokens)
-        columns = written.expand(-1, -1, tokens, -1), query_N.expand(len(x_BND), 1, -1, -1)
+        columns = written.expand(-1, -1, tokens, -1), query_N.expand(x_BND.shape[0], 1, -1, -1)
         return torch.cat(columns, dim=-1)
-    mask = mask.expand(len(x_BND), -1, -1, -1)
+    mask = mask.expand(x_BND.shape[0], -1, -1, -1)
     pairs = key_columns(mask, cache.position_BL)
     return torch.cat([_hide(pairs, ~written), mask[..., length - recent :]], dim=-1)
 

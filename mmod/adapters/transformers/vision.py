@@ -128,7 +128,7 @@ class TowerImportance:
             )
         importance_IN = self._importance(query, key)[:, self.dropped :]
         tokens, values = int(image_BN.sum()), importance_IN.numel()
-        if values and tokens % values == 0 and tokens // values * len(importance_IN) == len(image_BN):
+        if values and tokens % values == 0 and tokens // values * importance_IN.shape[0] == image_BN.shape[0]:
             # generate() repeats prompts with one image each, whose features it computed once.
             importance_IN = importance_IN.repeat_interleave(tokens // values, dim=0)
         if importance_IN.numel() != tokens:

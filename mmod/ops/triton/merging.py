@@ -117,7 +117,7 @@ def size_groups(results: tuple[Tensor, ...], slot_BN: Tensor, slots: int, dtype:
     width = bias.shape[-1]
     launch(
         size_kernel,
-        (len(slot_BN), triton.cdiv(width, _TILE)),
+        (slot_BN.shape[0], triton.cdiv(width, _TILE)),
         slot_BN,
         size,
         bias,
