@@ -137,7 +137,8 @@ class ExitBlock(Deciding, ConvertedBlock):
         if not len(x):
             # Not every host supports an empty batch.
             return x
-        y: Tensor = super().forward(x, *args, **kwargs)
+        masks = {name: self._of_remaining(x, value) for name, value in kwargs.items()}
+        y: Tensor = super().forward(x, *(self._of_remaining(x, value) for value in args), **masks)
         if self.mod_state.turn is None:
             return y
         if y.is_meta:
@@ -147,6 +148,13 @@ class ExitBlock(Deciding, ConvertedBlock):
         if exporting():
             raise ValueError("early exit cannot be exported: the number of remaining images depends on the data")
         return self._leave(y)
+
+    def _of_remaining(self, x_BND: Tensor, argument: Any) -> Any:
+        """Return the rows of the remaining images, of a mask of all (B, H, N, N); other arguments are unchanged."""
+        if not isinstance(argument, Tensor) or argument.ndim != 4 or len(argument) in (1, len(x_BND)):
+            return argument
+        index_B = self.mod_state.tracker.running.slot(_Leaving).index_B
+        return argument if index_B is None else argument.index_select(0, index_B)
 
     def _trace(self, x_BND: Tensor) -> None:
         """Record which images the block runs on."""

@@ -14,11 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
+from mmod.adapters.base import NamedArguments
 from mmod.blocks import Deciding, Records, StandingModule
 from mmod.blocks.forward_pass import recomputing
 from mmod.blocks.rows import leave_rows
 from mmod.methods.base import register_method
-from mmod.methods.mixture import Mixture, balance_loss, membership_loss, refuse_generation, route_logits
+from mmod.methods.mixture import (
+    Mixture,
+    balance_loss,
+    membership_loss,
+    refuse_generation,
+    refuse_packed,
+    route_logits,
+)
 from mmod.ops import gather_rows, select_topk
 from mmod.ops.backend import exporting
 from mmod.ops.gate import apply_gate
@@ -229,9 +237,12 @@ class Cycle(StandingModule, Deciding):
         """Return which tokens are not padding (B, N); None for all."""
         call = self.mod_state.calls[0]
         if not self.mod_state.language:
-            return None
-        if self.mod_state.config.choice != "tokens" and not self._alone(x_BND) and call.cached(arguments):
-            refuse_generation("recursions")
+            return NamedArguments.marks(call, arguments, x_BND, None).valid_BN
+        if self.mod_state.config.choice != "tokens" and not self._alone(x_BND):
+            if call.cached(arguments):
+                refuse_generation("recursions")
+            if call.is_packed(arguments, x_BND):
+                refuse_packed("recursions")
         return call.valid(arguments, x_BND)
 
     def _alone(self, x_BND: Tensor) -> bool:

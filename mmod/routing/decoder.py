@@ -15,6 +15,7 @@ from mmod.ops.gate import apply_gate, step_gate
 from mmod.routing.decision import KEPT, Evidence, Kept, Routing, TokenGroups, TokenMarks, Weights
 from mmod.routing.groups import select_within, slots_of
 from mmod.routing.router import Router
+from mmod.routing.score.linear import LinearScore
 
 
 class _Linear(nn.Linear):
@@ -70,17 +71,38 @@ class DecoderRouter(Router):
                 importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
             elif wanted and tokens.importance is not None:
                 importance_BN = tokens.importance().to(x_BND.device)
+        elif isinstance(tokens, TokenGroups) and tokens.segments is not None and not self.config.router.draws:
+            # A mean over the queries of the row becomes one over those of the sample.
+            assert importance_BN is not None
+            importance_BN = importance_BN / tokens.segments.share_BN.to(importance_BN.device)
         return super().forward(x_BND, importance_BN, tokens, earlier)
 
     def _score(
         self, x_BND: Tensor, importance_BN: Tensor | None, tokens: TokenGroups, alike: Tensor | None = None
     ) -> Tensor:
-        free_BN = tokens.free_BN
+        segments, shared = tokens.segments, self.config.router.shared and importance_BN is not None
+        # Shared scores are ready, and a linear score reads each token alone.
+        if segments is None or shared or isinstance(self.score, LinearScore):
+            return self._score_rows(x_BND, importance_BN, tokens.free_BN)
+        importance_SL = None if importance_BN is None else segments.split(importance_BN)
+        free_SL = segments.split(tokens.free_BN) & segments.valid_SL
+        return segments.pack(self._score_rows(segments.split(x_BND), importance_SL, free_SL))
+
+    def _score_rows(self, x_BND: Tensor, importance_BN: Tensor | None, free_BN: Tensor) -> Tensor:
+        """Return raw scores of rows (B, N) that hold one sample each."""
         score_BN = super()._score(x_BND, importance_BN, TokenMarks(free_BN))
         if self.config.router.positional and score_BN is not importance_BN:
             # By rank among the tokens that may be skipped, so that padding and text do not change the draw.
             score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))
         return score_BN
+
+    def _squashed(self, score_BN: Tensor, tokens: TokenGroups) -> Tensor:
+        """Return the values that a threshold is compared with (B, N), relative to those of the same sample."""
+        segments, squashed = tokens.segments, self.config.router.squashed
+        if segments is None:
+            return squashed(score_BN, tokens.free_BN)
+        free_SL = segments.split(tokens.free_BN) & segments.valid_SL
+        return segments.pack(squashed(segments.split(score_BN), free_SL))
 
     def _select(
         self, x_BND: Tensor, importance_BN: Tensor | None, tokens: TokenGroups, score_BN: Tensor | None = None
@@ -103,7 +125,7 @@ class DecoderRouter(Router):
     def _run_all_of(self, score_BN: Tensor, threshold: float, tokens: TokenGroups) -> Routing:
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""
         free_BN, there_BN = tokens.free_BN, tokens.group_BN >= KEPT
-        gate_BN = torch.where(free_BN, step_gate(self.config.router.squashed(score_BN, free_BN), threshold), 1.0)
+        gate_BN = torch.where(free_BN, step_gate(self._squashed(score_BN, tokens), threshold), 1.0)
         index_BK, valid_BK, total = slots_of(there_BN, there_BN.sum(1).tolist())
         gate_BK = gate_BN.gather(1, index_BK)
         kept = Kept(index_BK, valid_BK, total, idle_BK=gate_BK == 0)
@@ -120,7 +142,7 @@ class DecoderRouter(Router):
         if threshold is None:
             return select_within(score_BN, self.capacity, tokens)
         free_BN = tokens.free_BN
-        squashed_BN = self.config.router.squashed(score_BN.detach(), free_BN)
+        squashed_BN = self._squashed(score_BN.detach(), tokens)
         keep_BN = (tokens.group_BN == KEPT) | (free_BN & (squashed_BN >= threshold))
         if tokens.alone:
             return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN, None
