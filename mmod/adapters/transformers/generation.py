@@ -37,12 +37,10 @@ class Prompt:
         if self._start is None:
             # A mask of only the new tokens begins behind cached ones, as behind a prefix that peft tuned.
             self._start = past if self.image_BN.shape[1] <= tokens else 0
-        rows, begin = len(self.image_BN), past - self._start
-        if rows == 0 or samples % rows:
-            raise ValueError(f"image_mask has {rows} rows, which do not divide the {samples} generated samples")
+        begin = past - self._start
         image_BN = self.image_BN[:, begin : begin + tokens]
         image_BN = F.pad(image_BN, (0, tokens - image_BN.shape[1]))
-        return image_BN.repeat_interleave(samples // rows, dim=0)
+        return image_BN.repeat_interleave(samples // len(image_BN), dim=0)
 
 
 class _Running:

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 
 from mmod.adapters.transformers.generation import Prompt
-from mmod.adapters.transformers.images import IMAGES
+from mmod.adapters.transformers.images import IMAGES, checked_mask
 from mmod.adapters.transformers.language import GroupHook
 from mmod.blocks import (
     RoutedDecoderBlock,
@@ -125,6 +125,8 @@ def _generate(
     given = [value for value in (embeds_BND, ids_BN) if isinstance(value, Tensor)]
     if image_BN is not None:
         hook.check_marks()
+        for value in given[:1]:
+            checked_mask(IMAGES, image_BN, (value.shape[0], value.shape[1]))
     elif len(given) == 2 and given[0].shape[:2] == given[1].shape and hook.tokens == "image":
         # The host reads the embeddings only.
         image_BN = hook.images.kinds(model, {"input_ids": ids_BN}, None)
