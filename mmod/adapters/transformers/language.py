@@ -250,9 +250,9 @@ class GroupHook(ModelHook):
         if chosen_B is not None and bool(chosen_B.any()):
             raise ValueError(
                 "the prompt goes on behind cached image tokens, which were chosen by the attention of the cached part "
-                "alone, so the answer would differ from that to the full prompt: generate from the full prompt, "
-                "without past_key_values or prefill_chunk_size, or route by a score that reads each token alone, such "
-                "as router='linear'"
+                "alone, so the answer would differ from that to the full prompt: pass the full prompt at once, without "
+                "past_key_values or prefill_chunk_size, or route by a score that reads each token alone, such as "
+                "router='linear'"
             )
 
     def _check_apart(self, module: nn.Module, groups: TokenGroups, frames: Frames | None, cache: Any) -> None:
