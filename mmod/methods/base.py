@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack, find_library, find_stack, load_adapter
 from mmod.blocks import Deciding, is_converted, make_dense
 from mmod.config.registry import Registry, check_frozen
+from mmod.methods.enclosed import watch_saving
 from mmod.routing import Routing
 from mmod.values import Checked, check_module
 
@@ -214,6 +215,7 @@ def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:
     model.mod_methods = methods  # type: ignore[assignment]
     if not methods:
         del model.mod_methods
+    watch_saving(model, bool(methods))
     library = find_library(model)
     describe = None if library is None else getattr(load_adapter(library), "describe_methods", None)
     if describe is not None:

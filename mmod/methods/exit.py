@@ -152,7 +152,8 @@ class ExitBlock(Deciding, ConvertedBlock):
         if not x.shape[0]:
             # Not every host supports an empty batch.
             return x
-        y: Tensor = super().forward(x, *args, **kwargs)
+        masks = {name: _of_remaining(x, value, leaving) for name, value in kwargs.items()}
+        y: Tensor = super().forward(x, *(_of_remaining(x, value, leaving) for value in args), **masks)
         if self.mod_state.turn is None or not running.begun:
             return y
         if y.is_meta:
@@ -191,6 +192,13 @@ class ExitBlock(Deciding, ConvertedBlock):
         leaving.answers.append((leaving.index_B[leaves_B], logits))
         leaving.index_B = leaving.index_B[~leaves_B]
         return y_BND[~leaves_B]
+
+
+def _of_remaining(x_BND: Tensor, argument: Any, leaving: _Leaving) -> Any:
+    """Return the rows of the remaining images, of a mask of all (B, H, N, N); other arguments are unchanged."""
+    if not isinstance(argument, Tensor) or argument.ndim != 4 or argument.shape[0] in (1, x_BND.shape[0]):
+        return argument
+    return argument if leaving.index_B is None else argument.index_select(0, leaving.index_B)
 
 
 class ExitModel(nn.Module):

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Deciding, Records, StandingModule, convert, detach_hooks
+from mmod.blocks import Deciding, Record, Records, StandingModule, convert, detach_hooks
 from mmod.blocks.span import recomputing
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
@@ -33,9 +33,11 @@ from mmod.methods.mixture import (
     first_floating,
     membership_loss,
     refuse_generation,
+    refuse_packed,
 )
 from mmod.ops.backend import exporting
 from mmod.ops.select import kept_count
+from mmod.ops.views import is_visible
 from mmod.routing import Routing
 from mmod.routing.decoder import Predictor
 
@@ -110,8 +112,17 @@ class Experts(Mixture):
 
     def slots_of(self, tokens: int) -> int:
         """Return the slots per expert; without a limit, the number that the balance loss aims at."""
+        return kept_count(tokens, self._share)
+
+    def slots_among(self, tokens_B: Tensor) -> Tensor:
+        """Return the slots per expert for numbers of tokens (B), as `slots_of` does."""
+        return (tokens_B * self._share.numerator // self._share.denominator).clamp(min=1)
+
+    @property
+    def _share(self) -> Fraction:
+        """Slots of an expert per token."""
         share = Fraction(self.experts, self.experts + self.idle) if self.capacity is None else str(self.capacity)
-        return kept_count(tokens, Fraction(share) / self.experts)
+        return Fraction(share) / self.experts
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the blocks exist and have MLPs that receive complete images or texts."""
@@ -134,8 +145,13 @@ class Experts(Mixture):
             weight = first_floating(stack.blocks[index])
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
             router = TokenRouter(stack.dim, self.experts + self.idle, weight)
-            convert(mlp, ExpertMlp, ExpertState(self, Records()))
+            convert(mlp, ExpertMlp, ExpertState(self, Records(ExpertRecord)))
             mlp.router, mlp.others = router, others
+            attention = stack.call_of(stack.blocks[index], None).operators.get("attention")
+            if attention and not stack.language:
+                stack.blocks[index].get_submodule(attention).register_forward_pre_hook(
+                    _SeenTokens(mlp.mod_state.records), with_kwargs=True
+                )
             if self.choice == "predictor":
                 predictors = [Predictor(stack.dim, weight.device, weight.dtype) for _ in range(self.experts)]
                 mlp.predictors = nn.ModuleList(predictors)
@@ -145,8 +161,9 @@ class Experts(Mixture):
             text.register_forward_pre_hook(_CompleteTexts(names), with_kwargs=True)
 
     def restore(self, model: nn.Module) -> None:
-        """Remove the experts, and the hook of a language model."""
-        detach_hooks(model, _CompleteTexts)
+        """Remove the experts and the hooks."""
+        for kind in (_CompleteTexts, _SeenTokens):
+            detach_hooks(model, kind)
         super().restore(model)
 
     def _blocks(self, stack: BlockStack) -> range | tuple[int, ...]:
@@ -170,18 +187,53 @@ class _CompleteTexts:
             return
         # Only a model of transformers gets here.
         from mmod.adapters.transformers.cache_base import cache_of
-        from mmod.adapters.transformers.masks import valid_tokens
+        from mmod.adapters.transformers.structure import read_structure, source_of
 
         arguments = {**dict(zip(self.names, args)), **kwargs}
-        cache, mask = cache_of(arguments), arguments.get("attention_mask")
+        cache = cache_of(arguments)
         if cache is not None and int(cache.get_seq_length()):
             refuse_generation("experts")
-        source = arguments.get("inputs_embeds") if arguments.get("input_ids") is None else arguments["input_ids"]
-        if mask is not None and source is not None and not bool(valid_tokens(mask, source, 0).all()):
+        structure = read_structure(arguments, source_of(arguments), 0, module.config)
+        if structure.segment_BN is not None:
+            refuse_packed("experts")
+        if not bool(structure.valid_BN.all()):
             raise ValueError(
                 "experts choose among the tokens of a text, and padding in this batch would take their slots: pass "
                 "texts of one length, or apply the method with choice='tokens'"
             )
+
+
+class ExpertRecord(Record):
+    """What one thread keeps of an `ExpertMlp`.
+
+    Attributes:
+        valid_BN: Which tokens the attention before the MLP let others see (B, N), until the MLP reads it; None for all.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.valid_BN: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _SeenTokens:
+    """A forward pre-hook of an attention, after which an MLP of experts runs on the same tokens: reads its mask."""
+
+    records: Records
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attn_mask")
+        record: Any = self.records.value
+        if mask is not None and mask.ndim == 4:
+            if args and args[0].shape[1] != mask.shape[-1]:
+                raise ValueError(
+                    "experts choose among kept tokens, and which of them are masked is unknown where these attend to "
+                    "all tokens: route with context='kept', or pass no attn_mask"
+                )
+            record.valid_BN = is_visible(mask).any(dim=1).any(dim=1)
+        elif record.valid_BN is not None:
+            # Left by a pass that failed.
+            record.valid_BN = None
 
 
 class ExpertState(NamedTuple):
@@ -215,11 +267,13 @@ class ExpertMlp(StandingModule, Deciding):
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs (B, N, D); zero for tokens without an expert."""
         config, logit_BNJ = self.mod_state.config, self.router(x_BND)
+        valid_BN = self._take_valid(x_BND)
         prob_BNJ, learns = logit_BNJ.softmax(dim=-1), self.training and not recomputing()
         logit_EBN = self._alone(x_BND, logit_BNJ) if config.two_ways else None
         if x_BND.is_meta or self.chooses_together(self.training):
             slots = config.slots_of(x_BND.shape[1])
-            rows = choose_tokens(prob_BNJ, config.experts, slots, config.choice, config.normalize)
+            slots_B = None if valid_BN is None else config.slots_among(valid_BN.sum(dim=1))
+            rows = choose_tokens(prob_BNJ, config.experts, slots, config.choice, config.normalize, valid_BN, slots_B)
         elif exporting():
             raise ValueError("experts without slots cannot be exported: the number of their tokens depends on the data")
         else:
@@ -230,7 +284,7 @@ class ExpertMlp(StandingModule, Deciding):
             for place, decision in zip(self.places(), expert_decisions(rows, prob_BNJ, logit_EBN)):
                 record.keep(place, decision)
         if learns:
-            loss = self._loss(prob_BNJ, logit_EBN, rows)
+            loss = self._loss(prob_BNJ, logit_EBN, rows, valid_BN)
             record.losses = [] if loss is None else [loss]
         return self._compute(x_BND, rows)
 
@@ -258,11 +312,22 @@ class ExpertMlp(StandingModule, Deciding):
         y = y * rows.gate_T.unsqueeze(1).to(y.dtype)
         return y.new_zeros(flat.shape[0], y.shape[1]).index_add(0, rows.row_T, y).view(*x_BND.shape[:2], -1)
 
-    def _loss(self, prob_BNJ: Tensor, logit_EBN: Tensor | None, rows: ExpertRows) -> Tensor | None:
+    def _take_valid(self, x_BND: Tensor) -> Tensor | None:
+        """Return which tokens others may see (B, N); None for all."""
+        record: Any = self.record
+        if record.valid_BN is None:
+            return None
+        valid_BN, record.valid_BN = record.valid_BN, None
+        return valid_BN.expand(x_BND.shape[0], -1)
+
+    def _loss(
+        self, prob_BNJ: Tensor, logit_EBN: Tensor | None, rows: ExpertRows, valid_BN: Tensor | None
+    ) -> Tensor | None:
         config = self.mod_state.config
         if not config.has_loss:
             return None
         if config.choice == "tokens":
-            return config.balance * balance_loss(prob_BNJ)
+            counted = prob_BNJ if valid_BN is None else prob_BNJ[valid_BN].unsqueeze(0)
+            return config.balance * balance_loss(counted)
         assert logit_EBN is not None
         return config.membership * membership_loss(logit_EBN, computed(rows, prob_BNJ))

@@ -72,6 +72,14 @@ def refuse_generation(choosers: str) -> None:
     )
 
 
+def refuse_packed(choosers: str) -> None:
+    """Raise a ValueError where experts or recursions would choose among the tokens of several packed samples."""
+    raise ValueError(
+        f"{choosers} choose among the tokens of a row, but rows are packed with several samples: pass one sample per "
+        "row, or apply the method with choice='tokens'"
+    )
+
+
 class ExpertRows(NamedTuple):
     """Rows of a flat batch by expert, weights of their outputs (T), 0 in empty slots, and rows per expert."""
 
@@ -80,10 +88,23 @@ class ExpertRows(NamedTuple):
     counts: list[int]
 
 
-def choose_tokens(prob_BNJ: Tensor, experts: int, slots: int, choice: str, normalize: bool = False) -> ExpertRows:
+def choose_tokens(
+    prob_BNJ: Tensor,
+    experts: int,
+    slots: int,
+    choice: str,
+    normalize: bool = False,
+    valid_BN: Tensor | None = None,
+    slots_B: Tensor | None = None,
+) -> ExpertRows:
     """Assign the tokens of every image to expert slots; ties go to the lower position.
 
-    Probabilities are over all experts, idle ones last; `normalize` makes the weights of a token sum to 1.
+    Args:
+        prob_BNJ: Probabilities over all experts, idle ones last (B, N, J).
+        slots: Slots of each expert in an image.
+        normalize: Make the weights of a token sum to 1.
+        valid_BN: False at tokens that take no slot (B, N); None if all may.
+        slots_B: Slots of each expert in an image with such tokens, at most `slots` (B); the others stay empty.
 
     Example:
         >>> prob = torch.tensor([[[0.7, 0.2, 0.1], [0.6, 0.3, 0.1], [0.1, 0.1, 0.8]]])
@@ -96,8 +117,11 @@ def choose_tokens(prob_BNJ: Tensor, experts: int, slots: int, choice: str, norma
     if choice == "tokens":
         # Tokens of other experts rank last, with weight 0.
         weight_EBN = torch.where(chosen_expert(prob_BNJ, experts), weight_EBN, 0.0)
-    index_EBK = best_first(weight_EBN, slots)
+    ranked_EBN = weight_EBN if valid_BN is None else weight_EBN.masked_fill(~valid_BN, -torch.inf)
+    index_EBK = best_first(ranked_EBN, slots)
     gate_EBK = weight_EBN.gather(-1, index_EBK)
+    if slots_B is not None:
+        gate_EBK = gate_EBK * (torch.arange(slots, device=slots_B.device) < slots_B.unsqueeze(1))
     if normalize:
         total_EBN = torch.zeros_like(weight_EBN).scatter(-1, index_EBK, gate_EBK).sum(dim=0, keepdim=True)
         gate_EBK = gate_EBK / total_EBN.expand_as(weight_EBN).gather(-1, index_EBK).clamp_min(1e-9)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
+from mmod.adapters.base import NamedArguments
 from mmod.blocks import Deciding, Records, StandingModule
 from mmod.blocks.rows import write_back
 from mmod.blocks.span import recomputing
@@ -25,6 +26,7 @@ from mmod.methods.mixture import (
     first_floating,
     membership_loss,
     refuse_generation,
+    refuse_packed,
 )
 from mmod.ops import gather_rows, select_topk
 from mmod.ops.backend import exporting
@@ -234,9 +236,12 @@ class Cycle(StandingModule, Deciding):
         """Return which tokens are not padding (B, N); None for all."""
         call = self.mod_state.calls[0]
         if not self.mod_state.language:
-            return None
-        if self.mod_state.config.choice != "tokens" and not self._alone(x_BND) and call.cached(arguments):
-            refuse_generation("recursions")
+            return NamedArguments.marks(call, arguments, x_BND, None).valid_BN
+        if self.mod_state.config.choice != "tokens" and not self._alone(x_BND):
+            if call.cached(arguments):
+                refuse_generation("recursions")
+            if call.is_packed(arguments, x_BND):
+                refuse_packed("recursions")
         return call.valid(arguments, x_BND)
 
     def _alone(self, x_BND: Tensor) -> bool:

@@ -84,7 +84,7 @@ def p_mod(depth: int | None) -> dict[str, Any]:
     The score is linear in the raw tokens, with a bias; both start at zero. The gate also multiplies skipped tokens, as
     in paper and code. For kept tokens the paper weighs the block's output and the code its MLP branch; here the gate
     weighs the block's update. All three agree while the gate is 1. In language models `language={"gate_on": "mlp"}`
-    follows the code, and only image tokens are scored, weighed or skipped.
+    follows the code, and only image tokens are scored, weighed or skipped: a model that names none is refused.
     """
     fields = {
         "router": score("linear", normalize=False, bias=True, init_std=0.0),

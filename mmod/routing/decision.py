@@ -43,6 +43,30 @@ class TokenMarks(NamedTuple):
         return self.free(score_BN, prefix)
 
 
+class Segments(NamedTuple):
+    """Where the tokens of packed samples stand, if each sample gets a row of its own.
+
+    Args:
+        token_SL: Index of each sample's tokens among all tokens of the batch (S, L).
+        valid_SL: False at empty slots and at padding (S, L).
+        place_BN: Index of every token among the slots of all samples (B, N).
+        share_BN: The sample's number of tokens, relative to its row's (B, N).
+    """
+
+    token_SL: Tensor
+    valid_SL: Tensor
+    place_BN: Tensor
+    share_BN: Tensor
+
+    def split(self, rows: Tensor) -> Tensor:
+        """Return the rows (S, L, ...) of samples from rows (B, N, ...) that pack them."""
+        return rows.flatten(0, 1)[self.token_SL]
+
+    def pack(self, values_SL: Tensor) -> Tensor:
+        """Return the values (B, N) of packed tokens from those of samples."""
+        return values_SL.flatten()[self.place_BN]
+
+
 class TokenGroups(NamedTuple):
     """Which tokens of texts may be skipped, for all routed layers of a forward pass.
 
@@ -60,6 +84,7 @@ class TokenGroups(NamedTuple):
         alone: Every sample has one token, and a slot for it, kept or not.
         causal: Attention is causal over the valid tokens, whatever the mask.
         importance: Returns importance (B, N) from outside the layers; None without.
+        segments: The packed samples, if rows pack several; each is routed as if it were alone.
     """
 
     group_BN: Tensor
@@ -71,6 +96,7 @@ class TokenGroups(NamedTuple):
     alone: bool = False
     causal: bool = False
     importance: Callable[[], Tensor] | None = None
+    segments: Segments | None = None
 
     @property
     def valid_BN(self) -> Tensor | None:

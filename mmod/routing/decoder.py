@@ -15,6 +15,7 @@ from mmod.ops.gate import apply_gate, step_gate
 from mmod.routing.decision import KEPT, Evidence, Kept, Routing, TokenGroups, TokenMarks, Weights
 from mmod.routing.groups import select_within, slots_of
 from mmod.routing.router import Router
+from mmod.routing.score.linear import LinearScore
 
 
 class ExactLinear(nn.Linear):
@@ -71,6 +72,9 @@ class DecoderRouter(Router):
                 importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
             elif wanted and groups.importance is not None:
                 importance_BN = groups.importance().to(x_BND.device)
+        elif importance_BN is not None and groups.segments is not None and not self.draws:
+            # A mean over the queries of the row becomes one over those of the sample.
+            importance_BN = importance_BN / groups.segments.share_BN.to(importance_BN.device)
         score_BN = self._score(x_BND, self.config.router, importance_BN, groups)
         predicted_BN = None if self.predictor is None else self.predictor(x_BND)
         gate = self.config.gate
@@ -96,17 +100,35 @@ class DecoderRouter(Router):
         tokens: TokenGroups,
         unit_BNE: Tensor | None = None,
     ) -> Tensor:
-        free_BN = tokens.free_BN
+        segments = tokens.segments
+        is_shared = score.shared and importance_BN is not None
+        # Shared scores are ready, and a linear score reads each token alone.
+        if segments is None or is_shared or isinstance(self.score, LinearScore):
+            return self._score_rows(x_BND, score, importance_BN, tokens.free_BN)
+        importance_SL = None if importance_BN is None else segments.split(importance_BN)
+        free_SL = segments.split(tokens.free_BN) & segments.valid_SL
+        return segments.pack(self._score_rows(segments.split(x_BND), score, importance_SL, free_SL))
+
+    def _score_rows(self, x_BND: Tensor, score: Score, importance_BN: Tensor | None, free_BN: Tensor) -> Tensor:
+        """Return raw scores of rows (B, N) that hold one sample each."""
         score_BN = super()._score(x_BND, score, importance_BN, TokenMarks(free_BN))
         if score.positional and score_BN is not importance_BN:
             # By rank among the tokens that may be skipped, so that padding and text do not change the draw.
             score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))
         return score_BN
 
+    def _squashed(self, score_BN: Tensor, tokens: TokenGroups) -> Tensor:
+        """Return the values that a threshold is compared with (B, N), relative to those of the same sample."""
+        segments, squashed = tokens.segments, self.config.router.squashed
+        if segments is None:
+            return squashed(score_BN, tokens.free_BN)
+        free_SL = segments.split(tokens.free_BN) & segments.valid_SL
+        return segments.pack(squashed(segments.split(score_BN), free_SL))
+
     def _run_all_of(self, score_BN: Tensor, threshold: float, tokens: TokenGroups) -> Routing:
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""
         free_BN, there_BN = tokens.free_BN, tokens.group_BN >= KEPT
-        gate_BN = torch.where(free_BN, step_gate(self.config.router.squashed(score_BN, free_BN), threshold), 1.0)
+        gate_BN = torch.where(free_BN, step_gate(self._squashed(score_BN, tokens), threshold), 1.0)
         index_BK, valid_BK, total = slots_of(there_BN, there_BN.sum(1).tolist())
         gate_BK = gate_BN.gather(1, index_BK)
         kept = Kept(index_BK, valid_BK, total, idle_BK=gate_BK == 0)
@@ -123,7 +145,7 @@ class DecoderRouter(Router):
         if threshold is None:
             return select_within(score_BN, self.capacity, tokens)
         free_BN = tokens.free_BN
-        squashed_BN = self.config.router.squashed(score_BN.detach(), free_BN)
+        squashed_BN = self._squashed(score_BN.detach(), tokens)
         keep_BN = (tokens.group_BN == KEPT) | (free_BN & (squashed_BN >= threshold))
         if tokens.alone:
             return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN, None

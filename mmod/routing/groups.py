@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.ops.select import ascending_valid, slots_for
-from mmod.routing.decision import KEPT, PADDING, TokenGroups
+from mmod.routing.decision import KEPT, PADDING, Segments, TokenGroups
 
 
 def assign_groups(
@@ -24,7 +24,7 @@ def assign_groups(
     segment_BN: Tensor | None = None,
     first_BN: Tensor | None = None,
 ) -> TokenGroups:
-    """Assign every token to its group, with one host synchronisation, or two for spans and packed rows.
+    """Assign every token to its group, with one host synchronisation, two for spans, or a few for packed rows.
 
     Args:
         frames: Groups: None for one per sample, "span" for one per span, or a number of tokens.
@@ -52,6 +52,8 @@ def assign_groups(
         count = int(group_BN.max()) if group_BN.numel() else 0
     else:
         size = int(frames)
+        if segment_BN is not None:
+            _check_frames(free_BN, segment_BN, size)
         group_BN = ((free_BN.cumsum(1) - 1) // size + 1) * free_BN
         count = -(-free_BN.shape[1] // size)
     group_BN = group_BN.masked_fill(~valid_BN, PADDING)
@@ -61,7 +63,49 @@ def assign_groups(
     if isinstance(frames, int) and any(size != frames for row in sizes for size in row):
         raise ValueError(f"frames={frames} does not divide the image tokens of a sample, {[sum(row) for row in sizes]}")
     always = tuple(row[1] for row in rows)
-    return TokenGroups(group_BN, gated_BN & valid_BN, _limits(group_BN), sizes, always, strict)
+    segments = None if segment_BN is None else split_segments(segment_BN, valid_BN)
+    return TokenGroups(group_BN, gated_BN & valid_BN, _limits(group_BN), sizes, always, strict, segments=segments)
+
+
+def _check_frames(free_BN: Tensor, segment_BN: Tensor, frames: int) -> None:
+    """Raise a ValueError unless the image tokens of every packed sample are whole frames."""
+    counts = torch.zeros(len(free_BN), int(segment_BN.max()) + 1, dtype=torch.long, device=free_BN.device)
+    sizes = counts.scatter_add(1, segment_BN, free_BN.long()).tolist()
+    if any(size % frames for row in sizes for size in row):
+        raise ValueError(f"frames={frames} does not divide the image tokens of packed samples, {sizes}")
+
+
+def split_segments(segment_BN: Tensor, valid_BN: Tensor) -> Segments:
+    """Return where the tokens of packed samples stand, with one host synchronisation.
+
+    Args:
+        segment_BN: Sample of each token in its row, from 0 (B, N).
+
+    Example:
+        >>> segments = split_segments(torch.tensor([[0, 0, 0, 1, 1]]), torch.ones(1, 5, dtype=torch.bool))
+        >>> segments.split(torch.tensor([[10, 11, 12, 13, 14]]))[segments.valid_SL].tolist()
+        [10, 11, 12, 13, 14]
+        >>> segments.valid_SL.tolist()
+        [[True, True, True], [True, True, False]]
+    """
+    samples, tokens = segment_BN.shape
+    row_B1 = torch.arange(samples, device=segment_BN.device).unsqueeze(1)
+    # Samples are numbered over the whole batch, in order.
+    sample_T = (segment_BN + row_B1 * tokens).flatten().unique(return_inverse=True)[1]
+    size_S = sample_T.bincount()
+    order_T = torch.sort(sample_T, stable=True).indices
+    rank_T = torch.arange(len(order_T), device=order_T.device) - (size_S.cumsum(0) - size_S)[sample_T[order_T]]
+    slots = int(size_S.max())
+    place_T = torch.empty_like(order_T)
+    place_T[order_T] = sample_T[order_T] * slots + rank_T
+    token_SL = order_T.new_zeros(len(size_S) * slots)
+    token_SL[place_T] = torch.arange(len(place_T), device=place_T.device)
+    valid_SL = torch.zeros_like(token_SL, dtype=torch.bool)
+    valid_SL[place_T] = valid_BN.flatten()
+    valid_SL = valid_SL.view(-1, slots)
+    counted_BN = valid_SL.sum(dim=1)[sample_T].view(samples, tokens)
+    share_BN = counted_BN / valid_BN.sum(dim=1, keepdim=True).clamp(min=1)
+    return Segments(token_SL.view(-1, slots), valid_SL, place_T.view(samples, tokens), share_BN)
 
 
 def decoded_groups(valid_BN: Tensor) -> TokenGroups:

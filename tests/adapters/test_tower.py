@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import mmod
-from tests.adapters.vlm_zoo import LINEAR, make_joint, make_language, prompt
+from tests.adapters.vlm_zoo import IMAGE, LINEAR, make_joint, make_language, merged_embeddings, prompt
 from tests.zoo import make_model
 
 CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "vision_tower"}, capacity=0.5, blocks="all")
@@ -123,3 +123,25 @@ def test_models_and_calls_without_it_are_refused() -> None:
     model.model.vision_tower(pixels[:2])
     with pytest.raises(ValueError, match="processed 18 patches, the prompts have 27 image tokens"):
         model(**batch)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_pass_that_failed_leaves_no_importance_to_the_next(error: type[BaseException]) -> None:
+    config = mmod.RoutingConfig(router=mmod.score("attention", importance="vision_tower"), capacity=0.5, blocks=(0, 1))
+    model, batch = mmod.route_(make_joint("llava"), language=config), prompt("llava", (1,))
+    expected = model(**batch).logits
+    mask = batch["input_ids"] == IMAGE
+    embeds = merged_embeddings(model, batch)
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    handle = model.model.language_model.layers[0].register_forward_pre_hook(fail)
+    with pytest.raises(error):
+        model(**batch)
+    handle.remove()
+    # The tower processes no image in this call, whose image tokens are those of other images.
+    with pytest.raises(ValueError, match="pass pixel_values"):
+        model(inputs_embeds=embeds, image_mask=mask)
+    assert torch.equal(model(**batch).logits, expected)

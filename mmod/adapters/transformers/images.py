@@ -41,7 +41,7 @@ class Frames(NamedTuple):
 
 
 class ImageTokens:
-    """Finds the image tokens of a vision-language model; the config is None for a model without images."""
+    """Finds the image tokens of a model whose config names them; a text model's names none."""
 
     def __init__(self, config: Any) -> None:
         tokens = {kind: getattr(config, f"{name}_token_id", None) for name, kind in _KINDS.items()}
@@ -65,9 +65,11 @@ class ImageTokens:
         return self._kinds_of(module, embeds_BND)  # type: ignore[arg-type]
 
     def _kinds_of(self, module: nn.Module, embeds_BND: Tensor) -> Tensor:
-        table: nn.Module = module.get_input_embeddings()  # type: ignore[operator]
+        table: Any = module.get_input_embeddings()  # type: ignore[operator]
         kind_BN = torch.zeros(embeds_BND.shape[:2], dtype=torch.long, device=embeds_BND.device)
         for kind, token in self.ids.items():
+            if not 0 <= token < table.num_embeddings:
+                continue
             place: Tensor = table(torch.tensor(token, device=embeds_BND.device))
             kind_BN = kind_BN.masked_fill((embeds_BND == place.to(embeds_BND.device)).all(-1), kind)
         if not bool(kind_BN.any()):
@@ -77,8 +79,14 @@ class ImageTokens:
             )
         return kind_BN
 
-    def frames(self, arguments: Mapping[str, Any], kind_BN: Tensor, valid_BN: Tensor) -> Frames:
-        """Return the boundaries of frames: from the model's grids, else every run of image tokens is a frame."""
+    def frames(
+        self, arguments: Mapping[str, Any], kind_BN: Tensor, valid_BN: Tensor, segment_BN: Tensor | None = None
+    ) -> Frames:
+        """Return the boundaries of frames: from the model's grids, else every run of image tokens is a frame.
+
+        Args:
+            segment_BN: Sample of each token in rows that pack several (B, N); a frame ends with its sample.
+        """
         loose_BN = kind_BN != TEXT
         first_BN, apart_BN = torch.zeros(2, *kind_BN.shape, dtype=torch.bool, device=kind_BN.device)
         for name, kind in _KINDS.items():
@@ -91,7 +99,10 @@ class ImageTokens:
                 apart_BN = apart_BN.masked_scatter(modality_BN, apart_T)
                 loose_BN = loose_BN & ~modality_BN
         before_BN = nn.functional.pad(kind_BN, (1, 0))[:, :-1]
-        first_BN = first_BN | (loose_BN & (kind_BN != before_BN))
+        changes_BN = kind_BN != before_BN
+        if segment_BN is not None:
+            changes_BN = changes_BN | (segment_BN.diff(dim=1, prepend=segment_BN[:, :1]) != 0)
+        first_BN = first_BN | (loose_BN & changes_BN)
         # A run at the beginning may continue a cached frame, unless the features of all images are passed.
         begins_BN = loose_BN & valid_BN & (valid_BN.cumsum(1) == 1)
         complete = any(arguments.get(name) is not None for name in _PIXELS.values()) or not bool(begins_BN.any())

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.transformers.cache_base import CACHE, cache_of, chosen_samples
+from mmod.adapters.transformers.generation import Generations
 from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens, checked_mask
 from mmod.adapters.transformers.layers import GROUPS, CompactRotary, DecoderLayerCall, is_sandwich
-from mmod.adapters.transformers.masks import valid_tokens
+from mmod.adapters.transformers.structure import Structure, read_structure, source_of
 from mmod.adapters.transformers.vision import TowerImportance
 from mmod.blocks import ImportanceDecoderBlock, ModelHook, RoutedDecoderBlock, host_class
 from mmod.config import RoutingConfig, Threshold
@@ -82,7 +83,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         dim=int(config.hidden_size),
         call_of=functools.partial(_call_of, rotary=rotary),
         language=True,
-        reads_images=entry is not text,
+        reads_images=entry is not text or bool(ImageTokens(config).ids),
         router=DecoderRouter,
         mixins=(RoutedDecoderBlock, ImportanceDecoderBlock),
         hooks=lambda routing: _hooks(GroupHook(entry, text, routing, plain), entry),
@@ -123,17 +124,21 @@ class GroupHook(ModelHook):
 
     def __init__(self, entry: nn.Module, text: nn.Module, config: RoutingConfig, plain: bool) -> None:
         self.config = config
-        self.images = ImageTokens(entry.config if entry is not text else None)
+        self.images = ImageTokens(entry.config)
+        self.generations = Generations()
         self.language = config.language
-        tokens = self.language.tokens or ("image" if entry is not text else "all")
+        # p-MoD's skipped tokens are image tokens.
+        images_only = entry is not text or bool(self.images.ids) or config.skipped == "scale"
+        tokens = self.language.tokens or ("image" if images_only else "all")
         self.tokens = "all" if tokens == "all" else "image"
         self.text_config: Any = text.config
-        self.window: int | None = getattr(text.config, "sliding_window", None)
         self.names = tuple(inspect.signature(type(entry).forward).parameters)[1:]
         if self.tokens == "image" and not self.images.ids:
             raise ValueError(
                 f"only image tokens may be skipped, but the config of this {type(entry).__name__} names no image "
-                "token: set config.image_token_id, or route with tokens='all'"
+                "token: set config.image_token_id to the id that stands for images in prompts, such as -200 in the "
+                f"original LLaVA, and pass {IMAGES} with inputs_embeds; or let text be skipped too, with "
+                "language={'tokens': 'all'}"
             )
         capacities = config.capacity if isinstance(config.capacity, tuple) else (config.capacity,)
         if self.tokens == "all" and 0 in capacities:
@@ -156,11 +161,19 @@ class GroupHook(ModelHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add the groups of the tokens to the keywords passed to every layer."""
         protected_BN, image_BN = kwargs.pop(PROTECTED, None), kwargs.pop(IMAGES, None)
-        if image_BN is not None and self.tokens == "all":
-            raise ValueError(f"{IMAGES} marks tokens that may be skipped, but this model was routed with tokens='all'")
+        if image_BN is not None:
+            self.check_marks()
         arguments = {**dict(zip(self.names, args)), **kwargs}
         kwargs[GROUPS] = self.groups(module, arguments, protected_BN, image_BN)
         return args, kwargs
+
+    def check_marks(self) -> None:
+        """Raise a ValueError if a mask of image tokens has no meaning, because text may be skipped too."""
+        if self.tokens == "all":
+            raise ValueError(
+                f"{IMAGES} marks tokens that may be skipped, but this model was routed with tokens='all': leave it "
+                "out, or route with tokens='image'"
+            )
 
     def groups(
         self, module: nn.Module, arguments: Mapping[str, Any], protected_BN: Tensor | None, image_BN: Tensor | None
@@ -171,7 +184,7 @@ class GroupHook(ModelHook):
             protected_BN: The user's mask of tokens to keep (B, N), or None.
             image_BN: The user's mask of image tokens (B, N), or None.
         """
-        source = _source(arguments)
+        source = source_of(arguments)
         cache: Any = cache_of(arguments)
         # The length of a static cache is a tensor; decoding must not synchronise with it.
         length: Tensor | int = 0 if cache is None else cache.get_seq_length()
@@ -183,39 +196,68 @@ class GroupHook(ModelHook):
         begun = decodes or bool(past)
         if self.tokens == "all" and begun:
             self._check_causal()
-        valid_BN = valid_tokens(arguments.get("attention_mask"), source, past)
+        structure = read_structure(arguments, source, past, self.text_config)
+        valid_BN = structure.valid_BN
         if decodes and cache.is_compileable and torch.compiler.is_compiling():
             return decoded_groups(valid_BN)
-        together, shown_BN, frames = not self.config.decides_alone(module.training), valid_BN, None
-        if self.tokens == "image":
-            kind_BN = self.images.kinds(module, arguments, image_BN)
-            shown_BN = kind_BN > 0
-            if self.language.frames is not None and together:
-                frames = self.images.frames(arguments, kind_BN, valid_BN)
-        gated_BN = shown_BN if frames is None else shown_BN & ~frames.apart_BN
+        together = not self.config.decides_alone(module.training)
+        shown_BN = self._shown(module, arguments, image_BN, past, structure)
+        frames = None
+        if self.tokens == "image" and self.language.frames is not None and together:
+            frames = self.images.frames(arguments, shown_BN, valid_BN, structure.segment_BN)
+        gated_BN = shown_BN > 0
+        if frames is not None:
+            gated_BN = gated_BN & ~frames.apart_BN
         free_BN = gated_BN
         if protected_BN is not None:
             free_BN = gated_BN & ~checked_mask(PROTECTED, protected_BN, (samples, tokens)).bool()
-        segment_BN = self._segments(arguments, cache)
-        if segment_BN is not None and self.config.importance == "last_token":
+        if structure.segment_BN is not None and self.config.importance == "last_token":
             raise ValueError(
                 "router.importance='last_token' reads the last token of a row, but rows are packed with several samples"
+                ": pass one sample per row, or choose importance='per_viewer'"
             )
         groups = assign_groups(
             free_BN, gated_BN, valid_BN, None if frames is None else self.language.frames, self.tokens == "image",
-            segment_BN, None if frames is None else frames.first_BN,
+            structure.segment_BN, None if frames is None else frames.first_BN,
         )  # fmt: skip
-        importance = None if self.tower is None else functools.cache(functools.partial(self.tower.of, shown_BN))
-        causal = segment_BN is None and self._is_causal(arguments.get("attention_mask"), tokens)
-        groups = groups._replace(causal=causal, importance=importance)
+        importance = None if self.tower is None else functools.cache(functools.partial(self.tower.of, shown_BN > 0))
+        groups = groups._replace(causal=structure.causal, importance=importance)
+        if begun and not decodes and together:
+            self._check_complete(module, cache, int(past))
         if begun and groups.skips and together:
             self._check_apart(module, groups, frames, cache)
         if not module.training and not groups.skips and sum(groups.always) == samples * tokens:
             return None
         return groups
 
+    def _shown(
+        self, module: nn.Module, arguments: Mapping[str, Any], image_BN: Tensor | None, past: Any, structure: Structure
+    ) -> Tensor:
+        """Return the modality of every token that may be skipped, 0 of others (B, N)."""
+        if self.tokens == "all":
+            return structure.valid_BN.long()
+        prompt = self.generations.prompt
+        if image_BN is None and prompt is not None:
+            image_BN = prompt.image_tokens(past, *structure.valid_BN.shape)
+        return self.images.kinds(module, arguments, image_BN)
+
+    def _check_complete(self, module: nn.Module, cache: Any, past: int) -> None:
+        """Refuse to generate from a prompt of which only the cached part gave importance to its image tokens."""
+        prompt = self.generations.prompt
+        if prompt is None or past >= prompt.tokens or not self.config.reads_importance(module.training):
+            return
+        chosen_B = chosen_samples(cache)
+        if chosen_B is not None and bool(chosen_B.any()):
+            raise ValueError(
+                "the prompt goes on behind cached image tokens, which were chosen by the attention of the cached part "
+                "alone, so the answer would differ from that to the full prompt: pass the full prompt at once, without "
+                "past_key_values or prefill_chunk_size, or route by a score that reads each token alone, such as "
+                "router='linear'"
+            )
+
     def _check_apart(self, module: nn.Module, groups: TokenGroups, frames: Frames | None, cache: Any) -> None:
         """Refuse image tokens after a cache if they must be chosen jointly with cached ones."""
+        advice = "route by a threshold on a score that learns, such as router='linear' with select='threshold'"
         if self.config.reads_importance(module.training):
             problem = "importance needs the attention of all queries of the prompt"
         elif frames is not None:
@@ -224,42 +266,19 @@ class GroupHook(ModelHook):
             cached_B = chosen_samples(cache)
             both = cached_B is not None and any(old and any(new) for old, new in zip(cached_B.tolist(), groups.sizes))
             problem = "top-k over the image tokens of a sample cannot be split over calls" if both else ""
+            advice = f"{advice}, or frame by frame with tokens='span'"
         if problem:
             raise ValueError(
                 f"image tokens follow cached tokens, and {problem}: pass the full prompt at once, without "
-                "prefill_chunk_size, or route by threshold or by frames"
+                f"past_key_values or prefill_chunk_size, or {advice}"
             )
-
-    def _segments(self, arguments: Mapping[str, Any], cache: Any) -> Tensor | None:
-        """Return the sample index of every token if positions show that rows are packed."""
-        position_BN = arguments.get("position_ids")
-        if cache is not None or arguments.get("attention_mask") is not None or not isinstance(position_BN, Tensor):
-            return None
-        if position_BN.ndim != 2 or bool((position_BN.diff(dim=1) == 1).all()):
-            return None
-        if "flash" in self.text_config._attn_implementation:
-            raise ValueError("flash attention needs the positions of packed samples, which routing removes: use sdpa")
-        return nn.functional.pad((position_BN.diff(dim=1) != 1).cumsum(1), (1, 0))
-
-    def _is_causal(self, mask: Any, tokens: int) -> bool:
-        """Return whether attention over this many tokens masks only padding and future tokens."""
-        pads_only = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
-        both_ways = getattr(self.text_config, "use_bidirectional_attention", False)
-        return pads_only and not both_ways and (self.window is None or tokens <= self.window)
 
     def _check_causal(self) -> None:
         if not self.config.decides_alone(training=False):
+            images = ", or with tokens='image'" if self.images.ids else ""
             raise ValueError(
-                "text cannot be generated: text tokens may be skipped, and the choice depends on future tokens. "
-                "Route with select='threshold', with inference_threshold (and the loss 'membership'), or with "
-                f"tokens='image'; got router={self.config.router.name!r}, select={self.config.select!r}"
+                "text cannot be generated: text tokens may be skipped, and the choice depends on future tokens. Route "
+                "by a score that learns, such as router='linear', with select='threshold' or with inference_threshold "
+                f"(and the loss 'membership'){images}; got router={self.config.router.name!r}, "
+                f"select={self.config.select!r}"
             )
-
-
-def _source(arguments: Mapping[str, Any]) -> Tensor:
-    """Return the ids (B, N) or the embeddings (B, N, D) passed to a language model."""
-    source: Tensor | None = arguments.get("input_ids")
-    source = arguments.get("inputs_embeds") if source is None else source
-    if source is None:
-        raise ValueError("pass input_ids or inputs_embeds")
-    return source

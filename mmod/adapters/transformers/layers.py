@@ -19,6 +19,7 @@ from mmod.adapters.transformers.cache_base import KeptTokens, cache_of, with_cac
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_all, attend_to_captured
 from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
+from mmod.adapters.transformers.structure import read_structure, sees_both_ways
 from mmod.blocks.call import DecoderCall
 from mmod.ops import Packing, gather_rows
 from mmod.routing import Routing, TokenGroups, TokenMarks
@@ -111,7 +112,8 @@ class DecoderLayerCall(DecoderCall):
             )
         if cached:
             narrowed = self._rows_of(arguments, routing)
-            mask = mask_of_queries(arguments.get("attention_mask"), x_BND, routing, cached[0][0].shape[2])
+            keys = cached[0][0].shape[2]
+            mask = mask_of_queries(self._mask(arguments, x_BND), x_BND, routing, keys)
             return attend_to_captured(block, forward, {**narrowed, "attention_mask": mask}, z_BKD, cached[0])
         if cached is not None:
             y, kept = attend_and_keep(block, forward, arguments, x_BND)
@@ -205,6 +207,10 @@ class DecoderLayerCall(DecoderCall):
         mask = arguments.get("attention_mask")
         return None if mask is None else valid_tokens(mask, x_BND, self.cached(arguments))
 
+    def is_packed(self, arguments: Mapping[str, Any], x_BND: Tensor) -> bool:
+        """Return whether rows pack several samples."""
+        return read_structure(arguments, x_BND, self.cached(arguments), self.config).segment_BN is not None
+
     def repeated(self, places: int, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing) -> Mapping[str, Any]:
         """Return the arguments for kept tokens of a repeated layer, whose cache index is `places` higher."""
         if not places:
@@ -232,12 +238,21 @@ class DecoderLayerCall(DecoderCall):
         if flash and arguments.get("cu_seq_lens_q") is not None:
             raise ValueError("packed samples with flash attention cannot be routed: use sdpa, or pad")
         narrowed = self._rows_of(arguments, routing)
-        mask = arguments.get("attention_mask")
+        mask = self._mask(arguments, x_BND)
         narrowed["attention_mask"] = mask_of_kept(mask, x_BND, routing, cache, flash, all_keys)
         if self.compact is not None:
             slots = x_BND.shape[1] if routing is None else routing.kept.index_BK.shape[1]
             narrowed.update(self._compact_positions(x_BND, slots, cache))
         return narrowed
+
+    def _mask(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
+        """Return the mask of all tokens; None where attention is causal without one."""
+        mask: Tensor | None = arguments.get("attention_mask")
+        if mask is not None or not sees_both_ways(self.config):
+            return mask
+        # Without a mask, each token of a bidirectional layer sees all others.
+        keys = x_BND.shape[1] + self.cached(arguments)
+        return torch.ones(1, 1, x_BND.shape[1], keys, dtype=torch.bool, device=x_BND.device)
 
     def _rows_of(self, arguments: Mapping[str, Any], routing: Routing | None) -> dict[str, Any]:
         """Return the arguments with the positions of the kept tokens."""

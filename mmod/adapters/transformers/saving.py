@@ -7,15 +7,18 @@ model: the field from which transformers reads the name of the weights holds an 
 from __future__ import annotations
 
 import copy
+import functools
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from mmod.adapters.transformers.generation import Prompt
+from mmod.adapters.transformers.images import IMAGES, checked_mask
 from mmod.adapters.transformers.language import GroupHook
 from mmod.blocks import (
     Deciding,
@@ -83,6 +86,16 @@ class DescribedModel(StandingModule):
             "unlike a paged cache. Use generate, which takes padded batches"
         )
 
+    @property
+    def generate(self) -> Callable[..., Any]:
+        """The host's `generate`; with routed layers, it also takes `image_mask`, see `GroupHook`."""
+        # A property, because a model that does not generate has no such attribute.
+        host_generate: Callable[..., Any] = super().generate  # type: ignore[misc]
+        hooks = [hook for hook in model_hooks(self) if isinstance(hook, GroupHook)]
+        if not hooks:
+            return host_generate
+        return functools.update_wrapper(functools.partial(_generate, self, host_generate, hooks[0]), host_generate)
+
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Save the model as its host does, with its methods in config.json."""
         host: Any = super()
@@ -101,6 +114,30 @@ class DescribedModel(StandingModule):
             host._init_weights(module)
         elif not module.drawn:
             module.reset_parameters()
+
+
+def _generate(
+    model: nn.Module, host_generate: Callable[..., Any], hook: GroupHook, inputs: Any = None, *args: Any, **options: Any
+) -> Any:
+    """Generate as a host does, and tell the layers what only `generate` knows.
+
+    Args:
+        options: Those of the host's `generate`, and `image_mask`: True at image tokens of the prompt (B, N).
+    """
+    image_BN = options.pop(IMAGES, None)
+    embeds_BND, ids_BN = options.get("inputs_embeds"), options.get("input_ids", inputs)
+    given = [value for value in (embeds_BND, ids_BN) if isinstance(value, Tensor)]
+    if image_BN is not None:
+        hook.check_marks()
+        for value in given[:1]:
+            checked_mask(IMAGES, image_BN, (value.shape[0], value.shape[1]))
+    elif len(given) == 2 and given[0].shape[:2] == given[1].shape and hook.tokens == "image":
+        # The host reads the embeddings only.
+        image_BN = hook.images.kinds(model, {"input_ids": ids_BN}, None)
+    drafts = getattr(options.get("generation_config"), "is_assistant", None)
+    tokens = 0 if drafts else max((value.shape[1] for value in given), default=1)
+    with hook.generations.of(Prompt(tokens, image_BN)):
+        return host_generate(inputs, *args, **options)
 
 
 def describe_methods(model: nn.Module, methods: tuple[Any, ...]) -> None:

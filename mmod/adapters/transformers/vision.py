@@ -90,6 +90,36 @@ class Projected(ModelHook):
         return self.tracker.running.slot(_Outputs).pop(self, None)
 
 
+class _Entered:
+    """Whether the module that runs the tower is being called."""
+
+    now = False
+
+
+class TowerEnd(ModelHook):
+    """Hook of the module that runs the tower: drops outputs that no layer has read, as after a pass that failed."""
+
+    def __init__(self, tracker: PassTracker, *projections: Projected) -> None:
+        self.tracker = tracker
+        self.projections = projections
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Drop what an interrupted call left: torch calls no hook after a KeyboardInterrupt."""
+        entered = self.tracker.running.slot(_Entered)
+        if entered.now:
+            self._drop()
+        entered.now = True
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Drop the outputs."""
+        self.tracker.running.slot(_Entered).now = False
+        self._drop()
+
+    def _drop(self) -> None:
+        for projection in self.projections:
+            projection.take()
+
+
 class TowerImportance:
     """Reads the class token's attention to patches in the layer of the vision tower that provides the features.
 
@@ -117,7 +147,11 @@ class TowerImportance:
         self.heads, self.scale = int(attention.num_heads), float(attention.scale)
         tracker = PassTracker()
         self.query, self.key = Projected(tracker), Projected(tracker)
-        self.hooks: list[tuple[nn.Module, ModelHook]] = [(attention.q_proj, self.query), (attention.k_proj, self.key)]
+        self.hooks: list[tuple[nn.Module, ModelHook]] = [
+            (attention.q_proj, self.query),
+            (attention.k_proj, self.key),
+            (entry, TowerEnd(tracker, self.query, self.key)),
+        ]
 
     def of(self, image_BN: Tensor) -> Tensor:
         """Return the importance of image tokens (B, N), 0 at all other tokens."""
