@@ -24,7 +24,7 @@ from mmod.adapters.masks import (
     show_all_keys,
     weigh_groups,
 )
-from mmod.blocks import BlockCall, ForwardPass, Halves, ImportanceBlock, ModelHook, PassTracker, RoutedBlock
+from mmod.blocks import BlockCall, ForwardPass, GridSource, Halves, ImportanceBlock, ModelHook, PassTracker, RoutedBlock
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, Projection, attend_to_all, keys_and_values
 from mmod.ops.views import is_visible
@@ -51,6 +51,7 @@ class BlockStack:
         hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
         hands_on: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then
             pass on kept rows only; empty if none does.
+        grid: Where the host shows rows and columns of an image's patches; None for text, or if it does not.
     """
 
     library: str
@@ -69,6 +70,7 @@ class BlockStack:
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
     hands_on: str = ""
+    grid: GridSource | None = None
 
 
 # Returns the blocks of a part, or raises a ValueError that says why the part cannot be routed.

@@ -78,6 +78,7 @@ class ForwardPass:
     Attributes:
         begun: False for the empty pass between two others.
         scores: Shared scores by the first block of their span, kept to the end for recomputed segments.
+        grid: Rows and columns of the images' patches, where a score reads them; else None.
         holds_rows: Blocks of a span may pass on rows instead of all tokens.
         held: The `Rows` that the previous block passed on, or None.
         task: The backward pass that last used it, -1 for none.
@@ -90,6 +91,8 @@ class ForwardPass:
         self.tokens: TokenMarks | None = None
         self.holds_rows = holds_rows
         self.next_holds_rows = False
+        self.grid: tuple[int, int] | None = None
+        self.next_grid: tuple[int, int] | None = None
         self.held: Any = None
         self.task = task
         self.normed: tuple[Tensor, Tensor] | None = None
@@ -125,12 +128,26 @@ class PassTracker:
         """The pass that runs in this thread, an empty one between passes."""
         return self.thread.value.running
 
-    def begin(self) -> ForwardPass:
-        """Begin a pass in this thread."""
+    def begin(self, x: Tensor | None = None) -> ForwardPass:
+        """Begin a pass in this thread, with the input of its first block; without one where no block begins it."""
         before = self.running
         # For one pass only: an interrupted call is not told of its end.
-        holds_rows, before.next_holds_rows = before.next_holds_rows, False
-        return self._run(ForwardPass(holds_rows, begun=True))
+        forward_pass = ForwardPass(before.next_holds_rows, begun=True)
+        forward_pass.grid = before.next_grid
+        before.next_holds_rows = False
+        before.next_grid = None
+        if x is not None:
+            self._keep_grid(x, forward_pass)
+        return self._run(forward_pass)
+
+    def _keep_grid(self, x: Tensor, forward_pass: ForwardPass) -> None:
+        """Keep the grid with the first block's input, by which a recomputed block finds it again."""
+        if recomputing():
+            match = self._remembered.get(x.data_ptr())
+            if match is not None:
+                forward_pass.grid = match[1].grid
+        elif forward_pass.grid is not None and not _keeps_nothing():
+            self._remember(x, forward_pass)
 
     def resume(self) -> ForwardPass:
         """Return the running pass for a block that only writes; begin one if none runs, or a segment is recomputed."""
@@ -145,7 +162,7 @@ class PassTracker:
         if not running.begun:
             return None
         # A pass whose blocks hand on rows is run again as a whole, if at all.
-        if not running.holds_rows and not torch.compiler.is_compiling() and not torch.is_inference_mode_enabled():
+        if not running.holds_rows and not _keeps_nothing():
             self._remember(x, running)
         return running
 
@@ -179,6 +196,11 @@ class PassTracker:
             "gradient checkpointing runs a routed block again on an input that it never had: checkpointing that "
             "moves or copies inputs in between cannot be combined with this router"
         )
+
+
+def _keeps_nothing() -> bool:
+    """Whether no input of this code is kept for a backward pass that Python runs."""
+    return torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
 
 
 def recomputing() -> bool:

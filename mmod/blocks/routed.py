@@ -20,6 +20,7 @@ from mmod.blocks.call import BlockCall
 from mmod.blocks.forward_pass import ForwardPass, PassTracker, SharedScore, recomputing
 from mmod.blocks.record import Deciding, Records
 from mmod.blocks.rows import KeptRows, Rows, TwoHalves, Way, enter_rows
+from mmod.blocks.symbolic import trace_as_node
 from mmod.config import RoutingConfig, Threshold
 from mmod.ops import capture_importance
 from mmod.routing import Router, Routing, TokenGroups, TokenMarks
@@ -64,7 +65,7 @@ class BlockState:
         if not self.shares or (self.training_only and not training and not self.captioned):
             return None
         if self.begins:
-            return self.tracker.begin()
+            return self.tracker.begin(x_BND)
         return self.tracker.resume() if self.writes and not self.captioned else self.tracker.of(x_BND)
 
     def leave(self, forward_pass: ForwardPass) -> None:
@@ -225,10 +226,6 @@ class ConvertedBlock(nn.Module):
         forward_pass.scores[span] = SharedScore(captured.importance_BN)
         return y
 
-    def as_node(self, x: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the block as one node of torch.fx's graph, because decisions depend on values."""
-        return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *args), dict(kwargs))
-
     def __prepare_scriptable__(self) -> nn.Module:
         """Refuse TorchScript."""
         raise RuntimeError(
@@ -285,7 +282,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         Source: Raposo et al., arXiv 2404.02258 (MoD), equation 1.
         """
         if isinstance(x, fx.Proxy):
-            return self.as_node(x, args, kwargs)
+            return trace_as_node(self, x, args, kwargs)
         if torch.jit.is_tracing():
             raise RuntimeError(_TRACED)
         state, way, router, rows = self.mod_state, self.mod_state.way, self.router, None
@@ -344,7 +341,7 @@ class ImportanceBlock(ConvertedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on tokens (B, N, D) and share their importance."""
         if isinstance(x, fx.Proxy):
-            return self.as_node(x, args, kwargs)
+            return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
         if not state.wanted:
             return super().forward(x, *args, **kwargs)

@@ -22,7 +22,8 @@ class Resize(Method, size="[1, inf)"):
     output per patch returns fewer outputs.
 
     Args:
-        size: Side of the resized images in pixels, a multiple of the patch size.
+        size: Side of square images in pixels, or height and width, each a multiple of the patch's. The aspect ratio of
+            an image must be kept up to one patch: any other image is refused with a ValueError.
 
     Source: progressive learning of EfficientNetV2, Tan and Le, arXiv 2104.00298, where the size grows in steps.
 
@@ -33,7 +34,7 @@ class Resize(Method, size="[1, inf)"):
         26
     """
 
-    size: int = 160
+    size: int | tuple[int, int] = 160
 
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model takes images of any size."""
@@ -43,22 +44,43 @@ class Resize(Method, size="[1, inf)"):
                 "timm.create_model, or in model.args"
             )
         patch_embed: Any = model.patch_embed
-        side, _ = patch_embed.patch_size
-        if self.size % side:
-            raise ValueError(f"size={self.size} is no multiple of {side}, the side of a patch")
+        for length, side in zip(_height_and_width(self.size), patch_embed.patch_size):
+            if length % side:
+                raise ValueError(f"size={self.size} is no multiple of {side}, the side of a patch")
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Make the patch embedding resize its input."""
         convert(model.get_submodule("patch_embed"), _ResizingPatches, self.size)
 
 
-class _ResizingPatches(nn.Module):
-    """Mixin of a patch embedding that first resizes its images (B, C, H, W) to a side of `mod_state` pixels."""
+def _height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
 
-    mod_state: int
+
+class _ResizingPatches(nn.Module):
+    """Mixin of a patch embedding that first resizes its images (B, C, H, W) to `mod_state`, a method's size."""
+
+    mod_state: int | tuple[int, int]
+    patch_size: tuple[int, int]
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        side = self.mod_state
-        if tuple(x.shape[-2:]) != (side, side):
-            x = F.interpolate(x, size=(side, side), mode="bicubic", antialias=True)
+        size = self._resized(x.shape[2], x.shape[3])
+        if (x.shape[2], x.shape[3]) != size:
+            x = F.interpolate(x, size=size, mode="bicubic", antialias=True)
         return super().forward(x, *args, **kwargs)
+
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Return the grid of an image's patches, which timm reshapes its features to."""
+        return super().dynamic_feat_size(self._resized(*img_size))  # type: ignore[misc]
+
+    def _resized(self, height: int, width: int) -> tuple[int, int]:
+        """Return height and width of a resized image; a ValueError if its aspect ratio would change."""
+        rows, columns = _height_and_width(self.mod_state)
+        if abs(rows * width - columns * height) >= self.patch_size[1] * height:
+            side = self.patch_size[1]
+            fitting = max(side, side * round(rows * width / (height * side)))
+            raise ValueError(
+                f"size={self.mod_state} changes the aspect ratio of images of {height} x {width} pixels: use "
+                f"Resize(size=({rows}, {fitting})), or other multiples of the patch's sides that keep it"
+            )
+        return rows, columns
