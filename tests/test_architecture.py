@@ -211,9 +211,9 @@ def test_commands_are_those_that_the_wheel_has(folder: str) -> None:
         ["tools/benchmark.py", "models", "--batch_size", "1"],
         ["tools/train.py", "configs/digits/dense.yaml", "--epoch", "1"],
         ["tools/train_clip.py", "configs/clip/scenes.yaml", "--epoch", "1"],
-        ["scripts/cluttered_digits.py", "folder", "--clut", "3"],
-        ["scripts/cluttered_pairs.py", "folder", "--clut", "3"],
-        ["-m scripts.convert_pairs", "table.csv", "folder", "--resiz", "3"],
+        ["datasets/digits.py", "folder", "--clut", "3"],
+        ["datasets/scenes.py", "folder", "--clut", "3"],
+        ["datasets/pairs.py", "table.csv", "folder", "--resiz", "3"],
     ],
     ids=lambda command: command[0],
 )
