@@ -62,14 +62,29 @@ def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: i
     Args:
         labels: Number of labels per image, one for each square of pixels.
     """
-    if x_BNC.shape[1] == labels:
+    outputs = x_BNC.shape[1]
+    if outputs == labels:
         return x_BNC
     height, width = images.shape[-2:]
-    side = math.isqrt(height * width // max(labels, 1))
-    asked = (height // max(side, 1), width // max(side, 1))
-    if math.prod(asked) != labels:
-        raise ValueError(f"{labels} labels are not one for each square of images of {height} x {width} pixels")
-    return resized(x_BNC, patch_grid(model, (height, width)), asked)
+    asked = _grid_of_squares(labels, height, width)
+    if any(hasattr(module, "dynamic_feat_size") for module in model.modules()):
+        grid: Grid | None = patch_grid(model, (height, width))
+    else:
+        # A model that shows no patches has square ones, as labels do.
+        grid = _grid_of_squares(outputs, height, width)
+    if asked is None or grid is None:
+        raise ValueError(
+            f"{outputs} outputs for {labels} patches: grids that differ must both be of squares that tile images of "
+            f"{height} x {width} pixels"
+        )
+    return resized(x_BNC, grid, asked)
+
+
+def _grid_of_squares(count: int, height: int, width: int) -> Grid | None:
+    """Return rows and columns of squares that tile an image; None if so many do not."""
+    rows = math.isqrt(count * height // width)
+    columns = count // max(rows, 1)
+    return (rows, columns) if rows * columns == count and rows * width == columns * height else None
 
 
 def check_batch(batch: Any) -> None:

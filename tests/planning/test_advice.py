@@ -347,5 +347,7 @@ def test_outputs_are_interpolated_to_the_labels_of_images_of_any_shape(size: tup
     map_BCHW = x_BNC.transpose(1, 2).unflatten(2, (rows, columns))
     expected = torch.nn.functional.interpolate(map_BCHW, size=asked, mode="bilinear").flatten(2).transpose(1, 2)
     assert torch.equal(resized, expected)
-    with pytest.raises(ValueError, match="143 labels are not one for each square of images of"):
+    with pytest.raises(
+        ValueError, match="outputs for 143 patches: grids that differ must both be of squares that tile"
+    ):
         resized_to_labels(model, x_BNC, images, 143)
