@@ -42,8 +42,7 @@ def main() -> None:
     print("kept:", {name: round(share, 2) for name, share in routing.kept_shares().items()})
     print(mmod.flops(model, size))
 
-    grid = model.patch_embed.grid_size
-    draw_routing_maps(image.unsqueeze(0), routing, model.num_prefix_tokens, grid).savefig(options.output)
+    draw_routing_maps(image.unsqueeze(0), routing).savefig(options.output)
     print(f"maps: {options.output}")
 
 

@@ -7,7 +7,7 @@ from mmod.lazy import lazy_names
 # The one list of this package's names, see lazy_names.
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from mmod.analysis import Trace, audit, flops, prefill_flops, redundancy, trace
+    from mmod.analysis import Trace, audit, flops, prefill_flops, redundancy, to_all_tokens, trace
     from mmod.config import (
         AuditConfig,
         Gate,

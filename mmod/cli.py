@@ -73,6 +73,9 @@ COMMANDS = {
     "data SET": Command("mmod.data.commands", "build an embedded data set, or draw a picture of it"),
     "configs [NAME]": Command("mmod.io.configs", "list the configs that come with mmod, or print one"),
 }
+# Threads of GNU's and Intel's OpenMP that wait without running: on a machine with other work, waiting threads that spin
+# take the time that the working ones need.
+_WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
 # Commands that end with pages of results; their `main` yields the folders.
 _REPORTED = ("tradeoff CONFIG", "isoflop CONFIG", "audit CONFIG_OR_RUN")
 
@@ -121,6 +124,7 @@ def completions(line: str) -> list[str]:
 
 def run(command: str, arguments: Sequence[str]) -> None:
     """Run a command; studies and audits end with a report page."""
+    wait_passively()
     with one_line_errors():
         _check_config(command, arguments)
         kind = (COMMANDS[command].kind,) if COMMANDS[command].kind else ()
@@ -130,6 +134,15 @@ def run(command: str, arguments: Sequence[str]) -> None:
 
             for folder in folders:
                 report_on(folder)
+
+
+def wait_passively() -> None:
+    """Let threads wait without spinning, in this program and those it starts, unless the user says how they wait.
+
+    OpenMP reads its settings when torch is imported, so nothing is set later.
+    """
+    if "torch" not in sys.modules and not any(name in os.environ for name in _WAITING):
+        os.environ.update(_WAITING)
 
 
 def _check_config(command: str, arguments: Sequence[str]) -> None:
@@ -162,5 +175,7 @@ def _usage(commands: Iterable[str]) -> str:
             "",
             "CONFIG is a YAML file or the name of a config that comes with mmod; `mmod COMMAND --help` lists its keys.",
             "RUN is the folder of a finished run, which stands for its final model.",
+            "Models are timed on one CPU thread unless OMP_NUM_THREADS is set. Threads wait without spinning, unless",
+            "OMP_WAIT_POLICY, GOMP_SPINCOUNT or KMP_BLOCKTIME is set.",
         ]
     )

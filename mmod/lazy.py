@@ -77,11 +77,17 @@ def name_missing_extra() -> Iterator[None]:
     """
     try:
         yield
-    except ModuleNotFoundError as error:
+    except ImportError as error:
         package = (error.name or "").partition(".")[0]
         extra = next((extra for extra, packages in EXTRAS.items() if package in packages), None)
-        if extra is None:
+        if extra is None or not (isinstance(error, ModuleNotFoundError) or _is_folder(package)):
             raise
         instruction = f'pip install "mmod[{extra}]"'
         message = f"this needs the package {package}, which is not installed: {instruction}"
         raise ModuleNotFoundError(message, name=error.name) from None
+
+
+def _is_folder(package: str) -> bool:
+    """Return whether a package is a folder of the same name without code, such as `datasets` of a clone."""
+    module = sys.modules.get(package)
+    return module is not None and getattr(module, "__file__", None) is None

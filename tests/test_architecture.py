@@ -116,9 +116,9 @@ def test_state_of_threads_is_in_few_places() -> None:
     makers = [path for path, text in texts.items() if re.search(r"threading\.local|ContextVar", text)]
     assert makers == ["threads.py"]
     # Calls of a stack and passes that a backward pass recomputes, what a running block tells its modules, the running
-    # pass of methods that change the number of tokens, what modules decided, and rules that a context overrides.
+    # pass of methods that change the number of images or tokens, what modules decided, and rules that a context overrides.
     holders = {"blocks/span.py", "blocks/routed.py", "blocks/forward_pass.py", "blocks/record.py", "routing/router.py"}
-    holders |= {"adapters/base.py", "adapters/open_clip.py"}
+    holders |= {"adapters/base.py", "adapters/open_clip.py", "methods/reduction.py"}
     assert {path for path, text in texts.items() if re.search(r"PerThread\(|\(PerThread\[", text)} == holders | {
         "threads.py"
     }
@@ -271,9 +271,9 @@ def test_commands_are_those_that_the_wheel_has(folder: str) -> None:
         ["tools/benchmark.py", "models", "--batch_size", "1"],
         ["tools/train.py", "configs/digits/dense.yaml", "--epoch", "1"],
         ["tools/train_clip.py", "configs/clip/scenes.yaml", "--epoch", "1"],
-        ["scripts/cluttered_digits.py", "folder", "--clut", "3"],
-        ["scripts/cluttered_pairs.py", "folder", "--clut", "3"],
-        ["-m scripts.convert_pairs", "table.csv", "folder", "--resiz", "3"],
+        ["datasets/digits.py", "folder", "--clut", "3"],
+        ["datasets/scenes.py", "folder", "--clut", "3"],
+        ["datasets/pairs.py", "table.csv", "folder", "--resiz", "3"],
     ],
     ids=lambda command: command[0],
 )

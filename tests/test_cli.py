@@ -4,19 +4,23 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 import mmod
 from mmod.cli import COMMANDS, main
 from mmod.io.configs import config_names, existing_config, find_config
-from mmod.lazy import EXTRAS
+from mmod.lazy import EXTRAS, name_missing_extra
+from mmod.studies.threads import on_timing_threads, timing_threads
 from tests.scripts import ROOT, run_script
 
 CONFIGURED = [command for command in COMMANDS if COMMANDS[command].example]
@@ -239,3 +243,84 @@ def test_a_shell_completes_commands_and_configs(
         monkeypatch.setenv("COMP_LINE", line)
         main(["--complete", "mmod", "", ""])
         assert capsys.readouterr().out.split() == words
+
+
+WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+SHOW_WAITING = "import json, os, sys; print(json.dumps([*map(os.environ.get, {0}), 'torch' in sys.modules]))"
+# Programs say how their threads wait when the first command asks for the configs that there are.
+PROGRAMS = {
+    "mmod": "import sys; sys.argv[1:] = ['configs']; import mmod.cli; mmod.cli.main()",
+    "python -m mmod": "import runpy, sys; sys.argv[1:] = ['configs']; runpy.run_module('mmod', run_name='__main__')",
+    "tools": "import runpy, sys; sys.argv[1:] = ['-']\ntry: runpy.run_path('tools/train.py', run_name='__main__')\n"
+    "except SystemExit: pass",
+}
+
+
+def waiting_after(code: str, **environment: str) -> list[Any]:
+    """Return how threads of OpenMP wait in a program and its children, and whether it imported torch."""
+    inherited = {name: value for name, value in os.environ.items() if name not in WAITING}
+    child = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SHOW_WAITING.format(WAITING)!r}], check=True)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{child}"], capture_output=True, text=True, check=True, cwd=ROOT,
+        env={**inherited, **environment},
+    )  # fmt: skip
+    return json.loads(done.stdout.splitlines()[-1])[:-1]
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_threads_of_commands_and_their_children_wait_without_spinning(program: str) -> None:
+    assert waiting_after(PROGRAMS[program]) == ["passive", "0", "0"]
+    assert waiting_after(PROGRAMS[program], OMP_WAIT_POLICY="active") == ["active", None, None]
+
+
+def test_importing_the_library_sets_nothing() -> None:
+    assert waiting_after("import mmod, mmod.cli; mmod.route_") == [None, None, None]
+    # What runs in a program that has torch already would have no effect.
+    assert waiting_after(f"import torch; {PROGRAMS['mmod']}") == [None, None, None]
+
+
+def test_every_tool_is_a_command() -> None:
+    for path in (ROOT / "tools").glob("*.py"):
+        text = path.read_text()
+        if "from mmod.cli import run" in text:
+            named = re.search(r'run\("(.+)", sys\.argv\[1:\]\)', text)
+            assert named is not None, path
+            assert named[1] in COMMANDS, path
+    assert "from mmod.cli import run" in (ROOT / "tools/tradeoff.py").read_text()
+
+
+def test_models_are_timed_on_one_thread_unless_the_user_names_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for number, expected in (("", 1), ("2", 2)):
+            monkeypatch.setenv("OMP_NUM_THREADS", number)
+            with on_timing_threads():
+                assert torch.get_num_threads() == timing_threads() == expected
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_folder_of_a_packages_name_is_not_the_package(tmp_path: Path) -> None:
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets/digits.py").touch()
+    code = (
+        "import importlib.abc, sys\n"
+        "class Without(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name != 'datasets': return None\n"
+        "        import importlib.machinery\n"
+        f"        return importlib.machinery.PathFinder.find_spec(name, [{str(tmp_path)!r}])\n"
+        "sys.meta_path.insert(0, Without())\n"
+        "from mmod.data.readers.hf_datasets import open_dataset\n"
+        "try: open_dataset('hf-datasets:json:x.json', ())\n"
+        "except ModuleNotFoundError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout == 'this needs the package datasets, which is not installed: pip install "mmod[datasets]"\n'
+    # A name that an installed package lacks is not a missing package.
+    with pytest.raises(ImportError, match="cannot import name 'nothing' from 'yaml'"), name_missing_extra():
+        exec("from yaml import nothing")

@@ -28,7 +28,7 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md")]
 }
-SCRIPTS = (ROOT / "scripts/README.md").read_text()
+FOLDERS = {name: (ROOT / name).read_text() for name in ("datasets/README.md", "datasets/sets.md", "scripts/README.md")}
 # A fenced block with its language, or lines indented by four or more after an empty one.
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # The same with its indent, as in lists.
@@ -115,7 +115,7 @@ def anchors_of(text: str) -> set[str]:
 
 
 def test_links_lead_somewhere() -> None:
-    for page, text in PAGES.items():
+    for page, text in {**PAGES, **FOLDERS}.items():
         for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
             if "://" in target:
                 continue
@@ -187,7 +187,7 @@ def test_the_picture_of_the_readme_is_drawn_from_the_table_of_a_study(tmp_path: 
 
 
 def test_every_picture_is_shown_on_a_page() -> None:
-    shown = {path for text in (*PAGES.values(), SCRIPTS) for path in re.findall(r"images/([\w.]+)\)", text)}
+    shown = {path for text in (*PAGES.values(), *FOLDERS.values()) for path in re.findall(r"images/([\w.]+)\)", text)}
     assert {path.name for path in (ROOT / "docs/images").iterdir()} == shown
 
 

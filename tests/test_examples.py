@@ -17,6 +17,7 @@ from tests.test_docs import FENCE
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PRINTED = {
     "route_timm_vit.py": ["'blocks.5': 0.5", "times fewer FLOPs", "maps: routing_maps.png"],
+    "look_inside.py": ["blocks.5 keeps half", "maps of (10, 10): inside.png"],
     "route_clip_towers.py": ["capacity 0.25: ", "for a caption", "similarity of images and captions"],
     "generate_with_small_cache.py": ["of the cache", "routed: True | same words: True"],
 }

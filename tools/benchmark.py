@@ -2,9 +2,7 @@
 
 import sys
 
-from mmod.benchmarks.command import main
-from mmod.training.engine.command import one_line_errors
+from mmod.cli import run
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(sys.argv[1:])
+    run("benchmark MODE", sys.argv[1:])

@@ -6,9 +6,7 @@ late}'` routes it first. The keys are those of the training of its kind: image, 
 
 import sys
 
-from mmod.studies.assess import main
-from mmod.training.engine.command import one_line_errors
+from mmod.cli import run
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(sys.argv[1:])
+    run("evaluate CONFIG_OR_RUN", sys.argv[1:])

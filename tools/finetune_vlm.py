@@ -7,9 +7,7 @@ interrupted. Under `torchrun --nproc-per-node N tools/finetune_vlm.py CONFIG` se
 
 import sys
 
-from mmod.training.engine.command import one_line_errors
-from mmod.training.kinds import main
+from mmod.cli import run
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(sys.argv[1:], "chat")
+    run("train chat CONFIG", sys.argv[1:])

@@ -7,9 +7,7 @@ where it was interrupted.
 
 import sys
 
-from mmod.studies.command import ISOFLOP, main
-from mmod.training.engine.command import one_line_errors
+from mmod.cli import run
 
 if __name__ == "__main__":
-    with one_line_errors():
-        list(main(sys.argv[1:], ISOFLOP))
+    run("isoflop CONFIG", sys.argv[1:])

@@ -8,9 +8,7 @@ interrupted search; another budget needs no further passes.
 
 import sys
 
-from mmod.studies.plan import main
-from mmod.training.engine.command import one_line_errors
+from mmod.cli import run
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(sys.argv[1:])
+    run("plan CONFIG_OR_RUN", sys.argv[1:])

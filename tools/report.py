@@ -6,9 +6,7 @@ needs the extra `train`.
 
 import sys
 
-from mmod.report.command import main
-from mmod.training.engine.command import one_line_errors
+from mmod.cli import run
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(sys.argv[1:])
+    run("report FOLDER...", sys.argv[1:])

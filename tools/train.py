@@ -7,9 +7,7 @@ Under `torchrun --nproc-per-node N tools/train.py CONFIG` several processes trai
 
 import sys
 
-from mmod.training.engine.command import one_line_errors
-from mmod.training.kinds import main
+from mmod.cli import run
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(sys.argv[1:], "image")
+    run("train image CONFIG", sys.argv[1:])

@@ -7,9 +7,7 @@ Under `torchrun --nproc-per-node N tools/train_clip.py CONFIG` several processes
 
 import sys
 
-from mmod.training.engine.command import one_line_errors
-from mmod.training.kinds import main
+from mmod.cli import run
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(sys.argv[1:], "pairs")
+    run("train pairs CONFIG", sys.argv[1:])

@@ -7,9 +7,7 @@ open_clip's own. Works under torchrun.
 
 import sys
 
-from mmod.training.engine.command import one_line_errors
-from mmod.training.pairs.open_clip_program import main
+from mmod.cli import run
 
 if __name__ == "__main__":
-    with one_line_errors():
-        main(sys.argv[1:])
+    run("train open-clip [ROUTING] -- ARGUMENTS", sys.argv[1:])

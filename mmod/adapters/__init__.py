@@ -13,3 +13,4 @@ from mmod.adapters.find import (
     find_stacks,
     load_adapter,
 )
+from mmod.adapters.grids import SeenGrid, image_stack, patch_grid, watch_grid

@@ -24,7 +24,7 @@ from mmod.adapters.masks import (
     show_all_keys,
     weigh_groups,
 )
-from mmod.blocks import BlockCall, Halves, ImportanceBlock, ModelHook, Passes, RoutedBlock, StackCalls
+from mmod.blocks import BlockCall, GridSource, Halves, ImportanceBlock, ModelHook, Passes, RoutedBlock, StackCalls
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, attend_to_all, keys_and_values
 from mmod.ops.context import known_projections
@@ -54,6 +54,7 @@ class BlockStack:
         hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
         host: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then
             pass on kept rows only; empty if none does.
+        grid: Where the host shows rows and columns of an image's patches; None for text, or if it does not.
     """
 
     library: str
@@ -73,6 +74,7 @@ class BlockStack:
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
     host: str = ""
+    grid: GridSource | None = None
 
 
 # Returns the blocks of a part, or raises a ValueError that says why the part cannot be routed.

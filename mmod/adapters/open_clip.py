@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
 from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters
-from mmod.blocks import Pass, Passes, StackCalls, host_class
+from mmod.blocks import GridSource, Pass, Passes, StackCalls, grid_of_map, host_class
 from mmod.routing import Routing, TokenMarks
 from mmod.threads import PerThread
 
@@ -68,7 +68,8 @@ def _image_tower(tower: Any, name: str) -> BlockStack:
             "mmod.route_(model, text=config)"
         )
     stack = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
-    return dataclasses.replace(stack, class_token=True, host="open_clip")
+    grid = GridSource(tower.conv1, grid_of_map)
+    return dataclasses.replace(stack, class_token=True, host="open_clip", grid=grid)
 
 
 def _text_tower(tower: Any, name: str) -> BlockStack:

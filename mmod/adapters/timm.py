@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -27,7 +28,7 @@ from timm.models import (
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters
-from mmod.blocks import Halves, host_class
+from mmod.blocks import GridSource, Halves, grid_of_map, host_class
 from mmod.config import ROUTING_FIELDS
 
 BLOCKS: tuple[type[nn.Module], ...] = (
@@ -84,7 +85,17 @@ def find_blocks(model: nn.Module) -> BlockStack:
         class_token=any(key.rpartition(".")[2] == "cls_token" for key, _ in owner.named_parameters()),
         call_of=lambda block, config: _call_of(block, int(prefix), title),
         host="timm",
+        grid=_grid_source(owner),
     )
+
+
+def _grid_source(owner: nn.Module) -> GridSource | None:
+    """Return where a model shows its grid: the projection to patches, or the embedding of a NaFlex model."""
+    if isinstance(owner, naflexvit.NaFlexVit):
+        # Returned beside the tokens; None for a batch of several sizes.
+        return GridSource(owner.embeds, operator.itemgetter(1))
+    projection = getattr(getattr(owner, "patch_embed", None), "proj", None)
+    return None if projection is None else GridSource(projection, grid_of_map)
 
 
 def _block_lists(model: nn.Module) -> list[tuple[str, nn.Sequential | nn.ModuleList]]:

@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.adapters import find_stack
 from mmod.analysis.style import FAINT, INK, PAPER, add_hint, add_legend, looks, new_figure, place_labels, tidy
 from mmod.analysis.trace import Trace, trace
 from mmod.lazy import name_missing_extra
@@ -29,8 +28,8 @@ _NAMED = 16
 def draw_routing_maps(
     images: Tensor,
     trace: Trace,
-    prefix: int,
-    grid: tuple[int, int],
+    prefix: int | None = None,
+    grid: tuple[int, int] | None = None,
     labels: Sequence[str] | None = None,
     image_BN: Tensor | None = None,
 ) -> Figure:
@@ -40,7 +39,8 @@ def draw_routing_maps(
 
     Args:
         images: What the traced pass saw, as it should be shown: in [0, 1], one or three channels (B, C, height, width).
-        prefix: Leading tokens that are not patches.
+        prefix: Leading tokens that are not patches; None takes the model's.
+        grid: Rows and columns of patches; None takes those of the traced pass.
         image_BN: True where a token is a patch, in sequences of text and images, see `Trace.maps`.
 
     Raises:
@@ -52,7 +52,7 @@ def draw_routing_maps(
         >>> model, images = mmod.route_(timm.create_model("test_vit").eval()), torch.rand(2, 3, 160, 160)
         >>> with mmod.trace(model) as decisions:
         ...     _ = model(images)
-        >>> len(draw_routing_maps(images, decisions, prefix=1, grid=(10, 10)).axes)
+        >>> len(draw_routing_maps(images, decisions).axes)
         8
     """
     maps, names = trace.maps(prefix, grid, image_BN).cpu(), list(trace)
@@ -85,14 +85,9 @@ def draw_routing_maps(
 
 def draw_sample_maps(model: nn.Module, images: Tensor) -> Figure:
     """Draw which patches the routed blocks of an image model keep of normalised images (B, C, height, width)."""
-    prefix = find_stack(model).prefix
     with torch.inference_mode(), trace(model) as decisions:
         model(images.to(next(model.parameters()).device))
-    patches = next(iter(decisions.values())).score_BN.shape[1] - prefix
-    side = int(patches**0.5)
-    square = (side, side) if side * side == patches else (1, patches)
-    grid = getattr(getattr(model, "patch_embed", None), "grid_size", square)
-    return draw_routing_maps(in_range(images), decisions, prefix, tuple(grid))
+    return draw_routing_maps(in_range(images), decisions)
 
 
 def in_range(images: Tensor) -> Tensor:

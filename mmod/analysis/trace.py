@@ -8,9 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from mmod.blocks import deciding_modules
+from mmod.adapters import SeenGrid, image_stack, watch_grid
+from mmod.blocks import Grid, deciding_modules
 from mmod.io.tables import markdown_table
-from mmod.methods.base import methods_of
+from mmod.methods.base import method_owners, methods_of
 from mmod.routing import Routing
 from mmod.values import check_module
 
@@ -29,6 +30,10 @@ class Trace(Mapping[str, Routing]):
         check_module(model)
         self._modules = deciding_modules(model)
         self._closed: dict[str, Routing] | None = None
+        owners = method_owners(model)
+        # Wrappers of a model belong to no library.
+        self._owner = owners[0] if len(owners) == 1 else model
+        self._seen = SeenGrid()
 
     def __getitem__(self, name: str) -> Routing:
         routing = self._routings().get(name)
@@ -53,6 +58,12 @@ class Trace(Mapping[str, Routing]):
             module.record.traced = True
             module.record.decisions.clear()
 
+    @contextmanager
+    def watching_grid(self) -> Iterator[None]:
+        """Watch the grid of patches within the context, see `grid`."""
+        with watch_grid(self._owner) as self._seen:
+            yield
+
     def take(self) -> dict[str, Routing]:
         """Return the decisions since the last call, and forget them."""
         decisions = self._routings()
@@ -76,21 +87,45 @@ class Trace(Mapping[str, Routing]):
             if place in module.record.decisions
         }
 
+    @property
+    def grid(self) -> Grid:
+        """Rows and columns of an image's patches in the last forward pass, as the model made them.
+
+        Raises:
+            ValueError: No pass was traced, or its images had no common grid, or the model shows none.
+        """
+        if self._seen.grid is None:
+            raise ValueError("the model showed no grid of patches in this trace: pass rows and columns, grid=(10, 10)")
+        return self._seen.grid
+
+    @property
+    def prefix(self) -> int:
+        """Number of leading tokens that are not patches, in a model whose grid is known."""
+        stack = image_stack(self._owner)
+        if stack is None:
+            raise ValueError("the number of tokens before the patches is unknown for this model: pass prefix")
+        return stack.prefix
+
     def kept_shares(self) -> dict[str, float]:
         """Return the share of tokens that each place kept, mean over the batch."""
         return {name: float(routing.keep_BN.float().mean()) for name, routing in self.items()}
 
-    def maps(self, prefix: int, grid: tuple[int, int], image_BN: Tensor | None = None) -> Tensor:
+    def maps(
+        self, prefix: int | None = None, grid: tuple[int, int] | None = None, image_BN: Tensor | None = None
+    ) -> Tensor:
         """Return where patches were kept (places, images, rows, columns).
 
         Args:
-            prefix: Leading tokens that are not patches.
-            grid: Rows and columns of patches; a ValueError where they do not hold the patches.
+            prefix: Leading tokens that are not patches; None takes the model's.
+            grid: Rows and columns of patches; None takes those of the traced pass. A ValueError where they do not hold
+                the patches.
             image_BN: True where a token is a patch, in sequences of text and images (B, N), whose images come in order;
                 None if all tokens after the prefix are patches.
         """
         if not len(self):
             raise ValueError(f"{self}: run the model within `mmod.trace`")
+        prefix = self.prefix if prefix is None else prefix
+        grid = self.grid if grid is None else grid
         kept = torch.stack([routing.keep_BN[:, prefix:] for routing in self.values()])
         if image_BN is not None:
             kept = kept[:, image_BN[:, prefix:].to(kept.device)]
@@ -149,8 +184,9 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     decisions = Trace(model)
     if not decisions.names and not methods_of(model):
         raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
-    decisions.start()
-    try:
-        yield decisions
-    finally:
-        decisions.close()
+    with decisions.watching_grid():
+        decisions.start()
+        try:
+            yield decisions
+        finally:
+            decisions.close()

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mmod import audit, is_routed
-from mmod.adapters import find_stack
+from mmod.adapters import find_stack, image_stack, patch_grid
 from mmod.analysis.audit.choices import REFERENCE_ENTROPY, choices, default_choices
 from mmod.analysis.audit.generation import Generation, judge_generation
 from mmod.analysis.audit.plots import draw_audit
@@ -167,7 +167,9 @@ class _Images(Subject):
             for images, targets in stream.batches(0):
                 shown = scenes[start : start + len(images)]
                 start += len(images)
-                yield LabelledBatch((images, targets), _strata(shown, targets), self._token_kinds(shown, targets))
+                yield LabelledBatch(
+                    (images, targets), _strata(shown, targets), self._token_kinds(shown, targets, images)
+                )
 
         return Batches(make, stream.steps_per_epoch)
 
@@ -175,12 +177,14 @@ class _Images(Subject):
         count = self.config.audit.maps
         return draw_sample_maps(self.model, sample_images(self.config, count)) if count else None
 
-    def _token_kinds(self, scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, NDArray[np.str_]]:
+    def _token_kinds(
+        self, scenes: Sequence[DigitScene], targets: Tensor, images: Tensor
+    ) -> dict[str, NDArray[np.str_]]:
         """Return the content of every token of a batch; empty where the set does not name it."""
-        grid = getattr(getattr(self.model, "patch_embed", None), "grid_size", None)
         if targets.ndim == 2:
             regions = np.where(targets > 0, "object", np.where(targets == IGNORED, "unlabelled", "background"))
-        elif scenes and grid is not None:
+        elif scenes and image_stack(self.model) is not None:
+            grid = patch_grid(self.model, (images.shape[2], images.shape[3]))
             regions = np.stack([_regions(scene, grid) for scene in scenes])
         else:
             return {}

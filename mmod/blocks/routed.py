@@ -21,6 +21,7 @@ from mmod.blocks.inner import Inner, running_branch
 from mmod.blocks.record import Deciding, Records
 from mmod.blocks.rows import Execution, KeptTokens, MlpOfKept, Rows
 from mmod.blocks.span import Span, SpanPass
+from mmod.blocks.symbolic import trace_as_node
 from mmod.config import RoutingConfig, Threshold
 from mmod.ops import capture_importance
 from mmod.routing import Router, Routing, TokenMarks
@@ -110,10 +111,6 @@ class ConvertedBlock(nn.Module):
             )
         return y, captured.importance_BN
 
-    def as_node(self, x: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the block as one node of torch.fx's graph, because decisions depend on values."""
-        return x.tracer.create_proxy("call_module", x.tracer.path_of_module(self), (x, *args), dict(kwargs))
-
     def __prepare_scriptable__(self) -> nn.Module:
         """Refuse TorchScript."""
         raise RuntimeError(
@@ -171,7 +168,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         Source: Raposo et al., arXiv 2404.02258 (MoD), equation 1.
         """
         if isinstance(x, fx.Proxy):
-            return self.as_node(x, args, kwargs)
+            return trace_as_node(self, x, args, kwargs)
         if torch.jit.is_tracing():
             raise RuntimeError(_TRACED)
         state = self.mod_state
@@ -258,7 +255,7 @@ class ImportanceBlock(ConvertedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on tokens (B, N, D) and share their importance."""
         if isinstance(x, fx.Proxy):
-            return self.as_node(x, args, kwargs)
+            return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
         if not state.wanted:
             return super().forward(x, *args, **kwargs)

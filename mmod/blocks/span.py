@@ -55,11 +55,22 @@ class StackCall:
         self.begun: list[object] = []
 
 
+Grid = tuple[int, int]
+"""Rows and columns of patches."""
+
+
 class StackCalls:
-    """The calls of a stack in one thread: the running one, inside those around it."""
+    """The calls of a stack in one thread: the running one, inside those around it.
+
+    Attributes:
+        entered: The pass that entered a block last.
+    """
 
     def __init__(self) -> None:
         self.running = StackCall()
+        self.entered: Pass | None = None
+        self._grids: list[Grid | None] = []
+        self._began = False
 
     def begin(self, unobserved: bool) -> None:
         """Begin a call of the module that holds the blocks."""
@@ -69,6 +80,22 @@ class StackCalls:
         """End the running call, and what passes left unfinished in it."""
         if self.running.outer is not None:
             self.running = self.running.outer
+        self.entered = None
+        self._grids = []
+
+    def show_grid(self, grid: Grid | None) -> None:
+        """Take the grid of patches that were made for the next pass."""
+        if self._began:
+            self._grids = []
+        self._began = False
+        self._grids = [*self._grids[1 - UNFINISHED :], grid]
+
+    def take_grid(self) -> Grid | None:
+        """Return the grid of a pass that begins; None where patches of several grids wait for their passes."""
+        self._began = True
+        if any(grid != self._grids[0] for grid in self._grids):
+            return None
+        return self._grids[0] if self._grids else None
 
 
 class Pass:
@@ -78,6 +105,7 @@ class Pass:
         place: Place of the last module that the pass entered.
         owner: The run that it is a pass of.
         shape: Shape of the first module's input (B, N).
+        grid: Rows and columns of the images' patches, where a score reads them; else None.
         unobserved: See `StackCall`.
         busy: A module was entered and not left: it runs, or it failed.
     """
@@ -86,6 +114,7 @@ class Pass:
         self.place = 0
         self.owner: object = None
         self.shape: tuple[int, ...] = ()
+        self.grid: Grid | None = None
         self.unobserved = False
         self.busy = False
 
@@ -137,10 +166,16 @@ class Passes(Generic[AnyPass]):
         started = self.make()
         started.owner = self
         started.shape = tuple(x.shape[:2])
-        if recomputing():
+        calls = self.calls.value
+        started.grid = calls.take_grid()
+        call = calls.running
+        if recomputing() and call.outer is None:
+            # A part of the model; the model as a whole is recomputed by a call of it.
             self._recomputed.value[:] = [(torch._C._current_graph_task_id(), started)]
+            match = self._by_address.get(_address(x))
+            if match is not None:
+                started.grid = match.found.grid
             return started
-        call = self.calls.value.running
         if any(run is self for run in call.begun):
             # The host's code runs each block once, so an interrupted call was left open, and this is other code.
             call.unobserved = False
@@ -153,6 +188,9 @@ class Passes(Generic[AnyPass]):
             call.begun.append(self)
         if not call.unobserved and self.last > 0:
             call.passes.append(started)
+        if not call.unobserved and started.grid is not None:
+            # A recomputed first block finds the grid by its input.
+            self.hand_on(started, x)
         return started
 
     def find(self, x: Tensor, place: int) -> AnyPass | None:
@@ -312,6 +350,7 @@ class Span(Passes[SpanPass]):
                 found = self.find(x, place)
         if found is not None:
             found.busy = True
+            self.calls.value.entered = found
             if found.score_BN is not None and found.score_BN.device != x.device:
                 found.score_BN = found.score_BN.to(x.device)
             return found

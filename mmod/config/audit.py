@@ -21,7 +21,8 @@ class AuditConfig(Checked, group="audit"):
         resamples: Number of bootstrap resamples and of sign draws.
         leave_one_out: Batches on which every token is left out of every decision once, one forward pass per token, to
             compare its effect with its score.
-        grid: Rows and columns of the tokens that may be skipped; null takes the model's grid, or else a square.
+        grid: Rows and columns of the tokens that may be skipped; null takes the model's. Tokens that
+            are no grid count as one row.
     """
 
     conditions: list[str] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
 
@@ -190,6 +191,8 @@ class Placement:
         block: Index of the block in its model.
         prefix: Leading tokens that are always kept.
         dtype: Type of the parameters; scores are fp32.
+        grid: Returns rows and columns of the patches of the running forward pass, None where they are unknown; None
+            outside a model.
     """
 
     dim: int
@@ -198,6 +201,7 @@ class Placement:
     prefix: int = 0
     device: torch.device | None = None
     dtype: torch.dtype | None = None
+    grid: Callable[[], tuple[int, int] | None] | None = None
 
 
 @dataclass(frozen=True)
@@ -214,6 +218,7 @@ class Score(Checked, group="router"):
         reads_importance: The score is the importance of the tokens in the dense block before.
         relative: A threshold is compared with the score over its mean in the image, so that 1 means average.
         tied: All routed layers score with one weight, stored once.
+        reads_grid: The score reads the grid of patches, `Placement.grid`.
         compares: The score multiplies all pairs of tokens.
         channels: Sums of channels by which tokens are compared; None compares all channels.
         same_everywhere: The score is the same for every image and block.
@@ -227,6 +232,7 @@ class Score(Checked, group="router"):
     reads_importance: ClassVar[bool] = False
     relative: ClassVar[bool] = False
     tied: ClassVar[bool] = False
+    reads_grid: ClassVar[bool] = False
     compares: ClassVar[bool] = False
     channels: ClassVar[int | None] = None
     same_everywhere: ClassVar[bool] = False

@@ -1,4 +1,4 @@
-"""Command lines that build the embedded data sets."""
+"""Command lines of data: embedded sets are built, sets of others are converted."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from typing import Any
 from mmod.io.options import add_fields, split_options, with_options
 from mmod.values import from_plain
 
-COMMANDS = ("digits", "crowds", "scenes", "questions")
+SETS = ("digits", "crowds", "scenes", "questions")
 """The embedded sets: modules of `mmod.data.synthetic`."""
+CONVERSIONS = ("imagenet", "pairs", "conversations")
+"""Sets of others: modules of `mmod.data.convert`."""
 _BUILD = """Build the embedded set "{0.title}" as webdataset shards, or draw a picture of it.
 
 %(prog)s runs/data/mine
@@ -22,13 +24,16 @@ _BUILD = """Build the embedded set "{0.title}" as webdataset shards, or draw a p
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run one of `COMMANDS` with its arguments, and print the files that it wrote or a one-line error."""
+    """Build one of `SETS`, or run one of `CONVERSIONS`; print what it wrote, or a one-line error."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("command", choices=COMMANDS)
+    parser.add_argument("command", choices=(*SETS, *CONVERSIONS))
     name = parser.parse_args(arguments[:1]).command
     # A script's name already says which set it builds.
     prog = parser.prog if parser.prog.endswith(".py") else f"{parser.prog} {name}"
     try:
+        if name in CONVERSIONS:
+            importlib.import_module(f"mmod.data.convert.{name}").main(arguments[1:], prog)
+            return
         module = importlib.import_module(f"mmod.data.synthetic.{name}")
         config = _build(getattr(module, name.upper()), arguments[1:], prog, getattr(module, "export_questions", None))
         if name == "questions" and config is not None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import BlockCall, ImportanceState, RoutedState, Span, StandingModule
+from mmod.blocks import BlockCall, GridOfPass, ImportanceState, RoutedState, Span, StandingModule
 from mmod.config import Merged, Plan, RoutingConfig, spelled
 from mmod.routing import Router
 
@@ -117,6 +117,16 @@ def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
                 raise ValueError(
                     "protect_prefix must be True: rotary positions need the prefix tokens first in every block"
                 )
+    if config.router.reads_grid and stack.grid is None:
+        raise ValueError(
+            f"router {config.router.name!r} needs the rows and columns of an image's patches, which {first} does not "
+            "show: it is no block of an image model, or of one whose patches are not made by one projection"
+        )
+    if config.router.reads_grid and stack.prefix and not config.protect_prefix:
+        raise ValueError(
+            f"protect_prefix must be True: router {config.router.name!r} reads the grid of patches, and {stack.prefix} "
+            f"leading tokens of {first} are none"
+        )
     importance = config.importance if config.wants_importance(training=True) else ""
     if importance == "class_token" and not stack.class_token:
         raise ValueError(f"router.importance='class_token': the tokens of {first} do not begin with a class token")
@@ -194,6 +204,7 @@ def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity:
         prefix=stack.prefix if config.protect_prefix and not config.router.per_image else 0,
         device=parameter.device,
         dtype=parameter.dtype,
+        grid=None if stack.grid is None else GridOfPass(stack.calls),
     )
     return router.train(block.training)
 

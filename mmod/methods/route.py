@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack, find_parts
 from mmod.blocks import (
     Branch,
+    GridHook,
     RoutedBlock,
     RoutedState,
     SpanHook,
@@ -150,6 +151,9 @@ class Route(Method):
         """Convert the blocks of each part in place."""
         conversions = {name: prepare(stack, self.parts[name]) for name, stack in stacks.items()}
         hooks = [pair for name, stack in stacks.items() for pair in stack.hooks(self.parts[name])]
+        for name, stack in stacks.items():
+            if self.parts[name].router.reads_grid and stack.grid is not None:
+                hooks.append((stack.grid.module, GridHook(stack.calls, stack.grid.read)))
         for name, stack in stacks.items():
             for block, router, state in conversions[name]:
                 if isinstance(state, RoutedState):

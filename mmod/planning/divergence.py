@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmod.adapters import patch_grid
+from mmod.blocks import Grid
 from mmod.config import Plan, RoutingConfig
 from mmod.model import route_, unroute_
 from mmod.values import check_finite, one_of
@@ -44,15 +46,45 @@ def divergence_of(name: str | None, model: nn.Module) -> Callable[[Tensor, Tenso
     return DIVERGENCES[name]
 
 
-def resized(x_BNC: Tensor, patches: int) -> Tensor:
-    """Interpolate a square grid of logits or features (B, N, C), row by row, to another number of patches."""
-    if x_BNC.shape[1] == patches:
+def resized(x_BNC: Tensor, grid: Grid, asked: Grid) -> Tensor:
+    """Interpolate a grid of logits or features (B, N, C), row by row, to other rows and columns."""
+    if grid == asked:
         return x_BNC
-    side, asked = math.isqrt(x_BNC.shape[1]), math.isqrt(patches)
-    if (side**2, asked**2) != (x_BNC.shape[1], patches):
-        raise ValueError(f"{x_BNC.shape[1]} outputs for {patches} patches: grids that differ must both be square")
-    grid = x_BNC.transpose(1, 2).unflatten(2, (side, side))
-    return F.interpolate(grid, size=(asked, asked), mode="bilinear").flatten(2).transpose(1, 2)
+    if math.prod(grid) != x_BNC.shape[1]:
+        raise ValueError(f"{x_BNC.shape[1]} outputs are no grid of {grid[0]} x {grid[1]} patches")
+    x_BCHW = x_BNC.transpose(1, 2).unflatten(2, grid)
+    return F.interpolate(x_BCHW, size=asked, mode="bilinear").flatten(2).transpose(1, 2)
+
+
+def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: int) -> Tensor:
+    """Interpolate a timm model's outputs for the patches of images (B, C, H, W) to the patches that have labels.
+
+    Args:
+        labels: Number of labels per image, one for each square of pixels.
+    """
+    outputs = x_BNC.shape[1]
+    if outputs == labels:
+        return x_BNC
+    height, width = images.shape[-2:]
+    asked = _grid_of_squares(labels, height, width)
+    if any(hasattr(module, "dynamic_feat_size") for module in model.modules()):
+        grid: Grid | None = patch_grid(model, (height, width))
+    else:
+        # A model that shows no patches has square ones, as labels do.
+        grid = _grid_of_squares(outputs, height, width)
+    if asked is None or grid is None:
+        raise ValueError(
+            f"{outputs} outputs for {labels} patches: grids that differ must both be of squares that tile images of "
+            f"{height} x {width} pixels"
+        )
+    return resized(x_BNC, grid, asked)
+
+
+def _grid_of_squares(count: int, height: int, width: int) -> Grid | None:
+    """Return rows and columns of squares that tile an image; None if so many do not."""
+    rows = math.isqrt(count * height // width)
+    columns = count // max(rows, 1)
+    return (rows, columns) if rows * columns == count and rows * width == columns * height else None
 
 
 def check_batch(batch: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -70,8 +71,13 @@ def _arguments(options: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
-def image_recipes(stack: BlockStack, side: int, patch: int | None) -> list[Recipe]:
-    """Return the recipes that `advise` tries on an image model."""
+def image_recipes(stack: BlockStack, size: tuple[int, int], patch: tuple[int, int] | None) -> list[Recipe]:
+    """Return the recipes that `advise` tries on an image model.
+
+    Args:
+        size: Height and width of the images in pixels.
+        patch: Height and width of a patch; None where the model does not say.
+    """
     depth = len(stack.blocks)
     recipes = [Recipe(f"gradual {mean:g}", {"preset": "gradual", "mean": mean}) for mean in (0.8, 0.7, 0.6, 0.5)]
     merge = {"router": "attention", "skipped": "merge", "blocks": "late"}
@@ -79,14 +85,16 @@ def image_recipes(stack: BlockStack, side: int, patch: int | None) -> list[Recip
     recipes += [Recipe(f"a-mod {share:g}", {"preset": "a-mod", "capacity": share}) for share in (0.75, 0.5)]
     recipes.append(Recipe("random 0.5", {"router": "random", "capacity": 0.5}))
     if patch is not None:
-        grid = side // patch
-        sizes = sorted({patch * round(grid * share) for share in (0.875, 0.75, 0.625)}, reverse=True)
+        grid = (size[0] // patch[0], size[1] // patch[1])
+        smaller = sorted(
+            {(round(grid[0] * share), round(grid[1] * share)) for share in (0.875, 0.75, 0.625)}, reverse=True
+        )
         recipes += [
-            Recipe(f"images of {size} px", {"kind": "resize", "size": size}, f"use images of {size} px")
-            for size in sizes
-            if 0 < size < side
+            _smaller(size, (patch[0] * rows, patch[1] * columns))
+            for rows, columns in smaller
+            if 0 < rows < grid[0] and 0 < columns < grid[1]
         ]
-        tokens = grid**2
+        tokens = math.prod(grid)
         recipes += [
             Recipe(f"ToMe r={r}", {"kind": "merge", "r": r}, f"merge {r} tokens in each block, as in ToMe")
             for r in sorted({max(1, round(tokens * share / depth)) for share in (0.5, 0.75)})
@@ -94,6 +102,15 @@ def image_recipes(stack: BlockStack, side: int, patch: int | None) -> list[Recip
         blocks = tuple(sorted({max(1, depth * quarter // 4) for quarter in (1, 2, 3)}))
         recipes += [Recipe(f"prune {keep:g}", {"kind": "prune", "keep": keep, "blocks": blocks}) for keep in (0.8, 0.6)]
     return recipes
+
+
+def _smaller(size: tuple[int, int], resized: tuple[int, int]) -> Recipe:
+    """Return the recipe of smaller images: one side for square ones, height and width for others."""
+    height, width = resized
+    if size[0] == size[1] and height == width:
+        return Recipe(f"images of {height} px", {"kind": "resize", "size": height}, f"use images of {height} px")
+    name = f"images of {height} x {width} px"
+    return Recipe(name, {"kind": "resize", "size": resized}, f"use {name}")
 
 
 def language_recipes(

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from mmod.adapters import patch_grid
 from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.redundancy import RedundancyReport, redundancy
 from mmod.planning.advice import AGREEMENT
@@ -49,16 +50,24 @@ class Images:
         self.has_labels = self.labels is not None
         self.fingerprint = f"{float(self.dense_NRF.double().abs().mean()):.6e}"
         self.first = min(FIRST_LOOK, len(pixels))
+        self.size = (int(pixels.shape[2]), int(pixels.shape[3]))
         sides = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-        self.patch = sides[0] if isinstance(sides, tuple) else None
+        self.patches: tuple[int, int] | None = sides if isinstance(sides, tuple) else None
 
     def __len__(self) -> int:
         return len(self.pixels)
 
     @property
+    def grid(self) -> tuple[int, int]:
+        """Rows and columns of the dense model's patches."""
+        assert self.patches is not None
+        return self.size[0] // self.patches[0], self.size[1] // self.patches[1]
+
+    @property
     def redundancy(self) -> RedundancyReport | None:
-        """The redundancy of the images at the model's patches; None where these are unknown."""
-        return None if self.patch is None else redundancy(self.pixels, self.patch)
+        """The redundancy of the images at the model's patches; None where these are unknown or not square."""
+        sides = set(self.patches or ())
+        return redundancy(self.pixels, *sides) if len(sides) == 1 else None
 
     def cache_bytes(self, model: nn.Module) -> int | None:
         """Return the bytes of the KV cache of a sample: none."""
@@ -76,7 +85,9 @@ class Images:
     def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
         """Return the share of equal top classes, or the mean cosine over rows."""
         dense_NRF = self.dense_NRF[start:stop].float()
-        changed_NRF = resized(self._outputs(model, start, stop).float(), dense_NRF.shape[1])
+        changed_NRF = self._outputs(model, start, stop).float()
+        if changed_NRF.shape[1] != dense_NRF.shape[1]:
+            changed_NRF = resized(changed_NRF, patch_grid(model, self.size), self.grid)
         if self.measure != AGREEMENT:
             return torch.cosine_similarity(changed_NRF, dense_NRF, dim=-1).mean(1).double().numpy(), np.zeros(0)
         top_N, dense_N = changed_NRF[:, 0].argmax(-1), dense_NRF[:, 0].argmax(-1)

@@ -99,7 +99,7 @@ def advise(
         else:
             pixels, labels = first_images(batches, images)
             samples = Images(model, part, stack.prefix, pixels, labels, batch_size)
-            chosen = image_recipes(stack, pixels.shape[-1], samples.patch) if recipes is None else recipes
+            chosen = image_recipes(stack, samples.size, samples.patches) if recipes is None else recipes
         dense = _Trial(Recipe(DENSE, {}), model, *samples.judge(model, 0, len(samples)))
         changed, refused = _changed(model, part, depth, samples, chosen)
         trials = {DENSE: dense, **changed}

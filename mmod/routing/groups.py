@@ -69,7 +69,7 @@ def assign_groups(
 
 def _check_frames(free_BN: Tensor, segment_BN: Tensor, frames: int) -> None:
     """Raise a ValueError unless the image tokens of every packed sample are whole frames."""
-    counts = torch.zeros(len(free_BN), int(segment_BN.max()) + 1, dtype=torch.long, device=free_BN.device)
+    counts = torch.zeros(free_BN.shape[0], int(segment_BN.max()) + 1, dtype=torch.long, device=free_BN.device)
     sizes = counts.scatter_add(1, segment_BN, free_BN.long()).tolist()
     if any(size % frames for row in sizes for size in row):
         raise ValueError(f"frames={frames} does not divide the image tokens of packed samples, {sizes}")

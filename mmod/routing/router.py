@@ -5,6 +5,7 @@ Axes: B images, N tokens, K kept slots per image, D channels.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
@@ -29,6 +30,7 @@ class Router(nn.Module):
         capacity: Share of tokens kept.
         prefix: Number of tokens that are always kept: the leading ones, unless a call marks others.
         dtype: Dtype of the parameters; scores are fp32.
+        grid: See `mmod.config.Placement`.
 
     Example:
         >>> router = Router(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5, prefix=1)
@@ -51,13 +53,14 @@ class Router(nn.Module):
         prefix: int = 0,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
+        grid: Callable[[], tuple[int, int] | None] | None = None,
     ) -> None:
         super().__init__()
         self.prefix = prefix
         self.draws = config.router.draws
         self._settings = Rule(config, rational(capacity))
         self._override: PerThread[Rule | None] = PerThread(type(None))
-        place = Placement(dim, block, config.gate, prefix, device, dtype)
+        place = Placement(dim, block, config.gate, prefix, device, dtype, grid)
         self.score: nn.Module | None = config.router.make(place)
 
     @property

@@ -38,6 +38,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
     import torch
 
     from mmod.analysis.timing import interleave
+    from mmod.studies.threads import on_timing_threads
 
     recipe = recipe_of(config)
     if not recipe.has_weights:
@@ -51,7 +52,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
         # A set may have fewer samples than a batch.
         if reading.samples == size
     }
-    with torch.inference_mode():
+    with torch.inference_mode(), on_timing_threads():
         calls = {key: reading.call for key, reading in readings.items()}
         times = interleave(calls, seconds=0, rounds=_ROUNDS, device=recipe.device, shown=progress)
     ms: dict[str, dict[int, float]] = {}

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from mmod import is_routed, trace
+from mmod.adapters import watch_grid
 from mmod.analysis.plots import draw_routing_maps, in_range
 from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.style import FAINT, INK, new_figure
@@ -151,18 +152,18 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
 
 
 def draw_kept(model: Any, collator: ChatCollator, talks: Sequence[ChatSample]) -> Figure | None:
-    """Draw the image tokens that routed layers kept of questions; None where they are no square grid over an image."""
+    """Draw the image tokens that routed layers kept of questions; None where they are not one image's patches."""
     prompts = collator.prompts(talks)
     pixels = prompts.get("pixel_values")
     image_BN = prompts["input_ids"] == collator.processor.image_token_id
-    tokens = int(image_BN.sum()) // len(talks)
-    side = math.isqrt(tokens)
-    if pixels is None or pixels.ndim != 4 or side * side != tokens:
+    if pixels is None or pixels.ndim != 4:
         return None
     labels = [textwrap.fill(talk.messages[-2].text.replace(IMAGE, "").strip(), _LINE) for talk in talks]
-    with torch.inference_mode(), trace(model) as decisions:
+    with torch.inference_mode(), trace(model) as decisions, watch_grid(model) as seen:
         model(**{key: value.to(model.device) for key, value in prompts.items()}, logits_to_keep=1)
-    return draw_routing_maps(in_range(pixels), decisions, 0, (side, side), labels, image_BN)
+    if seen.grid is None or int(image_BN.sum()) != len(pixels) * math.prod(seen.grid) or len(pixels) != len(talks):
+        return None
+    return draw_routing_maps(in_range(pixels), decisions, 0, seen.grid, labels, image_BN)
 
 
 def draw_answers(right: Mapping[str, Mapping[str, float]], shares: Mapping[str, float]) -> Figure:

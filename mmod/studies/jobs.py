@@ -18,6 +18,7 @@ import torch
 
 from mmod.io.progress import progress_bar, say
 from mmod.studies.config import PlanOptions
+from mmod.studies.threads import timing_threads
 
 Config = TypeVar("Config")
 Result = TypeVar("Result")
@@ -71,7 +72,7 @@ class Runner:
     @property
     def facts(self) -> dict[str, Any]:
         """The machine, and the CPU time so far, for a study's record."""
-        machine = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
+        machine = {"torch": torch.__version__, "threads": timing_threads(), "cores": os.cpu_count()}
         return {**machine, "cpu_seconds": self.cpu_seconds}
 
     def say(self, line: str) -> None:

@@ -25,6 +25,7 @@ from mmod.studies.entrants import DENSE, Entrant
 from mmod.studies.jobs import Job, Runner, Search, Tick
 from mmod.studies.plan import search_for
 from mmod.studies.results import COLUMNS, Point, StudyResult, compare, flat, verdict, write_outcome
+from mmod.studies.threads import on_timing_threads
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.recipe import Reading, Recipe
 from mmod.training.engine.run_folder import portable
@@ -91,7 +92,7 @@ class Study(ABC, Generic[Config, Evaluation]):
                 passes = recipes[name].readings(model, size, max(self.batch_sizes) // size)
                 readings |= {(inputs, size, name): reading for inputs, reading in passes.items()}
         calls = {key: reading.call for key, reading in readings.items()}
-        with torch.inference_mode():
+        with torch.inference_mode(), on_timing_threads():
             device, rounds = recipes[DENSE].device, self.config.latency_rounds
             times = interleave(calls, seconds=0, rounds=rounds, device=device, shown=shown)
         figures: dict[str, dict[str, float]] = {name: {} for name in jobs}

@@ -183,3 +183,24 @@ def test_maps_of_images_among_text() -> None:
     assert figure.axes[1].get_title().endswith("33% kept")
     with pytest.raises(ValueError, match="grids of 2 x 5 do not hold 27 image tokens"):
         decisions.maps(0, (2, 5), image_BN)
+
+
+@pytest.mark.parametrize("size", [(64, 144), (96, 96), (32, 128)])
+def test_samples_are_drawn_on_the_grid_of_their_pass(size: tuple[int, int]) -> None:
+    model = timm.create_model("test_vit", img_size=64, dynamic_img_size=True).eval()
+    mmod.route_(model, mmod.RoutingConfig(router="norm", blocks=(1,), capacity=0.5))
+    images = torch.rand(1, 3, *size)
+    with mmod.trace(model) as decisions, torch.no_grad():
+        model(images)
+    kept = decisions["blocks.1"].keep_BN[0, 1:].unflatten(0, (size[0] // 16, size[1] // 16))
+    picture, shown = (axis.images[0].get_array() for axis in draw_sample_maps(model, images).axes)
+    same = np.isclose(shown, picture).all(axis=-1)
+    assert (same == kept.repeat_interleave(16, 0).repeat_interleave(16, 1).numpy()).all()
+
+
+def test_a_trace_without_images_has_no_grid() -> None:
+    model = mmod.route_(make_joint("llava"), language=mmod.RoutingConfig(router="norm"))
+    with mmod.trace(model) as decisions:
+        pass
+    with pytest.raises(ValueError, match=r"pass rows and columns, grid=\(10, 10\)"):
+        _ = decisions.grid

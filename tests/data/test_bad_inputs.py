@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
+from mmod.data.convert import conversations as conversations_script
+from mmod.data.convert import pairs as pairs_script
+from mmod.data.convert.conversations import ConversationsConversion, convert_conversations
+from mmod.data.convert.pairs import PairsConversion, convert_pairs
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.shards import ShardSource
 from mmod.data.synthetic.digits import DIGITS
-from scripts import convert_conversations as conversations_script
-from scripts import convert_pairs as pairs_script
-from scripts.convert_conversations import ConversationsConversion, convert_conversations
-from scripts.convert_pairs import PairsConversion, convert_pairs
 from tests.data.bad_files import IMAGE_NAMES, IMAGES, LINES, NO_JSON, PNG, RECORDS, SAID, SOUND, SPECIAL, Payload
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("trap_folder")]

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-import scripts.convert_pairs as script
+import mmod.data.convert.pairs as script
+from mmod.data.convert.pairs import PairsConversion, convert_pairs
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.shards import CAPTION, ShardSource
-from scripts.convert_pairs import PairsConversion, convert_pairs
 from tests.data.readers.test_images import DEEP, RAMP, UNSCALED
 
 

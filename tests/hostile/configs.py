@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from mmod.config import Plan
+from mmod.data.convert.pairs import PairsConversion, convert_pairs
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.shards import ShardSource
 from mmod.io.claim import claim_folder
@@ -19,7 +20,6 @@ from mmod.training import TrainConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.engine.run_folder import read_fit
 from mmod.training.image.evaluate import EvalResult
-from scripts.convert_pairs import PairsConversion, convert_pairs
 from tests.data import test_bad_inputs as tables
 from tests.data.bad_files import (
     END,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
+from typing import Any
 
 import pytest
 import torch
@@ -199,3 +201,33 @@ def test_one_change_at_a_time() -> None:
     undo_(model)
     with pytest.raises(ValueError, match="no method changed"):
         undo_(model)
+
+
+@pytest.mark.parametrize("size", [(48, 112), [64, 144], (96, 224)])
+def test_height_and_width_keep_the_aspect_ratio(size: Any) -> None:
+    model = make_model("test_vit", dynamic_img_size=True)
+    images = torch.randn(2, 3, 128, 288)
+    height, width = size
+    with torch.no_grad():
+        small = torch.nn.functional.interpolate(images, size=(height, width), mode="bicubic", antialias=True)
+        expected = model(small)
+        mmod.apply_(model, {"kind": "resize", "size": size})
+        torch.testing.assert_close(model(images), expected)
+        # timm reshapes features to the grid of the resized image.
+        (features,) = model.forward_intermediates(images, indices=[1], intermediates_only=True)
+    assert features.shape[2:] == (height // 16, width // 16)
+    assert methods_of(model) == (read_method(methods_of(model)[0].to_dict()),)
+
+
+def test_an_aspect_ratio_that_would_change_is_refused() -> None:
+    images = torch.randn(1, 3, 128, 288)
+    for size in (96, (96, 96), (112, 288)):
+        model = mmod.apply_(make_model("test_vit", dynamic_img_size=True), Resize(size))
+        with pytest.raises(ValueError, match="changes the aspect ratio of images of 128 x 288 pixels") as refusal:
+            model(images)
+        advised = re.search(r"Resize\(size=\((\d+), (\d+)\)\)", str(refusal.value))
+        assert advised is not None
+        mmod.undo_(model)
+        mmod.apply_(model, Resize((int(advised[1]), int(advised[2]))))(images)
+    with pytest.raises(ValueError, match=r"size=\(48, 50\) is no multiple of 16"):
+        mmod.apply_(make_model("test_vit", dynamic_img_size=True), Resize((48, 50)))

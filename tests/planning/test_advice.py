@@ -19,6 +19,7 @@ from mmod.analysis.timing import Spread
 from mmod.methods import methods_of, read_method
 from mmod.planning import samples, trials
 from mmod.planning.advice import Advice, RecipeResult
+from mmod.planning.divergence import resized_to_labels
 from mmod.planning.recipes import Recipe
 from mmod.training.engine.methods import resolve_routing
 from tests.adapters.clip_zoo import make_clip, make_images
@@ -310,3 +311,43 @@ def test_errors_say_what_is_wrong(model: Callable[[], nn.Module], batches: list[
         mmod.advise(make(), [pictures(1)], recipes=[], progress=False)
     with pytest.raises(TypeError, match="batches must hold prompts"):
         mmod.advise(make_joint("llava"), [pictures(1)], progress=False)
+
+
+def test_images_that_are_not_square_get_smaller_in_their_own_shape(clock: Callable[..., None]) -> None:
+    clock({})
+    options = {"num_classes": 0, "global_pool": ""}
+    images = torch.randn(4, 3, 128, 288)
+    # 8 x 18 patches are 144, which a square would hold too.
+    advice = mmod.advise(make(**options), [images], progress=False)
+    assert not advice.refused
+    prefix = make(**options).num_prefix_tokens
+    smaller = [row for row in advice.rows if "images of" in row.name]
+    assert {row.name for row in smaller} == {f"images of {size} px" for size in ("112 x 256", "96 x 224", "80 x 176")}
+    with torch.no_grad():
+        dense = make(**options)(images)[:, prefix:].half().float()
+        for row in smaller:
+            model = make(**options)
+            exec(row.code, {"mmod": mmod, "model": model})
+            patches = model(images)[:, prefix:].half().float()
+            height, width = map(int, row.name.split()[2:5:2])
+            grid = patches.transpose(1, 2).unflatten(2, (height // 16, width // 16))
+            patches = torch.nn.functional.interpolate(grid, size=(8, 18), mode="bilinear").flatten(2).transpose(1, 2)
+            expected = torch.cosine_similarity(patches, dense, dim=-1).mean()
+            assert row.score.value == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.parametrize(("size", "label_patch"), [((128, 288), 16), ((128, 288), 8), ((64, 256), 32)])
+def test_outputs_are_interpolated_to_the_labels_of_images_of_any_shape(size: tuple[int, int], label_patch: int) -> None:
+    model = make(num_classes=0, global_pool="")
+    images = torch.randn(2, 3, *size)
+    rows, columns = size[0] // 16, size[1] // 16
+    x_BNC = torch.arange(rows * columns, dtype=torch.float32).view(1, -1, 1).expand(2, -1, 3)
+    asked = (size[0] // label_patch, size[1] // label_patch)
+    resized = resized_to_labels(model, x_BNC, images, asked[0] * asked[1])
+    map_BCHW = x_BNC.transpose(1, 2).unflatten(2, (rows, columns))
+    expected = torch.nn.functional.interpolate(map_BCHW, size=asked, mode="bilinear").flatten(2).transpose(1, 2)
+    assert torch.equal(resized, expected)
+    with pytest.raises(
+        ValueError, match="outputs for 143 patches: grids that differ must both be of squares that tile"
+    ):
+        resized_to_labels(model, x_BNC, images, 143)

@@ -40,7 +40,7 @@ class Prompt:
         begin = past - self._start
         image_BN = self.image_BN[:, begin : begin + tokens]
         image_BN = F.pad(image_BN, (0, tokens - image_BN.shape[1]))
-        return image_BN.repeat_interleave(samples // len(image_BN), dim=0)
+        return image_BN.repeat_interleave(samples // image_BN.shape[0], dim=0)
 
 
 class _Running:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mmod.adapters.base import BlockStack, NamedArguments
 from mmod.adapters.masks import hide_empty_slots
 from mmod.adapters.transformers.layers import OPERATORS, TUPLES
-from mmod.blocks import ModelHook, host_class
+from mmod.blocks import GridSource, ModelHook, grid_of_map, host_class
 from mmod.blocks.forward_pass import PassTracker
 from mmod.blocks.span import recomputing
 from mmod.ops import attention_with_importance, class_token_importance
@@ -57,6 +57,9 @@ def is_encoder_layer(layer: nn.Module) -> bool:
 def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStack:
     """Return the layers of a vision tower."""
     first = layers[0]
+    # The tower is around the list of layers, in its `encoder`.
+    tower = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
+    patches = getattr(getattr(tower, "embeddings", None), "patch_embedding", None)
     return BlockStack(
         library="transformers",
         names=tuple(f"{name}.{index}" for index in range(len(layers))),
@@ -64,6 +67,7 @@ def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStac
         prefix=LAYERS[host_class(first).__name__],
         dim=int(first.self_attn.config.hidden_size),  # type: ignore[union-attr,arg-type]
         call_of=lambda layer, config: EncoderLayerCall(("attention_mask",), operators=OPERATORS, tuples=TUPLES),
+        grid=None if patches is None else GridSource(patches, grid_of_map),
     )
 
 

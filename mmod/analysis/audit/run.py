@@ -4,6 +4,7 @@ Axes: B images, N tokens, F tokens of an image that may be skipped, D channels."
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +19,7 @@ from numpy.typing import ArrayLike
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from mmod.adapters import watch_grid
 from mmod.analysis.audit.across import Counter
 from mmod.analysis.audit.choices import LEARNED, RANDOM, Choice, DecisionContext, FreeDecision, choices
 from mmod.analysis.audit.judges import judge_classes
@@ -27,6 +29,7 @@ from mmod.analysis.audit.replace import free_tokens, keep_best, only_free, repla
 from mmod.analysis.audit.result import Audit, compare
 from mmod.analysis.audit.strata import DIFFICULTY, Outcomes
 from mmod.analysis.modes import in_mode
+from mmod.blocks import Grid
 from mmod.config import AuditConfig
 from mmod.methods.route import routed_blocks
 from mmod.routing import Routing
@@ -197,8 +200,8 @@ class _Auditor:
     reference: nn.Module | None
 
     def __post_init__(self) -> None:
-        patch_embed = getattr(self.model, "patch_embed", None)
-        self.grid: tuple[int, int] | None = self.config.grid or getattr(patch_embed, "grid_size", None)
+        # Of the last pass, as the model made it.
+        self.model_grid: Grid | None = None
         # The current batch, in messages.
         self.at = "the first batch"
         self.blocks = routed_blocks(self.model)
@@ -323,8 +326,9 @@ class _Auditor:
                 raise ValueError(f"{name} decided twice on a batch: `judge` must run the model once")
             learned[name] = routing
 
-        with replaced_decisions(self.model, record):
+        with replaced_decisions(self.model, record), watch_grid(self.model) as seen:
             loss_B, accuracy_B = self._outcome(self.model, batch)
+        self.model_grid = seen.grid
         if not learned:
             raise ValueError(
                 "no router of the model decided: `judge` runs another model, or a compiled one. Pass the model itself"
@@ -389,12 +393,10 @@ class _Auditor:
             return self._outcome(self.model, evaluated.batch)
 
     def _grid(self, free_BN: Tensor) -> tuple[int, int] | None:
-        """Return rows and columns of the tokens that may be skipped: the known grid, else a square, else None."""
+        """Return rows and columns of the tokens that may be skipped: the user's or the model's grid, else None."""
         tokens = int(free_BN.sum(1).max())
-        if self.grid is not None and self.grid[0] * self.grid[1] == tokens:
-            return self.grid
-        side = round(tokens**0.5)
-        return (side, side) if side * side == tokens else None
+        grid = self.config.grid or self.model_grid
+        return grid if grid is not None and math.prod(grid) == tokens else None
 
 
 def _partners(

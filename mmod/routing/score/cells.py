@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import isqrt
 from typing import Annotated, ClassVar
@@ -24,18 +25,19 @@ class Cells(Score):
 
     Args:
         side: Tokens along a side of a cell.
-        width: Tokens in a row of the grid; None takes a square one.
+        width: Tokens in a row of the grid; None takes the model's. A score of no model takes a square one then.
 
     Source: mixed resolution decided from tokens, after Ronen et al., arXiv 2304.00287, who decide from pixels.
     """
 
     shared: ClassVar[bool] = True
+    reads_grid: ClassVar[bool] = True
     side: Annotated[int, "[2, inf)"] = 2
     width: Annotated[int | None, "[1, inf)"] = None
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return CellScore(place.prefix, self.side, self.width)
+        return CellScore(place.prefix, self.side, self.width, place.grid)
 
 
 class CellScore(Grouping):
@@ -50,9 +52,18 @@ class CellScore(Grouping):
         (torch.Size([1, 4]), tensor([ 0,  0,  2,  2,  0,  0,  2,  2,  8,  8, 10, 10,  8,  8, 10, 10]))
     """
 
-    def __init__(self, prefix: int = 0, side: int = 2, width: int | None = None) -> None:
+    def __init__(
+        self,
+        prefix: int = 0,
+        side: int = 2,
+        width: int | None = None,
+        grid: Callable[[], tuple[int, int] | None] | None = None,
+    ) -> None:
         super().__init__()
-        self.prefix, self.side, self.width = prefix, side, width
+        self.prefix = prefix
+        self.side = side
+        self.width = width
+        self.grid = grid
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D)."""
@@ -88,7 +99,28 @@ class CellScore(Grouping):
         return torch.cat([torch.arange(self.prefix, device=device), row_N * width + column_N + self.prefix])
 
     def _grid(self, tokens: int) -> tuple[int, int]:
+        """Return rows and columns of the tokens after the prefix: the model's grid, or outside a model a square."""
         patches = tokens - self.prefix
+        grid = None if self.grid is None else self.grid()
+        if grid is None:
+            return self._grid_by_width(patches)
+        if self.width not in (None, grid[1]):
+            raise ValueError(
+                f"router 'cells' has width={self.width}, and the grid of patches is {grid[0]} x {grid[1]}: leave it out"
+            )
+        if grid[0] * grid[1] != patches:
+            raise ValueError(
+                f"router 'cells' needs every patch of the grid of {grid[0]} x {grid[1]}, got {patches} tokens: patch "
+                "dropout or another method removed some. Create the model with patch_drop_rate=0, or use another router"
+            )
+        return grid
+
+    def _grid_by_width(self, patches: int) -> tuple[int, int]:
+        if self.width is None and self.grid is not None:
+            raise ValueError(
+                f"router 'cells' does not know rows and columns of {patches} patches, for images of several sizes or "
+                "blocks that run without the patch embedding: run the whole model on images of one size, or set `width`"
+            )
         width = isqrt(patches) if self.width is None else self.width
         rows = patches // max(width, 1)
         if rows * width != patches or (self.width is None and rows != width):

@@ -16,7 +16,7 @@ from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
 from mmod.io.files import replacing
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.planning.divergence import resized
+from mmod.planning.divergence import resized_to_labels
 from mmod.training.engine.recipe import seed_draws
 from mmod.training.engine.task import autocast
 
@@ -71,7 +71,9 @@ def extract(
                 x_ND = read(images.to(device))
             shares = [routing.keep_BN.float().mean(1) for routing in decisions.values()]
             kept = torch.stack(shares, 1) if shares else torch.empty(len(labels), 0)
-            x_ND = x_ND.float() if x_ND.ndim == 2 else resized(x_ND.float(), labels.shape[1]).flatten(0, 1).half()
+            x_ND = x_ND.float()
+            if x_ND.ndim == 3:
+                x_ND = resized_to_labels(model, x_ND, images, labels.shape[1]).flatten(0, 1).half()
             yield Features(x_ND.cpu(), labels.flatten(), kept.cpu())
 
     with in_mode(False, model), torch.no_grad():

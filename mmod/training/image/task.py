@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from mmod import auxiliary_loss, set_capacity_
 from mmod.data.labels import IGNORED
-from mmod.planning.divergence import resized
+from mmod.planning.divergence import resized_to_labels
 from mmod.training.engine.task import Batch, Pass, Task, autocast, divergence, total
 from mmod.training.image.config import ElasticConfig
 
@@ -160,7 +160,7 @@ def answers(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
     if logits.ndim == 2:
         return logits
     logits = logits[:, getattr(model, "num_prefix_tokens", 0) :]
-    return resized(logits, targets.shape[1]).flatten(0, 1)
+    return resized_to_labels(model, logits, images, targets.shape[1]).flatten(0, 1)
 
 
 def labelled(logits: Tensor, labels: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:

@@ -111,6 +111,17 @@ def test_shares_are_exact_where_one_of_them_decides_all() -> None:
     assert by_position.position_share.low < 1 < by_position.position_share.high
 
 
+def test_content_moves_on_the_grid_of_the_images() -> None:
+    model = make_model(SMALL, pos_embed="none", dynamic_img_size=True)
+    mmod.route_(model, mmod.RoutingConfig(router="norm", blocks=(0,), gate="identity", capacity=0.3))
+    # 2 x 8 patches are as many as a square of 4 x 4, whose steps would cut patches.
+    images = torch.randn(60, 3, 32, 128, generator=torch.Generator().manual_seed(0))
+    config = mmod.AuditConfig(conditions=["random", "centre"], draws=1, resamples=100)
+    found = mmod.audit(model, [(images, torch.arange(60) % 7)], config).influence
+    assert found is not None
+    assert found.content.value == pytest.approx(1, abs=0.02)
+
+
 def test_shares_of_a_known_mixture_are_those_of_its_variance() -> None:
     """A token is kept where a bit of its content, of its place or of both says so, mixed by chance."""
     rng, images = np.random.default_rng(0), 4000

@@ -14,12 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from mmod.data.convert.conversations import ConversationsConversion, convert_conversations
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
 from mmod.data.records import Message, check_record
 from mmod.training.chat.model import create_word_processor
-from scripts.convert_conversations import ConversationsConversion, convert_conversations
 
 
 def said(*texts: str, roles: tuple[str, str] = ("human", "gpt")) -> list[dict[str, str]]:
@@ -258,7 +258,7 @@ def test_conversion_lists_what_it_leaves_out(folder: Path) -> None:
 
 
 def test_conversion_goes_on_where_it_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import scripts.convert_conversations as module
+    import mmod.data.convert.conversations as module
 
     write(folder, [SOUND, TWO, NONE, SOUND, {**SOUND, "id": "last"}])
     whole = convert(folder, shards=True)

@@ -3,7 +3,7 @@ from functools import partial
 from mmod.data.synthetic.digits import DIGITS
 from tests.scripts import run_script
 
-run = partial(run_script, "scripts/cluttered_digits.py")
+run = partial(run_script, "datasets/digits.py")
 
 
 def test_a_level_gives_defaults_and_flags_change_them(tmp_path):

@@ -1,4 +1,4 @@
-"""Build the embedded set "crowded digits": `python scripts/crowded_digits.py --help` says how."""
+"""Build the embedded set "crowded digits": `python datasets/crowds.py --help`, or `mmod data crowds`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Build the embedded set "captioned scenes": `python scripts/cluttered_pairs.py --help` says how."""
+"""Build the embedded set "captioned scenes": `python datasets/scenes.py --help`, or `mmod data scenes`."""
 
 import sys
 

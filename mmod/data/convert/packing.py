@@ -153,11 +153,15 @@ def write_report(config: PackConfig, samples: int, dropped: Sequence[Sequence[An
 
 
 def run_conversion(
-    settings: type[PackConfig], convert: Callable[[Any], dict[str, Any]], description: str, arguments: Sequence[str]
+    settings: type[Any],
+    convert: Callable[[Any], dict[str, Any]],
+    description: str | None,
+    arguments: Sequence[str],
+    prog: str | None = None,
 ) -> None:
     """Convert as a command line `SOURCE OUTPUT [--key value]` says, and print the report or a one-line error."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+        description=description, prog=prog, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     add_fields(parser, settings)
     given = vars(parser.parse_args(arguments))

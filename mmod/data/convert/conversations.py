@@ -1,7 +1,7 @@
 """Check conversations in LLaVA's JSON format: every record, and every image to its last byte.
 
-    python -m scripts.convert_conversations data/llava_v1_5_mix665k.json data/checked --images data/images
-    python -m scripts.convert_conversations data/mine.jsonl data/checked --on_fault drop --shards true
+    mmod data conversations data/llava_v1_5_mix665k.json data/checked --images data/images
+    mmod data conversations data/mine.jsonl data/checked --on_fault drop --shards true
 
 The checked set is OUTPUT/conversations.json in the same format; dropped.csv lists invalid records with the reason. The
 same command resumes an interrupted check. Invalid records are dropped only with `--on_fault drop`.
@@ -11,19 +11,26 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+from mmod.data.convert.packing import (
+    DROPPED,
+    PackConfig,
+    check_image,
+    file_extension,
+    pack_shards,
+    run_conversion,
+    write_report,
+)
 from mmod.data.corrupt import CorruptDataError, UnusableError
 from mmod.data.readers.images import ImageFiles, read_image
 from mmod.data.records import check_record, image_names, read_records
 from mmod.io.files import write_atomically
 from mmod.values import check_fields
-from scripts.packing import DROPPED, PackConfig, check_image, file_extension, pack_shards, run_conversion, write_report
 
 CHECKED = "conversations.json"
 
@@ -109,10 +116,6 @@ def _check(record: Any, config: ConversationsConversion, files: ImageFiles) -> d
     return members
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], prog: str | None = None) -> None:
     """Check as a command line says."""
-    run_conversion(ConversationsConversion, convert_conversations, __doc__, arguments)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_conversion(ConversationsConversion, convert_conversations, __doc__, arguments, prog)

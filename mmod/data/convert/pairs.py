@@ -1,7 +1,7 @@
 """Convert a table of images and captions to webdataset shards.
 
-    python -m scripts.convert_pairs data/captions.csv data/shards --image_column file --resize 384
-    python -m scripts.convert_pairs annotations/captions_train2017.json data/coco --images data/train2017
+    mmod data pairs data/captions.csv data/shards --image_column file --resize 384
+    mmod data pairs annotations/captions_train2017.json data/coco --images data/train2017
 
 SOURCE is a .csv, .tsv or .parquet table, or COCO's caption annotations in .json. The same command resumes an
 interrupted conversion. Rows that cannot be converted are listed in dropped.csv with the reason.
@@ -12,7 +12,6 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,13 +19,13 @@ from typing import Annotated, Any, NamedTuple
 
 from PIL import Image
 
+from mmod.data.convert.packing import PackConfig, check_image, file_extension, pack_shards, run_conversion, write_report
 from mmod.data.corrupt import UnusableError
 from mmod.data.labels import read_caption
 from mmod.data.readers.images import ImageFiles, is_deep, read_image
 from mmod.data.synthetic.build import SIZES
 from mmod.io.files import check_regular, parse_json, write_atomically
 from mmod.values import check_fields
-from scripts.packing import PackConfig, check_image, file_extension, pack_shards, run_conversion, write_report
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".json")
 # Formats that every reader of shards decodes; other images are re-encoded as JPEG.
@@ -224,10 +223,6 @@ def _check_columns(config: PairsConversion, columns: list[str]) -> None:
             )
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], prog: str | None = None) -> None:
     """Convert as a command line says."""
-    run_conversion(PairsConversion, convert_pairs, __doc__, arguments)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])
+    run_conversion(PairsConversion, convert_pairs, __doc__, arguments, prog)

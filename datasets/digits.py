@@ -1,4 +1,4 @@
-"""Build the embedded set "cluttered digits": `python scripts/cluttered_digits.py --help` says how."""
+"""Build the embedded set "cluttered digits": `python datasets/digits.py --help`, or `mmod data digits`."""
 
 import sys
 

@@ -1,0 +1,88 @@
+"""The grid of patches that a model makes of its images, as its host shows it in a forward pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from torch import nn
+
+from mmod.adapters.base import BlockStack
+from mmod.adapters.find import find_library, find_stacks
+from mmod.blocks import Grid, GridSource
+
+
+class SeenGrid:
+    """The grid of a model's last forward pass.
+
+    Attributes:
+        grid: Rows and columns of an image's patches; None before a pass, or where the images had no common grid.
+    """
+
+    def __init__(self) -> None:
+        self.grid: Grid | None = None
+
+
+def image_stack(model: nn.Module) -> BlockStack | None:
+    """Return the blocks of the part that sees images; None for a model without one, or of no supported library."""
+    if find_library(model) is None:
+        return None
+    try:
+        stacks = find_stacks(model)
+    except ValueError:
+        # Of a supported library, and none of its models that can be routed.
+        return None
+    return next((stack for stack in stacks.values() if stack.grid is not None), None)
+
+
+def patch_grid(model: nn.Module, image_size: tuple[int, int]) -> Grid:
+    """Return rows and columns of the patches that a timm model, possibly wrapped, makes of images of a size.
+
+    Args:
+        image_size: Height and width in pixels.
+
+    Raises:
+        ValueError: No module of the model makes patches as timm's do.
+
+    Example:
+        >>> import timm
+        >>> patch_grid(timm.create_model("test_vit"), (128, 288))
+        (8, 18)
+    """
+    embed: Any = next((module for module in model.modules() if hasattr(module, "dynamic_feat_size")), None)
+    if embed is None:
+        raise ValueError(f"this {type(model).__name__} has no patch embedding of timm, so its grid is unknown")
+    rows, columns = embed.dynamic_feat_size(image_size)
+    return rows, columns
+
+
+@contextmanager
+def watch_grid(model: nn.Module) -> Iterator[SeenGrid]:
+    """Watch the grid of patches in the forward passes within the context.
+
+    Example:
+        >>> import timm, torch
+        >>> model = timm.create_model("test_vit", dynamic_img_size=True).eval()
+        >>> with watch_grid(model) as seen:
+        ...     _ = model(torch.zeros(1, 3, 128, 288))
+        >>> seen.grid
+        (8, 18)
+    """
+    seen, stack = SeenGrid(), image_stack(model)
+    with ExitStack() as hooks:
+        if stack is not None and stack.grid is not None:
+            hooks.enter_context(_watching(stack.grid, seen))
+        yield seen
+
+
+@contextmanager
+def _watching(source: GridSource, seen: SeenGrid) -> Iterator[None]:
+    def keep(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        seen.grid = source.read(output)
+
+    handle = source.module.register_forward_hook(keep)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -1,0 +1,124 @@
+"""What hooks see inside a routed block, kept tokens only, brought back to all tokens.
+
+Axes: B images, N tokens, K slots of a module inside the block, H heads, T packed rows.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mmod.routing import Routing
+
+
+def to_all_tokens(values: Tensor, routing: Routing, *, attention: bool = False) -> Tensor:
+    """Bring values from inside a routed block, which sees kept tokens only, to all tokens of its images.
+
+    A skipped token that joined a kept one (`skipped="follow"` or `"merge"`) has that one's value. Any other skipped
+    token has the value 0; in an attention map it attends to itself only, as it passes by unchanged. Attention to a
+    group of merged tokens is shared equally by its tokens, so rows of a map still sum to 1. Values of all tokens, from
+    a module that sees them, are returned as they are.
+
+    Args:
+        values: Inputs, outputs or gradients of a module in the block (B, K, ...), or packed (1, T, ...); or attention
+            maps (B, H, K, K), with `context="all"` (B, H, K, N), or without heads.
+        routing: The block's decision in the same forward pass, see `mmod.trace`. With `before="mlp"` a block decides
+            after its attention, which runs on what the block before keeps: pass that one's decision for attention.
+        attention: The values are attention maps.
+
+    Returns:
+        Values (B, N, ...), or maps (B, H, N, N). With `decisions` of `mmod.trace` and the model's number of prefix
+        tokens, `values[:, prefix:].unflatten(1, decisions.grid)` is a map of the image.
+
+    Raises:
+        ValueError: The shape is neither that of the kept tokens nor that of all.
+
+    Example:
+        >>> import timm, mmod
+        >>> model, seen = mmod.route_(timm.create_model("test_vit").eval()), []
+        >>> handle = model.blocks[5].norm1.register_forward_hook(lambda norm, args, output: seen.append(output))
+        >>> with torch.no_grad(), mmod.trace(model) as decisions:
+        ...     _ = model(torch.randn(1, 3, 160, 160))
+        >>> seen[0].shape, to_all_tokens(seen[0], decisions["blocks.5"]).shape, decisions.grid
+        (torch.Size([1, 50, 64]), torch.Size([1, 101, 64]), (10, 10))
+    """
+    images, tokens = routing.score_BN.shape
+    if attention:
+        return _map_to_all(values, routing)
+    kept_images = routing.kept.image_S
+    if kept_images is not None and values.shape[:2] == (len(kept_images), tokens):
+        return values.new_zeros(images, *values.shape[1:]).index_copy(0, kept_images, values)
+    if values.shape[:2] == (images, tokens):
+        return values
+    padded = _padded(values, routing)
+    slot_BN = _slots(routing)
+    slot_B_N = slot_BN.view(*slot_BN.shape, *[1] * (padded.ndim - 2))
+    spread = padded.gather(1, slot_B_N.clamp(min=0).expand(-1, -1, *padded.shape[2:]))
+    return torch.where(slot_B_N >= 0, spread, 0)
+
+
+def _padded(values: Tensor, routing: Routing) -> Tensor:
+    """Return values of kept tokens by slot (B, K, ...), 0 at empty slots."""
+    slots, valid_BK = routing.kept.index_BK.shape, routing.kept.valid_BK
+    if values.shape[:2] == slots:
+        return values
+    if valid_BK is None or values.shape[:2] != (1, int(valid_BK.sum())):
+        raise ValueError(
+            f"values of shape {tuple(values.shape)} are none of {slots[1]} kept tokens of {slots[0]} images, nor of "
+            f"all {routing.score_BN.shape[1]}: take the decision of the same block and forward pass"
+        )
+    rows_T = valid_BK.flatten().nonzero().squeeze(1)
+    empty = values.new_zeros(slots.numel(), *values.shape[2:])
+    return empty.index_copy(0, rows_T, values[0]).unflatten(0, slots)
+
+
+def _own_slots(routing: Routing) -> Tensor:
+    """Return the slot of every token (B, N), -1 for tokens that are not kept."""
+    kept, (images, tokens) = routing.kept, routing.score_BN.shape
+    index_BK = kept.index_BK if kept.valid_BK is None else kept.index_BK.masked_fill(~kept.valid_BK, tokens)
+    slot_BK = torch.arange(index_BK.shape[1], device=index_BK.device).expand(images, -1)
+    # Empty slots write to a token beyond the last.
+    return index_BK.new_full((images, tokens + 1), -1).scatter(1, index_BK, slot_BK)[:, :-1]
+
+
+def _slots(routing: Routing) -> Tensor:
+    """Return the slot that every token is in or joined (B, N), -1 for none."""
+    return _own_slots(routing) if routing.joined.slot_BN is None else routing.joined.slot_BN
+
+
+def _map_to_all(values: Tensor, routing: Routing) -> Tensor:
+    """Return attention maps of all tokens (B, H, N, N), from those of kept tokens."""
+    images, tokens = routing.score_BN.shape
+    slots = routing.kept.index_BK.shape[1]
+    kept_images = routing.kept.image_S
+    if values.ndim not in (3, 4):
+        raise ValueError(f"attention maps must be (B, H, K, K) or (B, K, K), got {tuple(values.shape)}")
+    maps = values if values.ndim == 4 else values.unsqueeze(1)
+    itself_NN = torch.eye(tokens, dtype=maps.dtype, device=maps.device)
+    if kept_images is not None and (len(maps), *maps.shape[2:]) == (len(kept_images), tokens, tokens):
+        passed = itself_NN.expand(images, maps.shape[1], -1, -1).clone()
+        maps = passed.index_copy(0, kept_images, maps)
+    elif (len(maps), maps.shape[2]) == (images, slots) and maps.shape[3] in (slots, tokens):
+        slot_BN = _slots(routing)
+        if maps.shape[3] != tokens:
+            maps = _keys_to_all(maps, routing)
+        rows = maps.gather(2, slot_BN.clamp(min=0)[:, None, :, None].expand(-1, maps.shape[1], -1, tokens))
+        maps = torch.where(slot_BN[:, None, :, None] >= 0, rows, itself_NN)
+    elif (len(maps), *maps.shape[2:]) != (images, tokens, tokens):
+        raise ValueError(
+            f"attention maps of shape {tuple(values.shape)} are none of {slots} kept tokens of {images} images, nor of "
+            f"all {tokens}: take the decision of the same block and forward pass, or, where a block decides after its "
+            "attention (before='mlp'), that of the block before"
+        )
+    return maps if values.ndim == 4 else maps.squeeze(1)
+
+
+def _keys_to_all(maps_BHKK: Tensor, routing: Routing) -> Tensor:
+    """Return attention to all tokens (B, H, K, N): that to a slot, shared by the tokens that were merged into it."""
+    size_BK = routing.joined.size_BK
+    slot_BN = _own_slots(routing) if size_BK is None else _slots(routing)
+    if size_BK is not None:
+        maps_BHKK = maps_BHKK / size_BK.clamp(min=1)[:, None, None, :].to(maps_BHKK.dtype)
+    slot_B11N = slot_BN[:, None, None, :]
+    keys = maps_BHKK.gather(3, slot_B11N.clamp(min=0).expand(-1, *maps_BHKK.shape[1:3], -1))
+    return torch.where(slot_B11N >= 0, keys, 0)
