@@ -6,7 +6,8 @@ import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,6 +43,30 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
     public = sorted(home_of)
     return get, lambda: public, public
+
+
+def import_path(path: str) -> Any:
+    """Return what a path `module:name` names.
+
+    Example:
+        >>> import_path("mmod.values:one_of").__name__
+        'one_of'
+    """
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
+def moved_names(module: str, paths: Mapping[str, str]) -> Callable[[str], Any]:
+    """Return `__getattr__` of a module for names that now stand elsewhere, at `module:name`; it warns."""
+
+    def get(name: str) -> Any:
+        if name not in paths:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        place = paths[name].replace(":", ".")
+        warnings.warn(f"{module}.{name} is now {place}", FutureWarning, stacklevel=2)
+        return import_path(paths[name])
+
+    return get
 
 
 EXTRAS = {

@@ -67,6 +67,8 @@ def imports(path: Path) -> list[tuple[str, str]]:
             # A module that is chosen by its name in the folder of the file is beside it.
             if name.split(".")[0] == "mmod" and name.split(".")[1:] != [path.parent.name]:
                 found.append((name, ""))
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"mmod(\.\w+)*:\w+", str(node.value)):
+            found.append(tuple(node.value.split(":")))
     return found
 
 
@@ -81,6 +83,8 @@ def test_names_of_modules_in_calls_are_imports(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text('import importlib\nimportlib.import_module("mmod.cli")\nimport_module(f"mmod.data.{name}")\n')
     assert imports(path) == [("mmod.cli", ""), ("mmod.data", "")]
+    path.write_text('import_path("mmod.values:one_of")\n')
+    assert imports(path) == [("mmod.values", "one_of")]
 
 
 def test_each_folder_imports_only_from_those_above_it() -> None:

@@ -28,7 +28,7 @@ from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure
 from mmod.analysis.timing import environment
-from mmod.audits.config import audit_config, record_of
+from mmod.audits.config import AUDITS, record_of
 from mmod.data.config import DataConfig
 from mmod.data.loader import text_stream
 from mmod.data.readers.chat import IGNORED
@@ -374,7 +374,7 @@ def _baselines(config: Any) -> dict[str, Any]:
     models = {}
     for name, folder in folders.items():
         file = [str(folder / RUN_CONFIG)]
-        run = finished_run(read_config(file, audit_config(kind_of(file))), folder)
+        run = finished_run(read_config(file, AUDITS[kind_of(file)]), folder)
         if type(run) is not type(config):
             raise ValueError(f"audit.beside: {str(folder)!r} is a run of another kind than the audited one")
         models[name] = subject_of(run).create()

@@ -5,7 +5,6 @@ Axes: R rows (images, or text tokens of a batch), F classes, vocabulary entries 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -15,10 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.config import Plan, RoutingConfig
+from mmod.lazy import moved_names
 from mmod.model import route_, unroute_
 from mmod.values import check_finite, one_of
 
 IGNORED = -100
+
+__getattr__ = moved_names(__name__, {"resized": "mmod.ops.grids:resized"})
 
 
 def kl_divergence(dense_RF: Tensor, changed_RF: Tensor) -> Tensor:
@@ -42,17 +44,6 @@ def divergence_of(name: str | None, model: nn.Module) -> Callable[[Tensor, Tenso
         name = "kl" if gives_logits else "cosine"
     one_of("divergence", name, tuple(DIVERGENCES))
     return DIVERGENCES[name]
-
-
-def resized(x_BNC: Tensor, patches: int) -> Tensor:
-    """Interpolate a square grid of logits or features (B, N, C), row by row, to another number of patches."""
-    if x_BNC.shape[1] == patches:
-        return x_BNC
-    side, asked = math.isqrt(x_BNC.shape[1]), math.isqrt(patches)
-    if (side**2, asked**2) != (x_BNC.shape[1], patches):
-        raise ValueError(f"{x_BNC.shape[1]} outputs for {patches} patches: grids that differ must both be square")
-    grid = x_BNC.transpose(1, 2).unflatten(2, (side, side))
-    return F.interpolate(grid, size=(asked, asked), mode="bilinear").flatten(2).transpose(1, 2)
 
 
 def check_batch(batch: Any) -> None:

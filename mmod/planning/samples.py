@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.redundancy import RedundancyReport, redundancy
+from mmod.ops.grids import resized
 from mmod.planning.advice import AGREEMENT
-from mmod.planning.divergence import compared, outputs, real_tokens, resized
+from mmod.planning.candidates import ONLY
+from mmod.planning.divergence import compared, outputs, real_tokens
 from mmod.planning.plan_search import run_batch
-from mmod.planning.recipes import ONLY
 
 # Samples of the first look at all recipes; the others are run for recipes near the front.
 FIRST_LOOK = 64

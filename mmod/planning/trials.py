@@ -20,7 +20,7 @@ from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
 from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, RecipeResult
-from mmod.planning.recipes import Recipe, image_recipes, language_recipes
+from mmod.planning.candidates import Recipe, image_recipes, language_recipes
 from mmod.planning.samples import Images, Prompts, Samples, first_images, first_prompts
 from mmod.values import check_value
 

@@ -24,7 +24,7 @@ from mmod.data.synthetic.questions import prior_of
 from mmod.io.tables import Column, table_of
 from mmod.studies.config import ChatStudyConfig
 from mmod.studies.entrants import Entrant, create_rivals
-from mmod.studies.jobs import Job
+from mmod.studies.jobs import Run
 from mmod.studies.results import COLUMNS, save_picture
 from mmod.studies.study import Costs, Scores, Study
 from mmod.training.chat.config import TrainConfig
@@ -67,7 +67,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
         rivals = create_rivals(self.config.rivals, self.config.controls, epochs=0, is_trained=self.config.tune)
         return [*super().entrants(dense, tuned), *rivals]
 
-    def examine(self, job: Job[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
+    def examine(self, job: Run[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
         """Count FLOPs and cache of reading a prompt of mean length, and draw which image tokens are kept."""
         model: Any = self.load(job)
         count = self.config.latency_batch
@@ -102,7 +102,7 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
 
         return self.to_best(scores, {name: [other for other in scores if is_rival(other, name)] for name in scores})
 
-    def time(self, jobs: Mapping[str, Job[TrainConfig]], *, shown: bool) -> dict[str, dict[str, float]]:
+    def time(self, jobs: Mapping[str, Run[TrainConfig]], *, shown: bool) -> dict[str, dict[str, float]]:
         """Measure reading a prompt within a batch, and decoding after it."""
         costs = super().time(jobs, shown=shown)
         for name, job in jobs.items():

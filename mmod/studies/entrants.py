@@ -9,7 +9,8 @@ from typing import Any
 
 from mmod.io.yaml import merged
 from mmod.methods import METHODS, read_method
-from mmod.studies.config import PlanOptions, refuse_set_by_study
+from mmod.planning.options import PlanOptions
+from mmod.studies.config import refuse_set_by_study
 from mmod.values import one_of, refuse_unknown
 
 DENSE = "dense"

@@ -19,11 +19,12 @@ from mmod.analysis.statistics import Estimate, Resampling
 from mmod.data.config import DataConfig
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.claim import claim_folder
+from mmod.io.jobs import Tick
 from mmod.io.yaml import merged
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.entrants import DENSE, Entrant
 from mmod.studies.image import TimmStudy
-from mmod.studies.jobs import Job, Tick
+from mmod.studies.jobs import Run
 from mmod.studies.study import Costs, Outcome, Scores, evaluate_once
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.run_folder import portable
@@ -189,7 +190,7 @@ class FeaturesStudy(TimmStudy[Judged]):
             )
         return super().entrants(dense, tuned)
 
-    def do(self, job: Job[TrainConfig], tick: Tick) -> Outcome:
+    def do(self, job: Run[TrainConfig], tick: Tick) -> Outcome:
         """Compute a model's features and judge them; where it is fine-tuned, those of the fine-tuned model."""
         job = self.ready(job)
         config, further = job.config, dict[str, float]()
@@ -234,7 +235,7 @@ class FeaturesStudy(TimmStudy[Judged]):
             **self.judged.classify(features, self.config),
         )
 
-    def examine(self, job: Job[TrainConfig], evaluation: Judged) -> dict[str, float]:
+    def examine(self, job: Run[TrainConfig], evaluation: Judged) -> dict[str, float]:
         """Count a model's costs, and keep its evaluation image by image."""
         self.evaluations[job.name] = evaluation
         self.folders[job.name] = _folder(job) / _TESTED
@@ -286,7 +287,7 @@ class FeaturesStudy(TimmStudy[Judged]):
 _resampling = functools.lru_cache(maxsize=1)(Resampling)
 
 
-def _folder(job: Job[TrainConfig]) -> Path:
+def _folder(job: Run[TrainConfig]) -> Path:
     output = job.config.output
     return Path(output) / "features" if job.is_trained else Path(f"{output}.features")
 

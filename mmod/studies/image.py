@@ -16,11 +16,12 @@ from mmod.adapters import find_stack
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.redundancy import redundancy
+from mmod.io.jobs import Runner, Tick
 from mmod.io.tables import Column, table_of
 from mmod.methods.route import is_routed
 from mmod.studies.config import ImageStudyConfig, TimmStudyConfig
 from mmod.studies.entrants import DENSE, Entrant, create_rivals
-from mmod.studies.jobs import Job, Runner, Tick, best_rates, starts_others, trials, try_rates, with_rate
+from mmod.studies.jobs import Run, best_rates, starts_others, trials, try_rates, with_rate
 from mmod.studies.results import COLUMNS, as_fast, quoted, save_picture, unbeaten
 from mmod.studies.study import Costs, Scores, Study
 from mmod.training.engine.checkpoint import find_weights
@@ -61,11 +62,11 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
         first = [job for job in jobs[:1] if starts_others(job)]
         self.rates = best_rates(try_rates(runner, by_trial, self.try_rate, first))
 
-    def try_rate(self, job: Job[TrainConfig], tick: Tick) -> float:
+    def try_rate(self, job: Run[TrainConfig], tick: Tick) -> float:
         """Return the score of a run of the search."""
         return self.recipe(self.ready(job).config).train(tick).columns()[self.score]
 
-    def plan(self) -> tuple[list[Entrant], list[Job[TrainConfig]]]:
+    def plan(self) -> tuple[list[Entrant], list[Run[TrainConfig]]]:
         """Return what is compared, and the runs with the best learning rates."""
         entrants, jobs = super().plan()
         base = f"{jobs[0].config.epochs} " if starts_others(jobs[0]) else ""
@@ -115,7 +116,7 @@ class TimmStudy(Study[TrainConfig, Evaluation]):
             for fewer in sorted(depths - {depth})
         ]
 
-    def examine(self, job: Job[TrainConfig], evaluation: Evaluation) -> dict[str, float]:
+    def examine(self, job: Run[TrainConfig], evaluation: Evaluation) -> dict[str, float]:
         """Count the FLOPs of one image and the memory of a batch, and draw what a routed model keeps."""
         model = self.load(job)
         if job.name == DENSE:
@@ -246,7 +247,7 @@ class ImageStudy(TimmStudy[EvalResult]):
             raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
         return super().entrants(dense, tuned)
 
-    def examine(self, job: Job[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
+    def examine(self, job: Run[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
         """Count a model's costs, and the chance that sampling the dense model's test images adds to a difference."""
         if job.name == DENSE:
             right = evaluation.columns()[self.score] / 100
@@ -262,7 +263,7 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     return images if patch is None else f"{images}; {redundancy(timed_images(config, _MEASURED), patch[0])}"
 
 
-def _epochs(job: Job[TrainConfig], base: str) -> str:
+def _epochs(job: Run[TrainConfig], base: str) -> str:
     """Return a model's epochs: from scratch, or those of the dense model (`base`) and of its fine-tuning."""
     if not job.is_tuned:
         return str(job.config.epochs) if job.is_trained else ""

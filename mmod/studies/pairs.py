@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 from mmod.studies.config import PairsStudyConfig
-from mmod.studies.jobs import Job
+from mmod.studies.jobs import Run
 from mmod.studies.study import Study
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult
@@ -30,7 +30,7 @@ class PairsStudy(Study[TrainConfig, EvalResult]):
         routing = super().routing
         return {tower: routing(settings, capacity) for tower, settings in fields.items()}
 
-    def examine(self, job: Job[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
+    def examine(self, job: Run[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
         """Count the FLOPs of one image and of one caption."""
         cost = self.recipe(job.config).cost(self.load(job), evaluation.kept)
         return {f"{tower}_gflops": flops / 1e9 for tower, flops in cost.items()}

@@ -17,12 +17,13 @@ from mmod.analysis.plots import draw_tradeoff
 from mmod.analysis.statistics import Estimate, published
 from mmod.analysis.timing import interleave, relative_times
 from mmod.io.claim import differences
+from mmod.io.jobs import Runner, Tick
 from mmod.io.journal import Journal
 from mmod.io.tables import table_of
 from mmod.io.yaml import merged, read_yaml
 from mmod.studies.config import RUN_FIELDS, StudyConfig
 from mmod.studies.entrants import DENSE, Entrant
-from mmod.studies.jobs import Job, Runner, Search, Tick
+from mmod.studies.jobs import Run, Search
 from mmod.studies.plan import search_for
 from mmod.studies.results import COLUMNS, Point, StudyResult, compare, flat, verdict, write_outcome
 from mmod.training.engine.evaluate import RoutedResult
@@ -78,10 +79,10 @@ class Study(ABC, Generic[Config, Evaluation]):
         self._plans: dict[str, dict[str, Any]] = {}  # Runs ask for their plan several times.
 
     @abstractmethod
-    def examine(self, job: Job[Config], evaluation: Evaluation) -> dict[str, float]:
+    def examine(self, job: Run[Config], evaluation: Evaluation) -> dict[str, float]:
         """Count the costs of a finished model, and draw what it keeps."""
 
-    def time(self, jobs: Mapping[str, Job[Config]], *, shown: bool) -> dict[str, dict[str, float]]:
+    def time(self, jobs: Mapping[str, Run[Config]], *, shown: bool) -> dict[str, dict[str, float]]:
         """Measure the latency of final models in batches of several sizes, all in turns; return figures by model."""
         recipes = {name: self.recipe(job.config) for name, job in jobs.items()}
         readings: dict[tuple[str, int, str], Reading] = {}
@@ -144,7 +145,7 @@ class Study(ABC, Generic[Config, Evaluation]):
             )  # fmt: skip
         return entrants
 
-    def ready(self, job: Job[Config]) -> Job[Config]:
+    def ready(self, job: Run[Config]) -> Run[Config]:
         """Return a run with the plan of its seed's dense model, where one is searched."""
         if job.search is None:
             return job
@@ -231,9 +232,9 @@ class Study(ABC, Generic[Config, Evaluation]):
             costs[name] |= times
         return self._write(figures, costs, runner)
 
-    def plan(self) -> tuple[list[Entrant], list[Job[Config]]]:
+    def plan(self) -> tuple[list[Entrant], list[Run[Config]]]:
         """Return what is compared, and the runs in the order they must be done."""
-        config, runs = self.config, list[Job[Config]]()
+        config, runs = self.config, list[Run[Config]]()
         recipe = merged(read_yaml(config.dense), config.changes)
         dense = self.run_config.from_dict({**recipe, "output": config.output})
         tuned = self.run_config.from_dict({**merged(recipe, config.finetune), "output": config.output})
@@ -250,7 +251,7 @@ class Study(ABC, Generic[Config, Evaluation]):
             seeded = dataclasses.replace(dense, output=str(folder), seed=seed)
             if config.train_dense or not config.tune_dense:
                 work = self.recipe(seeded).work if config.train_dense else _EVALUATION
-                runs.append(Job(base, seed, seeded, is_trained=config.train_dense, work=work))
+                runs.append(Run(base, seed, seeded, work, is_trained=config.train_dense))
             start: Any = self.recipe(tuned).started_from(str(folder)) if config.train_dense else tuned
             for entrant in entrants:
                 if entrant.name == base:
@@ -259,10 +260,10 @@ class Study(ABC, Generic[Config, Evaluation]):
                 run = dataclasses.replace(run, output=str(root / entrant.name))
                 work = entrant.share * self.recipe(run).work if entrant.is_trained else _EVALUATION
                 search = None if entrant.search is None else Search(entrant.search, root / f"{entrant.series}.plans")
-                runs.append(Job(entrant.name, seed, run, entrant.is_tuned, entrant.is_trained, work, search))
+                runs.append(Run(entrant.name, seed, run, work, entrant.is_tuned, entrant.is_trained, search))
         return entrants, runs
 
-    def do(self, job: Job[Config], tick: Tick) -> Outcome:
+    def do(self, job: Run[Config], tick: Tick) -> Outcome:
         """Do one run."""
         job, before = self.ready(job), {}
         if not job.is_trained:
@@ -273,14 +274,14 @@ class Study(ABC, Generic[Config, Evaluation]):
         evaluation = self.recipe(job.config).train(tick)
         return Outcome(evaluation, evaluation.columns() | before)
 
-    def load(self, job: Job[Config]) -> nn.Module:
+    def load(self, job: Run[Config]) -> nn.Module:
         """Make the final model of a run, in evaluation mode on the device it was trained on."""
         config: Any = self.ready(job).config
         if job.is_trained:
             config = self.recipe(config).finished(config.output)
         return self.recipe(config).load()
 
-    def _evaluate_once(self, job: Job[Config]) -> Evaluation:
+    def _evaluate_once(self, job: Run[Config]) -> Evaluation:
         """Evaluate the model that a run starts from, or return the evaluation of an earlier call."""
         run: Any = job.config
         settings = portable(run.to_dict())

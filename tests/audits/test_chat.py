@@ -12,7 +12,7 @@ import torch
 from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
-from mmod.audits.config import audit_config
+from mmod.audits.config import AUDITS
 from mmod.audits.subjects import _roles
 from mmod.training import fit
 from tests.training.chat.configs import vlm_config
@@ -45,7 +45,7 @@ def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(ValueError, match="questions: 24 there, 8 now"):
         main([str(tmp_path / "run"), *QUICK, "--audit.questions", "8", "--audit.leave_one_out", "1"])
     with pytest.raises(ValueError, match="questions must be"):
-        audit_config("chat").from_dict({**vlm_config(tmp_path).to_dict(), "audit": {"questions": 1}})
+        AUDITS["chat"].from_dict({**vlm_config(tmp_path).to_dict(), "audit": {"questions": 1}})
 
 
 def test_tokens_of_a_conversation_have_roles() -> None:

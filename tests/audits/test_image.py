@@ -14,7 +14,7 @@ import yaml
 from mmod.analysis.audit import progress as progress_module
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
-from mmod.audits.config import AuditOptions, audit_config
+from mmod.audits.config import AUDITS, AuditOptions
 from mmod.audits.subjects import _regions, audit_run
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.io.journal import Journal
@@ -218,7 +218,7 @@ def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"audit\.draws must be"):
         AuditOptions(draws=0)
     assert not list(tmp_path.iterdir())
-    config = audit_config("image").from_dict(
+    config = AUDITS["image"].from_dict(
         {"output": str(tmp_path), "model": {"name": "test_vit"}, "data": {"source": "digits"}}
     )
     with pytest.raises(ValueError, match="name a run folder"):

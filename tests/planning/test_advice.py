@@ -19,8 +19,8 @@ from mmod.analysis.timing import Spread
 from mmod.methods import methods_of, read_method
 from mmod.planning import samples, trials
 from mmod.planning.advice import Advice, RecipeResult
-from mmod.planning.recipes import Recipe
-from mmod.training.engine.methods import resolve_routing
+from mmod.planning.candidates import Recipe
+from mmod.planning.resolve import resolve_routing
 from tests.adapters.clip_zoo import make_clip, make_images
 from tests.adapters.vlm_zoo import make_joint, make_language, prompt
 

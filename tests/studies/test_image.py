@@ -13,8 +13,8 @@ import yaml
 from matplotlib.figure import Figure
 
 from mmod.analysis.plots import draw_tradeoff
+from mmod.io import jobs
 from mmod.io.yaml import read_yaml
-from mmod.studies import jobs
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
 from tests.processes import FORKING, run_processes

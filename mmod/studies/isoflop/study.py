@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 from mmod.analysis.prefill import training_flops
 from mmod.analysis.statistics import published
 from mmod.data.loader import text_stream
+from mmod.io.jobs import Job, Runner, Tick
 from mmod.io.yaml import merged, read_yaml
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop.report import draw, optima, table, verdict
-from mmod.studies.jobs import Job, Runner, Tick, best_rates, try_rates, with_rate
+from mmod.studies.jobs import best_rates, try_rates, with_rate
 from mmod.studies.results import StudyResult, means_over_seeds, write_outcome
 from mmod.training.engine.recipe import steps_of_epoch
 from mmod.training.text.config import TrainConfig

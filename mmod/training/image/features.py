@@ -16,7 +16,7 @@ from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
 from mmod.io.files import replacing
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.planning.divergence import resized
+from mmod.ops.grids import resized
 from mmod.training.engine.recipe import seed_draws
 from mmod.training.engine.task import autocast
 

@@ -13,7 +13,7 @@ from timm.utils import accuracy
 from torch import Tensor, nn
 
 from mmod import auxiliary_loss, set_capacity_
-from mmod.planning.divergence import resized
+from mmod.ops.grids import resized
 from mmod.training.engine.task import Batch, Pass, Task, autocast, divergence, total
 from mmod.training.image.config import ElasticConfig
 
