@@ -9,7 +9,7 @@ from mmod.lazy import lazy_names
 if TYPE_CHECKING:
     from mmod.planning.advice import Advice
     from mmod.planning.arank import LayerRanks, attention_ranks
-    from mmod.planning.candidates import Recipe
+    from mmod.planning.candidate import Candidate, Recipe
     from mmod.planning.learned import LearnedPlan, learn_capacity_, settle_capacity_
     from mmod.planning.plan_search import Option, PlanSearch
     from mmod.planning.presets import preset

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -14,7 +14,8 @@ from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.redundancy import RedundancyReport, redundancy
 from mmod.ops.grids import resized
 from mmod.planning.advice import AGREEMENT
-from mmod.planning.candidates import ONLY
+from mmod.planning.candidate import ONLY
+from mmod.planning.comparison import Reading
 from mmod.planning.divergence import compared, outputs, real_tokens
 from mmod.planning.plan_search import run_batch
 
@@ -69,10 +70,10 @@ class Images:
         """Run a model on one image; raises a ValueError where it cannot be run."""
         outputs(model, self.pixels[:1].to(self.device), self.part)
 
-    def call(self, model: nn.Module) -> Callable[[], object]:
+    def reading(self, model: nn.Module) -> Reading:
         """Return the pass over a batch."""
         x = self.pixels[torch.arange(self.batch_size) % len(self)].to(self.device)
-        return lambda: model(x)
+        return Reading(lambda: model(x), self.batch_size)
 
     def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
         """Return the share of equal top classes, or the mean cosine over rows."""
@@ -118,9 +119,9 @@ class Prompts:
         """Run a model on the first batch."""
         self._top(model, self.batches[0])
 
-    def call(self, model: nn.Module) -> Callable[[], object]:
+    def reading(self, model: nn.Module) -> Reading:
         """Return the prefill of the first batch, vision tower included."""
-        return lambda: run_batch(model, self.batches[0])
+        return Reading(lambda: run_batch(model, self.batches[0]), self.batch_size)
 
     def cache_bytes(self, model: nn.Module) -> int | None:
         """Return the bytes of the KV cache of a prompt of mean length."""
