@@ -229,9 +229,9 @@ class _MadeError(Exception):
 def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     known = set()
 
-    def make(study: Study[Any, Any], **_: Any) -> Any:
-        entrants, jobs = study.plan()
-        assert len(entrants) > 2
+    def make(study: Study, **_: Any) -> Any:
+        candidates, jobs = study.plan()
+        assert len(candidates) > 2
         dense: Any = jobs[0].config
         for job in jobs:
             if job.seed == 0 and job.search is None:
@@ -247,7 +247,7 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
                 asked = (type(config), model, config.data, *(getattr(config, name, None) for name in CREATED))
                 if repr(asked) not in known:
                     known.add(repr(asked))
-                    study.recipe(dataclasses.replace(config, model=model, **untrained)).create()
+                    study.scorer.recipe(dataclasses.replace(config, model=model, **untrained)).create()
         raise _MadeError
 
     monkeypatch.setattr(Study, "run", make)
