@@ -6,8 +6,7 @@ import ast
 import importlib
 import importlib.util
 import sys
-import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -54,19 +53,6 @@ def import_path(path: str) -> Any:
     """
     module, _, name = path.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def moved_names(module: str, paths: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return `__getattr__` of a module for names that now stand elsewhere, at `module:name`; it warns."""
-
-    def get(name: str) -> Any:
-        if name not in paths:
-            raise AttributeError(f"module {module!r} has no attribute {name!r}")
-        place = paths[name].replace(":", ".")
-        warnings.warn(f"{module}.{name} is now {place}", FutureWarning, stacklevel=2)
-        return import_path(paths[name])
-
-    return get
 
 
 EXTRAS = {

@@ -158,7 +158,8 @@ class Subject:
 class _Images(Subject):
     def batches(self, /, **changes: Any) -> Batches:
         data = self.data(changes)
-        stream, scenes = self.stream(data), _scenes(data)
+        stream = self.stream(data)
+        scenes = _scenes(data)
 
         def make() -> Iterator[LabelledBatch]:
             start = 0
@@ -198,7 +199,8 @@ class _Chat(Subject):
     on_request = frozenset({"shuffled", REFERENCE_ENTROPY})
 
     def batches(self, /, **changes: Any) -> Batches:
-        data, size = self.data(changes), self.config.eval_batch_size
+        data = self.data(changes)
+        size = self.config.eval_batch_size
         if data.val is None:
             raise ValueError("an audit needs conversations to ask: set data.val")
         talks = open_conversations(data.val, data)
@@ -215,7 +217,8 @@ class _Chat(Subject):
         def make() -> Iterator[LabelledBatch]:
             for start in range(0, len(order), size):
                 asked = [talks[int(index)] for index in order[start : start + size]]
-                batch, kinds = collate(asked), [talk.question_type for talk in asked]
+                batch = collate(asked)
+                kinds = [talk.question_type for talk in asked]
                 roles = _roles(batch, collate.processor) if is_language_routed else {}
                 if roles:
                     roles[_QUESTION] = np.repeat(np.asarray(kinds)[:, None], batch["input_ids"].shape[1], axis=1)
@@ -243,7 +246,8 @@ _ROLES = np.array([_role(bytes([value])) for value in range(BYTES)])
 class _Text(Subject):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        generation, length = config.audit.generation, config.data.length
+        generation = config.audit.generation
+        length = config.data.length
         if generation % length:
             raise ValueError(f"audit.generation must be a multiple of data.length={length}, got {generation}")
 
@@ -251,7 +255,8 @@ class _Text(Subject):
         return LabelledBatch(batch, token_kinds={"role": _ROLES[batch[0].numpy()]})
 
     def generation(self) -> Generation | None:
-        config, options = self.config, self.config.audit
+        config = self.config
+        options = config.audit
         if not options.generation:
             return None
         # Longer texts than the windows of the training.
@@ -316,7 +321,9 @@ def subject_of(config: Any) -> Subject:
 def audit_run(config: Any, *, command: str | None = None, progress: bool = True) -> Audit:
     """Audit the model that a run would start from, and write the results into the folder `audit` of its output."""
     folder = Path(config.output) / "audit"
-    result, progress_file, options = folder / "audit.json", folder / "progress.jsonl", config.audit
+    result = folder / "audit.json"
+    progress_file = folder / "progress.jsonl"
+    options = config.audit
     if result.exists():
         claim_folder(folder, record_of(config), file="config.json", kind="an audit")
         return Audit.from_dict(json.loads(result.read_text())["audit"])
@@ -328,7 +335,8 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
             "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
         )
     choices(subject.conditions, None, has_reference=options.reference is not None)
-    baselines, shifts = _baselines(config), subject.shifts()
+    baselines = _baselines(config)
+    shifts = subject.shifts()
     others = {name: subject.batches(**changes) for name, changes in options.others.items()}
     # Once the options are checked, so that a refused audit leaves no folder.
     claim_folder(folder, record_of(config), file="config.json", kind="an audit")
@@ -346,7 +354,9 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         progress=progress,
     )
     costs = {name: subject.cost(baseline) for name, baseline in baselines.items()}
-    cost, generation, maps = subject.flops(), subject.generation(), subject.maps()
+    cost = subject.flops()
+    generation = subject.generation()
+    maps = subject.maps()
     record = {
         "name": Path(config.output).name,
         "command": command or f"mmod audit {shlex.quote(config.output)}",

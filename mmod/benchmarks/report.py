@@ -118,10 +118,12 @@ def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
     """
     if config.threads is not None:
         torch.set_num_threads(config.threads)
-    folder, identity = Path(config.out), identity_of(config)
+    folder = Path(config.out)
+    identity = identity_of(config)
     if (finished := earlier_report(folder, identity)) is not None:
         return finished
-    runs, journal = config.runs(), Journal(folder / UNFINISHED, identity, "benchmark")
+    runs = config.runs()
+    journal = Journal(folder / UNFINISHED, identity, "benchmark")
     done = dict(journal.records)
 
     def measure(job: Job[None], tick: Tick) -> list[Row]:

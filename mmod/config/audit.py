@@ -1,4 +1,7 @@
-"""Options of an audit, shared by `mmod.audit` and the command."""
+"""Options of an audit, shared by `mmod.audit` and the command.
+
+They stand here and not beside the audit because the command's `--help` imports them, and answers without torch.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +12,14 @@ from mmod.values import Checked
 
 @dataclass(frozen=True)
 class AuditConfig(
-    Checked, group="audit", draws="[1, inf)", margin="[0, inf)", resamples="[100, inf)", leave_one_out="[0, inf)",
+    Checked,
+    group="audit",
+    draws="[1, inf)",
+    margin="[0, inf)",
+    resamples="[100, inf)",
+    leave_one_out="[0, inf)",
     grid="[1, inf)",
-):  # fmt: skip
+):
     """What an audit compares, and how precisely.
 
     Args:

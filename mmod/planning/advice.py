@@ -132,21 +132,26 @@ class Advice:
 
     def table(self) -> Table:
         """Return the rows as a table."""
+        in_percent = self.measure == AGREEMENT
         columns = {
-            "recipe": ("recipe", ""), "speedup": ("speed-up", "[.2f"),
-            "score": (self.measure, ".1f" if self.measure == AGREEMENT else ".3f"), "accuracy": ("accuracy", "+.1f"),
-            "cache": ("cache", ".2f"), "images": (self.samples, ""),
-        }  # fmt: skip
-        return table_of(columns, [
+            "recipe": ("recipe", ""),
+            "speedup": ("speed-up", "[.2f"),
+            "score": (self.measure, ".1f" if in_percent else ".3f"),
+            "accuracy": ("accuracy", "+.1f"),
+            "cache": ("cache", ".2f"),
+            "images": (self.samples, ""),
+        }
+        rows = [
             {
                 **vars(row),
                 "recipe": f"{'*' if row.on_front else ' '} {row.name}",
-                "score": 100 * row.score if self.measure == AGREEMENT else row.score,
+                "score": 100 * row.score if in_percent else row.score,
                 "accuracy": None if row.accuracy is None else 100 * row.accuracy,
                 "cache": None if row.cache is None or self.cache is None else row.cache / self.cache,
             }
             for row in self.rows
-        ])  # fmt: skip
+        ]
+        return table_of(columns, rows)
 
     def __str__(self) -> str:
         unit = f"{'%, ' if self.measure == AGREEMENT else ''}95 % interval over {self.samples}"

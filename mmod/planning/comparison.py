@@ -37,7 +37,9 @@ def time_models(
     Args:
         readings: The passes of every model by name.
     """
-    calls = {(name, of): reading.call for name, passes in readings.items() for of, reading in passes.items()}
+    calls: dict[tuple[str, Pass], Callable[[], object]] = {}
+    for name, passes in readings.items():
+        calls |= {(name, of): reading.call for of, reading in passes.items()}
     times = interleave(calls, seconds=0, rounds=rounds, device=device, warmup=warmup, shown=shown)
     by_pass: dict[Pass, dict[str, list[float]]] = {}
     for (name, of), by_round in times.items():

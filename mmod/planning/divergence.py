@@ -5,6 +5,7 @@ Axes: R rows (images, or text tokens of a batch), F classes, vocabulary entries 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,18 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.config import Plan, RoutingConfig
-from mmod.lazy import moved_names
 from mmod.model import route_, unroute_
+from mmod.ops import grids
 from mmod.values import check_finite, one_of
 
 IGNORED = -100
 
-__getattr__ = moved_names(__name__, {"resized": "mmod.ops.grids:resized"})
+
+def __getattr__(name: str) -> Any:
+    """Return a function that has moved."""
+    if name != "resized":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn("mmod.planning.divergence.resized is now mmod.ops.grids.resized", FutureWarning, stacklevel=2)
+    return grids.resized
 
 
 def kl_divergence(dense_RF: Tensor, changed_RF: Tensor) -> Tensor:
     """Return the Kullback-Leibler divergence of a changed model's logits from the dense model's, per row (R)."""
-    dense_RF, changed_RF = dense_RF.float().log_softmax(-1), changed_RF.float().log_softmax(-1)
+    dense_RF = dense_RF.float().log_softmax(-1)
+    changed_RF = changed_RF.float().log_softmax(-1)
     return (dense_RF.exp() * (dense_RF - changed_RF)).sum(-1).clamp(min=0)
 
 
@@ -73,7 +81,8 @@ def outputs(model: nn.Module, batch: Any, part: str) -> Tensor:
             arguments["use_cache"] = False
         output = model(**arguments)
     else:
-        arguments, output = {}, model(batch)
+        arguments = {}
+        output = model(batch)
     if "input_ids" in arguments and hasattr(output, "logits"):
         output = output.logits[compared(batch, image_token(model))]
     elif isinstance(output, (tuple, list)):
@@ -107,10 +116,12 @@ class Divergence(NamedTuple):
 
     def mean(self, batches: Iterable[Any], config: Plan | RoutingConfig) -> float:
         """Return the mean divergence over the rows of batches."""
-        total, rows = 0.0, 0
+        total = 0.0
+        rows = 0
         for batch in batches:
             dense_RF = outputs(self.model, batch, self.part)
-            total, rows = total + self.added(config, batch, dense_RF), rows + len(dense_RF)
+            total += self.added(config, batch, dense_RF)
+            rows += len(dense_RF)
         check_rows(rows)
         return total / rows
 

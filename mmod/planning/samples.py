@@ -41,7 +41,10 @@ class Images:
     def __init__(
         self, model: nn.Module, part: str, prefix: int, pixels: Tensor, labels: Tensor | None, batch_size: int
     ) -> None:
-        self.part, self.prefix, self.pixels, self.batch_size = part, prefix, pixels, batch_size
+        self.part = part
+        self.prefix = prefix
+        self.pixels = pixels
+        self.batch_size = batch_size
         self.device = next(model.parameters()).device
         has_classes = part == ONLY and getattr(model, "num_classes", 0) > 0
         self.dense_NRF = self._outputs(model, 0, len(pixels))
@@ -81,7 +84,8 @@ class Images:
         changed_NRF = resized(self._outputs(model, start, stop).float(), dense_NRF.shape[1])
         if self.measure != AGREEMENT:
             return torch.cosine_similarity(changed_NRF, dense_NRF, dim=-1).mean(1).double().numpy(), np.zeros(0)
-        top_N, dense_N = changed_NRF[:, 0].argmax(-1), dense_NRF[:, 0].argmax(-1)
+        top_N = changed_NRF[:, 0].argmax(-1)
+        dense_N = dense_NRF[:, 0].argmax(-1)
         is_right = np.zeros(0) if self.labels is None else (top_N == self.labels[start:stop].cpu()).double().numpy()
         return (top_N == dense_N).double().numpy(), is_right
 
@@ -100,10 +104,13 @@ class Prompts:
     Attributes: those of `Images`.
     """
 
-    measure, redundancy = AGREEMENT, None
+    measure = AGREEMENT
+    redundancy = None
 
     def __init__(self, model: Any, part: str, batches: Sequence[Mapping[str, Any]]) -> None:
-        self.part, self.batches, self.image_token = part, batches, model.config.image_token_id
+        self.part = part
+        self.batches = batches
+        self.image_token = model.config.image_token_id
         self.starts = [0, *accumulate(len(batch["input_ids"]) for batch in batches)]
         self.first = next((start for start in self.starts if start >= FIRST_LOOK), len(self))
         self.batch_size = self.starts[1]
@@ -131,9 +138,11 @@ class Prompts:
 
     def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
         """Return the shares of a prompt's next tokens that are the dense model's, and the answer's."""
-        scores, correct = list[float](), list[float]()
+        scores: list[float] = []
+        correct: list[float] = []
         for place in range(self.starts.index(start), self.starts.index(stop)):
-            batch, (top_T, _) = self.batches[place], self._top(model, self.batches[place])
+            batch = self.batches[place]
+            top_T, _ = self._top(model, batch)
             compared_BN = compared(batch, self.image_token)
             counts = compared_BN.sum(1).tolist()
             scores += [float(x.double().mean()) for x in (top_T == self.dense_T[place]).split(counts)]

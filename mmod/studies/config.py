@@ -19,9 +19,13 @@ RUN_FIELDS = ("image_size", "changes", "tune", "budgets")
 
 @dataclass(frozen=True, kw_only=True)
 class StudyConfig(
-    Checked, seeds="[1, inf)", processes="[1, inf)", latency_batch="[1, inf)", latency_batches="[1, inf)",
+    Checked,
+    seeds="[1, inf)",
+    processes="[1, inf)",
+    latency_batch="[1, inf)",
+    latency_batches="[1, inf)",
     latency_rounds="[1, inf)",
-):  # fmt: skip
+):
     """Settings that all kinds of study share.
 
     Args:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from mmod.analysis.statistics import BySeed, Estimate, difference, published
 from mmod.analysis.style import save_figure, svg_of
 from mmod.io.files import write_atomically
 from mmod.io.tables import Column
+from mmod.planning.candidate import DENSE, Candidate
 from mmod.planning.comparison import Scores
 from mmod.training.engine.logging import write_csv
 
@@ -94,6 +95,43 @@ class Point:
         }
 
 
+def compare(
+    candidates: Iterable[Candidate],
+    scores: Scores,
+    figures: Mapping[str, dict[int, dict[str, float]]],
+    costs: Mapping[str, dict[str, float]],
+    rivals: Mapping[str, Mapping[str, Sequence[str]]],
+) -> list[Point]:
+    """Return candidates with their differences to the dense model, to their control and to the best of their rivals.
+
+    Args:
+        figures: All figures of a candidate by seed.
+        costs: The costs of a candidate, times among them.
+        rivals: Names of the candidates that each is compared with where they are as cheap, by a suffix of columns.
+    """
+    shown = {candidate.name: candidate for candidate in candidates}
+    to_dense = scores.gaps(dict.fromkeys(shown, DENSE))
+    to_control = scores.gaps({name: candidate.control for name, candidate in shown.items()})
+    to_rivals: dict[str, dict[str, Estimate | str | None]] = {name: {} for name in shown}
+    for suffix, others in rivals.items():
+        best = {name: scores.best(names) for name, names in others.items()}
+        for name, gap in scores.gaps(best).items():
+            to_rivals[name] |= {f"to_rival{suffix}": gap, f"rival{suffix}": best[name]}
+    return [
+        Point(
+            name,
+            candidate.series,
+            candidate.budget,
+            costs[name],
+            figures[name],
+            to_dense[name],
+            to_control[name],
+            to_rivals[name],
+        )
+        for name, candidate in shown.items()
+    ]
+
+
 @dataclass(frozen=True)
 class StudyResult:
     """The outcome of a study: its points, as rows of plain values in an isoFLOP study, and its text as Markdown."""
@@ -140,7 +178,7 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
 def means_over_seeds(figures: Mapping[int, Mapping[str, float]]) -> dict[str, float | None]:
     """Return the mean `x` and standard deviation `x_std` of every figure by seed; None is that of a single seed."""
     columns: dict[str, float | None] = {}
-    for name in dict.fromkeys(name for values in figures.values() for name in values):
+    for name in dict.fromkeys(chain.from_iterable(figures.values())):
         by_seed = [values[name] for _, values in sorted(figures.items()) if name in values]
         columns |= {name: mean(by_seed), f"{name}_std": stdev(by_seed) if len(by_seed) > 1 else None}
     return columns

@@ -19,7 +19,7 @@ from mmod.studies.costs import Costs
 from mmod.studies.jobs import Run, Search, best_rates, starts_others, trials, try_rates, with_rate
 from mmod.studies.plan import search_for
 from mmod.studies.report import Report, hint
-from mmod.studies.results import Point, StudyResult, flat, write_outcome
+from mmod.studies.results import StudyResult, compare, flat, write_outcome
 from mmod.studies.scorer import Findings, Outcome, Scorer
 from mmod.training.engine.checkpoint import find_weights
 from mmod.training.engine.config import LoopConfig, RunConfig
@@ -162,26 +162,8 @@ class Study:
         """Write what is known so far."""
         shown = {candidate.name: candidate for candidate in candidates if candidate.name in findings.costs}
         scores = self.scorer.scores(shown, findings)
-        to_dense = scores.gaps(dict.fromkeys(shown, DENSE))
-        to_control = scores.gaps({name: candidate.control for name, candidate in shown.items()})
-        to_rivals: dict[str, dict[str, Any]] = {name: {} for name in shown}
-        for suffix, rivals in self.costs.rivals(findings.costs, shown).items():
-            best = {name: scores.best(others) for name, others in rivals.items()}
-            for name, gap in scores.gaps(best).items():
-                to_rivals[name] |= {f"to_rival{suffix}": gap, f"rival{suffix}": best[name]}
-        points = [
-            Point(
-                name,
-                candidate.series,
-                candidate.budget,
-                findings.costs[name],
-                findings.figures[name],
-                to_dense[name],
-                to_control[name],
-                to_rivals[name],
-            )
-            for name, candidate in shown.items()
-        ]
+        rivals = self.costs.rivals(findings.costs, shown)
+        points = compare(shown.values(), scores, findings.figures, findings.costs, rivals)
         rows = [point.row() for point in points]
         if self.epochs:
             rows = [{**row, "epochs": self.epochs[row["name"]]} for row in rows]

@@ -65,7 +65,8 @@ def plan(config: IsoflopConfig) -> list[Place]:
             model = TextRecipe(run).create()
             parameters = sum(parameter.numel() for parameter in model.parameters())
             # Counted as in training: logits of every token, and the top-k of routed layers.
-            forward, window = window_flops(model, run.data.length), training_flops(model, run.data.length)
+            forward = window_flops(model, run.data.length)
+            window = training_flops(model, run.data.length)
             for budget in config.budgets:
                 step = window * run.data.batch_size * run.accumulate
                 timed = _timed(run, budget, step, f"{series} {size}")
@@ -77,15 +78,15 @@ def plan(config: IsoflopConfig) -> list[Place]:
 
 def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     """Find every model's learning rate, train it, and write `isoflop.{csv,json,md,png}` after each seed."""
-    places, runner = plan(config), Runner(config.processes, progress)
+    places = plan(config)
+    runner = Runner(config.processes, progress)
     rates = _find_rates(config, places, runner)
-    root, evaluations = Path(config.output), {place.name: dict[int, EvalResult]() for place in places}
+    evaluations = {place.name: dict[int, EvalResult]() for place in places}
+    jobs: dict[tuple[str, int], Job[TrainConfig]] = {}
     # By seed, so that there is a picture after the first.
-    jobs = {
-        (place.name, seed): place.job(rates[place.name], seed, root / f"seed{seed}")
-        for seed in range(config.seeds)
-        for place in places
-    }
+    for seed in range(config.seeds):
+        folder = Path(config.output) / f"seed{seed}"
+        jobs |= {(place.name, seed): place.job(rates[place.name], seed, folder) for place in places}
     of_folder = {job.config.output: key for key, job in jobs.items()}
     result = None
     for job, evaluation in runner.run(list(jobs.values()), _train):
@@ -114,7 +115,8 @@ def describe(config: IsoflopConfig) -> str:
 
 def _timed(config: TrainConfig, budget: float, step: int, name: str) -> TrainConfig:
     """Return the config of a run whose steps of some FLOPs come nearest to the budget."""
-    paid, numbers = budget / step, range(config.epochs, 2 * config.epochs)
+    paid = budget / step
+    numbers = range(config.epochs, 2 * config.epochs)
     if paid < config.epochs:
         raise ValueError(
             f"budget {budget:g} pays for {paid:.1f} steps of {name}, and its run has {config.epochs} epochs: "
@@ -140,12 +142,11 @@ def _find_rates(config: IsoflopConfig, places: list[Place], runner: Runner) -> d
     if len(config.rates) == 1:
         return {place.name: config.rates[0] for place in places}
     # This seed's results are not reported.
-    seed, root = config.seeds, Path(config.output) / "rates"
-    jobs = {
-        (place.name, rate): place.job(rate, seed, root / f"{rate:g}")
-        for place in places
-        for rate in sorted(config.rates)
-    }
+    seed = config.seeds
+    root = Path(config.output) / "rates"
+    jobs: dict[tuple[str, float], Job[TrainConfig]] = {}
+    for place in places:
+        jobs |= {(place.name, rate): place.job(rate, seed, root / f"{rate:g}") for rate in sorted(config.rates)}
     losses = try_rates(runner, jobs, _try)
     best = best_rates({trial: -loss for trial, loss in losses.items()})
     for name, rate in best.items():
@@ -169,7 +170,8 @@ def _try(job: Job[TrainConfig], tick: Tick) -> float:
 
 
 def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) -> StudyResult:
-    folder, facts = Path(config.output), runner.facts
+    folder = Path(config.output)
+    facts = runner.facts
     text = f"{table(points, config.score)}\n\n{verdict(points, config.score)}"
     least = [
         {**row, "difference": row["difference"] and dataclasses.asdict(row["difference"], dict_factory=published)}
