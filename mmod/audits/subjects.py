@@ -354,26 +354,38 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         progress=progress,
     )
     costs = {name: subject.cost(baseline) for name, baseline in baselines.items()}
+    _write(folder, subject, report, costs, command or f"mmod audit {shlex.quote(config.output)}")
+    progress_file.unlink(missing_ok=True)
+    return report
+
+
+def _write(folder: Path, subject: Subject, report: Audit, baseline_costs: Mapping[str, float], command: str) -> None:
+    """Write pictures, text and record of an audit."""
     cost = subject.flops()
     generation = subject.generation()
     maps = subject.maps()
-    record = {
-        "name": Path(config.output).name,
-        "command": command or f"mmod audit {shlex.quote(config.output)}",
-        "environment": environment(),
-        "audit": report.to_dict(),
-        "flops": cost,
-        "beside_flops": costs,
-        "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
-    }
     if maps is not None:
         save_picture(folder, "maps", maps)
     save_figure(draw_audit(report), folder / "audit.png", dpi=150)
-    more = "" if generation is None else f"\n{generation}\n"
-    write_atomically(folder / "audit.md", f"{report}\n{_costs_text(cost, costs)}{more}")
-    write_atomically(result, json.dumps(record, indent=1) + "\n")
-    progress_file.unlink(missing_ok=True)
-    return report
+    text = f"{report}\n"
+    if cost is not None and baseline_costs:
+        others = ", ".join(f"{name} {value / 1e6:.2f}" for name, value in baseline_costs.items())
+        routed = cost["routed"] / 1e6
+        text += f"\nMFLOPs of a sample, as counted on these: this model {routed:.2f}, {others}.\n"
+    if generation is not None:
+        text += f"\n{generation}\n"
+    write_atomically(folder / "audit.md", text)
+    record = {
+        "name": Path(subject.config.output).name,
+        "command": command,
+        "environment": environment(),
+        "audit": report.to_dict(),
+        "flops": cost,
+        "beside_flops": baseline_costs,
+        "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
+    }
+    # Last, because a record says that the audit is finished.
+    write_atomically(folder / "audit.json", json.dumps(record, indent=1) + "\n")
 
 
 def _baselines(config: Any) -> dict[str, Any]:
@@ -389,11 +401,3 @@ def _baselines(config: Any) -> dict[str, Any]:
             raise ValueError(f"audit.beside: {str(folder)!r} is a run of another kind than the audited one")
         models[name] = subject_of(run).create()
     return models
-
-
-def _costs_text(cost: Mapping[str, Any] | None, costs: Mapping[str, float]) -> str:
-    """Return the costs of the model and its baselines as a line; empty where they were not counted."""
-    if cost is None or not costs:
-        return ""
-    others = ", ".join(f"{name} {value / 1e6:.2f}" for name, value in costs.items())
-    return f"\nMFLOPs of a sample, as counted on these: this model {cost['routed'] / 1e6:.2f}, {others}.\n"

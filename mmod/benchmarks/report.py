@@ -130,7 +130,9 @@ def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
         return json.loads(json.dumps(runs.calls[job.name](), default=asdict))
 
     def report_so_far() -> BenchmarkReport:
-        rows = [row for name in runs.calls for row in done.get(name, ())]
+        rows: list[Row] = []
+        for name in runs.calls:
+            rows += done.get(name, ())
         return BenchmarkReport(runs.title, runs.columns, **identity, rows=rows, notes=runs.notes(rows))
 
     missing = [Job(name, 0, None) for name in runs.calls if name not in done]

@@ -133,7 +133,7 @@ def _arguments(fields: Mapping[str, Any]) -> str:
 
 def Recipe(name: str, options: Mapping[str, Any], advice: str = "") -> Candidate:
     """Return a candidate, as earlier versions spelled it: `options` are a routing, or a method with its `kind`."""
-    warnings.warn("mmod.planning.Recipe is now mmod.planning.Candidate", FutureWarning, stacklevel=2)
+    warnings.warn("mmod.planning.Recipe is now mmod.planning.Candidate", DeprecationWarning, stacklevel=2)
     if "kind" in options:
         return Candidate(name, methods=(options,), advice=advice)
     return Candidate(name, routing=options, advice=advice)

@@ -26,7 +26,7 @@ def __getattr__(name: str) -> Any:
     """Return a function that has moved."""
     if name != "resized":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn("mmod.planning.divergence.resized is now mmod.ops.grids.resized", FutureWarning, stacklevel=2)
+    warnings.warn("mmod.planning.divergence.resized is now mmod.ops.grids.resized", DeprecationWarning, stacklevel=2)
     return grids.resized
 
 

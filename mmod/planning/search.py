@@ -301,12 +301,11 @@ def default_options(stack: BlockStack, router: Score) -> tuple[Option, ...]:
         capacities = (0.0 if stack.prefix and not stack.language else 0.25, 0.5)
     attention_context = "all" if "all" in call.contexts else "kept"
     pairs = [("block", "kept"), ("block", "all"), ("attention", attention_context), ("mlp", "kept")]
-    return tuple(
-        Option(capacity, operator, context)
-        for operator, context in pairs
-        if operator in ("block", *call.operators) and context in call.contexts
-        for capacity in capacities
-    )
+    options: list[Option] = []
+    for operator, context in pairs:
+        if operator in ("block", *call.operators) and context in call.contexts:
+            options += [Option(capacity, operator, context) for capacity in capacities]
+    return tuple(options)
 
 
 def _dense_part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:

@@ -90,7 +90,7 @@ def advise(
     check_value("batch_size", batch_size, int, "[1, inf)")
     check_value("tolerance", tolerance, float, "[0, 1)")
     if recipes is not None:
-        warnings.warn("advise(recipes=...) is now advise(candidates=...)", FutureWarning, stacklevel=2)
+        warnings.warn("advise(recipes=...) is now advise(candidates=...)", DeprecationWarning, stacklevel=2)
         candidates = recipes
     _check_candidates(candidates)
     if methods_of(model):

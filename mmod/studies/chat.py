@@ -64,7 +64,7 @@ _COLUMNS = (
 )
 
 
-class ChatCosts(Costs):
+class ChatCosts(Costs[ChatStudyConfig]):
     """The costs of reading a prompt, of its cache, and of decoding after it."""
 
     times: ClassVar = {"prompt": ("prefill_ms", "prefill_speedup")}
@@ -128,7 +128,7 @@ class ChatCosts(Costs):
         return figures
 
 
-class ChatReport(Report):
+class ChatReport(Report[ChatStudyConfig, ChatCosts]):
     """Also tells of right answers by type of question."""
 
     def pictures(self, rows: Rows) -> dict[str, Figure]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -16,11 +16,12 @@ from mmod.studies.config import StudyConfig
 from mmod.studies.jobs import Run
 from mmod.training.engine.recipe import Reading, Recipe
 
+AnyStudyConfig = TypeVar("AnyStudyConfig", bound=StudyConfig)
 ByModel = Mapping[str, Mapping[str, float]]
 """The costs of a model, by its name and that of the cost."""
 
 
-class Costs(ABC):
+class Costs(ABC, Generic[AnyStudyConfig]):
     """Counts and measures the costs of one kind of model.
 
     Attributes:
@@ -29,8 +30,8 @@ class Costs(ABC):
 
     times: ClassVar[Mapping[str, tuple[str, str]]]
 
-    def __init__(self, config: StudyConfig) -> None:
-        self.config: Any = config
+    def __init__(self, config: AnyStudyConfig) -> None:
+        self.config = config
 
     @property
     @abstractmethod

@@ -231,7 +231,7 @@ class FeatureScores(Scores):
         return " ".join(sentences)
 
 
-class FeatureScorer(Scorer):
+class FeatureScorer(Scorer[FeaturesStudyConfig]):
     """Scores models of timm by classifiers of their features."""
 
     def __init__(self, config: FeaturesStudyConfig) -> None:

@@ -54,7 +54,7 @@ _COLUMNS = (
 )
 
 
-class TimmCosts(Costs):
+class TimmCosts(Costs[TimmStudyConfig]):
     """The costs of an image in a model of timm.
 
     Attributes:
@@ -113,7 +113,7 @@ class TimmCosts(Costs):
         return known
 
 
-class TimmReport(Report):
+class TimmReport(Report[TimmStudyConfig, TimmCosts]):
     """Tells which model to use at some speeds, with columns for every batch size."""
 
     def facts(self) -> dict[str, Any]:

@@ -38,7 +38,7 @@ _COLUMNS = (
 )
 
 
-class PairsCosts(Costs):
+class PairsCosts(Costs[PairsStudyConfig]):
     """The costs of an image, of a caption, and of both."""
 
     times: ClassVar = {"image": ("image_ms", "image_speedup"), "text": ("text_ms", "text_speedup")}

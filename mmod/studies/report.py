@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from mmod.analysis.plots import draw_tradeoff
 from mmod.io.tables import table_of
 from mmod.planning.candidate import Candidate
 from mmod.planning.comparison import Scores
-from mmod.studies.config import StudyConfig
-from mmod.studies.costs import ByModel, Costs
+from mmod.studies.costs import AnyStudyConfig, ByModel, Costs
 from mmod.studies.results import COLUMNS
 from mmod.studies.scorer import Scorer
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+AnyCosts = TypeVar("AnyCosts", bound=Costs[Any])
 Rows = Sequence[Mapping[str, Any]]
 
 
-class Report:
+class Report(Generic[AnyStudyConfig, AnyCosts]):
     """Tells of models by one table, one picture and one sentence.
 
     Args:
         columns: Names of the table's columns, see `COLUMNS`.
     """
 
-    def __init__(self, config: StudyConfig, scorer: Scorer, costs: Costs, columns: Sequence[str]) -> None:
-        self.config: Any = config
+    def __init__(self, config: AnyStudyConfig, scorer: Scorer[Any], costs: AnyCosts, columns: Sequence[str]) -> None:
+        self.config = config
         self.scorer = scorer
-        self.costs: Any = costs
+        self.costs = costs
         self.columns = columns
 
     @property

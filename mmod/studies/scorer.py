@@ -6,13 +6,13 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 from mmod.io.claim import differences
 from mmod.io.jobs import Tick
 from mmod.io.journal import Journal
 from mmod.planning.comparison import Scores
-from mmod.studies.config import StudyConfig
+from mmod.studies.costs import AnyStudyConfig
 from mmod.studies.jobs import Run
 from mmod.studies.results import SeedScores
 from mmod.training.engine.recipe import Recipe
@@ -41,7 +41,7 @@ class Findings:
         return {seed: values[figure] for seed, values in sorted(self.figures[name].items())}
 
 
-class Scorer:
+class Scorer(Generic[AnyStudyConfig]):
     """Scores models by what their recipe evaluates.
 
     Args:
@@ -49,8 +49,8 @@ class Scorer:
         measure: Name of the score in the picture.
     """
 
-    def __init__(self, config: StudyConfig, recipe: type[Recipe[Any, Any]], score: str, measure: str) -> None:
-        self.config: Any = config
+    def __init__(self, config: AnyStudyConfig, recipe: type[Recipe[Any, Any]], score: str, measure: str) -> None:
+        self.config = config
         self.recipe = recipe
         self.score = score
         self.measure = measure

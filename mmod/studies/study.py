@@ -14,7 +14,7 @@ from mmod.analysis.statistics import published
 from mmod.io.jobs import Runner, Tick
 from mmod.planning.candidate import DENSE, Candidate
 from mmod.studies.candidates import candidates_of
-from mmod.studies.config import StudyConfig
+from mmod.studies.config import StudyConfig, TimmStudyConfig
 from mmod.studies.costs import Costs
 from mmod.studies.jobs import Run, Search, best_rates, starts_others, trials, try_rates, with_rate
 from mmod.studies.plan import search_for
@@ -41,7 +41,12 @@ class Study:
     """
 
     def __init__(
-        self, config: StudyConfig, run_config: type[RunConfig], scorer: Scorer, costs: Costs, report: Report
+        self,
+        config: StudyConfig,
+        run_config: type[RunConfig],
+        scorer: Scorer[Any],
+        costs: Costs[Any],
+        report: Report[Any, Any],
     ) -> None:
         self.config = config
         self.run_config: Any = run_config
@@ -63,8 +68,13 @@ class Study:
         runner = Runner(self.config.processes, progress)
         candidates, runs = self.plan()
         _find_checkpoints(runs)
-        if getattr(self.config, "rates", None) is not None:
-            runs = self._with_best_rates(runs, runner)
+        if isinstance(self.config, TimmStudyConfig) and self.config.rates is not None:
+            by_trial = trials(runs, self.config.rates, self.config.rate_split, f"{self.config.output}/rates")
+            starting = [run for run in runs[:1] if starts_others(run)]
+            self.rates = best_rates(try_rates(runner, by_trial, self._try_rate, starting))
+            runs = [
+                dataclasses.replace(run, config=with_rate(run.config, self.rates.get(run.name, 1.0))) for run in runs
+            ]
         # A folder that cannot be written is no news for the end of a run.
         Path(self.config.output).mkdir(parents=True, exist_ok=True)
         first = {run.name: run for run in runs if run.seed == 0 and run.name != _BASE}
@@ -145,14 +155,6 @@ class Study:
             config = recipe(config).finished(config.output)
         return recipe(config).load()
 
-    def _with_best_rates(self, runs: Sequence[Run[Any]], runner: Runner) -> list[Run[Any]]:
-        """Return the runs with the learning rate that is best for each model in the first seed."""
-        config: Any = self.config
-        by_trial = trials(runs, config.rates, config.rate_split, f"{config.output}/rates")
-        first = [run for run in runs[:1] if starts_others(run)]
-        self.rates = best_rates(try_rates(runner, by_trial, self._try_rate, first))
-        return [dataclasses.replace(run, config=with_rate(run.config, self.rates.get(run.name, 1.0))) for run in runs]
-
     def _try_rate(self, run: Run[Any], tick: Tick) -> float:
         """Return the score of a run of the search for learning rates."""
         evaluation = self.scorer.recipe(self.ready(run).config).train(tick)
@@ -172,7 +174,7 @@ class Study:
         record = {
             "config": dataclasses.asdict(self.config),
             **runner.facts,
-            **({"rates": self.rates} if hasattr(self.config, "rates") else {}),
+            "rates": self.rates,
             **report.facts(),
             "title": report.title,
             "points": [dataclasses.asdict(point, dict_factory=published) for point in points],

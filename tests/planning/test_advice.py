@@ -239,7 +239,7 @@ def test_a_journal_is_told_by_the_model_the_images_and_the_lines_that_change_it(
 
 def test_earlier_names_of_candidates_warn_and_do_the_same(clock: Callable[..., None]) -> None:
     clock({})
-    with pytest.warns(FutureWarning, match=r"mmod\.planning\.Recipe is now mmod\.planning\.Candidate"):
+    with pytest.warns(DeprecationWarning, match=r"mmod\.planning\.Recipe is now mmod\.planning\.Candidate"):
         tried = [
             mmod.planning.Recipe("a", {"router": "stride"}),
             mmod.planning.Recipe("b", {"kind": "merge", "r": 8}, "merge"),
@@ -249,7 +249,7 @@ def test_earlier_names_of_candidates_warn_and_do_the_same(clock: Callable[..., N
         Candidate("b", methods=({"kind": "merge", "r": 8},), advice="merge"),
     ]
     assert tried == new
-    with pytest.warns(FutureWarning, match=r"is now advise\(candidates=\.\.\.\)"):
+    with pytest.warns(DeprecationWarning, match=r"is now advise\(candidates=\.\.\.\)"):
         advice = mmod.advise(make(), [pictures(2)], recipes=tried, progress=False)
     assert advice == mmod.advise(make(), [pictures(2)], candidates=new, progress=False)
 

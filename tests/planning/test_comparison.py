@@ -105,7 +105,7 @@ def test_each_kind_names_its_recipe_and_its_study() -> None:
 
 
 def test_a_function_that_has_moved_warns_and_is_the_same() -> None:
-    with pytest.warns(FutureWarning, match=r"divergence\.resized is now mmod\.ops\.grids\.resized"):
+    with pytest.warns(DeprecationWarning, match=r"divergence\.resized is now mmod\.ops\.grids\.resized"):
         assert divergence.resized is resized
     with pytest.raises(AttributeError, match="no attribute 'resize'"):
         divergence.resize  # noqa: B018
