@@ -13,6 +13,7 @@ from mmod.analysis.statistics import published
 from mmod.data.loader import text_stream
 from mmod.io.jobs import Job, Runner, Tick
 from mmod.io.yaml import merged, read_yaml
+from mmod.planning.candidate import Candidate
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop.report import draw, optima, table, verdict
 from mmod.studies.jobs import best_rates, try_rates, with_rate
@@ -22,6 +23,7 @@ from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult
 from mmod.training.text.model import window_flops
 from mmod.training.text.recipe import TextRecipe
+from mmod.values import refuse_unknown
 
 
 class Place(NamedTuple):
@@ -56,12 +58,13 @@ class Place(NamedTuple):
 
 def plan(config: IsoflopConfig) -> list[Place]:
     """Return the models of a study, by budget, series and size."""
-    recipe = merged(merged(read_yaml(config.dense), config.changes), {"output": config.output})
+    fields = merged(read_yaml(config.dense), config.changes)
+    dense = TrainConfig.from_dict({**fields, "output": config.output, "routing": None})
     places = []
-    for series, routing in config.routings.items():
-        for size, fields in config.sizes.items():
-            ways = routing if routing is not None and "methods" in routing else {"routing": routing}
-            run = TrainConfig.from_dict(merged(recipe, {"model": {"config": fields}, **ways}))
+    for candidate in _candidates(config):
+        for size, changes in config.sizes.items():
+            sized = dataclasses.replace(candidate, changes={"model": {"config": changes}})
+            run = sized.configure(dense, dense)
             model = TextRecipe(run).create()
             parameters = sum(parameter.numel() for parameter in model.parameters())
             # Counted as in training: logits of every token, and the top-k of routed layers.
@@ -69,11 +72,24 @@ def plan(config: IsoflopConfig) -> list[Place]:
             window = training_flops(model, run.data.length)
             for budget in config.budgets:
                 step = window * run.data.batch_size * run.accumulate
-                timed = _timed(run, budget, step, f"{series} {size}")
+                timed = _timed(run, budget, step, f"{candidate.name} {size}")
                 steps = timed.epochs * (timed.epoch_steps or 0)
-                places.append(Place(series, size, budget, parameters, forward, steps, float(step * steps), timed))
+                spent = float(step * steps)
+                places.append(Place(candidate.name, size, budget, parameters, forward, steps, spent, timed))
     _check_text(places)
     return sorted(places, key=lambda place: place.budget)
+
+
+def _candidates(config: IsoflopConfig) -> list[Candidate]:
+    """Return what is compared at every size and budget."""
+    candidates = []
+    for series, fields in config.routings.items():
+        if fields is None or "methods" not in fields:
+            candidates.append(Candidate(series, routing=fields))
+            continue
+        refuse_unknown(f"field beside routings.{series}.methods", fields, ("methods", "routing"))
+        candidates.append(Candidate(series, methods=tuple(fields["methods"]), routing=fields.get("routing")))
+    return candidates
 
 
 def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
