@@ -29,13 +29,11 @@ from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure
 from mmod.analysis.timing import environment
 from mmod.audits.config import AUDITS, record_of
-from mmod.data.config import DataConfig
+from mmod.audits.strata import regions_of, roles_of, scenes_of, strata_of
 from mmod.data.loader import text_stream
-from mmod.data.readers.chat import IGNORED
 from mmod.data.readers.conversations import open_conversations
-from mmod.data.readers.images import spread
 from mmod.data.stream import BatchStream
-from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
+from mmod.data.synthetic.digits import DigitScene
 from mmod.io.claim import claim_folder
 from mmod.io.files import write_atomically
 from mmod.methods.route import routing_configs
@@ -159,14 +157,14 @@ class _Images(Subject):
     def batches(self, /, **changes: Any) -> Batches:
         data = self.data(changes)
         stream = self.stream(data)
-        scenes = _scenes(data)
+        scenes = scenes_of(data)
 
         def make() -> Iterator[LabelledBatch]:
             start = 0
             for images, targets in stream.batches(0):
                 shown = scenes[start : start + len(images)]
                 start += len(images)
-                yield LabelledBatch((images, targets), _strata(shown, targets), self._token_kinds(shown, targets))
+                yield LabelledBatch((images, targets), strata_of(shown, targets), self._token_kinds(shown, targets))
 
         return Batches(make, stream.steps_per_epoch)
 
@@ -180,7 +178,7 @@ class _Images(Subject):
         if targets.ndim == 2:
             regions = np.where(targets > 0, "object", "background")
         elif scenes and grid is not None:
-            regions = np.stack([_regions(scene, grid) for scene in scenes])
+            regions = np.stack([regions_of(scene, grid) for scene in scenes])
         else:
             return {}
         prefix = ((0, 0), (find_stack(self.model).prefix, 0))
@@ -219,7 +217,7 @@ class _Chat(Subject):
                 asked = [talks[int(index)] for index in order[start : start + size]]
                 batch = collate(asked)
                 kinds = [talk.question_type for talk in asked]
-                roles = _roles(batch, collate.processor) if is_language_routed else {}
+                roles = roles_of(batch, collate.processor) if is_language_routed else {}
                 if roles:
                     roles[_QUESTION] = np.repeat(np.asarray(kinds)[:, None], batch["input_ids"].shape[1], axis=1)
                 yield LabelledBatch(batch, {_QUESTION: kinds}, roles)
@@ -267,47 +265,6 @@ class _Text(Subject):
 
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         raise ValueError("audit.shifts change images, and text has none: leave them out")
-
-
-def _scenes(data: DataConfig) -> list[DigitScene]:
-    """Return the scenes of the embedded digits in the order of the set; empty for other sets."""
-    source, _, difficulty = data.source.partition(":")
-    if source != "digits":
-        return []
-    scenes = list(compose_scenes(DIFFICULTIES[difficulty or "default"], data.val_split))
-    if data.val_limit is None:
-        return scenes
-    return [scenes[int(place)] for place in spread([scene.label for scene in scenes], data.val_limit)]
-
-
-def _strata(scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, list[float]]:
-    """Return size and place of the digit in every scene, and the patches with an object where patches have classes."""
-    strata: dict[str, list[float]] = {}
-    if scenes:
-        boxes = torch.tensor([scene.box for scene in scenes], dtype=torch.float64)
-        middle = (boxes[:, :2] + boxes[:, 2:] - len(scenes[0].image)) / 2
-        strata["side of the object"] = (boxes[:, 2] - boxes[:, 0]).tolist()
-        strata["distance of the object from the middle"] = middle.norm(dim=1).tolist()
-    if targets.ndim == 2:
-        strata["patches with an object"] = (targets > 0).sum(1).tolist()
-    return strata
-
-
-def _regions(scene: DigitScene, grid: tuple[int, int]) -> NDArray[np.str_]:
-    """Return the content of every patch by its middle: the digit's box, ink of other digits, or background (P)."""
-    pixels = torch.from_numpy(scene.image)[None].float()
-    has_ink = torch.nn.functional.adaptive_max_pool2d(pixels, grid)[0] > 0
-    left, top, right, bottom = scene.box
-    rows, columns = ((np.arange(count) + 0.5) * len(scene.image) / count for count in grid)
-    is_object = ((rows >= top) & (rows < bottom))[:, None] & ((columns >= left) & (columns < right))
-    return np.where(is_object, "object", np.where(has_ink, "clutter", "background")).flatten()
-
-
-def _roles(batch: Mapping[str, Tensor], processor: Any) -> dict[str, NDArray[np.str_]]:
-    tokens = batch["input_ids"]
-    is_special = torch.isin(tokens, torch.tensor(processor.tokenizer.all_special_ids))
-    names = np.where(batch["labels"] != IGNORED, "answer", np.where(is_special, "special token", "question"))
-    return {"role": np.where(tokens == processor.image_token_id, "image", names)}
 
 
 _SUBJECTS: dict[str, type[Subject]] = {"image": _Images, "pairs": _Pairs, "chat": _Chat, "text": _Text}

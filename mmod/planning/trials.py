@@ -93,32 +93,25 @@ def advise(
         warnings.warn("advise(recipes=...) is now advise(candidates=...)", DeprecationWarning, stacklevel=2)
         candidates = recipes
     _check_candidates(candidates)
-    if methods_of(model):
-        raise ValueError(f"this {type(model).__name__} is changed already: call mmod.undo_ first")
     part, stack = _part_to_change(model, part)
     folder = None if folder is None else Path(folder)
     depth = len(stack.blocks)
-    samples: Samples
     with in_mode(False, model), torch.no_grad():
         if stack.language:
             samples, chosen = _prompts(model, part, depth, batches, images, candidates, folder)
         else:
-            pixels, labels = first_images(batches, images)
-            samples = Images(model, part, stack.prefix, pixels, labels, batch_size)
-            chosen = image_candidates(stack, pixels.shape[-1], samples.patch) if candidates is None else candidates
+            samples, chosen = _images(model, part, stack, batches, images, candidates, batch_size)
         dense = _Trial(Candidate(DENSE), model, *samples.judge(model, 0, len(samples)))
         changed, refused = _changed(model, part, depth, samples, chosen)
         trials = {DENSE: dense, **changed}
+        codes = {name: trial.candidate.code(part, 0) for name, trial in changed.items()}
         identity = {
             "model": type(model).__name__,
             "images": len(samples),
             "batch_size": samples.batch_size,
             "part": part,
-            # Worded as by the first version, whose journals are continued.
-            "recipes": {
-                DENSE: f"mmod.route_(model, {part}=mmod.RoutingConfig())",
-                **{name: trial.candidate.code(part, 0) for name, trial in changed.items()},
-            },
+            # Named and worded as by the first version, whose journals are continued.
+            "recipes": {DENSE: f"mmod.route_(model, {part}=mmod.RoutingConfig())", **codes},
             "outputs": samples.fingerprint,
         }
         journal = Journal(None if folder is None else folder / "journal.jsonl", identity, "advice")
@@ -156,6 +149,23 @@ def _check_candidates(candidates: Sequence[Candidate] | None) -> None:
             )
 
 
+def _images(
+    model: nn.Module,
+    part: str,
+    stack: BlockStack,
+    batches: Iterable[Any],
+    count: int,
+    candidates: Sequence[Candidate] | None,
+    batch_size: int,
+) -> tuple[Samples, Sequence[Candidate]]:
+    """Return images to judge candidates on, and the candidates."""
+    pixels, labels = first_images(batches, count)
+    samples = Images(model, part, stack.prefix, pixels, labels, batch_size)
+    if candidates is None:
+        candidates = image_candidates(stack, pixels.shape[-1], samples.patch)
+    return samples, candidates
+
+
 def _prompts(
     model: nn.Module,
     part: str,
@@ -177,6 +187,9 @@ def _prompts(
 
 
 def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
+    """Return the part of a dense model that is made cheaper; refuse models that advice is not for."""
+    if methods_of(model):
+        raise ValueError(f"this {type(model).__name__} is changed already: call mmod.undo_ first")
     stacks = find_stacks(model)
     if part is None:
         part = next((name for name in ("image", "language") if name in stacks), None)

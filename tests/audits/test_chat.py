@@ -13,7 +13,7 @@ from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
 from mmod.audits.config import AUDITS
-from mmod.audits.subjects import _roles
+from mmod.audits.strata import roles_of
 from mmod.training import fit
 from tests.training.chat.configs import vlm_config
 
@@ -51,5 +51,5 @@ def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.Captur
 def test_tokens_of_a_conversation_have_roles() -> None:
     processor = SimpleNamespace(tokenizer=SimpleNamespace(all_special_ids=[0, 9]), image_token_id=9)
     batch = {"input_ids": torch.tensor([[9, 9, 5, 6, 0]]), "labels": torch.tensor([[-100, -100, -100, 6, 0]])}
-    (names,) = _roles(batch, processor)["role"].tolist()
+    (names,) = roles_of(batch, processor)["role"].tolist()
     assert names == ["image", "image", "question", "answer", "answer"]
