@@ -56,9 +56,9 @@ def _routed(config: StudyConfig) -> list[Candidate]:
         search = config.search_of(series, budget)
         routing = None
         if search is None:
-            own_fields = {key: value for key, value in fields.items() if key not in RUN_FIELDS}
+            routing_fields = {key: value for key, value in fields.items() if key not in RUN_FIELDS}
             # A series that names its budgets says what each of them sets.
-            routing = config.routing_at(own_fields, None if "budgets" in fields else budget)
+            routing = config.routing_at(routing_fields, None if "budgets" in fields else budget)
         candidates.append(
             Candidate(
                 name,
