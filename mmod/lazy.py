@@ -44,6 +44,17 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
     return get, lambda: public, public
 
 
+def import_path(path: str) -> Any:
+    """Return what a path `module:name` names.
+
+    Example:
+        >>> import_path("mmod.values:one_of").__name__
+        'one_of'
+    """
+    module, _, name = path.partition(":")
+    return getattr(importlib.import_module(module), name)
+
+
 EXTRAS = {
     "train": (
         "PIL",

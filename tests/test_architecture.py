@@ -69,6 +69,8 @@ def imports(path: Path) -> list[tuple[str, str]]:
             # A module that is chosen by its name in the folder of the file is beside it.
             if name.split(".")[0] == "mmod" and name.split(".")[1:] != [path.parent.name]:
                 found.append((name, ""))
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"mmod(\.\w+)*:\w+", str(node.value)):
+            found.append(tuple(node.value.split(":")))
     return found
 
 
@@ -83,6 +85,8 @@ def test_names_of_modules_in_calls_are_imports(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text('import importlib\nimportlib.import_module("mmod.cli")\nimport_module(f"mmod.data.{name}")\n')
     assert imports(path) == [("mmod.cli", ""), ("mmod.data", "")]
+    path.write_text('import_path("mmod.values:one_of")\n')
+    assert imports(path) == [("mmod.values", "one_of")]
 
 
 def test_each_folder_imports_only_from_those_above_it() -> None:
@@ -116,7 +120,7 @@ def test_state_of_threads_is_in_few_places() -> None:
     makers = [path for path, text in texts.items() if re.search(r"threading\.local|ContextVar", text)]
     assert makers == ["threads.py"]
     # Calls of a stack and passes that a backward pass recomputes, what a running block tells its modules, the running
-    # pass of methods that change the number of images or tokens, what modules decided, and rules that a context overrides.
+    # pass of methods that change the number of images, what modules decided, and rules that a context overrides.
     holders = {"blocks/span.py", "blocks/routed.py", "blocks/forward_pass.py", "blocks/record.py", "routing/router.py"}
     holders |= {"adapters/base.py", "adapters/open_clip.py", "methods/reduction.py"}
     assert {path for path, text in texts.items() if re.search(r"PerThread\(|\(PerThread\[", text)} == holders | {

@@ -19,8 +19,8 @@ import torch
 import mmod
 from mmod.cli import COMMANDS, main
 from mmod.io.configs import config_names, existing_config, find_config
+from mmod.io.threads import on_timing_threads, timing_threads
 from mmod.lazy import EXTRAS, name_missing_extra
-from mmod.studies.threads import on_timing_threads, timing_threads
 from tests.scripts import ROOT, run_script
 
 CONFIGURED = [command for command in COMMANDS if COMMANDS[command].example]

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 import mmod.benchmarks
 from mmod import cli
 from mmod.benchmarks.report import BenchmarkReport
-from mmod.planning import trials
+from mmod.planning import comparison
 from mmod.studies.study import Study
 from tests import test_docs
 from tests.sets import SETS
@@ -200,7 +200,7 @@ def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_models_are_judged_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+    monkeypatch.setattr(comparison, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
     tower = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 2, "head_width": 16}
     text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
     make_clip = open_clip.create_model_and_transforms
@@ -229,9 +229,9 @@ class _MadeError(Exception):
 def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     known = set()
 
-    def make(study: Study[Any, Any], **_: Any) -> Any:
-        entrants, jobs = study.plan()
-        assert len(entrants) > 2
+    def make(study: Study, **_: Any) -> Any:
+        candidates, jobs = study.plan()
+        assert len(candidates) > 2
         dense: Any = jobs[0].config
         for job in jobs:
             if job.seed == 0 and job.search is None:
@@ -247,7 +247,7 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
                 asked = (type(config), model, config.data, *(getattr(config, name, None) for name in CREATED))
                 if repr(asked) not in known:
                     known.add(repr(asked))
-                    study.recipe(dataclasses.replace(config, model=model, **untrained)).create()
+                    study.scorer.recipe(dataclasses.replace(config, model=model, **untrained)).create()
         raise _MadeError
 
     monkeypatch.setattr(Study, "run", make)

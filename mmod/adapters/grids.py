@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.find import find_library, find_stacks
 from mmod.blocks import Grid, GridSource
+from mmod.ops.grids import resized
 
 
 class SeenGrid:
@@ -86,3 +88,34 @@ def _watching(source: GridSource, seen: SeenGrid) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: int) -> Tensor:
+    """Interpolate a timm model's outputs for the patches of images (B, C, H, W) to the patches that have labels.
+
+    Args:
+        labels: Number of labels per image, one for each square of pixels.
+    """
+    outputs = x_BNC.shape[1]
+    if outputs == labels:
+        return x_BNC
+    height, width = images.shape[-2:]
+    asked = _grid_of_squares(labels, height, width)
+    if any(hasattr(module, "dynamic_feat_size") for module in model.modules()):
+        grid: Grid | None = patch_grid(model, (height, width))
+    else:
+        # A model that shows no patches has square ones, as labels do.
+        grid = _grid_of_squares(outputs, height, width)
+    if asked is None or grid is None:
+        raise ValueError(
+            f"{outputs} outputs for {labels} patches: grids that differ must both be of squares that tile images of "
+            f"{height} x {width} pixels"
+        )
+    return resized(x_BNC, grid, asked)
+
+
+def _grid_of_squares(count: int, height: int, width: int) -> Grid | None:
+    """Return rows and columns of squares that tile an image; None if so many do not."""
+    rows = math.isqrt(count * height // width)
+    columns = count // max(rows, 1)
+    return (rows, columns) if rows * columns == count and rows * width == columns * height else None

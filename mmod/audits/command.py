@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mmod.audits.config import audit_config
+from mmod.audits.config import AUDITS
 from mmod.training.kinds import parse_kind
 
 
 def main(arguments: Sequence[str]) -> list[Path]:
     """Audit as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the results."""
-    config: Any = parse_kind(arguments, audit_config)
+    config: Any = parse_kind(arguments, AUDITS.__getitem__)
     from mmod.audits.subjects import audit_run
 
     audit_run(config, command=shlex.join(["mmod", "audit", *arguments]))

@@ -6,8 +6,11 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from mmod.config import AuditConfig
+from mmod.training.chat import config as chat
 from mmod.training.engine.config import RunConfig
-from mmod.training.kinds import config_with
+from mmod.training.image import config as image
+from mmod.training.pairs import config as pairs
+from mmod.training.text import config as text
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,39 @@ class AuditOptions(AuditConfig):
     texts: Annotated[int, "[2, inf)"] = 32
 
 
-def audit_config(kind: str) -> Any:
-    """Return the dataclass of the config of an audit: that of a kind of training, with `audit`."""
-    purpose = "Options of the audit. Its results go to the folder `audit` in `output`."
-    return config_with(kind, "audit", AuditOptions, purpose)
+@dataclass(frozen=True, kw_only=True)
+class Audited:
+    """What the config of an audit has besides that of a training.
+
+    Args:
+        audit: Options of the audit. Its results go to the folder `audit` in `output`.
+    """
+
+    audit: AuditOptions = field(default_factory=AuditOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageAudit(Audited, image.TrainConfig):
+    """The keys of a training config, whose model, data and device say what is audited."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsAudit(Audited, pairs.TrainConfig):
+    """The keys of a training config, whose model, data and device say what is audited."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatAudit(Audited, chat.TrainConfig):
+    """The keys of a training config, whose model, data and device say what is audited."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextAudit(Audited, text.TrainConfig):
+    """The keys of a training config, whose model, data and device say what is audited."""
+
+
+AUDITS: dict[str, type[RunConfig]] = {"image": ImageAudit, "pairs": PairsAudit, "chat": ChatAudit, "text": TextAudit}
+"""The configs of audits by kind."""
 
 
 def record_of(config: RunConfig) -> dict[str, Any]:

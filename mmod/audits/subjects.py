@@ -28,14 +28,13 @@ from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure
 from mmod.analysis.timing import environment
-from mmod.audits.config import audit_config, record_of
-from mmod.data.config import DataConfig
+from mmod.audits.config import AUDITS, record_of
+from mmod.audits.strata import regions_of, roles_of, scenes_of, strata_of
 from mmod.data.loader import text_stream
 from mmod.data.readers.chat import IGNORED
-from mmod.data.readers.images import spread
 from mmod.data.readers.lengths import open_checked
 from mmod.data.stream import BatchStream
-from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
+from mmod.data.synthetic.digits import DigitScene
 from mmod.io.claim import claim_folder
 from mmod.io.files import write_atomically
 from mmod.methods.route import routing_configs
@@ -160,16 +159,16 @@ class Subject:
 class _Images(Subject):
     def batches(self, /, **changes: Any) -> Batches:
         data = self.data(changes)
-        stream, scenes = self.stream(data), _scenes(data)
+        stream = self.stream(data)
+        scenes = scenes_of(data)
 
         def make() -> Iterator[LabelledBatch]:
             start = 0
             for images, targets in stream.batches(0):
                 shown = scenes[start : start + len(images)]
                 start += len(images)
-                yield LabelledBatch(
-                    (images, targets), _strata(shown, targets), self._token_kinds(shown, targets, images)
-                )
+                kinds = self._token_kinds(shown, targets, images)
+                yield LabelledBatch((images, targets), strata_of(shown, targets), kinds)
 
         return Batches(make, stream.steps_per_epoch)
 
@@ -185,7 +184,7 @@ class _Images(Subject):
             regions = np.where(targets > 0, "object", np.where(targets == IGNORED, "unlabelled", "background"))
         elif scenes and image_stack(self.model) is not None:
             grid = patch_grid(self.model, (images.shape[2], images.shape[3]))
-            regions = np.stack([_regions(scene, grid) for scene in scenes])
+            regions = np.stack([regions_of(scene, grid) for scene in scenes])
         else:
             return {}
         prefix = ((0, 0), (find_stack(self.model).prefix, 0))
@@ -204,7 +203,8 @@ class _Chat(Subject):
     on_request = frozenset({"shuffled", REFERENCE_ENTROPY})
 
     def batches(self, /, **changes: Any) -> Batches:
-        data, size = self.data(changes), self.config.eval_batch_size
+        data = self.data(changes)
+        size = self.config.eval_batch_size
         if data.val is None:
             raise ValueError("an audit needs conversations to ask: set data.val")
         collate = self.recipe.collator
@@ -223,8 +223,9 @@ class _Chat(Subject):
                 asked = talks.read(order[start : start + size])
                 if not asked:
                     continue
-                batch, kinds = collate(asked), [talk.question_type for talk in asked]
-                roles = _roles(batch, collate.processor) if is_language_routed else {}
+                batch = collate(asked)
+                kinds = [talk.question_type for talk in asked]
+                roles = roles_of(batch, collate.processor) if is_language_routed else {}
                 if roles:
                     roles[_QUESTION] = np.repeat(np.asarray(kinds)[:, None], batch["input_ids"].shape[1], axis=1)
                 yield LabelledBatch(batch, {_QUESTION: kinds}, roles)
@@ -251,7 +252,8 @@ _ROLES = np.array([_role(bytes([value])) for value in range(BYTES)])
 class _Text(Subject):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        generation, length = config.audit.generation, config.data.length
+        generation = config.audit.generation
+        length = config.data.length
         if generation % length:
             raise ValueError(f"audit.generation must be a multiple of data.length={length}, got {generation}")
 
@@ -259,7 +261,8 @@ class _Text(Subject):
         return LabelledBatch(batch, token_kinds={"role": _ROLES[batch[0].numpy()]})
 
     def generation(self) -> Generation | None:
-        config, options = self.config, self.config.audit
+        config = self.config
+        options = config.audit
         if not options.generation:
             return None
         # Longer texts than the windows of the training.
@@ -270,47 +273,6 @@ class _Text(Subject):
 
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         raise ValueError("audit.shifts change images, and text has none: leave them out")
-
-
-def _scenes(data: DataConfig) -> list[DigitScene]:
-    """Return the scenes of the embedded digits in the order of the set; empty for other sets."""
-    source, _, difficulty = data.source.partition(":")
-    if source != "digits":
-        return []
-    scenes = list(compose_scenes(DIFFICULTIES[difficulty or "default"], data.val_split))
-    if data.val_limit is None:
-        return scenes
-    return [scenes[int(place)] for place in spread([scene.label for scene in scenes], data.val_limit)]
-
-
-def _strata(scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, list[float]]:
-    """Return size and place of the digit in every scene, and the patches with an object where patches have classes."""
-    strata: dict[str, list[float]] = {}
-    if scenes:
-        boxes = torch.tensor([scene.box for scene in scenes], dtype=torch.float64)
-        middle = (boxes[:, :2] + boxes[:, 2:] - len(scenes[0].image)) / 2
-        strata["side of the object"] = (boxes[:, 2] - boxes[:, 0]).tolist()
-        strata["distance of the object from the middle"] = middle.norm(dim=1).tolist()
-    if targets.ndim == 2:
-        strata["patches with an object"] = (targets > 0).sum(1).tolist()
-    return strata
-
-
-def _regions(scene: DigitScene, grid: tuple[int, int]) -> NDArray[np.str_]:
-    """Return the content of every patch by its middle: the digit's box, ink of other digits, or background (P)."""
-    pixels = torch.from_numpy(scene.image)[None].float()
-    has_ink = torch.nn.functional.adaptive_max_pool2d(pixels, grid)[0] > 0
-    left, top, right, bottom = scene.box
-    rows, columns = ((np.arange(count) + 0.5) * len(scene.image) / count for count in grid)
-    is_object = ((rows >= top) & (rows < bottom))[:, None] & ((columns >= left) & (columns < right))
-    return np.where(is_object, "object", np.where(has_ink, "clutter", "background")).flatten()
-
-
-def _roles(batch: Mapping[str, Tensor], processor: Any) -> dict[str, NDArray[np.str_]]:
-    tokens = batch["input_ids"]
-    is_special = torch.isin(tokens, torch.tensor(processor.tokenizer.all_special_ids))
-    names = np.where(batch["labels"] != IGNORED, "answer", np.where(is_special, "special token", "question"))
-    return {"role": np.where(tokens == processor.image_token_id, "image", names)}
 
 
 _SUBJECTS: dict[str, type[Subject]] = {"image": _Images, "pairs": _Pairs, "chat": _Chat, "text": _Text}
@@ -324,7 +286,9 @@ def subject_of(config: Any) -> Subject:
 def audit_run(config: Any, *, command: str | None = None, progress: bool = True) -> Audit:
     """Audit the model that a run would start from, and write the results into the folder `audit` of its output."""
     folder = Path(config.output) / "audit"
-    result, progress_file, options = folder / "audit.json", folder / "progress.jsonl", config.audit
+    result = folder / "audit.json"
+    progress_file = folder / "progress.jsonl"
+    options = config.audit
     if result.exists():
         claim_folder(folder, record_of(config), file="config.json", kind="an audit")
         return Audit.from_dict(json.loads(result.read_text())["audit"])
@@ -336,7 +300,8 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
             "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
         )
     choices(subject.conditions, None, has_reference=options.reference is not None)
-    baselines, shifts = _baselines(config), subject.shifts()
+    baselines = _baselines(config)
+    shifts = subject.shifts()
     others = {name: subject.batches(**changes) for name, changes in options.others.items()}
     # Once the options are checked, so that a refused audit leaves no folder.
     claim_folder(folder, record_of(config), file="config.json", kind="an audit")
@@ -354,24 +319,38 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         progress=progress,
     )
     costs = {name: subject.cost(baseline) for name, baseline in baselines.items()}
-    cost, generation, maps = subject.flops(), subject.generation(), subject.maps()
-    record = {
-        "name": Path(config.output).name,
-        "command": command or f"mmod audit {shlex.quote(config.output)}",
-        "environment": environment(),
-        "audit": report.to_dict(),
-        "flops": cost,
-        "beside_flops": costs,
-        "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
-    }
+    _write(folder, subject, report, costs, command or f"mmod audit {shlex.quote(config.output)}")
+    progress_file.unlink(missing_ok=True)
+    return report
+
+
+def _write(folder: Path, subject: Subject, report: Audit, baseline_costs: Mapping[str, float], command: str) -> None:
+    """Write pictures, text and record of an audit."""
+    cost = subject.flops()
+    generation = subject.generation()
+    maps = subject.maps()
     if maps is not None:
         save_picture(folder, "maps", maps)
     save_figure(draw_audit(report), folder / "audit.png", dpi=150)
-    more = "" if generation is None else f"\n{generation}\n"
-    write_atomically(folder / "audit.md", f"{report}\n{_costs_text(cost, costs)}{more}")
-    write_atomically(result, json.dumps(record, indent=1) + "\n")
-    progress_file.unlink(missing_ok=True)
-    return report
+    text = f"{report}\n"
+    if cost is not None and baseline_costs:
+        others = ", ".join(f"{name} {value / 1e6:.2f}" for name, value in baseline_costs.items())
+        routed = cost["routed"] / 1e6
+        text += f"\nMFLOPs of a sample, as counted on these: this model {routed:.2f}, {others}.\n"
+    if generation is not None:
+        text += f"\n{generation}\n"
+    write_atomically(folder / "audit.md", text)
+    record = {
+        "name": Path(subject.config.output).name,
+        "command": command,
+        "environment": environment(),
+        "audit": report.to_dict(),
+        "flops": cost,
+        "beside_flops": baseline_costs,
+        "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
+    }
+    # Last, because a record says that the audit is finished.
+    write_atomically(folder / "audit.json", json.dumps(record, indent=1) + "\n")
 
 
 def _baselines(config: Any) -> dict[str, Any]:
@@ -382,18 +361,10 @@ def _baselines(config: Any) -> dict[str, Any]:
     models = {}
     for name, folder in folders.items():
         file = [str(folder / RUN_CONFIG)]
-        run = finished_run(read_config(file, audit_config(kind_of(file))), folder)
+        run = finished_run(read_config(file, AUDITS[kind_of(file)]), folder)
         if type(run) is not type(config):
             raise ValueError(f"audit.beside: {str(folder)!r} is a run of another kind than the audited one")
         if isinstance(run, ImageConfig):
             check_same_classes(run_classes(config.model.checkpoint), folder, "audit.beside:")
         models[name] = subject_of(run).create()
     return models
-
-
-def _costs_text(cost: Mapping[str, Any] | None, costs: Mapping[str, float]) -> str:
-    """Return the costs of the model and its baselines as a line; empty where they were not counted."""
-    if cost is None or not costs:
-        return ""
-    others = ", ".join(f"{name} {value / 1e6:.2f}" for name, value in costs.items())
-    return f"\nMFLOPs of a sample, as counted on these: this model {cost['routed'] / 1e6:.2f}, {others}.\n"

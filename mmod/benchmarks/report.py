@@ -13,9 +13,9 @@ import torch
 from mmod.analysis.timing import Spread, environment
 from mmod.io.claim import check_same
 from mmod.io.files import parse_json, write_atomically
+from mmod.io.jobs import Job, Runner, Tick
 from mmod.io.journal import Journal
 from mmod.io.tables import Column, table_of
-from mmod.studies.jobs import Job, Runner, Tick
 from mmod.values import Checked
 
 NAME = "benchmark"

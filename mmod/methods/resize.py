@@ -104,6 +104,12 @@ class ResizingPatches(nn.Module):
         """Return the patches of the resized images."""
         return super().forward(resized(x, self.mod_state), *args, **kwargs)
 
+    def dynamic_feat_size(self, img_size: tuple[int, int]) -> tuple[int, int]:
+        """Return the grid of the patches of images of a size, which are resized first."""
+        host: Any = super()
+        rows, columns = host.dynamic_feat_size((self.mod_state.height, self.mod_state.width))
+        return rows, columns
+
 
 def resized(images: Tensor, target: Target) -> Tensor:
     """Return resized images (B, C, H, W).

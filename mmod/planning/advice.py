@@ -106,24 +106,23 @@ class Advice:
     def sentence(self) -> str:
         """The advice in one sentence, and which recipes so few samples leave undecided."""
         limit = f"{100 * self.tolerance:g} %"
-        names = [f"{row.name} ({row.speedup.median:.2f} times as fast)" for row in self.undecided]
-        unsure = (
-            f" {self.images} {self.samples} are too few to tell whether more than {limit} is lost by "
-            f"{', '.join(names)}."
-            if names
-            else ""
-        )
-        if self.best is None:
-            return f"Nothing here pays at a tolerance of {limit}: keep the dense model.{unsure}"
         row = self.best
-        action = row.advice or f"use `{row.code}`"
-        shown = f"{100 * row.score} %"
-        kept = f"at {shown} agreement" if self.measure == AGREEMENT else f"at a {self.measure} of {row.score:.3f}"
-        change = "" if row.accuracy is None else f", accuracy {100 * row.accuracy.value:+.1f} points"
-        return (
-            f"{action[0].upper()}{action[1:]}: {row.speedup.median:.2f} times as fast {kept} with the dense "
-            f"model{change}.{unsure}"
-        )
+        if row is None:
+            text = f"Nothing here pays at a tolerance of {limit}: keep the dense model."
+        else:
+            action = row.advice or f"use `{row.code}`"
+            text = f"{action[0].upper()}{action[1:]}: {row.speedup.median:.2f} times as fast at "
+            if self.measure == AGREEMENT:
+                text += f"{100 * row.score} % agreement with the dense model"
+            else:
+                text += f"a {self.measure} of {row.score:.3f} with the dense model"
+            if row.accuracy is not None:
+                text += f", accuracy {100 * row.accuracy.value:+.1f} points"
+            text += "."
+        if self.undecided:
+            names = ", ".join(f"{row.name} ({row.speedup.median:.2f} times as fast)" for row in self.undecided)
+            text += f" {self.images} {self.samples} are too few to tell whether more than {limit} is lost by {names}."
+        return text
 
     @property
     def code(self) -> str:
@@ -132,32 +131,43 @@ class Advice:
 
     def table(self) -> Table:
         """Return the rows as a table."""
+        in_percent = self.measure == AGREEMENT
         columns = {
-            "recipe": ("recipe", ""), "speedup": ("speed-up", "[.2f"),
-            "score": (self.measure, ".1f" if self.measure == AGREEMENT else ".3f"), "accuracy": ("accuracy", "+.1f"),
-            "cache": ("cache", ".2f"), "images": (self.samples, ""),
-        }  # fmt: skip
-        return table_of(columns, [
+            "recipe": ("recipe", ""),
+            "speedup": ("speed-up", "[.2f"),
+            "score": (self.measure, ".1f" if in_percent else ".3f"),
+            "accuracy": ("accuracy", "+.1f"),
+            "cache": ("cache", ".2f"),
+            "images": (self.samples, ""),
+        }
+        rows = [
             {
                 **vars(row),
                 "recipe": f"{'*' if row.on_front else ' '} {row.name}",
-                "score": 100 * row.score if self.measure == AGREEMENT else row.score,
+                "score": 100 * row.score if in_percent else row.score,
                 "accuracy": None if row.accuracy is None else 100 * row.accuracy,
                 "cache": None if row.cache is None or self.cache is None else row.cache / self.cache,
             }
             for row in self.rows
-        ])  # fmt: skip
+        ]
+        return table_of(columns, rows)
 
     def __str__(self) -> str:
         unit = f"{'%, ' if self.measure == AGREEMENT else ''}95 % interval over {self.samples}"
-        dense = f"The dense model takes {self.milliseconds:.1f} ms for {self.batch_size} {self.samples}"
-        dense += "" if self.cache is None else f", whose KV caches have {self.cache / 2**20:.3g} MiB each on average,"
-        dense += "" if self.accuracy is None else f" and has an accuracy of {100 * self.accuracy:.1f} %"
-        images = "" if self.redundancy is None else f" The images: {self.redundancy}."
+        facts = f"The dense model takes {self.milliseconds:.1f} ms for {self.batch_size} {self.samples}"
+        if self.cache is not None:
+            facts += f", whose KV caches have {self.cache / 2**20:.3g} MiB each on average,"
+        if self.accuracy is not None:
+            facts += f" and has an accuracy of {100 * self.accuracy:.1f} %"
+        facts += ". Rows with * are on the Pareto front. Speed-up: median and quartiles over rounds; "
+        facts += f"{self.measure} with the dense model: {unit}."
+        if self.redundancy is not None:
+            facts += f" The images: {self.redundancy}."
+        if self.note:
+            facts += f" {self.note}"
         lines = [
             str(self.table()),
-            f"\n{dense}. Rows with * are on the Pareto front. Speed-up: median and quartiles over rounds; "
-            f"{self.measure} with the dense model: {unit}.{images}{' ' + self.note if self.note else ''}",
+            f"\n{facts}",
             *[f"\nLeft out: {name}: {reason}" for name, reason in self.refused.items()],
             f"\n**{self.sentence}**",
         ]

@@ -127,7 +127,7 @@ def attention_ranks(
     """
     _, stack = find_part(model, part)
     totals = [0.0] * len(stack.blocks)
-    maps, tokens, samples = 0, 0, 0
+    maps = tokens = samples = 0
     for batch in progress_bar(batches, desc="attention ranks", leave=False):
         check_batch(batch)
         mask = batch.get("attention_mask") if isinstance(batch, Mapping) else None
@@ -150,13 +150,17 @@ def attention_ranks(
 class _Ranks(AttentionIntercept):
     def __init__(self, mask: Tensor | None, tolerance: float | None, diagonal: bool) -> None:
         super().__init__()
-        self.mask_BN, self.tolerance, self.diagonal = mask, tolerance, diagonal
+        self.mask_BN = mask
+        self.tolerance = tolerance
+        self.diagonal = diagonal
         self.ranks: list[float] = []
         self.tokens: list[int] = []
         self.samples = 0
 
     def attend(self, call: AttentionCall) -> Tensor:
-        query, key, mask = call.query, call.key, call.attn_mask
+        query = call.query
+        key = call.key
+        mask = call.attn_mask
         group = query.shape[1] // key.shape[1]
         scale = 1 / math.sqrt(query.shape[-1]) if call.scale is None else call.scale
 

@@ -5,7 +5,6 @@ Axes: R rows (images, or text tokens of a batch), F classes, vocabulary entries 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,8 +13,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.adapters import patch_grid
-from mmod.blocks import Grid
 from mmod.config import Plan, RoutingConfig
 from mmod.model import route_, unroute_
 from mmod.values import check_finite, one_of
@@ -25,7 +22,8 @@ IGNORED = -100
 
 def kl_divergence(dense_RF: Tensor, changed_RF: Tensor) -> Tensor:
     """Return the Kullback-Leibler divergence of a changed model's logits from the dense model's, per row (R)."""
-    dense_RF, changed_RF = dense_RF.float().log_softmax(-1), changed_RF.float().log_softmax(-1)
+    dense_RF = dense_RF.float().log_softmax(-1)
+    changed_RF = changed_RF.float().log_softmax(-1)
     return (dense_RF.exp() * (dense_RF - changed_RF)).sum(-1).clamp(min=0)
 
 
@@ -44,47 +42,6 @@ def divergence_of(name: str | None, model: nn.Module) -> Callable[[Tensor, Tenso
         name = "kl" if gives_logits else "cosine"
     one_of("divergence", name, tuple(DIVERGENCES))
     return DIVERGENCES[name]
-
-
-def resized(x_BNC: Tensor, grid: Grid, asked: Grid) -> Tensor:
-    """Interpolate a grid of logits or features (B, N, C), row by row, to other rows and columns."""
-    if grid == asked:
-        return x_BNC
-    if math.prod(grid) != x_BNC.shape[1]:
-        raise ValueError(f"{x_BNC.shape[1]} outputs are no grid of {grid[0]} x {grid[1]} patches")
-    x_BCHW = x_BNC.transpose(1, 2).unflatten(2, grid)
-    return F.interpolate(x_BCHW, size=asked, mode="bilinear").flatten(2).transpose(1, 2)
-
-
-def resized_to_labels(model: nn.Module, x_BNC: Tensor, images: Tensor, labels: int) -> Tensor:
-    """Interpolate a timm model's outputs for the patches of images (B, C, H, W) to the patches that have labels.
-
-    Args:
-        labels: Number of labels per image, one for each square of pixels.
-    """
-    outputs = x_BNC.shape[1]
-    if outputs == labels:
-        return x_BNC
-    height, width = images.shape[-2:]
-    asked = _grid_of_squares(labels, height, width)
-    if any(hasattr(module, "dynamic_feat_size") for module in model.modules()):
-        grid: Grid | None = patch_grid(model, (height, width))
-    else:
-        # A model that shows no patches has square ones, as labels do.
-        grid = _grid_of_squares(outputs, height, width)
-    if asked is None or grid is None:
-        raise ValueError(
-            f"{outputs} outputs for {labels} patches: grids that differ must both be of squares that tile images of "
-            f"{height} x {width} pixels"
-        )
-    return resized(x_BNC, grid, asked)
-
-
-def _grid_of_squares(count: int, height: int, width: int) -> Grid | None:
-    """Return rows and columns of squares that tile an image; None if so many do not."""
-    rows = math.isqrt(count * height // width)
-    columns = count // max(rows, 1)
-    return (rows, columns) if rows * columns == count and rows * width == columns * height else None
 
 
 def check_batch(batch: Any) -> None:
@@ -114,7 +71,8 @@ def outputs(model: nn.Module, batch: Any, part: str) -> Tensor:
             arguments["use_cache"] = False
         output = model(**arguments)
     else:
-        arguments, output = {}, model(batch)
+        arguments = {}
+        output = model(batch)
     if "input_ids" in arguments and hasattr(output, "logits"):
         output = output.logits[compared(batch, image_token(model))]
     elif isinstance(output, (tuple, list)):
@@ -148,10 +106,12 @@ class Divergence(NamedTuple):
 
     def mean(self, batches: Iterable[Any], config: Plan | RoutingConfig) -> float:
         """Return the mean divergence over the rows of batches."""
-        total, rows = 0.0, 0
+        total = 0.0
+        rows = 0
         for batch in batches:
             dense_RF = outputs(self.model, batch, self.part)
-            total, rows = total + self.added(config, batch, dense_RF), rows + len(dense_RF)
+            total += self.added(config, batch, dense_RF)
+            rows += len(dense_RF)
         check_rows(rows)
         return total / rows
 

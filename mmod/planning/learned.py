@@ -99,14 +99,20 @@ class LearnedCapacity(nn.Module):
 
     def _level(self, offset_L: np.ndarray[Any, Any]) -> float:
         """Return the level at which the costs equal the budget, by bisection."""
-        table, room = self.costs_LG.double().cpu().numpy(), float(self.room)
+        table = self.costs_LG.double().cpu().numpy()
+        room = float(self.room)
         grid = np.linspace(0, 1, table.shape[1])
-        low, high = -40 - offset_L.max(), 40 - offset_L.min()
+        # Beyond 40 the sigmoid is 0 or 1 in float32, whatever the offset.
+        low = -40 - offset_L.max()
+        high = 40 - offset_L.min()
         for _ in range(60):
             middle = (low + high) / 2
             share_L = 1 / (1 + np.exp(-(offset_L + middle)))
             spent = sum(np.interp(share, grid, row) for share, row in zip(share_L, table))
-            low, high = (middle, high) if spent < room else (low, middle)
+            if spent < room:
+                low = middle
+            else:
+                high = middle
         return float(low + high) / 2
 
 
@@ -149,7 +155,7 @@ class CapacityHook(ModelHook):
         """End the capacities of the forward pass."""
         for router in self.routers:
             router.override(None)
-            router.weighs_slots = False
+            vars(router).pop("weighs_slots", None)
 
     def release(self) -> None:
         """Remove the parameters."""
@@ -168,7 +174,8 @@ class CapacityHook(ModelHook):
         offsets = module.offsets.tolist()
         if self._rounded is None or self._rounded[0] != offsets:
             # Capacities below the grid are made too expensive to be chosen.
-            room, minimum = float(module.room) + 1e-9, module.grid[0]
+            room = float(module.room) + 1e-9
+            minimum = module.grid[0]
             costs = [
                 [cost if capacity >= minimum else 2 * room for capacity, cost in zip(HUNDREDTHS, row)]
                 for row in self.costs()
@@ -246,8 +253,13 @@ class LearnedPlan:
 
 
 def learn_capacity_(
-    model: Model, budget: float, example: Tensor, *, cost: str = "flops", rate: float = 100.0
-) -> Model:  # fmt: skip
+    model: Model,
+    budget: float,
+    example: Tensor,
+    *,
+    cost: str = "flops",
+    rate: float = 100.0,
+) -> Model:
     """Return the model with a parameter for the capacity of every routed block, trained under a fixed total cost.
 
     Block l has the capacity `low + (1 - low) * sigmoid(rate * offset_l + level)`. Its offset is a parameter. The level
@@ -295,7 +307,9 @@ def learn_capacity_(
         measure = stopwatch(unroute_(copy.deepcopy(model)).eval(), part, example)
         with torch.no_grad():
             dense, shares = measure([config.replace(capacity=float(capacity)) for capacity in grid])
-        costs, fixed = costs.timed(dense, shares), 0.0
+        costs = costs.timed(dense, shares)
+        # A measured time is split over the blocks, so nothing is left outside them.
+        fixed = 0.0
     # Measured times are noisy: more tokens must not cost less.
     rising = (np.maximum.accumulate(costs.options, axis=1) / costs.total).tolist()
     share = budget / costs.total if cost == "milliseconds" else budget
@@ -318,7 +332,9 @@ def settle_capacity_(model: nn.Module) -> LearnedPlan:
     if hook is None:
         raise ValueError(f"this {type(model).__name__} learns no capacities: call mmod.learn_capacity_ first")
     _, config, stack = _routed_part(model)
-    chosen, learned, room = hook.chosen(), tuple(hook.learned()), float(hook.module.room)
+    chosen = hook.chosen()
+    learned = tuple(hook.learned())
+    room = float(hook.module.room)
     shares = tuple(row[HUNDREDTHS.index(capacity)] for row, capacity in zip(hook.costs(), chosen))
     config = config.replace(capacity=tuple(map(float, chosen)))
     detach_hooks(model, CapacityHook)
@@ -356,7 +372,9 @@ def _check(model: nn.Module, config: RoutingConfig) -> None:
 
 def _counted(model: nn.Module, example: Tensor, grid: Sequence[Fraction]) -> tuple[BlockCosts, float, list[int]]:
     """Return FLOPs by block and capacity, FLOPs outside the blocks, and the tokens that enter a block, by block."""
-    original, columns, fixed = capacities(model), [], 0.0
+    original = capacities(model)
+    columns = []
+    fixed = 0.0
     channels, height, width = example.shape[1:]
     try:
         for capacity in grid:

@@ -94,9 +94,14 @@ class BlockCosts:
 
 
 def block_costs(
-    model: nn.Module, part: str, stack: BlockStack, configs: Sequence[RoutingConfig], cost: str,
-    lengths: tuple[int, int], batch: Any,
-) -> BlockCosts:  # fmt: skip
+    model: nn.Module,
+    part: str,
+    stack: BlockStack,
+    configs: Sequence[RoutingConfig],
+    cost: str,
+    lengths: tuple[int, int],
+    batch: Any,
+) -> BlockCosts:
     """Return the cost of every option in every block, from one count of the model per option.
 
     Args:
@@ -182,7 +187,8 @@ def best_choices(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[flo
         return _STEPS + 1 if cost > room else max(1, math.ceil(cost / room * _STEPS - 1e-9))
 
     sizes = [[steps_of(cost - min(row)) for cost in row] for row in costs]
-    best, choices = np.zeros(_STEPS + 1), []
+    best = np.zeros(_STEPS + 1)
+    choices = []
     for row, size in zip(losses, sizes):
         totals = np.full((len(row), _STEPS + 1), np.inf)
         for item, (loss, steps) in enumerate(zip(row, size)):
@@ -191,7 +197,8 @@ def best_choices(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[flo
         choices.append(totals.argmin(0))
         best = totals.min(0)
     # Walk back from the full budget to read off the chosen items.
-    place, chosen = _STEPS, []
+    place = _STEPS
+    chosen: list[int] = []
     for size, items in zip(reversed(sizes), reversed(choices)):
         chosen.append(int(items[place]))
         place -= size[chosen[-1]]
@@ -329,8 +336,11 @@ def in_time(search: PlanSearch, measure: Clock) -> PlanSearch:
     until the measured time fits or no other plan lies between. Among the measured plans within 5 % above the budget,
     the one with the lowest sum of scores wins.
     """
-    budget, low, high = search.budget, search.costs.least_share, 1.0
-    target, shares = budget, dict[Plan, float]()
+    budget = search.budget
+    low = search.costs.least_share
+    high = 1.0
+    target = budget
+    shares: dict[Plan, float] = {}
     for _ in range(_CORRECTIONS):
         plan = search.plan_for(target)
         if plan not in shares:
@@ -338,13 +348,18 @@ def in_time(search: PlanSearch, measure: Clock) -> PlanSearch:
         share = shares[plan]
         if abs(share / budget - 1) <= _TOLERANCE:
             break
-        low, high = (low, target) if share > budget else (target, high)
+        if share > budget:
+            high = target
+        else:
+            low = target
         # Scale the saving by the observed error; bisect if that leaves the bracket.
         target = 1 - (1 - target) * (1 - budget) / (1 - share) if share < 1 else low
-        target = target if low < target < high else (low + high) / 2
+        if not low < target < high:
+            target = (low + high) / 2
     fitting = [plan for plan, share in shares.items() if share <= budget * (1 + _TOLERANCE)]
     if not fitting:
-        total, least = search.costs.total, min(shares.values())
+        total = search.costs.total
+        least = min(shares.values())
         raise ValueError(
             f"a budget of {budget * total:.4g} ms is out of reach: the fastest plan took {least * total:.4g} ms"
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -13,10 +13,12 @@ from torch import Tensor, nn
 from mmod.adapters import patch_grid
 from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.redundancy import RedundancyReport, redundancy
+from mmod.ops.grids import resized
 from mmod.planning.advice import AGREEMENT
-from mmod.planning.divergence import compared, outputs, real_tokens, resized
+from mmod.planning.candidate import ONLY
+from mmod.planning.comparison import Reading
+from mmod.planning.divergence import compared, outputs, real_tokens
 from mmod.planning.plan_search import run_batch
-from mmod.planning.recipes import ONLY
 
 # Samples of the first look at all recipes; the others are run for recipes near the front.
 FIRST_LOOK = 64
@@ -40,7 +42,10 @@ class Images:
     def __init__(
         self, model: nn.Module, part: str, prefix: int, pixels: Tensor, labels: Tensor | None, batch_size: int
     ) -> None:
-        self.part, self.prefix, self.pixels, self.batch_size = part, prefix, pixels, batch_size
+        self.part = part
+        self.prefix = prefix
+        self.pixels = pixels
+        self.batch_size = batch_size
         self.device = next(model.parameters()).device
         has_classes = part == ONLY and getattr(model, "num_classes", 0) > 0
         self.dense_NRF = self._outputs(model, 0, len(pixels))
@@ -77,10 +82,10 @@ class Images:
         """Run a model on one image; raises a ValueError where it cannot be run."""
         outputs(model, self.pixels[:1].to(self.device), self.part)
 
-    def call(self, model: nn.Module) -> Callable[[], object]:
+    def reading(self, model: nn.Module) -> Reading:
         """Return the pass over a batch."""
         x = self.pixels[torch.arange(self.batch_size) % len(self)].to(self.device)
-        return lambda: model(x)
+        return Reading(lambda: model(x), self.batch_size)
 
     def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
         """Return the share of equal top classes, or the mean cosine over rows."""
@@ -90,7 +95,8 @@ class Images:
             changed_NRF = resized(changed_NRF, patch_grid(model, self.size), self.grid)
         if self.measure != AGREEMENT:
             return torch.cosine_similarity(changed_NRF, dense_NRF, dim=-1).mean(1).double().numpy(), np.zeros(0)
-        top_N, dense_N = changed_NRF[:, 0].argmax(-1), dense_NRF[:, 0].argmax(-1)
+        top_N = changed_NRF[:, 0].argmax(-1)
+        dense_N = dense_NRF[:, 0].argmax(-1)
         is_right = np.zeros(0) if self.labels is None else (top_N == self.labels[start:stop].cpu()).double().numpy()
         return (top_N == dense_N).double().numpy(), is_right
 
@@ -109,10 +115,13 @@ class Prompts:
     Attributes: those of `Images`.
     """
 
-    measure, redundancy = AGREEMENT, None
+    measure = AGREEMENT
+    redundancy = None
 
     def __init__(self, model: Any, part: str, batches: Sequence[Mapping[str, Any]]) -> None:
-        self.part, self.batches, self.image_token = part, batches, model.config.image_token_id
+        self.part = part
+        self.batches = batches
+        self.image_token = model.config.image_token_id
         self.starts = [0, *accumulate(len(batch["input_ids"]) for batch in batches)]
         self.first = next((start for start in self.starts if start >= FIRST_LOOK), len(self))
         self.batch_size = self.starts[1]
@@ -128,9 +137,9 @@ class Prompts:
         """Run a model on the first batch."""
         self._top(model, self.batches[0])
 
-    def call(self, model: nn.Module) -> Callable[[], object]:
+    def reading(self, model: nn.Module) -> Reading:
         """Return the prefill of the first batch, vision tower included."""
-        return lambda: run_batch(model, self.batches[0])
+        return Reading(lambda: run_batch(model, self.batches[0]), self.batch_size)
 
     def cache_bytes(self, model: nn.Module) -> int | None:
         """Return the bytes of the KV cache of a prompt of mean length."""
@@ -140,9 +149,11 @@ class Prompts:
 
     def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
         """Return the shares of a prompt's next tokens that are the dense model's, and the answer's."""
-        scores, correct = list[float](), list[float]()
+        scores: list[float] = []
+        correct: list[float] = []
         for place in range(self.starts.index(start), self.starts.index(stop)):
-            batch, (top_T, _) = self.batches[place], self._top(model, self.batches[place])
+            batch = self.batches[place]
+            top_T, _ = self._top(model, batch)
             compared_BN = compared(batch, self.image_token)
             counts = compared_BN.sum(1).tolist()
             scores += [float(x.double().mean()) for x in (top_T == self.dense_T[place]).split(counts)]

@@ -38,7 +38,8 @@ def ratio_decay(
         raise ValueError(f"a decay needs at least 2 blocks, got depth {depth}")
     if not 0 < floor <= ceiling <= 1:
         raise ValueError(f"floor and ceiling must satisfy 0 < floor <= ceiling <= 1, got {floor} and {ceiling}")
-    blocks, capacities = [], []
+    blocks = []
+    capacities = []
     for block in range(depth):
         place = block / (depth - 1)
         ratio = (0.5 * math.cos(math.pi * place) if shape == "cosine" else 0.5 - place) + shift

@@ -146,17 +146,27 @@ class _Scoring:
     """Scores every option in every block, alone or combined with a base plan."""
 
     def __init__(
-        self, divergence: Divergence, names: Sequence[str], options: Sequence[Option], router: Score,
+        self,
+        divergence: Divergence,
+        names: Sequence[str],
+        options: Sequence[Option],
+        router: Score,
         progress_file: str | Path | None,
-    ) -> None:  # fmt: skip
-        self.divergence, self.options, self.router = divergence, options, router
-        self.first, self.depth = first_block(router), len(names)
+    ) -> None:
+        self.divergence = divergence
+        self.options = options
+        self.router = router
+        self.first = first_block(router)
+        self.depth = len(names)
         self.samples = self.tokens = self.images = self.rows = 0
         self.example: Any = None
         identity: dict[str, Any] = {
-            "blocks": list(names), "options": [list(option) for option in options],
-            "part": divergence.part, "router": str(spelled(router)), "divergence": divergence.compare.__name__,
-        }  # fmt: skip
+            "blocks": list(names),
+            "options": [list(option) for option in options],
+            "part": divergence.part,
+            "router": str(spelled(router)),
+            "divergence": divergence.compare.__name__,
+        }
         self.journal = Journal(progress_file, identity, "search")
 
     @property
@@ -165,6 +175,16 @@ class _Scoring:
         images = round(self.images / max(self.samples, 1))
         return round(self.tokens / max(self.samples, 1)) - images, images
 
+    def _count_tokens(self, batch: Any) -> None:
+        """Count the prompts of a batch, and their tokens."""
+        if not isinstance(batch, Mapping) or "input_ids" not in batch:
+            return
+        self.samples += len(batch["input_ids"])
+        self.tokens += int(real_tokens(batch).sum())
+        token = image_token(self.divergence.model)
+        if token is not None:
+            self.images += int((batch["input_ids"] == token).sum())
+
     def run(
         self, batches: Iterable[Any], base: Choices, begin: Callable[[], object] = lambda: None
     ) -> tuple[tuple[tuple[float, ...], ...], float]:
@@ -172,26 +192,30 @@ class _Scoring:
 
         A score is the divergence with the option in its block minus that with the block dense, others as in the plan.
         """
-        dense, blocks = (None,) * self.depth, range(self.first, self.depth)
-        # The base plan without one of its blocks is the reference of that block's scores.
-        trials = [_changed(base, block, option) for block in blocks for option in (None, *self.options)]
+        dense = (None,) * self.depth
+        blocks = range(self.first, self.depth)
+        trials: list[Choices] = []
+        for block in blocks:
+            # The base plan without one of its blocks is the reference of that block's scores.
+            trials += [_changed(base, block, option) for option in (None, *self.options)]
         distinct = [trial for trial in dict.fromkeys([*trials, base]) if trial != dense]
         configs = [RoutingConfig.from_plan(plan_of(trial, self.router)) for trial in distinct]
         plain_base = [option and list(option) for option in base]
         total = len(batches) * len(distinct) if isinstance(batches, Sized) else None
         kept = [record for record in self.journal.records if record["base"] == plain_base]
-        totals, rows, place = [0.0] * len(distinct), 0, -1
+        totals = [0.0] * len(distinct)
+        rows = 0
+        place = -1
         with progress_bar(desc="search plan", total=total, leave=False) as bar:
             for place, batch in enumerate(batches):
                 self.example = batch if self.example is None else self.example
-                if base == dense and isinstance(batch, Mapping) and "input_ids" in batch:
-                    self.samples += len(batch["input_ids"])
-                    self.tokens += int(real_tokens(batch).sum())
-                    if (token := image_token(self.divergence.model)) is not None:
-                        self.images += int((batch["input_ids"] == token).sum())
+                if base == dense:
+                    # Further rounds read the same batches again.
+                    self._count_tokens(batch)
                 dense_RF = outputs(self.divergence.model, batch, self.divergence.part)
                 size = f"{float(dense_RF.double().abs().mean()):.6e}"
-                if not place:
+                if place == 0:
+                    # Costs are counted for the first batch, and refuse a budget before anything is scored.
                     begin()
                 if place < len(kept):
                     self.journal.check(kept[place]["size"] == size, f"of other weights, or another batch {place}")
@@ -210,13 +234,12 @@ class _Scoring:
         self.rows = rows
         means: dict[Choices, float] = {dense: 0.0}
         means |= {trial: total / rows for trial, total in zip(distinct, totals)}
-        scores = tuple(
-            tuple(means[_changed(base, block, option)] - means[_changed(base, block, None)] for option in self.options)
-            for block in blocks
-        )
         # Blocks before the first one that can be routed must stay dense.
-        scores = ((math.inf,) * len(self.options),) * self.first + scores
-        return scores, means[base]
+        scores: list[tuple[float, ...]] = [(math.inf,) * len(self.options)] * self.first
+        for block in blocks:
+            reference = means[_changed(base, block, None)]
+            scores.append(tuple(means[_changed(base, block, option)] - reference for option in self.options))
+        return tuple(scores), means[base]
 
 
 def _changed(choices: Choices, block: int, option: Option | None) -> Choices:
@@ -246,9 +269,12 @@ def _refine(search: PlanSearch, scoring: _Scoring, batches: Iterable[Any], round
 
 
 def plan_divergence(
-    model: nn.Module, batches: Iterable[Any], config: Plan | RoutingConfig, part: str | None = None,
+    model: nn.Module,
+    batches: Iterable[Any],
+    config: Plan | RoutingConfig,
+    part: str | None = None,
     divergence: str | None = None,
-) -> float:  # fmt: skip
+) -> float:
     """Return the mean divergence of a routed model's outputs from the dense model's.
 
     Args:
@@ -275,12 +301,11 @@ def default_options(stack: BlockStack, router: Score) -> tuple[Option, ...]:
         capacities = (0.0 if stack.prefix and not stack.language else 0.25, 0.5)
     attention_context = "all" if "all" in call.contexts else "kept"
     pairs = [("block", "kept"), ("block", "all"), ("attention", attention_context), ("mlp", "kept")]
-    return tuple(
-        Option(capacity, operator, context)
-        for operator, context in pairs
-        if operator in ("block", *call.operators) and context in call.contexts
-        for capacity in capacities
-    )
+    options: list[Option] = []
+    for operator, context in pairs:
+        if operator in ("block", *call.operators) and context in call.contexts:
+            options += [Option(capacity, operator, context) for capacity in capacities]
+    return tuple(options)
 
 
 def _dense_part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,18 +16,19 @@ from torch import nn
 from mmod.adapters import BlockStack, find_part, find_stacks
 from mmod.analysis.modes import in_mode
 from mmod.analysis.statistics import Estimate, change_of, estimate_of, resampled_means, share_of
-from mmod.analysis.timing import interleave, ratios
+from mmod.analysis.timing import ratios
 from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
 from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, RecipeResult
-from mmod.planning.recipes import Recipe, image_recipes, language_recipes
+from mmod.planning.candidate import DENSE, Candidate
+from mmod.planning.comparison import time_models, unbeaten
 from mmod.planning.samples import Images, Prompts, Samples, first_images, first_prompts
+from mmod.planning.untrained import image_candidates, language_candidates
 from mmod.values import check_value
 
-DENSE = "dense"
 ROUNDS = 5
-# A recipe is dropped after the first look if another one is as fast and agrees more by this share.
+# A candidate is dropped after the first look if another one is as fast and agrees more by this share.
 SLACK = 0.02
 _DRAWS = 2000
 
@@ -39,14 +41,15 @@ def advise(
     images: int = 256,
     batch_size: int = 8,
     tolerance: float = 0.02,
-    recipes: Sequence[Recipe] | None = None,
+    candidates: Sequence[Candidate] | None = None,
     folder: str | Path | None = None,
     note: str = "",
     progress: bool = True,
+    recipes: Sequence[Candidate] | None = None,
 ) -> Advice:
-    """Try recipes that need no training and say which one pays on these images or prompts and this machine.
+    """Try candidates that need no training and say which one pays on these images or prompts and this machine.
 
-    All recipes run on the first 64 images and are timed in turns; those near the Pareto front run on all images. A
+    All candidates run on the first 64 images and are timed in turns; those near the Pareto front run on all images. A
     model with a head is judged by how often its top class is the dense model's, another one by the cosine of features,
     and one with an output per patch (`global_pool=""`) by the cosine of its patches. A language model is judged by how
     often its next token is the dense model's, and timed by the prefill. Where batches have labels, the change of
@@ -57,23 +60,24 @@ def advise(
             images; it runs in evaluation mode and is unchanged.
         batches: Images (B, C, H, W), or pairs of images and labels (B,), such as a loader; preprocessed for the model.
             For a language model, what its processor returns, perhaps with `labels`; plans are searched on the first
-            fifth of these batches, and all recipes are judged on the others.
+            fifth of these batches, and all candidates are judged on the others.
         part: The part to make cheaper; None takes "image" where there are several, or "language".
         images: Number of images or prompts, the first of the batches.
         batch_size: Images of a timed batch; for a language model it is the first batch.
         tolerance: Share of agreement, or of accuracy, that may be lost, in [0, 1).
-        recipes: What to try. None takes gradual and late merging, a-mod and random routing, smaller images, ToMe and
+        candidates: What to try. None takes gradual and late merging, a-mod and random routing, smaller images, ToMe and
             pruning; for a language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image
             tokens that late layers do not update, and random ones.
         folder: Write `advice.json`, `advice.md` and `advice.png` here, and `journal.jsonl`, with which the same call
             resumes. None writes nothing.
         note: A sentence about the data, for the report.
         progress: Show a bar.
+        recipes: Earlier name of `candidates`.
 
     Raises:
         TypeError: A batch that holds no images, or no prompts.
-        ValueError: The model is changed already or cannot be routed, there are no images, one batch alone to search
-            plans and judge them, or the folder belongs to another model or other images.
+        ValueError: A candidate needs training, the model is changed already or cannot be routed, there are no images,
+            one batch alone to search plans and judge them, or the folder belongs to another model or other images.
 
     Example:
         >>> import timm, torch
@@ -85,29 +89,31 @@ def advise(
     check_value("images", images, int, "[1, inf)")
     check_value("batch_size", batch_size, int, "[1, inf)")
     check_value("tolerance", tolerance, float, "[0, 1)")
-    check_value("recipes", recipes, list[Recipe] | None)
-    if recipes is not None and not recipes:
-        raise ValueError("recipes must name at least one recipe; None tries those of this model")
-    if methods_of(model):
-        raise ValueError(f"this {type(model).__name__} is changed already: call mmod.undo_ first")
+    if recipes is not None:
+        warnings.warn("advise(recipes=...) is now advise(candidates=...)", DeprecationWarning, stacklevel=2)
+        candidates = recipes
+    _check_candidates(candidates)
     part, stack = _part_to_change(model, part)
-    folder, depth = None if folder is None else Path(folder), len(stack.blocks)
-    samples: Samples
+    folder = None if folder is None else Path(folder)
+    depth = len(stack.blocks)
     with in_mode(False, model), torch.no_grad():
         if stack.language:
-            samples, chosen = _prompts(model, part, depth, batches, images, recipes, folder)
+            samples, chosen = _prompts(model, part, depth, batches, images, candidates, folder)
         else:
-            pixels, labels = first_images(batches, images)
-            samples = Images(model, part, stack.prefix, pixels, labels, batch_size)
-            chosen = image_recipes(stack, samples.size, samples.patches) if recipes is None else recipes
-        dense = _Trial(Recipe(DENSE, {}), model, *samples.judge(model, 0, len(samples)))
+            samples, chosen = _images(model, part, stack, batches, images, candidates, batch_size)
+        dense = _Trial(Candidate(DENSE), model, *samples.judge(model, 0, len(samples)))
         changed, refused = _changed(model, part, depth, samples, chosen)
         trials = {DENSE: dense, **changed}
+        codes = {name: trial.candidate.code(part, 0) for name, trial in changed.items()}
         identity = {
-            "model": type(model).__name__, "images": len(samples), "batch_size": samples.batch_size, "part": part,
-            "recipes": {name: trial.recipe.code(part, 0) for name, trial in trials.items()},
+            "model": type(model).__name__,
+            "images": len(samples),
+            "batch_size": samples.batch_size,
+            "part": part,
+            # Named and worded as by the first version, whose journals are continued.
+            "recipes": {DENSE: f"mmod.route_(model, {part}=mmod.RoutingConfig())", **codes},
             "outputs": samples.fingerprint,
-        }  # fmt: skip
+        }
         journal = Journal(None if folder is None else folder / "journal.jsonl", identity, "advice")
         _run(trials, samples, journal, progress)
         rows = tuple(_rows(trials, samples, part, depth))
@@ -129,22 +135,61 @@ def advise(
     return advice
 
 
+def _check_candidates(candidates: Sequence[Candidate] | None) -> None:
+    check_value("candidates", candidates, list[Candidate] | None)
+    if candidates is None:
+        return
+    if not candidates:
+        raise ValueError("candidates must name at least one candidate; None tries those of this model")
+    for candidate in candidates:
+        if candidate.changes or candidate.from_scratch or candidate.search or candidate.image_size is not None:
+            raise ValueError(
+                f"candidate {candidate.name!r} is one of a study, and advice trains nothing: set only its routing and "
+                'methods, such as {"kind": "resize"} for smaller images'
+            )
+
+
+def _images(
+    model: nn.Module,
+    part: str,
+    stack: BlockStack,
+    batches: Iterable[Any],
+    count: int,
+    candidates: Sequence[Candidate] | None,
+    batch_size: int,
+) -> tuple[Samples, Sequence[Candidate]]:
+    """Return images to judge candidates on, and the candidates."""
+    pixels, labels = first_images(batches, count)
+    samples = Images(model, part, stack.prefix, pixels, labels, batch_size)
+    if candidates is None:
+        candidates = image_candidates(stack, samples.size, samples.patches)
+    return samples, candidates
+
+
 def _prompts(
-    model: nn.Module, part: str, depth: int, batches: Iterable[Any], count: int, recipes: Sequence[Recipe] | None,
+    model: nn.Module,
+    part: str,
+    depth: int,
+    batches: Iterable[Any],
+    count: int,
+    candidates: Sequence[Candidate] | None,
     folder: Path | None,
-) -> tuple[Samples, Sequence[Recipe]]:  # fmt: skip
-    """Return prompts to judge recipes on, and the recipes; others are searched on a fifth of the batches."""
+) -> tuple[Samples, Sequence[Candidate]]:
+    """Return prompts to judge candidates on, and the candidates; plans are searched on a fifth of the batches."""
     prompts = first_prompts(batches, count, next(model.parameters()).device)
-    if recipes is not None:
-        return Prompts(model, part, prompts), recipes
+    if candidates is not None:
+        return Prompts(model, part, prompts), candidates
     searched = -(-len(prompts) // 5)
     if searched == len(prompts):
         raise ValueError("one batch of prompts cannot both find plans and judge them: pass two or more")
-    recipes = language_recipes(model, part, depth, prompts[:searched], folder)
-    return Prompts(model, part, prompts[searched:]), recipes
+    candidates = language_candidates(model, part, depth, prompts[:searched], folder)
+    return Prompts(model, part, prompts[searched:]), candidates
 
 
 def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
+    """Return the part of a dense model that is made cheaper; refuse models that advice is not for."""
+    if methods_of(model):
+        raise ValueError(f"this {type(model).__name__} is changed already: call mmod.undo_ first")
     stacks = find_stacks(model)
     if part is None:
         part = next((name for name in ("image", "language") if name in stacks), None)
@@ -162,17 +207,22 @@ def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack
 class _Trial:
     """A model on the first samples: agreement with the dense model, right answers, and milliseconds by round."""
 
-    recipe: Recipe
+    candidate: Candidate
     model: nn.Module
     scores: np.ndarray = field(default_factory=lambda: np.zeros(0))
     correct: np.ndarray = field(default_factory=lambda: np.zeros(0))
     times: list[float] = field(default_factory=list)
 
+    @property
+    def score(self) -> float:
+        """The mean agreement."""
+        return float(self.scores.mean())
+
     def judge(self, samples: Samples, stop: int, journal: Journal) -> None:
         """Judge the samples up to a number, or read from the journal what they gave."""
         if len(self.scores) >= stop:
             return
-        key = {"recipe": self.recipe.name, "start": len(self.scores), "stop": stop}
+        key = {"recipe": self.candidate.name, "start": len(self.scores), "stop": stop}
         record = next((record for record in journal.records if key.items() <= record.items()), None)
         if record is None:
             scores, correct = samples.judge(self.model, len(self.scores), stop)
@@ -183,71 +233,78 @@ class _Trial:
 
 
 def _changed(
-    model: nn.Module, part: str, depth: int, samples: Samples, recipes: Sequence[Recipe]
+    model: nn.Module, part: str, depth: int, samples: Samples, candidates: Sequence[Candidate]
 ) -> tuple[dict[str, _Trial], dict[str, str]]:
-    """Return a changed copy of the model, with the same weights, for every recipe; and why others cannot be applied."""
-    trials, refused = {}, {}
-    for recipe in recipes:
+    """Return a changed copy of the model, with the same weights, for every candidate; and why others are refused."""
+    trials: dict[str, _Trial] = {}
+    refused: dict[str, str] = {}
+    for candidate in candidates:
         shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
         changed = copy.deepcopy(model, shared)
         try:
-            recipe.apply_(changed, part, depth)
+            candidate.apply_(changed, part, depth)
             samples.check(changed)
         except ValueError as refusal:
-            refused[recipe.name] = str(refusal)
+            refused[candidate.name] = str(refusal)
             continue
-        trials[recipe.name] = _Trial(recipe, changed.eval())
+        trials[candidate.name] = _Trial(candidate, changed.eval())
     return trials, refused
 
 
 def _run(trials: Mapping[str, _Trial], samples: Samples, journal: Journal, progress: bool) -> None:
-    """Judge all recipes on few samples, time them, and judge those near the front on all samples."""
+    """Judge all candidates on few samples, time them, and judge those near the front on all samples."""
     with progress_bar(desc="advise", total=2 * len(trials) + 1, shown=progress, leave=False) as bar:
         for trial in trials.values():
             trial.judge(samples, samples.first, journal)
             bar.update()
         times = next((record["times"] for record in journal.records if "times" in record), None)
         if times is None:
-            calls = {name: samples.call(trial.model) for name, trial in trials.items()}
+            readings = {name: {"batch": samples.reading(trial.model)} for name, trial in trials.items()}
             device = next(trials[DENSE].model.parameters()).device
-            times = interleave(calls, seconds=0, rounds=ROUNDS, device=device, warmup=1)
+            times = time_models(readings, rounds=ROUNDS, device=device, warmup=1)["batch"]
             journal.add({"times": times})
         for name, trial in trials.items():
             trial.times = times[name]
         bar.update()
-        points = _points(trials)
-        for name, (speed, score) in points.items():
-            # A recipe is dropped where another one is as fast and clearly better.
-            if not any(fast >= speed and high > score + SLACK for fast, high in points.values()):
-                trials[name].judge(samples, len(samples), journal)
-                bar.update()
+        # Judged before any gets more samples: a score of more would not compare.
+        first = {name: trial.score for name, trial in trials.items()}
+        for name in unbeaten(_costs(trials), lambda one, other: first[one] > first[other] + SLACK, tolerance=1.0):
+            trials[name].judge(samples, len(samples), journal)
+            bar.update()
 
 
-def _points(trials: Mapping[str, _Trial]) -> dict[str, tuple[float, float]]:
-    """Return speed-up and mean score by recipe, the dense model included."""
-    dense = trials[DENSE].times
-    return {name: (ratios(dense, trial.times).median, float(trial.scores.mean())) for name, trial in trials.items()}
+def _costs(trials: Mapping[str, _Trial]) -> dict[str, float]:
+    """Return the time of every model as a share of the dense model's."""
+    return {name: 1 / ratios(trials[DENSE].times, trial.times).median for name, trial in trials.items()}
 
 
-def _rows(trials: Mapping[str, _Trial], samples: Samples, part: str, depth: int) -> Iterable[RecipeResult]:
-    """Return the rows of the table, the fastest first."""
-    points, dense = _points(trials), trials[DENSE]
-    for name, (speed, score) in sorted(points.items(), key=lambda item: -item[1][0]):
-        trial, count = trials[name], len(trials[name].scores)
+def _rows(trials: Mapping[str, _Trial], samples: Samples, part: str, depth: int) -> Iterator[RecipeResult]:
+    """Yield the rows of the table, the fastest first."""
+    dense = trials[DENSE]
+    costs = _costs(trials)
+
+    def is_better(one: str, other: str) -> bool:
+        """Return whether a model that is as fast scores more, or as much in less time."""
+        gain = trials[one].score - trials[other].score
+        return gain > 0 or (gain == 0 and costs[one] < costs[other])
+
+    front = unbeaten(costs, is_better, tolerance=1.0)
+    for name in sorted(costs, key=costs.__getitem__):
+        trial = trials[name]
+        count = len(trial.scores)
         if trial is dense:
             continue
+        change = trial.correct - dense.correct[:count] if samples.has_labels else None
         yield RecipeResult(
             name,
             ratios(dense.times, trial.times),
             _mean(trial.scores, share_of, {0, 1}),
-            _mean(trial.correct - dense.correct[:count], change_of, {-1, 0, 1}) if samples.has_labels else None,
+            None if change is None else _mean(change, change_of, {-1, 0, 1}),
             count,
-            trial.recipe.code(part, depth),
-            trial.recipe.config(part, depth),
-            trial.recipe.advice,
-            not any(
-                fast >= speed and high >= score and (fast, high) != (speed, score) for fast, high in points.values()
-            ),
+            trial.candidate.code(part, depth),
+            trial.candidate.config(part, depth),
+            trial.candidate.advice,
+            name in front,
             samples.cache_bytes(trial.model),
         )
 

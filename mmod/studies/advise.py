@@ -20,7 +20,7 @@ MEASURES = ("top1", "features", "patches")
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the recipes of `mmod.advise` on a folder of images, or a file of prompts, and print what it advises."""
+    """Try the candidates of `mmod.advise` on a folder of images, or a file of prompts, and print what it advises."""
     options = _parser().parse_args(arguments)
     if options.images is None and options.prompts is None:
         raise ValueError("advice needs --images FOLDER, or --prompts FILE for a language model that reads images")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str]) -> None:
         batches = [batch]
     else:
         model, batches = read_prompts(options)
-        note = "Plans were searched on a fifth of the prompts, and all recipes judged on the others."
+        note = "Plans were searched on a fifth of the prompts, and all candidates judged on the others."
     name = options.model.removeprefix("/").replace("/", "-").replace(":", "-")
     folder = Path(options.output or f"runs/advise/{name}")
     advice = mmod.advise(
@@ -83,9 +83,10 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--image_size", type=int, metavar="PIXELS", help="side of images; the model's unless given")
     parser.add_argument(
-        "--measure", choices=MEASURES,
+        "--measure",
+        choices=MEASURES,
         help="what must stay equal: the top class, the features that a head reads, or the features of patches",
-    )  # fmt: skip
+    )
     parser.add_argument("--number", type=int, default=256, help="images or prompts to use, spread evenly (256)")
     parser.add_argument("--batch_size", type=int, default=8, help="images or prompts of a timed batch (8)")
     parser.add_argument(
@@ -177,12 +178,13 @@ def load_model(
 
 
 def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """Make a model of timm that takes images of any size if it can: smaller images are among the recipes."""
+    """Make a model of timm that takes images of any size if it can: smaller images are among the candidates."""
     from mmod.training.image.config import ModelConfig
     from mmod.training.image.model import create_dense_model
 
     if Path(name).is_dir():
-        name, pretrained = f"local-dir:{Path(name).resolve()}", True
+        name = f"local-dir:{Path(name).resolve()}"
+        pretrained = True
     elif "/" in name and ":" not in name:
         raise FileNotFoundError(f"no folder of a model at {name!r}; a model of a hub is hf-hub:OWNER/NAME")
     try:
@@ -229,7 +231,8 @@ def read_images(
     report.add(faults)
     if not len(labels):
         raise ValueError(f"{folder!r} holds no image that can be read: {report}")
-    classes, known = len(set(source.labels())), getattr(model, "num_classes", 0)
+    classes = len(set(source.labels()))
+    known = getattr(model, "num_classes", 0)
     notes = [f"{len(report.faults)} broken images were skipped."] if report.faults else []
     if classes > 1 and known and source.classes is not None and source.classes.given:
         notes.append("" if source.classes.is_plain else f"{source.classes}.")

@@ -37,27 +37,25 @@ def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
 
     import torch
 
-    from mmod.analysis.timing import interleave
-    from mmod.studies.threads import on_timing_threads
+    from mmod.planning.candidate import DENSE
+    from mmod.planning.comparison import time_models
 
     recipe = recipe_of(config)
     if not recipe.has_weights:
         raise ValueError("nothing to evaluate: the config starts from no weights; set model.checkpoint")
     model = recipe.load()
     evaluation = recipe.assess(model, progress)
-    readings = {
-        (name, reading.samples): reading
-        for size in _SAMPLES
-        for name, reading in recipe.readings(model, size).items()
-        # A set may have fewer samples than a batch.
-        if reading.samples == size
-    }
-    with torch.inference_mode(), on_timing_threads():
-        calls = {key: reading.call for key, reading in readings.items()}
-        times = interleave(calls, seconds=0, rounds=_ROUNDS, device=recipe.device, shown=progress)
+    readings = {}
+    for size in _SAMPLES:
+        for name, reading in recipe.readings(model, size).items():
+            # A set may have fewer samples than a batch.
+            if reading.samples == size:
+                readings[name, size] = reading
+    with torch.inference_mode():
+        times = time_models({DENSE: readings}, rounds=_ROUNDS, device=recipe.device, shown=progress)
     ms: dict[str, dict[int, float]] = {}
-    for (name, size), by_round in times.items():
-        ms.setdefault(name, {})[size] = median(by_round) / size
+    for (name, size), by_model in times.items():
+        ms.setdefault(name, {})[size] = median(by_model[DENSE]) / size
     return Assessment(
         evaluation=evaluation,
         gflops={name: cost / 1e9 for name, cost in recipe.cost(model, evaluation.kept).items()},

@@ -8,10 +8,12 @@ import math
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from statistics import median
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
+from torch import nn
 
 from mmod import is_routed, trace
 from mmod.adapters import watch_grid
@@ -19,18 +21,22 @@ from mmod.analysis.plots import draw_routing_maps, in_range
 from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.style import FAINT, INK, new_figure
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
+from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.tables import Column, table_of
+from mmod.planning.candidate import Candidate
 from mmod.studies.config import ChatStudyConfig
-from mmod.studies.entrants import Entrant, create_rivals
-from mmod.studies.jobs import Job
+from mmod.studies.costs import ByModel, Costs
+from mmod.studies.jobs import Run
+from mmod.studies.report import Report, Rows
 from mmod.studies.results import COLUMNS, save_picture
-from mmod.studies.study import Costs, Scores, Study
+from mmod.studies.scorer import Scorer
+from mmod.studies.study import Study
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import EvalResult, generate, mean_over_kinds
 from mmod.training.chat.recipe import ChatRecipe, read_prompts
+from mmod.training.engine.recipe import Recipe
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,97 +48,99 @@ _AS_CHEAP = 1.1
 _LINE = 18
 
 
-class ChatStudy(Study[TrainConfig, EvalResult]):
-    """A study of LLaVA-style models of transformers; see `Study`."""
+_COLUMNS = (
+    "name",
+    "image_share",
+    "flops_share",
+    "prefill_ms",
+    "prefill_speedup",
+    "decode_per_s",
+    "cache_bytes",
+    "right",
+    "to_dense",
+    "to_control",
+    "to_rival",
+    "rival",
+    "before",
+)
 
-    config: ChatStudyConfig
-    recipe: ClassVar[type[ChatRecipe]] = ChatRecipe
-    run_config = TrainConfig
-    score, measure = "right", "right answers"
+
+class ChatCosts(Costs[ChatStudyConfig]):
+    """The costs of reading a prompt, of its cache, and of decoding after it."""
+
     times: ClassVar = {"prompt": ("prefill_ms", "prefill_speedup")}
-    columns = (
-        "name", "image_share", "flops_share", "prefill_ms", "prefill_speedup", "decode_per_s", "cache_bytes", "right",
-        "to_dense", "to_control", "to_rival", "rival", "before",
-    )  # fmt: skip
-    data: ConversationsConfig
 
-    def routing(self, fields: dict[str, Any], capacity: float | None) -> dict[str, Any]:
-        """Return the routing of the part that is routed."""
-        return {self.config.part: super().routing(fields, capacity)}
+    @property
+    def axes(self) -> dict[str, str]:
+        """FLOPs and latency of reading a prompt."""
+        return {"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.config.latency_batch}"}
 
-    def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
-        """Return what is compared; refuse a config without questions."""
-        if dense.data.val is None or tuned.data.val is None:
-            raise ValueError(f"{self.config.dense!r} has no data.val, so there is nothing to ask")
-        self.data = tuned.data
-        rivals = create_rivals(self.config.rivals, self.config.controls, epochs=0, is_trained=self.config.tune)
-        return [*super().entrants(dense, tuned), *rivals]
-
-    def examine(self, job: Job[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
+    def count(self, run: Run[TrainConfig], model: nn.Module, evaluation: EvalResult) -> dict[str, float]:
         """Count FLOPs and cache of reading a prompt of mean length, and draw which image tokens are kept."""
-        model: Any = self.load(job)
-        count = self.config.latency_batch
-        prompts, text, image = self.recipe(job.config).prompts(count)
+        recipe = ChatRecipe(run.config)
+        prompts, text, image = recipe.prompts(self.config.latency_batch)
         # Shares refer to the dense model's prompts; a rival's images may be smaller.
-        full = dataclasses.replace(job.config, model=dataclasses.replace(job.config.model, image_size=None))
-        _, _, full_image = self.recipe(full).prompts(count)
+        full = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, image_size=None))
+        _, _, full_image = ChatRecipe(full).prompts(self.config.latency_batch)
         routed = prefill_flops(model, text, image, evaluation.kept if is_routed(model) else None).routed
-        dense, alone = (prefill_flops(model, text, images, 0.0).dense for images in (full_image, 0))
+        dense = prefill_flops(model, text, full_image, 0.0).dense
+        text_alone = prefill_flops(model, text, 0, 0.0).dense
         with torch.inference_mode():
             cache = read_prompts(model, prompts)
+        cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
         if self.config.maps and is_routed(model):
-            recipe = self.recipe(job.config)
             figure = draw_kept(model, recipe.collator, recipe.talks(self.config.maps))
             if figure is not None:
-                save_picture(self.config.output, f"maps-{job.name}", figure)
+                save_picture(self.config.output, f"maps-{run.name}", figure)
         return {
             "gflops": routed / 1e9,
             "flops_share": routed / dense,
-            "image_share": (routed - alone) / (dense - alone),
-            "cache_bytes": sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
-            // len(prompts["input_ids"]),
+            "image_share": (routed - text_alone) / (dense - text_alone),
+            "cache_bytes": cache_bytes // len(prompts["input_ids"]),
         }
 
-    def to_rivals(self, scores: Scores, costs: Costs) -> dict[str, dict[str, Any]]:
-        """Return the difference of every model to the best of another series that is about as cheap, and its name."""
-        share = {name: cost["flops_share"] for name, cost in costs.items()}
+    def rivals(self, costs: ByModel, candidates: Mapping[str, Candidate]) -> dict[str, dict[str, list[str]]]:
+        """Return the models of other series that are about as cheap as each."""
+        share = {name: costs[name]["flops_share"] for name in candidates}
 
         def is_rival(other: str, name: str) -> bool:
-            is_other = self.compared[other].series != self.compared[name].series
+            is_other = candidates[other].series != candidates[name].series
             return is_other and share[other] <= _AS_CHEAP * share[name]
 
-        return self.to_best(scores, {name: [other for other in scores if is_rival(other, name)] for name in scores})
+        return {"": {name: [other for other in share if is_rival(other, name)] for name in share}}
 
-    def time(self, jobs: Mapping[str, Job[TrainConfig]], *, shown: bool) -> dict[str, dict[str, float]]:
+    def time(
+        self, recipes: Mapping[str, Recipe[Any, Any]], models: Mapping[str, nn.Module], *, shown: bool
+    ) -> dict[str, dict[str, float]]:
         """Measure reading a prompt within a batch, and decoding after it."""
-        costs = super().time(jobs, shown=shown)
-        for name, job in jobs.items():
-            model, recipe, times = self.load(job), self.recipe(job.config), []
+        figures = super().time(recipes, models, shown=shown)
+        for name, model in models.items():
+            recipe: Any = recipes[name]
             prompts = recipe.prompts(self.config.latency_batch)[0]
+            times = []
             for _ in range(self.config.latency_rounds):
                 started = time.perf_counter()
                 generate(model, recipe.collator, prompts, self.config.timed_tokens, exactly=True)
                 times.append(time.perf_counter() - started)
             count = len(prompts["input_ids"])
             # The first token comes from reading the prompt.
-            seconds = max(median(times) - costs[name]["prefill_ms"] * count / 1e3, 1e-9)
-            costs[name]["decode_per_s"] = count * max(1, self.config.timed_tokens - 1) / seconds
-        return costs
+            seconds = max(median(times) - figures[name]["prefill_ms"] * count / 1e3, 1e-9)
+            figures[name]["decode_per_s"] = count * max(1, self.config.timed_tokens - 1) / seconds
+        return figures
 
-    @property
-    def costs(self) -> dict[str, str]:
-        """FLOPs and latency of reading a prompt."""
-        return {"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.config.latency_batch}"}
 
-    def pictures(self, rows: Sequence[dict[str, Any]]) -> dict[str, Figure]:
+class ChatReport(Report[ChatStudyConfig, ChatCosts]):
+    """Also tells of right answers by type of question."""
+
+    def pictures(self, rows: Rows) -> dict[str, Figure]:
         """Draw right answers against the cost of prefill, and by type of question."""
-        right = {
-            row["name"]: {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in self.prior}} for row in rows
-        }
+        right = {}
+        for row in rows:
+            right[row["name"]] = {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in self.prior}}
         answers = draw_answers(right, {row["name"]: row["flops_share"] for row in rows})
         return {**super().pictures(rows), "answers": answers}
 
-    def table(self, rows: Sequence[dict[str, Any]]) -> str:
+    def table(self, rows: Rows) -> str:
         """Return the points as a Markdown table, with the prior in its last row."""
         columns: dict[str, Column] = {name: COLUMNS[name] for name in self.columns}
         columns |= {_RIGHT + kind: (kind, "±.1f") for kind in self.prior}
@@ -147,8 +155,19 @@ class ChatStudy(Study[TrainConfig, EvalResult]):
     @functools.cached_property
     def prior(self) -> dict[str, float]:
         """Percent right for the answer that is most frequent in training, by type of question."""
-        train, val = (open_conversations(str(name), self.data) for name in (self.data.train, self.data.val))
+        data = TrainConfig.from_dict(self.config.tuned_fields).data
+        train = open_conversations(str(data.train), data)
+        val = open_conversations(str(data.val), data)
         return {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
+
+
+class ChatStudy(Study):
+    """A study of LLaVA-style models of transformers; see `Study`."""
+
+    def __init__(self, config: ChatStudyConfig) -> None:
+        scorer = Scorer(config, ChatRecipe, "right", "right answers")
+        costs = ChatCosts(config)
+        super().__init__(config, TrainConfig, scorer, costs, ChatReport(config, scorer, costs, _COLUMNS))
 
 
 def draw_kept(model: Any, collator: ChatCollator, talks: Sequence[ChatSample]) -> Figure | None:
@@ -171,10 +190,12 @@ def draw_answers(right: Mapping[str, Mapping[str, float]], shares: Mapping[str, 
 
     `shares` are FLOPs of the models as a share of the first one's.
     """
-    names, kinds = list(right), list(next(iter(right.values())))
+    names = list(right)
     base = right[names[0]]
+    kinds = list(base)
     changes = [[right[name][kind] - base[kind] for kind in kinds] for name in names]
-    limit = max(5.0, *(abs(change) for row in changes for change in row))
+    # Changes of less than 5 points stay pale.
+    limit = max(5.0, *map(abs, chain.from_iterable(changes)))
     figure = new_figure(1.0 * len(kinds) + 2.4, 0.36 * len(names) + 0.7)
     axis = figure.subplots()
     axis.imshow(changes, cmap="RdBu", vmin=-limit, vmax=limit, aspect="auto")

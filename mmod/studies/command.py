@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmod.io.yaml import stack_configs
+from mmod.lazy import import_path
 from mmod.studies.config import (
     ChatStudyConfig,
     FeaturesStudyConfig,
@@ -20,13 +20,23 @@ from mmod.studies.config import (
 from mmod.training.engine.parse import parse_config
 from mmod.values import one_of
 
-ISOFLOP, _DRY = "isoflop", "--dry-run"
-_CONFIGS: dict[str, type[StudyConfig]] = {
+ISOFLOP = "isoflop"
+_DRY = "--dry-run"
+CONFIGS: dict[str, type[StudyConfig]] = {
     "image": ImageStudyConfig,
     "features": FeaturesStudyConfig,
     "pairs": PairsStudyConfig,
     "chat": ChatStudyConfig,
 }
+"""Configs of studies by kind; imported without torch, so that `--help` is fast."""
+
+STUDIES = {
+    "image": "mmod.studies.image:ImageStudy",
+    "features": "mmod.studies.features:FeaturesStudy",
+    "pairs": "mmod.studies.pairs:PairsStudy",
+    "chat": "mmod.studies.chat:ChatStudy",
+}
+"""Import paths of studies by kind."""
 
 
 def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
@@ -38,10 +48,10 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
         yield from _isoflop(arguments)
         return
     kind = (stack_configs(arguments)[0] or {}).get("kind", "image")
-    one_of("kind", kind, list(_CONFIGS))
-    config: StudyConfig | None = parse_config(arguments, _CONFIGS[kind])
+    one_of("kind", kind, list(CONFIGS))
+    config: StudyConfig | None = parse_config(arguments, CONFIGS[kind])
     # Imported late: help is answered without torch.
-    study_class = getattr(importlib.import_module(f"mmod.studies.{kind}"), f"{kind.capitalize()}Study")
+    study_class = import_path(STUDIES[kind])
     while config is not None:
         yield _shown(study_class(config).run())
         config = config.following

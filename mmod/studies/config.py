@@ -9,44 +9,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mmod.config import rational
-from mmod.values import Checked, check_distinct, check_value, from_plain, one_of, refuse_unknown
+from mmod.io.yaml import merged, read_yaml
+from mmod.planning.options import PlanOptions
+from mmod.values import Checked, check_distinct, from_plain, one_of, refuse_unknown
 
 RUN_FIELDS = ("image_size", "changes", "tune", "budgets")
 """Fields of a series of routed models that describe its runs instead of its routing."""
-
-
-@dataclass(frozen=True)
-class PlanOptions(Checked, group="plan"):
-    """Options of the search for a plan, see `mmod.search_plan`.
-
-    Args:
-        budget: Share of the dense model's cost that the plan may have, or milliseconds.
-        batches: Calibration batches, spread evenly over the training data.
-        batch_size: Samples of a batch.
-        part: The part that is planned; null for the image tower of image and pairs, the language model of chat and
-            text.
-        cost: Unit of the budget: "flops", "milliseconds" of a pass over a batch, or in a language model "cache" or
-            "image_flops", those that image tokens add.
-        router: Chooses the tokens of a capacity above 0; a name, or a mapping with options such as `importance`.
-        options: Capacity, operator and context of every option; null for all that the blocks support.
-        divergence: "kl" or "cosine"; null chooses by the model.
-        rounds: Rounds in which options are scored again together with the choices of the plan so far.
-    """
-
-    budget: float = 0.5
-    batches: Annotated[int, "[1, inf)"] = 4
-    batch_size: Annotated[int, "[1, inf)"] = 16
-    part: Literal["image", "text", "language"] | None = None
-    cost: Literal["flops", "image_flops", "cache", "milliseconds"] = "flops"
-    router: str | dict[str, Any] = "stride"
-    options: Annotated[list[tuple[float, str, str]] | None, "[0, 1]"] = None
-    divergence: Literal["kl", "cosine"] | None = None
-    rounds: Annotated[int, "[0, inf)"] = 0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        # Other budgets than milliseconds are shares of the dense model's cost.
-        check_value("plan.budget", self.budget, float, "(0, inf)" if self.cost == "milliseconds" else "(0, 1)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +86,8 @@ class StudyConfig(Checked):
         refuse_set_by_study("finetune", self.finetune)
         if self.then is not None and not self.then.get("output"):
             raise ValueError(f"then must name its output, a folder in this study's, got {self.then}")
-        _ = self.following  # Checked before anything runs.
+        # A study that follows is made here, so that its faults are known before anything runs.
+        self.following  # noqa: B018
 
     @property
     def series(self) -> list[str]:
@@ -132,6 +101,23 @@ class StudyConfig(Checked):
             return None
         folder = Path(self.output) / self.then["output"]
         return dataclasses.replace(self, **{**self.then, "output": str(folder), "then": None})
+
+    @property
+    def dense_fields(self) -> dict[str, Any]:
+        """Fields of the dense model's training config."""
+        return {**merged(read_yaml(self.dense), self.changes), "output": self.output}
+
+    @property
+    def tuned_fields(self) -> dict[str, Any]:
+        """Fields of the training config by which models are fine-tuned from the dense one."""
+        return merged(self.dense_fields, self.finetune)
+
+    def check(self, dense: Any, tuned: Any) -> None:
+        """Raise a ValueError unless the training configs of the dense model and of fine-tuning it fit the study."""
+
+    def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, Any]:
+        """Return a run's `routing` from that of a series and a capacity, None for its own."""
+        return dict(fields) if capacity is None else {**fields, "capacity": capacity}
 
     def routed_models(self) -> Iterator[tuple[str, float | None, dict[str, Any]]]:
         """Yield series, capacity or budget, and fields of every routed model."""
@@ -204,6 +190,11 @@ class ImageStudyConfig(TimmStudyConfig):
     kind: Literal["image"] = "image"
     score: Literal["top1", "objects", "mean_iou"] = "top1"
 
+    def check(self, dense: Any, tuned: Any) -> None:
+        """Refuse a score of patches where images have the labels."""
+        if self.score != "top1" and dense.data.label_patch is None:
+            raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
+
 
 @dataclass(frozen=True, kw_only=True)
 class FeaturesStudyConfig(TimmStudyConfig):
@@ -258,6 +249,23 @@ class FeaturesStudyConfig(TimmStudyConfig):
         if self.feature == "patches" and self.tune:
             raise ValueError("a study of patches judges features without training: tune=False")
 
+    def check(self, dense: Any, tuned: Any) -> None:
+        """Refuse patches without classes or without a training split."""
+        data = dense.data
+        if self.feature == "patches" and (data.label_patch is None or data.train_split == data.val_split):
+            raise ValueError(
+                "a study of patches needs their classes, data.label_patch, and data.train_split to fit on beside "
+                f"data.val_split; got {data.label_patch}, {data.train_split!r} and {data.val_split!r}"
+            )
+
+    @property
+    def dense_fields(self) -> dict[str, Any]:
+        """Fields of the dense model's training config, with the study's images and weights."""
+        data = {"root": self.images, "val_limit": self.limit, "train_limit": self.limit}
+        model = {} if self.checkpoint is None else {"checkpoint": self.checkpoint, "pretrained": False}
+        changes = {"data": {name: value for name, value in data.items() if value is not None}, "model": model}
+        return merged(super().dense_fields, changes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PairsStudyConfig(StudyConfig):
@@ -274,6 +282,10 @@ class PairsStudyConfig(StudyConfig):
         super().__post_init__()
         for name, towers in self.routers.items():
             refuse_unknown(f"tower in routers.{name}", towers, ("image", "text"))
+
+    def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, Any]:
+        """Return the routing of both towers at a capacity."""
+        return {tower: StudyConfig.routing_at(self, settings, capacity) for tower, settings in fields.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,6 +315,15 @@ class ChatStudyConfig(StudyConfig):
         for name, budgets in self.rivals.items():
             for fields in budgets.values():
                 one_of(f"rivals.{name}.kind", fields.get("kind"), ["resolution"])
+
+    def check(self, dense: Any, tuned: Any) -> None:
+        """Refuse training configs without questions."""
+        if dense.data.val is None or tuned.data.val is None:
+            raise ValueError(f"{self.dense!r} has no data.val, so there is nothing to ask")
+
+    def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, Any]:
+        """Return the routing of the part that is routed."""
+        return {self.part: super().routing_at(fields, capacity)}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from mmod import is_routed, routed_blocks
 from mmod.analysis.statistics import Estimate, Resampling
@@ -20,17 +21,20 @@ from mmod.data.config import DataConfig
 from mmod.data.labels import IGNORED
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.claim import claim_folder
-from mmod.io.yaml import merged
+from mmod.io.jobs import Tick
+from mmod.planning.candidate import DENSE
+from mmod.planning.comparison import Scores
 from mmod.studies.config import FeaturesStudyConfig
-from mmod.studies.entrants import DENSE, Entrant
-from mmod.studies.image import TimmStudy
-from mmod.studies.jobs import Job, Tick
-from mmod.studies.study import Costs, Outcome, Scores, evaluate_once
+from mmod.studies.image import TimmCosts, TimmReport
+from mmod.studies.jobs import Run
+from mmod.studies.scorer import Findings, Outcome, Scorer, evaluate_once
+from mmod.studies.study import Study
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.run_folder import portable
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import Features, extract, read_features
 from mmod.training.image.model import check_published
+from mmod.training.image.recipe import ImageRecipe
 from mmod.values import from_plain
 
 # The folder of the images that are tested.
@@ -74,9 +78,21 @@ class Probed(Judged):
 
     measures = {"knn": "nearest neighbours of features", "linear": "linear classifier on features"}  # noqa: RUF012
     table = (
-        "name", "gflops", "latency_ms", "speedup", "peak_mb", "knn", "knn_to_dense", "linear", "linear_to_dense",
-        "to_control", "cosine", "before", "top1", "kept",
-    )  # fmt: skip
+        "name",
+        "gflops",
+        "latency_ms",
+        "speedup",
+        "peak_mb",
+        "knn",
+        "knn_to_dense",
+        "linear",
+        "linear_to_dense",
+        "to_control",
+        "cosine",
+        "before",
+        "top1",
+        "kept",
+    )
     knn: list[int]
     linear: list[int]
 
@@ -113,9 +129,18 @@ class Segmented(Judged):
 
     measures = {"mean_iou": "mean IoU of a linear classifier of patches"}  # noqa: RUF012
     table = (
-        "name", "gflops", "latency_ms", "speedup", "peak_mb", "mean_iou", "mean_iou_to_dense", "to_control", "patches",
-        "cosine", "kept",
-    )  # fmt: skip
+        "name",
+        "gflops",
+        "latency_ms",
+        "speedup",
+        "peak_mb",
+        "mean_iou",
+        "mean_iou_to_dense",
+        "to_control",
+        "patches",
+        "cosine",
+        "kept",
+    )
     # Of every tested image, patches by class (rows) and predicted class (columns).
     confusion: list[list[list[int]]]
 
@@ -163,48 +188,94 @@ class Segmented(Judged):
         return 100 * np.nanmean(iou_SC, axis=1)
 
 
-class FeaturesStudy(TimmStudy[Judged]):
-    """A study of the features of timm's models; see `Study`."""
+class FeatureScores(Scores):
+    """Scores of features, paired by image.
 
-    config: FeaturesStudyConfig
+    Args:
+        score: The figure of an evaluation by which models are compared.
+        evaluations: The evaluation of every model.
+        draws: Draws of the bootstrap over images.
+    """
+
+    def __init__(self, score: str, evaluations: Mapping[str, Judged], draws: int) -> None:
+        self.score = score
+        self.evaluations = evaluations
+        self.draws = draws
+        dense = evaluations[DENSE]
+        skipped = f" ({dense.skipped} could not be read)" if dense.skipped else ""
+        self.note = f"{dense.images} images{skipped}; 95 % intervals are of a paired bootstrap over images."
+
+    def mean(self, name: str) -> float:
+        """Return the score over all images."""
+        return self.evaluations[name].columns()[self.score]
+
+    def gap(self, name: str, other: str) -> Estimate | None:
+        """Return the difference of a model's score to another's; None where the other is not evaluated yet."""
+        return self.gap_in(self.score, name, other)
+
+    def gap_in(self, figure: str, name: str, other: str | None) -> Estimate | None:
+        """Return the difference of a figure; None for none, or to itself."""
+        if other is None or other == name or other not in self.evaluations:
+            return None
+        one = self.evaluations[name]
+        two = self.evaluations[other]
+        resampling = _resampling(one.images, self.draws)
+        return resampling.of(lambda weight_SN: one.weighed(figure, weight_SN) - two.weighed(figure, weight_SN))
+
+    def verdict(self) -> str:
+        """Say which models do not differ significantly from the dense one."""
+        sentences = []
+        for figure, title in self.evaluations[DENSE].measures.items():
+            gaps = {name: self.gap_in(figure, name, DENSE) for name in self.evaluations}
+            close = [name for name, gap in gaps.items() if gap is not None and not gap.is_clear]
+            sentences.append(f"No significant difference to dense by the {title}: {', '.join(close) or 'none'}.")
+        return " ".join(sentences)
+
+
+class FeatureScorer(Scorer[FeaturesStudyConfig]):
+    """Scores models of timm by classifiers of their features."""
 
     def __init__(self, config: FeaturesStudyConfig) -> None:
-        data = {"root": config.images, "val_limit": config.limit, "train_limit": config.limit}
-        changes = {
-            "data": {name: value for name, value in data.items() if value is not None},
-            "model": {} if config.checkpoint is None else {"checkpoint": config.checkpoint, "pretrained": False},
-        }
-        super().__init__(dataclasses.replace(config, changes=merged(config.changes, changes)))
         self.judged: type[Judged] = Segmented if config.feature == "patches" else Probed
-        self.columns = self.judged.table
-        self.score, self.measure = config.score, self.judged.measures[config.score]
-        self.evaluations: dict[str, Judged] = {}
-        self.folders: dict[str, Path] = {}
+        super().__init__(config, ImageRecipe, config.score, self.judged.measures[config.score])
 
-    def entrants(self, dense: TrainConfig, tuned: TrainConfig) -> list[Entrant]:
-        """Return what is compared; refuse patches without classes or without a training split."""
-        data = dense.data
-        if self.config.feature == "patches" and (data.label_patch is None or data.train_split == data.val_split):
-            raise ValueError(
-                "a study of patches needs their classes, data.label_patch, and data.train_split to fit on beside "
-                f"data.val_split; got {data.label_patch}, {data.train_split!r} and {data.val_split!r}"
-            )
-        return super().entrants(dense, tuned)
-
-    def do(self, job: Job[TrainConfig], tick: Tick) -> Outcome:
+    def evaluate(self, run: Run[TrainConfig], tick: Tick) -> Outcome:
         """Compute a model's features and judge them; where it is fine-tuned, those of the fine-tuned model."""
-        job = self.ready(job)
-        config, further = job.config, dict[str, float]()
-        if job.is_trained:
+        config = run.config
+        further: dict[str, float] = {}
+        if run.is_trained:
             if self.config.before:
-                further["before"] = self.probe(config, Path(f"{config.output}.features")).columns()[self.score]
-            recipe = self.recipe(config)
+                further["before"] = self._probe(config, Path(f"{config.output}.features")).columns()[self.score]
+            recipe = ImageRecipe(config)
             further["top1"] = recipe.train(tick).top1
             config = recipe.started_from(config.output)
-        evaluation = self.probe(config, _folder(job), tick)
+        evaluation = self._probe(config, _folder(run), tick)
         return Outcome(evaluation, {**evaluation.columns(), **further})
 
-    def probe(self, config: TrainConfig, folder: Path, tick: Tick = lambda share: None) -> Judged:
+    def scores(self, names: Iterable[str], findings: Findings) -> FeatureScores:
+        """Return the scores of models, to be compared image by image."""
+        evaluations = {name: findings.evaluations[name] for name in names}
+        return FeatureScores(self.score, evaluations, self.config.draws)
+
+    def complete(self, rows: Sequence[dict[str, Any]], findings: Findings) -> list[dict[str, Any]]:
+        """Add the differences of features to the dense model's and rivals', and their cosine with dense ones."""
+        scores = self.scores([row["name"] for row in rows], findings)
+        dense_ND = _tested_features(findings.runs[DENSE])
+        completed = []
+        for row in rows:
+            partners = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("rival_")}}
+            gaps = {}
+            for figure in self.judged.measures:
+                for column, partner in partners.items():
+                    gaps[f"{figure}_to_{column}"] = scores.gap_in(figure, row["name"], partner)
+            x_ND = _tested_features(findings.runs[row["name"]])
+            cosine = None
+            if x_ND.shape == dense_ND.shape:
+                cosine = float(F.cosine_similarity(x_ND, dense_ND).mean())
+            completed.append({**row, **gaps, "cosine": cosine})
+        return completed
+
+    def _probe(self, config: TrainConfig, folder: Path, tick: Tick = lambda share: None) -> Judged:
         """Judge the features of the model that a run starts from, or return the evaluation of an earlier call."""
         study = self.config
         plain = portable({**config.to_dict(), "output": str(folder)})
@@ -224,7 +295,7 @@ class FeaturesStudy(TimmStudy[Judged]):
     def _judge(self, config: TrainConfig, folder: Path, tick: Tick) -> Judged:
         """Compute the features of the model that a run starts from, and judge them."""
         streams = _streams(config.data)
-        model = self.recipe(config).load()
+        model = ImageRecipe(config).load()
         features = [
             extract(model, stream, folder / name, self.config.feature, precision=config.precision, tick=tick)
             for name, stream in streams.items()
@@ -236,68 +307,36 @@ class FeaturesStudy(TimmStudy[Judged]):
             **self.judged.classify(features, self.config),
         )
 
-    def examine(self, job: Job[TrainConfig], evaluation: Judged) -> dict[str, float]:
-        """Count a model's costs, and keep its evaluation image by image."""
-        self.evaluations[job.name] = evaluation
-        self.folders[job.name] = _folder(job) / _TESTED
-        return super().examine(job, evaluation)
 
-    def compare(self, scores: Scores, partners: Mapping[str, str | None]) -> dict[str, Estimate | None]:
-        """Return the difference of every model to its partner, paired by image."""
-        return {name: self._gap(name, partners.get(name), self.score) for name in scores}
+class FeaturesStudy(Study):
+    """A study of the features of timm's models; see `Study`."""
 
-    def verdict(self, scores: Scores) -> str:
-        """Say which models do not differ significantly from the dense one."""
-        sentences = []
-        for probe, title in self.judged.measures.items():
-            gaps = {name: self._gap(name, DENSE, probe) for name in scores}
-            close = [name for name, gap in gaps.items() if gap is not None and not gap.is_clear]
-            sentences.append(f"No significant difference to dense by the {title}: {', '.join(close) or 'none'}.")
-        return " ".join(sentences)
-
-    def ranking(self, scores: Scores, costs: Costs) -> str:
-        """Say how many images there are and which models are significantly better."""
-        dense = self.evaluations[DENSE]
-        skipped = f" ({dense.skipped} could not be read)" if dense.skipped else ""
-        intro = f"{dense.images} images{skipped}; 95 % intervals are of a paired bootstrap over images."
-        return f"{intro}\n\n{super().ranking(scores, costs)}"
-
-    def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Add the differences of features to the dense model's and rivals', and their cosine with dense ones."""
-        completed, dense_ND = [], read_features(self.folders[DENSE]).x_ND.float()
-        for row in rows:
-            partners = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("rival_")}}
-            gaps = {
-                f"{probe}_to_{column}": self._gap(row["name"], partner, probe)
-                for probe in self.judged.measures
-                for column, partner in partners.items()
-            }
-            x_ND = read_features(self.folders[row["name"]]).x_ND.float()
-            cosine = float(F.cosine_similarity(x_ND, dense_ND).mean()) if x_ND.shape == dense_ND.shape else None
-            completed.append({**row, **gaps, "cosine": cosine})
-        return completed
-
-    def _gap(self, name: str, partner: str | None, probe: str) -> Estimate | None:
-        if partner is None or partner == name or partner not in self.evaluations:
-            return None
-        one, other = self.evaluations[name], self.evaluations[partner]
-        resampling = _resampling(one.images, self.config.draws)
-        return resampling.of(lambda weight_SN: one.weighed(probe, weight_SN) - other.weighed(probe, weight_SN))
+    def __init__(self, config: FeaturesStudyConfig) -> None:
+        scorer = FeatureScorer(config)
+        costs = TimmCosts(config)
+        super().__init__(config, TrainConfig, scorer, costs, TimmReport(config, scorer, costs, scorer.judged.table))
 
 
 _resampling = functools.lru_cache(maxsize=1)(Resampling)
 
 
-def _folder(job: Job[TrainConfig]) -> Path:
-    output = job.config.output
-    return Path(output) / "features" if job.is_trained else Path(f"{output}.features")
+def _folder(run: Run[TrainConfig]) -> Path:
+    output = run.config.output
+    return Path(output) / "features" if run.is_trained else Path(f"{output}.features")
+
+
+def _tested_features(run: Run[TrainConfig]) -> Tensor:
+    """Return the features of the tested images, which a run has written (N, D)."""
+    return read_features(_folder(run) / _TESTED).x_ND.float()
 
 
 def _streams(config: DataConfig) -> dict[str, BatchStream]:
     """Return the tested images, and where they are another split, those that classifiers are fitted on."""
     tested = dataclasses.replace(config, augment=None, in_memory=True)
     fitted = dataclasses.replace(tested, val_split=config.train_split, val_limit=config.train_limit)
-    splits = {_TESTED: tested} if config.train_split == config.val_split else {"fitted": fitted, _TESTED: tested}
+    splits = {"fitted": fitted, _TESTED: tested}
+    if config.train_split == config.val_split:
+        del splits["fitted"]
     return {name: _decoded(json.dumps(dataclasses.asdict(data))) for name, data in splits.items()}
 
 

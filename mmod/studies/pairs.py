@@ -2,48 +2,70 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from torch import nn
+
 from mmod.studies.config import PairsStudyConfig
-from mmod.studies.jobs import Job
+from mmod.studies.costs import Costs
+from mmod.studies.jobs import Run
+from mmod.studies.report import Report
+from mmod.studies.scorer import Scorer
 from mmod.studies.study import Study
+from mmod.training.engine.recipe import Recipe
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult
 from mmod.training.pairs.recipe import PairsRecipe
 
+_COLUMNS = (
+    "name",
+    "capacity",
+    "image_gflops",
+    "text_gflops",
+    "image_ms",
+    "text_ms",
+    "image_speedup",
+    "text_speedup",
+    "recall1",
+    "recall1_std",
+    "to_dense",
+    "to_control",
+    "recall5",
+    "zero_shot_top1",
+    "before",
+    "kept",
+)
 
-class PairsStudy(Study[TrainConfig, EvalResult]):
-    """A study of open_clip's models; see `Study`."""
 
-    config: PairsStudyConfig
-    recipe = PairsRecipe
-    run_config = TrainConfig
-    score, measure = "recall1", "recall at 1, mean of both directions,"
+class PairsCosts(Costs[PairsStudyConfig]):
+    """The costs of an image, of a caption, and of both."""
+
     times: ClassVar = {"image": ("image_ms", "image_speedup"), "text": ("text_ms", "text_speedup")}
-    columns = (
-        "name", "capacity", "image_gflops", "text_gflops", "image_ms", "text_ms", "image_speedup", "text_speedup",
-        "recall1", "recall1_std", "to_dense", "to_control", "recall5", "zero_shot_top1", "before", "kept",
-    )  # fmt: skip
-
-    def routing(self, fields: dict[str, Any], capacity: float | None) -> dict[str, Any]:
-        """Return the routing of both towers at a capacity."""
-        routing = super().routing
-        return {tower: routing(settings, capacity) for tower, settings in fields.items()}
-
-    def examine(self, job: Job[TrainConfig], evaluation: EvalResult) -> dict[str, float]:
-        """Count the FLOPs of one image and of one caption."""
-        cost = self.recipe(job.config).cost(self.load(job), evaluation.kept)
-        return {f"{tower}_gflops": flops / 1e9 for tower, flops in cost.items()}
 
     @property
-    def costs(self) -> dict[str, str]:
+    def axes(self) -> dict[str, str]:
         """FLOPs and latency of a pair."""
         return {"gflops": "GFLOPs per pair", "latency_ms": f"ms per pair, batch {self.config.latency_batch}"}
 
-    def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the rows with the costs of a pair, an image and its caption."""
-        return [
-            {**row, "gflops": row["image_gflops"] + row["text_gflops"]}
-            | ({"latency_ms": row["image_ms"] + row["text_ms"]} if "image_ms" in row else {})
-            for row in rows
-        ]
+    def count(self, run: Run[TrainConfig], model: nn.Module, evaluation: EvalResult) -> dict[str, float]:
+        """Count the FLOPs of one image, of one caption, and of both."""
+        cost = PairsRecipe(run.config).cost(model, evaluation.kept)
+        by_tower = {f"{tower}_gflops": flops / 1e9 for tower, flops in cost.items()}
+        return {**by_tower, "gflops": sum(by_tower.values())}
+
+    def time(
+        self, recipes: Mapping[str, Recipe[Any, Any]], models: Mapping[str, nn.Module], *, shown: bool
+    ) -> dict[str, dict[str, float]]:
+        """Measure the latency of both towers."""
+        figures = super().time(recipes, models, shown=shown)
+        return {name: {**ms, "latency_ms": ms["image_ms"] + ms["text_ms"]} for name, ms in figures.items()}
+
+
+class PairsStudy(Study):
+    """A study of open_clip's models; see `Study`."""
+
+    def __init__(self, config: PairsStudyConfig) -> None:
+        scorer = Scorer(config, PairsRecipe, "recall1", "recall at 1, mean of both directions,")
+        costs = PairsCosts(config)
+        super().__init__(config, TrainConfig, scorer, costs, Report(config, scorer, costs, _COLUMNS))

@@ -3,23 +3,62 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmod.io.files import locked
-from mmod.studies.config import PlanOptions
+from mmod.planning.options import PlanOptions
+from mmod.training.chat import config as chat
 from mmod.training.engine.config import RunConfig
-from mmod.training.kinds import config_with, parse_kind, recipe_of
+from mmod.training.image import config as image
+from mmod.training.kinds import parse_kind, recipe_of
+from mmod.training.pairs import config as pairs
+from mmod.training.text import config as text
 
 if TYPE_CHECKING:
     # By way of the package, which readers of the fields' types import without torch.
     import mmod.planning
 
 
-def plan_config(kind: str) -> Any:
-    """Return the dataclass of the config of a search: that of a kind of training, with `plan`."""
-    purpose = "How it is searched. The plan goes to the folder `plan` in `output`."
-    return config_with(kind, "plan", PlanOptions, purpose)
+@dataclass(frozen=True, kw_only=True)
+class Searched:
+    """What the config of a search has besides that of a training.
+
+    Args:
+        plan: How it is searched. The plan goes to the folder `plan` in `output`.
+    """
+
+    plan: PlanOptions = field(default_factory=PlanOptions)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageSearch(Searched, image.TrainConfig):
+    """The keys of a training config, whose model, data and device say what is searched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairsSearch(Searched, pairs.TrainConfig):
+    """The keys of a training config, whose model, data and device say what is searched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChatSearch(Searched, chat.TrainConfig):
+    """The keys of a training config, whose model, data and device say what is searched."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextSearch(Searched, text.TrainConfig):
+    """The keys of a training config, whose model, data and device say what is searched."""
+
+
+SEARCHES: dict[str, type[RunConfig]] = {
+    "image": ImageSearch,
+    "pairs": PairsSearch,
+    "chat": ChatSearch,
+    "text": TextSearch,
+}
+"""The configs of searches by kind."""
 
 
 def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.planning.PlanSearch:
@@ -59,6 +98,6 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
 
 def main(arguments: Sequence[str]) -> None:
     """Search as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the result."""
-    config: Any = parse_kind(arguments, plan_config)
+    config: Any = parse_kind(arguments, SEARCHES.__getitem__)
     folder = Path(config.output) / "plan"
     print(f"{search_for(config, config.plan, folder)}\n\nPlan, picture and scores: {folder}")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import combinations
+from itertools import chain, combinations
 from pathlib import Path
 from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,8 @@ from mmod.analysis.statistics import BySeed, Estimate, difference, published
 from mmod.analysis.style import save_figure, svg_of
 from mmod.io.files import write_atomically
 from mmod.io.tables import Column, write_csv
+from mmod.planning.candidate import DENSE, Candidate
+from mmod.planning.comparison import Scores
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -92,6 +94,43 @@ class Point:
         }
 
 
+def compare(
+    candidates: Iterable[Candidate],
+    scores: Scores,
+    figures: Mapping[str, dict[int, dict[str, float]]],
+    costs: Mapping[str, dict[str, float]],
+    rivals: Mapping[str, Mapping[str, Sequence[str]]],
+) -> list[Point]:
+    """Return candidates with their differences to the dense model, to their control and to the best of their rivals.
+
+    Args:
+        figures: All figures of a candidate by seed.
+        costs: The costs of a candidate, times among them.
+        rivals: Names of the candidates that each is compared with where they are as cheap, by a suffix of columns.
+    """
+    shown = {candidate.name: candidate for candidate in candidates}
+    to_dense = scores.gaps(dict.fromkeys(shown, DENSE))
+    to_control = scores.gaps({name: candidate.control for name, candidate in shown.items()})
+    to_rivals: dict[str, dict[str, Estimate | str | None]] = {name: {} for name in shown}
+    for suffix, others in rivals.items():
+        best = {name: scores.best(names) for name, names in others.items()}
+        for name, gap in scores.gaps(best).items():
+            to_rivals[name] |= {f"to_rival{suffix}": gap, f"rival{suffix}": best[name]}
+    return [
+        Point(
+            name,
+            candidate.series,
+            candidate.budget,
+            costs[name],
+            figures[name],
+            to_dense[name],
+            to_control[name],
+            to_rivals[name],
+        )
+        for name, candidate in shown.items()
+    ]
+
+
 @dataclass(frozen=True)
 class StudyResult:
     """The outcome of a study: its points, as rows of plain values in an isoFLOP study, and its text as Markdown."""
@@ -138,64 +177,66 @@ def flat(row: Mapping[str, Any]) -> dict[str, Any]:
 def means_over_seeds(figures: Mapping[int, Mapping[str, float]]) -> dict[str, float | None]:
     """Return the mean `x` and standard deviation `x_std` of every figure by seed; None is that of a single seed."""
     columns: dict[str, float | None] = {}
-    for name in dict.fromkeys(name for values in figures.values() for name in values):
+    for name in dict.fromkeys(chain.from_iterable(figures.values())):
         by_seed = [values[name] for _, values in sorted(figures.items()) if name in values]
         columns |= {name: mean(by_seed), f"{name}_std": stdev(by_seed) if len(by_seed) > 1 else None}
     return columns
 
 
-def compare(figures: Mapping[str, BySeed], partners: Mapping[str, str | None]) -> dict[str, Estimate | None]:
-    """Return the difference of every model's figures by seed to those of its partner, None for itself or none."""
-    gaps: dict[str, Estimate | None] = {}
-    for name, values in figures.items():
-        partner = partners.get(name)
-        other = {} if partner is None or partner == name else figures.get(partner, {})
-        gaps[name] = difference(values, other) if set(values) & set(other) else None
-    return gaps
+class SeedScores(Scores):
+    """Scores of models that are paired by seed.
 
-
-def verdict(figures: Mapping[str, BySeed]) -> str:
-    """Say in one sentence between which models there is no significant difference.
-
-    Example:
-        >>> print(verdict({"dense": {0: 95.0, 1: 95.2}, "a": {0: 94.9, 1: 95.2}, "b": {0: 70.0, 1: 70.1}}))
-        Paired over 2 seeds (95 % intervals), no significant difference between dense and a.
+    Args:
+        by_seed: The scores of a model by seed.
     """
-    seeds = max((len(values) for values in figures.values()), default=0)
-    if seeds < 2:
-        return "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
-    lists = ([quoted(name) for name in group] for group in _close_groups(figures))
-    groups = "; ".join(f"{', '.join(names[:-1])} and {names[-1]}" for names in lists)
-    differing = f"no significant difference between {groups}" if groups else "all differences are significant"
-    return f"Paired over {seeds} seeds (95 % intervals), {differing}."
 
+    def __init__(self, by_seed: Mapping[str, BySeed]) -> None:
+        self.by_seed = by_seed
 
-def as_fast(ms: Mapping[str, float], name: str) -> list[str]:
-    """Return the other models that take no more time than one of them."""
-    # Measurements repeat to within 2 %.
-    return [other for other, time in ms.items() if other != name and time <= 1.02 * ms[name]]
+    def mean(self, name: str) -> float:
+        """Return the mean over seeds."""
+        return mean(self.by_seed[name].values())
 
+    def gap(self, name: str, other: str) -> Estimate | None:
+        """Return the difference of a model's score to another's; None where the other has no run of a seed yet."""
+        figures = self.by_seed[name]
+        others = self.by_seed.get(other, {})
+        return difference(figures, others) if set(figures) & set(others) else None
 
-def unbeaten(ms: Mapping[str, float], is_better: Callable[[str, str], bool]) -> list[str]:
-    """Return the models than which none that is as fast is clearly better."""
-    return [name for name in ms if not any(is_better(other, name) for other in as_fast(ms, name))]
+    def verdict(self) -> str:
+        """Say in one sentence between which models there is no significant difference.
+
+        Example:
+            >>> scores = {"dense": {0: 95.0, 1: 95.2}, "a": {0: 94.9, 1: 95.2}, "b": {0: 70.0, 1: 70.1}}
+            >>> print(SeedScores(scores).verdict())
+            Paired over 2 seeds (95 % intervals), no significant difference between dense and a.
+        """
+        seeds = max((len(values) for values in self.by_seed.values()), default=0)
+        if seeds < 2:
+            return "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
+        lists = ([quoted(name) for name in group] for group in self._close_groups())
+        groups = "; ".join(f"{', '.join(names[:-1])} and {names[-1]}" for names in lists)
+        differing = f"no significant difference between {groups}" if groups else "all differences are significant"
+        return f"Paired over {seeds} seeds (95 % intervals), {differing}."
+
+    def _close_groups(self) -> list[list[str]]:
+        """Return groups of models without a significant difference, such that every such pair stands in one of them."""
+        near: dict[str, set[str]] = {}
+        for name in self.by_seed:
+            gaps = self.gaps(dict.fromkeys(self.by_seed, name))
+            near[name] = {other for other, gap in gaps.items() if gap is None or not gap.is_clear}
+        groups: list[list[str]] = []
+        for one, two in combinations(self.by_seed, 2):
+            if two not in near[one] or any({one, two} <= set(group) for group in groups):
+                continue
+            group = [one, two]
+            for name in self.by_seed:
+                if name not in group and near[name].issuperset(group):
+                    group.append(name)
+            groups.append([name for name in self.by_seed if name in group])
+        return groups
 
 
 def quoted(name: str) -> str:
     """Return a name for a list of names: in quotes where it has a comma."""
     return f"'{name}'" if "," in name else name
-
-
-def _close_groups(figures: Mapping[str, BySeed]) -> list[list[str]]:
-    """Return groups of models without a significant difference, such that every such pair stands in one of them."""
-    gaps = {name: compare(figures, dict.fromkeys(figures, name)) for name in figures}
-    near = {name: {other for other, gap in gaps[name].items() if gap is None or not gap.is_clear} for name in figures}
-    groups: list[list[str]] = []
-    for one, two in combinations(figures, 2):
-        if two in near[one] and not any({one, two} <= set(group) for group in groups):
-            group = [one, two]
-            for name in figures:
-                if name not in group and near[name].issuperset(group):
-                    group.append(name)
-            groups.append([name for name in figures if name in group])
-    return groups

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
-import importlib
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmod.io.yaml import parse_option, stack_configs
+from mmod.lazy import import_path
 from mmod.training.chat import config as chat
 from mmod.training.engine.config import RUN_CONFIG, RunConfig
 from mmod.training.engine.parse import parse_config
@@ -37,13 +36,21 @@ CONFIGS: dict[str, type[RunConfig]] = {
 }
 """Configs by kind; imported without torch, so that `--help` is fast."""
 
+RECIPES = {
+    "image": "mmod.training.image.recipe:ImageRecipe",
+    "pairs": "mmod.training.pairs.recipe:PairsRecipe",
+    "chat": "mmod.training.chat.recipe:ChatRecipe",
+    "text": "mmod.training.text.recipe:TextRecipe",
+}
+"""Import paths of the recipes by kind: each needs libraries that the others do not."""
+
 
 def recipe_of(config: Any) -> Recipe[Any, Any]:
     """Return the recipe of a run; imports the libraries of its kind. A TypeError for a config of no kind."""
     if not isinstance(config, RunConfig):
         raise TypeError(f"a run's config must be one of {', '.join(CONFIGS)}, got {type(config).__name__}")
-    module = importlib.import_module(f"mmod.training.{config.kind}.recipe")
-    return getattr(module, f"{config.kind.capitalize()}Recipe")(config)
+    recipe: type[Recipe[Any, Any]] = import_path(RECIPES[config.kind])
+    return recipe(config)
 
 
 @typing.overload
@@ -83,16 +90,6 @@ def fit(config: RunConfig, **options: Any) -> Any:
         (4, 64)
     """
     return recipe_of(config).fit(**options)
-
-
-@functools.cache
-def config_with(kind: str, group: str, options: type, purpose: str) -> Any:
-    """Return the config of a kind of training with one more group of options, and its purpose in `--help`."""
-    doc = "The keys of a training config, whose model, data and device say what is examined.\n\nArgs:\n"
-    return dataclasses.make_dataclass(
-        f"{options.__name__}Of{kind.capitalize()}", [(group, options, dataclasses.field(default_factory=options))],
-        bases=(CONFIGS[kind],), namespace={"__doc__": f"{doc}    {group}: {purpose}\n"}, frozen=True, kw_only=True,
-    )  # fmt: skip
 
 
 def kind_of(arguments: Sequence[str]) -> str:

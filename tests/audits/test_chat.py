@@ -12,8 +12,8 @@ import torch
 from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
-from mmod.audits.config import audit_config
-from mmod.audits.subjects import _roles
+from mmod.audits.config import AUDITS
+from mmod.audits.strata import roles_of
 from mmod.training import fit
 from tests.training.chat.configs import vlm_config
 
@@ -45,11 +45,11 @@ def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.Captur
     with pytest.raises(ValueError, match="questions: 24 there, 8 now"):
         main([str(tmp_path / "run"), *QUICK, "--audit.questions", "8", "--audit.leave_one_out", "1"])
     with pytest.raises(ValueError, match="questions must be"):
-        audit_config("chat").from_dict({**vlm_config(tmp_path).to_dict(), "audit": {"questions": 1}})
+        AUDITS["chat"].from_dict({**vlm_config(tmp_path).to_dict(), "audit": {"questions": 1}})
 
 
 def test_tokens_of_a_conversation_have_roles() -> None:
     processor = SimpleNamespace(tokenizer=SimpleNamespace(all_special_ids=[0, 9]), image_token_id=9)
     batch = {"input_ids": torch.tensor([[9, 9, 5, 6, 0]]), "labels": torch.tensor([[-100, -100, -100, 6, 0]])}
-    (names,) = _roles(batch, processor)["role"].tolist()
+    (names,) = roles_of(batch, processor)["role"].tolist()
     assert names == ["image", "image", "question", "answer", "answer"]

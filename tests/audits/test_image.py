@@ -14,8 +14,9 @@ import yaml
 from mmod.analysis.audit import progress as progress_module
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
-from mmod.audits.config import AuditOptions, audit_config
-from mmod.audits.subjects import _regions, audit_run
+from mmod.audits.config import AUDITS, AuditOptions
+from mmod.audits.strata import regions_of
+from mmod.audits.subjects import audit_run
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.io.journal import Journal
 from mmod.training import fit
@@ -178,7 +179,7 @@ def test_another_set_stands_among_the_shifts(run: Path, tmp_path: Path) -> None:
 
 def test_patches_show_the_object_clutter_or_nothing() -> None:
     for scene in itertools.islice(compose_scenes(DIFFICULTIES["tiny"], "test"), 20):
-        shown = _regions(scene, (8, 8)).reshape(8, 8)
+        shown = regions_of(scene, (8, 8)).reshape(8, 8)
         left, top, right, bottom = scene.box
         for row, column in itertools.product(range(8), repeat=2):
             x, y = 4 * column + 2, 4 * row + 2
@@ -218,7 +219,7 @@ def test_what_cannot_be_audited_is_refused(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"audit\.draws must be"):
         AuditOptions(draws=0)
     assert not list(tmp_path.iterdir())
-    config = audit_config("image").from_dict(
+    config = AUDITS["image"].from_dict(
         {"output": str(tmp_path), "model": {"name": "test_vit"}, "data": {"source": "digits"}}
     )
     with pytest.raises(ValueError, match="name a run folder"):

@@ -103,7 +103,7 @@ def test_compiled_forms_are_checked_too() -> None:
 @pytest.mark.parametrize(
     ("op", "target", "message"),
     [
-        ("gather_rows", "mmod.ops.rows.take_rows", "gather_rows by auto, result 0"),
+        ("gather_rows", "mmod.benchmarks.ops.cases.rows.gather_rows", "gather_rows by auto, result 0"),
         ("merge_rows", "mmod.ops.rows.lerp_rows", "merge_rows by torch, result 0|merge_rows by auto, result 0"),
     ],
 )
@@ -112,7 +112,7 @@ def test_a_wrong_op_is_never_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, op: str, target: str, message: str
 ) -> None:
     right = pkgutil.resolve_name(target)
-    monkeypatch.setattr(target, lambda *args: right(*args) * 1.001)
+    monkeypatch.setattr(target, lambda *args, **inputs: right(*args, **inputs) * 1.001)
     monkeypatch.setattr(op_benchmark, "interleave", lambda *_, **__: pytest.fail("timed"))
     with pytest.raises(WrongOutputError, match=message):
         benchmark(config(tmp_path, ops=[op]), progress=False)
@@ -256,8 +256,8 @@ def test_a_suite_goes_on_past_a_part_that_fails(
         json.dumps({"ops": parts, "thresholds": thresholds, "out": str(tmp_path / "out")})
     )
     with monkeypatch.context() as patch:
-        right = mmod.ops.rows.take_rows
-        patch.setattr("mmod.ops.rows.take_rows", lambda *args: right(*args) * 1.001)
+        right = mmod.ops.gather_rows
+        patch.setattr("mmod.benchmarks.ops.cases.rows.gather_rows", lambda **inputs: right(**inputs) * 1.001)
         with pytest.raises(SystemExit, match="parts of the suite failed: gather_rows: WrongOutputError"):
             main(command)
     report = json.loads((tmp_path / "out" / "benchmark.json").read_text())

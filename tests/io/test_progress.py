@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 import mmod.io.progress
+from mmod.io.jobs import Job, Runner, Tick
 from mmod.io.progress import SECONDS, progress_bar
-from mmod.studies.jobs import Job, Runner, Tick
 from tests.scripts import ROOT
 
 

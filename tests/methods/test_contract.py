@@ -17,7 +17,7 @@ from mmod.blocks import StandingModule, convert
 from mmod.methods import METHODS, Channels, Exit, Experts, Merge, Method, Prune, Recursions, Resize, methods_of
 from mmod.methods.base import register_method
 from mmod.registry.hub import model_card
-from mmod.studies.entrants import create_rivals
+from mmod.studies.candidates import create_rivals
 from mmod.training import evaluate
 from tests.adapters.vlm_zoo import make_language
 from tests.counting import flop_counter
@@ -208,5 +208,5 @@ def test_a_method_from_outside_is_trained_evaluated_and_studied(half: Any, tmp_p
     assert methods_of(model) == (half(),)
     assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation
     rivals = {"half": {0.5: {"kind": "half", "block": 1}}}
-    (entrant,) = create_rivals(rivals, {}, epochs=1, is_trained=True)
-    assert entrant.configure(config, config).applied == (half(1),)
+    (candidate,) = create_rivals(rivals, {}, epochs=1, is_trained=True)
+    assert candidate.configure(config, config).applied == (half(1),)

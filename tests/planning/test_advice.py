@@ -14,14 +14,15 @@ import yaml
 from torch import Tensor, nn
 
 import mmod
+from mmod.adapters.grids import resized_to_labels
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.timing import Spread
 from mmod.methods import methods_of, read_method
-from mmod.planning import samples, trials
+from mmod.planning import comparison, samples
 from mmod.planning.advice import Advice, RecipeResult
-from mmod.planning.divergence import resized_to_labels
-from mmod.planning.recipes import Recipe
-from mmod.training.engine.methods import resolve_routing
+from mmod.planning.candidate import Candidate
+from mmod.planning.options import PlanOptions
+from mmod.planning.resolve import resolve_routing
 from tests.adapters.clip_zoo import make_clip, make_images
 from tests.adapters.vlm_zoo import make_joint, make_language, prompt
 
@@ -47,9 +48,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], No
         def interleave(calls: Mapping[str, Callable[[], Any]], **_: Any) -> dict[str, list[float]]:
             for call in calls.values():
                 call()
-            return {name: [of.get(name, 10.0)] * 3 for name in calls}
+            return {(name, batch): [of.get(name, 10.0)] * 3 for name, batch in calls}
 
-        monkeypatch.setattr(trials, "interleave", interleave)
+        monkeypatch.setattr(comparison, "interleave", interleave)
 
     return set_times
 
@@ -84,7 +85,8 @@ def test_nothing_is_advised_where_nothing_pays(clock: Callable[..., None]) -> No
         assert advice.best is None
     others = [row for row in advice.rows if row is not fast]
     assert not any(row.on_front for row in others)
-    slow = mmod.advise(make(), [pictures(8)], recipes=[Recipe("stride", {"router": "stride"})], progress=False)
+    stride = Candidate("stride", routing={"router": "stride"})
+    slow = mmod.advise(make(), [pictures(8)], candidates=[stride], progress=False)
     assert "Nothing here pays at a tolerance of 2 %" in str(slow)
     assert slow._repr_markdown_() == str(slow)
     assert slow.code == ""
@@ -218,6 +220,59 @@ def test_a_killed_call_goes_on_and_another_is_refused(
         mmod.advise(make(), [pictures(3)], **options)
 
 
+def test_a_journal_is_told_by_the_model_the_images_and_the_lines_that_change_it(
+    clock: Callable[..., None], tmp_path: Path
+) -> None:
+    clock({})
+    tried = [
+        Candidate("gradual", routing={"preset": "gradual", "mean": 0.8}),
+        Candidate("small", methods=({"kind": "resize", "size": 96},)),
+    ]
+    mmod.advise(make(), [pictures(2)], batch_size=2, candidates=tried, folder=tmp_path, progress=False)
+    header = json.loads((tmp_path / "journal.jsonl").read_text().splitlines()[0].partition(" ")[2])
+    # The words of the first version, whose journals must stay readable.
+    assert header["recipes"] == {
+        "dense": "mmod.route_(model, image=mmod.RoutingConfig())",
+        "gradual": "mmod.route_(model, image=mmod.preset('gradual', depth=0, mean=0.8))",
+        "small": "mmod.apply_(model, mmod.methods.Resize(size=96))",
+    }
+
+
+def test_earlier_names_of_candidates_warn_and_do_the_same(clock: Callable[..., None]) -> None:
+    clock({})
+    with pytest.warns(DeprecationWarning, match=r"mmod\.planning\.Recipe is now mmod\.planning\.Candidate"):
+        tried = [
+            mmod.planning.Recipe("a", {"router": "stride"}),
+            mmod.planning.Recipe("b", {"kind": "merge", "r": 8}, "merge"),
+        ]
+    new = [
+        Candidate("a", routing={"router": "stride"}),
+        Candidate("b", methods=({"kind": "merge", "r": 8},), advice="merge"),
+    ]
+    assert tried == new
+    with pytest.warns(DeprecationWarning, match=r"is now advise\(candidates=\.\.\.\)"):
+        advice = mmod.advise(make(), [pictures(2)], recipes=tried, progress=False)
+    assert advice == mmod.advise(make(), [pictures(2)], candidates=new, progress=False)
+
+
+def test_methods_and_routing_of_one_candidate_are_applied_and_printed_together(clock: Callable[..., None]) -> None:
+    clock({})
+    both = Candidate("both", methods=({"kind": "experts", "experts": 2},), routing={"router": "stride"})
+    (row,) = mmod.advise(make(), [pictures(2)], candidates=[both], progress=False).rows
+    model = make()
+    exec(row.code, {"mmod": mmod, "model": model})
+    assert [method.kind for method in methods_of(model)] == ["experts", "routing"]
+    assert list(yaml.safe_load(row.config)) == ["methods", "routing"]
+
+
+@pytest.mark.parametrize(
+    "fields", [{"changes": {"epochs": 1}}, {"from_scratch": True}, {"image_size": 96}, {"search": PlanOptions()}]
+)
+def test_candidates_that_advice_cannot_make_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="candidate 'a' is one of a study, and advice trains nothing"):
+        mmod.advise(make(), [pictures(1)], candidates=[Candidate("a", **fields)], progress=False)
+
+
 def test_what_cannot_be_applied_is_left_out_with_its_reason(clock: Callable[..., None]) -> None:
     clock({})
     advice = mmod.advise(make(dynamic_img_size=False), [pictures(2)], progress=False)
@@ -305,10 +360,10 @@ def test_errors_say_what_is_wrong(model: Callable[[], nn.Module], batches: list[
         mmod.advise(make(), pictures(1), progress=False)
     with pytest.raises(ValueError, match=r"images must have one size, got \(1, 3, .*\) and \(1, 3, 8, 8\)"):
         mmod.advise(make(), [pictures(1), torch.zeros(1, 3, 8, 8)], progress=False)
-    with pytest.raises(TypeError, match="recipes must be several values, each a Recipe or null, got"):
-        mmod.advise(make(), [pictures(1)], recipes=["gradual"], progress=False)  # type: ignore[list-item]
-    with pytest.raises(ValueError, match="recipes must name at least one recipe"):
-        mmod.advise(make(), [pictures(1)], recipes=[], progress=False)
+    with pytest.raises(TypeError, match="candidates must be several values, each a Candidate or null, got"):
+        mmod.advise(make(), [pictures(1)], candidates=["gradual"], progress=False)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="candidates must name at least one"):
+        mmod.advise(make(), [pictures(1)], candidates=[], progress=False)
     with pytest.raises(TypeError, match="batches must hold prompts"):
         mmod.advise(make_joint("llava"), [pictures(1)], progress=False)
 

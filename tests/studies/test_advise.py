@@ -13,14 +13,14 @@ from safetensors.torch import save_file
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
 from mmod.cli import main
-from mmod.planning import trials
+from mmod.planning import comparison
 from mmod.studies.advise import load_model
 from mmod.training.chat.model import create_word_processor
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trials, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+    monkeypatch.setattr(comparison, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
 
 
 def make_folder(root: Path, classes: int, images: int) -> Path:

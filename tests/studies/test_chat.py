@@ -12,10 +12,10 @@ import yaml
 
 from mmod import Plan
 from mmod.io.yaml import read_yaml
+from mmod.planning.resolve import resolve_routing
 from mmod.studies.chat import ChatStudy
 from mmod.studies.config import ChatStudyConfig
 from mmod.training.chat.config import TrainConfig
-from mmod.training.engine.methods import resolve_routing
 from tests.training.chat.configs import vlm_config
 
 ROOT = Path(__file__).parents[2]

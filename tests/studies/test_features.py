@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 import shutil
 import urllib.error
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +27,14 @@ from mmod.data.stream import BatchStream
 from mmod.io.configs import find_config
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.features import (
+    FeatureScorer,
     FeaturesStudy,
     linear_probe,
     nearest_neighbours,
     split_by_class,
 )
 from mmod.studies.results import StudyResult
+from mmod.studies.scorer import Findings
 from mmod.training.engine.parse import read_config
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import feature_of
@@ -102,13 +104,14 @@ def config(files: Path, output: Path, **changes: Any) -> FeaturesStudyConfig:
 def run(study: FeaturesStudyConfig) -> tuple[StudyResult, list[dict[str, Any]]]:
     kept: list[list[dict[str, Any]]] = []
 
-    class Watched(FeaturesStudy):
-        def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            kept.append(super().complete(rows))
+    class Watched(FeatureScorer):
+        def complete(self, rows: Sequence[dict[str, Any]], findings: Findings) -> list[dict[str, Any]]:
+            kept.append(super().complete(rows, findings))
             return kept[-1]
 
-    result = Watched(study).run(progress=False)
-    return result, kept[-1]
+    watched = FeaturesStudy(study)
+    watched.scorer = Watched(study)
+    return watched.run(progress=False), kept[-1]
 
 
 def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ import yaml
 from matplotlib.figure import Figure
 
 from mmod.analysis.plots import draw_tradeoff
+from mmod.io import jobs
 from mmod.io.yaml import read_yaml
-from mmod.studies import jobs
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
+from mmod.studies.results import SeedScores
 from tests.processes import FORKING, run_processes
 from tests.sets import SETS
 
@@ -127,7 +128,7 @@ def test_table_and_pictures_come_with_the_first_pair(
         assert (tmp_path / "out" / "maps-a-mod-0.5.png").exists()
         return draw_tradeoff(points, *of)
 
-    monkeypatch.setattr("mmod.studies.study.draw_tradeoff", draw)
+    monkeypatch.setattr("mmod.studies.report.draw_tradeoff", draw)
     ImageStudy(dataclasses.replace(study, output=str(tmp_path / "out"), seeds=1, isoflop="none")).run()
     names = ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5"]
     assert [[point["name"] for point in stage] for stage in stages] == [names[:2], names[:3], names, names]
@@ -178,10 +179,10 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
     own = ImageStudy(dataclasses.replace(study, latency_batch=16))
-    own.caption, own.chance = ["Images: some"], 2.0
+    own.costs.caption, own.costs.chance = ["Images: some"], 2.0
     scores = {"dense": {0: 90.0}, "a": {0: 88.0}, "b": {0: 89.0}, "c": {0: 85.0}}
     costs = {name: {"latency_ms": ms} for name, ms in (("dense", 3.0), ("a", 1.9), ("b", 2.2), ("c", 1.8))}
-    text = own.ranking(scores, costs)
+    text = own.report.text(SeedScores(scores), costs)
     assert text.splitlines() == [
         "Images: some",
         "",
@@ -197,8 +198,10 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     fixed = ImageStudy(
         dataclasses.replace(own.config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
     )
-    assert fixed.ranking(scores, costs).endswith("from one dense model; another may rank them differently.")
-    assert "--seeds" not in fixed.ranking(scores, {name: {} for name in scores})
+    assert fixed.report.text(SeedScores(scores), costs).endswith(
+        "from one dense model; another may rank them differently."
+    )
+    assert "--seeds" not in fixed.report.text(SeedScores(scores), {name: {} for name in scores})
 
 
 @pytest.mark.parametrize(

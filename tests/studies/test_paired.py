@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.analysis.statistics import difference
-from mmod.studies.results import compare, verdict
+from mmod.studies.results import SeedScores
 
 
 def test_the_interval_is_that_of_a_paired_t_test() -> None:
@@ -43,7 +43,7 @@ def test_one_seed_claims_nothing() -> None:
     found = difference({0: 95.0}, {0: 70.0})
     assert (found.has_interval, found.is_clear, str(found)) == (False, False, "+25.0")
     assert (
-        verdict({"a": {0: 95.0}, "b": {0: 70.0}})
+        SeedScores({"a": {0: 95.0}, "b": {0: 70.0}}).verdict()
         == "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
     )
 
@@ -54,8 +54,9 @@ def test_models_whose_interval_holds_zero_are_named_and_not_ranked() -> None:
         "close": {0: 95.2, 1: 94.9, 2: 95.3},
         "random": {0: 70.0, 1: 71.0, 2: 69.5},
     }
-    assert verdict(figures).endswith("no significant difference between dense and close.")
-    assert verdict({name: figures[name] for name in ("dense", "random")}).endswith("all differences are significant.")
+    assert SeedScores(figures).verdict().endswith("no significant difference between dense and close.")
+    two = SeedScores({name: figures[name] for name in ("dense", "random")})
+    assert two.verdict().endswith("all differences are significant.")
 
 
 @given(st.lists(st.sampled_from([70.0, 75.0, 80.0, 85.0]), min_size=2, max_size=8))
@@ -69,16 +70,18 @@ def test_each_pair_that_is_not_told_apart_stands_in_one_group(means: list[float]
         for pair in combinations(figures, 2)
         if not difference(*(figures[name] for name in pair)).is_clear
     }
-    _, _, listed = verdict(figures).rstrip(".").partition("between ")
+    _, _, listed = SeedScores(figures).verdict().rstrip(".").partition("between ")
     groups = [group.replace(" and ", ", ").split(", ") for group in listed.split("; ")] if listed else []
     assert {frozenset(pair) for group in groups for pair in combinations(group, 2)} == close
 
 
 def test_models_without_a_partner_are_not_compared() -> None:
     figures = {"dense": {0: 3.0}, "a": {0: 2.0}, "late": {1: 2.0}}
-    found = compare(figures, {"dense": "dense", "a": "dense", "late": "dense"})
+    found = SeedScores(figures).gaps({"dense": "dense", "a": "dense", "late": "dense"})
     assert found["dense"] is None
     assert found["late"] is None
     assert found["a"] is not None
     assert found["a"].value == -1
-    assert set(compare(figures, {}).values()) == {None}
+    assert set(SeedScores(figures).gaps(dict.fromkeys(figures)).values()) == {None}
+    # A partner that has not run yet.
+    assert SeedScores({"a": {0: 2.0}}).gaps({"a": "dense"}) == {"a": None}

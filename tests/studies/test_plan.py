@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import mmod
-from mmod.studies.plan import PlanOptions, main, plan_config, search_for
+from mmod.studies.plan import SEARCHES, PlanOptions, main, search_for
 from mmod.training import fit
 from mmod.training.chat.model import create_model
 from mmod.training.image.config import TrainConfig
@@ -90,7 +90,7 @@ def test_what_cannot_be_searched_is_refused(config: Path, tmp_path: Path) -> Non
         ({"routing": {"router": "random"}}, "routing: null"),
         ({"model": {"name": "vit_tiny_patch16_224", "args": ARGS}}, "set model.checkpoint"),
     ):
-        refused = plan_config("image").from_dict({**fields, **changes})
+        refused = SEARCHES["image"].from_dict({**fields, **changes})
         with pytest.raises(ValueError, match=message):
             search_for(refused, refused.plan, tmp_path)
     for wrong in ({"budget": 1.0}, {"batches": 0}, {"cost": "ms"}, {"options": [(2.0, "mlp", "kept")]}):

@@ -76,9 +76,9 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
         controls={"tuned": "still", "still": None, "small": "recursions"}, tune_dense=False,
     )  # fmt: skip
     own = ImageStudy(config)
-    entrants, jobs = own.plan()
+    candidates, jobs = own.plan()
     runs = {job.name: job.config for job in jobs}
-    assert {entrant.name: entrant.control for entrant in entrants if entrant.control} == {
+    assert {candidate.name: candidate.control for candidate in candidates if candidate.control} == {
         "tuned-0.5": "still-0.5", "small-0.5": "recursions-0.5",
     }  # fmt: skip
     trained = ("tuned-0.5", "still-0.5", "small-0.5", "recursions-0.5", "merge-0.5")

@@ -22,7 +22,7 @@ from tests.training.chat.configs import vlm_config
 QUICK = {"batches": 1, "batch_size": 4, "options": [[0, "mlp", "kept"], [0.5, "block", "kept"]]}
 
 
-def image_study(folder: Path) -> tuple[Study[Any, Any], ImageStudyConfig]:
+def image_study(folder: Path) -> tuple[Study, ImageStudyConfig]:
     """Return a study of two budgets, fine-tuned at one of two learning rates."""
     (folder / "dense.yaml").write_text(yaml.safe_dump(DENSE))
     config = ImageStudyConfig(
@@ -34,7 +34,7 @@ def image_study(folder: Path) -> tuple[Study[Any, Any], ImageStudyConfig]:
     return ImageStudy(config), config
 
 
-def chat_study(folder: Path) -> tuple[Study[Any, Any], ChatStudyConfig]:
+def chat_study(folder: Path) -> tuple[Study, ChatStudyConfig]:
     """Return a study of two budgets without any training."""
     fields = vlm_config(folder).to_dict()
     fields["trainer"] |= {"save_strategy": "no", "max_steps": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from mmod.studies.config import FeaturesStudyConfig
-from mmod.studies.features import FeaturesStudy, Segmented
+from mmod.studies.features import FeatureScorer, FeaturesStudy, Segmented
+from mmod.studies.scorer import Findings
 
 ARGS = {
     "patch_size": 4,
@@ -80,12 +82,14 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> FeaturesStudyConfig:
 def test_every_model_answers_every_patch(study: FeaturesStudyConfig) -> None:
     kept: list[dict[str, Any]] = []
 
-    class Watched(FeaturesStudy):
-        def complete(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-            kept[:] = super().complete(rows)
+    class Watched(FeatureScorer):
+        def complete(self, rows: Sequence[dict[str, Any]], findings: Findings) -> list[dict[str, Any]]:
+            kept[:] = super().complete(rows, findings)
             return kept
 
-    table = Watched(study).run(progress=False).table
+    watched = FeaturesStudy(study)
+    watched.scorer = Watched(study)
+    table = watched.run(progress=False).table
     by_name = {row["name"]: row for row in kept}
     assert list(by_name) == ["dense", "merged-0.5", "random-0.5", "resolution-0.5", "merging-0.5", "pruning-0.5"]
     dense = by_name["dense"]

@@ -17,7 +17,7 @@ from mmod.benchmarks.models.variants import DENSE, Step, Variant, Variants
 from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 from mmod.config import RoutingConfig, score
 from mmod.io.tables import Column
-from mmod.training.engine.methods import resolve_routing
+from mmod.planning.resolve import resolve_routing
 from mmod.values import check_distinct
 
 

@@ -95,7 +95,8 @@ def optima(points: Points, score: str) -> list[dict[str, Any]]:
     """Return the minimum of every curve, and the difference to that of the first series, of curves paired by seed."""
     seeds = sorted(set.intersection(*(set(point["seeds"]) for point in points)))
     by_seed = {seed: curves_of(points, score, seed) for seed in seeds}
-    first, rows = points[0]["series"], []
+    first = points[0]["series"]
+    rows = []
     for (budget, series), curve in curves_of(points, score).items():
         best = curve.optimum
         row: dict[str, Any] = {"budget": budget, "series": series, "difference": None}
@@ -115,7 +116,8 @@ def table(points: Points, score: str) -> str:
     }
     rows = []
     for point in points:
-        first, gap = firsts[point["budget"], point["size"]], None
+        first = firsts[point["budget"], point["size"]]
+        gap = None
         if point["seeds"] is not first:
             one, other = ({seed: row[score] for seed, row in seeds.items()} for seeds in (point["seeds"], first))
             gap = difference(one, other)
@@ -144,7 +146,8 @@ def draw(points: Points, score: str) -> Figure:
 
     figure = new_figure(11.2, 4.7)
     axes = figure.subplots(1, 2, sharey=True)
-    styles, budgets = looks(point["series"] for point in points), sorted({point["budget"] for point in points})
+    styles = looks(point["series"] for point in points)
+    budgets = sorted({point["budget"] for point in points})
     markers = {budget: MARKERS[number % len(MARKERS)] for number, budget in enumerate(budgets)}
     for axis, key, title in zip(axes, ("parameters", "forward"), ("parameters", "FLOPs of a window's forward pass")):
         for (_, name), curve in curves_of(points, score).items():
@@ -173,7 +176,8 @@ def draw(points: Points, score: str) -> Figure:
 
 
 def _draw_curve(axis: Axes, curve: Curve, key: str, style: Mapping[str, Any]) -> None:
-    sizes, colour = np.geomspace(curve.sizes[0], curve.sizes[-1], 60), style["color"]
+    sizes = np.geomspace(curve.sizes[0], curve.sizes[-1], 60)
+    colour = style["color"]
 
     def place(size: float) -> float:
         return size if key == "parameters" else curve.forward(size)

@@ -11,16 +11,19 @@ from typing import Any, NamedTuple
 from mmod.analysis.prefill import training_flops
 from mmod.analysis.statistics import published
 from mmod.data.loader import text_stream
+from mmod.io.jobs import Job, Runner, Tick
 from mmod.io.yaml import merged, read_yaml
+from mmod.planning.candidate import Candidate
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop.report import draw, optima, table, verdict
-from mmod.studies.jobs import Job, Runner, Tick, best_rates, try_rates, with_rate
+from mmod.studies.jobs import best_rates, try_rates, with_rate
 from mmod.studies.results import StudyResult, means_over_seeds, write_outcome
 from mmod.training.engine.recipe import steps_of_epoch
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult
 from mmod.training.text.model import window_flops
 from mmod.training.text.recipe import TextRecipe
+from mmod.values import refuse_unknown
 
 
 class Place(NamedTuple):
@@ -55,36 +58,51 @@ class Place(NamedTuple):
 
 def plan(config: IsoflopConfig) -> list[Place]:
     """Return the models of a study, by budget, series and size."""
-    recipe = merged(merged(read_yaml(config.dense), config.changes), {"output": config.output})
+    fields = merged(read_yaml(config.dense), config.changes)
+    dense = TrainConfig.from_dict({**fields, "output": config.output, "routing": None})
     places = []
-    for series, routing in config.routings.items():
-        for size, fields in config.sizes.items():
-            ways = routing if routing is not None and "methods" in routing else {"routing": routing}
-            run = TrainConfig.from_dict(merged(recipe, {"model": {"config": fields}, **ways}))
+    for candidate in _candidates(config):
+        for size, changes in config.sizes.items():
+            sized = dataclasses.replace(candidate, changes={"model": {"config": changes}})
+            run = sized.configure(dense, dense)
             model = TextRecipe(run).create()
             parameters = sum(parameter.numel() for parameter in model.parameters())
             # Counted as in training: logits of every token, and the top-k of routed layers.
-            forward, window = window_flops(model, run.data.length), training_flops(model, run.data.length)
+            forward = window_flops(model, run.data.length)
+            window = training_flops(model, run.data.length)
             for budget in config.budgets:
                 step = window * run.data.batch_size * run.accumulate
-                timed = _timed(run, budget, step, f"{series} {size}")
+                timed = _timed(run, budget, step, f"{candidate.name} {size}")
                 steps = timed.epochs * (timed.epoch_steps or 0)
-                places.append(Place(series, size, budget, parameters, forward, steps, float(step * steps), timed))
+                spent = float(step * steps)
+                places.append(Place(candidate.name, size, budget, parameters, forward, steps, spent, timed))
     _check_text(places)
     return sorted(places, key=lambda place: place.budget)
 
 
+def _candidates(config: IsoflopConfig) -> list[Candidate]:
+    """Return what is compared at every size and budget."""
+    candidates = []
+    for series, fields in config.routings.items():
+        if fields is None or "methods" not in fields:
+            candidates.append(Candidate(series, routing=fields))
+            continue
+        refuse_unknown(f"field beside routings.{series}.methods", fields, ("methods", "routing"))
+        candidates.append(Candidate(series, methods=tuple(fields["methods"]), routing=fields.get("routing")))
+    return candidates
+
+
 def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     """Find every model's learning rate, train it, and write `isoflop.{csv,json,md,png}` after each seed."""
-    places, runner = plan(config), Runner(config.processes, progress)
+    places = plan(config)
+    runner = Runner(config.processes, progress)
     rates = _find_rates(config, places, runner)
-    root, evaluations = Path(config.output), {place.name: dict[int, EvalResult]() for place in places}
+    evaluations = {place.name: dict[int, EvalResult]() for place in places}
+    jobs: dict[tuple[str, int], Job[TrainConfig]] = {}
     # By seed, so that there is a picture after the first.
-    jobs = {
-        (place.name, seed): place.job(rates[place.name], seed, root / f"seed{seed}")
-        for seed in range(config.seeds)
-        for place in places
-    }
+    for seed in range(config.seeds):
+        folder = Path(config.output) / f"seed{seed}"
+        jobs |= {(place.name, seed): place.job(rates[place.name], seed, folder) for place in places}
     of_folder = {job.config.output: key for key, job in jobs.items()}
     result = None
     for job, evaluation in runner.run(list(jobs.values()), _train):
@@ -113,7 +131,8 @@ def describe(config: IsoflopConfig) -> str:
 
 def _timed(config: TrainConfig, budget: float, step: int, name: str) -> TrainConfig:
     """Return the config of a run whose steps of some FLOPs come nearest to the budget."""
-    paid, numbers = budget / step, range(config.epochs, 2 * config.epochs)
+    paid = budget / step
+    numbers = range(config.epochs, 2 * config.epochs)
     if paid < config.epochs:
         raise ValueError(
             f"budget {budget:g} pays for {paid:.1f} steps of {name}, and its run has {config.epochs} epochs: "
@@ -139,12 +158,11 @@ def _find_rates(config: IsoflopConfig, places: list[Place], runner: Runner) -> d
     if len(config.rates) == 1:
         return {place.name: config.rates[0] for place in places}
     # This seed's results are not reported.
-    seed, root = config.seeds, Path(config.output) / "rates"
-    jobs = {
-        (place.name, rate): place.job(rate, seed, root / f"{rate:g}")
-        for place in places
-        for rate in sorted(config.rates)
-    }
+    seed = config.seeds
+    root = Path(config.output) / "rates"
+    jobs: dict[tuple[str, float], Job[TrainConfig]] = {}
+    for place in places:
+        jobs |= {(place.name, rate): place.job(rate, seed, root / f"{rate:g}") for rate in sorted(config.rates)}
     losses = try_rates(runner, jobs, _try)
     best = best_rates({trial: -loss for trial, loss in losses.items()})
     for name, rate in best.items():
@@ -168,7 +186,8 @@ def _try(job: Job[TrainConfig], tick: Tick) -> float:
 
 
 def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) -> StudyResult:
-    folder, facts = Path(config.output), runner.facts
+    folder = Path(config.output)
+    facts = runner.facts
     text = f"{table(points, config.score)}\n\n{verdict(points, config.score)}"
     least = [
         {**row, "difference": row["difference"] and dataclasses.asdict(row["difference"], dict_factory=published)}

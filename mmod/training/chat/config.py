@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mmod.data.readers.conversations import ConversationsConfig
+from mmod.planning.resolve import resolve_methods
 from mmod.training.engine.config import RunConfig, check_described
-from mmod.training.engine.methods import resolve_methods
 from mmod.values import Checked, check_value
 
 TOWERS = ("vision", "projector", "language")

@@ -18,10 +18,10 @@ from mmod.blocks import RoutedBlock, model_hooks
 from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import WORDS
 from mmod.io.tensors import check_complete
+from mmod.planning.resolve import resolve_methods
 from mmod.pretrained import apply_again, load_pretrained
 from mmod.routing import BorrowedScore
 from mmod.training.chat.config import WITHOUT_WEIGHTS, ModelConfig, TrainConfig
-from mmod.training.engine.methods import resolve_methods
 from mmod.training.engine.model import described
 from mmod.values import refuse_unknown
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from typing_extensions import Self
 
 from mmod.config import RoutingConfig
-from mmod.training.engine.methods import resolve_methods
+from mmod.planning.resolve import resolve_methods
 from mmod.values import Checked, check_fields, check_value, from_plain
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from mmod.blocks import deciding_modules
 from mmod.data.loader import BatchStream
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
+from mmod.planning.comparison import Reading
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.config import LoopConfig, RunConfig
 from mmod.training.engine.distributed import Process, choose_device
@@ -40,13 +41,6 @@ def seed_draws(seed: int, step: int, rank: int) -> None:
     random.seed(word)
     np.random.seed(word)  # noqa: NPY002 (timm's mixup draws from NumPy's global generator)
     torch.manual_seed(word)
-
-
-class Reading(NamedTuple):
-    """Forward passes to be timed, and the number of samples that they read together."""
-
-    call: Callable[[], object]
-    samples: int
 
 
 class Recipe(ABC, Generic[Config, Result]):

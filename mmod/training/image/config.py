@@ -12,8 +12,8 @@ from typing_extensions import Self
 
 from mmod.config import RoutingConfig
 from mmod.data.config import DataConfig
+from mmod.planning.resolve import resolve_methods
 from mmod.training.engine import config as engine
-from mmod.training.engine.methods import resolve_methods
 from mmod.values import Checked, check_value
 
 if TYPE_CHECKING:

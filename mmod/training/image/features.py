@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from mmod import is_routed, trace
+from mmod.adapters.grids import resized_to_labels
 from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
 from mmod.io.files import replacing
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.planning.divergence import resized_to_labels
 from mmod.training.engine.recipe import seed_draws
 from mmod.training.engine.task import autocast
 

@@ -13,8 +13,8 @@ from timm.utils import accuracy
 from torch import Tensor, nn
 
 from mmod import auxiliary_loss, set_capacity_
+from mmod.adapters.grids import resized_to_labels
 from mmod.data.labels import IGNORED
-from mmod.planning.divergence import resized_to_labels
 from mmod.training.engine.task import Batch, Pass, Task, autocast, divergence, total
 from mmod.training.image.config import ElasticConfig
 

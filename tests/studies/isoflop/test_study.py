@@ -155,6 +155,15 @@ def test_rates_that_diverge_are_passed_over(tmp_path: Path, monkeypatch: pytest.
         run_study(dataclasses.replace(config, output=str(tmp_path / "other")), progress=False)
 
 
+def test_a_series_may_have_methods_and_routing(tmp_path: Path) -> None:
+    both = {"methods": [{"kind": "experts", "choice": "predictor"}], "routing": PREDICTOR}
+    places = plan(isoflop(tmp_path, routings={"dense": None, "routed": PREDICTOR, "both": both}))
+    configs = {place.series: place.config for place in places}
+    kinds = {series: [method.kind for method in config.applied] for series, config in configs.items()}
+    assert kinds == {"dense": [], "routed": ["routing"], "both": ["experts", "routing"]}
+    assert configs["both"].routings == configs["routed"].routings
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -164,6 +173,10 @@ def test_rates_that_diverge_are_passed_over(tmp_path: Path, monkeypatch: pytest.
         ({"rates": []}, "rates must name at least one value"),
         ({"changes": {"seed": 1}}, "the study sets them"),
         ({"budgets": [math.inf]}, "budgets"),
+        (
+            {"routings": {"dense": None, "a": {"methods": [{"kind": "experts"}], "epochs": 2}}},
+            "unknown field beside routings.a.methods epochs; valid ones are methods, routing",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused(tmp_path: Path, changes: dict[str, Any], said: str) -> None:

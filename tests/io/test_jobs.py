@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from mmod.studies import jobs
-from mmod.studies.jobs import Job, Runner, Tick
+from mmod.io import jobs
+from mmod.io.jobs import Job, Runner, Tick
 from tests.processes import FORKING, run_processes
 
 JOBS = [Job(name, seed, f"{name}{seed}") for seed in (0, 1) for name in ("base", "dense", "a-mod")]

@@ -23,7 +23,8 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
     """
     check_value("a routing", fields, Mapping[str, Any])
     fields = dict(fields)
-    name, plan = fields.pop("preset", None), fields.pop("plan", None)
+    name = fields.pop("preset", None)
+    plan = fields.pop("plan", None)
     if plan is not None:
         if name is not None:
             raise ValueError(f"routing takes a preset or a plan, got {name!r} and {plan!r}")

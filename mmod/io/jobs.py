@@ -1,0 +1,166 @@
+"""Jobs, one by one in this process or in parallel processes, with one progress bar over all of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from mmod.io.progress import progress_bar, say
+from mmod.io.threads import timing_threads
+
+Config = TypeVar("Config")
+AnyJob = TypeVar("AnyJob", bound="Job[Any]")
+Result = TypeVar("Result")
+Tick = Callable[[float], None]
+"""Receives the progress of a job, from 0 to 1."""
+
+
+@dataclass(frozen=True)
+class Job(Generic[Config]):
+    """One training, evaluation or measurement."""
+
+    name: str
+    seed: int
+    config: Config
+    work: float = 1.0  # Expected duration, in any unit that all jobs share.
+
+    def __str__(self) -> str:
+        return self.name if self.config is None else f"{self.name}, seed {self.seed}"
+
+
+@dataclass
+class Runner:
+    """Does jobs one by one in this process, or several at once in processes of one thread."""
+
+    processes: int = 1
+    progress: bool = True
+    title: str = "study"
+    cpu: dict[int, float] = field(default_factory=dict)  # Seconds used so far by process id.
+
+    @property
+    def cpu_seconds(self) -> float:
+        """CPU seconds that this process and its workers have used so far."""
+        return sum((self.cpu | {os.getpid(): time.process_time()}).values())
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """The machine, and the CPU time so far, for a study's record."""
+        machine = {"torch": torch.__version__, "threads": timing_threads(), "cores": os.cpu_count()}
+        return {**machine, "cpu_seconds": self.cpu_seconds}
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        if self.progress:
+            say(line)
+
+    def run(self, jobs: Sequence[AnyJob], do: Callable[[AnyJob, Tick], Result]) -> Iterator[tuple[AnyJob, Result]]:
+        """Do the jobs by `do`, which other processes get pickled, and yield every finished job with its result."""
+        layout = f"{self.title}: {{percentage:.0f}} % |{{bar}}| {{desc}}, {{remaining}} left"
+        work = sum(job.work for job in jobs)
+        with progress_bar(total=work, bar_format=layout, shown=self.progress) as drawn:
+            bar = _Bar(jobs, drawn)
+            if self.processes > 1:
+                yield from self._side_by_side(jobs, do, bar)
+                return
+            for index, job in enumerate(jobs):
+                bar.begin(index)
+                result = do(job, partial(bar.update, index))
+                bar.update(index, 1.0)
+                yield job, result
+
+    def _side_by_side(
+        self, jobs: Sequence[AnyJob], do: Callable[[AnyJob, Tick], Result], bar: _Bar
+    ) -> Iterator[tuple[AnyJob, Result]]:
+        context = multiprocessing.get_context("spawn")
+        reports = context.SimpleQueue()
+        before = multiprocessing.active_children()
+        pool = ProcessPoolExecutor(self.processes, context, _start_worker, (reports,))
+        # All jobs of a seed wait for its first, from whose weights they start.
+        first = {job.seed: index for index, job in reversed(list(enumerate(jobs)))}
+        running: dict[Future[Result], int] = {}
+        waiting = list(range(len(jobs)))
+        finished = set[int]()
+        try:
+            while waiting or running:
+                ready = [i for i in waiting if i == first[jobs[i].seed] or first[jobs[i].seed] in finished]
+                for index in ready[: self.processes - len(running)]:
+                    waiting.remove(index)
+                    running[pool.submit(_work, do, jobs[index], index)] = index
+                    bar.begin(index)
+                done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+                self._read(reports, bar)
+                for future in done:
+                    index = running.pop(future)
+                    finished.add(index)
+                    result = future.result()
+                    bar.update(index, 1.0)
+                    yield jobs[index], result
+        except BaseException:
+            # Jobs can be resumed, so the others are not waited for.
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in set(multiprocessing.active_children()) - set(before):
+                process.terminate()
+            raise
+        pool.shutdown()
+
+    def _read(self, reports: Any, bar: _Bar) -> None:
+        while not reports.empty():
+            index, share, process, seconds = reports.get()
+            self.cpu[process] = seconds
+            bar.update(index, share)
+
+
+class _Bar:
+    """A bar over all jobs, weighed by their work."""
+
+    def __init__(self, jobs: Sequence[Job[Any]], bar: Any) -> None:
+        self.jobs = jobs
+        self.bar = bar
+        self.shares = [0.0] * len(jobs)
+
+    def begin(self, index: int) -> None:
+        """Name the job that begins."""
+        self.bar.set_description_str(str(self.jobs[index]))
+
+    def update(self, index: int, share: float) -> None:
+        """Record the progress of a job."""
+        done = self.jobs[index].work * max(0.0, share - self.shares[index])
+        # Sums of shares may end a rounding error above the total.
+        self.bar.update(min(done, self.bar.total - self.bar.n))
+        self.shares[index] = max(share, self.shares[index])
+
+
+_reports: Any = None
+
+
+def _start_worker(reports: Any) -> None:
+    global _reports
+    _reports = reports
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """Leave no job behind when the parent is killed; it goes on from its last checkpoint."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(do: Callable[[AnyJob, Tick], Result], job: AnyJob, index: int) -> Result:
+    def tick(share: float) -> None:
+        _reports.put((index, share, os.getpid(), time.process_time()))
+
+    result = do(job, tick)
+    tick(1.0)
+    return result

@@ -1,0 +1,139 @@
+"""What is compared: a model made from the dense one, spelled as the keys of a training config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+
+from mmod.io.yaml import merged
+from mmod.methods import METHODS
+from mmod.model import apply_
+from mmod.planning.options import PlanOptions
+from mmod.planning.resolve import resolve_methods
+
+DENSE = "dense"
+"""Name of the candidate that all others are compared with."""
+# The part of a model that has no other.
+ONLY = "image"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A model that is compared with the dense one; without changes it is the dense one.
+
+    Args:
+        routing: As in a training config; for `mmod.advise`, that of the part that is made cheaper.
+        methods: As in a training config: mappings with the `kind` and the fields of a method, applied before routing.
+        image_size: Side of its images in pixels, where it differs; position embeddings are resampled.
+        changes: Fields of its training config that differ, nested as there.
+        from_scratch: Train it from random weights instead of fine-tuning the dense model.
+        is_trained: Train it, where a comparison trains at all.
+        search: How its routing is searched in the dense model of every seed; None where it is known.
+        series: Name that it shares with the same model at other budgets.
+        budget: The capacity or share of the dense cost that it is made for.
+        control: Name of the candidate that it is compared with besides the dense one.
+        advice: What to do, as an English imperative; empty to print the line of Python.
+
+    Example:
+        >>> candidate = Candidate("ToMe r=8", methods=({"kind": "merge", "r": 8},))
+        >>> print(candidate.code("image", depth=12))
+        mmod.apply_(model, mmod.methods.Merge(r=8))
+    """
+
+    name: str
+    _: dataclasses.KW_ONLY
+    routing: Any = None
+    methods: tuple[Mapping[str, Any], ...] = ()
+    image_size: int | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    from_scratch: bool = False
+    is_trained: bool = True
+    search: PlanOptions | None = None
+    series: str = ""
+    budget: float | None = None
+    control: str | None = None
+    advice: str = ""
+
+    @property
+    def is_routed(self) -> bool:
+        """Whether its blocks choose what they run on."""
+        return self.routing is not None or self.search is not None or (bool(self.methods) and self.from_scratch)
+
+    def configure(self, dense: Any, tuned: Any) -> Any:
+        """Return its training config.
+
+        Args:
+            dense: The dense model's config.
+            tuned: The config of fine-tuning the dense model.
+        """
+        if self.from_scratch:
+            # A model of the same name and arguments, without checkpoint or published weights.
+            model = type(dense.model)(name=dense.model.name, args=dense.model.args)
+            config = dataclasses.replace(dense, model=model)
+        elif self.is_routed or self.methods:
+            config = dataclasses.replace(tuned, routing=self.routing)
+        else:
+            config = tuned
+        if self.methods:
+            config = dataclasses.replace(config, methods=[dict(method) for method in self.methods])
+        if self.changes:
+            config = type(config).from_dict(merged(config.to_dict(), self.changes))
+        return config if self.image_size is None else config.at_size(self.image_size)
+
+    def apply_(self, model: nn.Module, part: str, depth: int) -> None:
+        """Change a dense model in place, without training.
+
+        Args:
+            part: The part that is routed.
+            depth: Number of its blocks.
+        """
+        for method in resolve_methods(self.methods, {part: self.routing}, {part: depth}):
+            apply_(model, method)
+
+    def config(self, part: str, depth: int) -> str:
+        """Return the keys of a training config that apply it, a line each."""
+        lines = []
+        if self.methods:
+            lines.append(f"methods: {json.dumps(self.methods)}")
+        if self.routing is not None:
+            routing = {"depth": depth, **self.routing} if "preset" in self.routing else self.routing
+            lines.append(f"routing: {json.dumps(routing if part == ONLY else {part: routing})}")
+        return "\n".join(lines)
+
+    def code(self, part: str, depth: int) -> str:
+        """Return the lines of Python that apply it."""
+        lines = []
+        for values in self.methods:
+            fields = {name: value for name, value in values.items() if name != "kind"}
+            method = METHODS[values["kind"]]
+            # Methods of other packages have no class in `mmod.methods`.
+            is_ours = method.__module__.startswith("mmod.methods.")
+            shown = f"mmod.methods.{method.__name__}({_arguments(fields)})" if is_ours else repr(dict(values))
+            lines.append(f"mmod.apply_(model, {shown})")
+        if self.routing is not None:
+            fields = dict(self.routing)
+            preset = fields.pop("preset", None)
+            if preset is None:
+                config = f"mmod.RoutingConfig({_arguments(fields)})"
+            else:
+                config = f"mmod.preset({preset!r}, {_arguments({'depth': depth, **fields})})"
+            lines.append(f"mmod.route_(model, {part}={config})")
+        return "\n".join(lines)
+
+
+def _arguments(fields: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in fields.items())
+
+
+def Recipe(name: str, options: Mapping[str, Any], advice: str = "") -> Candidate:
+    """Return a candidate, as earlier versions spelled it: `options` are a routing, or a method with its `kind`."""
+    warnings.warn("mmod.planning.Recipe is now mmod.planning.Candidate", DeprecationWarning, stacklevel=2)
+    if "kind" in options:
+        return Candidate(name, methods=(options,), advice=advice)
+    return Candidate(name, routing=options, advice=advice)

@@ -1,0 +1,99 @@
+"""Ways to make a model cheaper without training, which `mmod.advise` tries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mmod.adapters import BlockStack
+from mmod.config import Plan, RoutingConfig
+from mmod.planning.candidate import Candidate
+from mmod.planning.schedules import drop_once, ratio_decay, stage_drop
+from mmod.planning.search import search_plan
+
+# Shares of the FLOPs that image tokens add, for which plans are searched.
+_BUDGETS = (0.7, 0.5, 0.35)
+_LAST = {"name": "attention", "importance": "last_token"}
+
+
+def image_candidates(stack: BlockStack, size: tuple[int, int], patch: tuple[int, int] | None) -> list[Candidate]:
+    """Return the candidates of an image model.
+
+    Args:
+        size: Height and width of its images in pixels.
+        patch: Height and width of its patches in pixels; None where the model does not say.
+    """
+    depth = len(stack.blocks)
+    candidates = [
+        Candidate(f"gradual {mean:g}", routing={"preset": "gradual", "mean": mean}) for mean in (0.8, 0.7, 0.6, 0.5)
+    ]
+    merge = {"router": "attention", "skipped": "merge", "blocks": "late"}
+    candidates += [
+        Candidate(f"merge late {capacity:g}", routing={**merge, "capacity": capacity}) for capacity in (0.7, 0.5)
+    ]
+    candidates += [
+        Candidate(f"a-mod {capacity:g}", routing={"preset": "a-mod", "capacity": capacity}) for capacity in (0.75, 0.5)
+    ]
+    candidates.append(Candidate("random 0.5", routing={"router": "random", "capacity": 0.5}))
+    if patch is None:
+        return candidates
+    grid = (size[0] // patch[0], size[1] // patch[1])
+    smaller = {(round(grid[0] * share), round(grid[1] * share)) for share in (0.875, 0.75, 0.625)}
+    for rows, columns in sorted(smaller, reverse=True):
+        if 0 < rows < grid[0] and 0 < columns < grid[1]:
+            candidates.append(_smaller(size, (patch[0] * rows, patch[1] * columns)))
+    for r in sorted({max(1, round(math.prod(grid) * share / depth)) for share in (0.5, 0.75)}):
+        advice = f"merge {r} tokens in each block, as in ToMe"
+        candidates.append(Candidate(f"ToMe r={r}", methods=({"kind": "merge", "r": r},), advice=advice))
+    blocks = tuple(sorted({max(1, depth * quarter // 4) for quarter in (1, 2, 3)}))
+    for keep in (0.8, 0.6):
+        prune = {"kind": "prune", "keep": keep, "blocks": blocks}
+        candidates.append(Candidate(f"prune {keep:g}", methods=(prune,)))
+    return candidates
+
+
+def _smaller(size: tuple[int, int], resized: tuple[int, int]) -> Candidate:
+    """Return the candidate of smaller images: one side for square ones, height and width for others."""
+    height, width = resized
+    if size[0] == size[1] and height == width:
+        resize: dict[str, Any] = {"kind": "resize", "size": height}
+        return Candidate(f"images of {height} px", methods=(resize,), advice=f"use images of {height} px")
+    name = f"images of {height} x {width} px"
+    return Candidate(name, methods=({"kind": "resize", "size": resized},), advice=f"use {name}")
+
+
+def language_candidates(
+    model: nn.Module, part: str, depth: int, batches: Sequence[Mapping[str, Any]], folder: Path | None
+) -> list[Candidate]:
+    """Return the candidates of a language model that reads images.
+
+    Args:
+        batches: Prompts on which plans are searched.
+        folder: Keeps the scores of the search, with which it resumes.
+    """
+    scores = None if folder is None else folder / "search.jsonl"
+    search = search_plan(model, batches, _BUDGETS[0], part=part, cost="image_flops", router=_LAST, progress_file=scores)
+    least = search.costs.least_share
+    plans = {f"searched {budget:g}": search.plan_for(budget) for budget in _BUDGETS if budget >= least}
+    plans |= {"as p-MoD": ratio_decay(depth), "as PyramidDrop": stage_drop(depth), "as FastV": drop_once(depth)}
+    candidates = [_planned(name, plan, _LAST) for name, plan in plans.items()]
+    candidates.append(_planned("random 0.5", drop_once(depth), "random"))
+    for first in sorted({depth // 2, 3 * depth // 4}):
+        frozen = {"blocks": tuple(range(first, depth)), "capacity": 0, "context": "all"}
+        candidates.append(Candidate(f"frozen after {first}", routing=frozen))
+    return candidates
+
+
+def _planned(name: str, plan: Plan, router: Any) -> Candidate:
+    config = RoutingConfig.from_plan(plan, router=router)
+    routing = {"router": router, "blocks": plan.blocks, "capacity": plan.capacities}
+    # Only what differs from the defaults, so that the line to copy is short.
+    if config.operator != "block":
+        routing["operator"] = config.operator
+    if config.context != "kept":
+        routing["context"] = config.context
+    return Candidate(name, routing=routing)

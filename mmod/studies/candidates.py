@@ -1,0 +1,171 @@
+"""The candidates of a study, from its config: routed models, shallower dense ones, and rivals without a router."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mmod.adapters import find_stack
+from mmod.io.yaml import merged
+from mmod.methods import METHODS, read_method
+from mmod.planning.candidate import DENSE, Candidate
+from mmod.studies.config import RUN_FIELDS, ChatStudyConfig, StudyConfig, TimmStudyConfig, refuse_set_by_study
+from mmod.training.engine.recipe import Recipe, by_data
+from mmod.values import one_of, refuse_unknown
+
+# The control of series for which a study names no other.
+_CONTROL = "random"
+
+
+def candidates_of(config: StudyConfig, recipe: type[Recipe[Any, Any]], dense: Any, tuned: Any) -> list[Candidate]:
+    """Return what a study compares, the dense model first.
+
+    Args:
+        dense: Training config of the dense model.
+        tuned: Training config of fine-tuning it.
+    """
+    candidates = [Candidate(DENSE, series=DENSE, budget=1.0), *_routed(config)]
+    if isinstance(config, TimmStudyConfig):
+        epochs = dense.epochs + (tuned.epochs if config.tune else 0)
+        if config.isoflop == "scratch":
+            candidates += _shallow(candidates, recipe, dense, epochs)
+        rivals = {series: _run_budgets(config, budgets) for series, budgets in config.rivals.items()}
+        candidates += create_rivals(rivals, config.controls, epochs=epochs, is_trained=config.tune)
+    elif isinstance(config, ChatStudyConfig):
+        candidates += create_rivals(config.rivals, config.controls, epochs=0, is_trained=config.tune)
+    return candidates
+
+
+def _run_budgets(config: StudyConfig, budgets: Mapping[float, Any]) -> dict[float, Any]:
+    return {budget: fields for budget, fields in budgets.items() if config.is_run(budget)}
+
+
+def _routed(config: StudyConfig) -> list[Candidate]:
+    """Return the models of the series in `routers`."""
+
+    def name_of(series: str, budget: float | None) -> str:
+        return series if budget is None or config.is_one(series) else f"{series}-{budget:g}"
+
+    candidates = []
+    for series, budget, fields in config.routed_models():
+        name = name_of(series, budget)
+        changes = fields.get("changes", {})
+        refuse_set_by_study(f"{name}: changes", changes)
+        control = config.controls.get(series, _CONTROL)
+        search = config.search_of(series, budget)
+        routing = None
+        if search is None:
+            routing_fields = {key: value for key, value in fields.items() if key not in RUN_FIELDS}
+            # A series that names its budgets says what each of them sets.
+            routing = config.routing_at(routing_fields, None if "budgets" in fields else budget)
+        candidates.append(
+            Candidate(
+                name,
+                series=series,
+                budget=budget,
+                control=None if control is None else name_of(control, budget),
+                search=search,
+                routing=routing,
+                image_size=fields.get("image_size"),
+                changes=changes,
+                is_trained=config.tune and fields.get("tune", True),
+            )
+        )
+    return candidates
+
+
+def _shallow(
+    candidates: Sequence[Candidate], recipe: type[Recipe[Any, Any]], dense: Any, epochs: int
+) -> list[Candidate]:
+    """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
+    # Costs need no weights.
+    plain = dataclasses.replace(dense, model=type(dense.model)(name=dense.model.name, args=dense.model.args))
+    model = recipe(plain).create()
+    report: Any = recipe(plain).report(model)
+    depth = len(find_stack(model).blocks)
+    costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
+    depths = set()
+    for candidate in candidates:
+        routed_recipe = recipe(candidate.configure(plain, plain))
+        routed = routed_recipe.create()
+        # The cost of thresholds depends on the data.
+        if not by_data(routed):
+            routed_report: Any = routed_recipe.report(routed)
+            depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - routed_report.routed)))
+    return [
+        Candidate(
+            f"shallow-{fewer}",
+            series="shallow",
+            budget=1.0,
+            from_scratch=True,
+            changes={"epochs": epochs, "model": {"args": {"depth": fewer}}},
+        )
+        for fewer in sorted(depths - {depth})
+    ]
+
+
+def create_rivals(
+    rivals: Mapping[str, Mapping[float, Mapping[str, Any]]],
+    controls: Mapping[str, str | None],
+    *,
+    epochs: int,
+    is_trained: bool,
+) -> list[Candidate]:
+    """Return the candidates of a study that have no router.
+
+    Args:
+        rivals: Series to capacity of the routed models that a rival is matched to, to its fields: `kind: resolution`
+            with `image_size`, `kind: smaller` with `args` and perhaps a `checkpoint`, or one of a training config's
+            `methods`; any may have `image_size` and `changes` of the training config. Experts take its `routing` too.
+        controls: Name of a series to the one that it is compared with besides the dense model.
+        epochs: Length of a training from scratch.
+        is_trained: Whether models that start from the dense one are fine-tuned.
+    """
+    candidates = []
+    for series, budgets in rivals.items():
+        for capacity, rival in budgets.items():
+            name = f"{series}-{capacity:g}"
+            refuse_set_by_study(f"{name}: changes", rival.get("changes", {}))
+            special = _special(name, dict(rival), epochs)
+            control = controls.get(series)
+            candidates.append(
+                Candidate(
+                    name,
+                    series=series,
+                    budget=capacity,
+                    control=None if control is None else f"{control}-{capacity:g}",
+                    image_size=rival.get("image_size"),
+                    is_trained=is_trained or special.get("from_scratch", False),
+                    **special,
+                )
+            )
+    return candidates
+
+
+def _special(name: str, fields: dict[str, Any], epochs: int) -> dict[str, Any]:
+    """Return what the kind of a rival sets of a candidate."""
+    size = fields.pop("image_size", None)
+    changes = fields.pop("changes", {})
+    kind = fields.get("kind")
+    one_of(f"rivals.{name}.kind", kind, [*sorted({*METHODS} - {"routing"}), "resolution", "smaller"])
+    if kind == "resolution":
+        refuse_unknown(f"field of rivals.{name}", fields, ["kind", "image_size"])
+        if size is None:
+            raise ValueError(f"rivals.{name} needs image_size")
+        return {"changes": changes}
+    if kind == "smaller":
+        refuse_unknown(f"field of rivals.{name}", fields, ["kind", "args", "checkpoint"])
+        if fields.get("args") is None:
+            raise ValueError(f"rivals.{name} needs args")
+        if "checkpoint" in fields:
+            model = {key: fields[key] for key in ("args", "checkpoint")}
+            return {"changes": merged({"model": model}, changes)}
+        smaller = {"epochs": epochs, "model": {"args": fields["args"]}}
+        return {"from_scratch": True, "changes": merged(smaller, changes)}
+    plain = {key: value for key, value in fields.items() if key != "routing"}
+    if read_method(plain).replaces:
+        # A model from scratch is not routed: `routing` is refused.
+        read_method(fields)
+        return {"from_scratch": True, "methods": (plain,), "changes": {"epochs": epochs, **changes}}
+    return {"methods": (plain,), "changes": changes, "routing": fields.get("routing")}
