@@ -123,9 +123,10 @@ AnyPass = TypeVar("AnyPass", bound=Pass)
 
 
 class _Remembered(NamedTuple):
-    """A tensor between two modules, and the pass that it belongs to."""
+    """A tensor between two modules, how often its values were changed in place, and the pass that it belongs to."""
 
     tensor: weakref.ref[Tensor]
+    version: int
     found: Any
 
 
@@ -202,7 +203,8 @@ class Passes(Generic[AnyPass]):
         found = None
         if not torch.compiler.is_compiling():
             match = self._by_address.get(_address(x))
-            if match is not None and match.found.shape == x.shape[:2]:
+            # A buffer may hold another batch by now.
+            if match is not None and match.version == _version(x) and match.found.shape == x.shape[:2]:
                 found = match.found
             if torch._C._current_graph_task_id() != -1:
                 return self._find_recomputed(found)
@@ -211,6 +213,12 @@ class Passes(Generic[AnyPass]):
             found = self._only_unfinished(x, place, call)
             if found is None:
                 return None
+            if not torch.compiler.is_compiling() and found.shape != x.shape[:2]:
+                raise ValueError(
+                    f"a routed block got (images, tokens) = {tuple(x.shape[:2])}, and the pass that it continues has "
+                    f"{found.shape}: the batch or the sequence changed between two blocks that share scores, so route "
+                    "with a router that shares none, such as 'linear', or keep all images and tokens between them"
+                )
             self.hand_on(found, x)
         found.place = place
         if place >= self.last and call.outer is None:
@@ -223,9 +231,15 @@ class Passes(Generic[AnyPass]):
         if address == -1:
             return
         remembered = self._by_address
+
+        def forget(tensor: weakref.ref[Tensor]) -> None:
+            # Another tensor may lie there by now.
+            if address in remembered and remembered[address].tensor is tensor:
+                del remembered[address]
+
         # FSDP2 gives a block a view of the tensor that checkpointing keeps.
         kept = y if y._base is None else y._base
-        remembered[address] = _Remembered(weakref.ref(kept, lambda _: remembered.pop(address, None)), current)
+        remembered[address] = _Remembered(weakref.ref(kept, forget), _version(y), current)
 
     def _only_unfinished(self, x: Tensor, place: int, call: StackCall) -> Any:
         """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""
@@ -274,6 +288,11 @@ def _address(x: Tensor) -> int:
     if type(x) is not Tensor or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return -1
     return x.data_ptr()
+
+
+def _version(x: Tensor) -> int:
+    """Return how often a tensor was changed in place; tensors of inference mode do not count that."""
+    return 0 if x.is_inference() else x._version
 
 
 class Decision(NamedTuple):
