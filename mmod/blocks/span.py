@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -173,7 +173,7 @@ class Passes(Generic[AnyPass]):
         if recomputing() and call.outer is None:
             # A part of the model; the model as a whole is recomputed by a call of it.
             self._recomputed.value[:] = [(torch._C._current_graph_task_id(), started)]
-            match = self._by_address.get(_address(x))
+            match = self._by_address.get(_address(x)[0])
             if match is not None:
                 started.grid = match.found.grid
             return started
@@ -202,9 +202,10 @@ class Passes(Generic[AnyPass]):
         """
         found = None
         if not torch.compiler.is_compiling():
-            match = self._by_address.get(_address(x))
+            address, version = _address(x)
+            match = self._by_address.get(address)
             # A buffer may hold another batch by now.
-            if match is not None and match.version == _version(x) and match.found.shape == x.shape[:2]:
+            if match is not None and match.version == version and match.found.shape == x.shape[:2]:
                 found = match.found
             if torch._C._current_graph_task_id() != -1:
                 return self._find_recomputed(found)
@@ -213,12 +214,6 @@ class Passes(Generic[AnyPass]):
             found = self._only_unfinished(x, place, call)
             if found is None:
                 return None
-            if not torch.compiler.is_compiling() and found.shape != x.shape[:2]:
-                raise ValueError(
-                    f"a routed block got (images, tokens) = {tuple(x.shape[:2])}, and the pass that it continues has "
-                    f"{found.shape}: the batch or the sequence changed between two blocks that share scores, so route "
-                    "with a router that shares none, such as 'linear', or keep all images and tokens between them"
-                )
             self.hand_on(found, x)
         found.place = place
         if place >= self.last and call.outer is None:
@@ -227,8 +222,10 @@ class Passes(Generic[AnyPass]):
 
     def hand_on(self, current: AnyPass, y: Tensor) -> None:
         """Remember that a tensor between two modules belongs to a pass."""
-        address = -1 if torch.compiler.is_compiling() else _address(y)
-        if address == -1:
+        if torch.compiler.is_compiling():
+            return
+        address, version = _address(y)
+        if not address:
             return
         remembered = self._by_address
 
@@ -239,7 +236,7 @@ class Passes(Generic[AnyPass]):
 
         # FSDP2 gives a block a view of the tensor that checkpointing keeps.
         kept = y if y._base is None else y._base
-        remembered[address] = _Remembered(weakref.ref(kept, forget), _version(y), current)
+        remembered[address] = _Remembered(weakref.ref(kept, forget), version, current)
 
     def _only_unfinished(self, x: Tensor, place: int, call: StackCall) -> Any:
         """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""
@@ -283,16 +280,12 @@ class Passes(Generic[AnyPass]):
         )
 
 
-def _address(x: Tensor) -> int:
-    """Return where a tensor's values lie; -1 if it has none of its own."""
+def _address(x: Tensor) -> tuple[int, int]:
+    """Return where a tensor's values lie, 0 if it has none of its own, and how often they were changed in place."""
     if type(x) is not Tensor or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return -1
-    return x.data_ptr()
-
-
-def _version(x: Tensor) -> int:
-    """Return how often a tensor was changed in place; tensors of inference mode do not count that."""
-    return 0 if x.is_inference() else x._version
+        return 0, 0
+    # Tensors of inference mode do not count changes.
+    return x.data_ptr(), 0 if x.is_inference() else x._version
 
 
 class Decision(NamedTuple):
@@ -367,6 +360,8 @@ class Span(Passes[SpanPass]):
                 found.place = place
             else:
                 found = self.find(x, place)
+                if found is not None and not torch.compiler.is_compiling() and found.shape != x.shape[:2]:
+                    self._refuse_shape(x, found)
         if found is not None:
             found.busy = True
             self.calls.value.entered = found
@@ -380,6 +375,13 @@ class Span(Passes[SpanPass]):
                 f"pass through that block: run the whole model, or begin at {self.names[0]}"
             )
         return None
+
+    def _refuse_shape(self, x: Tensor, found: SpanPass) -> NoReturn:
+        raise ValueError(
+            f"a routed block got (images, tokens) = {tuple(x.shape[:2])}, and the pass that it continues has "
+            f"{found.shape}: the batch or the sequence changed between two blocks that share scores, so route with a "
+            "router that shares none, such as 'linear', or keep all images and tokens between them"
+        )
 
     def decided(
         self, x_BND: Tensor, shared: SpanPass, place: int, router: Router, tokens: TokenMarks | TokenGroups
