@@ -29,7 +29,9 @@ class PartialSlots(NamedTuple):
 
     def weigh(self, routing: Routing, prefix: int) -> Routing:
         """Return a decision at the larger capacity with the weights of the capacity between."""
-        score_BN, kept, tokens = routing.score_BN, routing.kept, routing.evidence.tokens
+        score_BN = routing.score_BN
+        kept = routing.kept
+        tokens = routing.evidence.tokens
         assert isinstance(tokens, TokenMarks)
         level_BN = score_BN.detach().masked_fill(tokens.protected(score_BN, prefix), torch.inf)
         level_BK = level_BN.gather(1, kept.index_BK)
