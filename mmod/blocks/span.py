@@ -273,7 +273,8 @@ def _address(x: Tensor) -> int:
     """Return where a tensor's values lie; -1 if it has none of its own."""
     if type(x) is not Tensor or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
         return -1
-    return x.data_ptr()
+    # Tensors without values all lie at 0.
+    return x.data_ptr() or -1
 
 
 class Decision(NamedTuple):

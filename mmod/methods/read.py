@@ -43,7 +43,7 @@ def is_added(name: str) -> bool:
         >>> is_added("blocks.1.router.score.weight"), is_added("blocks.1.mlp.fc1.weight")
         (True, False)
     """
+    fragments: list[str] = []
     for kind in METHODS:
-        if any(fragment in name for fragment in METHODS[kind].added):
-            return True
-    return False
+        fragments += METHODS[kind].added
+    return any(fragment in name for fragment in fragments)
