@@ -444,8 +444,7 @@ class Span(Passes[SpanPass]):
     def leave(self, y: Tensor, shared: SpanPass, rows: Rows, router: Router, state: InSpan) -> Tensor:
         """Return all tokens after a block (B, N, D), or its rows if the next block takes them."""
         shared.busy = False
-        # Blocks that weigh their last slots by a capacity of their own leave rows that differ.
-        if state.passes_rows and shared.unobserved and rows.shrinks and not router.weighs_slots:
+        if state.passes_rows and shared.unobserved and rows.shrinks and router.shares_decisions:
             if rows.router is None:
                 rows.router = router
             shared.rows = rows
@@ -459,8 +458,7 @@ class Span(Passes[SpanPass]):
     def _reuses(self, router: Router) -> bool:
         # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins depends
         # on the block that decides.
-        config = router.config
-        return config.router.shared and (config.joins or not torch.compiler.is_compiling())
+        return router.shares_decisions and (router.config.joins or not torch.compiler.is_compiling())
 
     def _same_rule(
         self, shared: SpanPass, place: int, router: Router, device: torch.device, tokens: TokenMarks | TokenGroups
