@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from mmod.blocks.conversion import host_class
-from mmod.blocks.span import StackCalls
+from mmod.blocks.span import StackCall, StackCalls
 from mmod.threads import PerThread
 from mmod.values import check_module
 
@@ -85,7 +86,10 @@ class SpanHook(ModelHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a call; decide whether blocks pass on rows in it."""
-        self.calls.value.begin(self.is_unobserved(module))
+        calls = self.calls.value
+        outer, _ = calls.current()
+        frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+        calls.begin(StackCall(outer, self.is_unobserved(module), self.host, frame))
 
     def is_unobserved(self, module: nn.Module) -> bool:
         """Return whether the host's code runs the blocks in order, and nothing reads the tokens between them."""

@@ -9,9 +9,11 @@ Axes: B images or samples, N tokens.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
 from fractions import Fraction
+from types import FrameType
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
@@ -40,19 +42,29 @@ class StackCall:
         outer: The call around it in this thread, if any.
         unobserved: The host's own code runs the blocks in order, and nothing reads the tokens between them. Blocks may
             then pass on rows, and tensors are not remembered.
+        host: Package of the host's code.
+        frame: The frame of the call; None where its end is certain to be told.
 
     Attributes:
-        passes: Passes that began in it, oldest first; none where nothing is observed.
-        latest: The pass that began last.
-        begun: What has begun a pass in this call.
+        passes: Observed passes that began in it, oldest first.
+        latest: The unobserved pass that began last.
+        task: The backward pass in which the call began, which then recomputes the model as a whole; -1 for none.
     """
 
-    def __init__(self, outer: StackCall | None = None, unobserved: bool = False) -> None:
+    def __init__(
+        self,
+        outer: StackCall | None = None,
+        unobserved: bool = False,
+        host: str = "",
+        frame: FrameType | None = None,
+    ) -> None:
         self.outer = outer
         self.unobserved = unobserved
+        self.host = host
+        self.frame = frame
         self.passes: list[Pass] = []
         self.latest: Pass | None = None
-        self.begun: list[object] = []
+        self.task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
 
 
 Grid = tuple[int, int]
@@ -72,9 +84,9 @@ class StackCalls:
         self._grids: list[Grid | None] = []
         self._began = False
 
-    def begin(self, unobserved: bool) -> None:
-        """Begin a call of the module that holds the blocks."""
-        self.running = StackCall(self.running, unobserved)
+    def begin(self, call: StackCall) -> None:
+        """Begin a call of the module that holds the blocks, inside the running one."""
+        self.running = call
 
     def end(self) -> None:
         """End the running call, and what passes left unfinished in it."""
@@ -82,6 +94,21 @@ class StackCalls:
             self.running = self.running.outer
         self.entered = None
         self._grids = []
+
+    def current(self) -> tuple[StackCall, bool]:
+        """Return the call that this code runs in, and whether the host's code alone leads here from its beginning.
+
+        A KeyboardInterrupt ends a call without a word, because torch runs hooks after an `Exception` only; and a hook
+        inside a call may run the blocks by itself. Both show in the frames.
+        """
+        if torch.compiler.is_compiling():
+            return self.running, True
+        while self.running.frame is not None and self.running.outer is not None:
+            packages = _packages_since(self.running.frame)
+            if packages is not None:
+                return self.running, packages <= {self.running.host, "torch", "mmod"}
+            self.running = self.running.outer
+        return self.running, True
 
     def show_grid(self, grid: Grid | None) -> None:
         """Take the grid of patches that were made for the next pass."""
@@ -98,8 +125,22 @@ class StackCalls:
         return self._grids[0] if self._grids else None
 
 
+def _packages_since(beginning: FrameType) -> set[str] | None:
+    """Return the packages whose code runs between a frame and here; None if the frame does not run any more."""
+    packages = set()
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not beginning:
+        if frame is None:
+            return None
+        packages.add(str(frame.f_globals.get("__name__", "")).partition(".")[0])
+        frame = frame.f_back
+    return packages
+
+
 class Pass:
     """What the modules of a run share in one forward pass; what they share in particular derives from it.
+
+    It holds no tensor that is handed on: the pass is kept as long as that tensor lives.
 
     Attributes:
         place: Place of the last module that the pass entered.
@@ -107,6 +148,7 @@ class Pass:
         shape: Shape of the first module's input (B, N).
         grid: Rows and columns of the images' patches, where a score reads them; else None.
         unobserved: See `StackCall`.
+        by_host: The host's own code runs the modules, in a call of the model.
         busy: A module was entered and not left: it runs, or it failed.
     """
 
@@ -116,6 +158,7 @@ class Pass:
         self.shape: tuple[int, ...] = ()
         self.grid: Grid | None = None
         self.unobserved = False
+        self.by_host = False
         self.busy = False
 
 
@@ -123,10 +166,17 @@ AnyPass = TypeVar("AnyPass", bound=Pass)
 
 
 class _Remembered(NamedTuple):
-    """A tensor between two modules, how often its values were changed in place, and the pass that it belongs to."""
+    """A tensor between two modules, and the pass that it belongs to.
+
+    Args:
+        tensor: The tensor, or what it is a view of.
+        address: Where the values of `tensor` lie.
+        look: See `_look`.
+    """
 
     tensor: weakref.ref[Tensor]
-    version: int
+    address: int
+    look: tuple[int, ...]
     found: Any
 
 
@@ -169,30 +219,38 @@ class Passes(Generic[AnyPass]):
         started.shape = tuple(x.shape[:2])
         calls = self.calls.value
         started.grid = calls.take_grid()
-        call = calls.running
-        if recomputing() and call.outer is None:
-            # A part of the model; the model as a whole is recomputed by a call of it.
-            self._recomputed.value[:] = [(torch._C._current_graph_task_id(), started)]
-            match = self._by_address.get(_address(x)[0])
+        call, host_alone = calls.current()
+        task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+        if task != call.task:
+            # A part of the model is recomputed.
+            self._recomputed.value[:] = [(task, started)]
+            match = self._by_address.get(x.data_ptr())
             if match is not None:
                 started.grid = match.found.grid
             return started
-        if any(run is self for run in call.begun):
-            # The host's code runs each block once, so an interrupted call was left open, and this is other code.
-            call.unobserved = False
-        started.unobserved = call.unobserved
-        call.latest = started
+        started.by_host = host_alone and call.outer is not None
+        started.unobserved = host_alone and call.unobserved
+        if started.unobserved:
+            call.latest = started
+            return started
         if call.outer is None:
             # Nothing says when code outside calls ends.
             del call.passes[: 1 - UNFINISHED]
-        else:
-            call.begun.append(self)
-        if not call.unobserved and self.last > 0:
+        if self.last > 0:
             call.passes.append(started)
-        if not call.unobserved and started.grid is not None:
+        if started.grid is not None:
             # A recomputed first block finds the grid by its input.
             self.hand_on(started, x)
         return started
+
+    def following(self, place: int) -> AnyPass | None:
+        """Return the unobserved pass that the host's own code leads to a place, if one does."""
+        latest: Any = self.calls.value.running.latest
+        if latest is None or latest.owner is not self or latest.busy or latest.place >= place:
+            return None
+        latest.place = place
+        following: AnyPass = latest
+        return following
 
     def find(self, x: Tensor, place: int) -> AnyPass | None:
         """Return the pass that the input of a later module belongs to; None if no pass reached it.
@@ -201,20 +259,24 @@ class Passes(Generic[AnyPass]):
             RuntimeError: The input may belong to several passes, or is recomputed and was never seen.
         """
         found = None
-        if not torch.compiler.is_compiling():
-            address, version = _address(x)
-            match = self._by_address.get(address)
-            # A buffer may hold another batch by now.
-            if match is not None and match.version == version and match.found.shape == x.shape[:2]:
-                found = match.found
-            if torch._C._current_graph_task_id() != -1:
-                return self._find_recomputed(found)
         call = self.calls.value.running
+        if not torch.compiler.is_compiling():
+            look = _look(x)
+            match = self._by_address.get(look[0])
+            tensor = None if match is None or match.look != look else match.tensor()
+            # Memory may be given to another tensor while the first one lives.
+            if match is not None and tensor is not None and tensor.data_ptr() == match.address:
+                found = match.found
+            if torch._C._current_graph_task_id() != call.task:
+                return self._find_recomputed(found)
         if found is None:
+            call, _ = self.calls.value.current()
             found = self._only_unfinished(x, place, call)
             if found is None:
                 return None
-            self.hand_on(found, x)
+            if torch.compiler.is_compiling() or not x.is_inference():
+                # To be found again where it is recomputed. A buffer of inference mode may hold another batch later.
+                self.hand_on(found, x)
         found.place = place
         if place >= self.last and call.outer is None:
             call.passes = [other for other in call.passes if other is not found]
@@ -224,7 +286,8 @@ class Passes(Generic[AnyPass]):
         """Remember that a tensor between two modules belongs to a pass."""
         if torch.compiler.is_compiling():
             return
-        address, version = _address(y)
+        look = _look(y)
+        address = look[0]
         if not address:
             return
         remembered = self._by_address
@@ -236,7 +299,7 @@ class Passes(Generic[AnyPass]):
 
         # FSDP2 gives a block a view of the tensor that checkpointing keeps.
         kept = y if y._base is None else y._base
-        remembered[address] = _Remembered(weakref.ref(kept, forget), version, current)
+        remembered[address] = _Remembered(weakref.ref(kept, forget), kept.data_ptr(), look, current)
 
     def _only_unfinished(self, x: Tensor, place: int, call: StackCall) -> Any:
         """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""
@@ -280,12 +343,16 @@ class Passes(Generic[AnyPass]):
         )
 
 
-def _address(x: Tensor) -> tuple[int, int]:
-    """Return where a tensor's values lie, 0 if it has none of its own, and how often they were changed in place."""
+def _look(x: Tensor) -> tuple[int, ...]:
+    """Return what a tensor is told by: where its values lie, how often they were changed in place, and their layout.
+
+    The first number is 0 for a tensor without values of its own.
+    """
     if type(x) is not Tensor or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return 0, 0
+        return (0,)
     # Tensors of inference mode do not count changes.
-    return x.data_ptr(), 0 if x.is_inference() else x._version
+    version = 0 if x.is_inference() else x._version
+    return (x.data_ptr(), version, *x.shape[:2], *x.stride())
 
 
 class Decision(NamedTuple):
@@ -353,12 +420,9 @@ class Span(Passes[SpanPass]):
         if place == 0:
             found = self.begin(x)
         else:
-            latest = self.calls.value.running.latest
-            if isinstance(latest, SpanPass) and latest.unobserved and latest.owner is self and not latest.busy:
-                # The host's own code: this block follows the one before.
-                found = latest
-                found.place = place
-            else:
+            # Nothing is remembered of tensors that only the host's own code sees.
+            found = None if self.calls.value.running.latest is None else self.following(place)
+            if found is None:
                 found = self.find(x, place)
                 if found is not None and not torch.compiler.is_compiling() and found.shape != x.shape[:2]:
                     self._refuse_shape(x, found)

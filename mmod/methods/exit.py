@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple, cast
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Pass, Passes, Records, convert, host_class, recomputing
 from mmod.blocks.routed import ConvertedBlock
+from mmod.blocks.span import StackCall
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import exporting
@@ -141,6 +142,14 @@ class _ExitState(NamedTuple):
     records: Records
 
 
+class ExitCall(StackCall):
+    """A call of an early-exit model, with the pass of its images once a block has begun it."""
+
+    def __init__(self, outer: StackCall) -> None:
+        super().__init__(outer)
+        self.leaving: Leaving | None = None
+
+
 class ExitBlock(Deciding, ConvertedBlock):
     """Mixin of a timm block with an exit, or after one."""
 
@@ -184,13 +193,13 @@ class ExitBlock(Deciding, ConvertedBlock):
         """Return the pass that a block's input belongs to; outside a call of the model, one in which none exits."""
         state = self.mod_state
         call = state.passes.calls.value.running
-        if call.outer is None:
+        if not isinstance(call, ExitCall):
             leaving = Leaving()
             leaving.total = x.shape[0]
             return leaving
         found = state.passes.find(x, state.place) if state.place else None
         if found is None:
-            if call.begun:
+            if call.leaving is not None:
                 raise RuntimeError(
                     "the blocks of an early-exit model got a second batch while the model ran on a first one, as from "
                     "a hook: call the model itself on the second batch, which keeps their images apart"
@@ -198,6 +207,7 @@ class ExitBlock(Deciding, ConvertedBlock):
             found = state.passes.begin(x)
             found.total = x.shape[0]
             found.exits = True
+            call.leaving = found
         if x.shape[0] != found.shape[0]:
             raise RuntimeError(
                 f"a block of an early-exit model got {x.shape[0]} images, and {found.shape[0]} remain after the block "
@@ -256,13 +266,13 @@ class ExitModel(nn.Module):
         if exporting():
             raise ValueError("early exit cannot be exported: the number of remaining images depends on the data")
         calls = self.mod_state.calls.value
-        calls.begin(unobserved=False)
-        call = calls.running
+        call = ExitCall(calls.running)
+        calls.begin(call)
         try:
             last: Tensor = super().forward(x, *args, **kwargs)
         finally:
             calls.end()
-        leaving = cast("Leaving | None", call.latest)
+        leaving = call.leaving
         if leaving is None or leaving.index_B is None:
             return last
         places, logits = zip(*leaving.answers, (leaving.index_B, last))

@@ -5,9 +5,11 @@ Axes: B images, H heads, N tokens, K tokens after a reduction, D channels, E cha
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -95,11 +97,17 @@ class ReducedCall(StackCall):
 
     Args:
         is_reduced_for_head: The head reads the remaining tokens, so no block restores the grid.
+
+    Attributes:
+        began: The host's code has run a block.
     """
 
-    def __init__(self, outer: StackCall, unobserved: bool, is_reduced_for_head: bool) -> None:
-        super().__init__(outer, unobserved)
+    def __init__(
+        self, outer: StackCall, unobserved: bool, host: str, frame: FrameType | None, is_reduced_for_head: bool
+    ) -> None:
+        super().__init__(outer, unobserved, host, frame)
         self.is_reduced_for_head = is_reduced_for_head
+        self.began = False
 
 
 class Passage(Pass):
@@ -109,8 +117,8 @@ class Passage(Pass):
         is_reduced_for_head: See `ReducedCall`.
         tokens: Number of tokens of the full grid.
         slot_BN: Slot of each token of the grid, -1 for a dropped one; None if no block has to restore the grid.
-        grid_BND: The full grid, where dropped tokens have their last state; None if none was dropped.
         y_BKD: The remaining tokens after the previous block.
+        grid_BND: The full grid with the last states of dropped tokens, where blocks pass on the remaining ones alone.
     """
 
     def __init__(self) -> None:
@@ -121,47 +129,48 @@ class Passage(Pass):
         self.place_BN: Tensor | None = None
         self.size_BN: Tensor | None = None
         self.slot_BN: Tensor | None = None
-        self.grid_BND: Tensor | None = None
         self.y_BKD: Tensor | None = None
+        self.grid_BND: Tensor | None = None
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the remaining tokens of a block's input."""
         if self.unobserved or self.slot_BN is None:
             return x
-        if x.shape[1] != self.tokens:
-            raise ValueError(
-                f"a block of a pruned or merged model got {x.shape[1]} tokens, and the first block {self.tokens}: "
-                "tokens cannot be added or removed between the blocks"
-            )
+        for what, number, first in zip(("images", "tokens"), x.shape, self.shape):
+            if number != first:
+                raise ValueError(
+                    f"a block of a pruned or merged model got {number} {what}, and the first block {first}: {what} "
+                    "cannot be added or removed between the blocks"
+                )
         assert self.place_BN is not None
         z_BKD = gather_rows(x, self.place_BN)
         if self.drops:
             assert self.y_BKD is not None
-            self.grid_BND = x
             # A fused token has no place in the grid.
             stands_BK = torch.zeros_like(self.place_BN, dtype=torch.bool)
             stands_BK = F.pad(stands_BK, (1, 0)).scatter(1, self.slot_BN + 1, True)[:, 1:]
             z_BKD = torch.where(stands_BK.unsqueeze(-1), z_BKD, self.y_BKD)
         return z_BKD
 
-    def leave(self, y_BKD: Tensor) -> Tensor:
-        """Return the full grid after a block."""
+    def leave(self, y_BKD: Tensor, grid_BND: Tensor) -> Tensor:
+        """Return the full grid after a block, from the grid in which dropped tokens have their last state."""
         if self.slot_BN is None:
             return y_BKD
         self.y_BKD = y_BKD
-        return _spread(y_BKD, self.slot_BN, self.grid_BND if self.drops else None)
+        return _spread(y_BKD, self.slot_BN, grid_BND if self.drops else None)
 
-    def add(self, restore: Restore) -> None:
-        """Note what is needed to restore the grid after a reduction."""
+    def add(self, restore: Restore, grid_BND: Tensor) -> Tensor:
+        """Note what is needed to restore the grid after a reduction; return the grid with the tokens dropped now."""
         if self.unobserved and self.is_reduced_for_head:
-            return
+            return grid_BND
         if restore.drops:
-            self.grid_BND = self.leave(restore.x_BND)
+            grid_BND = self.leave(restore.x_BND, grid_BND)
             self.drops = True
         slot_BN = restore.find_slots()
         if self.slot_BN is not None:
             slot_BN = torch.where(self.slot_BN >= 0, slot_BN.gather(1, self.slot_BN.clamp(min=0)), -1)
         self.slot_BN = slot_BN
+        return grid_BND
 
 
 class _ReducedState(NamedTuple):
@@ -200,13 +209,19 @@ class ReducedBlock(Deciding, ConvertedBlock):
         passage = self._passage(x)
         z = passage.enter(x)
         arguments = self._narrowed(state.call.bind(args, kwargs), passage)
-        y = self.run_host(z, **arguments) if state.reduction is None else self._reduce(z, arguments, passage)
+        grid_BND = x if passage.grid_BND is None else passage.grid_BND
+        if state.reduction is None:
+            y = self.run_host(z, **arguments)
+        else:
+            y, grid_BND = self._reduce(z, arguments, passage, grid_BND)
+            if passage.unobserved and passage.drops:
+                passage.grid_BND = grid_BND
         passage.busy = False
         is_last = state.place == state.passes.last
         is_reduced = passage.is_reduced_for_head if is_last else passage.unobserved
         if is_reduced:
             return y
-        y = passage.leave(y)
+        y = passage.leave(y, grid_BND)
         if not is_last and not passage.unobserved:
             state.passes.hand_on(passage, y)
         return y
@@ -214,20 +229,19 @@ class ReducedBlock(Deciding, ConvertedBlock):
     def _passage(self, x: Tensor) -> Passage:
         """Return what the blocks share in this pass; the first block begins it, or one that is called directly."""
         state = self.mod_state
-        call = state.passes.calls.value.running
+        passes = state.passes
         passage = None
         if state.place:
-            latest = call.latest
-            if isinstance(latest, Passage) and latest.unobserved and not latest.busy:
-                # The host's own code: this block follows the one before.
-                passage = latest
-                passage.place = state.place
-            else:
-                passage = state.passes.find(x, state.place)
+            passage = passes.following(state.place)
+            if passage is None:
+                passage = passes.find(x, state.place)
         if passage is None:
-            passage = state.passes.begin(x)
-            passage.is_reduced_for_head = isinstance(call, ReducedCall) and call.is_reduced_for_head
+            passage = passes.begin(x)
             passage.tokens = x.shape[1]
+            call = passes.calls.value.running
+            if isinstance(call, ReducedCall) and passage.by_host:
+                passage.is_reduced_for_head = call.is_reduced_for_head
+                call.began = True
         passage.busy = True
         return passage
 
@@ -243,9 +257,15 @@ class ReducedBlock(Deciding, ConvertedBlock):
             arguments["attn_mask"] = passage.size_BN.log()[:, None, None, :]
         return arguments
 
-    def _reduce(self, x: Tensor, arguments: Mapping[str, Any], passage: Passage) -> Tensor:
+    def _reduce(
+        self, x: Tensor, arguments: Mapping[str, Any], passage: Passage, grid_BND: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the remaining tokens after the block, and the full grid in which the others have their last state."""
         state = self.mod_state
         assert state.reduction is not None
+        # A hook inside the attention may call the model again.
+        outer = state.outputs.value
+        state.outputs.value = NormOutputs()
         captured = capture_importance() if state.reads_importance(state.owner) else None
         with captured or nullcontext():
             x = attend(self, x, arguments)
@@ -253,14 +273,15 @@ class ReducedBlock(Deciding, ConvertedBlock):
         if place_BN is None and (not passage.unobserved or "rope" in arguments or self.record.traced):
             place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         inputs = _take_inputs(self, arguments, None if captured is None else captured.importance_BN)
+        state.outputs.value = outer
         reduced = state.reduction(Grid(x, place_BN, passage.size_BN), inputs, state.prefix)
         if reduced is not None:
             (x, passage.place_BN, passage.size_BN), restore = reduced
-            passage.add(restore)
+            grid_BND = passage.add(restore, grid_BND)
         if self.record.traced:
             # Without a reduction every token is at its place.
             self._trace(place_BN if reduced is None else passage.place_BN, passage)
-        return feed(self, x)
+        return feed(self, x), grid_BND
 
     def _trace(self, place_BN: Tensor | None, passage: Passage) -> None:
         """Record the remaining input tokens and their group sizes."""
@@ -296,7 +317,9 @@ class ReductionHook(SpanHook):
         # A hook on a block sees the grid; what is pooled does not depend on it.
         known = self._runs(module) if reads == "patches" else unobserved and not _is_watched(module, "norm")
         calls = self.calls.value
-        calls.running = ReducedCall(calls.running, unobserved, known and reads in self.heads)
+        outer, _ = calls.current()
+        frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+        calls.begin(ReducedCall(outer, unobserved, self.host, frame, known and reads in self.heads))
 
 
 def _is_watched(module: nn.Module, name: str) -> bool:
@@ -348,8 +371,8 @@ def reduce_(
 
 def pools_remaining(calls: PerThread[StackCalls]) -> bool:
     """Return whether a call of the model runs, in which the head gets the remaining tokens."""
-    call = calls.value.running
-    return isinstance(call, ReducedCall) and call.is_reduced_for_head and call.latest is not None
+    call, _ = calls.value.current()
+    return isinstance(call, ReducedCall) and call.is_reduced_for_head and call.began
 
 
 def head_reads(model: nn.Module) -> str:

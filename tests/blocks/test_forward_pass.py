@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import mmod
 from mmod import RoutingConfig
 from mmod.blocks import Pass, Passes, StackCalls
+from mmod.blocks.span import StackCall
 from mmod.threads import PerThread
 from tests.threads import assert_right_in_threads
 from tests.zoo import make_images, make_model
@@ -91,7 +92,7 @@ class TestThreads:
 
 def test_copies_and_pickles_know_no_running_call() -> None:
     calls = PerThread(StackCalls)
-    calls.value.begin(unobserved=False)
+    calls.value.begin(StackCall(calls.value.running))
     for other in (copy.deepcopy(calls), pickle.loads(pickle.dumps(calls))):
         assert other.value.running.outer is None
     assert calls.value.running.outer is not None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import mmod
 from mmod import RoutingConfig
@@ -186,3 +187,109 @@ def test_images_that_leave_between_blocks_are_refused(config: str) -> None:
         ValueError, match=r"got \(images, tokens\) = \(2, 17\), and the pass that it continues has \(3, 17\)"
     ):
         run(list(model.blocks)[4:], x[:2])
+
+
+WAYS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "route": lambda model: mmod.route_(model, CONFIGS["attention"]),
+    "merge": lambda model: mmod.apply_(model, mmod.methods.Merge(r=2)),
+    "prune": lambda model: mmod.apply_(model, mmod.methods.Prune(keep=0.6, blocks=(1, 3))),
+}
+
+
+@pytest.mark.parametrize("place", ["patch_embed", "blocks.0.mlp", "blocks.2.mlp", "norm"])
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_an_interrupted_call_leaves_nothing_behind(way: str, place: str) -> None:
+    model = WAYS[way](make_model(NAME, depth=DEPTH))
+    images = make_images(NAME, 2)
+    fresh = copy.deepcopy(model)
+    expected = fresh.forward_features(images), fresh(images), alone(fresh, [images])[0]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.get_submodule(place).register_forward_pre_hook(interrupt)
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            model(images)
+    handle.remove()
+    actual = model.forward_features(images), model(images), alone(model, [images])[0]
+    for output, baseline in zip(actual, expected, strict=True):
+        assert torch.equal(output, baseline)
+    state = model.blocks[3].mod_state
+    owner = getattr(state, "span", None) or state.passes
+    assert owner.calls.value.running.outer is None
+
+
+@pytest.mark.parametrize("place", ["blocks.0", "blocks.0.mlp", "blocks.3.mlp", "blocks.3.norm1", "blocks.4.attn"])
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_hooks_that_run_the_blocks_get_all_tokens_and_disturb_nothing(way: str, place: str) -> None:
+    model = WAYS[way](make_model(NAME, depth=DEPTH))
+    images, others = make_images(NAME, 2), make_images(NAME, 2, seed=5)
+    fresh = copy.deepcopy(model)
+    expected = fresh(images)
+    inside = alone(fresh, [others])[0]
+    seen: list[Tensor] = []
+
+    def nest(*_: object) -> None:
+        if not seen:
+            seen.append(others)
+            seen.append(alone(model, [others])[0])
+
+    model.get_submodule(place).register_forward_hook(nest)
+    torch.testing.assert_close(model(images), expected)
+    torch.testing.assert_close(seen[1], inside)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@torch.no_grad()
+def test_passes_outside_calls_are_not_kept(way: str) -> None:
+    model = WAYS[way](make_model(NAME, depth=DEPTH))
+    for seed in range(4):
+        alone(model, [make_images(NAME, 2, seed=seed)])
+        model.forward_intermediates(make_images(NAME, 2, seed=seed), indices=[2], stop_early=True)
+    state = model.blocks[3].mod_state
+    owner = getattr(state, "span", None) or state.passes
+    assert not owner._by_address
+
+
+@pytest.mark.parametrize("way", ["merge", "prune"])
+@torch.no_grad()
+def test_pruned_and_merged_batches_in_stages_do_not_mix(way: str) -> None:
+    model = WAYS[way](make_model(NAME, depth=DEPTH))
+    batches = [make_images(NAME, 2, seed=seed) for seed in (1, 2, 3)]
+    expected = alone(model, batches)
+    for split in range(1, DEPTH):
+        for output, baseline in zip(in_stages(model, batches, split), expected, strict=True):
+            torch.testing.assert_close(output, baseline)
+    x = run(list(model.blocks)[:4], embed(model, batches[0]))
+    with pytest.raises(ValueError, match="got 1 images, and the first block 2: images cannot be added or removed"):
+        run(list(model.blocks)[4:], x[:1])
+
+
+@pytest.mark.parametrize("config", ["attention", "random", "redundancy"])
+@torch.inference_mode()
+def test_a_buffer_of_inference_mode_belongs_to_the_batch_that_it_holds(config: str) -> None:
+    model = make_routed(config)
+    blocks = list(model.blocks)
+    batches = [make_images(NAME, 2, seed=seed) for seed in (1, 2, 3)]
+    buffer = torch.empty_like(embed(model, batches[0]))
+    for images, baseline in zip(batches, alone(model, batches)):
+        buffer.copy_(run(blocks[:4], embed(model, images)))
+        torch.testing.assert_close(run(blocks[4:], buffer), baseline)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("config", ["attention", "random", "redundancy"])
+def test_a_model_that_is_recomputed_as_a_whole_may_have_hooks_that_copy(config: str, reentrant: bool) -> None:
+    model = make_routed(config).double().train()
+    for block in model.blocks:
+        block.register_forward_hook(lambda _, args, output: output.clone())
+    images = make_images(NAME, 2).double().requires_grad_()
+    gradients = []
+    for call in (model, lambda x: checkpoint(model, x, use_reentrant=reentrant)):
+        model.zero_grad()
+        call(images).square().sum().backward()
+        gradients.append([weight.grad.clone() for weight in model.parameters() if weight.grad is not None])
+    torch.testing.assert_close(*gradients)
