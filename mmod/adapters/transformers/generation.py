@@ -62,7 +62,8 @@ class Generations:
     def of(self, prompt: Prompt) -> Iterator[None]:
         """Context of a call of `generate`; that of a draft runs inside another."""
         running = self._tracker.running.slot(_Running)
-        before, running.prompt = running.prompt, prompt
+        before = running.prompt
+        running.prompt = prompt
         try:
             yield
         finally:

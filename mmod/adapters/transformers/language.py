@@ -160,7 +160,8 @@ class GroupHook(ModelHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add the groups of the tokens to the keywords passed to every layer."""
-        protected_BN, image_BN = kwargs.pop(PROTECTED, None), kwargs.pop(IMAGES, None)
+        protected_BN = kwargs.pop(PROTECTED, None)
+        image_BN = kwargs.pop(IMAGES, None)
         if image_BN is not None:
             self.check_marks()
         arguments = {**dict(zip(self.names, args)), **kwargs}

@@ -125,7 +125,8 @@ def _generate(
         options: Those of the host's `generate`, and `image_mask`: True at image tokens of the prompt (B, N).
     """
     image_BN = options.pop(IMAGES, None)
-    embeds_BND, ids_BN = options.get("inputs_embeds"), options.get("input_ids", inputs)
+    embeds_BND = options.get("inputs_embeds")
+    ids_BN = options.get("input_ids", inputs)
     given = [value for value in (embeds_BND, ids_BN) if isinstance(value, Tensor)]
     if image_BN is not None:
         hook.check_marks()
@@ -228,7 +229,8 @@ Change = Callable[[Any, Methods], None]
 
 def take_description(config: Any, folder: str | Path) -> Methods:
     """Remove and return the methods from a config; the config of the dense model remains."""
-    described, file = getattr(config, KEY, None), f"{str(folder)!r}, config.json"
+    described = getattr(config, KEY, None)
+    file = f"{str(folder)!r}, config.json"
     if not isinstance(described, dict):
         raise ValueError(
             f"{str(folder)!r} has no routed model: its config.json has no key {KEY!r}. Load a dense model with "

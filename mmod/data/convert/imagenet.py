@@ -37,7 +37,8 @@ from mmod.values import Checked, check_distinct
 ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 """Official name of each split's archive."""
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-_TRUTH, _META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
+_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
+_META = "data/meta.mat"
 _SYNSET = re.compile(r"n\d{8}")
 _VAL_IMAGE = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 _TRAIN_IMAGE = re.compile(r"n\d{8}_\d+\.JPEG")
@@ -222,7 +223,8 @@ def _unpack(
 ) -> None:
     """Unpack the parts of a split that are missing, and show the split when it is complete."""
     output = Path(config.output)
-    done, hidden = _records(output, split), output / f".{split}.partial"
+    done = _records(output, split)
+    hidden = output / f".{split}.partial"
     done.mkdir(parents=True, exist_ok=True)
     target = output / split if (output / split).exists() else hidden
     with (

@@ -56,7 +56,8 @@ class ChatCollator:
     protected: Protected | None = None
 
     def __post_init__(self) -> None:
-        processor, name = self.processor, type(self.processor).__name__
+        processor = self.processor
+        name = type(self.processor).__name__
         if not getattr(getattr(processor, "tokenizer", None), "is_fast", False):
             raise ValueError(f"{name} has no fast tokenizer, which is needed to locate the answers")
         if not getattr(processor, "chat_template", None):

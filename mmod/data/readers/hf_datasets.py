@@ -179,7 +179,9 @@ class StreamedSource:
 
         # Files of other writers state no type, and hold the encoded bytes.
         self._dataset = dataset.select_columns(list(columns)).cast_column(columns[0], ImageFeature(decode=False))
-        self._source, self._columns, self._seed = source, columns, seed
+        self._source = source
+        self._columns = columns
+        self._seed = seed
         count = count_samples(dataset, source, columns[1])
         self._count = count if limit is None else min(count, limit)
         # A multiple of the processes, where there are as many files, so that no two read the same one.
@@ -219,7 +221,8 @@ class StreamedSource:
         following, samples = self._open.get((epoch, lane), (place + 1, iter(())))
         if following > place:
             self._open = {key: state for key, state in self._open.items() if key[0] == epoch}
-            following, samples = 0, self._samples(epoch, lane)
+            following = 0
+            samples = self._samples(epoch, lane)
         sample = next(islice(samples, place - following, None))
         self._open[epoch, lane] = place + 1, samples
         return sample

@@ -30,9 +30,11 @@ from mmod.io.progress import progress_bar
 _VERSION = 1
 # Sides of images in pixels (width, height) that tell whether a processor makes equally many tokens of all.
 _SIZES = ((64, 64), (333, 1000), (1000, 333), (800, 800), (37, 91))
-_BATCH, _THREADS = 512, 16
+_BATCH = 512
+_THREADS = 16
 # Conversations that tell how much a template adds to a message, and tokens that a tokenizer may add to a text.
-_SAMPLED, _AROUND = 64, 16
+_SAMPLED = 64
+_AROUND = 16
 _HEADER = 1 << 16
 # Checks of fewer conversations are as fast as to look for their result.
 _WORTH_KEEPING = 1000
@@ -119,7 +121,8 @@ class _Check:
 
     def _is_short(self, row: Mapping[str, Any], counts: Sequence[int]) -> bool:
         """Return whether `max_length` certainly keeps all images and a token of the first answer."""
-        limit, messages = self.collator.max_length, row["messages"]
+        limit = self.collator.max_length
+        messages = row["messages"]
         if limit is None:
             return True
         needed = _needed(messages)

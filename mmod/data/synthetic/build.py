@@ -92,7 +92,8 @@ class SyntheticSet(Generic[Config]):
 
     def _write(self, folder: Path, config: Config, progress: bool) -> dict[str, dict[str, Any]]:
         shards: dict[str, dict[str, Any]] = {}
-        counts, size = getattr(config, config.counts), config.shard_size
+        counts = getattr(config, config.counts)
+        size = config.shard_size
         with progress_bar(desc="build", total=sum(counts.values()), unit=config.counts, shown=progress) as bar:
             for split in SPLITS:
                 scenes = enumerate(self.compose(config, split))
@@ -123,7 +124,8 @@ class SyntheticSet(Generic[Config]):
 
 def save_montage(path: str | Path, dataset: SyntheticSet[Any], config: Any) -> None:
     """Write a new PNG file with the first test images of a set, each followed by its label map if there is one."""
-    scale, gap = max(1, 96 // config.canvas), 4
+    scale = max(1, 96 // config.canvas)
+    gap = 4
     cell = config.canvas * scale + gap
     sheet = np.full((_ROWS * cell + gap, _COLUMNS * cell + gap), 255, np.uint8)
     samples = (dataset.encode("0", scene) for scene in dataset.compose(config, "test"))

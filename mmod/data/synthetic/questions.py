@@ -242,7 +242,8 @@ def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, st
     for question_type, question, answer in train:
         by_question[question][answer] += 1
         by_type[question_type][answer] += 1
-    right, asked = Counter[str](), Counter[str]()
+    right = Counter[str]()
+    asked = Counter[str]()
     for question_type, question, answer in test:
         known = by_question.get(question) or by_type[question_type]
         right[question_type] += bool(known) and known.most_common(1)[0][0] == answer

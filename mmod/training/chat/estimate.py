@@ -153,7 +153,8 @@ def count_patches(model: Any, batch: Mapping[str, Tensor]) -> int:
 
 
 def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], trainer: Mapping[str, Any]) -> int:
-    total, is_half = 0, bool(trainer.get("bf16") or trainer.get("fp16"))
+    total = 0
+    is_half = bool(trainer.get("bf16") or trainer.get("fp16"))
     for name, block in zip(stack.names, stack.blocks):
         width = sum(part.in_features + part.out_features for part in block.modules() if isinstance(part, nn.Linear))
         held = stack.dim * tokens + (0 if trainer.get("gradient_checkpointing") else kept.get(name, tokens) * width)

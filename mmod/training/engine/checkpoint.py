@@ -36,7 +36,8 @@ _AVERAGE = "ema.safetensors"
 _MOMENTS = "optimizer.safetensors"
 _TRAINING = "training.pt"
 # Weights that come with the package.
-_SHIPPED, _SHIPPED_FOLDER = "mmod:", Path(__file__).parents[2] / "data" / "weights"
+_SHIPPED = "mmod:"
+_SHIPPED_FOLDER = Path(__file__).parents[2] / "data" / "weights"
 _SUMS = "sha256.json"
 _SUMMED = (".safetensors", ".pt", ".pth", ".bin")
 
@@ -68,7 +69,8 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint)
     The first process writes what all have; of a state dict with shards each process writes its own. An existing
     checkpoint is not written again: the position determines the content.
     """
-    target, first = folder / f"step-{step:09d}-epoch-{epoch:05d}", process_rank() == 0
+    target = folder / f"step-{step:09d}-epoch-{epoch:05d}"
+    first = process_rank() == 0
     if any(gathered(target.exists())):
         return target
     kept = next(iter(list_checkpoints(folder)), None)

@@ -65,9 +65,13 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
     """
     from timm.utils.distributed import world_info_from_env
 
-    chosen, (local, rank, world), joined = choose_device(device), world_info_from_env(), dist.is_initialized()
+    chosen = choose_device(device)
+    local, rank, world = world_info_from_env()
+    joined = dist.is_initialized()
     if joined:
-        local, rank, world = dist.get_node_local_rank(0), dist.get_rank(), dist.get_world_size()
+        local = dist.get_node_local_rank(0)
+        rank = dist.get_rank()
+        world = dist.get_world_size()
     if joined or world > 1:
         chosen = torch.device(chosen.type, local) if chosen.type != "cpu" else chosen
     if chosen.type == "cuda":

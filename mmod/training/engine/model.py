@@ -13,7 +13,8 @@ from torch import Tensor, nn
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
     """Load a state dict strictly."""
     expected = model.state_dict()
-    missing, unknown = set(expected) - set(state), set(state) - set(expected)
+    missing = set(expected) - set(state)
+    unknown = set(state) - set(expected)
     if missing or unknown:
         raise ValueError(
             f"checkpoint {str(source)!r} does not fit the model: "

@@ -32,7 +32,9 @@ class Replicas:
     def __init__(
         self, model: nn.Module, average: nn.Module | None, process: Process, precision: str, *, compiled: bool
     ) -> None:
-        self.model, self.average, self.process = model, average, process
+        self.model = model
+        self.average = average
+        self.process = process
         # All models whose capacity a schedule changes.
         self.models = [model] if average is None else [model, average]
         if compiled:

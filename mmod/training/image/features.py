@@ -55,7 +55,8 @@ def extract(
     Args:
         folder: Folder of the features of this model, stream and kind: a file for every few batches.
     """
-    folder, device = Path(folder), next(model.parameters()).device
+    folder = Path(folder)
+    device = next(model.parameters()).device
     folder.mkdir(parents=True, exist_ok=True)
     read = feature_of(model, kind)
     chunks = -(-stream.steps_per_epoch // _CHUNK)

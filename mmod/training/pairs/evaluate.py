@@ -93,7 +93,8 @@ def evaluate(
         ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.
     """
     device = torch.device(device)
-    kept, parts = KeptShares(model, device), []
+    kept = KeptShares(model, device)
+    parts = []
     with evaluation_batches(model, stream, device, progress=progress) as batches:
         for _, (images, tokens) in batches:
             with autocast(device, precision), kept.watch():
@@ -116,7 +117,8 @@ def evaluate(
                 assert transform is not None
                 options: Any = {"stream": stream, "workers": workers, "bar": progress}
                 top1, top5 = classify_folder(model, tokenizer, transform, folder, **options)
-    first, second = rank_matches(images, texts, tokens), rank_matches(texts, images, tokens)
+    first = rank_matches(images, texts, tokens)
+    second = rank_matches(texts, images, tokens)
     return EvalResult(
         image_to_text_r1=share(first < 1),
         image_to_text_r5=share(first < 5),
@@ -169,7 +171,8 @@ def judge_pairs(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tenso
     image_BD, text_BD, scale = (output[name].float() for name in ("image_features", "text_features", "logit_scale"))
     captions = torch.unique(texts, dim=0, return_inverse=True)[1]
     same_BB = captions[:, None] == captions[None]
-    loss_B, right_B = torch.zeros(len(images), device=device), torch.zeros(len(images), device=device)
+    loss_B = torch.zeros(len(images), device=device)
+    right_B = torch.zeros(len(images), device=device)
     for queries, others in ((image_BD, text_BD), (text_BD, image_BD)):
         similarity_BB = scale * queries @ others.T
         matched_B = similarity_BB.masked_fill(~same_BB, -torch.inf).logsumexp(1)
