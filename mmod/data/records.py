@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -184,7 +185,7 @@ def image_names(record: Mapping[str, Any]) -> list[str]:
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
             raise ValueError(f"`{key}` must be a path or a list of paths, got {brief(value)}")
         named[key] = names
-    inside = [_part_name(part) for said in _turns(record) for part in _image_parts(said)]
+    inside = [_part_name(part) for part in chain.from_iterable(map(_image_parts, _turns(record)))]
     paths = [name for name in inside if name is not None]
     if paths and (named or len(paths) < len(inside)):
         raise ValueError("some images are named in their messages and others are not")

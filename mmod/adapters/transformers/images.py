@@ -114,7 +114,9 @@ class ImageTokens:
         grid = arguments.get(f"{name}_grid_thw")
         pixels = arguments.get(_PIXELS[name])
         if grid is not None:
-            sizes = [height * width // self.merged for time, height, width in grid.tolist() for _ in range(time)]
+            sizes: list[int] = []
+            for time, height, width in grid.tolist():
+                sizes += [height * width // self.merged] * time
             if sum(sizes) != tokens:
                 raise ValueError(f"{name}_grid_thw describes {sum(sizes)} tokens, the prompt has {tokens}")
             return sizes

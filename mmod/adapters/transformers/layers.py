@@ -103,9 +103,15 @@ class DecoderLayerCall(DecoderCall):
         return {**arguments, "attention_mask": None, "position_ids": None, "position_embeddings": embeddings}
 
     def attend_to_all(
-        self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
-        z_BKD: Tensor, routing: Routing, cached: list[tuple[Tensor, Tensor]] | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        z_BKD: Tensor,
+        routing: Routing,
+        cached: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> Any:
         """Return the host forward's output for kept tokens that attend to all tokens.
 
         With a list `cached`, its keys and values are used; if it is empty, the call runs all tokens and fills it.
@@ -173,9 +179,13 @@ class DecoderLayerCall(DecoderCall):
             )
 
     def begin_update(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None,
+        self,
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        routing: Routing | None,
+        packing: Packing | None = None,
         all_tokens: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Announce the tokens of the next update to the layer's cache, see `DecoderCall.begin_update`."""
         cache = self._cache(arguments)
         if cache is None:
@@ -230,9 +240,13 @@ class DecoderLayerCall(DecoderCall):
         return selected
 
     def _narrowed(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, cache: KeptTokens | None,
+        self,
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        routing: Routing | None,
+        cache: KeptTokens | None,
         all_keys: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         attention = self.config._attn_implementation
         flash = "flash" in attention
         if not flash and attention not in ("sdpa", "eager"):

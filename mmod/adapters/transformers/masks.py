@@ -20,9 +20,13 @@ from mmod.routing import Routing
 
 
 def mask_of_kept(
-    mask: Tensor | None, x_BND: Tensor, routing: Routing | None, cache: KeptTokens | None, flash: bool,
+    mask: Tensor | None,
+    x_BND: Tensor,
+    routing: Routing | None,
+    cache: KeptTokens | None,
+    flash: bool,
     all_keys: bool = False,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Return the mask between kept tokens and the keys that the layer's cache will hold.
 
     Args:

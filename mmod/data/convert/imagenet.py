@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -144,7 +144,7 @@ def _devkit_labels(path: Path) -> list[str]:
     from scipy.io import loadmat
 
     with _reading(path) as archive:
-        names = {name: member for member in archive for name in (_TRUTH, _META) if member.name.endswith(name)}
+        names = {name: member for member, name in product(archive, (_TRUTH, _META)) if member.name.endswith(name)}
         if len(names) < 2:
             raise ValueError(f"{str(path)!r} is no devkit of ILSVRC 2012: it lacks {_TRUTH} or {_META}")
         truth = archive.extractfile(names[_TRUTH]).read().split()  # type: ignore[union-attr]
@@ -300,9 +300,10 @@ def _write_report(output: Path) -> dict[str, Any]:
         if not records:
             continue
         images: Counter[str] = Counter()
+        dropped = []
         for record in records:
             images.update(record["images"])
-        dropped = [[split, *row] for record in records for row in record["dropped"]]
+            dropped += [[split, *row] for row in record["dropped"]]
         reasons = dict(Counter(reason for _, _, reason, _ in dropped).most_common())
         report[split] = {"classes": len(images), "images": images.total(), "dropped": reasons}
         rows += dropped

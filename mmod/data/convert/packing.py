@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -130,7 +130,7 @@ def pack_shards(
             write_atomically(folder / f"{number}{_STATS}", json.dumps({"samples": samples, "dropped": dropped}) + "\n")
     stats = {path.name.removesuffix(_STATS): read_json_object(path) for path in sorted(folder.glob(f"*{_STATS}"))}
     counts = {number: shard["samples"] for number, shard in stats.items()}
-    return counts, [row for shard in stats.values() for row in shard["dropped"]]
+    return counts, list(chain.from_iterable(shard["dropped"] for shard in stats.values()))
 
 
 def check_image(data: bytes, min_size: int, prefix: str = "") -> tuple[Image.Image, Image.Image]:

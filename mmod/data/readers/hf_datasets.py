@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -123,9 +123,8 @@ def _texts(source: str, column: str) -> frozenset[str]:
     options = {"columns": [column]} if source.startswith(f"{PREFIX}parquet:") else {}
     dataset = open_dataset(source, (column,), **options).select_columns([column])
     with _named_errors(source):
-        return frozenset(
-            text for batch in dataset.iter(_BUFFER) for text in batch[column] if text and isinstance(text, str)
-        )
+        texts = chain.from_iterable(batch[column] for batch in dataset.iter(_BUFFER))
+        return frozenset(text for text in texts if text and isinstance(text, str))
 
 
 def _first_value(dataset: Any, source: str, column: str) -> Any:
@@ -186,7 +185,9 @@ class StreamedSource:
         self._count = count if limit is None else min(count, limit)
         # A multiple of the processes, where there are as many files, so that no two read the same one.
         lanes = min(dataset.num_shards, _LANES * world)
-        self.lanes = 0 if seed is None else lanes if lanes < world else lanes // world * world
+        if lanes >= world:
+            lanes -= lanes % world
+        self.lanes = 0 if seed is None else lanes
         self._open: dict[tuple[int, int], tuple[int, Iterator[tuple[Any, Any]]]] = {}
 
     def __len__(self) -> int:

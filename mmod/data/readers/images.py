@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ EXTENSIONS = {
     "AVIF": ("avif",),
 }
 """Supported formats by Pillow's name, with their extensions in shards; the first one is written."""
-IMAGE_EXTENSIONS = tuple(extension for extensions in EXTENSIONS.values() for extension in extensions)
+IMAGE_EXTENSIONS = tuple(chain.from_iterable(EXTENSIONS.values()))
 MAX_BYTES = 1 << 28
 """Maximum size of a file or shard member in bytes: Pillow's pixel limit at 3 bytes per pixel."""
 

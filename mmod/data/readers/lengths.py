@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -248,7 +249,7 @@ class _Check:
         digest.update("\n".join(map(str, (*parts, self.collator.max_length))).encode())
         if self.chats.images.any() and self._constant is None:
             # Sizes count, so files that were exchanged are read again.
-            images = (image for place in places for image in self.chats.record(place)["images"])
+            images = chain.from_iterable(self.chats.record(place)["images"] for place in places)
             for name in sorted({image if isinstance(image, str) else image[0] for image in images}):
                 with contextlib.suppress(OSError):
                     stat = os.stat(name)

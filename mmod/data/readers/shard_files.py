@@ -58,7 +58,9 @@ class ShardFiles:
         copy = self._copies[number]
         if not self._is_local[number] and copy is not None and copy.exists():
             self._is_local[number] = True
-        return (str(copy) if copy is not None else self.urls[number]) if self._is_local[number] else None
+        if not self._is_local[number]:
+            return None
+        return self.urls[number] if copy is None else str(copy)
 
     def fetch(self, number: int, wait: bool = True) -> str:
         """Copy a remote shard unless there is a copy, and return the local path; one process of a node copies it."""

@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -128,8 +128,8 @@ def save_montage(path: str | Path, dataset: SyntheticSet[Any], config: Any) -> N
     gap = 4
     cell = config.canvas * scale + gap
     sheet = np.full((_ROWS * cell + gap, _COLUMNS * cell + gap), 255, np.uint8)
-    samples = (dataset.encode("0", scene) for scene in dataset.compose(config, "test"))
-    images = (sample[name] for sample in samples for name in sample if name.endswith("png"))
+    members = chain.from_iterable(dataset.encode("0", scene).items() for scene in dataset.compose(config, "test"))
+    images = (content for name, content in members if name.endswith("png"))
     for index, image in zip(range(_ROWS * _COLUMNS), images):
         top, left = gap + index // _COLUMNS * cell, gap + index % _COLUMNS * cell
         large = np.asarray(Image.open(io.BytesIO(image)).convert("L")).repeat(scale, axis=0).repeat(scale, axis=1)

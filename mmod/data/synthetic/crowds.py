@@ -17,7 +17,7 @@ from mmod.data.synthetic.handwriting import Box, DrawnConfig, Painter, encode_pn
 CLASSES = 11
 """Number of classes of a pixel: 0 is background, and digit d has class d + 1."""
 # Grey values of the classes in image viewers.
-_PALETTE = [grey for label in range(CLASSES) for grey in [25 * label] * 3]
+_PALETTE = [25 * (channel // 3) for channel in range(3 * CLASSES)]
 
 
 @dataclass(frozen=True)

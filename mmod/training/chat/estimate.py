@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import mean
 from typing import Any
 
@@ -98,7 +99,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
         _held_bytes(stack, patches if name == "vision" else tokens, kept, config.trainer)
         for name, stack in stacks.items()
         # Below the language model, a frozen tower has no backward pass.
-        if name == "language" or any(weight.requires_grad for block in stack.blocks for weight in block.parameters())
+        if name == "language" or _is_trained(stack)
     )
     return ChatEstimate(
         samples=len(train),
@@ -150,6 +151,12 @@ def count_patches(model: Any, batch: Mapping[str, Tensor]) -> int:
     side: Any = model.config.vision_config.patch_size
     down, across = (side, side) if isinstance(side, int) else side
     return math.prod(images) * (height // down) * (width // across)
+
+
+def _is_trained(stack: BlockStack) -> bool:
+    """Return whether training changes a weight of the stack's blocks."""
+    weights = chain.from_iterable(block.parameters() for block in stack.blocks)
+    return any(weight.requires_grad for weight in weights)
 
 
 def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], trainer: Mapping[str, Any]) -> int:

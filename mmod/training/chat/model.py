@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
     if config.routing is not None and is_routed(model):
         raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
     if config.routing is not None or config.methods:
-        parts = {*(config.routing or {}), *(part for method in config.methods for part in method.get("parts", ()))}
+        parts = set(config.routing or {}).union(*(method.get("parts", ()) for method in config.methods))
         depths = {name: len(find().blocks) for name, find in find_parts(model).items() if name in parts}
         for method in resolve_methods(config.methods, config.routing or {}, depths):
             method.apply_(model)
@@ -127,7 +128,8 @@ def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model's routers by name, shared ones once."""
     routers = [module.router for module in model.modules() if isinstance(module, RoutedBlock)]
     shared = [router.score.held for router in routers if isinstance(router.score, BorrowedScore)]
-    wanted = {id(parameter) for module in (*routers, *shared) for parameter in module.parameters()}
+    parameters = chain.from_iterable(module.parameters() for module in (*routers, *shared))
+    wanted = {id(parameter) for parameter in parameters}
     # peft keeps the originals of what it copies to train.
     return {
         name: parameter

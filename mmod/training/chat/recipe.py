@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -152,7 +153,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         chosen = [place * len(talks) // count for place in range(count)]
 
         def encoded(chats: list[ChatSample]) -> dict[str, Tensor]:
-            talks.report.add(fault for chat in chats for fault in chat.faults)
+            talks.report.add(chain.from_iterable(chat.faults for chat in chats))
             return {name: value.to(device) for name, value in collator(chats).items()}
 
         # An explicit generator: the loader would otherwise draw from the global one.

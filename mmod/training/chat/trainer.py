@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import shutil
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -229,7 +230,7 @@ class RoutedTrainer(Trainer):
 def _collate(collator: Callable[[Sequence[ChatSample]], dict[str, Any]], chats: Sequence[ChatSample]) -> dict[str, Any]:
     """Return a batch, with the faults of conversations that others replace if there are any."""
     batch = collator(chats)
-    faults = [fault for chat in chats for fault in chat.faults]
+    faults = list(chain.from_iterable(chat.faults for chat in chats))
     return {**batch, _FAULTS: faults} if faults else batch
 
 
@@ -263,7 +264,7 @@ def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
     The names in the models are no use: LLaVA names layers that it does not have.
     """
     if names is None:
-        layers = [block for stack in find_stacks(model).values() for block in stack.blocks]
+        layers = chain.from_iterable(stack.blocks for stack in find_stacks(model).values())
         return sorted({type(layer).__name__ for layer in layers})
     classes: set[str] = set()
     for name in names.split(","):

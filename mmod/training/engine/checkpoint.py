@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -125,7 +126,9 @@ def _sums(folder: Path, names: Sequence[str], together: bool) -> dict[str, str |
     """Return the checksum of each file, None if it is missing."""
     mine = names[process_rank() :: process_count()] if together else names
     sums = {name: sha256(folder / name) if (folder / name).is_file() else None for name in mine}
-    return {name: digest for part in gathered(sums) for name, digest in part.items()} if together else sums
+    if not together:
+        return sums
+    return dict(chain.from_iterable(part.items() for part in gathered(sums)))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -237,7 +240,8 @@ def find_weights(path: str | Path) -> Path:
         return path
     if path.is_dir():
         folders = [path, path / "model", *list_checkpoints(path / "checkpoints")[:1]]
-        for candidate in (folder / name for folder in folders for name in (_WEIGHTS, _CLIP_WEIGHTS)):
+        for folder, name in product(folders, (_WEIGHTS, _CLIP_WEIGHTS)):
+            candidate = folder / name
             if candidate.is_file():
                 return candidate
             if any(_shards(candidate).glob("shard-*.safetensors")):

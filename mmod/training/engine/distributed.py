@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -118,7 +119,7 @@ def gathered(value: Value) -> list[Value]:
 def together(report: CorruptReport) -> CorruptReport:
     """Return the faults that all processes met; collective over processes."""
     # Without duplicates: processes that read the same files meet the same faults.
-    faults = sorted({fault for part in gathered(list(report.faults)) for fault in part})
+    faults = sorted(set(chain.from_iterable(gathered(list(report.faults)))))
     return CorruptReport(report.on_corrupt, dict.fromkeys(faults))
 
 

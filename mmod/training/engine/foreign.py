@@ -110,7 +110,8 @@ _OBJECTS = (
     "_codecs.encode",
     "numpy.dtype",
     "numpy.ndarray",
-    *(f"numpy.{core}.multiarray.{name}" for core in _CORES for name in ("scalar", "_reconstruct")),
+    *(f"numpy.{core}.multiarray.scalar" for core in _CORES),
+    *(f"numpy.{core}.multiarray._reconstruct" for core in _CORES),
 )
 # Classes of dictionaries: Swin's config, and hyperparameters of Lightning.
 _DICTIONARIES = (

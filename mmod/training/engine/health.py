@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -119,7 +120,7 @@ def evaluated(step: int, data: str, kept: Mapping[str, float]) -> list[Row]:
 
 def named(rows: Sequence[Row]) -> dict[str, float]:
     """Return the figures of rows by their names in logs, `FIGURE/BLOCK`."""
-    return {f"{name}/{row['block']}": row[name] for name in FIGURES for row in rows if row[name] is not None}
+    return {f"{name}/{row['block']}": row[name] for name, row in product(FIGURES, rows) if row[name] is not None}
 
 
 def rows_of_logs(logs: Sequence[Mapping[str, Any]]) -> list[Row]:

@@ -88,4 +88,7 @@ def classifier_names(model: nn.Module) -> tuple[str, ...]:
 def some(names: Iterable[str]) -> str:
     """Return the number of keys of a state dict and the first few of them."""
     keys = sorted(names)
-    return f"{len(keys)} keys ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})" if keys else "no key"
+    if not keys:
+        return "no key"
+    others = ", ..." if len(keys) > 3 else ""
+    return f"{len(keys)} keys ({', '.join(keys[:3])}{others})"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,7 @@ class Shards(Replicas):
         for module in filter(None, (model, average)):
             # FSDP2 shards no scalars, such as CLIP's logit scale.
             ignored = {weight for weight in module.parameters() if not weight.ndim}
-            blocks = [block for stack in find_stacks(module).values() for block in stack.blocks]
-            for block in blocks:
+            for block in chain.from_iterable(stack.blocks for stack in find_stacks(module).values()):
                 if compiled and module is model:
                     block.compile()
                 fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)

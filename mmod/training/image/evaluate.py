@@ -44,9 +44,10 @@ class EvalResult(RoutedResult):
 
     def columns(self) -> dict[str, float]:
         """Return the figures by name, those at another capacity as `NAME@CAPACITY`."""
-        by_capacity = (self.capacities or {}).items()
-        at = {f"{name}@{capacity}": value for capacity, figures in by_capacity for name, value in figures.items()}
-        return super().columns() | at
+        columns = super().columns()
+        for capacity, figures in (self.capacities or {}).items():
+            columns |= {f"{name}@{capacity}": value for name, value in figures.items()}
+        return columns
 
     def accuracies(self) -> dict[str, float]:
         """Return the figures in percent."""

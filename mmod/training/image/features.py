@@ -115,6 +115,8 @@ def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor
         if kind == "head":
             return host.forward_head(tokens, pre_logits=True)
         patches = tokens[:, host.num_prefix_tokens :]
-        return tokens[:, 0] if kind == "class" else patches.mean(1) if kind == "mean" else patches
+        if kind == "class":
+            return tokens[:, 0]
+        return patches.mean(1) if kind == "mean" else patches
 
     return read

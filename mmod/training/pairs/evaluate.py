@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -184,7 +185,7 @@ def judge_pairs(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tenso
 def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Tensor) -> tuple[float, float]:
     """Return top-1 and top-5 accuracy in percent on the first digit of each scene, read from its caption."""
     names, templates = zero_shot_prompts()
-    prompts = tokenizer([template.format(name) for name in names for template in templates])
+    prompts = tokenizer([template.format(name) for name, template in product(names, templates)])
     places = {tuple(row): place // len(templates) for place, row in enumerate(prompts.tolist())}
     classes = [places.get(tuple(row)) for row in tokens.tolist()]
     if None in classes:
