@@ -147,7 +147,7 @@ def apply_again(model: nn.Module, methods: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return as JSON values what it takes to build the model again."""
+    """Return the JSON description from which `_build` makes the model again."""
     methods = methods_of(model)
     if not methods:
         raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")

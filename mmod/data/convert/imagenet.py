@@ -249,7 +249,7 @@ def _unpack(
 def _write_part(
     part: Part, folder: Path, config: ImageNetConversion, pool: ThreadPoolExecutor
 ) -> tuple[dict[str, int], list[list[str]]]:
-    """Write the images of a part into the folders of their classes; return their number by class, and what is none."""
+    """Write the images of a part into the folders of their classes; return counts by class, and the dropped members."""
     images: Counter[str] = Counter()
     dropped: list[list[str]] = []
 

@@ -149,7 +149,7 @@ class _Check:
 
     @cached_property
     def _has_rule(self) -> bool:
-        """Whether the processor's rule for the number of tokens agrees with what it does."""
+        """Whether the processor predicts its own number of image tokens correctly, for images of a few sizes."""
         rule = getattr(self.collator.processor, "_get_num_multimodal_tokens", None)
         return rule is not None and all(self._by_rule(size) == self._probe(size) for size in _SIZES)
 
@@ -222,7 +222,7 @@ class _Check:
             return str(error)
 
     def _reason(self, tokens: PlainTokens, counts: Sequence[int]) -> str | None:
-        """Return what is wrong with a conversation whose images have so many tokens each; None if nothing is."""
+        """Return the fault of a conversation, given the number of tokens of each image; None if it has none."""
         limit = self.collator.max_length
         if tokens.fault is not None or limit is None:
             return tokens.fault
@@ -305,7 +305,7 @@ def _size_in(data: bytes) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _locked(place: Path) -> Iterator[None]:
-    """Let one process of a node check, where a lock can be written; the others read what it keeps."""
+    """Let one process of a node check at a time; others then read its result. A read-only folder has no lock."""
     with locked(place, wait=True) if os.access(place.parent, os.W_OK) else contextlib.nullcontext():
         yield
 

@@ -124,7 +124,7 @@ class ShardSource:
 
     Args:
         pattern: See `expand_pattern`.
-        cache: Folder for copies of remote shards, and for the indices of shards, which else lie beside them.
+        cache: Folder for copies of remote shards and for indices; None writes each index beside its shard.
         target: The label member: `CLASS`, `CAPTION` or a `label_map`.
     """
 

@@ -271,7 +271,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _plain_errors(read: Path | None = None) -> Iterator[None]:
-    """Raise the error of a process in place of torch's, which is no `Exception`: what is read is damaged."""
+    """Raise the cause of torch's `CheckpointException`, which is no `Exception`; `read` is the state being read."""
     try:
         yield
     except CheckpointException as error:

@@ -124,4 +124,4 @@ STAND_INS: list[tuple[type, str]] = [
     *((Unread, name) for name in _OBJECTS),
     *((OrderedDict, name) for name in _DICTIONARIES),
 ]
-"""Classes and functions beside the weights that checkpoints of timm, DeiT and others hold, and what is made instead."""
+"""Replacements for the classes and functions that checkpoints of timm, DeiT and others pickle beside the weights."""
