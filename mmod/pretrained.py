@@ -280,7 +280,8 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_fits(state: dict[str, Tensor], model_state: dict[str, Tensor], folder: Path) -> None:
-    shapes, expected = ({name: tuple(value.shape) for name, value in values.items()} for values in (state, model_state))
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    expected = {name: tuple(value.shape) for name, value in model_state.items()}
     missing = sorted(set(expected) - set(shapes))
     unknown = sorted(set(shapes) - set(expected))
     if missing or unknown:

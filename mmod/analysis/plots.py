@@ -125,7 +125,8 @@ def _adjoin(name: str, following: str) -> bool:
 
 
 def _short(names: Sequence[str]) -> str:
-    first, last = (name.rpartition(".")[2] for name in (names[0], names[-1]))
+    first = names[0].rpartition(".")[2]
+    last = names[-1].rpartition(".")[2]
     if len(names) > 1:
         return f"blocks {first} to {last}"
     return f"block {first}" if "." in names[0] else names[0]

@@ -70,7 +70,8 @@ def image_stream(
     source: ImageSource
     classes: Classes | None
     if is_streamed(config.source):
-        own, train = (config.source.replace("{split}", name) for name in (split, config.train_split))
+        own = config.source.replace("{split}", split)
+        train = config.source.replace("{split}", config.train_split)
         source = StreamedSource(own, config.columns, limit, seed, world, ClassColumn(train, model))
         classes = source.classes
     else:

@@ -239,6 +239,7 @@ def _changed(
     trials: dict[str, _Trial] = {}
     refused: dict[str, str] = {}
     for candidate in candidates:
+        # With the weights in its memo, deepcopy copies the modules alone; all candidates share the weights.
         shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
         changed = copy.deepcopy(model, shared)
         try:

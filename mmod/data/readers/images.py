@@ -232,7 +232,8 @@ class MapSource:
     def __init__(self, root: str | Path, split: str, side: int, patch: int) -> None:
         self.side = side
         self.patch = patch
-        images, labels = (Path(root) / folder / split for folder in ("images", "labels"))
+        images = Path(root) / "images" / split
+        labels = Path(root) / "labels" / split
         for folder in (images, labels):
             if not folder.is_dir():
                 raise ValueError(

@@ -94,6 +94,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     language = prefill_flops(model, tokens - image_tokens, image_tokens, shares or None, protected)
     kept = {row.name: row.kept for row in language.blocks}
+    # The tolerance covers rounding: 0.29 * 100 is a little below 29.
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
     held = arguments.train_batch_size * sum(
         _held_bytes(stack, patches if name == "vision" else tokens, kept, config.trainer)

@@ -60,7 +60,8 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
 
     def fit(self, *, progress: bool = True) -> FitResult[EvalResult | None]:
         """Train, or read the result of a finished run; see `mmod.training.fit`."""
-        rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        rank = int(os.environ.get("RANK", 0))
+        world = int(os.environ.get("WORLD_SIZE", 1))
         return run_once(self.config, rank, world, partial(read_fit, kind=EvalResult), partial(self._train, progress))
 
     def _train(self, progress: bool, claim: Callable[[], object]) -> FitResult[EvalResult | None]:

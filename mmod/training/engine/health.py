@@ -212,6 +212,7 @@ def _spread(score_BN: Tensor, free_BN: Tensor, *, per_image: bool) -> tuple[floa
 
 
 def _same_places(keep_BN: Tensor, free_BN: Tensor) -> float | None:
+    """Return how often two images keep the same place: 0 as by chance, 1 always; None where places cannot differ."""
     keep_BF = only_free(keep_BN, free_BN)
     exists_BF = only_free(free_BN, free_BN)
     kept_F = keep_BF.sum(0).double()

@@ -87,7 +87,8 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
             arguments: dict[str, Any] = {"in_chans": self.config.data.channels}
             teacher = create_dense_model(ModelConfig(name=name, args=arguments, pretrained=True))
             check_input(teacher, self.config.data, pretrained=True)
-        classes, expected = (getattr(module, "num_classes", None) for module in (teacher, model))
+        classes = getattr(teacher, "num_classes", None)
+        expected = getattr(model, "num_classes", None)
         if classes != expected:
             raise ValueError(f"teacher {name!r} has {classes} classes and the model {expected}")
         return teacher
