@@ -50,6 +50,23 @@ from mmod.registry.transformers import auto_class as __getattr__
 '''
 
 
+class _HostGenerate:
+    """The host's `generate`; with routed layers, it also takes `image_mask`, see `GroupHook`.
+
+    It is no method, because a model that does not generate has no such attribute, and no property, because FSDP and
+    others replace `generate` on the model.
+    """
+
+    def __get__(self, model: Any, owner: type | None = None) -> Any:
+        if model is None:
+            return self
+        host_generate: Callable[..., Any] = super(DescribedModel, model).generate  # type: ignore[misc]
+        hooks = [hook for hook in model_hooks(model) if isinstance(hook, GroupHook)]
+        if not hooks:
+            return host_generate
+        return functools.update_wrapper(functools.partial(_generate, model, host_generate, hooks[0]), host_generate)
+
+
 class DescribedModel(StandingModule):
     """Mixin of a changed `PreTrainedModel`, and of such models inside it that contain changed modules.
 
@@ -86,15 +103,7 @@ class DescribedModel(StandingModule):
             "unlike a paged cache. Use generate, which takes padded batches"
         )
 
-    @property
-    def generate(self) -> Callable[..., Any]:
-        """The host's `generate`; with routed layers, it also takes `image_mask`, see `GroupHook`."""
-        # A property, because a model that does not generate has no such attribute.
-        host_generate: Callable[..., Any] = super().generate  # type: ignore[misc]
-        hooks = [hook for hook in model_hooks(self) if isinstance(hook, GroupHook)]
-        if not hooks:
-            return host_generate
-        return functools.update_wrapper(functools.partial(_generate, self, host_generate, hooks[0]), host_generate)
+    generate = _HostGenerate()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Save the model as its host does, with its methods in config.json."""
