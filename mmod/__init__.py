@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from mmod.lazy import lazy_names
 
-# The one list of this package's names, see lazy_names.
+# For type checkers; at run time, lazy_names imports the same names on first use.
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.analysis import Trace, audit, flops, prefill_flops, redundancy, to_all_tokens, trace
@@ -40,4 +40,40 @@ if TYPE_CHECKING:
     from mmod.registry.hub import push_to_hub
     from mmod.routing import Routing
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "mmod.analysis": ["Trace", "audit", "flops", "prefill_flops", "redundancy", "to_all_tokens", "trace"],
+        "mmod.config": [
+            "AuditConfig",
+            "Gate",
+            "LanguageRouting",
+            "Merged",
+            "Plan",
+            "RoutingConfig",
+            "Score",
+            "Threshold",
+            "register_loss",
+            "register_preset",
+            "register_score",
+            "score",
+        ],
+        "mmod.losses": ["auxiliary_loss"],
+        "mmod.methods.base": ["undo_"],
+        "mmod.methods.route": ["capacities", "is_routed", "routed_blocks", "routing_config"],
+        "mmod.model": ["apply_", "freeze_dense_", "route_", "set_capacity_", "unroute_"],
+        "mmod.planning": [
+            "Option",
+            "advise",
+            "attention_ranks",
+            "learn_capacity_",
+            "plan_divergence",
+            "preset",
+            "search_plan",
+            "settle_capacity_",
+        ],
+        "mmod.pretrained": ["load_pretrained", "save_pretrained"],
+        "mmod.registry.hub": ["push_to_hub"],
+        "mmod.routing": ["Routing"],
+    },
+)

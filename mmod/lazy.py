@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
-import ast
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 
-def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+def lazy_names(
+    package: str, names_in: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
     """Return `__getattr__`, `__dir__` and `__all__` of a package whose names are imported on first use.
 
-    The names are those that the package imports below `if TYPE_CHECKING:`, read from its source. `__getattr__` also
-    imports submodules.
+    `__getattr__` also imports submodules. Type checkers read the names below `if TYPE_CHECKING:` in the package.
+
+    Args:
+        package: Name of the package.
+        names_in: Public names by the module that defines them.
 
     Example:
-        >>> lazy_names("mmod.data")[2][:2]
-        ['AugmentConfig', 'BatchStream']
+        >>> lazy_names("mmod", {"mmod.config": ["score", "Gate"], "mmod.routing": ["Routing"]})[2]
+        ['Gate', 'Routing', 'score']
     """
     module = sys.modules[package]
-    spec = module.__spec__
-    assert spec is not None
-    source = spec.loader.get_source(package)  # type: ignore[union-attr]  # of files and of zip archives
-    blocks = [node for node in ast.parse(source).body if isinstance(node, ast.If)]
-    imports = [node for block in blocks for node in block.body if isinstance(node, ast.ImportFrom)]
-    home_of = {alias.name: str(node.module) for node in imports for alias in node.names}
+    home_of: dict[str, str] = {}
+    for home, names in names_in.items():
+        home_of |= dict.fromkeys(names, home)
 
     def get(name: str) -> Any:
         if name in home_of:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from mmod.adapters import adapted_model, find_parts
@@ -142,7 +143,7 @@ def freeze_dense_(model: Model) -> Model:
         ['blocks.1.router.score.weight', 'blocks.3.router.score.weight']
     """
     routers = [block.router for block in routed_blocks(model).values()]
-    learning = [parameter for router in routers for parameter in router.parameters()]
+    learning = list(chain.from_iterable(router.parameters() for router in routers))
     if not learning:
         raise ValueError(f"router {routers[0].config.router.name!r} has no parameters to train")
     model.requires_grad_(False)

@@ -147,7 +147,7 @@ def apply_again(model: nn.Module, methods: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return as JSON values what it takes to build the model again."""
+    """Return the JSON description from which `_build` makes the model again."""
     methods = methods_of(model)
     if not methods:
         raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
@@ -222,7 +222,8 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
     if shapes != {name: value.shape for name, value in state.items()}:
         raise ValueError(refusal)
     # The same weights may belong to another architecture than the caller says, or to a model that was changed since.
-    present, wanted = _settings(rebuilt), _settings(model)
+    present = _settings(rebuilt)
+    wanted = _settings(model)
     # Attributes of the user's own change nothing, unless they stand before one of the class.
     names = [name for name in wanted if name in present or _stands_before_its_class(model, name)]
     changed = [name for name in dict.fromkeys([*names, *present]) if wanted.get(name) != present.get(name)]
@@ -279,8 +280,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _check_fits(state: dict[str, Tensor], model_state: dict[str, Tensor], folder: Path) -> None:
-    shapes, expected = ({name: tuple(value.shape) for name, value in values.items()} for values in (state, model_state))
-    missing, unknown = sorted(set(expected) - set(shapes)), sorted(set(shapes) - set(expected))
+    shapes = {name: tuple(value.shape) for name, value in state.items()}
+    expected = {name: tuple(value.shape) for name, value in model_state.items()}
+    missing = sorted(set(expected) - set(shapes))
+    unknown = sorted(set(shapes) - set(expected))
     if missing or unknown:
         raise ValueError(f"the weights in {str(folder)!r} do not fit: missing {missing}, not known {unknown}")
     for name, shape in shapes.items():

@@ -201,7 +201,8 @@ class NamedArguments(BlockCall):
 
     def _narrow_queries(self, arguments: Mapping[str, Any], tokens: int, routing: Routing) -> dict[str, Any]:
         """Return the arguments for kept queries and all keys."""
-        narrowed, index_BK = dict(arguments), routing.kept.index_BK
+        narrowed = dict(arguments)
+        index_BK = routing.kept.index_BK
         if "rope" in narrowed:
             narrowed["rope"] = narrow_rope(narrowed["rope"], index_BK, self.rope_prefix)
         for name in ("attn_mask", "shared_rel_pos_bias"):

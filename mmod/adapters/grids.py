@@ -71,7 +71,8 @@ def watch_grid(model: nn.Module) -> Iterator[SeenGrid]:
         >>> seen.grid
         (8, 18)
     """
-    seen, stack = SeenGrid(), image_stack(model)
+    seen = SeenGrid()
+    stack = image_stack(model)
     with ExitStack() as hooks:
         if stack is not None and stack.grid is not None:
             hooks.enter_context(_watching(stack.grid, seen))

@@ -333,7 +333,7 @@ def _check_description(description: Mapping[str, Any]) -> None:
     config = description["config"]
     known = (open_clip.get_model_config(name) or {} for name in open_clip.list_models())
     texts = {config.get("text_cfg", {}).get("hf_model_name") for config in known} - {None}
-    check_keys("config", config, {name for model in MODELS for name in parameters(model)})
+    check_keys("config", config, set().union(*map(parameters, MODELS)))
     for tower, key in _TOWERS.items():
         fields = config.get(tower)
         if not isinstance(fields, Mapping):

@@ -137,7 +137,9 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
         )
     attentions = {name: module for name, module in block.named_modules() if hasattr(module, "fused_attn")}
     fused = bool(attentions) and all(module.fused_attn for module in attentions.values())
-    projections = [projection for name, module in attentions.items() for projection in _projections(name, module)]
+    projections: list[tuple[str, int]] = []
+    for name, module in attentions.items():
+        projections += _projections(name, module)
     name = "norm1" if isinstance(block, PRE_NORM) else "in_norm"
     norm = getattr(block, name, None)
     return NamedArguments(
@@ -231,7 +233,7 @@ def _arguments() -> frozenset[str]:
         resnet.ResNet,
     )
     fields = {field.name for field in dataclasses.fields(naflexvit.NaFlexVitCfg)}
-    return frozenset(fields | {name for model_class in classes for name in parameters(model_class)})
+    return frozenset(fields.union(*map(parameters, classes)))
 
 
 SAVING = Saving("timm", ("architecture", "arguments", "pretrained_cfg"), describe, _check_description, build)

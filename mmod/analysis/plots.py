@@ -55,7 +55,8 @@ def draw_routing_maps(
         >>> len(draw_routing_maps(images, decisions).axes)
         8
     """
-    maps, names = trace.maps(prefix, grid, image_BN).cpu(), list(trace)
+    maps = trace.maps(prefix, grid, image_BN).cpu()
+    names = list(trace)
     pictures = _pictures(images)
     if maps.shape[1] != len(images):
         raise ValueError(f"the trace holds decisions for {maps.shape[1]} images, got {len(images)} images")
@@ -67,7 +68,8 @@ def draw_routing_maps(
     for first, end in zip(firsts, [*firsts[1:], len(maps)]):
         titles.append(f"{_short(names[first:end])}\n{maps[first].float().mean():.0%} kept")
     rows, columns = len(pictures), len(titles)
-    side, shape = 1.35, pictures.shape[1:3]
+    side = 1.35
+    shape = pictures.shape[1:3]
     figure = new_figure(side * columns, side * rows * shape[0] / shape[1] + 0.45)
     axes = figure.subplots(rows, columns, squeeze=False)
     for row, picture in enumerate(pictures):
@@ -123,7 +125,8 @@ def _adjoin(name: str, following: str) -> bool:
 
 
 def _short(names: Sequence[str]) -> str:
-    first, last = (name.rpartition(".")[2] for name in (names[0], names[-1]))
+    first = names[0].rpartition(".")[2]
+    last = names[-1].rpartition(".")[2]
     if len(names) > 1:
         return f"blocks {first} to {last}"
     return f"block {first}" if "." in names[0] else names[0]
@@ -216,7 +219,8 @@ def _name_points(
 ) -> None:
     from matplotlib.transforms import Bbox
 
-    texts, marks = [], []
+    texts = []
+    marks = []
     for name in sorted(styles, key=lambda name: name != "dense"):
         points = sorted((row for row in rows if row["series"] == name), key=lambda row: row[key])
         places = axis.transData.transform([(row[key], row[score]) for row in points])

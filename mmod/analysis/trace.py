@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import SeenGrid, image_stack, watch_grid
-from mmod.blocks import Grid, deciding_modules
+from mmod.blocks import Deciding, Grid, deciding_modules
 from mmod.io.tables import markdown_table
 from mmod.methods.base import method_owners, methods_of
 from mmod.routing import Routing
@@ -50,7 +50,7 @@ class Trace(Mapping[str, Routing]):
     @property
     def names(self) -> list[str]:
         """The names of all places, in order, including those without a decision yet."""
-        return [_name(name, place) for name, module in self._modules.items() for place in module.places()]
+        return [_name(name, place) for name, _, place in self._places()]
 
     def start(self) -> None:
         """Record decisions in evaluation too, and forget earlier ones."""
@@ -82,10 +82,15 @@ class Trace(Mapping[str, Routing]):
             return self._closed
         return {
             _name(name, place): module.record.decisions[place].detach()
-            for name, module in self._modules.items()
-            for place in module.places()
+            for name, module, place in self._places()
             if place in module.record.decisions
         }
+
+    def _places(self) -> Iterator[tuple[str, Deciding, str]]:
+        """Yield the name of each deciding module, the module, and one of its places, in order."""
+        for name, module in self._modules.items():
+            for place in module.places():
+                yield name, module, place
 
     @property
     def grid(self) -> Grid:

@@ -47,7 +47,7 @@ class AuditOptions(AuditConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Audited:
-    """What the config of an audit has besides that of a training.
+    """The keys that an audit adds to a training config.
 
     Args:
         audit: Options of the audit. Its results go to the folder `audit` in `output`.
@@ -58,22 +58,22 @@ class Audited:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageAudit(Audited, image.TrainConfig):
-    """The keys of a training config, whose model, data and device say what is audited."""
+    """A training config, whose model and data are audited on its device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairsAudit(Audited, pairs.TrainConfig):
-    """The keys of a training config, whose model, data and device say what is audited."""
+    """A training config, whose model and data are audited on its device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatAudit(Audited, chat.TrainConfig):
-    """The keys of a training config, whose model, data and device say what is audited."""
+    """A training config, whose model and data are audited on its device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextAudit(Audited, text.TrainConfig):
-    """The keys of a training config, whose model, data and device say what is audited."""
+    """A training config, whose model and data are audited on its device."""
 
 
 AUDITS: dict[str, type[RunConfig]] = {"image": ImageAudit, "pairs": PairsAudit, "chat": ChatAudit, "text": TextAudit}

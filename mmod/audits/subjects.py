@@ -107,7 +107,7 @@ class Subject:
         return Batches(lambda: map(self.labelled, stream.batches(0)), stream.steps_per_epoch)
 
     def labelled(self, batch: Any) -> LabelledBatch:
-        """Return a batch with what is known of its samples and tokens."""
+        """Return a batch with the labels of its samples and tokens."""
         return LabelledBatch(batch)
 
     def data(self, changes: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from mmod.lazy import lazy_names
 
-# The one list of this package's names, see lazy_names.
+# For type checkers; at run time, lazy_names imports the same names on first use.
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.benchmarks.drafts import DraftConfig
@@ -18,4 +18,18 @@ if TYPE_CHECKING:
     from mmod.benchmarks.report import BenchmarkReport, benchmark
     from mmod.benchmarks.suite import Criterion, SuiteConfig, SuiteFailedError, benchmark_suite
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "mmod.benchmarks.drafts": ["DraftConfig"],
+        "mmod.benchmarks.generation": ["GenerationConfig"],
+        "mmod.benchmarks.models.benchmark": ["BenchmarkConfig"],
+        "mmod.benchmarks.models.paths": ["free_routing"],
+        "mmod.benchmarks.ops.benchmark": ["OpBenchmarkConfig"],
+        "mmod.benchmarks.ops.case": ["OpSize"],
+        "mmod.benchmarks.oracle": ["WrongOutputError", "check_dense", "check_reference"],
+        "mmod.benchmarks.program": ["ProgramConfig"],
+        "mmod.benchmarks.report": ["BenchmarkReport", "benchmark"],
+        "mmod.benchmarks.suite": ["Criterion", "SuiteConfig", "SuiteFailedError", "benchmark_suite"],
+    },
+)

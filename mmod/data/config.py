@@ -129,8 +129,8 @@ class DataConfig(StreamConfig, SourceConfig):
         in_memory: Decode all images once and keep them as uint8; None does so for embedded sets without augmentation.
         options: Further arguments of `timm.data.create_dataset`, such as `class_map`.
         classes: File with the names of the model's classes, in the order of its outputs: one in each line, or JSON. The
-            names of the data are matched to them. For weights whose run folder has no `classes.json`, which else names
-            the classes. None numbers the classes of the training data in order of their names.
+            names of the data are matched to them. Needed only for weights whose run folder has no
+            `classes.json`. None numbers the classes of the training data in order of their names.
         columns: Columns of images and classes of "hf-datasets:".
         label_patch: Side of a patch in pixels, for one class per patch: the most frequent class of its pixels in the
             label map (the member `.seg.png` of shards, or the map of "maps:SIDE"). Images are square, and maps have

@@ -35,7 +35,8 @@ from mmod.data.synthetic.scenes import SCENES
 
 _SETS: dict[str, SyntheticSet[Any]] = {"digits": DIGITS, "crowds": CROWDS}
 # Mean and standard deviation of the embedded sets' grey values; approximate, for all difficulties.
-_DIGITS_MEAN, _DIGITS_STD = 0.094, 0.22
+_DIGITS_MEAN = 0.094
+_DIGITS_STD = 0.22
 
 
 def image_stream(
@@ -61,14 +62,16 @@ def image_stream(
         >>> images.shape
         torch.Size([48, 1, 32, 32])
     """
-    report, training = CorruptReport(config.on_corrupt, limit=config.max_corrupt), seed is not None
+    report = CorruptReport(config.on_corrupt, limit=config.max_corrupt)
+    training = seed is not None
     split, limit = (config.train_split, config.train_limit) if training else (config.val_split, config.val_limit)
     if model is None and config.classes is not None:
         model = ModelClasses(read_classes(config.classes), config.classes)
     source: ImageSource
     classes: Classes | None
     if is_streamed(config.source):
-        own, train = (config.source.replace("{split}", name) for name in (split, config.train_split))
+        own = config.source.replace("{split}", split)
+        train = config.source.replace("{split}", config.train_split)
         source = StreamedSource(own, config.columns, limit, seed, world, ClassColumn(train, model))
         classes = source.classes
     else:
@@ -207,9 +210,12 @@ def pairs_stream(
         (torch.Size([16, 3, 48, 48]), torch.Size([16, 1]), 16)
     """
     shards = config.val if seed is None else config.train
-    report, cache, pattern = CorruptReport(config.on_corrupt, limit=config.max_corrupt), config.root, shards
+    report = CorruptReport(config.on_corrupt, limit=config.max_corrupt)
+    cache = config.root
+    pattern = shards
     if isinstance(pattern, str) and pattern.startswith("scenes:"):
-        pattern, cache = SCENES.locate(pattern, config.root), None
+        pattern = SCENES.locate(pattern, config.root)
+        cache = None
     source: ImageSource
     if is_streamed(pattern):
         source = StreamedSource(pattern, config.columns, seed=seed, world=world)

@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,7 +25,8 @@ MEDIA_EXTENSIONS = frozenset(
     ["mp4", "avi", "mov", "mkv", "webm", "m4v", "mpg", "mpeg", "flv", "wav", "mp3", "flac", "ogg", "opus", "m4a", "aac"]
 )
 """Extensions of shard members that hold media which no reader of conversations reads."""
-_IMAGES, _TURNS = ("image", "images"), ("conversations", "messages")
+_IMAGES = ("image", "images")
+_TURNS = ("conversations", "messages")
 _PART_NAMES = ("image", "path", "url")
 # Keys of records that hold media; `image_id` and the like describe an image.
 _SUFFIX = r"s?(_(path|file|url|name|base64|bytes)s?)?"
@@ -104,7 +106,8 @@ def _turns(record: Any) -> list[Any]:
 
 
 def _check_message(place: int, said: Any) -> Message:
-    name, content = None, None
+    name = None
+    content = None
     if isinstance(said, Mapping):
         is_llava = "from" in said
         name, content = (said.get("from"), said.get("value")) if is_llava else (said.get("role"), said.get("content"))
@@ -182,7 +185,7 @@ def image_names(record: Mapping[str, Any]) -> list[str]:
         if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
             raise ValueError(f"`{key}` must be a path or a list of paths, got {brief(value)}")
         named[key] = names
-    inside = [_part_name(part) for said in _turns(record) for part in _image_parts(said)]
+    inside = [_part_name(part) for part in chain.from_iterable(map(_image_parts, _turns(record)))]
     paths = [name for name in inside if name is not None]
     if paths and (named or len(paths) < len(inside)):
         raise ValueError("some images are named in their messages and others are not")
@@ -224,7 +227,8 @@ def read_records(path: Path) -> list[Any]:
 
 def _split(text: str) -> Iterator[str]:
     """Yield the text of each value of a JSON list."""
-    decoder, gap = json.JSONDecoder(), re.compile(r"[\s,]*")
+    decoder = json.JSONDecoder()
+    gap = re.compile(r"[\s,]*")
     end = text.index("[") + 1
     while text[start := gap.match(text, end).end()] != "]":  # type: ignore[union-attr]
         end = decoder.raw_decode(text, start)[1]

@@ -58,7 +58,8 @@ class ImageReader:
     def read(self, indices: np.ndarray, seeds: tuple[int, int] | None) -> Batch:
         """Read one batch, without seeds for a transform that draws nothing; see `BatchReader.read`."""
         faults: list[Fault] = []
-        images, labels = [], []
+        images = []
+        labels = []
         with _kept_random_state():
             for index in indices.tolist():
                 sample = self._read_one(index, faults)
@@ -90,7 +91,8 @@ class MemoryReader:
     """Holds the images of a batch in memory as uint8, and normalises them when they are read."""
 
     def __init__(self, samples: Batch, mean: Tensor, std: Tensor) -> None:
-        self.images, self.labels = samples.images, samples.labels
+        self.images = samples.images
+        self.labels = samples.labels
         self.scale = (1 / (255 * std))[:, None, None]
         self.shift = (-mean / std)[:, None, None]
 

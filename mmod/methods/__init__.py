@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from mmod.lazy import lazy_names
 
-# The one list of this package's names, see lazy_names.
+# For type checkers; at run time, lazy_names imports the same names on first use.
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.methods.base import METHODS, Method, methods_of, register_method, undo_
@@ -22,4 +22,18 @@ if TYPE_CHECKING:
     from mmod.methods.resize import Resize
     from mmod.methods.route import Route
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "mmod.methods.base": ["METHODS", "Method", "methods_of", "register_method", "undo_"],
+        "mmod.methods.channels": ["Channels"],
+        "mmod.methods.exit": ["Exit"],
+        "mmod.methods.experts": ["Experts"],
+        "mmod.methods.merge": ["Merge"],
+        "mmod.methods.prune": ["Prune"],
+        "mmod.methods.read": ["read_method"],
+        "mmod.methods.recursions": ["Recursions"],
+        "mmod.methods.resize": ["Resize"],
+        "mmod.methods.route": ["Route"],
+    },
+)

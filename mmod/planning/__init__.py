@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from mmod.lazy import lazy_names
 
-# The one list of this package's names, see lazy_names.
+# For type checkers; at run time, lazy_names imports the same names on first use.
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.planning.advice import Advice
@@ -17,4 +17,17 @@ if TYPE_CHECKING:
     from mmod.planning.search import plan_divergence, search_plan
     from mmod.planning.trials import advise
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "mmod.planning.advice": ["Advice"],
+        "mmod.planning.arank": ["LayerRanks", "attention_ranks"],
+        "mmod.planning.candidate": ["Candidate", "Recipe"],
+        "mmod.planning.learned": ["LearnedPlan", "learn_capacity_", "settle_capacity_"],
+        "mmod.planning.plan_search": ["Option", "PlanSearch"],
+        "mmod.planning.presets": ["preset"],
+        "mmod.planning.schedules": ["drop_once", "falling", "ratio_decay", "stage_drop"],
+        "mmod.planning.search": ["plan_divergence", "search_plan"],
+        "mmod.planning.trials": ["advise"],
+    },
+)

@@ -62,11 +62,11 @@ class Candidate:
 
     @property
     def is_routed(self) -> bool:
-        """Whether its blocks choose what they run on."""
+        """Whether blocks of the model select tokens."""
         return self.routing is not None or self.search is not None or (bool(self.methods) and self.from_scratch)
 
     def configure(self, dense: Any, tuned: Any) -> Any:
-        """Return its training config.
+        """Return the training config of the model.
 
         Args:
             dense: The dense model's config.

@@ -53,7 +53,7 @@ class Scores(ABC):
     """Scores of models, compared in pairs: by seed, or by sample.
 
     Attributes:
-        note: What the intervals are of, for a report; empty where it is said elsewhere.
+        note: The quantity that confidence intervals refer to, for a report; empty if another part of it says so.
     """
 
     note = ""

@@ -65,7 +65,8 @@ class LearnedCapacity(nn.Module):
         self.register_buffer("room", torch.tensor(budget - fixed))
         # Final capacities in hundredths; -1 while they are learned.
         self.register_buffer("chosen_L", torch.full((len(costs),), -1))
-        least, most = (sum(row[at] for row in costs) + fixed for at in (0, -1))
+        least = sum(row[0] for row in costs) + fixed
+        most = sum(row[-1] for row in costs) + fixed
         if not least < budget < most:
             raise ValueError(
                 f"budget must be in ({least:.4f}, {most:.4f}) of the dense model's cost, the range of these "
@@ -109,6 +110,7 @@ class LearnedCapacity(nn.Module):
         # Beyond 40 the sigmoid is 0 or 1 in float32, whatever the offset.
         low = -40 - offset_L.max()
         high = 40 - offset_L.min()
+        # 60 halvings of this range reach the precision of float64.
         for _ in range(60):
             middle = (low + high) / 2
             share_L = 1 / (1 + np.exp(-(offset_L + middle)))
@@ -223,7 +225,8 @@ class CapacityHook(ModelHook):
             lower = upper = self.chosen()
         else:
             places = [min(int(capacity * STEPS), STEPS - 1) for capacity in learned_L.tolist()]
-            lower, upper = ([Fraction(place + step, STEPS) for place in places] for step in (0, 1))
+            lower = [Fraction(place, STEPS) for place in places]
+            upper = [Fraction(place + 1, STEPS) for place in places]
         for at, router in enumerate(self.routers):
             partial = None
             if learned_L is not None:
@@ -254,9 +257,10 @@ class CapacityHook(ModelHook):
             return [HUNDREDTHS[index] for index in module.chosen_L.tolist()]
         offsets = module.offsets.tolist()
         if self._rounded is None or self._rounded[0] != offsets:
-            # Capacities below the grid are made too expensive to be chosen.
+            # The tolerance covers rounding: the budget is a share of a sum.
             room = float(module.room) + 1e-9
             minimum = module.grid[0]
+            # Capacities below the grid are made too expensive to be chosen.
             costs = [
                 [cost if capacity >= minimum else 2 * room for capacity, cost in zip(HUNDREDTHS, row)]
                 for row in self.costs()
@@ -275,10 +279,8 @@ class CapacityHook(ModelHook):
         """Return the cost of every hundredth by block, interpolated over the number of kept tokens."""
         table = []
         for router, tokens, row in zip(self.routers, self.tokens, self.module.costs_LG.tolist()):
-            counts, known = (
-                [kept_count(tokens, capacity, router.prefix) for capacity in capacities]
-                for capacities in (HUNDREDTHS, self.module.grid)
-            )
+            counts = [kept_count(tokens, capacity, router.prefix) for capacity in HUNDREDTHS]
+            known = [kept_count(tokens, capacity, router.prefix) for capacity in self.module.grid]
             table.append(np.interp(counts, known, row).tolist())
         return table
 

@@ -50,7 +50,10 @@ class Images:
         has_classes = part == ONLY and getattr(model, "num_classes", 0) > 0
         self.dense_NRF = self._outputs(model, 0, len(pixels))
         patches = self.dense_NRF.shape[1] > 1
-        self.measure = AGREEMENT if has_classes and not patches else f"cosine of {'patches' if patches else 'features'}"
+        if patches:
+            self.measure = "cosine of patches"
+        else:
+            self.measure = AGREEMENT if has_classes else "cosine of features"
         self.labels = labels if self.measure == AGREEMENT else None
         self.has_labels = self.labels is not None
         self.fingerprint = f"{float(self.dense_NRF.double().abs().mean()):.6e}"

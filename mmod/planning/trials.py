@@ -219,7 +219,7 @@ class _Trial:
         return float(self.scores.mean())
 
     def judge(self, samples: Samples, stop: int, journal: Journal) -> None:
-        """Judge the samples up to a number, or read from the journal what they gave."""
+        """Score the samples before `stop`, or read their scores from the journal."""
         if len(self.scores) >= stop:
             return
         key = {"recipe": self.candidate.name, "start": len(self.scores), "stop": stop}
@@ -239,6 +239,7 @@ def _changed(
     trials: dict[str, _Trial] = {}
     refused: dict[str, str] = {}
     for candidate in candidates:
+        # With the weights in its memo, deepcopy copies the modules alone; all candidates share the weights.
         shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
         changed = copy.deepcopy(model, shared)
         try:

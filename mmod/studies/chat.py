@@ -123,7 +123,7 @@ class ChatCosts(Costs[ChatStudyConfig]):
                 generate(model, recipe.collator, prompts, self.config.timed_tokens, exactly=True)
                 times.append(time.perf_counter() - started)
             count = len(prompts["input_ids"])
-            # The first token comes from reading the prompt.
+            # The first token comes from the prefill, which noise may make longer than the whole.
             seconds = max(median(times) - figures[name]["prefill_ms"] * count / 1e3, 1e-9)
             figures[name]["decode_per_s"] = count * max(1, self.config.timed_tokens - 1) / seconds
         return figures

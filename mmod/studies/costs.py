@@ -40,7 +40,7 @@ class Costs(ABC, Generic[AnyStudyConfig]):
 
     @abstractmethod
     def count(self, run: Run[Any], model: nn.Module, evaluation: Any) -> dict[str, float]:
-        """Count the costs of a finished model, and draw what it keeps."""
+        """Count the costs of a finished model, and draw the tokens it keeps."""
 
     def rivals(self, costs: ByModel, candidates: Mapping[str, Candidate]) -> dict[str, dict[str, list[str]]]:
         """Return the models that every model is compared with where they are as cheap, by a suffix of columns."""

@@ -121,7 +121,7 @@ class TimmReport(Report[TimmStudyConfig, TimmCosts]):
         return {"images": self.costs.caption}
 
     def text(self, scores: Scores, costs: ByModel) -> str:
-        """Describe the images, name a model for some speeds, and say what is not known; without times, compare all."""
+        """Describe the images, recommend a model for each speed, and state what was not tested."""
         note = [scores.note] if scores.note else []
         times = self.costs.known_times(costs, costs)
         chance = self.costs.chance

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Searched:
-    """What the config of a search has besides that of a training.
+    """The keys that a search adds to a training config.
 
     Args:
         plan: How it is searched. The plan goes to the folder `plan` in `output`.
@@ -34,22 +34,22 @@ class Searched:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageSearch(Searched, image.TrainConfig):
-    """The keys of a training config, whose model, data and device say what is searched."""
+    """A training config, whose model and data are searched on its device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PairsSearch(Searched, pairs.TrainConfig):
-    """The keys of a training config, whose model, data and device say what is searched."""
+    """A training config, whose model and data are searched on its device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatSearch(Searched, chat.TrainConfig):
-    """The keys of a training config, whose model, data and device say what is searched."""
+    """A training config, whose model and data are searched on its device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TextSearch(Searched, text.TrainConfig):
-    """The keys of a training config, whose model, data and device say what is searched."""
+    """A training config, whose model and data are searched on its device."""
 
 
 SEARCHES: dict[str, type[RunConfig]] = {

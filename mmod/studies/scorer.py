@@ -28,7 +28,7 @@ class Outcome(NamedTuple):
 
 @dataclass
 class Findings:
-    """What the finished runs of a study have shown, by the name of the model."""
+    """Results of the finished runs of a study, by the name of the model."""
 
     figures: dict[str, dict[int, dict[str, float]]]  # By seed.
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Findings:
 
 
 class Scorer(Generic[AnyStudyConfig]):
-    """Scores models by what their recipe evaluates.
+    """Scores models by one figure of their evaluation.
 
     Args:
         score: The figure of an evaluation, in percent, by which models are compared.

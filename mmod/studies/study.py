@@ -98,7 +98,7 @@ class Study:
         return self._write(candidates, findings, runner)
 
     def plan(self) -> tuple[list[Candidate], list[Run[Any]]]:
-        """Return what is compared, and the runs in the order they must be done."""
+        """Return the compared models, and the runs in the order they must be done."""
         config = self.config
         recipe = self.scorer.recipe
         dense = self.run_config.from_dict(config.dense_fields)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from mmod.lazy import lazy_names
 
-# The one list of this package's names, see lazy_names.
+# For type checkers; at run time, lazy_names imports the same names on first use.
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.training.engine.config import EmaConfig, OptimConfig, ScheduleConfig
@@ -39,4 +39,24 @@ if TYPE_CHECKING:
     from mmod.training.image.task import ClassificationTask
     from mmod.training.kinds import fit
 
-__getattr__, __dir__, __all__ = lazy_names(__name__)
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "mmod.training.engine.config": ["EmaConfig", "OptimConfig", "ScheduleConfig"],
+        "mmod.training.engine.run_folder": ["FitResult"],
+        "mmod.training.image.config": [
+            "CapacityScheduleConfig",
+            "DistillConfig",
+            "ElasticConfig",
+            "InTrainingConfig",
+            "LearnCapacityConfig",
+            "LossConfig",
+            "MixupConfig",
+            "ModelConfig",
+            "TrainConfig",
+        ],
+        "mmod.training.image.evaluate": ["EvalResult", "evaluate"],
+        "mmod.training.image.task": ["ClassificationTask"],
+        "mmod.training.kinds": ["fit"],
+    },
+)

@@ -388,3 +388,14 @@ def test_flash_attention_slides_over_tokens_that_all_run(flash_like: str) -> Non
     cache = cache_of(model(input_ids=words))
     model.model.language_model.config._attn_implementation = flash_like
     assert cache_of(model(input_ids=words[:, :1], **{CACHE: cache})).get_seq_length() == 13
+
+
+def test_a_wrapper_may_replace_generate_on_the_model() -> None:
+    """FSDP wraps `generate` of a model this way, with the attribute that it finds."""
+    model, batch = routed("llava", IMAGES_ONLY["linear"]), prompt("llava", (1,))
+    ids = generate(model, batch)
+    host_generate = model.generate
+    model.generate = lambda *args, **options: host_generate(*args, **options).flip(1)
+    assert torch.equal(generate(model, batch), ids.flip(1))
+    del model.generate
+    assert torch.equal(generate(model, batch), ids)

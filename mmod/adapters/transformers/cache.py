@@ -53,7 +53,8 @@ class RoutedLayer(KeptTokens, DynamicLayer):
     def adopt(self, filled: Any) -> None:
         """Start with the cache of a dense layer, whose tokens all count as kept."""
         self.lazy_initialization(filled.keys, filled.values)
-        self.keys, self.values = filled.keys, filled.values
+        self.keys = filled.keys
+        self.values = filled.values
         self.length = self.kept_B1 = filled.get_seq_length()
         self.implicit = filled.keys.shape[2]
 
@@ -131,9 +132,11 @@ class RoutedLayer(KeptTokens, DynamicLayer):
 
     def _select_slots(self, slots: slice) -> None:
         if self.position_BL is not None and self.valid_BL is not None:
-            self.position_BL, self.valid_BL = self.position_BL[:, slots], self.valid_BL[:, slots]
+            self.position_BL = self.position_BL[:, slots]
+            self.valid_BL = self.valid_BL[:, slots]
         if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[:, :, slots], self.values[:, :, slots]
+            self.keys = self.keys[:, :, slots]
+            self.values = self.values[:, :, slots]
 
     def get_seq_length(self) -> int:
         """Return the logical length."""

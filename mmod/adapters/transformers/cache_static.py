@@ -70,7 +70,8 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
 
     def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return positions and validity of the keys that `update` will return, see `KeptTokens`."""
-        position_BL, slots = _marked(position_BK, valid_BK), position_BK.shape[1]
+        position_BL = _marked(position_BK, valid_BK)
+        slots = position_BK.shape[1]
         if self.position_BS is not None and self._displaces(slots):
             position_BL = torch.cat([self.position_BS, position_BL], dim=1)
         elif self.position_BS is not None:
@@ -84,7 +85,8 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         """
         if self._announced is None:
             raise RuntimeError("a routed layer's cache got tokens that were not announced")
-        (position_BK, valid_BK, tokens), self._announced = self._announced, None
+        position_BK, valid_BK, tokens = self._announced
+        self._announced = None
         attended = None
         if self.position_BS is None:
             attended = key_states, value_states
@@ -97,7 +99,8 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         order_BK = self._newest(position_BK, valid_BK)
         if order_BK is not None:
             position_BK = position_BK.gather(1, order_BK)
-            key_states, value_states = _ordered(key_states, order_BK), _ordered(value_states, order_BK)
+            key_states = _ordered(key_states, order_BK)
+            value_states = _ordered(value_states, order_BK)
         self._write(position_BK, key_states, value_states)
         return (self.keys, self.values) if attended is None else attended
 
@@ -108,7 +111,8 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
             shape = position_BK.shape[0], self._slots(position_BK.shape[1], tokens)
             self.position_BS = torch.full(shape, EMPTY, device=device)
             self.kept_B1 = torch.zeros(position_BK.shape[0], 1, dtype=torch.long, device=device)
-            self.cumulative_length, self._written = self.cumulative_length.to(device), self._written.to(device)
+            self.cumulative_length = self.cumulative_length.to(device)
+            self._written = self._written.to(device)
             _mark_static(self.position_BS, self.kept_B1, self.cumulative_length, self._written)
         assert isinstance(self.kept_B1, Tensor)
         self.kept_B1.add_((position_BK != EMPTY).sum(1, keepdim=True))
@@ -117,7 +121,9 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Allocate keys and values."""
         assert self.position_BS is not None
-        self.dtype, self.device, self.batch_size = key_states.dtype, key_states.device, len(key_states)
+        self.dtype = key_states.dtype
+        self.device = key_states.device
+        self.batch_size = len(key_states)
         slots = self.position_BS.shape[1]
         self.keys = key_states.new_zeros(*key_states.shape[:2], slots, key_states.shape[3])
         self.values = value_states.new_zeros(*value_states.shape[:2], slots, value_states.shape[3])
@@ -181,8 +187,13 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
 
     def reset(self) -> None:
         """Clear the cache; the next prompt may need another number of slots."""
-        self.keys, self.values, self.is_initialized = None, None, False
-        self.position_BS, self.kept_B1, self._announced, self.chosen_B1 = None, 0, None, None
+        self.keys = None
+        self.values = None
+        self.is_initialized = False
+        self.position_BS = None
+        self.kept_B1 = 0
+        self._announced = None
+        self.chosen_B1 = None
         self._written.zero_()
         super().reset()
 

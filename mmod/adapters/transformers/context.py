@@ -58,9 +58,13 @@ class OtherLayer:
 
 
 def attend_to_all(
-    layer: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], narrowed: Mapping[str, Any],
-    x_BND: Tensor, z_BKD: Tensor,
-) -> Any:  # fmt: skip
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    narrowed: Mapping[str, Any],
+    x_BND: Tensor,
+    z_BKD: Tensor,
+) -> Any:
     """Return the host forward's output for kept tokens that attend to all tokens.
 
     Args:
@@ -89,9 +93,12 @@ def attend_and_keep(
 
 
 def attend_to_captured(
-    layer: nn.Module, forward: Callable[..., Any], narrowed: Mapping[str, Any], z_BKD: Tensor,
+    layer: nn.Module,
+    forward: Callable[..., Any],
+    narrowed: Mapping[str, Any],
+    z_BKD: Tensor,
     captured: tuple[Tensor, Tensor],
-) -> Any:  # fmt: skip
+) -> Any:
     """Return the host forward's output for tokens that attend to captured keys only."""
     if not z_BKD.shape[1]:
         return z_BKD

@@ -55,7 +55,8 @@ class ImageTokens:
         Args:
             mask_BN: The user's mask of image tokens, True or one of these numbers (B, N); or None.
         """
-        ids_BN, embeds_BND = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        ids_BN = arguments.get("input_ids")
+        embeds_BND = arguments.get("inputs_embeds")
         kind_BN = arguments.get("mm_token_type_ids") if mask_BN is None and ids_BN is None else mask_BN
         shape = embeds_BND.shape[:2] if ids_BN is None else ids_BN.shape  # type: ignore[union-attr]
         if kind_BN is not None:
@@ -110,9 +111,12 @@ class ImageTokens:
 
     def _sizes(self, arguments: Mapping[str, Any], name: str, tokens: int) -> list[int] | None:
         """Return the number of tokens of every frame, negative for tokens outside frames; None if unknown."""
-        grid, pixels = arguments.get(f"{name}_grid_thw"), arguments.get(_PIXELS[name])
+        grid = arguments.get(f"{name}_grid_thw")
+        pixels = arguments.get(_PIXELS[name])
         if grid is not None:
-            sizes = [height * width // self.merged for time, height, width in grid.tolist() for _ in range(time)]
+            sizes: list[int] = []
+            for time, height, width in grid.tolist():
+                sizes += [height * width // self.merged] * time
             if sum(sizes) != tokens:
                 raise ValueError(f"{name}_grid_thw describes {sum(sizes)} tokens, the prompt has {tokens}")
             return sizes

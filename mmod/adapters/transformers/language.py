@@ -160,7 +160,8 @@ class GroupHook(ModelHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add the groups of the tokens to the keywords passed to every layer."""
-        protected_BN, image_BN = kwargs.pop(PROTECTED, None), kwargs.pop(IMAGES, None)
+        protected_BN = kwargs.pop(PROTECTED, None)
+        image_BN = kwargs.pop(IMAGES, None)
         if image_BN is not None:
             self.check_marks()
         arguments = {**dict(zip(self.names, args)), **kwargs}
@@ -217,9 +218,14 @@ class GroupHook(ModelHook):
                 ": pass one sample per row, or choose importance='per_viewer'"
             )
         groups = assign_groups(
-            free_BN, gated_BN, valid_BN, None if frames is None else self.language.frames, self.tokens == "image",
-            structure.segment_BN, None if frames is None else frames.first_BN,
-        )  # fmt: skip
+            free_BN,
+            gated_BN,
+            valid_BN,
+            None if frames is None else self.language.frames,
+            self.tokens == "image",
+            structure.segment_BN,
+            None if frames is None else frames.first_BN,
+        )
         importance = None if self.tower is None else functools.cache(functools.partial(self.tower.of, shown_BN > 0))
         groups = groups._replace(causal=structure.causal, importance=importance)
         if begun and not decodes and together:

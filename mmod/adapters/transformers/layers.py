@@ -83,25 +83,35 @@ class DecoderLayerCall(DecoderCall):
         """Return whether rows can be packed: in prefill, with causal attention only."""
         if self.config._attn_implementation != "sdpa" or torch.compiler.is_compiling():
             return False
-        groups, cache = self.groups(arguments), self._cache(arguments)
+        groups = self.groups(arguments)
+        cache = self._cache(arguments)
         if groups is None or not (groups.causal or arguments.get("attention_mask") is None):
             return False
         return cache is None or (isinstance(cache, RoutedLayer) and not cache.length)
 
     def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
         """Return the arguments for kept tokens of all samples in one sequence."""
-        embeddings, place_T, slots = arguments.get("position_embeddings"), packing.row_T, x_BND.shape[1]
+        embeddings = arguments.get("position_embeddings")
+        place_T = packing.row_T
+        slots = x_BND.shape[1]
         if self.compact is not None:
-            place_T, slots = packing.slot_T, packing.max_seqlen
+            place_T = packing.slot_T
+            slots = packing.max_seqlen
             embeddings = self._compact_positions(x_BND[:1], slots, None)["position_embeddings"]
         if embeddings is not None:
             embeddings = tuple(_packed(rows, place_T, slots) for rows in embeddings)
         return {**arguments, "attention_mask": None, "position_ids": None, "position_embeddings": embeddings}
 
     def attend_to_all(
-        self, block: nn.Module, forward: Callable[..., Any], arguments: Mapping[str, Any], x_BND: Tensor,
-        z_BKD: Tensor, routing: Routing, cached: list[tuple[Tensor, Tensor]] | None = None,
-    ) -> Any:  # fmt: skip
+        self,
+        block: nn.Module,
+        forward: Callable[..., Any],
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        z_BKD: Tensor,
+        routing: Routing,
+        cached: list[tuple[Tensor, Tensor]] | None = None,
+    ) -> Any:
         """Return the host forward's output for kept tokens that attend to all tokens.
 
         With a list `cached`, its keys and values are used; if it is empty, the call runs all tokens and fills it.
@@ -169,9 +179,13 @@ class DecoderLayerCall(DecoderCall):
             )
 
     def begin_update(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, packing: Packing | None = None,
+        self,
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        routing: Routing | None,
+        packing: Packing | None = None,
         all_tokens: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Announce the tokens of the next update to the layer's cache, see `DecoderCall.begin_update`."""
         cache = self._cache(arguments)
         if cache is None:
@@ -187,7 +201,8 @@ class DecoderLayerCall(DecoderCall):
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
         """Return the arguments for kept tokens, or for all tokens without a decision."""
-        cache, mask = self._cache(arguments), arguments.get("attention_mask")
+        cache = self._cache(arguments)
+        mask = arguments.get("attention_mask")
         if self.window is not None and self._is_flash:
             complete = routing is None and self.compact is None and mask is None
             self._check_window(self.window, x_BND.shape[1], cache, complete)
@@ -225,9 +240,13 @@ class DecoderLayerCall(DecoderCall):
         return selected
 
     def _narrowed(
-        self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None, cache: KeptTokens | None,
+        self,
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        routing: Routing | None,
+        cache: KeptTokens | None,
         all_keys: bool = False,
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         attention = self.config._attn_implementation
         flash = "flash" in attention
         if not flash and attention not in ("sdpa", "eager"):
@@ -257,7 +276,8 @@ class DecoderLayerCall(DecoderCall):
     def _rows_of(self, arguments: Mapping[str, Any], routing: Routing | None) -> dict[str, Any]:
         """Return the arguments with the positions of the kept tokens."""
         # Attention reads position_ids only to find the boundaries of packed samples.
-        narrowed, embeddings = {**arguments, "position_ids": None}, arguments.get("position_embeddings")
+        narrowed = {**arguments, "position_ids": None}
+        embeddings = arguments.get("position_embeddings")
         if routing is not None and embeddings is not None and self.compact is None:
             narrowed["position_embeddings"] = tuple(_rows(embedding, routing.kept.index_BK) for embedding in embeddings)
         return narrowed

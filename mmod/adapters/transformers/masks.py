@@ -20,9 +20,13 @@ from mmod.routing import Routing
 
 
 def mask_of_kept(
-    mask: Tensor | None, x_BND: Tensor, routing: Routing | None, cache: KeptTokens | None, flash: bool,
+    mask: Tensor | None,
+    x_BND: Tensor,
+    routing: Routing | None,
+    cache: KeptTokens | None,
+    flash: bool,
     all_keys: bool = False,
-) -> Tensor | None:  # fmt: skip
+) -> Tensor | None:
     """Return the mask between kept tokens and the keys that the layer's cache will hold.
 
     Args:
@@ -48,7 +52,8 @@ def mask_of_kept(
     query_BK = past + index_BK
     new_BL, new_valid_BL = (past + all_BN, None) if all_keys else (query_BK, valid_BK)
     if cache is None:
-        key_BL, valid_BL = new_BL, torch.ones_like(new_BL, dtype=torch.bool) if new_valid_BL is None else new_valid_BL
+        key_BL = new_BL
+        valid_BL = torch.ones_like(new_BL, dtype=torch.bool) if new_valid_BL is None else new_valid_BL
     else:
         key_BL, valid_BL = cache.joined(new_BL, new_valid_BL)
     if flash:
@@ -67,7 +72,8 @@ def mask_of_queries(mask: Tensor | None, x_BND: Tensor, routing: Routing, keys: 
     Args:
         mask: The mask of all tokens, bool or a bias (1 or B, H, N, L); None where attention is causal.
     """
-    index_BK, tokens = routing.kept.index_BK, x_BND.shape[1]
+    index_BK = routing.kept.index_BK
+    tokens = x_BND.shape[1]
     if mask is None:
         # Hosts pass no mask if a single token sees all keys, or if the first key belongs to the first token.
         before = keys - 1 if tokens == 1 else 0
@@ -98,7 +104,8 @@ def _mask_of_all(mask: Tensor | None, x_BND: Tensor, cache: RoutedLayer) -> Tens
     Only slots of routed steps are looked up; implicit positions are the mask's last columns.
     """
     tokens = x_BND.shape[1]
-    recent, length = cache.implicit + tokens, cache.length + tokens
+    recent = cache.implicit + tokens
+    length = cache.length + tokens
     if cache.position_BL is None or cache.valid_BL is None or (mask is not None and mask.shape[-1] != length):
         return None
     written = cache.valid_BL[:, None, None, :]

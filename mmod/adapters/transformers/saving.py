@@ -50,6 +50,23 @@ from mmod.registry.transformers import auto_class as __getattr__
 '''
 
 
+class _HostGenerate:
+    """The host's `generate`; with routed layers, it also takes `image_mask`, see `GroupHook`.
+
+    It is no method, because a model that does not generate has no such attribute, and no property, because FSDP and
+    others replace `generate` on the model.
+    """
+
+    def __get__(self, model: Any, owner: type | None = None) -> Any:
+        if model is None:
+            return self
+        host_generate: Callable[..., Any] = super(DescribedModel, model).generate  # type: ignore[misc]
+        hooks = [hook for hook in model_hooks(model) if isinstance(hook, GroupHook)]
+        if not hooks:
+            return host_generate
+        return functools.update_wrapper(functools.partial(_generate, model, host_generate, hooks[0]), host_generate)
+
+
 class DescribedModel(StandingModule):
     """Mixin of a changed `PreTrainedModel`, and of such models inside it that contain changed modules.
 
@@ -86,15 +103,7 @@ class DescribedModel(StandingModule):
             "unlike a paged cache. Use generate, which takes padded batches"
         )
 
-    @property
-    def generate(self) -> Callable[..., Any]:
-        """The host's `generate`; with routed layers, it also takes `image_mask`, see `GroupHook`."""
-        # A property, because a model that does not generate has no such attribute.
-        host_generate: Callable[..., Any] = super().generate  # type: ignore[misc]
-        hooks = [hook for hook in model_hooks(self) if isinstance(hook, GroupHook)]
-        if not hooks:
-            return host_generate
-        return functools.update_wrapper(functools.partial(_generate, self, host_generate, hooks[0]), host_generate)
+    generate = _HostGenerate()
 
     def save_pretrained(self, save_directory: Any, *args: Any, **options: Any) -> None:
         """Save the model as its host does, with its methods in config.json."""
@@ -125,7 +134,8 @@ def _generate(
         options: Those of the host's `generate`, and `image_mask`: True at image tokens of the prompt (B, N).
     """
     image_BN = options.pop(IMAGES, None)
-    embeds_BND, ids_BN = options.get("inputs_embeds"), options.get("input_ids", inputs)
+    embeds_BND = options.get("inputs_embeds")
+    ids_BN = options.get("input_ids", inputs)
     given = [value for value in (embeds_BND, ids_BN) if isinstance(value, Tensor)]
     if image_BN is not None:
         hook.check_marks()
@@ -228,7 +238,8 @@ Change = Callable[[Any, Methods], None]
 
 def take_description(config: Any, folder: str | Path) -> Methods:
     """Remove and return the methods from a config; the config of the dense model remains."""
-    described, file = getattr(config, KEY, None), f"{str(folder)!r}, config.json"
+    described = getattr(config, KEY, None)
+    file = f"{str(folder)!r}, config.json"
     if not isinstance(described, dict):
         raise ValueError(
             f"{str(folder)!r} has no routed model: its config.json has no key {KEY!r}. Load a dense model with "

@@ -58,7 +58,8 @@ def read_structure(arguments: Mapping[str, Any], source: Tensor, past: Tensor | 
     mask: Any = arguments.get("attention_mask")
     if isinstance(mask, Mapping):
         mask = mask.get("full_attention", next(iter(mask.values())))
-    valid_BN, tokens = valid_tokens(mask, source, past), source.shape[1]
+    valid_BN = valid_tokens(mask, source, past)
+    tokens = source.shape[1]
     if tokens == 1:
         segment_BN = None
     elif isinstance(mask, Tensor) and mask.ndim == 4:

@@ -140,7 +140,8 @@ class TowerImportance:
         attention: Any = layers[last if last < 0 else max(last - 1, 0)].self_attn
         self.class_token = bool(LAYERS[host_class(layers[0]).__name__])
         self.dropped = int(config.vision_feature_select_strategy == "default")
-        self.heads, self.scale = int(attention.num_heads), float(attention.scale)
+        self.heads = int(attention.num_heads)
+        self.scale = float(attention.scale)
         self.query = Projected()
         self.key = Projected()
         self.hooks: list[tuple[nn.Module, ModelHook]] = [
@@ -157,7 +158,8 @@ class TowerImportance:
                 "router.importance='vision_tower' needs the tower to process the images: pass pixel_values"
             )
         importance_IN = self._importance(query, key)[:, self.dropped :]
-        tokens, values = int(image_BN.sum()), importance_IN.numel()
+        tokens = int(image_BN.sum())
+        values = importance_IN.numel()
         if values and tokens % values == 0 and tokens // values * importance_IN.shape[0] == image_BN.shape[0]:
             # generate() repeats prompts with one image each, whose features it computed once.
             importance_IN = importance_IN.repeat_interleave(tokens // values, dim=0)

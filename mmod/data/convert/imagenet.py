@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -37,7 +37,8 @@ from mmod.values import Checked, check_distinct
 ARCHIVES = {"train": "ILSVRC2012_img_train.tar", "val": "ILSVRC2012_img_val.tar"}
 """Official name of each split's archive."""
 DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
-_TRUTH, _META = "data/ILSVRC2012_validation_ground_truth.txt", "data/meta.mat"
+_TRUTH = "data/ILSVRC2012_validation_ground_truth.txt"
+_META = "data/meta.mat"
 _SYNSET = re.compile(r"n\d{8}")
 _VAL_IMAGE = re.compile(r"ILSVRC2012_val_(\d{8})\.JPEG")
 _TRAIN_IMAGE = re.compile(r"n\d{8}_\d+\.JPEG")
@@ -143,7 +144,7 @@ def _devkit_labels(path: Path) -> list[str]:
     from scipy.io import loadmat
 
     with _reading(path) as archive:
-        names = {name: member for member in archive for name in (_TRUTH, _META) if member.name.endswith(name)}
+        names = {name: member for member, name in product(archive, (_TRUTH, _META)) if member.name.endswith(name)}
         if len(names) < 2:
             raise ValueError(f"{str(path)!r} is no devkit of ILSVRC 2012: it lacks {_TRUTH} or {_META}")
         truth = archive.extractfile(names[_TRUTH]).read().split()  # type: ignore[union-attr]
@@ -222,7 +223,8 @@ def _unpack(
 ) -> None:
     """Unpack the parts of a split that are missing, and show the split when it is complete."""
     output = Path(config.output)
-    done, hidden = _records(output, split), output / f".{split}.partial"
+    done = _records(output, split)
+    hidden = output / f".{split}.partial"
     done.mkdir(parents=True, exist_ok=True)
     target = output / split if (output / split).exists() else hidden
     with (
@@ -247,7 +249,7 @@ def _unpack(
 def _write_part(
     part: Part, folder: Path, config: ImageNetConversion, pool: ThreadPoolExecutor
 ) -> tuple[dict[str, int], list[list[str]]]:
-    """Write the images of a part into the folders of their classes; return their number by class, and what is none."""
+    """Write the images of a part into the folders of their classes; return counts by class, and the dropped members."""
     images: Counter[str] = Counter()
     dropped: list[list[str]] = []
 
@@ -298,9 +300,10 @@ def _write_report(output: Path) -> dict[str, Any]:
         if not records:
             continue
         images: Counter[str] = Counter()
+        dropped = []
         for record in records:
             images.update(record["images"])
-        dropped = [[split, *row] for record in records for row in record["dropped"]]
+            dropped += [[split, *row] for row in record["dropped"]]
         reasons = dict(Counter(reason for _, _, reason, _ in dropped).most_common())
         report[split] = {"classes": len(images), "images": images.total(), "dropped": reasons}
         rows += dropped

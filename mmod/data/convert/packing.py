@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -26,7 +26,9 @@ from mmod.io.options import add_fields, with_options
 from mmod.io.progress import progress_bar
 from mmod.values import from_plain
 
-SETTINGS, REPORT, DROPPED = "conversion.json", "report.json", "dropped.csv"
+SETTINGS = "conversion.json"
+REPORT = "report.json"
+DROPPED = "dropped.csv"
 _STATS = "_stats.json"
 
 # MPO files hold several photographs; the first is a regular JPEG.
@@ -92,7 +94,8 @@ def pack_shards(
     # Size and time of the source: a changed table must not resume into shards of the old one.
     settings = {**dataclasses.asdict(config), "bytes": source.st_size, "modified": source.st_mtime_ns}
     claim_folder(config.output, settings, file=SETTINGS, kind="a conversion", free_keys=free_keys)
-    folder, numbered = Path(config.output), enumerate(items)
+    folder = Path(config.output)
+    numbered = enumerate(items)
 
     def attempt(entry: tuple[int, Item]) -> dict[str, bytes] | UnusableError:
         try:
@@ -110,7 +113,8 @@ def pack_shards(
             if (folder / f"{number}{_STATS}").exists():
                 bar.update(sum(1 for _ in entries))
                 continue
-            samples, dropped = 0, []
+            samples = 0
+            dropped = []
             with open_shard(folder / shards.format(number)) if shards else nullcontext() as writer:
                 # In windows, because `pool.map` would read all items into memory before the first is written.
                 while window := list(islice(entries, 16 * config.threads)):
@@ -126,7 +130,7 @@ def pack_shards(
             write_atomically(folder / f"{number}{_STATS}", json.dumps({"samples": samples, "dropped": dropped}) + "\n")
     stats = {path.name.removesuffix(_STATS): read_json_object(path) for path in sorted(folder.glob(f"*{_STATS}"))}
     counts = {number: shard["samples"] for number, shard in stats.items()}
-    return counts, [row for shard in stats.values() for row in shard["dropped"]]
+    return counts, list(chain.from_iterable(shard["dropped"] for shard in stats.values()))
 
 
 def check_image(data: bytes, min_size: int, prefix: str = "") -> tuple[Image.Image, Image.Image]:

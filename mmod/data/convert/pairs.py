@@ -133,7 +133,8 @@ def _read_image(image: Any, files: ImageFiles) -> bytes:
 def _encode(data: bytes, config: PairsConversion) -> tuple[str, bytes, tuple[int, int], tuple[int, int]]:
     """Check an image and re-encode it where needed; return extension, file, and its size after and before."""
     opened, image = check_image(data, config.min_size)
-    original, short = opened.size, min(opened.size)
+    original = opened.size
+    short = min(opened.size)
     if max(original) > config.max_aspect * short:
         raise UnusableError("image too long", f"{original[0]} x {original[1]}")
     target = min(short, config.resize or short)
@@ -197,7 +198,8 @@ def _open_parquet(config: PairsConversion) -> Any:
 def _read_coco(config: PairsConversion) -> Iterator[TableRow]:
     content = parse_json(Path(config.source).read_bytes(), repr(config.source))
     content = content if isinstance(content, dict) else {}
-    images, annotations = content.get("images"), content.get("annotations")
+    images = content.get("images")
+    annotations = content.get("annotations")
     if not isinstance(images, list) or not isinstance(annotations, list):
         raise ValueError(f"{config.source!r} is no COCO annotation file: it needs lists `images` and `annotations`")
     names: dict[Any, Any] = {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -56,7 +57,8 @@ class ChatCollator:
     protected: Protected | None = None
 
     def __post_init__(self) -> None:
-        processor, name = self.processor, type(self.processor).__name__
+        processor = self.processor
+        name = type(self.processor).__name__
         if not getattr(getattr(processor, "tokenizer", None), "is_fast", False):
             raise ValueError(f"{name} has no fast tokenizer, which is needed to locate the answers")
         if not getattr(processor, "chat_template", None):
@@ -107,7 +109,7 @@ class ChatCollator:
         return spans
 
     def _process(self, texts: list[str], chats: Sequence[ChatSample], side: str) -> dict[str, Tensor]:
-        images = [image for chat in chats for image in chat.images]
+        images = list(chain.from_iterable(chat.images for chat in chats))
         batch = self.processor(
             images=images or None,
             text=texts,
@@ -287,4 +289,4 @@ def _spread(order: list[int], seeing: np.ndarray, share: int) -> list[int]:
         batch[-1], donor[place] = donor[place], batch[-1]
         if seeing[donor].sum() == 1:
             donors.pop()
-    return [sample for batch in batches for sample in batch]
+    return list(chain.from_iterable(batches))

@@ -100,7 +100,8 @@ class ChatDataset:
     """
 
     def __init__(self, rows: Iterable[Mapping[str, Any]], report: CorruptReport) -> None:
-        lines, counts = [], []
+        lines = []
+        counts = []
         for row in rows:
             lines.append(json.dumps(row).encode())
             counts.append((len(row["images"]), sum(len(text) for _, text in row["messages"])))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -123,9 +123,8 @@ def _texts(source: str, column: str) -> frozenset[str]:
     options = {"columns": [column]} if source.startswith(f"{PREFIX}parquet:") else {}
     dataset = open_dataset(source, (column,), **options).select_columns([column])
     with _named_errors(source):
-        return frozenset(
-            text for batch in dataset.iter(_BUFFER) for text in batch[column] if text and isinstance(text, str)
-        )
+        texts = chain.from_iterable(batch[column] for batch in dataset.iter(_BUFFER))
+        return frozenset(text for text in texts if text and isinstance(text, str))
 
 
 def _first_value(dataset: Any, source: str, column: str) -> Any:
@@ -179,12 +178,16 @@ class StreamedSource:
 
         # Files of other writers state no type, and hold the encoded bytes.
         self._dataset = dataset.select_columns(list(columns)).cast_column(columns[0], ImageFeature(decode=False))
-        self._source, self._columns, self._seed = source, columns, seed
+        self._source = source
+        self._columns = columns
+        self._seed = seed
         count = count_samples(dataset, source, columns[1])
         self._count = count if limit is None else min(count, limit)
         # A multiple of the processes, where there are as many files, so that no two read the same one.
         lanes = min(dataset.num_shards, _LANES * world)
-        self.lanes = 0 if seed is None else lanes if lanes < world else lanes // world * world
+        if lanes >= world:
+            lanes -= lanes % world
+        self.lanes = 0 if seed is None else lanes
         self._open: dict[tuple[int, int], tuple[int, Iterator[tuple[Any, Any]]]] = {}
 
     def __len__(self) -> int:
@@ -219,7 +222,8 @@ class StreamedSource:
         following, samples = self._open.get((epoch, lane), (place + 1, iter(())))
         if following > place:
             self._open = {key: state for key, state in self._open.items() if key[0] == epoch}
-            following, samples = 0, self._samples(epoch, lane)
+            following = 0
+            samples = self._samples(epoch, lane)
         sample = next(islice(samples, place - following, None))
         self._open[epoch, lane] = place + 1, samples
         return sample

@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,11 +30,13 @@ EXTENSIONS = {
     "AVIF": ("avif",),
 }
 """Supported formats by Pillow's name, with their extensions in shards; the first one is written."""
-IMAGE_EXTENSIONS = tuple(extension for extensions in EXTENSIONS.values() for extension in extensions)
+IMAGE_EXTENSIONS = tuple(chain.from_iterable(EXTENSIONS.values()))
 MAX_BYTES = 1 << 28
 """Maximum size of a file or shard member in bytes: Pillow's pixel limit at 3 bytes per pixel."""
 
-_WHITE_IS_ZERO, _BITS_PER_SAMPLE, _PHOTOMETRIC = 0, 258, 262
+_WHITE_IS_ZERO = 0
+_BITS_PER_SAMPLE = 258
+_PHOTOMETRIC = 262
 
 
 def open_image(data: bytes) -> Image.Image:
@@ -227,8 +230,10 @@ class MapSource:
     """
 
     def __init__(self, root: str | Path, split: str, side: int, patch: int) -> None:
-        self.side, self.patch = side, patch
-        images, labels = (Path(root) / folder / split for folder in ("images", "labels"))
+        self.side = side
+        self.patch = patch
+        images = Path(root) / "images" / split
+        labels = Path(root) / "labels" / split
         for folder in (images, labels):
             if not folder.is_dir():
                 raise ValueError(
@@ -255,7 +260,8 @@ class MapSource:
         """Read one sample; see `ImageSource.read`."""
         path, map_path = self._paths[index]
         try:
-            image, labels = decode_image(read_image(str(path)), mode), open_image(read_image(str(map_path)))
+            image = decode_image(read_image(str(path)), mode)
+            labels = open_image(read_image(str(map_path)))
             if labels.size != image.size or labels.mode not in ("L", "P"):
                 raise ValueError(
                     f"the label map {map_path.name} has {labels.width}x{labels.height} pixels and mode {labels.mode}; "

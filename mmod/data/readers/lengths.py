@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,11 @@ from mmod.io.progress import progress_bar
 _VERSION = 1
 # Sides of images in pixels (width, height) that tell whether a processor makes equally many tokens of all.
 _SIZES = ((64, 64), (333, 1000), (1000, 333), (800, 800), (37, 91))
-_BATCH, _THREADS = 512, 16
+_BATCH = 512
+_THREADS = 16
 # Conversations that tell how much a template adds to a message, and tokens that a tokenizer may add to a text.
-_SAMPLED, _AROUND = 64, 16
+_SAMPLED = 64
+_AROUND = 16
 _HEADER = 1 << 16
 # Checks of fewer conversations are as fast as to look for their result.
 _WORTH_KEEPING = 1000
@@ -119,7 +122,8 @@ class _Check:
 
     def _is_short(self, row: Mapping[str, Any], counts: Sequence[int]) -> bool:
         """Return whether `max_length` certainly keeps all images and a token of the first answer."""
-        limit, messages = self.collator.max_length, row["messages"]
+        limit = self.collator.max_length
+        messages = row["messages"]
         if limit is None:
             return True
         needed = _needed(messages)
@@ -145,7 +149,7 @@ class _Check:
 
     @cached_property
     def _has_rule(self) -> bool:
-        """Whether the processor's rule for the number of tokens agrees with what it does."""
+        """Whether the processor predicts its own number of image tokens correctly, for images of a few sizes."""
         rule = getattr(self.collator.processor, "_get_num_multimodal_tokens", None)
         return rule is not None and all(self._by_rule(size) == self._probe(size) for size in _SIZES)
 
@@ -218,7 +222,7 @@ class _Check:
             return str(error)
 
     def _reason(self, tokens: PlainTokens, counts: Sequence[int]) -> str | None:
-        """Return what is wrong with a conversation whose images have so many tokens each; None if nothing is."""
+        """Return the fault of a conversation, given the number of tokens of each image; None if it has none."""
         limit = self.collator.max_length
         if tokens.fault is not None or limit is None:
             return tokens.fault
@@ -245,7 +249,7 @@ class _Check:
         digest.update("\n".join(map(str, (*parts, self.collator.max_length))).encode())
         if self.chats.images.any() and self._constant is None:
             # Sizes count, so files that were exchanged are read again.
-            images = (image for place in places for image in self.chats.record(place)["images"])
+            images = chain.from_iterable(self.chats.record(place)["images"] for place in places)
             for name in sorted({image if isinstance(image, str) else image[0] for image in images}):
                 with contextlib.suppress(OSError):
                     stat = os.stat(name)
@@ -301,7 +305,7 @@ def _size_in(data: bytes) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _locked(place: Path) -> Iterator[None]:
-    """Let one process of a node check, where a lock can be written; the others read what it keeps."""
+    """Let one process of a node check at a time; others then read its result. A read-only folder has no lock."""
     with locked(place, wait=True) if os.access(place.parent, os.W_OK) else contextlib.nullcontext():
         yield
 

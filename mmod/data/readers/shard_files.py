@@ -41,7 +41,8 @@ class ShardFiles:
     def __init__(
         self, urls: list[str], cache: str | Path | None, report: CorruptReport, config: RemoteConfig | None = None
     ) -> None:
-        self.urls, self.report = urls, report
+        self.urls = urls
+        self.report = report
         self._cache = None if cache is None else Path(cache)
         self._files = RemoteFiles(config or RemoteConfig())
         report.retried = self._files.retried
@@ -57,7 +58,9 @@ class ShardFiles:
         copy = self._copies[number]
         if not self._is_local[number] and copy is not None and copy.exists():
             self._is_local[number] = True
-        return (str(copy) if copy is not None else self.urls[number]) if self._is_local[number] else None
+        if not self._is_local[number]:
+            return None
+        return self.urls[number] if copy is None else str(copy)
 
     def fetch(self, number: int, wait: bool = True) -> str:
         """Copy a remote shard unless there is a copy, and return the local path; one process of a node copies it."""
@@ -125,7 +128,8 @@ class ShardFiles:
             return error
 
     def _index(self, number: int, suffix: str, make: Callable[[BinaryIO, str], Index]) -> Index:
-        url, copy = self.urls[number], self._copies[number]
+        url = self.urls[number]
+        copy = self._copies[number]
         size, tag = self._identity(number)
         place = self._index_path(number, suffix)
         index = _read_index(place, url, size, tag)
@@ -160,7 +164,8 @@ class ShardFiles:
         return stat.st_size, None if self._copies[number] is not None else f"{stat.st_mtime_ns}-{stat.st_ino}"
 
     def _index_path(self, number: int, suffix: str) -> Path:
-        url, copy = self.urls[number], self._copies[number]
+        url = self.urls[number]
+        copy = self._copies[number]
         if copy is None and self._cache is None:
             return Path(url).with_name(f".{Path(url).name}.{suffix}.index")
         copy = copy or _copy_path(os.path.abspath(url), str(self._cache))

@@ -11,7 +11,7 @@ import tarfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, TypeVar
@@ -102,7 +102,7 @@ def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
 
     shards: list[str] = []
     patterns = [pattern] if isinstance(pattern, str) else pattern
-    for url in (url for entry in patterns for url in expand_urls(entry)):
+    for url in chain.from_iterable(map(expand_urls, patterns)):
         if is_remote(url):
             shards.append(url)
             continue
@@ -124,7 +124,7 @@ class ShardSource:
 
     Args:
         pattern: See `expand_pattern`.
-        cache: Folder for copies of remote shards, and for the indices of shards, which else lie beside them.
+        cache: Folder for copies of remote shards and for indices; None writes each index beside its shard.
         target: The label member: `CLASS`, `CAPTION` or a `label_map`.
     """
 
@@ -196,7 +196,7 @@ class ShardSource:
 
     def _choose(self, key: str, members: Members) -> tuple[int, int, int, int]:
         """Return offset and size of the image, and of the target."""
-        images = [member for extension in IMAGE_EXTENSIONS for member in members.get(extension, [])]
+        images = list(chain.from_iterable(members.get(extension, []) for extension in IMAGE_EXTENSIONS))
         targets = members.get(self.target.extension, [])
         if len(images) != 1 or len(targets) != 1:
             counts = ", ".join(f".{extension} x {len(same)}" for extension, same in members.items())

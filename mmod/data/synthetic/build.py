@@ -6,7 +6,7 @@ import io
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -92,7 +92,8 @@ class SyntheticSet(Generic[Config]):
 
     def _write(self, folder: Path, config: Config, progress: bool) -> dict[str, dict[str, Any]]:
         shards: dict[str, dict[str, Any]] = {}
-        counts, size = getattr(config, config.counts), config.shard_size
+        counts = getattr(config, config.counts)
+        size = config.shard_size
         with progress_bar(desc="build", total=sum(counts.values()), unit=config.counts, shown=progress) as bar:
             for split in SPLITS:
                 scenes = enumerate(self.compose(config, split))
@@ -123,11 +124,12 @@ class SyntheticSet(Generic[Config]):
 
 def save_montage(path: str | Path, dataset: SyntheticSet[Any], config: Any) -> None:
     """Write a new PNG file with the first test images of a set, each followed by its label map if there is one."""
-    scale, gap = max(1, 96 // config.canvas), 4
+    scale = max(1, 96 // config.canvas)
+    gap = 4
     cell = config.canvas * scale + gap
     sheet = np.full((_ROWS * cell + gap, _COLUMNS * cell + gap), 255, np.uint8)
-    samples = (dataset.encode("0", scene) for scene in dataset.compose(config, "test"))
-    images = (sample[name] for sample in samples for name in sample if name.endswith("png"))
+    members = chain.from_iterable(dataset.encode("0", scene).items() for scene in dataset.compose(config, "test"))
+    images = (content for name, content in members if name.endswith("png"))
     for index, image in zip(range(_ROWS * _COLUMNS), images):
         top, left = gap + index // _COLUMNS * cell, gap + index % _COLUMNS * cell
         large = np.asarray(Image.open(io.BytesIO(image)).convert("L")).repeat(scale, axis=0).repeat(scale, axis=1)

@@ -17,7 +17,7 @@ from mmod.data.synthetic.handwriting import Box, DrawnConfig, Painter, encode_pn
 CLASSES = 11
 """Number of classes of a pixel: 0 is background, and digit d has class d + 1."""
 # Grey values of the classes in image viewers.
-_PALETTE = [grey for label in range(CLASSES) for grey in [25 * label] * 3]
+_PALETTE = [25 * (channel // 3) for channel in range(3 * CLASSES)]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ def compose_crowds(config: CrowdsConfig, split: str) -> Iterator[Crowd]:
 
 
 def _compose(config: CrowdsConfig, painter: Painter, rng: np.random.Generator) -> Crowd:
-    canvas, labels = painter.canvas(), painter.canvas()
+    canvas = painter.canvas()
+    labels = painter.canvas()
     clutter = painter.clutter(canvas, config.digit_size, rng)
     count = int(rng.integers(config.digits[0], config.digits[1] + 1))
     chosen = tuple(int(source) for source in rng.choice(painter.pool, count))
@@ -108,7 +109,8 @@ def _compose(config: CrowdsConfig, painter: Painter, rng: np.random.Generator) -
 
 def _encode(key: str, scene: Crowd) -> dict[str, bytes]:
     # With a palette, the usual format of label maps.
-    labels, file = Image.fromarray(scene.labels, "P"), io.BytesIO()
+    labels = Image.fromarray(scene.labels, "P")
+    file = io.BytesIO()
     labels.putpalette(_PALETTE)
     labels.save(file, format="PNG")
     made = {"sources": scene.sources, "boxes": scene.boxes, "clutter": scene.clutter}

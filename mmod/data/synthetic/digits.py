@@ -80,7 +80,8 @@ def compose_scenes(config: DigitsConfig, split: str) -> Iterator[DigitScene]:
     targets = np.random.default_rng(painter.seeds).permutation(painter.pool)
     for index in range(config.scenes[split]):
         rng = np.random.default_rng([*painter.seeds, index])
-        target, canvas = int(targets[index % len(targets)]), painter.canvas()
+        target = int(targets[index % len(targets)])
+        canvas = painter.canvas()
         clutter = painter.clutter(canvas, config.digit_size, rng)
         box = painter.place(canvas, painter.digit(target, config.digit_size, rng), rng)
         yield DigitScene(canvas, int(painter.sources.labels[target]), target, box, clutter)

@@ -93,7 +93,8 @@ class Painter:
 
     def __init__(self, config: DrawnConfig, split: str, grid: int = 1) -> None:
         one_of("split", split, SPLITS)
-        self.config, self.grid = config, grid
+        self.config = config
+        self.grid = grid
         self.sources = load_sources(config.seed)
         self.pool = self.sources.splits[split]
         self.seeds = (config.seed, SPLITS.index(split))

@@ -11,6 +11,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -77,10 +78,16 @@ DIFFICULTIES: dict[str, QuestionsConfig] = {
     "default": QuestionsConfig(),
     "tiny": QuestionsConfig(conversations={"train": 256, "val": 72, "test": 72}, shard_size=128),
     "hard": QuestionsConfig(
-        canvas=64, large=(19, 24), small=(10, 14), step=1, digits=(1, 4), clutter=16, contrast=(0.5, 0.9),
+        canvas=64,
+        large=(19, 24),
+        small=(10, 14),
+        step=1,
+        digits=(1, 4),
+        clutter=16,
+        contrast=(0.5, 0.9),
         conversations={"train": 64000, "val": 1200, "test": 3000},
     ),
-}  # fmt: skip
+}
 """Named parameter sets: `default` learns in minutes on two cores, `tiny` is for tests, `hard` wants a GPU."""
 
 
@@ -136,15 +143,11 @@ def _single(
         return SyntheticChat((), (Turn(question_type, question, str(max(first, second))),))
     if question_type == "two":
         scenes = tuple(_compose(config, painter, 2, rng) for _ in range(2))
-        questions = [
-            Turn(
-                "two",
-                f"which digit is the largest in the {('first', 'second')[place]} image ?",
-                str(scene.classes[scene.largest]),
-            )
-            for place in rng.permutation(2)[:turns]
-            for scene in [scenes[place]]
-        ]
+        questions = []
+        for place in rng.permutation(2)[:turns]:
+            scene = scenes[place]
+            question = f"which digit is the largest in the {('first', 'second')[place]} image ?"
+            questions.append(Turn("two", question, str(scene.classes[scene.largest])))
         return SyntheticChat(scenes, tuple(questions))
     scene = _compose(config, painter, ONE_IMAGE[question_type], rng)
     return SyntheticChat((scene,), (_ask(question_type, scene, rng),))
@@ -242,7 +245,8 @@ def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, st
     for question_type, question, answer in train:
         by_question[question][answer] += 1
         by_type[question_type][answer] += 1
-    right, asked = Counter[str](), Counter[str]()
+    right = Counter[str]()
+    asked = Counter[str]()
     for question_type, question, answer in test:
         known = by_question.get(question) or by_type[question_type]
         right[question_type] += bool(known) and known.most_common(1)[0][0] == answer
@@ -252,7 +256,6 @@ def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, st
 
 def measure_prior(config: QuestionsConfig) -> dict[str, float]:
     """Return the prior accuracy on the test split of the embedded questions by question type, in [0, 1]."""
-    train, test = (
-        (turn for chat in compose_chats(config, split) for turn in chat.turns) for split in ("train", "test")
-    )
+    train = chain.from_iterable(chat.turns for chat in compose_chats(config, "train"))
+    test = chain.from_iterable(chat.turns for chat in compose_chats(config, "test"))
     return prior_of(train, test)

@@ -100,7 +100,8 @@ def zero_shot_prompts() -> tuple[list[str], list[str]]:
 
 def compose_pairs(config: ScenesConfig, split: str) -> Iterator[Pair]:
     """Compose the scenes of a split, with contents as evenly frequent as possible."""
-    painter, contents = Painter(config, split), all_contents()
+    painter = Painter(config, split)
+    contents = all_contents()
     for index in range(config.scenes[split]):
         turn, place = divmod(index, len(contents))
         if place == 0:
@@ -109,10 +110,12 @@ def compose_pairs(config: ScenesConfig, split: str) -> Iterator[Pair]:
 
 
 def _compose(config: ScenesConfig, painter: Painter, content: SceneContent, rng: np.random.Generator) -> Pair:
-    canvas, half = painter.canvas(), config.canvas // 2
+    canvas = painter.canvas()
+    half = config.canvas // 2
     if content.ground == "clutter":
         painter.clutter(canvas, config.large, rng)
-    chosen, boxes = [], []
+    chosen = []
+    boxes = []
     for number, (digit_class, size) in enumerate(zip(content.digits, content.sizes)):
         source = int(rng.choice(painter.by_class[digit_class]))
         digit = painter.digit(source, config.large if size == "large" else config.small, rng)

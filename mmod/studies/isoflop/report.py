@@ -119,7 +119,8 @@ def table(points: Points, score: str) -> str:
         first = firsts[point["budget"], point["size"]]
         gap = None
         if point["seeds"] is not first:
-            one, other = ({seed: row[score] for seed, row in seeds.items()} for seeds in (point["seeds"], first))
+            one = {seed: row[score] for seed, row in point["seeds"].items()}
+            other = {seed: row[score] for seed, row in first.items()}
             gap = difference(one, other)
         rows.append({**point, "difference": _in_nats(gap)})
     minima = [{**row, "difference": _in_nats(row["difference"])} for row in optima(points, score)]

@@ -81,7 +81,7 @@ def plan(config: IsoflopConfig) -> list[Place]:
 
 
 def _candidates(config: IsoflopConfig) -> list[Candidate]:
-    """Return what is compared at every size and budget."""
+    """Return the models compared at every size and budget."""
     candidates = []
     for series, fields in config.routings.items():
         if fields is None or "methods" not in fields:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from statistics import mean
 from typing import Any
 
@@ -93,12 +94,13 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     language = prefill_flops(model, tokens - image_tokens, image_tokens, shares or None, protected)
     kept = {row.name: row.kept for row in language.blocks}
+    # The tolerance covers rounding: 0.29 * 100 is a little below 29.
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}
     held = arguments.train_batch_size * sum(
         _held_bytes(stack, patches if name == "vision" else tokens, kept, config.trainer)
         for name, stack in stacks.items()
         # Below the language model, a frozen tower has no backward pass.
-        if name == "language" or any(weight.requires_grad for block in stack.blocks for weight in block.parameters())
+        if name == "language" or _is_trained(stack)
     )
     return ChatEstimate(
         samples=len(train),
@@ -152,8 +154,15 @@ def count_patches(model: Any, batch: Mapping[str, Tensor]) -> int:
     return math.prod(images) * (height // down) * (width // across)
 
 
+def _is_trained(stack: BlockStack) -> bool:
+    """Return whether training changes a weight of the stack's blocks."""
+    weights = chain.from_iterable(block.parameters() for block in stack.blocks)
+    return any(weight.requires_grad for weight in weights)
+
+
 def _held_bytes(stack: BlockStack, tokens: int, kept: Mapping[str, int], trainer: Mapping[str, Any]) -> int:
-    total, is_half = 0, bool(trainer.get("bf16") or trainer.get("fp16"))
+    total = 0
+    is_half = bool(trainer.get("bf16") or trainer.get("fp16"))
     for name, block in zip(stack.names, stack.blocks):
         width = sum(part.in_features + part.out_features for part in block.modules() if isinstance(part, nn.Linear))
         held = stack.dim * tokens + (0 if trainer.get("gradient_checkpointing") else kept.get(name, tokens) * width)

@@ -97,7 +97,8 @@ def evaluate(
     """
     check_enough(conversations, process_count())
     kinds = sorted({(row["kinds"] or ["all"])[-1] for row in map(conversations.record, range(len(conversations)))})
-    right, asked = Counter[str](), Counter[str]()
+    right = Counter[str]()
+    asked = Counter[str]()
     with in_mode(False, model), _watched(model) as watched:
         for talks in _batches(conversations, batch_size, progress):
             answers = generate(model, collator, collator.prompts(talks), max_new_tokens)
@@ -156,7 +157,8 @@ def _watched(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
     def count(*_: Any) -> None:
         for name, routing in decisions.take().items():
-            keep_BN, tokens = routing.keep_BN, routing.evidence.tokens
+            keep_BN = routing.keep_BN
+            tokens = routing.evidence.tokens
             free_BN = tokens.free_BN if isinstance(tokens, TokenGroups) else torch.ones_like(keep_BN)
             kept_and_free = torch.stack([(keep_BN & free_BN).sum(), free_BN.sum()])
             counts[name] = counts.get(name, 0) + kept_and_free

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
     if config.routing is not None and is_routed(model):
         raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
     if config.routing is not None or config.methods:
-        parts = {*(config.routing or {}), *(part for method in config.methods for part in method.get("parts", ()))}
+        parts = set(config.routing or {}).union(*(method.get("parts", ()) for method in config.methods))
         depths = {name: len(find().blocks) for name, find in find_parts(model).items() if name in parts}
         for method in resolve_methods(config.methods, config.routing or {}, depths):
             method.apply_(model)
@@ -104,16 +105,21 @@ def resize_images(model: Any, side: int) -> None:
     towers = [module for module in resizable if isinstance(getattr(module, "position_embedding", None), nn.Embedding)]
     if len(towers) != 1:
         raise ValueError(f"model.image_size: the tower of {type(model).__name__} has no position embedding of patches")
-    tower, vision = towers[0], model.config.vision_config
+    tower = towers[0]
+    vision = model.config.vision_config
     if side % tower.patch_size:
         raise ValueError(f"model.image_size must be a multiple of {tower.patch_size}, the side of a patch, got {side}")
-    patches, prefix = (side // tower.patch_size) ** 2, tower.num_positions - tower.num_patches
+    patches = (side // tower.patch_size) ** 2
+    prefix = tower.num_positions - tower.num_patches
     weight = tower.position_embedding.weight
     with torch.no_grad():
         table = tower.interpolate_pos_encoding(weight.new_empty(1, prefix + patches, weight.shape[1]), side, side)[0]
     tower.position_embedding = nn.Embedding.from_pretrained(table.clone(), freeze=not weight.requires_grad)
     tower.register_buffer("position_ids", torch.arange(len(table), device=weight.device)[None], persistent=False)
-    tower.num_patches, tower.num_positions, tower.image_size, vision.image_size = patches, len(table), side, side
+    tower.num_patches = patches
+    tower.num_positions = len(table)
+    tower.image_size = side
+    vision.image_size = side
     if hasattr(model.config, "image_seq_length"):
         model.config.image_seq_length = patches
 
@@ -122,7 +128,8 @@ def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model's routers by name, shared ones once."""
     routers = [module.router for module in model.modules() if isinstance(module, RoutedBlock)]
     shared = [router.score.held for router in routers if isinstance(router.score, BorrowedScore)]
-    wanted = {id(parameter) for module in (*routers, *shared) for parameter in module.parameters()}
+    parameters = chain.from_iterable(module.parameters() for module in (*routers, *shared))
+    wanted = {id(parameter) for parameter in parameters}
     # peft keeps the originals of what it copies to train.
     return {
         name: parameter
@@ -153,7 +160,8 @@ def check_routers_learn(model: nn.Module) -> None:
 def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     from transformers import AutoConfig, AutoModelForImageTextToText
 
-    source, routed = config.model, False
+    source = config.model
+    routed = False
     if source.config is not None:
         fields = _with_words(source.config, processor) if source.processor == _WORDS else source.config
         model_config = described(fields)

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,15 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
 
     def fit(self, *, progress: bool = True) -> FitResult[EvalResult | None]:
         """Train, or read the result of a finished run; see `mmod.training.fit`."""
-        rank, world = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+        rank = int(os.environ.get("RANK", 0))
+        world = int(os.environ.get("WORLD_SIZE", 1))
         return run_once(self.config, rank, world, partial(read_fit, kind=EvalResult), partial(self._train, progress))
 
     def _train(self, progress: bool, claim: Callable[[], object]) -> FitResult[EvalResult | None]:
         """Train, evaluate and write the result, in a locked folder."""
-        config, folder, arguments = self.config, Path(self.config.output), training_arguments(self.config)
+        config = self.config
+        folder = Path(self.config.output)
+        arguments = training_arguments(self.config)
         data = config.data
         collator = ChatCollator(create_processor(config.model), data.max_length, data.packed, data.protected)
         train = open_checked(data.train, data, collator, progress)
@@ -94,7 +98,8 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
             evaluation = self._ask(model, collator, val, progress and arguments.should_save)
             prior = {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
             evaluation = dataclasses.replace(evaluation, prior=prior)
-        state, reports = trainer.state, {"train": train.report, **({} if val is None else {"val": val.report})}
+        state = trainer.state
+        reports = {"train": train.report, **({} if val is None else {"val": val.report})}
         result = FitResult(
             folder=str(folder),
             epochs=round(state.epoch or 0.0, 6),
@@ -126,7 +131,8 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         return self._ask(model, self.collator, self.questions, progress)
 
     def _ask(self, model: nn.Module, collator: ChatCollator, questions: ChatDataset, progress: bool) -> EvalResult:
-        size, longest = self.config.eval_batch_size, self.config.max_new_tokens
+        size = self.config.eval_batch_size
+        longest = self.config.max_new_tokens
         return evaluate(model, collator, questions, batch_size=size, max_new_tokens=longest, progress=progress)
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
@@ -141,13 +147,14 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[dict[str, Tensor]]:
         """Return training conversations; see `Recipe.calibration`."""
-        collator, device = self.collator, self.device
+        collator = self.collator
+        device = self.device
         talks = ReplacingChats(open_checked(self.config.data.train, self.config.data, collator))
         count = min(len(talks), batches * size)
         chosen = [place * len(talks) // count for place in range(count)]
 
         def encoded(chats: list[ChatSample]) -> dict[str, Tensor]:
-            talks.report.add(fault for chat in chats for fault in chat.faults)
+            talks.report.add(chain.from_iterable(chat.faults for chat in chats))
             return {name: value.to(device) for name, value in collator(chats).items()}
 
         # An explicit generator: the loader would otherwise draw from the global one.

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import shutil
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -83,7 +84,8 @@ class RoutedTrainer(Trainer):
     """
 
     def __init__(self, optim: str | None = None, **options: Any) -> None:
-        arguments, model = options["args"], options["model"]
+        arguments = options["args"]
+        model = options["model"]
         if isinstance(options.get("train_dataset"), ChatDataset):
             options["train_dataset"] = ReplacingChats(options["train_dataset"])
             options["data_collator"] = functools.partial(_collate, options["data_collator"])
@@ -148,7 +150,8 @@ class RoutedTrainer(Trainer):
             return super()._get_train_sampler(train_dataset)
         # Letters only: images have the same length in most models; the number of images weighs most.
         lengths = dataset.images * (1 + int(dataset.letters.max())) + dataset.letters
-        share, seed = self.args.train_batch_size, int(self.args.seed)
+        share = self.args.train_batch_size
+        seed = int(self.args.seed)
         lengths = lengths if grouped else np.zeros_like(lengths)
         return LengthSampler(lengths, share * self.args.world_size, seed, dataset.images if together else None, share)
 
@@ -181,7 +184,8 @@ class RoutedTrainer(Trainer):
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         model: Any = self.model
-        folder, has_adapters = str(output_dir or self.args.output_dir), hasattr(model, "peft_config")
+        folder = str(output_dir or self.args.output_dir)
+        has_adapters = hasattr(model, "peft_config")
         if not has_adapters:
             # By the names of its own modules: a checkpoint is read by them, and not by those of published weights.
             model.save_pretrained = functools.partial(type(model).save_pretrained, model, save_original_format=False)
@@ -226,7 +230,7 @@ class RoutedTrainer(Trainer):
 def _collate(collator: Callable[[Sequence[ChatSample]], dict[str, Any]], chats: Sequence[ChatSample]) -> dict[str, Any]:
     """Return a batch, with the faults of conversations that others replace if there are any."""
     batch = collator(chats)
-    faults = [fault for chat in chats for fault in chat.faults]
+    faults = list(chain.from_iterable(chat.faults for chat in chats))
     return {**batch, _FAULTS: faults} if faults else batch
 
 
@@ -249,7 +253,8 @@ class _AuxiliaryLosses:
     def take(self) -> Tensor:
         """Return the losses of the last pass, once."""
         assert self._loss is not None
-        loss, self._loss = self._loss, None
+        loss = self._loss
+        self._loss = None
         return loss
 
 
@@ -259,7 +264,7 @@ def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
     The names in the models are no use: LLaVA names layers that it does not have.
     """
     if names is None:
-        layers = [block for stack in find_stacks(model).values() for block in stack.blocks]
+        layers = chain.from_iterable(stack.blocks for stack in find_stacks(model).values())
         return sorted({type(layer).__name__ for layer in layers})
     classes: set[str] = set()
     for name in names.split(","):

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +37,8 @@ _AVERAGE = "ema.safetensors"
 _MOMENTS = "optimizer.safetensors"
 _TRAINING = "training.pt"
 # Weights that come with the package.
-_SHIPPED, _SHIPPED_FOLDER = "mmod:", Path(__file__).parents[2] / "data" / "weights"
+_SHIPPED = "mmod:"
+_SHIPPED_FOLDER = Path(__file__).parents[2] / "data" / "weights"
 _SUMS = "sha256.json"
 _SUMMED = (".safetensors", ".pt", ".pth", ".bin")
 
@@ -68,7 +70,8 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint)
     The first process writes what all have; of a state dict with shards each process writes its own. An existing
     checkpoint is not written again: the position determines the content.
     """
-    target, first = folder / f"step-{step:09d}-epoch-{epoch:05d}", process_rank() == 0
+    target = folder / f"step-{step:09d}-epoch-{epoch:05d}"
+    first = process_rank() == 0
     if any(gathered(target.exists())):
         return target
     kept = next(iter(list_checkpoints(folder)), None)
@@ -123,7 +126,9 @@ def _sums(folder: Path, names: Sequence[str], together: bool) -> dict[str, str |
     """Return the checksum of each file, None if it is missing."""
     mine = names[process_rank() :: process_count()] if together else names
     sums = {name: sha256(folder / name) if (folder / name).is_file() else None for name in mine}
-    return {name: digest for part in gathered(sums) for name, digest in part.items()} if together else sums
+    if not together:
+        return sums
+    return dict(chain.from_iterable(part.items() for part in gathered(sums)))
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -235,7 +240,8 @@ def find_weights(path: str | Path) -> Path:
         return path
     if path.is_dir():
         folders = [path, path / "model", *list_checkpoints(path / "checkpoints")[:1]]
-        for candidate in (folder / name for folder in folders for name in (_WEIGHTS, _CLIP_WEIGHTS)):
+        for folder, name in product(folders, (_WEIGHTS, _CLIP_WEIGHTS)):
+            candidate = folder / name
             if candidate.is_file():
                 return candidate
             if any(_shards(candidate).glob("shard-*.safetensors")):
@@ -265,7 +271,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _plain_errors(read: Path | None = None) -> Iterator[None]:
-    """Raise the error of a process in place of torch's, which is no `Exception`: what is read is damaged."""
+    """Raise the cause of torch's `CheckpointException`, which is no `Exception`; `read` is the state being read."""
     try:
         yield
     except CheckpointException as error:

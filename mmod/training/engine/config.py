@@ -336,7 +336,10 @@ class LoopConfig(RunConfig):
     @property
     def routings(self) -> dict[str, RoutingConfig]:
         """The routing of each routed part; empty for a dense model."""
-        return {name: config for method in self.applied for name, config in getattr(method, "parts", {}).items()}
+        routings: dict[str, RoutingConfig] = {}
+        for method in self.applied:
+            routings |= getattr(method, "parts", {})
+        return routings
 
     @property
     def free_keys(self) -> frozenset[str]:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -65,9 +66,13 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
     """
     from timm.utils.distributed import world_info_from_env
 
-    chosen, (local, rank, world), joined = choose_device(device), world_info_from_env(), dist.is_initialized()
+    chosen = choose_device(device)
+    local, rank, world = world_info_from_env()
+    joined = dist.is_initialized()
     if joined:
-        local, rank, world = dist.get_node_local_rank(0), dist.get_rank(), dist.get_world_size()
+        local = dist.get_node_local_rank(0)
+        rank = dist.get_rank()
+        world = dist.get_world_size()
     if joined or world > 1:
         chosen = torch.device(chosen.type, local) if chosen.type != "cpu" else chosen
     if chosen.type == "cuda":
@@ -114,7 +119,7 @@ def gathered(value: Value) -> list[Value]:
 def together(report: CorruptReport) -> CorruptReport:
     """Return the faults that all processes met; collective over processes."""
     # Without duplicates: processes that read the same files meet the same faults.
-    faults = sorted({fault for part in gathered(list(report.faults)) for fault in part})
+    faults = sorted(set(chain.from_iterable(gathered(list(report.faults)))))
     return CorruptReport(report.on_corrupt, dict.fromkeys(faults))
 
 

@@ -76,7 +76,8 @@ def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
 
     Activations are measured in one forward pass of two samples, and the shares of tokens that a threshold keeps, too.
     """
-    config, world = recipe.config, int(os.environ.get("WORLD_SIZE", 1))
+    config = recipe.config
+    world = int(os.environ.get("WORLD_SIZE", 1))
     torch.manual_seed(config.seed)
     model, teacher = recipe.create_models()
     model.to(recipe.device)
@@ -96,8 +97,10 @@ def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
     del output
 
     sharded = config.distributed.sharded
-    shares, copies = world if sharded else 1, 1 if config.ema is None else 2
-    weights, trained = bytes_of(model.parameters()), [value for value in model.parameters() if value.requires_grad]
+    shares = world if sharded else 1
+    copies = 1 if config.ema is None else 2
+    weights = bytes_of(model.parameters())
+    trained = [value for value in model.parameters() if value.requires_grad]
     return RunEstimate(
         epochs=epochs,
         steps=epochs * epoch_steps,

@@ -19,7 +19,8 @@ _ENTRIES = {
     "student": "raw",
 }
 _LIGHTNING = "pytorch-lightning_version"
-_DINO, _BACKBONE = ("teacher", "student"), "backbone."
+_DINO = ("teacher", "student")
+_BACKBONE = "backbone."
 _PARALLEL = "module."
 # Names that torch.compile, FSDP and gradient checkpointing insert where they wrap a module.
 _WRAPPERS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
@@ -42,7 +43,9 @@ def select_weights(content: Mapping[Any, Any]) -> ForeignWeights:
         >>> select_weights(content)
         ForeignWeights(state={'a': 2}, choice='the EMA weights, model_ema, not model')
     """
-    choice, is_lightning, has_backbone = "", _LIGHTNING in content, False
+    choice = ""
+    is_lightning = _LIGHTNING in content
+    has_backbone = False
     while entries := [entry for entry in _ENTRIES if isinstance(content.get(entry), Mapping) and content[entry]]:
         entry, *others = entries
         if others:
@@ -107,7 +110,8 @@ _OBJECTS = (
     "_codecs.encode",
     "numpy.dtype",
     "numpy.ndarray",
-    *(f"numpy.{core}.multiarray.{name}" for core in _CORES for name in ("scalar", "_reconstruct")),
+    *(f"numpy.{core}.multiarray.scalar" for core in _CORES),
+    *(f"numpy.{core}.multiarray._reconstruct" for core in _CORES),
 )
 # Classes of dictionaries: Swin's config, and hyperparameters of Lightning.
 _DICTIONARIES = (
@@ -120,4 +124,4 @@ STAND_INS: list[tuple[type, str]] = [
     *((Unread, name) for name in _OBJECTS),
     *((OrderedDict, name) for name in _DICTIONARIES),
 ]
-"""Classes and functions beside the weights that checkpoints of timm, DeiT and others hold, and what is made instead."""
+"""Replacements for the classes and functions that checkpoints of timm, DeiT and others pickle beside the weights."""

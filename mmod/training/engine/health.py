@@ -9,6 +9,7 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -67,7 +68,8 @@ class RouterHealth:
 
     def read(self) -> None:
         """Read the decisions of the last forward pass, before its backward pass."""
-        self._figures, self._gradients = {}, {}
+        self._figures = {}
+        self._gradients = {}
         for name, block in self._blocks.items():
             routing = block.mod_state.routing
             if routing is None:
@@ -86,7 +88,8 @@ class RouterHealth:
                 figures = figures._replace(gradient=float(self._gradients[name]))
             self._warn_of_collapse(name, figures, step)
             rows.append(_row(step, "train", name, figures._asdict()))
-        self._figures, self._gradients = {}, {}
+        self._figures = {}
+        self._gradients = {}
         return rows
 
     def _warn_of_collapse(self, block: str, figures: Figures, step: int) -> None:
@@ -117,7 +120,7 @@ def evaluated(step: int, data: str, kept: Mapping[str, float]) -> list[Row]:
 
 def named(rows: Sequence[Row]) -> dict[str, float]:
     """Return the figures of rows by their names in logs, `FIGURE/BLOCK`."""
-    return {f"{name}/{row['block']}": row[name] for name in FIGURES for row in rows if row[name] is not None}
+    return {f"{name}/{row['block']}": row[name] for name, row in product(FIGURES, rows) if row[name] is not None}
 
 
 def rows_of_logs(logs: Sequence[Mapping[str, Any]]) -> list[Row]:
@@ -146,7 +149,8 @@ def write_rows(folder: Path, rows: Sequence[Row]) -> None:
 @torch.no_grad()
 def figures_of(routing: Routing, router: Router) -> Figures:
     """Return the statistics of a decision."""
-    keep_BN, free_BN = routing.keep_BN, free_tokens(routing, router.prefix)
+    keep_BN = routing.keep_BN
+    free_BN = free_tokens(routing, router.prefix)
     tokens = routing.evidence.tokens
     counted_BN = free_BN if isinstance(tokens, TokenGroups) else tokens.valid_BN
     counted_BN = torch.ones_like(keep_BN) if counted_BN is None else counted_BN
@@ -193,20 +197,26 @@ def _spread(score_BN: Tensor, free_BN: Tensor, *, per_image: bool) -> tuple[floa
     counted_BN = free_BN & score_BN.isfinite()
     score_BN = torch.where(counted_BN, score_BN, 0.0).double()
     if per_image:
-        score_BN, counted_BN = score_BN[:, -1:].T, counted_BN[:, -1:].T
+        score_BN = score_BN[:, -1:].T
+        counted_BN = counted_BN[:, -1:].T
     count_B = counted_BN.sum(1)
     several_B = count_B > 1
     level = math.sqrt(float(score_BN.square().sum()) / max(1, int(count_B.sum())))
     if not bool(several_B.any()):
         return None, level
-    score_BN, counted_BN, count_B1 = score_BN[several_B], counted_BN[several_B], count_B[several_B, None]
+    score_BN = score_BN[several_B]
+    counted_BN = counted_BN[several_B]
+    count_B1 = count_B[several_B, None]
     deviation_BN = torch.where(counted_BN, score_BN - score_BN.sum(1, keepdim=True) / count_B1, 0.0)
     return float((deviation_BN.square().sum(1, keepdim=True) / count_B1).sqrt().mean()), level
 
 
 def _same_places(keep_BN: Tensor, free_BN: Tensor) -> float | None:
-    keep_BF, exists_BF = only_free(keep_BN, free_BN), only_free(free_BN, free_BN)
-    kept_F, images_F = keep_BF.sum(0).double(), exists_BF.sum(0).double()
+    """Return how often two images keep the same place: 0 as by chance, 1 always; None where places cannot differ."""
+    keep_BF = only_free(keep_BN, free_BN)
+    exists_BF = only_free(free_BN, free_BN)
+    kept_F = keep_BF.sum(0).double()
+    images_F = exists_BF.sum(0).double()
     pairs = float((kept_F * (images_F - 1)).sum())
     chance = float(kept_F.sum() / images_F.sum().clamp(min=1))
     if not pairs or chance == 1:
@@ -218,7 +228,9 @@ def _same_places(keep_BN: Tensor, free_BN: Tensor) -> float | None:
 _PATIENCE = 3
 # Below this share of their size, scores differ by rounding alone.
 _CONSTANT = 1e-5
-_SAME, _ALL, _NOTHING = 0.95, 0.95, 0.01
+_SAME = 0.95
+_ALL = 0.95
+_NOTHING = 0.01
 _CONTENT = "'attention', 'norm' or 'linear'"
 _SAYS = {
     "scores": "its scores are the same for all tokens, so that places decide",
@@ -231,7 +243,9 @@ _SAYS = {
 
 def _reason(config: RoutingConfig, figures: Figures) -> str | None:
     """Return the reason of a collapse, None for a healthy block; the first that applies explains the others."""
-    load, spread, same = figures.load, figures.spread, figures.same_places
+    load = figures.load
+    spread = figures.spread
+    same = figures.same_places
     reads = not config.router.positional
     if config.router.learns and load and figures.gradient == 0:
         return "gradient"

@@ -68,7 +68,8 @@ class LoopRecipe(LoopParts[InLoop, Result]):
         self, *, streams: Streams | None = None, progress: bool = True, tick: Tick = lambda share: None
     ) -> FitResult[Result]:
         """Train, or read the result of a finished run; see `mmod.training.fit`."""
-        config, shared = self.config, self.config.distributed
+        config = self.config
+        shared = self.config.distributed
         with process_group(config.device, grouped=shared.sharded, timeout=shared.timeout) as process:
             autocast(process.device, config.precision)
 
@@ -102,15 +103,20 @@ class _Trainer(Generic[Result]):
         progress: bool,
     ) -> None:
         config = recipe.config
-        self.recipe, self.config, self.process, self.progress = recipe, config, process, progress
-        self.claim, self.tick = claim, tick
+        self.recipe = recipe
+        self.config = config
+        self.process = process
+        self.progress = progress
+        self.claim = claim
+        self.tick = tick
         self.stop: StopRequest
         self.folder = Path(config.output)
         self.usage = Usage(process.device)
         seed_draws(config.seed, 0, 0)
         self.model, teacher = recipe.create_models()
         train, test = streams or recipe.create_streams(process, self.model)
-        self.train_stream, self.test_stream = train, test
+        self.train_stream = train
+        self.test_stream = test
         # Streams of a caller may name no classes.
         self.classes: Classes | None = getattr(train, "classes", None)
         if self.classes is not None:
@@ -176,7 +182,8 @@ class _Trainer(Generic[Result]):
     def _train_epoch(self) -> None:
         config = self.config
         self.wrapped.train()
-        first, done = self.step + 1, self.step - self.epoch * self.steps_per_epoch
+        first = self.step + 1
+        done = self.step - self.epoch * self.steps_per_epoch
         start = min(done * config.accumulate, self.train_stream.steps_per_epoch)
         batches = self.usage.waiting(self.train_stream.batches(self.epoch, start))
         bar = progress_bar(
@@ -251,7 +258,9 @@ class _Trainer(Generic[Result]):
 
     def _refuse(self, group: list[Batch]) -> None:
         """Skip a step whose loss is not finite, or save the state before it and raise."""
-        step, skipped, allowed = self.step + 1, self.skipped, self.config.skip_nonfinite or 0
+        step = self.step + 1
+        skipped = self.skipped
+        allowed = self.config.skip_nonfinite or 0
         usable = all_finite([*self.model.parameters(), *self.model.buffers()])
         message = f"the loss stopped being finite at step {step} (epoch {self.epoch + 1})"
         seed_draws(self.config.seed, step, self.process.rank)
@@ -339,8 +348,11 @@ class _Trainer(Generic[Result]):
             stream.report.faults.update(dict.fromkeys(Fault(*fault) for fault in training["faults"][name]))
         sums = training["meters"]
         self.meters.load_state_dict(sums if self.process.is_first else {name: [0.0, 0] for name in sums})
-        self.history, self.epoch, self.step = training["history"], training["epoch"], training["step"]
-        self.routers, self.skipped = training["routers"], training["skipped"]
+        self.history = training["history"]
+        self.epoch = training["epoch"]
+        self.step = training["step"]
+        self.routers = training["routers"]
+        self.skipped = training["skipped"]
         self.usage.load_state_dict(training["usage"])
 
     def _reports(self) -> dict[str, CorruptReport]:

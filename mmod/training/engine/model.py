@@ -13,7 +13,8 @@ from torch import Tensor, nn
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
     """Load a state dict strictly."""
     expected = model.state_dict()
-    missing, unknown = set(expected) - set(state), set(state) - set(expected)
+    missing = set(expected) - set(state)
+    unknown = set(state) - set(expected)
     if missing or unknown:
         raise ValueError(
             f"checkpoint {str(source)!r} does not fit the model: "
@@ -87,4 +88,7 @@ def classifier_names(model: nn.Module) -> tuple[str, ...]:
 def some(names: Iterable[str]) -> str:
     """Return the number of keys of a state dict and the first few of them."""
     keys = sorted(names)
-    return f"{len(keys)} keys ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})" if keys else "no key"
+    if not keys:
+        return "no key"
+    others = ", ..." if len(keys) > 3 else ""
+    return f"{len(keys)} keys ({', '.join(keys[:3])}{others})"

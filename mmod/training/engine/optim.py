@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -64,15 +65,15 @@ def complete_states(optimizer: Any) -> None:
         reached = next((weight for weight in weights if optimizer.state.get(weight)), None)
         if reached is None:
             continue
-        form = optimizer.state[reached]
         for weight in weights:
-            if not optimizer.state.get(weight):
-                optimizer.state[weight] = {
-                    key: torch.zeros_like(weight if value.shape == reached.shape else value)
-                    if isinstance(value, Tensor)
-                    else value
-                    for key, value in form.items()
-                }
+            if optimizer.state.get(weight):
+                continue
+            state = dict(optimizer.state[reached])
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    # A moment has the shape of its weight; a step counter has its own.
+                    state[key] = torch.zeros_like(weight if value.shape == reached.shape else value)
+            optimizer.state[weight] = state
 
 
 def single_precision(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
@@ -80,7 +81,8 @@ def single_precision(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
     timm uses bf16, which takes ten times as long on CPUs without bf16 instructions.
     """
-    on_cpu = all(weight.device.type == "cpu" for group in optimizer.param_groups for weight in group["params"])
+    weights = chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    on_cpu = all(weight.device.type == "cpu" for weight in weights)
     if type(optimizer) is Muon and on_cpu:
         optimizer.__class__ = _SingleMuon
     return optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ class Replicas:
     def __init__(
         self, model: nn.Module, average: nn.Module | None, process: Process, precision: str, *, compiled: bool
     ) -> None:
-        self.model, self.average, self.process = model, average, process
+        self.model = model
+        self.average = average
+        self.process = process
         # All models whose capacity a schedule changes.
         self.models = [model] if average is None else [model, average]
         if compiled:
@@ -91,8 +94,7 @@ class Shards(Replicas):
         for module in filter(None, (model, average)):
             # FSDP2 shards no scalars, such as CLIP's logit scale.
             ignored = {weight for weight in module.parameters() if not weight.ndim}
-            blocks = [block for stack in find_stacks(module).values() for block in stack.blocks]
-            for block in blocks:
+            for block in chain.from_iterable(stack.blocks for stack in find_stacks(module).values()):
                 if compiled and module is model:
                     block.compile()
                 fully_shard(block, mesh=mesh, mp_policy=policy, ignored_params=ignored)

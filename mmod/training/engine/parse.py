@@ -91,10 +91,13 @@ def _routing_sections(kind: type) -> Iterator[str]:
 
 def _describe(kind: Any, prefix: str) -> str:
     """Return the fields of a dataclass that are no groups with descriptions, types and defaults, as options."""
-    meanings, hints, parameters = field_meanings(kind), typing.get_type_hints(kind), inspect.signature(kind).parameters
+    meanings = field_meanings(kind)
+    hints = typing.get_type_hints(kind)
+    parameters = inspect.signature(kind).parameters
     lines = [parse(kind.__doc__ or "").short_description or kind.__name__]
     for item in dataclasses.fields(kind):
-        hint, factory = hints[item.name], item.default_factory
+        hint = hints[item.name]
+        factory = item.default_factory
         if dataclasses.is_dataclass(hint):
             continue
         default = parameters[item.name].default if factory is dataclasses.MISSING else factory()

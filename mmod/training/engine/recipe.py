@@ -163,7 +163,8 @@ class LoopParts(Recipe[InLoop, Result]):
             ValueError: The host library does not know the model, or the checkpoint does not fit it.
             FileNotFoundError: The checkpoint is missing.
         """
-        config, checkpoint = self.config, self.config.model.checkpoint
+        config = self.config
+        checkpoint = self.config.model.checkpoint
         model: Any = self.create_dense()
         added = {} if checkpoint is None else self.load_dense(model, checkpoint, config.applied)
         # Copied before methods are applied: a dense teacher is the starting model itself.

@@ -92,7 +92,8 @@ def run_once(
         if existing is not None:
             equal_steps = _step_samples(existing) is not None and _step_samples(existing) == _step_samples(record)
             free_keys = config.free_keys | (_BATCH_KEYS if equal_steps else frozenset())
-            there, here = portable(existing), portable(record)
+            there = portable(existing)
+            here = portable(record)
             if differences(there, here, free_keys) and not differences(there, here, free_keys | config.length_keys):
                 _refuse_length(config, flatten(existing), flatten(record))
             check_same(folder, there, here, kind="a run", free_keys=free_keys)
@@ -162,7 +163,8 @@ def portable(record: Mapping[str, Any]) -> dict[str, Any]:
         >>> portable({"output": "/runs/tuned", "model": {"checkpoint": "/runs/base"}})["model"]
         {'checkpoint': '../base'}
     """
-    output, model = record.get("output"), record.get("model") or {}
+    output = record.get("output")
+    model = record.get("model") or {}
     checkpoint = model.get("checkpoint")
     # A relative path and an absolute one cannot be related.
     if not checkpoint or not output or os.path.isabs(checkpoint) != os.path.isabs(output):
@@ -204,7 +206,8 @@ def check_recorded(folder: Path, numbers: Mapping[str, int]) -> None:
     """Raise a ValueError if a run folder records other classes than those of the training data."""
     path = folder / CLASSES
     if path.exists() and read_classes(path) != dict(numbers):
-        before, now = set(read_classes(path)), set(numbers)
+        before = set(read_classes(path))
+        now = set(numbers)
         raise ValueError(
             f"{str(path)!r} records other classes than the training data has now (gone: "
             f"{', '.join(sorted(before - now)) or 'none'}; new: {', '.join(sorted(now - before)) or 'none'}): restore "

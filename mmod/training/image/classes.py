@@ -27,7 +27,8 @@ def run_classes(checkpoint: str | Path | None) -> dict[str, int] | None:
 
 def model_classes(config: TrainConfig, model: nn.Module) -> ModelClasses | None:
     """Return the classes of the model that a run starts from; None where they are not known, as of a new classifier."""
-    checkpoint, named = config.model.checkpoint, config.data.classes
+    checkpoint = config.model.checkpoint
+    named = config.data.classes
     numbers = run_classes(checkpoint) if config.has_classes else None
     if numbers is not None:
         return ModelClasses(numbers, f"the run of {checkpoint!r}")

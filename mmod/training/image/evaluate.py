@@ -44,9 +44,10 @@ class EvalResult(RoutedResult):
 
     def columns(self) -> dict[str, float]:
         """Return the figures by name, those at another capacity as `NAME@CAPACITY`."""
-        by_capacity = (self.capacities or {}).items()
-        at = {f"{name}@{capacity}": value for capacity, figures in by_capacity for name, value in figures.items()}
-        return super().columns() | at
+        columns = super().columns()
+        for capacity, figures in (self.capacities or {}).items():
+            columns |= {f"{name}@{capacity}": value for name, value in figures.items()}
+        return columns
 
     def accuracies(self) -> dict[str, float]:
         """Return the figures in percent."""
@@ -147,7 +148,10 @@ def _count(logits: Tensor, targets: Tensor) -> Tensor:
 
 def _patch_figures(confusion: Tensor) -> tuple[float, float]:
     """Return `objects` and `mean_iou` of counts by class and first guess."""
-    right, labelled, guessed = confusion.diagonal(), confusion.sum(1), confusion.sum(0)
+    right = confusion.diagonal()
+    labelled = confusion.sum(1)
+    guessed = confusion.sum(0)
     union = labelled + guessed - right
-    objects, mean_iou = right[1:].sum() / labelled[1:].sum(), (right[union > 0] / union[union > 0]).mean()
+    objects = right[1:].sum() / labelled[1:].sum()
+    mean_iou = (right[union > 0] / union[union > 0]).mean()
     return 100 * float(objects), 100 * float(mean_iou)

@@ -55,7 +55,8 @@ def extract(
     Args:
         folder: Folder of the features of this model, stream and kind: a file for every few batches.
     """
-    folder, device = Path(folder), next(model.parameters()).device
+    folder = Path(folder)
+    device = next(model.parameters()).device
     folder.mkdir(parents=True, exist_ok=True)
     read = feature_of(model, kind)
     chunks = -(-stream.steps_per_epoch // _CHUNK)
@@ -114,6 +115,8 @@ def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor
         if kind == "head":
             return host.forward_head(tokens, pre_logits=True)
         patches = tokens[:, host.num_prefix_tokens :]
-        return tokens[:, 0] if kind == "class" else patches.mean(1) if kind == "mean" else patches
+        if kind == "class":
+            return tokens[:, 0]
+        return patches.mean(1) if kind == "mean" else patches
 
     return read

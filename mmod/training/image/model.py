@@ -79,7 +79,8 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
     if pretrained and data.channels == 3:
         published = getattr(model, "pretrained_cfg", {})
         for name, default in {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}.items():
-            actual, expected = tuple(getattr(data, name) or default), tuple(published.get(name, default))
+            actual = tuple(getattr(data, name) or default)
+            expected = tuple(published.get(name, default))
             if actual != expected:
                 raise ValueError(
                     f"the published weights expect images normalised with {name} {list(expected)}, "

@@ -63,7 +63,8 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def adapted(self, model: nn.Module, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
         """Return weights as timm converts them, with a new classifier if a fresh one is asked for."""
-        current, head = model.state_dict(), classifier_names(model)
+        current = model.state_dict()
+        head = classifier_names(model)
         state = converted(state, model)
         if self.config.model.head == "fresh":
             state = {name: value for name, value in state.items() if not name.startswith(head)}
@@ -86,7 +87,8 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
             arguments: dict[str, Any] = {"in_chans": self.config.data.channels}
             teacher = create_dense_model(ModelConfig(name=name, args=arguments, pretrained=True))
             check_input(teacher, self.config.data, pretrained=True)
-        classes, expected = (getattr(module, "num_classes", None) for module in (teacher, model))
+        classes = getattr(teacher, "num_classes", None)
+        expected = getattr(model, "num_classes", None)
         if classes != expected:
             raise ValueError(f"teacher {name!r} has {classes} classes and the model {expected}")
         return teacher
@@ -105,7 +107,8 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
     def create_streams(self, process: Process, model: nn.Module) -> Streams:
         """Create the streams of training and evaluation images; those of evaluation have the classes of training."""
         train = self.create_stream(process, model, self.config.seed)
-        trained, teacher = train.classes, self.config.teacher()
+        trained = train.classes
+        teacher = self.config.teacher()
         if trained is None:
             return train, self._stream(process, None)
         if teacher is not None:
@@ -134,7 +137,8 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
         """Measure accuracy at every trained capacity; see `mmod.training.image.evaluate.evaluate`."""
-        config, routing = self.config, self.config.image_routing
+        config = self.config
+        routing = self.config.image_routing
         if config.in_training is not None:
             _make_dense(model)
         judge = partial(evaluate, model, stream, process.device, config.precision, progress=progress)
@@ -207,7 +211,8 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         elif changes is not None and not methods_of(models[0]):
             for method in changes.applied:
                 method.apply_(models[0])
-        schedule, routing = self.config.capacity_schedule, self.config.image_routing
+        schedule = self.config.capacity_schedule
+        routing = self.config.image_routing
         if schedule is None or routing is None:
             return
         if not isinstance(routing.capacity, (int, float)):

@@ -135,7 +135,8 @@ class _FinalTokens:
 
     def take(self) -> Tensor:
         """Return the tokens (B, N, D), once."""
-        tokens, self._tokens = self._tokens, None
+        tokens = self._tokens
+        self._tokens = None
         assert tokens is not None
         return tokens
 

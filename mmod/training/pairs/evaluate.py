@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -93,7 +94,8 @@ def evaluate(
         ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.
     """
     device = torch.device(device)
-    kept, parts = KeptShares(model, device), []
+    kept = KeptShares(model, device)
+    parts = []
     with evaluation_batches(model, stream, device, progress=progress) as batches:
         for _, (images, tokens) in batches:
             with autocast(device, precision), kept.watch():
@@ -116,7 +118,8 @@ def evaluate(
                 assert transform is not None
                 options: Any = {"stream": stream, "workers": workers, "bar": progress}
                 top1, top5 = classify_folder(model, tokenizer, transform, folder, **options)
-    first, second = rank_matches(images, texts, tokens), rank_matches(texts, images, tokens)
+    first = rank_matches(images, texts, tokens)
+    second = rank_matches(texts, images, tokens)
     return EvalResult(
         image_to_text_r1=share(first < 1),
         image_to_text_r5=share(first < 5),
@@ -169,7 +172,8 @@ def judge_pairs(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tenso
     image_BD, text_BD, scale = (output[name].float() for name in ("image_features", "text_features", "logit_scale"))
     captions = torch.unique(texts, dim=0, return_inverse=True)[1]
     same_BB = captions[:, None] == captions[None]
-    loss_B, right_B = torch.zeros(len(images), device=device), torch.zeros(len(images), device=device)
+    loss_B = torch.zeros(len(images), device=device)
+    right_B = torch.zeros(len(images), device=device)
     for queries, others in ((image_BD, text_BD), (text_BD, image_BD)):
         similarity_BB = scale * queries @ others.T
         matched_B = similarity_BB.masked_fill(~same_BB, -torch.inf).logsumexp(1)
@@ -181,7 +185,7 @@ def judge_pairs(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tenso
 def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Tensor) -> tuple[float, float]:
     """Return top-1 and top-5 accuracy in percent on the first digit of each scene, read from its caption."""
     names, templates = zero_shot_prompts()
-    prompts = tokenizer([template.format(name) for name in names for template in templates])
+    prompts = tokenizer([template.format(name) for name, template in product(names, templates)])
     places = {tuple(row): place // len(templates) for place, row in enumerate(prompts.tolist())}
     classes = [places.get(tuple(row)) for row in tokens.tolist()]
     if None in classes:

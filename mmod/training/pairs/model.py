@@ -102,7 +102,8 @@ def load_image_tower(visual: nn.Module, checkpoint: str) -> None:
     if of_tower or trunk is None or any(name.startswith("trunk.") for name in state):
         load_weights(visual, of_tower or state, checkpoint)
         return
-    names, head = set(trunk.state_dict()), classifier_names(trunk)
+    names = set(trunk.state_dict())
+    head = classifier_names(trunk)
     state = converted(state, trunk)
     body = {name: value for name, value in state.items() if name in names or not name.startswith(head)}
     load_weights(trunk, body, checkpoint)

@@ -50,7 +50,8 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def create_dense(self) -> nn.Module:
         """Create the model with published weights, or with those of an image tower; refuse a loss that does not fit."""
-        config, model = self.config, create_model(self.config.model)
+        config = self.config
+        model = create_model(self.config.model)
         if isinstance(model, open_clip.CoCa) != (config.loss == "coca"):
             raise ValueError(
                 f"loss={config.loss!r} does not fit a {type(model).__name__}: 'coca' is for CoCa models alone"

@@ -24,7 +24,8 @@ class TextTask(Task):
     def forward(self, tokens: Tensor, following: Tensor) -> dict[str, Tensor]:
         """Return the "loss" of bytes (B, L) and the bytes after them, and its terms, in nats per byte."""
         with autocast(tokens.device, self.precision):
-            parts, logits = {}, None
+            parts = {}
+            logits = None
             if self.elastic:
                 with every_token(self.model):
                     logits = logits_of(self.model, tokens)
