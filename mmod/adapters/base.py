@@ -24,7 +24,17 @@ from mmod.adapters.masks import (
     show_all_keys,
     weigh_groups,
 )
-from mmod.blocks import BlockCall, GridSource, Halves, ImportanceBlock, ModelHook, Passes, RoutedBlock, StackCalls
+from mmod.blocks import (
+    BlockCall,
+    GridSource,
+    Halves,
+    ImportanceBlock,
+    Mixin,
+    ModelHook,
+    Passes,
+    RoutedBlock,
+    StackCalls,
+)
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, attend_to_all, keys_and_values
 from mmod.ops.context import known_projections
@@ -64,7 +74,7 @@ class BlockStack:
     dim: int
     call_of: Callable[[nn.Module, RoutingConfig | None], BlockCall]
     calls: PerThread[StackCalls] = field(default_factory=lambda: PerThread(StackCalls))
-    readers: tuple[tuple[nn.Module, type[nn.Module], object], ...] = ()
+    readers: tuple[tuple[nn.Module, type[Mixin], object], ...] = ()
     captions: Passes[Any] | None = None
     sequence: int | None = None
     language: bool = False

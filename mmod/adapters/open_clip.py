@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
 from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters
-from mmod.blocks import GridSource, Pass, Passes, StackCalls, grid_of_map, host_class
+from mmod.blocks import GridSource, Mixin, Pass, Passes, StackCalls, grid_of_map, host_class
 from mmod.routing import Routing, TokenMarks
 from mmod.threads import PerThread
 
@@ -267,7 +267,7 @@ class CaptionMarks:
         return torch.cat([class_B1, valid_BL] if self.class_mask_shifted else [valid_BL, class_B1], dim=1)
 
 
-class CaptionReader(nn.Module):
+class CaptionReader(Mixin):
     """Mixin of a tower's token embedding that begins the forward pass with its token ids."""
 
     mod_state: CaptionMarks

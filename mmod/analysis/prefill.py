@@ -9,8 +9,9 @@ from torch import nn
 
 from mmod.adapters import find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
-from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, StandingModule, model_hooks
+from mmod.blocks import ImportanceBlock, Mixin, RoutedBlock, model_hooks
 from mmod.methods.base import deciding_together
+from mmod.methods.route import Route
 from mmod.routing.decoder import Predictor
 from mmod.values import check_module, check_value
 
@@ -125,8 +126,9 @@ class _Counter:
         return PrefillFlops(rows, BlockFlops(REST, 0, 0, head, head), self.tokens, sum(self.images), cached)
 
     def _row(self, name: str, block: nn.Module) -> BlockFlops:
-        standing = {place: module for place, module in block.named_modules() if isinstance(module, StandingModule)}
-        if "" in standing:
+        others = {place: module for place, module in block.named_modules() if isinstance(module, Mixin)}
+        others = {place: module for place, module in others.items() if module.mod_method != Route.kind}
+        if "" in others:
             raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
         attention: Any = block.get_submodule("self_attn")
         width = int(attention.config.num_attention_heads) * int(attention.head_dim)
@@ -159,7 +161,7 @@ class _Counter:
         queries = tokens if operator == "mlp" else kept
         keys = tokens if context == "all" else queries
         rows = tokens if operator == "attention" else kept
-        for module in standing.values():
+        for module in others.values():
             router += rows * sum(map(self._deciding, module.choosing_modules()))
             rows = module.rows_of(rows)
         dense = layer(tokens, tokens, tokens)
@@ -214,7 +216,7 @@ def _sizes_of_host(block: nn.Module) -> dict[str, int]:
     """Return the weights of each linear layer in a block by its place, without those that methods added."""
     added: list[str] = []
     for place, module in block.named_modules():
-        if isinstance(module, Deciding):
+        if isinstance(module, Mixin):
             added += [f"{place}.{name}".lstrip(".") for name in module.added_modules]
     sizes = {}
     for place, module in block.named_modules():

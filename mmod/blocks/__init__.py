@@ -2,21 +2,24 @@
 
 # The one list of this package's names.
 # ruff: noqa: F401
+import warnings as _warnings
+from typing import Any as _Any
+
 from mmod.blocks.branches import Branch
 from mmod.blocks.call import BlockCall, Halves
-from mmod.blocks.conversion import (
-    StandingModule,
-    convert,
-    host_class,
-    host_of,
-    is_converted,
-    make_dense,
-    make_routed,
-)
+from mmod.blocks.conversion import Mixin, convert, host_class, host_of, is_converted, make_dense, modules_of
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
 from mmod.blocks.grid import Grid, GridHook, GridOfPass, GridSource, grid_of_map
 from mmod.blocks.hook import ModelHook, SpanHook, attach, detach_hooks, model_hooks
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules
-from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, RoutedState
+from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, RoutedState, make_importance, make_routed
 from mmod.blocks.rows import Execution, Rows
 from mmod.blocks.span import Pass, Passes, Span, SpanPass, StackCalls, recomputing
+
+
+def __getattr__(name: str) -> _Any:
+    """Return the new class for an old name."""
+    if name != "StandingModule":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    _warnings.warn("mmod.blocks.StandingModule is now mmod.blocks.Mixin", DeprecationWarning, stacklevel=2)
+    return Mixin

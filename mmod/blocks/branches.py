@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from mmod.blocks.conversion import Mixin
 from mmod.blocks.inner import Inner, running_branch
 from mmod.blocks.rows import Block, Execution, Host, Rows, gather, in_order, write_back
 from mmod.routing import Routing
@@ -57,7 +58,7 @@ class BranchRows(NamedTuple):
         return (out_BND, *output[1:]) if isinstance(output, tuple) else out_BND
 
 
-class Branch(nn.Module):
+class Branch(Mixin):
     """Mixin of a residual branch, which runs as the running block wants; compilers cannot trace a hook for one call."""
 
     mod_state: PerThread[Inner]

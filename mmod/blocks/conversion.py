@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any, ClassVar
 
 from torch import nn
 
-from mmod.blocks.branches import Branch
-from mmod.blocks.call import DecoderCall
-from mmod.blocks.record import Deciding
-from mmod.blocks.routed import RoutedBlock, RoutedState
-from mmod.blocks.rows import FusedNorm
-from mmod.routing import Router
 
+class Mixin(nn.Module):
+    """Base of the classes that a method puts in front of a host's class, or of modules that it puts into a model.
 
-class StandingModule(nn.Module):
-    """Base of mixins of other methods than routing, which routing and unrouting leave in place."""
+    `Method.apply_` tells each which method put it there. A method restores its own modules only, and asks those of
+    others what matters to it.
+
+    Attributes:
+        mod_state: Plain state, invisible to state dicts and exports.
+        mod_method: Kind of the method that put it there; empty for none.
+        keeps_name: The converted class has the name of the host's.
+        added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
+    """
+
+    mod_state: Any
+    mod_method: str = ""
+    keeps_name: ClassVar[bool] = False
+    added_modules: ClassVar[tuple[str, ...]] = ()
 
     def chooses_together(self, training: bool) -> bool:
         """Return whether a token's output depends on the other tokens of its image or text."""
@@ -30,10 +38,10 @@ class StandingModule(nn.Module):
         return []
 
 
-_CLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[nn.Module]] = {}
+_CLASSES: dict[tuple[type[Mixin], type[nn.Module]], type[nn.Module]] = {}
 
 
-def converted_class(mixin: type[nn.Module], host: type[nn.Module]) -> type[nn.Module]:
+def converted_class(mixin: type[Mixin], host: type[nn.Module]) -> type[nn.Module]:
     """Return the subclass of a host's class with a mixin in front, created once per pair."""
     if (mixin, host) in _CLASSES:
         return _CLASSES[mixin, host]
@@ -44,12 +52,12 @@ def converted_class(mixin: type[nn.Module], host: type[nn.Module]) -> type[nn.Mo
         return (_instance, (mixin, host), *reduced[2:])
 
     # Libraries identify a model in a saved folder by the name of its class.
-    prefix = "" if getattr(mixin, "keeps_name", False) else mixin.__name__.removesuffix("Block")
+    prefix = "" if mixin.keeps_name else mixin.__name__.removesuffix("Block")
     members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce, "mod_host": host}
     return _CLASSES.setdefault((mixin, host), type(prefix + host.__name__, (mixin, host), members))
 
 
-def _instance(mixin: type[nn.Module], host: type[nn.Module]) -> nn.Module:
+def _instance(mixin: type[Mixin], host: type[nn.Module]) -> nn.Module:
     converted = converted_class(mixin, host)
     return converted.__new__(converted)
 
@@ -66,35 +74,48 @@ def host_of(module_class: type[nn.Module]) -> type[nn.Module]:
 
 def is_converted(module: nn.Module) -> bool:
     """Return whether a module's class was changed."""
-    return type(module) in _CLASSES.values()
+    return hasattr(type(module), "mod_host")
 
 
-def convert(module: nn.Module, mixin: type[nn.Module], state: object) -> None:
-    """Put a mixin in front of a module's host class; the mixin reads its plain state as `mod_state`."""
-    module.__class__ = converted_class(mixin, host_class(module))
+def convert(module: nn.Module, mixin: type[Mixin], state: object) -> None:
+    """Put a mixin in front of a module's host class; the mixin reads its plain state as `mod_state`.
+
+    Raises:
+        TypeError: The mixin derives from no `Mixin`.
+        ValueError: Another mixin stands there, which would be lost.
+    """
+    if not issubclass(mixin, Mixin):
+        raise TypeError(f"{mixin.__name__} must derive from mmod.blocks.Mixin to stand in front of a host's class")
+    converted = converted_class(mixin, host_class(module))
+    if is_converted(module) and type(module) is not converted:
+        raise ValueError(
+            f"this {type(module).__name__} was converted by {_maker(module)}, so {mixin.__name__} cannot convert it: "
+            "call mmod.undo_ first"
+        )
+    module.__class__ = converted
     module.mod_state = state  # type: ignore[assignment]
 
 
-def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: type[RoutedBlock] = RoutedBlock) -> None:
-    """Convert a dense block into a routed one."""
-    convert(block, mixin, state)
-    block.router = router
-    if state.call.fused_norm:
-        convert(block.get_submodule(state.call.fused_norm), FusedNorm, state.inner)
-    config = router.config
-    operator = str(config.operator)
-    if operator != "block":
-        convert(block.get_submodule(state.call.operators[operator]), Branch, state.inner)
-    if config.language.gate_on != "update":
-        for branch in cast(DecoderCall, state.call).branches(block, config.language.gate_on):
-            convert(branch, Branch, state.inner)
+def _maker(module: Any) -> str:
+    return f"the method {module.mod_method!r}" if module.mod_method else "no method"
+
+
+def modules_of(model: nn.Module, method: str) -> list[Mixin]:
+    """Return the modules that a method of a kind put into a model, or in front of its classes."""
+    return [module for module in model.modules() if isinstance(module, Mixin) and module.mod_method == method]
 
 
 def make_dense(module: nn.Module) -> None:
-    """Give a converted module its own class back and remove what was added."""
-    if isinstance(module, RoutedBlock) and module.mod_state.call.fused_norm:
-        make_dense(module.get_submodule(module.mod_state.call.fused_norm))
-    for name in module.added_modules if isinstance(module, Deciding) else ():
+    """Give a converted module its host's class back, and so those inside it that the same method converted."""
+    assert isinstance(module, Mixin)
+    for inner in modules_of(module, module.mod_method):
+        if is_converted(inner):
+            _restore(inner)
+
+
+def _restore(module: Any) -> None:
+    for name in module.added_modules:
         module._modules.pop(name, None)
     module.__class__ = host_class(module)
-    del module.mod_state
+    for name in ("mod_state", "mod_method"):
+        vars(module).pop(name, None)

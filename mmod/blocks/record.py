@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from mmod.blocks.conversion import Mixin
 from mmod.blocks.span import recomputing
 from mmod.routing import Routing
 from mmod.threads import PerThread
@@ -43,15 +43,8 @@ class Records(PerThread[Record]):
         super().__init__(make)
 
 
-class Deciding(nn.Module):
-    """Mixin of a module that decides which tokens, images or channels run: what traces and FLOP counts read.
-
-    Attributes:
-        added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
-    """
-
-    mod_state: Any
-    added_modules: ClassVar[tuple[str, ...]] = ()
+class Deciding(Mixin):
+    """Mixin of a module that decides which tokens, images or channels run: what traces and FLOP counts read."""
 
     @property
     def record(self) -> Record:

@@ -17,9 +17,10 @@ from torch import Tensor, fx, nn
 
 from mmod.blocks.branches import Branch, OneBranch
 from mmod.blocks.call import BlockCall, DecoderCall
+from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import Inner, running_branch
 from mmod.blocks.record import Deciding, Records
-from mmod.blocks.rows import Execution, KeptTokens, MlpOfKept, Rows
+from mmod.blocks.rows import Execution, FusedNorm, KeptTokens, MlpOfKept, Rows
 from mmod.blocks.span import Span, SpanPass
 from mmod.blocks.symbolic import trace_as_node
 from mmod.config import RoutingConfig, Threshold
@@ -84,10 +85,8 @@ class ImportanceState:
         return not self.span.training_only or any(router.training for router in self.routers)
 
 
-class ConvertedBlock(nn.Module):
-    """Mixin of a block whose class was changed; `mod_state` is its plain state."""
-
-    mod_state: Any
+class ConvertedBlock(Mixin):
+    """Mixin of a block that runs its host's forward itself."""
 
     def run_host(self, z: Tensor, **arguments: Any) -> Tensor:
         """Return tokens after the host's forward."""
@@ -177,6 +176,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         arguments = call.bind(args, kwargs) if args or kwargs else {}
         router = self.router
         span = state.span
+        # What the blocks of the span share in this pass, and the rows that the previous one passed on.
         shared = None
         rows = None
         if span is not None and (not call.caches or self.shares(arguments)):
@@ -185,6 +185,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
             x, rows = span.take_rows(x, shared, router)
         if execution.between_halves:
             x = self.attend(x, arguments, shared, rows)
+        # Decide: alone, or by what the span knows.
         tokens = call.marks(arguments, x) if arguments or call.marks_always else _NO_MARKS
         scored = self.normed(x) if execution.scores_norm else x
         if span is None or shared is None:
@@ -200,6 +201,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         record = state.records.value
         if self.training or record.traced:
             record.keep("", routing)
+        # Gather, run and write back.
         if rows is None:
             rows = execution.rows(self, x, arguments, routing)
         z = rows.gather(x, routing)
@@ -265,3 +267,29 @@ class ImportanceBlock(ConvertedBlock):
         if not shared.unobserved:
             state.span.hand_on(shared, y)
         return y
+
+
+def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: type[RoutedBlock] = RoutedBlock) -> None:
+    """Convert a dense block into a routed one."""
+    call = state.call
+    convert(block, mixin, state)
+    block.router = router
+    # The gather leaves alone a norm that another method has converted.
+    if call.fused_norm and not is_converted(block.get_submodule(call.fused_norm)):
+        convert(block.get_submodule(call.fused_norm), FusedNorm, state.inner)
+    config = router.config
+    operator = str(config.operator)
+    if operator != "block":
+        convert(block.get_submodule(call.operators[operator]), Branch, state.inner)
+    if config.language.gate_on != "update":
+        for branch in cast(DecoderCall, call).branches(block, config.language.gate_on):
+            convert(branch, Branch, state.inner)
+
+
+def make_importance(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:
+    """Convert a dense block into one that shares its importance."""
+    convert(block, mixin, state)
+    name = state.call.operators.get("attention")
+    # An attention that another method has converted is observed from around the block.
+    if name is not None and not is_converted(block.get_submodule(name)):
+        convert(block.get_submodule(name), Branch, state.inner)

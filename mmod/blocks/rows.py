@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.blocks.call import BlockCall
+from mmod.blocks.conversion import Mixin
 from mmod.blocks.inner import Inner, running_branch
 from mmod.config import RoutingConfig
 from mmod.ops import (
@@ -33,7 +34,7 @@ from mmod.routing import Router, Routing
 from mmod.threads import PerThread
 
 
-class FusedNorm(nn.Module):
+class FusedNorm(Mixin):
     """Mixin of a block's first norm, for rows that were normalised in the kernel that gathered them."""
 
     mod_state: PerThread[Inner]

@@ -24,7 +24,7 @@ from mmod.config import RoutingConfig
 from mmod.routing import Router, Routing, TokenGroups, TokenMarks
 from mmod.threads import PerThread
 
-# Unfinished passes of a thread outside any call of the model that are remembered, to notice an ambiguous tensor.
+# How many unfinished passes a thread remembers outside calls of the model, to notice an ambiguous tensor.
 UNFINISHED = 8
 
 
@@ -187,8 +187,8 @@ class Passes(Generic[AnyPass]):
     - Code between two modules may make a new tensor (a hook, a move to another device), and compilers cannot compare
       tensors. The input then belongs to the only unfinished pass of the running call, or outside calls to the only
       one of the thread. If there are several, the module raises instead of guessing.
-    - A pass ends when its last module is entered, and with the call of the model in which it runs. One that failed in
-      a module is not continued but from that module's input.
+    - A pass ends when its last module is entered, and with the call of the model in which it runs. After a failure in a
+      module, it goes on only if that module gets the same tensor again.
     - Gradient checkpointing recomputes modules in a backward pass, perhaps in another thread. The first module of a
       segment finds the pass by its input, which is the same tensor; those after it also by the running backward pass.
 
@@ -234,7 +234,7 @@ class Passes(Generic[AnyPass]):
             call.latest = started
             return started
         if call.outer is None:
-            # Nothing says when code outside calls ends.
+            # Outside calls nothing says when a pass was given up, so the oldest are forgotten.
             del call.passes[: 1 - UNFINISHED]
         if self.last > 0:
             call.passes.append(started)
@@ -311,7 +311,7 @@ class Passes(Generic[AnyPass]):
             if len(reachable) > 1:
                 reachable = [other for other in reachable if other.shape == x.shape[:2]]
             if len(reachable) > 1:
-                # So that passes that were aborted are in the way only once.
+                # Passes that were given up should raise this error only once.
                 level.passes = [other for other in level.passes if all(other is not item for item in reachable)]
                 raise RuntimeError(
                     f"{len(reachable)} forward passes are unfinished at this routed block, and its input is none of "
@@ -330,6 +330,7 @@ class Passes(Generic[AnyPass]):
         return None
 
     def _find_recomputed(self, found: AnyPass | None) -> AnyPass | None:
+        """Return the pass that the running backward pass recomputes: the one found by the input, or the last such."""
         task = torch._C._current_graph_task_id()
         if found is not None:
             self._recomputed.value[:] = [(task, found)]
@@ -412,7 +413,7 @@ class Span(Passes[SpanPass]):
         """Return the pass of a block's input (B, N, D), which the first block begins; None if nothing is shared.
 
         Raises:
-            ValueError: The first block was not run, without whose scores this block would decide otherwise.
+            ValueError: The first block, whose scores this block reads, was not run.
         """
         if self.training_only and not training:
             return None

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_library, find_stack, load_adapter
-from mmod.blocks import Deciding, is_converted, make_dense
+from mmod.blocks import Deciding, Mixin, is_converted, make_dense, modules_of
 from mmod.config.registry import Registry, check_frozen
 from mmod.methods.enclosed import watch_saving
 from mmod.routing import Routing
@@ -80,7 +80,11 @@ class Method(Checked, ABC, group="method"):
             )
         target = self.find(model)
         self.check(model, target)
+        earlier = {module for module in model.modules() if isinstance(module, Mixin)}
         self.change(model, target)
+        for module in model.modules():
+            if isinstance(module, Mixin) and module not in earlier:
+                module.mod_method = self.kind
         _record(model, self.joined(vars(model).get("mod_methods", ())))
         return model
 
@@ -169,8 +173,8 @@ class Method(Checked, ABC, group="method"):
         """Change a model that passed `check`."""
 
     def restore(self, model: nn.Module) -> None:
-        """Make a changed model dense again: by default, restore the host's classes."""
-        for module in list(model.modules()):
+        """Undo the method alone: by default, restore the host's classes where the method changed them."""
+        for module in modules_of(model, self.kind):
             if is_converted(module):
                 make_dense(module)
 

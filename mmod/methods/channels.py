@@ -15,7 +15,7 @@ from timm.models.resnet import BasicBlock, Bottleneck
 from torch import Tensor, nn
 
 from mmod.adapters import find_library
-from mmod.blocks import Deciding, Records, StandingModule, convert
+from mmod.blocks import Deciding, Records, convert
 from mmod.methods.base import Method, register_method
 from mmod.ops import gather_rows, scatter_rows, select_topk
 from mmod.routing import Evidence, Kept, RandomScore, Routing, Weights
@@ -119,7 +119,7 @@ class ChannelState(NamedTuple):
     records: Records
 
 
-class ChannelBlock(StandingModule, Deciding):
+class ChannelBlock(Deciding):
     """Mixin of a narrow residual block that runs on selected channels; its selector maps channel means to logits."""
 
     selector: nn.Sequential

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Deciding, Pass, Passes, Records, convert, host_class, recomputing
+from mmod.blocks import Deciding, Mixin, Pass, Passes, Records, convert, host_class, recomputing
 from mmod.blocks.routed import ConvertedBlock
 from mmod.blocks.span import StackCall
 from mmod.config.plan import check_blocks
@@ -255,7 +255,7 @@ def _of_remaining(x_BND: Tensor, argument: Any, leaving: Leaving) -> Any:
     return argument if leaving.index_B is None else argument.index_select(0, leaving.index_B)
 
 
-class ExitModel(nn.Module):
+class ExitModel(Mixin):
     """Mixin of a model that gathers the logits of its exits."""
 
     mod_state: Passes[Leaving]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Deciding, Record, Records, StandingModule, convert, detach_hooks
+from mmod.blocks import Deciding, Record, Records, convert, detach_hooks
 from mmod.blocks.span import recomputing
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
@@ -244,7 +244,7 @@ class ExpertState(NamedTuple):
     records: Records
 
 
-class ExpertMlp(StandingModule, Deciding):
+class ExpertMlp(Deciding):
     """Mixin that makes an MLP the first of several experts; a router, or a predictor for each, chooses among them."""
 
     router: TokenRouter

@@ -9,7 +9,7 @@ from typing import Any, cast
 from torch import nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import BlockCall, GridOfPass, ImportanceState, RoutedState, Span, StandingModule
+from mmod.blocks import BlockCall, GridOfPass, ImportanceState, Mixin, RoutedState, Span, is_converted
 from mmod.config import Merged, Plan, RoutingConfig, spelled
 from mmod.routing import Router
 
@@ -171,17 +171,20 @@ def _refusals(
     yield merges, "skipped='merge'", "whose attention takes no bias for group sizes"
     reason = "as only timm blocks with the MLP after attention support it; use before='block'"
     yield config.merges_inside and call.halves is None, "skipped.before='mlp'", reason
-    # Another method's module in the block, such as a mixture of experts.
-    standing = [module for module in block.modules() if isinstance(module, StandingModule)]
-    in_training, in_evaluation = (any(module.chooses_together(mode) for module in standing) for mode in (True, False))
+    # Modules of other methods in the block, such as a mixture of experts.
+    others = [module for module in block.modules() if isinstance(module, Mixin)]
+    in_training, in_evaluation = (any(module.chooses_together(mode) for module in others) for mode in (True, False))
     together = in_training or in_evaluation
-    mixture = bool(standing) and block.get_submodule(call.operators["mlp"]) in standing
+    mixture = bool(others) and block.get_submodule(call.operators["mlp"]) in others
     reason = "whose MLP is a mixture of experts: route its block, or give it experts that do nothing"
     apart = config.operator == "mlp" or (config.merges_inside and together)
     yield mixture and apart, "operator='mlp' or skipped.before='mlp'", reason
+    branch = call.operators.get(str(config.operator))
+    taken = branch is not None and is_converted(block.get_submodule(branch))
+    yield taken, operator, "whose residual branch another method has changed: route its block"
     weighed = cast(Any, call).branches(block, gate_on) if mixture and gate_on != "update" else ()
     reason = "whose MLP is a mixture of experts with its own gates: use gate_on='update'"
-    yield any(branch in standing for branch in weighed), f"gate_on={gate_on!r}", reason
+    yield any(branch in others for branch in weighed), f"gate_on={gate_on!r}", reason
     reason = "where experts share the kept tokens of an image: the number of kept tokens would vary"
     yield together and config.select != "topk" and not config.router.per_image, "select=Threshold", reason
     reason = "where experts share the kept tokens in evaluation too: give them choice='score', 'predictor' or 'tokens'"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import StackCalls, convert
+from mmod.blocks import Mixin, StackCalls, convert
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.reduction import (
@@ -90,7 +90,7 @@ def _reads_importance(by: str, class_token: bool, model: nn.Module) -> bool:
     return by == "mean" or (by == "auto" and not (class_token and pooling(model) == "token"))
 
 
-class PrunedModel(nn.Module):
+class PrunedModel(Mixin):
     """Mixin of a model with pruned tokens."""
 
     keeps_name = True

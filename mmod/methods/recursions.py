@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
-from mmod.blocks import Deciding, Records, StandingModule
+from mmod.blocks import Deciding, Records
 from mmod.blocks.rows import write_back
 from mmod.blocks.span import recomputing
 from mmod.methods.base import register_method
@@ -161,7 +161,7 @@ class CycleState(NamedTuple):
     records: Records
 
 
-class Cycle(StandingModule, Deciding):
+class Cycle(Deciding):
     """Module that replaces the middle blocks and applies the shared blocks recursively.
 
     It keeps the removed blocks for undoing. There is one router per recursion, or one with which tokens choose their

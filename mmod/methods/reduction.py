@@ -21,7 +21,19 @@ from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
 from mmod.adapters.masks import narrow_rope
 from mmod.adapters.timm import SPLIT, attend, feed
-from mmod.blocks import Deciding, Pass, Passes, Records, SpanHook, StackCalls, attach, convert, detach_hooks, host_class
+from mmod.blocks import (
+    Deciding,
+    Mixin,
+    Pass,
+    Passes,
+    Records,
+    SpanHook,
+    StackCalls,
+    attach,
+    convert,
+    detach_hooks,
+    host_class,
+)
 from mmod.blocks.hook import runs_code_of
 from mmod.blocks.routed import ConvertedBlock
 from mmod.blocks.span import StackCall, recomputing
@@ -405,7 +417,7 @@ class NormOutputs(dict[nn.Module, Tensor]):
     """The last outputs of the watched modules of a stack, in one thread."""
 
 
-class _Watched(nn.Module):
+class _Watched(Mixin):
     """Mixin of a module of `_NORMS` that stores its output."""
 
     mod_state: PerThread[NormOutputs]

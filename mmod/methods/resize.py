@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import convert
+from mmod.blocks import Mixin, convert
 from mmod.methods.base import Method, owner_of, register_method
 
 
@@ -71,7 +71,7 @@ def _height_and_width(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
 
 
-class ResizingModel(nn.Module):
+class ResizingModel(Mixin):
     """Mixin of a model that first resizes its images (B, C, H, W) to the size `mod_state`.
 
     The host reads the size of a map of features from the images, so they are resized before it sees them.
@@ -95,7 +95,7 @@ class ResizingModel(nn.Module):
         return host.forward_intermediates(resized(x, self.mod_state), *args, **kwargs)
 
 
-class ResizingPatches(nn.Module):
+class ResizingPatches(Mixin):
     """Mixin of a patch embedding that first resizes its images (B, C, H, W) to the size `mod_state`."""
 
     mod_state: Target

@@ -13,18 +13,16 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_parts
 from mmod.blocks import (
-    Branch,
     GridHook,
     ModelHook,
     RoutedBlock,
     RoutedState,
     SpanHook,
-    StandingModule,
     attach,
     convert,
     detach_hooks,
     is_converted,
-    make_dense,
+    make_importance,
     make_routed,
 )
 from mmod.config import RoutingConfig, rational
@@ -164,9 +162,7 @@ class Route(Method):
                     assert router is not None
                     make_routed(block, router, state, stack.mixins[0])
                 else:
-                    convert(block, stack.mixins[1], state)
-                    if "attention" in state.call.operators:
-                        convert(block.get_submodule(state.call.operators["attention"]), Branch, state.inner)
+                    make_importance(block, state, stack.mixins[1])
             *path, block_list, _ = stack.names[0].split(".")
             owner = model.get_submodule(".".join(path))
             if self.parts[name].router.tied:
@@ -183,9 +179,7 @@ class Route(Method):
     def restore(self, model: nn.Module) -> None:
         """Restore the host's classes and remove the routers."""
         detach_hooks(model)
-        for module in list(model.modules()):
-            if is_converted(module) and not isinstance(module, StandingModule):
-                make_dense(module)
+        super().restore(model)
         for module in model.modules():
             unshare_score(module)
 

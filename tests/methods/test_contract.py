@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 import mmod
-from mmod.blocks import StandingModule, convert
+from mmod import blocks
+from mmod.blocks import Deciding, Mixin, convert, is_converted, modules_of
 from mmod.methods import METHODS, Channels, Exit, Experts, Merge, Method, Prune, Recursions, Resize, methods_of
 from mmod.methods.base import register_method
 from mmod.registry.hub import model_card
@@ -124,7 +125,7 @@ def test_tokens_that_are_left_are_those_of_the_trace() -> None:
         assert not bool((second & ~first).any())
 
 
-class Halved(StandingModule):
+class Halved(Mixin):
     """Mixin of an MLP that halves its output."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -191,7 +192,8 @@ def test_a_method_from_outside_is_one_class(half: Any, tmp_path: Path) -> None:
 def test_a_decoder_saves_all_of_its_methods(half: Any, tmp_path: Path) -> None:
     model, words = make_language("llama").eval(), {"input_ids": torch.tensor([[3, 1, 4, 1, 5]])}
     dense = model(**words).logits
-    for method in (Experts(experts=2, choice="score"), half(1), mmod.RoutingConfig(language={"tokens": "all"})):
+    experts = Experts(experts=2, choice="score", blocks=(0,))
+    for method in (experts, half(1), mmod.RoutingConfig(language={"tokens": "all"})):
         mmod.apply_(model, method)
     expected = model(**words).logits
     model.save_pretrained(tmp_path)
@@ -210,3 +212,76 @@ def test_a_method_from_outside_is_trained_evaluated_and_studied(half: Any, tmp_p
     rivals = {"half": {0.5: {"kind": "half", "block": 1}}}
     (candidate,) = create_rivals(rivals, {}, epochs=1, is_trained=True)
     assert candidate.configure(config, config).applied == (half(1),)
+
+
+@torch.no_grad()
+def test_each_method_restores_its_own_modules_alone(half: Any) -> None:
+    model = make("half")
+    dense = model(IMAGES)
+    # Its block is routed, and the dense one in front of it observed.
+    mmod.apply_(model, half(1))
+    halved = model(IMAGES)
+    mmod.route_(model, mmod.RoutingConfig(blocks="late", operator="attention", capacity=0.5))
+    assert modules_of(model, "half") == [model.blocks[1].mlp]
+    routed = [module for module in model.modules() if is_converted(module) and module is not model.blocks[1].mlp]
+    assert routed == modules_of(model, "routing")
+    mmod.unroute_(model)
+    assert [module for module in model.modules() if is_converted(module)] == [model.blocks[1].mlp]
+    assert torch.equal(model(IMAGES), halved)
+    mmod.route_(model)
+    half.restore(half(1), model)
+    assert not modules_of(model, "half")
+    assert mmod.is_routed(model)
+    assert torch.equal(mmod.unroute_(model)(IMAGES), dense)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_module_of_a_method_knows_it(name: str) -> None:
+    model = make(name)
+    for change in CHANGES[name]:
+        mmod.apply_(model, change)
+    kinds = {method.kind for method in methods_of(model)}
+    mixins = [module for module in model.modules() if isinstance(module, Mixin)]
+    assert {module.mod_method for module in mixins} == kinds
+    assert all(isinstance(module, Mixin) for module in model.modules() if is_converted(module))
+    assert any(isinstance(module, Deciding) for module in mixins) == (name != "resize")
+
+
+def test_mixins_do_not_replace_each_other(half: Any) -> None:
+    model = mmod.apply_(make("half"), half(1))
+    mlp = model.blocks[1].mlp
+    with pytest.raises(ValueError, match="was converted by the method 'half', so Other cannot convert it"):
+        convert(mlp, type("Other", (Mixin,), {}), None)
+    with pytest.raises(TypeError, match=r"Plain must derive from mmod\.blocks\.Mixin"):
+        convert(model.blocks[0].mlp, type("Plain", (nn.Module,), {}), None)
+    convert(model.blocks[2].attn, Untouched, None)
+    for index, operator in ((1, "mlp"), (2, "attention")):
+        with pytest.raises(ValueError, match=rf"operator='{operator}'.* is not possible in blocks\.{index}"):
+            mmod.route_(model, mmod.RoutingConfig(router="linear", operator=operator, blocks=(index,)))
+    assert modules_of(model, "half") == [mlp]
+
+
+def test_a_norm_and_an_attention_of_another_method_stay(half: Any) -> None:
+    model = make("half")
+    block = model.blocks[1]
+    place = {"norm1": block, "attn": model.blocks[0]}
+    for name, owner in place.items():
+        convert(owner.get_submodule(name), Untouched, None)
+    model.mod_methods = (half(0),)
+    with torch.no_grad():
+        dense = model(IMAGES)
+        mmod.route_(model, mmod.RoutingConfig(blocks=(1,), capacity=0.5))
+        model(IMAGES)
+        assert torch.equal(mmod.unroute_(model)(IMAGES), dense)
+    assert all(isinstance(owner.get_submodule(name), Untouched) for name, owner in place.items())
+
+
+class Untouched(Mixin):
+    """Mixin that changes nothing."""
+
+
+def test_the_old_name_of_the_base_works_with_a_warning() -> None:
+    with pytest.warns(DeprecationWarning, match=r"mmod\.blocks\.StandingModule is now mmod\.blocks\.Mixin"):
+        assert blocks.StandingModule is Mixin
+    with pytest.raises(AttributeError, match="has no attribute 'Standing'"):
+        blocks.Standing  # noqa: B018

@@ -22,8 +22,8 @@ from mmod.adapters.transformers.images import IMAGES, checked_mask
 from mmod.adapters.transformers.language import GroupHook
 from mmod.blocks import (
     Deciding,
+    Mixin,
     RoutedDecoderBlock,
-    StandingModule,
     convert,
     host_class,
     host_of,
@@ -67,7 +67,7 @@ class _HostGenerate:
         return functools.update_wrapper(functools.partial(_generate, model, host_generate, hooks[0]), host_generate)
 
 
-class DescribedModel(StandingModule):
+class DescribedModel(Mixin):
     """Mixin of a changed `PreTrainedModel`, and of such models inside it that contain changed modules.
 
     Its `mod_state` holds the methods that changed the model, in order.
@@ -75,7 +75,6 @@ class DescribedModel(StandingModule):
 
     keeps_name = True
     config: Any
-    mod_state: Any
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Create a dense model if the class of a routed one is called with a config."""
@@ -160,8 +159,8 @@ def describe_methods(model: nn.Module, methods: tuple[Any, ...]) -> None:
 
 
 def _changed_modules(model: nn.Module) -> list[nn.Module]:
-    inner = [module for module in model.modules() if not isinstance(module, DescribedModel)]
-    return [module for module in inner if is_converted(module) or isinstance(module, StandingModule)]
+    mixins = [module for module in model.modules() if isinstance(module, Mixin)]
+    return [module for module in mixins if not isinstance(module, DescribedModel)]
 
 
 def describe(model: DescribedModel) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import find_stacks
-from mmod.blocks import BlockCall, Execution, ImportanceBlock, RoutedBlock, Rows, convert, make_dense
+from mmod.blocks import BlockCall, Execution, ImportanceBlock, Mixin, RoutedBlock, Rows, convert, make_dense
 from mmod.blocks.rows import Host
 from mmod.methods.route import routed_blocks
 from mmod.ops import lerp_rows
@@ -47,7 +47,7 @@ class FreeState:
     left: list[Tensor]
 
 
-class FreeBlock(nn.Module):
+class FreeBlock(Mixin):
     """Mixin that runs a host block on the first K tokens: no score, no selection, no gate, no moving by index."""
 
     mod_state: FreeState
@@ -175,7 +175,7 @@ class Masked(Execution):
         return torch.where(keep_BN.unsqueeze(-1), lerp_rows(z, y, gate_BN), z)
 
 
-class RemovedBlock(nn.Module):
+class RemovedBlock(Mixin):
     """Mixin that passes every token by."""
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
