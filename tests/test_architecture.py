@@ -25,6 +25,7 @@ IMPORT_ORDER = [
     "lazy",
     "threads",
     "values",
+    "version",
     "io",
     "config",
     "ops",
