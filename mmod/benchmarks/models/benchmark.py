@@ -104,7 +104,7 @@ class BenchmarkConfig(TimedOptions):
         import timm
 
         with torch.device("meta"):
-            return len(find_stack(timm.create_model(self.model, **self.model_args)).blocks)
+            return len(find_stack(timm.create_model(self.model, **{**self.model_args, "pretrained": False})).blocks)
 
     def runs(self) -> Runs:
         """Return a run of all models for every batch size, execution and step."""

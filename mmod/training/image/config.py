@@ -264,7 +264,8 @@ class TrainConfig(engine.LoopConfig):
     def _check_elastic(self) -> None:
         if self.elastic is None:
             return
-        capacity = None if self.image_routing is None else self.image_routing.capacity
+        # A preset whose capacity depends on the number of blocks has none yet.
+        capacity = getattr(self.image_routing, "capacity", None)
         if capacity not in self.elastic.capacities:
             raise ValueError(
                 "elastic needs a routing config whose capacity is one of elastic.capacities="
