@@ -47,6 +47,7 @@ def rescaled(capacities: Sequence[float], mean: float) -> tuple[float, ...]:
         ((0.4, 0.2), (0.9, 0.7), (1.0, 1.0))
     """
     check_value("capacity", mean, float, "[0, 1]")
+    mean = float(mean)
     present = sum(capacities) / len(capacities)
     if mean <= present:
         factor = mean / present if present else 1.0

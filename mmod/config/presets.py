@@ -33,7 +33,7 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
         changes: Options of the preset, such as `mean` of "gradual", and fields of `RoutingConfig` to override; a
             mapping overrides single options of a part. One `capacity` is that of every routed block. Where the preset
             plans a capacity for each block, as "gradual" and "p-mod" do, it becomes their mean and the plan keeps its
-            shape; several replace the plan's, and `blocks` need a `capacity`.
+            shape; several replace the plan's, and another number of `blocks` needs a `capacity`.
 
     Raises:
         ValueError: Unknown name or field.
@@ -62,12 +62,14 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
     planned = fields.get("capacity")
     if isinstance(planned, tuple):
         if "blocks" not in changes and isinstance(changes.get("capacity"), numbers.Real):
-            changes["capacity"] = rescaled(planned, float(changes["capacity"]))
-        elif "blocks" in changes and "capacity" not in changes:
-            raise ValueError(
-                f"preset {name!r} plans a capacity for each block that it chooses: with blocks={changes['blocks']!r} "
-                "pass capacity too, one number or one per block"
-            )
+            changes["capacity"] = rescaled(planned, changes["capacity"])
+        elif "blocks" in changes and "capacity" not in changes and depth is not None:
+            chosen = RoutingConfig(blocks=changes["blocks"]).plan(depth).blocks
+            if len(chosen) != len(planned):
+                raise ValueError(
+                    f"preset {name!r} plans capacities for {len(planned)} blocks, and blocks={changes['blocks']!r} are "
+                    f"{len(chosen)}: pass capacity too, one number or one per block"
+                )
     return RoutingConfig.from_dict(revised(fields, changes))
 
 
@@ -90,7 +92,7 @@ class Preset(RoutingConfig):
     model resolves it; `at_depth` does so without a model.
 
     Args:
-        preset: Its name.
+        preset_name: Its name.
         changes: Options and fields to change, see `mmod.preset`.
 
     Example:
@@ -103,7 +105,11 @@ class Preset(RoutingConfig):
     changes: Mapping[str, Any]
 
     def __init__(self, preset_name: str, changes: Mapping[str, Any]) -> None:
-        fields = dict(vars(preset(preset_name, _USUAL_DEPTH, **changes)))
+        # Blocks of the model's depth say nothing at the usual one.
+        config = preset(preset_name, _USUAL_DEPTH, **{name: changes[name] for name in changes if name != "blocks"})
+        if "blocks" in changes:
+            config = config.replace(blocks=changes["blocks"])
+        fields = dict(vars(config))
         for name in _BY_DEPTH:
             if name not in changes and not isinstance(fields[name], (int, float)):
                 del fields[name]

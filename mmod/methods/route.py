@@ -262,7 +262,7 @@ def _at_mean(router: Router, mean: float) -> float:
     planned = router.config.capacity
     if not isinstance(planned, tuple):
         return mean
-    scaled = dict(zip(map(rational, planned), rescaled(planned, float(rational(mean)))))
+    scaled = dict(zip(map(rational, planned), rescaled(planned, mean)))
     return scaled[router.planned]
 
 

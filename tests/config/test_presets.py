@@ -188,10 +188,17 @@ def test_several_capacities_and_own_blocks_replace_the_plan() -> None:
     assert mmod.preset("gradual", depth=6, capacity=shares).capacity == shares
     assert mmod.preset("gradual", capacity=shares).at_depth(6).capacity == shares
     assert mmod.preset("gradual", depth=6, blocks=(1, 2), capacity=0.5).capacity == 0.5
-    message = r"'gradual' plans a capacity for each block that it chooses: with blocks='late' pass capacity too"
-    for depth in (None, 6):
+    message = r"'gradual' plans capacities for 5 blocks, and blocks='late' are 4: pass capacity too"
+    for call in (
+        lambda: mmod.preset("gradual", depth=6, blocks="late"),
+        lambda: mmod.route_(make(), mmod.preset("gradual", blocks="late")),
+    ):
         with pytest.raises(ValueError, match=message):
-            mmod.preset("gradual", depth=depth, blocks="late")
+            call()
+    for depth in (3, 6, 12):
+        blocks = tuple(range(1, depth))
+        assert mmod.preset("gradual", blocks=blocks).at_depth(depth) == mmod.preset("gradual", depth=depth)
+        assert mmod.preset("gradual", depth=depth, blocks=blocks) == mmod.preset("gradual", depth=depth)
     for capacity in (0.5, (0.5, 0.4, 0.3, 0.2)):
         model = mmod.route_(make(), mmod.preset("gradual", blocks="late", capacity=capacity))
         assert list(mmod.routed_blocks(model)) == [f"blocks.{index}" for index in range(2, 6)]
@@ -204,7 +211,7 @@ def test_one_capacity_sets_all_blocks_where_the_preset_has_one(name: str) -> Non
     assert set(mmod.capacities(model).values()) == {0.3}
 
 
-@pytest.mark.parametrize("capacity", [-0.1, 1.5, float("nan"), "0.5"])
+@pytest.mark.parametrize("capacity", [-0.1, 1.5, float("nan"), "0.5", True])
 def test_a_capacity_out_of_range_is_named(capacity: Any) -> None:
     model = mmod.route_(make(), "gradual")
     before = mmod.capacities(model)
