@@ -17,6 +17,8 @@ if TYPE_CHECKING:
         RoutingConfig,
         Score,
         Threshold,
+        preset,
+        presets,
         register_loss,
         register_preset,
         register_score,
@@ -32,13 +34,13 @@ if TYPE_CHECKING:
         attention_ranks,
         learn_capacity_,
         plan_divergence,
-        preset,
         search_plan,
         settle_capacity_,
     )
     from mmod.pretrained import load_pretrained, save_pretrained
     from mmod.registry.hub import push_to_hub
     from mmod.routing import Routing
+    from mmod.version import __version__
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,

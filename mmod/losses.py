@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mmod.blocks import Deciding, RoutedBlock
 from mmod.config import LOSSES, register_loss
+from mmod.methods.base import methods_of
 from mmod.methods.route import is_routed, routed_blocks
 from mmod.routing import Kept, Router, Routing, TokenGroups, apply_gate, select_topk, select_within
 from mmod.values import check_module
@@ -88,7 +89,7 @@ def _mean(value_BN: Tensor, counted_BN: Tensor | None) -> Tensor:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Return the weighted auxiliary losses of a routed model's last forward pass.
+    """Return the weighted auxiliary losses of a routed model's last forward pass; 0 if its methods have none.
 
     A loss is a mean over tokens and a sum over routed blocks, as in the sources of the presets' weights. Losses of a
     forward pass can be collected once, by the thread that ran it.
@@ -97,7 +98,8 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         model: A routed model, possibly wrapped, after a forward pass in training mode.
 
     Raises:
-        ValueError: Nothing is routed, or the routing config has no losses.
+        ValueError: No method changed the model, or its losses come from methods other than routing, and there was no
+            forward pass in training mode since the last call.
         RuntimeError: There was no forward pass in training mode since the last call, or its graph is gone, as it is
             under `torch.no_grad` and with reentrant gradient checkpointing.
 
@@ -115,14 +117,15 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         if isinstance(module, Deciding) and not isinstance(module, RoutedBlock)
     ]
     terms = [term for term in method_terms if term is not None]
-    blocks = {} if method_terms and not is_routed(model) else routed_blocks(model)
-    if not terms and not blocks:
-        raise ValueError(
-            "no auxiliary loss: the methods of this model have none, or it did not run in training mode since the last "
-            "call"
-        )
-    if not terms and not any(block.router.config.losses for block in blocks.values()):
-        raise ValueError("no auxiliary loss is configured: set RoutingConfig(losses={'membership': 0.01}), for example")
+    methods = methods_of(model)
+    # The blocks of a part alone may be routed, without the model that lists its methods.
+    blocks = routed_blocks(model) if is_routed(model) or not (method_terms or methods) else {}
+    configured = any(block.router.config.losses for block in blocks.values())
+    if not terms and not configured:
+        if any(method.has_loss for method in methods) or not (methods or blocks):
+            raise ValueError("no auxiliary loss: the model did not run in training mode since the last call")
+        parameter = next(model.parameters(), None)
+        return torch.zeros((), device=None if parameter is None else parameter.device)
     terms += [_block_loss(name, block) for name, block in blocks.items() if block.router.config.losses]
     # Blocks may be on several devices.
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()

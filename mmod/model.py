@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
 from mmod.adapters import adapted_model, find_parts
 from mmod.adapters.base import Part
-from mmod.config import Plan, RoutingConfig
+from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, Plan, RoutingConfig, preset, preset_arguments
 from mmod.methods.base import Method, Model, method_owners, methods_of, undo_last_
 from mmod.methods.prepare import check_budget
 from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks
 
-HowToRoute = RoutingConfig | Plan | None
+HowToRoute = RoutingConfig | Plan | str | None
 
 
-def apply_(model: Model, method: Method | RoutingConfig | Plan | Mapping[str, Any]) -> Model:
+def apply_(model: Model, method: Method | RoutingConfig | Plan | str | Mapping[str, Any]) -> Model:
     """Apply a method to a model in place, which makes it cheaper; `mmod.undo_` undoes it.
 
     The classes of single modules change and nothing is wrapped, so weights keep their names in the state dict unless
@@ -24,8 +24,8 @@ def apply_(model: Model, method: Method | RoutingConfig | Plan | Mapping[str, An
 
     Args:
         model: A model of a supported library, not yet wrapped or compiled; it may be a peft model, or become one later.
-        method: A method of `mmod.methods`, a `RoutingConfig` or `Plan` for every part of the model, or the plain values
-            of a method as in configs, `{"kind": "merge", "r": 8}`.
+        method: A method of `mmod.methods`; a `RoutingConfig`, `Plan` or name of a preset for every part of the model;
+            or the plain values of a method as in configs, `{"kind": "merge", "r": 8}`.
 
     Raises:
         TypeError: Not a module, or no method.
@@ -38,7 +38,7 @@ def apply_(model: Model, method: Method | RoutingConfig | Plan | Mapping[str, An
         >>> [method.kind for method in mmod.methods.methods_of(model)]
         ['prune']
     """
-    if isinstance(method, (RoutingConfig, Plan)):
+    if isinstance(method, (RoutingConfig, Plan, str)):
         return route_(model, method)
     if isinstance(method, Mapping):
         # Reading imports every method, some of which need timm.
@@ -59,15 +59,16 @@ def route_(model: Model, config: HowToRoute = None, **parts: HowToRoute) -> Mode
 
     Args:
         model: A model of a supported library, not yet wrapped or compiled; it may be a peft model, or become one later.
-        config: How to route every part of the model, or a plan, see `RoutingConfig.from_plan`. None means
-            `RoutingConfig()`, attention routing at capacity 0.5 in every other block, unless `parts` are passed.
+        config: How to route every part of the model; or the name of a preset, see `mmod.presets`; or a plan, see
+            `RoutingConfig.from_plan`. None means `RoutingConfig()`, attention routing at capacity 0.5 in every other
+            block, unless `parts` are passed.
         parts: Configs by part, such as `image` and `text` of a CLIP model, which override `config`; None leaves a part
             dense. Without `config`, all other parts stay dense.
 
     Raises:
-        TypeError: Not a module, or neither a `RoutingConfig` nor a `Plan`.
-        ValueError: The model is already routed, a part does not exist or cannot be routed, or a plan does not fit it.
-            The model is then unchanged.
+        TypeError: Not a module, or neither a `RoutingConfig` nor a `Plan` nor a name.
+        ValueError: The model is already routed, a part or preset does not exist or cannot be routed, or a plan does not
+            fit it. The model is then unchanged.
 
     Source: Raposo et al., arXiv 2404.02258 (MoD); Gadhikar et al., arXiv 2412.20875 (attention routing).
 
@@ -76,30 +77,58 @@ def route_(model: Model, config: HowToRoute = None, **parts: HowToRoute) -> Mode
         >>> model = route_(timm.create_model("test_vit"), RoutingConfig(capacity=0.25))
         >>> list(routed_blocks(model))
         ['blocks.1', 'blocks.3', 'blocks.5']
+        >>> len(routed_blocks(route_(timm.create_model("test_vit"), "gradual")))
+        5
     """
     inner = adapted_model(model)
     Route(_configs_by_part(find_parts(inner), config, parts)).apply_(inner)
     return model
 
 
-def _completed(config: RoutingConfig | Plan, part: Part) -> RoutingConfig:
+def _completed(config: RoutingConfig | Plan | str, part: Part) -> RoutingConfig:
     if isinstance(config, RoutingConfig):
         return config
+    if isinstance(config, str):
+        return preset(config)
     depth = len(part().blocks)
     if config.depth != depth:
         raise ValueError(f"the plan is for {config.depth} blocks, the model has {depth}")
     return RoutingConfig.from_plan(config)
 
 
+def _refuse_parts(available: Iterable[str], config: HowToRoute, parts: Mapping[str, object]) -> None:
+    """Raise a ValueError unless a model has all parts; arguments of configs and presets are a common mistake."""
+    unknown = sorted(set(parts) - set(available))
+    if not unknown:
+        return
+    advice = ""
+    name = parts.get("preset", config)
+    fields = {field: parts[field] for field in unknown if field != "preset"}
+    arguments = ", ".join(f"{field}={value!r}" for field, value in fields.items())
+    if isinstance(name, str) and set(fields) <= set(preset_arguments(name)):
+        call = f"mmod.preset({name!r}, {arguments})" if arguments else repr(name)
+        advice = f". To route by a preset, call mmod.route_(model, {call})"
+    elif config is None and set(unknown) <= set(ROUTING_FIELDS):
+        advice = f". Fields of a config go into one: mmod.route_(model, mmod.RoutingConfig({arguments}))"
+    raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(available)}{advice}")
+
+
 def _configs_by_part(
     available: Mapping[str, Part], config: HowToRoute, parts: Mapping[str, HowToRoute]
 ) -> dict[str, RoutingConfig]:
-    unknown = sorted(set(parts) - set(available))
-    if unknown:
-        raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(available)}")
+    _refuse_parts(available, config, parts)
     for name, value in {"config": config, **parts}.items():
-        if value is not None and not isinstance(value, (RoutingConfig, Plan)):
-            raise TypeError(f"{name} must be a RoutingConfig or a Plan, got {value!r}")
+        field = "blocks" if value in LAYOUTS else "router"
+        if isinstance(value, str) and value in (*LAYOUTS, *SCORES) and value not in PRESETS:
+            raise TypeError(
+                f"{name} must be a RoutingConfig or a Plan, got {value!r}, which is a value of {field}: pass "
+                f"mmod.RoutingConfig({field}={value!r})"
+            )
+        if value is not None and not isinstance(value, (RoutingConfig, Plan, str)):
+            raise TypeError(
+                f"{name} must be a RoutingConfig or a Plan, got {value!r}, or the name of a preset, which "
+                "mmod.presets() lists"
+            )
     if config is None and not parts:
         config = RoutingConfig()
     by_part = {name: parts.get(name, config) for name in available}
@@ -158,7 +187,10 @@ def set_capacity_(model: Model, capacity: float | Sequence[float] | Mapping[str,
     Capacity is not in the state dict: set it on existing copies, such as an EMA model, too.
 
     Args:
-        capacity: Share of tokens kept: one number, one per routed block in order, or a mapping by module name.
+        capacity: Share of tokens kept: one per routed block in order, a mapping by module name, or one number. A number
+            sets the capacity of all blocks. But where the routing config has one per block, as a plan or the presets
+            "gradual" and "p-mod" have, it sets their mean and keeps their shape: below the config's mean, the config's
+            capacities shrink by one factor; above it, its skipped shares do.
 
     Raises:
         TypeError: A capacity that is no number.
@@ -167,7 +199,9 @@ def set_capacity_(model: Model, capacity: float | Sequence[float] | Mapping[str,
 
     Example:
         >>> import timm
-        >>> model = set_capacity_(route_(timm.create_model("test_vit")), 0.25)
+        >>> model = set_capacity_(route_(timm.create_model("test_vit"), "gradual"), 0.3)
+        >>> [round(float(block.router.capacity), 3) for block in routed_blocks(model).values()]
+        [0.433, 0.367, 0.3, 0.233, 0.167]
     """
     exact = exact_capacities(model, capacity)
     blocks = routed_blocks(model)

@@ -27,6 +27,7 @@ IMPORT_ORDER = [
     "lazy",
     "threads",
     "values",
+    "version",
     "io",
     "config",
     "ops",

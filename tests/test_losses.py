@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -163,19 +165,40 @@ def test_frozen_blocks_in_evaluation_hand_over_the_importance_of_this_batch() ->
     torch.testing.assert_close(found, mmod.routed_blocks(twin)["blocks.1"].mod_state.routing.evidence.importance_BN)
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        RoutingConfig(),
+        "gradual",
+        mmod.methods.Merge(r=2),
+        mmod.methods.Experts(),
+    ],
+    ids=repr,
+)
+def test_a_model_without_losses_adds_0_before_and_after_a_pass(method: Any) -> None:
+    model = mmod.apply_(make_model(NAME), method).train()
+    assert mmod.auxiliary_loss(model) == 0
+    for _ in range(2):
+        loss = model(make_images(NAME, 2)).square().mean()
+        total = loss + mmod.auxiliary_loss(torch.nn.Sequential(model)) + mmod.auxiliary_loss(model)
+        assert torch.equal(total, loss)
+        total.backward()
+
+
+def test_0_is_on_the_device_of_the_model() -> None:
+    model = mmod.route_(make_model(NAME), "a-mod").to("meta")
+    assert mmod.auxiliary_loss(model).device.type == "meta"
+
+
 class TestErrors:
     def test_nothing_routed(self) -> None:
         with pytest.raises(ValueError, match="nothing in this VisionTransformer is routed"):
             mmod.auxiliary_loss(make_model(NAME))
 
-    def test_a_method_without_a_loss(self) -> None:
+    def test_part_of_a_model_whose_methods_are_unknown(self) -> None:
         model = mmod.apply_(make_model(NAME), mmod.methods.Merge(r=2))
-        with pytest.raises(ValueError, match="no auxiliary loss: the methods of this model have none"):
-            mmod.auxiliary_loss(model)
-
-    def test_nothing_configured(self) -> None:
-        with pytest.raises(ValueError, match="no auxiliary loss is configured"):
-            mmod.auxiliary_loss(trained(RoutingConfig()))
+        with pytest.raises(ValueError, match="no auxiliary loss: the model did not run in training mode"):
+            mmod.auxiliary_loss(model.blocks)
 
     def test_no_forward_pass_since_the_last_collection(self) -> None:
         model = mmod.route_(make_model(NAME), mmod.preset("distilled")).train()

@@ -15,6 +15,7 @@ from mmod.config.parts import (
     WithImportance,
     spelled,
 )
-from mmod.config.plan import Plan, rational
+from mmod.config.plan import Plan, rational, rescaled
+from mmod.config.presets import Preset, preset, preset_arguments, presets, read_routing
 from mmod.config.registry import LOSSES, PRESETS, SCORES, register_loss, register_preset, register_score, revised, score
-from mmod.config.routing import ROUTING_FIELDS, RoutingConfig
+from mmod.config.routing import LAYOUTS, ROUTING_FIELDS, RoutingConfig

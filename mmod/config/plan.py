@@ -37,6 +37,25 @@ def rational(capacity: float) -> Fraction:
     return exact.limit_denominator(1_000_000)
 
 
+def rescaled(capacities: Sequence[float], mean: float) -> tuple[float, ...]:
+    """Return capacities with another mean, in the same order of size and in [0, 1].
+
+    Below the present mean all capacities shrink by one factor; above it all skipped shares do.
+
+    Example:
+        >>> rescaled((0.8, 0.4), 0.3), rescaled((0.8, 0.4), 0.8), rescaled((0.8, 0.4), 1)
+        ((0.4, 0.2), (0.9, 0.7), (1.0, 1.0))
+    """
+    check_value("capacity", mean, float, "[0, 1]")
+    mean = float(mean)
+    present = sum(capacities) / len(capacities)
+    if mean <= present:
+        factor = mean / present if present else 1.0
+        return tuple(round(capacity * factor, 6) for capacity in capacities)
+    factor = (1 - mean) / (1 - present)
+    return tuple(round(1 - (1 - capacity) * factor, 6) for capacity in capacities)
+
+
 def check_blocks(blocks: Sequence[int], depth: int) -> None:
     """Raise a ValueError unless blocks of a model are named in order, each once, and at least one."""
     if not blocks or list(blocks) != sorted(set(blocks)) or not 0 <= blocks[0] <= blocks[-1] < depth:

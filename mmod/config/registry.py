@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -52,9 +53,11 @@ class Registry(Generic[Entry]):
         # Iterating imports the entries of this package, which a name that is known already can do without.
         if not isinstance(name, str) or (name not in self._entries and name not in list(self)):
             valid = ", ".join(map(repr, sorted(self)))
+            near = difflib.get_close_matches(str(name), self, n=3)
+            hint = f"; near ones: {', '.join(map(repr, near))}" if near else ""
             raise ValueError(
-                f"{self._noun} must be one of {valid}, got {name!r}; for a name of another package, import the module "
-                f"that calls mmod.{self._register}"
+                f"{self._noun} must be one of {valid}, got {name!r}{hint}; for a name of another package, import the "
+                f"module that calls mmod.{self._register}"
             )
 
     def __iter__(self) -> Iterator[str]:

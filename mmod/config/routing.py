@@ -249,6 +249,26 @@ class RoutingConfig:
         capacities, operators, contexts = map(by_block, (self.capacity, self.operator, self.context))
         return Plan(blocks, capacities, depth, operators, contexts, self.router, self.gate, self.protect_prefix)
 
+    def at_depth(self, depth: int) -> RoutingConfig:
+        """Return the config for a model of `depth` blocks; it differs only for a preset that depends on the depth."""
+        check_value("depth", depth, int, DEPTH)
+        return self
+
+    def resolved(self, depth: int) -> RoutingConfig:
+        """Return the config for a model of `depth` blocks, with every block and its capacity written out.
+
+        Example:
+            >>> RoutingConfig(router="norm", blocks="late").resolved(4)
+            RoutingConfig(router='norm', capacity=(0.5, 0.5, 0.5), blocks=(1, 2, 3))
+        """
+        plan = self.plan(depth)
+        return self.replace(
+            blocks=plan.blocks,
+            capacity=plan.capacities,
+            operator=_shared_value(plan.operators),
+            context=_shared_value(plan.contexts),
+        )
+
     @classmethod
     def from_plan(cls, plan: Plan, **fields: Any) -> RoutingConfig:
         """Build the config that routes by a plan.

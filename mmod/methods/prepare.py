@@ -10,7 +10,7 @@ from torch import nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import BlockCall, GridOfPass, ImportanceState, Mixin, RoutedState, Span, is_converted
-from mmod.config import Merged, Plan, RoutingConfig, spelled
+from mmod.config import Merged, Plan, RoutingConfig, presets, spelled
 from mmod.routing import Router
 
 # A block, its router, and its state; blocks that compute importance have no router.
@@ -101,7 +101,13 @@ def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
     first = stack.names[0]
     if not stack.language and spelled(config.language):
         options = ", ".join(f"language.{name}" for name in spelled(config.language))
-        raise ValueError(f"{first} is no layer of a language model: remove the options {options}")
+        known = presets()
+        for_language = [entry.name for entry in known if not entry.for_images]
+        for_images = [entry.name for entry in known if entry.for_images]
+        raise ValueError(
+            f"{first} is no layer of a language model: remove the options {options}. Presets for language models alone "
+            f"are {', '.join(map(repr, for_language))}; presets for images are {', '.join(map(repr, for_images))}"
+        )
     if config.router.tied and not stack.language:
         raise ValueError(f"router.tied is for layers of a language model, and {first} is none")
     if config.router.learns and config.router.shared and stack.language:

@@ -25,8 +25,8 @@ from mmod.blocks import (
     make_importance,
     make_routed,
 )
-from mmod.config import RoutingConfig, rational
-from mmod.methods.base import Method, method_owners, methods_of, register_method
+from mmod.config import Preset, RoutingConfig, rational, read_routing, rescaled
+from mmod.methods.base import Method, Model, method_owners, methods_of, register_method
 from mmod.methods.prepare import prepare
 from mmod.routing import Router, Routing, share_score, unshare_score
 from mmod.values import check_module, check_value
@@ -38,7 +38,8 @@ class Route(Method):
     """Mixture-of-Depths routing of the parts of a model, with one config per part.
 
     Args:
-        parts: The `RoutingConfig` of every routed part, by name: "image", "text", "language", ...
+        parts: The `RoutingConfig` of every routed part, by name: "image", "text", "language", ...; or its plain values,
+            with `preset` in place of fields. A preset that depends on the depth takes it from the model.
         capacities: Capacities of the routed blocks in order, if set after routing; else empty.
 
     Source: Raposo et al., arXiv 2404.02258 (MoD); Gadhikar et al., arXiv 2412.20875 (attention routing).
@@ -54,13 +55,21 @@ class Route(Method):
     def __post_init__(self) -> None:
         check_value("method.parts", self.parts, Mapping)
         parts = {
-            name: config if isinstance(config, RoutingConfig) else RoutingConfig.from_dict(config)
+            name: config if isinstance(config, RoutingConfig) else read_routing(config)
             for name, config in self.parts.items()
         }
         if not parts:
             raise ValueError("method.parts must name at least one part with its routing, as {'image': {}}, got {}")
         object.__setattr__(self, "parts", parts)
         super().__post_init__()
+
+    def apply_(self, model: Model) -> Model:
+        """Apply the method to a model in place, see `mmod.apply_`."""
+        if not any(isinstance(config, Preset) for config in self.parts.values()):
+            return super().apply_(model)
+        stacks = self.find(model)
+        parts = {name: config.at_depth(len(stacks[name].blocks)) for name, config in self.parts.items()}
+        return Route(parts, self.capacities).apply_(model)
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values from which `mmod.methods.read_method` rebuilds the method."""
@@ -242,8 +251,17 @@ def exact_capacities(model: nn.Module, capacity: float | Sequence[float] | Mappi
             raise ValueError(f"{len(blocks)} blocks are routed, got {len(capacity)} capacities")
         by_name = dict(zip(blocks, capacity))
     else:
-        by_name = dict.fromkeys(blocks, capacity)
+        by_name = {name: _at_mean(block.router, capacity) for name, block in blocks.items()}
     return {name: rational(value) for name, value in by_name.items()}
+
+
+def _at_mean(router: Router, mean: float) -> float:
+    """Return the capacity of a block where the routed blocks of its part have a mean, see `mmod.set_capacity_`."""
+    planned = router.config.capacity
+    if not isinstance(planned, tuple):
+        return mean
+    scaled = dict(zip(map(rational, planned), rescaled(planned, mean)))
+    return scaled[router.planned]
 
 
 def capacities(model: nn.Module) -> dict[str, float]:

@@ -7,12 +7,12 @@ from mmod.lazy import lazy_names
 # For type checkers; at run time, lazy_names imports the same names on first use.
 # ruff: noqa: F401
 if TYPE_CHECKING:
+    from mmod.config import preset
     from mmod.planning.advice import Advice
     from mmod.planning.arank import LayerRanks, attention_ranks
     from mmod.planning.candidate import Candidate, Recipe
     from mmod.planning.learned import LearnedPlan, learn_capacity_, settle_capacity_
     from mmod.planning.plan_search import Option, PlanSearch
-    from mmod.planning.presets import preset
     from mmod.planning.schedules import drop_once, falling, ratio_decay, stage_drop
     from mmod.planning.search import plan_divergence, search_plan
     from mmod.planning.trials import advise

@@ -463,7 +463,7 @@ def _counted(model: nn.Module, example: Tensor, grid: Sequence[Fraction]) -> tup
     channels, height, width = example.shape[1:]
     try:
         for capacity in grid:
-            set_capacity_(model, float(capacity))
+            set_capacity_(model, dict.fromkeys(original, float(capacity)))
             report = flops(model, (channels, height, width))
             rows = [row for row in report.blocks if row.name in original]
             columns.append([float(row.routed) for row in rows])

@@ -1,58 +1,11 @@
-"""Routing configs by the name of the method that proposed them: functions of depth to fields of `RoutingConfig`."""
+"""The presets of `mmod.preset`: functions to fields of `RoutingConfig`, some of them of a model's depth."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
-from mmod.config import (
-    PRESETS,
-    Gate,
-    LanguageRouting,
-    Merged,
-    RoutingConfig,
-    Threshold,
-    register_preset,
-    revised,
-    score,
-)
-from mmod.config.plan import DEPTH
+from mmod.config import Gate, LanguageRouting, Merged, Threshold, register_preset, score
 from mmod.planning.schedules import falling, ratio_decay
-from mmod.values import check_value
-
-
-def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig:
-    """Return the routing config of a published method, or this library's recommended learned router.
-
-    Presets are "mod", "a-mod", "p-mod", "modification", "mindskip" and "distilled"; "gradual" for timm's ViTs;
-    "gamma-mod" and "videollm-mod" for language models; and those of `mmod.register_preset`. The docstrings in
-    `mmod.planning.presets` describe them and their differences from the papers.
-
-    Args:
-        name: One of these names.
-        depth: Number of blocks of the model; "p-mod", "mindskip", "gradual" and "gamma-mod" select blocks by it.
-        changes: Options of the preset, such as `mean` of "gradual", and fields of `RoutingConfig` to override; a
-            mapping overrides single options of a part.
-
-    Raises:
-        ValueError: Unknown name or field, or a missing depth.
-
-    Example:
-        >>> preset("a-mod", capacity=0.25).capacity
-        0.25
-    """
-    make = PRESETS[name]
-    if depth is not None:
-        check_value("depth", depth, int, DEPTH)
-    accepted = inspect.signature(make).parameters
-    options = {option: changes.pop(option) for option in accepted if option in changes}
-    if "depth" in accepted:
-        options["depth"] = depth
-        if depth is None and not {"capacity", "blocks"} <= set(changes):
-            raise ValueError(
-                f"preset {name!r} selects blocks by depth: pass depth=len(model.blocks), or capacity and blocks"
-            )
-    return RoutingConfig.from_dict(revised(make(**options), changes))
 
 
 @register_preset("mod")
@@ -78,7 +31,7 @@ def a_mod() -> dict[str, Any]:
 
 
 @register_preset("p-mod")
-def p_mod(depth: int | None) -> dict[str, Any]:
+def p_mod(depth: int) -> dict[str, Any]:
     """Zhang et al., arXiv 2412.04449: gate 1 + 0.2 tanh, and capacity that falls over depth, see `ratio_decay`.
 
     The score is linear in the raw tokens, with a bias; both start at zero. The gate also multiplies skipped tokens, as
@@ -86,15 +39,14 @@ def p_mod(depth: int | None) -> dict[str, Any]:
     weighs the block's update. All three agree while the gate is 1. In language models `language={"gate_on": "mlp"}`
     follows the code, and only image tokens are scored, weighed or skipped: a model that names none is refused.
     """
-    fields = {
+    plan = ratio_decay(depth)
+    return {
         "router": score("linear", normalize=False, bias=True, init_std=0.0),
         "gate": Gate("tanh", scale=0.2),
         "skipped": "scale",
+        "blocks": plan.blocks,
+        "capacity": plan.capacities,
     }
-    if depth is None:
-        return fields
-    plan = ratio_decay(depth)
-    return {**fields, "blocks": plan.blocks, "capacity": plan.capacities}
 
 
 @register_preset("modification")
@@ -108,7 +60,7 @@ def modification() -> dict[str, Any]:
 
 
 @register_preset("mindskip")
-def mindskip(depth: int | None) -> dict[str, Any]:
+def mindskip(depth: int) -> dict[str, Any]:
     """He et al., arXiv 2410.13184: images skip the attention of blocks in the deeper half, by a hard threshold.
 
     The source trains the routers alone (`mmod.freeze_dense_`): a linear score averaged over the image's tokens, and a
@@ -117,35 +69,38 @@ def mindskip(depth: int | None) -> dict[str, Any]:
     the target; here the loss is the distance to it. Its weight is 1; the released script has 0, which skips nothing.
     `router={"per": "token"}` with `context="all"` decides per token, which language models need.
     """
-    fields: dict[str, Any] = {
+    return {
         "router": score("linear", per="sequence"),
         "gate": "step",
         "select": Threshold(0.5),
         "operator": "attention",
         "losses": {"capacity": 1.0},
+        "blocks": tuple(range(depth // 2, depth)),
     }
-    return fields if depth is None else {**fields, "blocks": tuple(range(depth // 2, depth))}
 
 
 @register_preset("gradual")
-def gradual(depth: int | None, mean: float = 0.6) -> dict[str, Any]:
+def gradual(depth: int, mean: float = 0.6) -> dict[str, Any]:
     """This library's training-free routing of ViTs: similar tokens merge between attention and MLP, in five steps, and
     all get the update of their group.
 
-    `mean` is the mean capacity of the routed blocks, see `mmod.planning.falling`. Similarity is measured on 64 sums of
+    `mean` is the mean capacity of the routed blocks, see `mmod.planning.falling`. A number as `capacity` scales this
+    plan to that mean, also below 0.4, which five equal steps cannot reach. Similarity is measured on 64 sums of
     channels. Merging between attention and MLP, and attention that counts merged tokens, come from ToMe, Bolya et al.,
     arXiv 2210.09461. ToMe merges in every block, compares keys, and never splits merged tokens.
     """
-    fields: dict[str, Any] = {"router": score("redundancy", channels=64), "skipped": Merged("mlp")}
-    if depth is None:
-        return fields
     plan = falling(depth, mean, steps=min(5, depth - 1))
-    return {**fields, "blocks": plan.blocks, "capacity": plan.capacities}
+    return {
+        "router": score("redundancy", channels=64),
+        "skipped": Merged("mlp"),
+        "blocks": plan.blocks,
+        "capacity": plan.capacities,
+    }
 
 
 @register_preset("distilled")
 def distilled() -> dict[str, Any]:
-    """Return this library's learned router: gate 1 + 0.2 tanh, and a score that learns to predict importance.
+    """This library's learned router: gate 1 + 0.2 tanh, and a score that learns to predict importance.
 
     Importance is computed in training only, so inference needs no attention map.
     """
@@ -153,7 +108,7 @@ def distilled() -> dict[str, Any]:
 
 
 @register_preset("gamma-mod")
-def gamma_mod(depth: int | None) -> dict[str, Any]:
+def gamma_mod(depth: int) -> dict[str, Any]:
     """Luo et al., arXiv 2410.13859, for language models: one score for all layers, squashed by a sigmoid.
 
     The score reads the output of the layer's first norm; the released two-class softmax equals the sigmoid of the
@@ -165,14 +120,14 @@ def gamma_mod(depth: int | None) -> dict[str, Any]:
     weight is 0.01, summed over layers. In evaluation tokens above 0.005 are kept; the released code compares decoded
     tokens with 0.5, or runs all of them.
     """
-    if depth is not None and depth < 5:
+    if depth < 5:
         raise ValueError(
             f"preset 'gamma-mod' keeps the first three layers and the last dense: depth must be at least 5, got {depth}"
         )
     return {
         # The difference of two rows with standard deviation 0.02.
         "router": score("linear", normalize=False, init_std=0.02 * 2**0.5, tied=True),
-        "blocks": tuple(range(3, (depth or 5) - 1)),
+        "blocks": tuple(range(3, depth - 1)),
         "capacity": 0.5,
         "gate": "sigmoid",
         "losses": {"membership": 0.01},

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mmod.config import Plan, RoutingConfig
-from mmod.planning.presets import preset
+from mmod.config import Plan, RoutingConfig, read_routing
 from mmod.values import check_value
 
 if TYPE_CHECKING:
@@ -18,18 +17,18 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
     """Create a routing config.
 
     Args:
-        fields: Fields of `RoutingConfig`; or `preset: NAME` with its arguments; or `plan: FILE` with the fields that
-            the plan leaves open.
+        fields: Fields of `RoutingConfig`; or `preset: NAME` with its arguments, `depth` only where no model tells it;
+            or `plan: FILE` with the fields that the plan leaves open.
     """
     check_value("a routing", fields, Mapping[str, Any])
     fields = dict(fields)
-    name = fields.pop("preset", None)
     plan = fields.pop("plan", None)
-    if plan is not None:
-        if name is not None:
-            raise ValueError(f"routing takes a preset or a plan, got {name!r} and {plan!r}")
-        return RoutingConfig.from_plan(Plan.load(plan), **fields)
-    return RoutingConfig.from_dict(fields) if name is None else preset(name, **fields)
+    if plan is None:
+        return read_routing(fields)
+    name = fields.pop("preset", None)
+    if name is not None:
+        raise ValueError(f"routing takes a preset or a plan, got {name!r} and {plan!r}")
+    return RoutingConfig.from_plan(Plan.load(plan), **fields)
 
 
 def resolve_methods(
@@ -42,7 +41,7 @@ def resolve_methods(
     Args:
         listed: The config's `methods`: the `kind` and fields of each.
         routing: The config's `routing`, a routing of the parts that it names, applied last; None leaves a part dense.
-        depths: Number of blocks by part, for presets that depend on it.
+        depths: Number of blocks by part, where it is known before the model is.
     """
     short = {name: fields for name, fields in routing.items() if fields is not None}
     entries = [*listed, *([{"kind": "routing", "parts": short}] if short else [])]

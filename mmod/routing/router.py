@@ -67,7 +67,9 @@ class Router(nn.Module):
         super().__init__()
         self.prefix = prefix
         self.draws = config.router.draws
-        self._settings = Rule(config, rational(capacity))
+        # Its capacity in the config, from which `mmod.set_capacity_` scales.
+        self.planned = rational(capacity)
+        self._settings = Rule(config, self.planned)
         self._override: PerThread[Rule | None] = PerThread(type(None))
         place = Placement(dim, block, config.gate, prefix, device, dtype, grid)
         self.score: nn.Module | None = config.router.make(place)

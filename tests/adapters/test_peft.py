@@ -41,6 +41,14 @@ def check_trained(changed: set[str], learns: bool) -> None:
     assert all("lora" in name or "router" in name for name in changed)
 
 
+def test_one_capacity_is_the_mean_of_a_plan_whose_routers_peft_wraps() -> None:
+    options = adapters(modules_to_save=["router"])
+    model = mmod.set_capacity_(peft.get_peft_model(mmod.route_(make_model(NAME), "p-mod"), options), 0.3)
+    shares = list(mmod.capacities(model).values())
+    assert shares == sorted(shares, reverse=True)
+    assert sum(shares) / len(shares) == pytest.approx(0.3, abs=1e-6)
+
+
 def outputs(model: nn.Module, images: Tensor) -> Tensor:
     with torch.no_grad():
         return model(images)

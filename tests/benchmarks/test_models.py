@@ -218,7 +218,7 @@ def test_every_selection_and_context_is_timed_against_its_own_ceiling(tmp_path: 
 
 def test_routings_by_name_are_timed_against_free_routing_of_as_many_rows(tmp_path: Path) -> None:
     routings: dict[str, dict[str, Any]] = {
-        "gradual": {"preset": "gradual", "depth": 4, "mean": 0.6},
+        "gradual": {"preset": "gradual", "mean": 0.6},
         "late": {"router": "redundancy", "skipped": "merge", "blocks": "late", "capacity": 0.5},
         "late attention": {"router": "attention", "blocks": "late", "capacity": 0.5},
     }

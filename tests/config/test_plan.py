@@ -155,8 +155,12 @@ def test_depths_are_checked_wherever_they_are_given(depth: Any) -> None:
     calls = [
         lambda: mmod.RoutingConfig().plan(depth),
         *(lambda make=make: make(depth) for make in (ratio_decay, stage_drop, drop_once, falling)),
-        *(lambda name=name: mmod.preset(name, depth=depth) for name in ("p-mod", "mindskip", "gradual", "gamma-mod")),
+        lambda: mmod.RoutingConfig().at_depth(depth),
+        lambda: mmod.RoutingConfig().resolved(depth),
     ]
+    names = ("p-mod", "mindskip", "gradual", "gamma-mod")
+    calls += [lambda name=name: mmod.preset(name).resolved(depth) for name in names if depth is not None]
+    calls += [lambda name=name: mmod.preset(name, depth=depth) for name in names if depth is not None]
     for call in calls:
         with pytest.raises((TypeError, ValueError), match="depth"):
             call()

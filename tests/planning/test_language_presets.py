@@ -119,6 +119,6 @@ def test_a_mod_adds_nothing_to_learn() -> None:
 
 
 @pytest.mark.parametrize("name", ["gamma-mod", "p-mod"])
-def test_plans_over_depth_need_the_depth(name: str) -> None:
-    with pytest.raises(ValueError, match="depth"):
-        mmod.preset(name)
+def test_plans_over_depth_take_it_from_the_language_model(name: str) -> None:
+    model = mmod.route_(make_joint("llava", num_hidden_layers=7), language=name)
+    assert mmod.routing_config(model) == mmod.preset(name, depth=7)

@@ -135,6 +135,8 @@ OUT_OF_RANGE = [
     (TrainConfig, "data.augment.re_count", 0, "an integer of at least 1"),
     (TrainConfig, "routing", {"capcity": 1}, "valid ones are router, capacity"),
     (TrainConfig, "routing", {"preset": "amod"}, "a-mod"),
+    (TrainConfig, "routing", {"preset": "gradual", "meen": 0.7}, "valid ones are mean, router"),
+    (TrainConfig, "routing", {"preset": "gradual", "mean": 0.1}, "a number in (0.4, 1]"),
     (TrainConfig, "routing", {"capacity": 2}, "a number in [0, 1]"),
     (PairsConfig, "routing.image", {"select": {"threshold": NAN}}, "a finite number"),
     (PairsConfig, "loss", "infonce", "one of 'clip', 'siglip', 'coca'"),
@@ -146,6 +148,7 @@ OUT_OF_RANGE = [
     (ChatConfig, "trainer", {"output_dir": "x"}, "the run sets them"),
     (ChatConfig, "lora", {"r": 0}, "an integer of at least 1"),
     (ChatConfig, "routing", {"language": {"router": {"name": "linear", "bias": 3}}}, "true or false"),
+    (ChatConfig, "routing", {"language": {"preset": "p_mod"}}, "near ones: 'p-mod'"),
     (ChatConfig, "data.max_length", 1, "an integer of at least 2 or null"),
     (ChatConfig, "max_new_tokens", 0, "an integer of at least 1"),
 ]

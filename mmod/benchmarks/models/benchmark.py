@@ -11,11 +11,12 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from mmod.adapters import find_stack
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks.models.variants import DENSE, Step, Variant, Variants
 from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
-from mmod.config import RoutingConfig, score
+from mmod.config import Preset, RoutingConfig, score
 from mmod.io.tables import Column
 from mmod.planning.resolve import resolve_routing
 from mmod.values import check_distinct
@@ -74,7 +75,7 @@ class BenchmarkConfig(TimedOptions):
     def routing(self, variant: Variant) -> RoutingConfig:
         """Return the routing config of one of the timed models."""
         if variant.router in self.routings:
-            return resolve_routing(self.routings[variant.router])
+            return self.named_routing(variant.router)
         seeded = {"seed": self.seed} if variant.router == "random" else {}
         return RoutingConfig(
             router=score(variant.router, **seeded),
@@ -90,7 +91,20 @@ class BenchmarkConfig(TimedOptions):
         routed = [Variant(router, capacity, select, context) for capacity, router, select, context in options]
         controls = itertools.product(self.capacities, self.controls)
         routed += [Variant(self.routers[0], capacity, path=path) for capacity, path in controls]
-        return [*routed, *(Variant(name, _mean_capacity(fields)) for name, fields in self.routings.items())]
+        return [*routed, *(Variant(name, _mean_capacity(self.named_routing(name))) for name in self.routings)]
+
+    def named_routing(self, name: str) -> RoutingConfig:
+        """Return one of `routings`; presets take the depth from the model."""
+        routing = resolve_routing(self.routings[name])
+        return routing.at_depth(self.depth) if isinstance(routing, Preset) else routing
+
+    @functools.cached_property
+    def depth(self) -> int:
+        """Number of blocks of the model."""
+        import timm
+
+        with torch.device("meta"):
+            return len(find_stack(timm.create_model(self.model, **{**self.model_args, "pretrained": False})).blocks)
 
     def runs(self) -> Runs:
         """Return a run of all models for every batch size, execution and step."""
@@ -208,9 +222,9 @@ class _Bench:
         return peaks
 
 
-def _mean_capacity(fields: dict[str, Any]) -> float:
+def _mean_capacity(routing: RoutingConfig) -> float:
     """Return the capacity of a routing, the mean over its blocks where they differ."""
-    capacity = resolve_routing(fields).capacity
+    capacity = routing.capacity
     shares = capacity if isinstance(capacity, tuple) else (capacity,)
     return round(float(sum(shares)) / len(shares), 3)
 

@@ -17,7 +17,7 @@ from mmod.registry import keep_new_routers
 
 
 @contextlib.contextmanager
-def routed(config: RoutingConfig | None = None, **parts: RoutingConfig | None) -> Iterator[None]:
+def routed(config: RoutingConfig | str | None = None, **parts: RoutingConfig | str | None) -> Iterator[None]:
     """Route every CLIP model that open_clip builds inside this context, before it loads weights or changes precision.
 
     It serves code that calls open_clip's factory itself, such as open_clip's training program. Elsewhere

@@ -11,10 +11,8 @@ from typing import Any
 from timm.models import build_model_with_cfg, generate_default_cfgs, get_arch_pretrained_cfgs, register_model
 from torch import Tensor, nn
 
-from mmod.adapters.find import find_stack
-from mmod.config import ROUTING_FIELDS, RoutingConfig
+from mmod.config import ROUTING_FIELDS, RoutingConfig, preset
 from mmod.model import route_
-from mmod.planning import preset
 from mmod.registry import keep_new_routers
 
 
@@ -59,9 +57,7 @@ def create_routed(dense: Callable[..., nn.Module], name: str, pretrained: bool =
     def build(**arguments: Any) -> nn.Module:
         model = dense(**arguments)
         model.dense_entry = dense.__name__  # type: ignore[assignment]  # what mmod.save_pretrained builds again
-        if method is None:
-            return route_(model, RoutingConfig.from_dict(options))
-        return route_(model, preset(method, depth=len(find_stack(model).blocks), **options))
+        return route_(model, RoutingConfig.from_dict(options) if method is None else preset(method, **options))
 
     host_filter = getattr(sys.modules[dense.__module__], "checkpoint_filter_fn")  # noqa: B009
 

@@ -142,8 +142,8 @@ class TrainConfig(RunConfig):
                 raise ValueError("quantized weights are not trained: give lora, whose adapters are")
             if self.is_sharded:
                 raise ValueError("quantized weights are not split by fsdp or deepspeed here: use plain torchrun")
-        # Only the model knows the depth that a preset takes; the file of a plan is read with the model too.
-        known = {part: fields for part, fields in (self.routing or {}).items() if not {"preset", "plan"} & set(fields)}
+        # The file of a plan is read with the model, which knows its number of layers.
+        known = {part: fields for part, fields in (self.routing or {}).items() if "plan" not in fields}
         resolve_methods((), known)
         if self.routing is not None and not self.routing:
             raise ValueError("routing names no part; use `routing: null` for none")

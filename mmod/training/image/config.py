@@ -256,10 +256,16 @@ class TrainConfig(engine.LoopConfig):
         if self.mixup is not None and self.data.label_patch is not None:
             raise ValueError("mixup mixes the labels of images: with data.label_patch, set mixup: null")
 
+    def depths(self) -> Mapping[str, int]:
+        """Return the number of blocks, if the config states it."""
+        depth = self.model.args.get("depth")
+        return {"image": depth} if isinstance(depth, int) else {}
+
     def _check_elastic(self) -> None:
         if self.elastic is None:
             return
-        capacity = None if self.image_routing is None else self.image_routing.capacity
+        # A preset whose capacity depends on the number of blocks has none yet.
+        capacity = getattr(self.image_routing, "capacity", None)
         if capacity not in self.elastic.capacities:
             raise ValueError(
                 "elastic needs a routing config whose capacity is one of elastic.capacities="

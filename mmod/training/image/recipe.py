@@ -13,7 +13,7 @@ from timm.data import Mixup
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from mmod import flops, freeze_dense_, learn_capacity_, set_capacity_, settle_capacity_, undo_
+from mmod import flops, freeze_dense_, learn_capacity_, routing_config, set_capacity_, settle_capacity_, undo_
 from mmod.analysis import FlopReport
 from mmod.analysis.audit.judges import judge_classes
 from mmod.data.labels import ModelClasses
@@ -212,13 +212,14 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
             for method in changes.applied:
                 method.apply_(models[0])
         schedule = self.config.capacity_schedule
-        routing = self.config.image_routing
-        if schedule is None or routing is None:
+        if schedule is None or self.config.image_routing is None:
             return
-        if not isinstance(routing.capacity, (int, float)):
-            raise ValueError(f"capacity_schedule needs one capacity for all blocks, got {routing.capacity}")
+        # The model's own config: a preset in the file may have taken its capacities from the model.
+        final = routing_config(models[0]).capacity
+        if not isinstance(final, (int, float)):
+            raise ValueError(f"capacity_schedule needs one capacity for all blocks, got {final}")
         progress = min(1.0, epoch / schedule.epochs)
-        capacity = round(schedule.start + progress * (routing.capacity - schedule.start), 6)
+        capacity = round(schedule.start + progress * (final - schedule.start), 6)
         for model in models:
             set_capacity_(model, capacity)
 

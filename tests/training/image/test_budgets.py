@@ -134,6 +134,7 @@ def test_the_first_epochs_are_routed(epochs: int | None, expected: list[bool], t
     [
         ({"elastic": ElasticConfig(CAPACITIES)}, "elastic needs a routing config whose capacity is one of"),
         ({"elastic": ElasticConfig([0.25, 1.0], 2), "routing": RANDOM}, r"one of elastic\.capacities=\[0\.25, 1\.0\]"),
+        ({"elastic": ElasticConfig(CAPACITIES), "routing": {"preset": "gradual"}}, "elastic needs a routing config"),
         (
             {"elastic": ElasticConfig(CAPACITIES), "routing": RANDOM, "grad_checkpointing": True},
             "elastic cannot be combined with grad_checkpointing",

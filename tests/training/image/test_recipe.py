@@ -113,6 +113,14 @@ def test_capacity_schedule_ends_at_the_configured_capacity(tmp_path: Path) -> No
     assert [round(row["kept"], 3) for row in result.history] == [1.0, round(10 / 17, 3), round(4 / 17, 3)]
 
 
+def test_capacity_schedule_refuses_a_preset_with_a_capacity_for_each_block(tmp_path: Path) -> None:
+    schedule = CapacityScheduleConfig(start=1.0, epochs=1)
+    config = tiny_config(output=tmp_path, epochs=2, routing={"preset": "p-mod"}, capacity_schedule=schedule)
+    recipe = ImageRecipe(config)
+    with pytest.raises(ValueError, match=r"capacity_schedule needs one capacity for all blocks, got \(0\."):
+        recipe.start_epoch([recipe.create()], 0)
+
+
 def test_routed_checkpoint_is_distilled_from_the_dense_model_unless_told_otherwise(tmp_path: Path) -> None:
     run(tiny_config(output=tmp_path / "dense", epochs=1))
     options: dict[str, Any] = {"epochs": 1, "model": {"checkpoint": str(tmp_path / "dense")}}

@@ -1,0 +1,247 @@
+"""Routing configs by the name of the method that proposed them, also where they depend on a model's depth."""
+
+from __future__ import annotations
+
+import inspect
+import numbers
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mmod.config.parts import Score, spelled
+from mmod.config.plan import DEPTH, Plan, rescaled
+from mmod.config.registry import PARTS, PRESETS, revised
+from mmod.config.routing import ROUTING_FIELDS, RoutingConfig
+from mmod.io.tables import markdown_table
+from mmod.values import check_value, refuse_unknown
+
+# Stands for a depth that is not known yet, or that changes leave nothing to.
+_USUAL_DEPTH = 24
+_BY_DEPTH = ("blocks", "capacity")
+
+
+def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig:
+    """Return the routing config of a published method, or this library's recommended learned router.
+
+    `mmod.presets()` lists the presets. The docstrings in `mmod.planning.presets` describe them and their differences
+    from the papers.
+
+    Args:
+        name: A name of that list.
+        depth: Number of blocks of the model. "p-mod", "mindskip", "gradual" and "gamma-mod" choose blocks by it;
+            without it they choose when a model is routed, see `mmod.config.Preset`.
+        changes: Options of the preset, such as `mean` of "gradual", and fields of `RoutingConfig` to override; a
+            mapping overrides single options of a part. One `capacity` is that of every routed block. Where the preset
+            plans a capacity for each block, as "gradual" and "p-mod" do, it becomes their mean and the plan keeps its
+            shape; several replace the plan's, and another number of `blocks` needs a `capacity`.
+
+    Raises:
+        ValueError: Unknown name or field.
+
+    Example:
+        >>> preset("a-mod", capacity=0.25).capacity
+        0.25
+        >>> preset("gradual", depth=6).capacity
+        (0.866667, 0.733333, 0.6, 0.466667, 0.333333)
+        >>> preset("gradual", depth=6, capacity=0.45).capacity
+        (0.65, 0.55, 0.45, 0.35, 0.25)
+        >>> preset("gradual", mean=0.7)
+        preset('gradual', mean=0.7)
+    """
+    make = PRESETS[name]
+    accepted = inspect.signature(make).parameters
+    refuse_unknown("routing option", changes, preset_arguments(name))
+    if depth is not None:
+        check_value("depth", depth, int, DEPTH)
+    elif "depth" in accepted and not set(_BY_DEPTH) <= set(changes):
+        return Preset(name, changes)
+    options = {option: changes.pop(option) for option in accepted if option in changes}
+    if "depth" in accepted:
+        options["depth"] = _USUAL_DEPTH if depth is None else depth
+    fields = make(**options)
+    planned = fields.get("capacity")
+    if isinstance(planned, tuple):
+        if "blocks" not in changes and isinstance(changes.get("capacity"), numbers.Real):
+            changes["capacity"] = rescaled(planned, changes["capacity"])
+        elif "blocks" in changes and "capacity" not in changes and depth is not None:
+            chosen = RoutingConfig(blocks=changes["blocks"]).plan(depth).blocks
+            if len(chosen) != len(planned):
+                raise ValueError(
+                    f"preset {name!r} plans capacities for {len(planned)} blocks, and blocks={changes['blocks']!r} are "
+                    f"{len(chosen)}: pass capacity too, one number or one per block"
+                )
+    return RoutingConfig.from_dict(revised(fields, changes))
+
+
+def preset_arguments(name: str) -> tuple[str, ...]:
+    """Return what may be changed of a preset besides the depth: its options and the fields of `RoutingConfig`.
+
+    Example:
+        >>> preset_arguments("gradual")[:3]
+        ('mean', 'router', 'capacity')
+    """
+    options = inspect.signature(PRESETS[name]).parameters
+    return (*(option for option in options if option != "depth"), *ROUTING_FIELDS)
+
+
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class Preset(RoutingConfig):
+    """A preset whose blocks depend on the depth of the model, before it is known.
+
+    It has all fields of a routing config but `blocks` and `capacity`, where the depth decides about them. Routing a
+    model resolves it; `at_depth` does so without a model.
+
+    Args:
+        preset_name: Its name.
+        changes: Options and fields to change, see `mmod.preset`.
+
+    Example:
+        >>> config = preset("mindskip", gate={"scale": 1.0})
+        >>> config.gate.name, config.at_depth(6).blocks
+        ('step', (3, 4, 5))
+    """
+
+    preset: str
+    changes: Mapping[str, Any]
+
+    def __init__(self, preset_name: str, changes: Mapping[str, Any]) -> None:
+        # Blocks of the model's depth say nothing at the usual one.
+        config = preset(preset_name, _USUAL_DEPTH, **{name: changes[name] for name in changes if name != "blocks"})
+        if "blocks" in changes:
+            config = config.replace(blocks=changes["blocks"])
+        fields = dict(vars(config))
+        for name in _BY_DEPTH:
+            if name not in changes and not isinstance(fields[name], (int, float)):
+                del fields[name]
+        # A frozen dataclass refuses assignments.
+        vars(self).update(fields, preset=preset_name, changes=dict(changes))
+
+    def __getattr__(self, name: str) -> Any:
+        """Say what to do where a field is not known yet."""
+        if name in _BY_DEPTH:
+            raise AttributeError(
+                f"{name} of a preset depends on the number of blocks: route a model by it, or read it from "
+                "preset.at_depth(number of blocks)"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def at_depth(self, depth: int) -> RoutingConfig:
+        """Return the routing config for a model of `depth` blocks."""
+        return preset(self.preset, depth, **self.changes)
+
+    def plan(self, depth: int) -> Plan:
+        """Return the plan for a model of `depth` blocks."""
+        return self.at_depth(depth).plan(depth)
+
+    def resolved(self, depth: int) -> RoutingConfig:
+        """Return the routing config for a model of `depth` blocks, with every block written out."""
+        return self.at_depth(depth).resolved(depth)
+
+    def replace(self, **changes: Any) -> RoutingConfig:
+        """Return the preset with further changes, see `mmod.preset`; a mapping changes some options of a part.
+
+        Example:
+            >>> preset("gradual").replace(mean=0.7, protect_prefix=False)
+            preset('gradual', mean=0.7, protect_prefix=False)
+        """
+        parts = revised({name: getattr(self, name) for name in PARTS}, changes)
+        return preset(self.preset, **{**self.changes, **{name: parts[name] for name in changes}})
+
+    def to_dict(self, settled: bool = False) -> dict[str, Any]:
+        """Return the preset's name and the changes as plain JSON values, which `read_routing` reads.
+
+        Example:
+            >>> preset("gradual", mean=0.7).to_dict()
+            {'preset': 'gradual', 'mean': 0.7}
+        """
+        values: dict[str, Any] = {"preset": self.preset}
+        for name, value in self.changes.items():
+            # A score that JSON cannot hold raises here.
+            plain = value.to_dict() if isinstance(value, Score) else spelled(value)
+            values[name] = list(plain) if isinstance(plain, tuple) else plain
+        return values
+
+    def __eq__(self, other: object) -> bool:
+        """Whether another preset gives the same routing in every model."""
+        return isinstance(other, Preset) and self.preset == other.preset and self.changes == other.changes
+
+    __hash__ = None  # type: ignore[assignment]  # changes may hold mappings
+
+    def __repr__(self) -> str:
+        """Return the call that makes it."""
+        changes = [f"{name}={spelled(value)!r}" for name, value in self.changes.items()]
+        return f"preset({', '.join([repr(self.preset), *changes])})"
+
+
+def read_routing(fields: Mapping[str, Any]) -> RoutingConfig:
+    """Return the routing that plain values describe: fields of `RoutingConfig`, or `preset: NAME` with its arguments.
+
+    Example:
+        >>> read_routing({"preset": "a-mod", "capacity": 0.25}).capacity
+        0.25
+    """
+    if isinstance(fields, Mapping) and "preset" in fields:
+        options = dict(fields)
+        name = options.pop("preset")
+        if name is not None:
+            return preset(name, **options)
+        fields = options
+    return RoutingConfig.from_dict(fields)
+
+
+@dataclass(frozen=True)
+class PresetEntry:
+    """A preset in the list that `presets` returns.
+
+    Args:
+        name: What `mmod.preset` calls it.
+        for_images: It can route models of images and captions.
+        for_language: It can route language models.
+        needs_training: Its router has weights, which start random.
+        summary: What it does, in one line.
+    """
+
+    name: str
+    for_images: bool
+    for_language: bool
+    needs_training: bool
+    summary: str
+
+
+class PresetList(tuple[PresetEntry, ...]):
+    """Entries of presets, which print as a table."""
+
+    def __repr__(self) -> str:
+        """Return a table with a row for each preset."""
+        rows = []
+        for entry in self:
+            models = ["images"] * entry.for_images + ["language"] * entry.for_language
+            rows.append((entry.name, ", ".join(models), "yes" if entry.needs_training else "no", entry.summary))
+        return markdown_table(("preset", "models", "needs training", "what it does"), rows)
+
+    __str__ = __repr__
+    _repr_markdown_ = __repr__  # Notebooks show it.
+
+
+def presets() -> PresetList:
+    """Return the presets of `mmod.preset`, with the models that they are for; printed, they are a table.
+
+    Example:
+        >>> [entry.name for entry in presets() if entry.for_images and not entry.needs_training]
+        ['a-mod', 'gradual']
+    """
+    return PresetList(_entries())
+
+
+def _entries() -> Iterator[PresetEntry]:
+    for name in sorted(PRESETS):
+        config = preset(name)
+        router = config.router
+        summary, *_ = (inspect.getdoc(PRESETS[name]) or "").split("\n\n")
+        yield PresetEntry(
+            name,
+            for_images=not (spelled(config.language) or router.tied),
+            for_language=not (config.joins or router.per_image or router.reads_grid),
+            needs_training=router.learns,
+            summary=" ".join(summary.split()),
+        )

@@ -1,0 +1,322 @@
+"""Presets by name: resolved by the model's depth, wherever a routing is named, and with advice that works."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+import torch
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import mmod
+from mmod.config import PRESETS, Preset, preset_arguments, read_routing, rescaled
+from mmod.planning.resolve import resolve_methods, resolve_routing
+from mmod.training import TrainConfig
+from mmod.training.kinds import recipe_of
+from tests.adapters.clip_zoo import make_clip
+from tests.adapters.vlm_zoo import make_joint
+from tests.zoo import make_images, make_model
+
+NAME = "test_vit"
+BY_DEPTH = ("gamma-mod", "gradual", "mindskip", "p-mod")
+FOR_LANGUAGE = ("gamma-mod", "videollm-mod")
+FOR_IMAGES = tuple(name for name in sorted(PRESETS) if name not in (*FOR_LANGUAGE, "contrast-mod"))
+
+
+def make(depth: int = 6) -> nn.Module:
+    return timm.create_model(NAME, depth=depth)
+
+
+ROUTES: dict[str, Callable[[nn.Module, str], object]] = {
+    "config": lambda model, name: mmod.route_(model, mmod.preset(name)),
+    "name": mmod.route_,
+    "part": lambda model, name: mmod.route_(model, image=name),
+    "apply_": mmod.apply_,
+    "plain values": lambda model, name: mmod.apply_(model, {"kind": "routing", "parts": {"image": {"preset": name}}}),
+    "file": lambda model, name: mmod.route_(model, resolve_routing({"preset": name})),
+    "methods of a file": lambda model, name: mmod.apply_(model, *resolve_methods((), {"image": {"preset": name}})),
+}
+
+
+@pytest.mark.parametrize("way", ROUTES)
+@pytest.mark.parametrize("name", FOR_IMAGES)
+def test_a_preset_takes_the_depth_from_the_model(name: str, way: str) -> None:
+    for depth in (4, 6):
+        model = make(depth)
+        ROUTES[way](model, name)
+        assert mmod.routing_config(model) == mmod.preset(name, depth=depth)
+        assert not isinstance(mmod.routing_config(model), Preset)
+
+
+@pytest.mark.parametrize("name", ["gamma-mod", "p-mod", "videollm-mod", "a-mod"])
+def test_a_preset_takes_the_depth_of_a_language_model(name: str) -> None:
+    model = mmod.route_(make_joint("llava", num_hidden_layers=7), language=name)
+    assert mmod.routing_config(model) == mmod.preset(name, depth=7)
+
+
+def test_each_tower_has_its_own_depth() -> None:
+    model = mmod.route_(make_clip("ViT-B-32"), "p-mod")
+    for part, blocks in (("image", model.visual.transformer.resblocks), ("text", model.transformer.resblocks)):
+        assert mmod.routing_config(model, part).blocks == mmod.preset("p-mod", depth=len(blocks)).blocks
+
+
+def test_registered_models_and_loaded_ones_have_the_resolved_config(tmp_path: Path) -> None:
+    model = mmod.route_(make(), "gradual").eval()
+    mmod.save_pretrained(model, tmp_path / "routed")
+    loaded = mmod.load_pretrained(tmp_path / "routed").eval()
+    assert mmod.routing_config(loaded) == mmod.preset("gradual", depth=6)
+    images = make_images(NAME, 2)
+    with torch.no_grad():
+        assert torch.equal(loaded(images), model(images))
+        for capacity in (0.7, 0.3):
+            for each in (model, loaded):
+                mmod.set_capacity_(each, capacity)
+            assert torch.equal(loaded(images), model(images))
+    mmod.save_pretrained(model, tmp_path / "scaled")
+    assert mmod.capacities(mmod.load_pretrained(tmp_path / "scaled")) == mmod.capacities(model)
+
+
+def test_a_training_config_names_a_preset_without_its_depth(tmp_path: Path) -> None:
+    fields = {
+        "output": str(tmp_path / "run"),
+        "model": {"name": NAME, "args": {"num_classes": 10, "in_chans": 1, "img_size": 32, "patch_size": 8}},
+        "data": {"source": "digits", "image_size": 32, "channels": 1, "batch_size": 8},
+        "routing": {"preset": "gradual", "mean": 0.7, "router": {"channels": 32}},
+    }
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(fields))
+    config = TrainConfig.load(path)
+    # As a run folder keeps it.
+    path.write_text(yaml.safe_dump(config.to_dict()))
+    again = TrainConfig.load(path)
+    assert again.to_dict() == config.to_dict()
+    for each in (config, again):
+        model = recipe_of(each).create()
+        assert mmod.routing_config(model) == mmod.preset("gradual", depth=6, mean=0.7, router={"channels": 32})
+
+
+@pytest.mark.parametrize("name", BY_DEPTH)
+def test_an_unresolved_preset_has_the_fields_that_do_not_depend_on_depth(name: str) -> None:
+    config = mmod.preset(name, protect_prefix=False)
+    for depth in (6, 9):
+        resolved = config.at_depth(depth)
+        assert resolved == mmod.preset(name, depth=depth, protect_prefix=False)
+        assert config.plan(depth) == resolved.plan(depth)
+        for field in ("router", "gate", "select", "skipped", "losses", "language", "protect_prefix", "operator"):
+            assert getattr(config, field) == getattr(resolved, field)
+    with pytest.raises(AttributeError, match="blocks of a preset depends on the number of blocks: route a model by it"):
+        _ = config.blocks
+    assert not hasattr(config, "block")
+    for same in (copy.deepcopy(config), pickle.loads(pickle.dumps(config)), read_routing(config.to_dict())):
+        assert same == config
+    assert json.loads(json.dumps(config.to_dict(settled=True))) == {"preset": name, "protect_prefix": False}
+    assert eval(repr(config), {"preset": mmod.preset}) == config
+    assert config != mmod.preset(name)
+
+
+def test_changes_of_an_unresolved_preset_add_up() -> None:
+    config = mmod.preset("p-mod", gate={"scale": 0.1}).replace(router={"init_std": 0.3}, gate={"name": "sigmoid"})
+    once = mmod.preset("p-mod", depth=6, gate={"name": "sigmoid"}, router={"init_std": 0.3})
+    assert config.at_depth(6) == config.replace(depth=6) == once
+    with pytest.raises(ValueError, match="gate must be one of"):
+        config.replace(gate="relu")
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_config_resolves_into_one_with_blocks_written_out(name: str) -> None:
+    for config in (mmod.preset(name), mmod.preset(name, depth=9)):
+        resolved = config.resolved(9)
+        assert resolved.plan(9) == config.plan(9)
+        assert (resolved.blocks, resolved.capacity) == (config.plan(9).blocks, config.plan(9).capacities)
+        assert resolved.resolved(9) == resolved
+        assert mmod.RoutingConfig.from_dict(resolved.to_dict()) == resolved
+
+
+# Capacity -------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=12), st.floats(0, 1))
+def test_rescaled_capacities_have_the_mean_the_order_and_the_range(capacities: list[float], mean: float) -> None:
+    scaled = rescaled(capacities, mean)
+    if mean == 0 or sum(capacities):
+        assert sum(scaled) / len(scaled) == pytest.approx(mean, abs=1e-6)
+    assert all(0 <= share <= 1 for share in scaled)
+    order = sorted(range(len(scaled)), key=lambda index: capacities[index])
+    assert all(scaled[low] <= scaled[high] for low, high in itertools.pairwise(order))
+
+
+@pytest.mark.parametrize("capacity", [1e-3, 0.2, 0.6, 0.9, 1])
+@pytest.mark.parametrize("name", ["gradual", "p-mod"])
+def test_one_capacity_is_the_mean_of_a_planned_fall(name: str, capacity: float) -> None:
+    planned = mmod.preset(name, depth=12)
+    for config in (mmod.preset(name, depth=12, capacity=capacity), mmod.preset(name, capacity=capacity).at_depth(12)):
+        assert config.blocks == planned.blocks
+        assert sum(config.capacity) / len(config.capacity) == pytest.approx(capacity, abs=1e-6)
+        if capacity < 1:
+            assert config.capacity[0] > config.capacity[-1]
+    # Setting it later is the same, in any order, and the list that a config began with comes back.
+    model = mmod.route_(make(12), name)
+    for later in (0.1, capacity):
+        mmod.set_capacity_(model, later)
+    assert tuple(mmod.capacities(model).values()) == pytest.approx(config.capacity)
+    mmod.set_capacity_(model, list(planned.capacity))
+    assert tuple(mmod.capacities(model).values()) == planned.capacity
+
+
+def test_a_gradual_model_at_another_capacity_still_falls() -> None:
+    model = mmod.set_capacity_(mmod.route_(make(12), "gradual").eval(), 0.6)
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        model(make_images(NAME, 1))
+    kept = [int(routing.keep_BN.sum()) for routing in decisions.values()]
+    assert sorted(kept, reverse=True) == kept
+    assert len(set(kept)) == 5
+
+
+def test_several_capacities_and_own_blocks_replace_the_plan() -> None:
+    shares = (0.9, 0.8, 0.7, 0.6, 0.5)
+    assert mmod.preset("gradual", depth=6, capacity=shares).capacity == shares
+    assert mmod.preset("gradual", capacity=shares).at_depth(6).capacity == shares
+    assert mmod.preset("gradual", depth=6, blocks=(1, 2), capacity=0.5).capacity == 0.5
+    message = r"'gradual' plans capacities for 5 blocks, and blocks='late' are 4: pass capacity too"
+    for call in (
+        lambda: mmod.preset("gradual", depth=6, blocks="late"),
+        lambda: mmod.route_(make(), mmod.preset("gradual", blocks="late")),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
+    for depth in (3, 6, 12):
+        blocks = tuple(range(1, depth))
+        assert mmod.preset("gradual", blocks=blocks).at_depth(depth) == mmod.preset("gradual", depth=depth)
+        assert mmod.preset("gradual", depth=depth, blocks=blocks) == mmod.preset("gradual", depth=depth)
+    for capacity in (0.5, (0.5, 0.4, 0.3, 0.2)):
+        model = mmod.route_(make(), mmod.preset("gradual", blocks="late", capacity=capacity))
+        assert list(mmod.routed_blocks(model)) == [f"blocks.{index}" for index in range(2, 6)]
+
+
+@pytest.mark.parametrize("name", ["a-mod", "mod", "distilled"])
+def test_one_capacity_sets_all_blocks_where_the_preset_has_one(name: str) -> None:
+    assert mmod.preset(name, capacity=0.3).capacity == 0.3
+    model = mmod.set_capacity_(mmod.route_(make(), name), 0.3)
+    assert set(mmod.capacities(model).values()) == {0.3}
+
+
+@pytest.mark.parametrize("capacity", [-0.1, 1.5, float("nan"), "0.5", True])
+def test_a_capacity_out_of_range_is_named(capacity: Any) -> None:
+    model = mmod.route_(make(), "gradual")
+    before = mmod.capacities(model)
+    for call in (lambda: mmod.preset("gradual", capacity=capacity), lambda: mmod.set_capacity_(model, capacity)):
+        with pytest.raises((TypeError, ValueError), match=rf"capacity must be .*, got {re.escape(repr(capacity))}"):
+            call()
+    assert mmod.capacities(model) == before
+
+
+# Messages, each advice followed ---------------------------------------------------------------------------------------
+
+
+def follow(message: str, model: nn.Module) -> nn.Module:
+    """Run the call of `mmod.route_` that a message advises."""
+    advised = re.search(r"mmod\.route_\(model, .*\)$", message)
+    assert advised is not None, message
+    return eval(advised[0], {"mmod": mmod, "model": model})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "parts", "expected"),
+    [
+        ((), {"preset": "gradual"}, mmod.preset("gradual", depth=6)),
+        ((), {"preset": "gradual", "mean": 0.7}, mmod.preset("gradual", depth=6, mean=0.7)),
+        (("gradual",), {"mean": 0.7, "capacity": 0.5}, mmod.preset("gradual", 6, mean=0.7, capacity=0.5)),
+        (("a-mod",), {"capacity": 0.25}, mmod.preset("a-mod", capacity=0.25)),
+        ((), {"router": "norm", "capacity": 0.25}, mmod.RoutingConfig(router="norm", capacity=0.25)),
+    ],
+)
+def test_arguments_taken_for_parts_are_told_their_place(
+    arguments: tuple[str, ...], parts: dict[str, Any], expected: mmod.RoutingConfig
+) -> None:
+    with pytest.raises(ValueError, match=f"this model has no part {', '.join(sorted(parts))}; it has image") as refusal:
+        mmod.route_(make(), *arguments, **parts)
+    assert mmod.routing_config(follow(str(refusal.value), make())) == expected
+
+
+def test_names_of_parts_are_no_arguments_of_presets() -> None:
+    for arguments, parts in (((), {"vision": "gradual"}), (("gradual",), {"vision": "gradual"})):
+        with pytest.raises(ValueError, match=r"no part vision; it has image$"):
+            mmod.route_(make(), *arguments, **parts)
+
+
+@pytest.mark.parametrize("call", [mmod.route_, mmod.apply_, lambda model, name: mmod.route_(model, preset=name)])
+def test_a_misspelt_preset_is_told_near_names(call: Callable[[nn.Module, str], object]) -> None:
+    model = make()
+    with pytest.raises(ValueError, match="got 'gradul'; near ones: ") as refusal:
+        call(model, "gradul")
+    advised = re.search(r"near ones: '([^']+)'", str(refusal.value))
+    assert advised is not None
+    assert mmod.is_routed(mmod.route_(model, advised[1]))
+
+
+@pytest.mark.parametrize(("name", "field"), [("norm", "router"), ("late", "blocks")])
+def test_values_of_fields_are_told_from_presets(name: str, field: str) -> None:
+    with pytest.raises(TypeError, match=f"got '{name}', which is a value of {field}: pass mmod") as refusal:
+        mmod.route_(make(), name)
+    config = eval(str(refusal.value).rpartition(" pass ")[2], {"mmod": mmod})
+    assert mmod.is_routed(mmod.route_(make(), config))
+
+
+@pytest.mark.parametrize("name", FOR_LANGUAGE)
+def test_a_language_preset_on_a_vit_names_those_for_images(name: str) -> None:
+    model = make()
+    with pytest.raises(ValueError, match=rf"Presets for language models alone are .*'{name}'") as refusal:
+        mmod.route_(model, name)
+    advised = re.findall(r"'([\w-]+)'", str(refusal.value).partition("presets for images are ")[2])
+    assert {*FOR_IMAGES} <= {*advised}
+    for other in FOR_IMAGES:
+        mmod.undo_(mmod.route_(model, other))
+
+
+def test_unknown_options_of_a_preset_are_told_its_own() -> None:
+    assert preset_arguments("gradual") == ("mean", *preset_arguments("a-mod"))
+    for depth in (None, 6):
+        with pytest.raises(ValueError, match="unknown routing option meen; valid ones are mean, router, capacity"):
+            mmod.preset("gradual", depth=depth, meen=0.7)
+    with pytest.raises(ValueError, match=r"mean must be a number in \(0\.4, 1\], got 0\.3"):
+        mmod.preset("gradual", mean=0.3)
+
+
+# The list -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_list_says_what_each_preset_is_for() -> None:
+    lines = [line for line in repr(mmod.presets()).splitlines() if not line.startswith(("| preset ", "| :"))]
+    assert [line.split()[1] for line in lines] == sorted(PRESETS)
+    for entry in mmod.presets():
+        assert entry.summary or entry.name not in (*FOR_IMAGES, *FOR_LANGUAGE)
+        if entry.for_images:
+            model = mmod.route_(make(), entry.name)
+            learned = [name for name, _ in model.named_parameters() if ".router." in name]
+            assert bool(learned) == entry.needs_training
+        if entry.for_language:
+            mmod.route_(make_joint("llava", num_hidden_layers=7), language=entry.name)
+
+
+@pytest.mark.parametrize("name", [entry.name for entry in mmod.presets() if entry.for_images])
+def test_a_loop_over_presets_needs_no_case(name: str) -> None:
+    model = mmod.route_(make(), name).train()
+    loss = model(make_images(NAME, 2)).square().mean() + mmod.auxiliary_loss(model)
+    loss.backward()
+    assert torch.isfinite(loss)
+
+
+def test_the_package_has_a_version() -> None:
+    assert re.match(r"\d+\.\d+", mmod.__version__)
+    assert mmod.route_(make_model(NAME), "gradual")
