@@ -27,8 +27,8 @@ if not torch.cuda.is_available():
     for device in (torch.cuda, torch.mtia, torch.xpu):
         device.manual_seed_all = lambda _: None
 
-import tests.sets  # noqa: F401  (its folder is shared by the workers, which start after it is made)
-from tests.processes import start_server
+import tests.kit.sets  # noqa: F401  (its folder is shared by the workers, which start after it is made)
+from tests.kit.processes import start_server
 
 # No test is about a machine that loses power, and waiting for the disk takes a tenth of training.
 os.fsync = lambda _: None

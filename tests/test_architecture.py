@@ -17,7 +17,7 @@ import pytest
 
 import mmod
 from mmod.cli import COMMANDS
-from tests.scripts import ROOT, run_script
+from tests.kit.scripts import ROOT, run_script
 
 PACKAGE = ROOT / "mmod"
 IMPORT_ORDER = [
@@ -296,7 +296,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 EACH_WITHOUT = """
 import sys
-from tests.scripts import run_script
+from tests.kit.scripts import run_script
 sys.modules.update(open_clip=None, transformers=None)
 for command in sys.argv[1:]:
     done = run_script(*command.split())

@@ -24,7 +24,7 @@ from mmod.benchmarks.report import BenchmarkReport
 from mmod.planning import comparison
 from mmod.studies.study import Study
 from tests import test_docs
-from tests.sets import SETS
+from tests.kit.sets import SETS
 from tests.studies.test_advise import make_prompts
 
 IMAGES = f"--data.source digits:tiny --data.root {SETS}/digits --data.batch_size 16 --data.val_limit 32 --device cpu"

@@ -22,7 +22,7 @@ import yaml
 import mmod
 from mmod import cli
 from scripts import doc_tables
-from tests.scripts import ROOT, run_script
+from tests.kit.scripts import ROOT, run_script
 
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()

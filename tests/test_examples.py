@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import run_script
+from tests.kit.scripts import run_script
 from tests.test_docs import FENCE
 
 EXAMPLES = Path(__file__).parents[1] / "examples"

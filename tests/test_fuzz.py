@@ -27,10 +27,10 @@ from mmod.analysis import Trace, flops
 from mmod.analysis.flop_report import FlopReport, PrefillFlops
 from mmod.analysis.prefill import prefill_flops
 from mmod.routing import Routing, TokenGroups
-from tests.adapters.clip_zoo import small_trunks
-from tests.adapters.vlm_zoo import PATCHES
-from tests.counting import flop_counter
-from tests.fuzz_draws import HOSTS, Draw, Host, Sample, draw
+from tests.kit.clip_zoo import small_trunks
+from tests.kit.counting import flop_counter
+from tests.kit.fuzz_draws import HOSTS, Draw, Host, Sample, draw
+from tests.kit.vlm_zoo import PATCHES
 
 DRAWS = int(os.environ.get("MMOD_FUZZ_DRAWS", "4"))
 PACKAGE = Path(mmod.__file__).parent

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import mmod
 from mmod import RoutingConfig
 from tests.kit.oracle import reference_forward
-from tests.zoo import ZOO, make_images, make_model
+from tests.kit.zoo import ZOO, make_images, make_model
 
 DENSE_FUNCTIONS = [
     RoutingConfig(capacity=1.0),

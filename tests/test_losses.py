@@ -8,7 +8,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.config import LOSSES
 from mmod.routing import Evidence, Kept, Router, Routing, TokenMarks
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
 

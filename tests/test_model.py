@@ -15,7 +15,7 @@ import mmod
 from mmod import Plan, RoutingConfig
 from mmod.methods.base import undo_
 from mmod.methods.route import deciding_by
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
 

@@ -19,8 +19,8 @@ from torch import nn
 import mmod
 from mmod import RoutingConfig, load_pretrained, save_pretrained
 from mmod.io.files import UnwrittenError
-from tests.disk import small_disk
-from tests.quantized import quantize_
+from tests.kit.disk import small_disk
+from tests.kit.quantized import quantize_
 
 IMAGE = (2, 3, 160, 160)
 LEARNED = RoutingConfig(

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.speculation import every_token, full_pass, judge_drafts
-from tests.adapters.vlm_zoo import make_language
-from tests.cover import in_turn
+from tests.kit.cover import in_turn
+from tests.kit.vlm_zoo import make_language
 
 SCORE = mmod.score("linear", init_std=0.2)
 ALONE: dict[str, Any] = {"inference_threshold": 0.5}

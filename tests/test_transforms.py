@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mmod
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 CONFIGS = {

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mmod
-from tests.adapters.vlm_zoo import make_joint, make_language, prompt, words
-from tests.zoo import make_model
+from tests.kit.vlm_zoo import make_joint, make_language, prompt, words
+from tests.kit.zoo import make_model
 
 CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "last_token"}, capacity=0.5, blocks=(2, 3))
 

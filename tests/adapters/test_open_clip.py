@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import mmod
 from mmod import RoutingConfig
 from mmod.blocks import RoutedBlock, host_class
-from tests.adapters.clip_zoo import CONTEXT, TEXT_ONLY, ZOO, embed, make_captions, make_clip, make_images
-from tests.cover import in_turn
+from tests.kit.clip_zoo import CONTEXT, TEXT_ONLY, ZOO, embed, make_captions, make_clip, make_images
+from tests.kit.cover import in_turn
 
 # The dense tower's embedding does not depend on what follows the end of a caption.
 CAUSAL = ("ViT-B-32", "ViT-H-14-worldwide", "EVA02-B-16", "vit_medium_patch16_gap_256", "custom-blocks")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import mmod
 from mmod import RoutingConfig
 from mmod.registry.open_clip import routed
-from tests.adapters.clip_zoo import (
+from tests.kit.clip_zoo import (
     CONTEXT,
     END,
     FIRST_WORD,
@@ -31,8 +31,8 @@ from tests.adapters.clip_zoo import (
     model_class,
     small_config,
 )
-from tests.counting import flop_counter
-from tests.threads import assert_right_in_threads
+from tests.kit.counting import flop_counter
+from tests.kit.threads import assert_right_in_threads
 
 NAME = "ViT-B-32"
 IMAGES, CAPTIONS = make_images(NAME), make_captions(NAME)

@@ -20,8 +20,8 @@ from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
 from mmod.training.chat.model import create_model, create_processor, create_word_processor, router_parameters
-from tests.adapters.vlm_zoo import make_joint, make_language, prompt
-from tests.training.chat.configs import MODEL, vlm_config
+from tests.kit.chat_configs import MODEL, vlm_config
+from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
 ROUTED = mmod.RoutingConfig(
     router=mmod.score("linear", init_std=0.2),

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import mmod
-from tests.processes import run_processes
+from tests.kit.processes import run_processes
 
 ROUTINGS: dict[str, dict[str, Any]] = {
     "linear": {"router": "linear", "gate": "tanh"},

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod import RoutingConfig
-from tests.processes import run_processes
-from tests.zoo import make_model
+from tests.kit.processes import run_processes
+from tests.kit.zoo import make_model
 
 NAME = "vit_tiny_patch16_224"
 LEARNED = RoutingConfig(

@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 import mmod
-from tests.adapters.vlm_zoo import IMAGE, LINEAR, make_joint, make_language, merged_embeddings, prompt
-from tests.zoo import make_model
+from tests.kit.vlm_zoo import IMAGE, LINEAR, make_joint, make_language, merged_embeddings, prompt
+from tests.kit.zoo import make_model
 
 CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "vision_tower"}, capacity=0.5, blocks="all")
 GENERATION: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}

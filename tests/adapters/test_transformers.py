@@ -12,8 +12,8 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache_base import cache_of
-from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, LINEAR, VIDEO, make_joint, make_language, prompt, words
-from tests.threads import assert_right_in_threads
+from tests.kit.threads import assert_right_in_threads
+from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, LINEAR, VIDEO, make_joint, make_language, prompt, words
 
 EVERY_TOKEN = mmod.RoutingConfig(router="stride", capacity=1.0, blocks="all")
 EVERY_TOKEN_CAUSAL = mmod.RoutingConfig(

@@ -13,7 +13,7 @@ from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.adapters.transformers.images import IMAGE as SHOWS_IMAGE
 from mmod.adapters.transformers.images import VIDEO as SHOWS_VIDEO
 from mmod.adapters.transformers.images import ImageTokens
-from tests.adapters.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, video
+from tests.kit.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, video
 
 BY_FRAME = mmod.preset("videollm-mod", capacity=0.5, blocks=(1, 3), router={"init_std": 0.2})
 TOGETHER = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=0.5, blocks=(0, 1, 3))

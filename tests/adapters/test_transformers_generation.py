@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from tests.adapters.vlm_zoo import IMAGE, JOINT, PATCHES, VIDEO, make_joint, make_language, pad, prompt
+from tests.kit.vlm_zoo import IMAGE, JOINT, PATCHES, VIDEO, make_joint, make_language, pad, prompt
 
 SCORE = mmod.score("linear", init_std=0.2)
 IMAGES_ONLY = {

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mmod
 from mmod.routing import DecoderRouter, assign_groups, select_within
-from tests.adapters.vlm_zoo import (
+from tests.kit.vlm_zoo import (
     IMAGE,
     LANGUAGE,
     LINEAR,

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 import mmod
 from mmod.adapters.transformers.cache_base import KeptTokens, cache_of
 from tests.adapters.test_transformers_generation import NO_IMAGES, check_cache_changes_nothing
-from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, make_joint, make_language, prompt, words
-from tests.cover import in_turn
+from tests.kit.cover import in_turn
+from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, make_joint, make_language, prompt, words
 
 WAYS = [("block", "all"), ("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
 LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), blocks=(1, 3), capacity=0.5)

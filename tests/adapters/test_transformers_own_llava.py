@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE
-from tests.adapters.vlm_zoo import IMAGE, JOINT, make_joint, make_language, merged_embeddings, prompt
+from tests.kit.vlm_zoo import IMAGE, JOINT, make_joint, make_language, merged_embeddings, prompt
 
 PLACEHOLDER = -200
 GENERATION: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}

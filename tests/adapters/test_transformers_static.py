@@ -18,7 +18,7 @@ import mmod
 from mmod.adapters.transformers.cache_base import CACHE
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
 from tests.adapters.test_transformers_generation import EVERYTHING, IMAGES_ONLY, NO_IMAGES
-from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, PATCHES, make_joint, make_language, pad, prompt
+from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, PATCHES, make_joint, make_language, pad, prompt
 
 PRESETS = {
     "p-mod": mmod.preset("p-mod", blocks=(1, 2), capacity=(0.8, 0.3), router={"init_std": 0.2}),

@@ -14,7 +14,7 @@ from torch import Tensor
 import mmod
 from mmod.adapters.transformers.structure import read_structure
 from mmod.methods import Experts, Recursions
-from tests.adapters.vlm_zoo import IMAGE, PATCHES, make_joint, make_language
+from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language
 
 SCORE = mmod.score("linear", init_std=0.3)
 LENGTHS = (7, 4, 10)

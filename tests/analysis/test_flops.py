@@ -13,10 +13,10 @@ import mmod
 from mmod.analysis import flops, trace
 from mmod.analysis.counting import _WithoutMaps
 from mmod.analysis.memory import ActivationMemory
-from tests.adapters.vlm_zoo import make_language
-from tests.counting import flop_counter
-from tests.quantized import quantize_
-from tests.zoo import make_images, make_model
+from tests.kit.counting import flop_counter
+from tests.kit.quantized import quantize_
+from tests.kit.vlm_zoo import make_language
+from tests.kit.zoo import make_images, make_model
 
 # Small versions of every kind of block that can be routed: name, image side, further arguments.
 MODELS = {

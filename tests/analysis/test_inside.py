@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.routing.decision import Evidence, Kept
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
 ROUTINGS = {

@@ -12,7 +12,7 @@ import torch
 
 import mmod
 from mmod.analysis.plots import VEIL_OPACITY, draw_routing_maps, draw_sample_maps, draw_tradeoff, in_range
-from tests.adapters.vlm_zoo import IMAGE, make_joint, prompt
+from tests.kit.vlm_zoo import IMAGE, make_joint, prompt
 
 
 @pytest.fixture

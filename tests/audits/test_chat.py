@@ -15,7 +15,7 @@ from mmod.audits.command import main
 from mmod.audits.config import AUDITS
 from mmod.audits.strata import roles_of
 from mmod.training import fit
-from tests.training.chat.configs import vlm_config
+from tests.kit.chat_configs import vlm_config
 
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]
 ROUTED = {"language": {"router": "linear", "capacity": 0.5, "blocks": [1, 2], "language": {"tokens": "image"}}}

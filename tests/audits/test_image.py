@@ -22,7 +22,7 @@ from mmod.io.journal import Journal
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import ImageRecipe
-from tests.sets import SETS
+from tests.kit.sets import SETS
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100", "--audit.maps", "2"]

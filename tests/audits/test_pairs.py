@@ -12,8 +12,8 @@ from torch import nn
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
 from mmod.training.pairs.evaluate import judge_pairs
-from tests.data.pair_files import png, write_tar
-from tests.training.pairs.worker import clip_config, run
+from tests.kit.pair_files import png, write_tar
+from tests.kit.pairs_worker import clip_config, run
 
 WORDS = ("red", "green", "blue", "black")
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]

@@ -17,7 +17,7 @@ from mmod.report.sources import read_sources
 from mmod.training import fit
 from mmod.training.text.evaluate import judge_text
 from mmod.training.text.model import create_dense
-from tests.training.text.configs import PREDICTOR, text_config
+from tests.kit.text_configs import PREDICTOR, text_config
 
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]
 

@@ -22,8 +22,8 @@ from mmod.benchmarks.command import main
 from mmod.benchmarks.program import COLUMNS, ProgramConfig
 from mmod.benchmarks.report import BenchmarkReport, Row, Runs, UnavailableError
 from mmod.io.yaml import read_yaml
-from tests.processes import FORKING, run_processes
-from tests.scripts import ROOT, run_script
+from tests.kit.processes import FORKING, run_processes
+from tests.kit.scripts import ROOT, run_script
 
 REHEARSAL = ROOT / "configs/benchmark/rehearsal.yaml"
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import mmod
-from tests.zoo import ZOO, make_images, make_model
+from tests.kit.zoo import ZOO, make_images, make_model
 
 CONFIG = mmod.RoutingConfig(capacity=0.5, blocks=(1, 2), router={"name": "attention", "importance": "class_token"})
 
@@ -77,7 +77,7 @@ def test_it_costs_one_query() -> None:
 
 
 def test_captions_have_none() -> None:
-    clip = pytest.importorskip("tests.adapters.clip_zoo").make_clip("ViT-B-32")
+    clip = pytest.importorskip("tests.kit.clip_zoo").make_clip("ViT-B-32")
     with pytest.raises(ValueError, match="importance='class_token'"):
         mmod.route_(clip, text=CONFIG)
     mmod.route_(clip, image=CONFIG)

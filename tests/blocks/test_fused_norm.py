@@ -11,7 +11,7 @@ from torch import nn
 
 import mmod
 from mmod.blocks.rows import FusedNorm
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 MODELS = ["vit_tiny_patch16_224", "aimv2_large_patch14_224", "vit_base_patch16_xp_224", "vit_base_patch16_rpn_224"]
 CONFIGS = {

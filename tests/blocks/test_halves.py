@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.routing.score.redundancy import RedundancyScore
-from tests.zoo import ZOO, make_images, make_model
+from tests.kit.zoo import ZOO, make_images, make_model
 
 FALLING = {1: 0.8, 2: 0.8, 3: 0.4}
 SIZE = make_images("vit_tiny_patch16_224", 1).shape[-1]

@@ -9,10 +9,10 @@ import torch
 import transformers
 
 import mmod
-from tests.adapters.vlm_zoo import make_language
-from tests.blocks.starved_worker import NAME, loss_of, save_gradients, starved
-from tests.processes import run_processes
-from tests.zoo import make_images, make_model
+from tests.kit.processes import run_processes
+from tests.kit.starved_worker import NAME, loss_of, save_gradients, starved
+from tests.kit.vlm_zoo import make_language
+from tests.kit.zoo import make_images, make_model
 
 NONE = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), select=mmod.Threshold(1.0), blocks="all")
 

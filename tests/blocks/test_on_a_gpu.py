@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import mmod
-from tests.ops.kernels import poisoned
-from tests.zoo import make_images, make_model
+from tests.kit.kernels import poisoned
+from tests.kit.zoo import make_images, make_model
 
 pytestmark = pytest.mark.gpu
 

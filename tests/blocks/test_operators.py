@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from tests.adapters import clip_zoo
-from tests.zoo import ZOO, make_images, make_model
+from tests.kit import clip_zoo
+from tests.kit.zoo import ZOO, make_images, make_model
 
 WAYS = [("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
 # Two residual branches with nothing behind them.

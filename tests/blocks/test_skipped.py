@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.ops import add_updates, group_sizes, mean_rows, nearest_rows, unit_rows
-from tests.zoo import ZOO, make_images, make_model
+from tests.kit.zoo import ZOO, make_images, make_model
 
 # Attention outside the fused call, sizes that the model's own mask of patches does not describe.
 NAFLEX = [name for name in ZOO if name.startswith("naflexvit")]

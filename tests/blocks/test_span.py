@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import mmod
 from mmod import RoutingConfig
 from mmod.blocks import rows
-from tests.threads import assert_right_in_threads
-from tests.zoo import make_images, make_model
+from tests.kit.threads import assert_right_in_threads
+from tests.kit.zoo import make_images, make_model
 
 NAMES = [
     "vit_tiny_patch16_224",

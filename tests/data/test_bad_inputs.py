@@ -21,7 +21,7 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.shards import ShardSource
 from mmod.data.synthetic.digits import DIGITS
-from tests.data.bad_files import IMAGE_NAMES, IMAGES, LINES, NO_JSON, PNG, RECORDS, SAID, SOUND, SPECIAL, Payload
+from tests.kit.bad_files import IMAGE_NAMES, IMAGES, LINES, NO_JSON, PNG, RECORDS, SAID, SOUND, SPECIAL, Payload
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("trap_folder")]
 

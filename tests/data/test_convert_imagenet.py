@@ -18,7 +18,7 @@ from mmod.data import DataConfig, image_stream
 from mmod.data.convert import imagenet
 from mmod.data.convert.imagenet import ARCHIVES, DEVKIT, ImageNetConversion, convert_imagenet
 from mmod.data.corrupt import CorruptDataError
-from tests.scripts import run_script
+from tests.kit.scripts import run_script
 
 SYNSETS = ("n00000007", "n00000003", "n00000005")
 # Numbers of classes of the validation images, from 1.

@@ -21,14 +21,14 @@ from mmod.training.engine.parse import parse_config
 from mmod.training.engine.run_folder import read_fit
 from mmod.training.image.evaluate import EvalResult
 from tests.data import test_bad_inputs as tables
-from tests.data.bad_files import (
+from tests.hostile import Case
+from tests.kit.bad_files import (
     END,
     NO_JSON,
     PNG,
     Payload,
     body,
 )
-from tests.hostile import Case
 from tests.training import test_bad_input as configs
 
 

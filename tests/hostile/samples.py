@@ -14,7 +14,9 @@ from PIL import Image
 
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
-from tests.data.bad_files import (
+from tests.data.readers import test_bad_files as files
+from tests.hostile import Case
+from tests.kit.bad_files import (
     ARCHIVES,
     CAPTIONS,
     CLASSES,
@@ -33,8 +35,6 @@ from tests.data.bad_files import (
     incomplete,
     png,
 )
-from tests.data.readers import test_bad_files as files
-from tests.hostile import Case
 
 
 def image_cases() -> Iterator[Case]:

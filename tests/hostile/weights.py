@@ -26,12 +26,12 @@ from mmod.training.engine.checkpoint import Checkpoint, load_checkpoint, read_we
 from mmod.training.engine.model import load_weights
 from mmod.training.image.evaluate import evaluate
 from tests.analysis.audit import test_progress as audits
-from tests.data.bad_files import (
+from tests.hostile import Case
+from tests.kit.bad_files import (
     IMAGES,
     NO_JSON,
     Payload,
 )
-from tests.hostile import Case
 from tests.test_pretrained import CHANGES, edit
 from tests.training import test_bad_input as configs
 

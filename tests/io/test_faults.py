@@ -20,7 +20,7 @@ from mmod.analysis.style import new_figure, save_figure
 from mmod.io.files import UnwrittenError, open_shard, write_atomically
 from mmod.io.journal import Journal
 from mmod.training.engine.checkpoint import Checkpoint, save_checkpoint
-from tests.disk import small_disk
+from tests.kit.disk import small_disk
 
 State = Callable[[int], object]
 """Writes a state of so many numbers."""

@@ -16,7 +16,7 @@ from mmod.io.files import (
     writing,
 )
 from mmod.io.tensors import check_complete, read_tensors, write_tensors
-from tests.disk import small_disk
+from tests.kit.disk import small_disk
 
 
 @pytest.mark.parametrize("shared", [False, True])

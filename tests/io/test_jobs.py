@@ -15,7 +15,7 @@ import pytest
 
 from mmod.io import jobs
 from mmod.io.jobs import Job, Runner, Tick
-from tests.processes import FORKING, run_processes
+from tests.kit.processes import FORKING, run_processes
 
 JOBS = [Job(name, seed, f"{name}{seed}") for seed in (0, 1) for name in ("base", "dense", "a-mod")]
 

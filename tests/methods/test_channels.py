@@ -19,7 +19,7 @@ from mmod.methods import Channels, methods_of, read_method, undo_
 from mmod.methods.channels import ChannelBlock
 from mmod.training import evaluate
 from mmod.training.image.recipe import ImageRecipe
-from tests.training.engine.worker import TensorStream, run, tiny_config
+from tests.kit.engine_worker import TensorStream, run, tiny_config
 
 SMALL: dict[str, Any] = {"layers": (2, 3, 1, 4), "channels": (16, 32, 32, 64), "num_classes": 7}
 # Names of timm to what they are made with and a divisor: both kinds of block, wide ones, other stems, dilation.

@@ -19,10 +19,10 @@ from mmod.methods.experts import ExpertMlp
 from mmod.training.engine.distributed import Process
 from mmod.training.text.evaluate import evaluate
 from mmod.training.text.recipe import TextRecipe
-from tests.adapters.vlm_zoo import make_joint, make_language
-from tests.cover import in_turn
-from tests.training.text.configs import PREDICTOR, text_config
-from tests.zoo import make_model
+from tests.kit.cover import in_turn
+from tests.kit.text_configs import PREDICTOR, text_config
+from tests.kit.vlm_zoo import make_joint, make_language
+from tests.kit.zoo import make_model
 
 WAYS: list[dict[str, Any]] = [
     {"choice": "tokens", "capacity": None, "idle": 2},

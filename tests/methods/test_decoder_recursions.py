@@ -20,10 +20,10 @@ from mmod.methods.recursions import Cycle
 from mmod.training.engine.distributed import Process
 from mmod.training.text.evaluate import evaluate
 from mmod.training.text.recipe import TextRecipe
-from tests.adapters.vlm_zoo import make_joint, make_language
-from tests.counting import flop_counter
-from tests.cover import in_turn
-from tests.training.text.configs import text_config
+from tests.kit.counting import flop_counter
+from tests.kit.cover import in_turn
+from tests.kit.text_configs import text_config
+from tests.kit.vlm_zoo import make_joint, make_language
 
 CHOICES: list[dict[str, Any]] = [
     {"choice": "score"},

@@ -15,7 +15,7 @@ from mmod.methods.merge import merge_tokens
 from mmod.methods.prune import prune_tokens
 from mmod.methods.reduction import AttentionInputs, Grid
 from mmod.ops import attention_importance
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 
 def draw(seed: int) -> tuple[Grid, AttentionInputs, int]:

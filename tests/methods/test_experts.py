@@ -18,7 +18,7 @@ from mmod.methods import Experts, methods_of, read_method, undo_
 from mmod.methods.experts import ExpertMlp
 from mmod.methods.mixture import balance_loss, choose_tokens
 from mmod.training import ModelConfig, TrainConfig
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 MODELS = ["test_vit", "deit3_small_patch16_224", "eva02_tiny_patch14_224", "vit_base_patch16_rpn_224"]
 WAYS: list[dict[str, Any]] = [

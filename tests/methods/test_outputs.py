@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.methods import Exit, Merge, Method, Prune, Resize
-from tests.adapters.clip_zoo import make_clip
-from tests.adapters.clip_zoo import make_images as make_clip_images
-from tests.methods.method_zoo import MODELS
-from tests.zoo import make_images, make_model
+from tests.kit.clip_zoo import make_clip
+from tests.kit.clip_zoo import make_images as make_clip_images
+from tests.kit.method_zoo import MODELS
+from tests.kit.zoo import make_images, make_model
 
 REDUCING: dict[str, Method] = {
     "merge": Merge(3),

@@ -19,10 +19,10 @@ from mmod.analysis import flops
 from mmod.methods import Prune, Recursions, methods_of, read_method, undo_
 from mmod.training import evaluate
 from mmod.training.image.recipe import ImageRecipe
-from tests.counting import flop_counter
-from tests.cover import in_turn
-from tests.training.engine.worker import TensorStream, run, tiny_config
-from tests.zoo import make_images, make_model
+from tests.kit.counting import flop_counter
+from tests.kit.cover import in_turn
+from tests.kit.engine_worker import TensorStream, run, tiny_config
+from tests.kit.zoo import make_images, make_model
 
 # Class token or none, registers, rotary positions, a bias of pairs, norms behind.
 MODELS = [

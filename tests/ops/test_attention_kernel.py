@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.ops.attention_oracle import attend_by_loops, by_the_map, by_torch, starts
-from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
+from tests.kit.attention_oracle import attend_by_loops, by_the_map, by_torch, starts
+from tests.kit.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 pytest.importorskip("triton")
 from mmod.ops.backend import register_flops

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import mmod
 from mmod.ops import attention_with_importance, packed_attention, use
-from tests.ops.kernels import PLACES, gradients
-from tests.zoo import make_images, make_model
+from tests.kit.kernels import PLACES, gradients
+from tests.kit.zoo import make_images, make_model
 
 LENGTHS = torch.tensor([0, 9], dtype=torch.int32)
 

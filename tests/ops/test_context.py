@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.ops import Projection, attend_to_all, keys_and_values
-from tests.counting import flop_counter
-from tests.zoo import make_images, make_model
+from tests.kit.counting import flop_counter
+from tests.kit.zoo import make_images, make_model
 
 
 class Gated(nn.Module):

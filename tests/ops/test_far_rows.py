@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from mmod.ops.importance import column_sums
 from mmod.ops.packed import attend_rows, attend_rows_backward
-from tests.ops.kernels import DEVICES
+from tests.kit.kernels import DEVICES
 
 kernels = torch.ops.mmod
 

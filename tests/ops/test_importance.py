@@ -14,7 +14,7 @@ from mmod.analysis.memory import ActivationMemory
 from mmod.ops import attention_importance, attention_with_importance, capture_importance, shared_map, tiles, use
 from mmod.ops import importance as importance_module
 from mmod.ops.backend import register_flops
-from tests.ops.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gradients, poisoned
+from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 
 def full_map(q, k, mask=None, is_causal=False, scale=None) -> torch.Tensor:

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mmod.ops import attend_within, pack_rows, packed, packed_attention, use
 from mmod.ops import backend as choice
-from tests.ops.attention_oracle import attend_by_loops, by_the_map, starts
-from tests.ops.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gradients, poisoned
+from tests.kit.attention_oracle import attend_by_loops, by_the_map, starts
+from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 
 def rows_of(lengths: list[int], heads: int = 4, shared: int = 4, width: int = 8, **options: Any) -> list[Tensor]:

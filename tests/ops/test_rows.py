@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmod import ops
 from mmod.ops import gather_norm, gather_rows, inverse_rows, merge_rows, scatter_rows, use
-from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
+from tests.kit.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 # B, N, K, D: single tokens, everything kept, nothing kept, odd and wide rows, the lengths of common models.
 SHAPES = [

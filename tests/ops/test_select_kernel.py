@@ -13,9 +13,9 @@ from mmod import RoutingConfig
 from mmod.ops import inverse_rows, use
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import Selection, kept_count, select_topk
-from tests.cover import cover
-from tests.ops.kernels import DEVICES, assert_as_exact_as_torch, gradients, poisoned
-from tests.zoo import make_model
+from tests.kit.cover import cover
+from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, gradients, poisoned
+from tests.kit.zoo import make_model
 
 # B, N, capacity, prefix: one token, one kept, all kept, only the prefix kept, lengths of common models, the longest.
 CASES = [

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.ops import attention_importance, attention_with_importance, capture_importance, use
-from tests.ops.kernels import DEVICES
+from tests.kit.kernels import DEVICES
 from tests.ops.test_importance import full_map
 
 

@@ -23,8 +23,8 @@ from mmod.planning.advice import Advice, RecipeResult
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from mmod.planning.resolve import resolve_routing
-from tests.adapters.clip_zoo import make_clip, make_images
-from tests.adapters.vlm_zoo import make_joint, make_language, prompt
+from tests.kit.clip_zoo import make_clip, make_images
+from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
 SIDE = 160
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mmod
 from mmod.planning import LayerRanks, attention_ranks, plan_divergence
-from tests.adapters.vlm_zoo import make_joint, make_language, prompt
+from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
 
 def rank_of(attention: Tensor, tolerance: float | None, diagonal: bool) -> float:

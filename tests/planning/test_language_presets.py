@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import mmod
 from mmod.planning import ratio_decay
-from tests.adapters.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
+from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
 
 
 def test_gamma_mod_shares_one_score_and_sums_its_losses() -> None:

@@ -20,7 +20,7 @@ from mmod.planning import learned
 from mmod.planning.learned import LearnedCapacity, capacity_hook, learn_capacity_, settle_capacity_
 from mmod.routing import Evidence, Kept, Routing, TokenMarks, Weights, kept_count, select_topk
 from mmod.routing.rule import PartialSlots
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 LINEAR = mmod.RoutingConfig(router="linear", blocks="all")
 # Counting FLOPs takes longest: few models suffice.

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import mmod
 from mmod.planning import search
 from mmod.planning.plan_search import BlockCosts, PlanSearch, best_plan, choices_of, in_time, plan_of, stopwatch
-from tests.adapters.vlm_zoo import make_joint, prompt
-from tests.zoo import make_images, make_model
+from tests.kit.vlm_zoo import make_joint, prompt
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 FEW = (mmod.Option(0.5), mmod.Option(0.25, "mlp"))

@@ -17,9 +17,9 @@ from torch import Tensor
 import mmod
 from mmod.planning.divergence import outputs
 from mmod.planning.plan_search import BlockCosts, PlanSearch, best_choices, best_plan
-from tests.adapters import clip_zoo
-from tests.adapters.vlm_zoo import IMAGE, make_joint, make_language, prompt
-from tests.zoo import make_images, make_model
+from tests.kit import clip_zoo
+from tests.kit.vlm_zoo import IMAGE, make_joint, make_language, prompt
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 # Counting FLOPs takes longest: once for every option.

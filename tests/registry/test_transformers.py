@@ -20,8 +20,8 @@ import mmod
 from mmod.blocks import host_class
 from mmod.methods.route import routing_configs
 from mmod.registry.transformers import open_routed_folders
-from tests.adapters.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
-from tests.processes import run_processes
+from tests.kit.processes import run_processes
+from tests.kit.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted({name.removesuffix("-window") for name in (*LANGUAGE, *JOINT)} - {"llava-mistral"})

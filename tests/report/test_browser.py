@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mmod.report.page import write_report
-from tests.report.records import write_audit, write_run, write_study
+from tests.kit.records import write_audit, write_run, write_study
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
 DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium")

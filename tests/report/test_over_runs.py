@@ -8,7 +8,7 @@ from statistics import mean
 
 from mmod.report.charts import rows_over_runs
 from mmod.report.sources import read_sources
-from tests.report.records import write_audit
+from tests.kit.records import write_audit
 
 
 def test_audits_of_one_name_are_averaged_and_others_left_out(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from mmod.report.charts import draw_health, health_chart
 from mmod.report.command import main
 from mmod.report.page import write_report
 from mmod.report.sources import RunRecord, read_sources
-from tests.report.records import ROWS, TITLE, write_audit, write_isoflop, write_run, write_study
+from tests.kit.records import ROWS, TITLE, write_audit, write_isoflop, write_run, write_study
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from mmod.config import Placement
 from mmod.ops import first_rows
 from mmod.routing import Router
 from mmod.routing.score.cells import CellScore
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 
 def test_a_naive_loop_scores_alike() -> None:

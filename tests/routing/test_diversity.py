@@ -8,8 +8,8 @@ from torch import Tensor
 
 import mmod
 from mmod.routing import DiversityScore
-from tests.adapters.vlm_zoo import make_joint, prompt
-from tests.zoo import make_images, make_model
+from tests.kit.vlm_zoo import make_joint, prompt
+from tests.kit.zoo import make_images, make_model
 
 
 def chosen(x_ND: Tensor, weight_N: Tensor, count: int) -> list[int]:

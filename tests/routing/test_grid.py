@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import mmod
 from mmod.adapters import watch_grid
 from mmod.routing import Routing
-from tests.adapters.clip_zoo import make_clip
-from tests.zoo import make_model
+from tests.kit.clip_zoo import make_clip
+from tests.kit.zoo import make_model
 
 CELLS = mmod.RoutingConfig(router="cells", blocks=(1, 2), capacity=0.5, skipped="merge")
 # Pairs of equally many patches, one of which a square would hold.

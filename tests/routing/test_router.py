@@ -14,7 +14,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.ops import signed_sums, tiles
 from mmod.routing import LinearScore, RandomScore, RedundancyScore, Router, StrideScore, apply_gate
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 
 def make(config: RoutingConfig, **changes: object) -> Router:

@@ -15,7 +15,7 @@ from mmod.training.engine.recipe import seed_draws
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import ImageRecipe, sample_images, timed_images
 from mmod.training.kinds import CONFIGS, parse_kind
-from tests.sets import SETS
+from tests.kit.sets import SETS
 
 MODEL = {"patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 3, "num_heads": 2}
 

@@ -14,12 +14,12 @@ from mmod.io.yaml import read_yaml
 from mmod.studies import assess, plan
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.kinds import CONFIGS, kind_of, recipe_of
-from tests.scripts import ROOT
-from tests.sets import SETS
+from tests.kit.chat_configs import vlm_config
+from tests.kit.pairs_worker import MODEL, write_model
+from tests.kit.scripts import ROOT
+from tests.kit.sets import SETS
+from tests.kit.text_configs import text_config
 from tests.studies.test_assess import config as image_config
-from tests.training.chat.configs import vlm_config
-from tests.training.pairs.worker import MODEL, write_model
-from tests.training.text.configs import text_config
 
 
 def _tiny(kind: str, folder: Path) -> Any:

@@ -40,7 +40,7 @@ from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import feature_of
 from mmod.training.image.model import create_dense_model
 from mmod.training.image.recipe import ImageRecipe
-from tests.scripts import ROOT
+from tests.kit.scripts import ROOT
 
 MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": 3}
 CLASSES, EACH = 3, 12

@@ -18,8 +18,8 @@ from mmod.io.yaml import read_yaml
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
 from mmod.studies.results import SeedScores
-from tests.processes import FORKING, run_processes
-from tests.sets import SETS
+from tests.kit.processes import FORKING, run_processes
+from tests.kit.sets import SETS
 
 DENSE = {
     "output": "unused",

@@ -16,7 +16,7 @@ from mmod.studies.image import ImageStudy
 from mmod.training import TrainConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.image.recipe import ImageRecipe
-from tests.sets import SETS
+from tests.kit.sets import SETS
 from tests.studies.test_image import DENSE
 
 ROOT = Path(__file__).parents[2]

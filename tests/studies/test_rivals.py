@@ -13,7 +13,7 @@ import yaml
 
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
-from tests.sets import SETS
+from tests.kit.sets import SETS
 from tests.studies.test_image import DENSE
 
 RIVALS: dict[str, dict[float, dict[str, Any]]] = {

@@ -31,7 +31,7 @@ from mmod.training.image.evaluate import EvalResult
 from mmod.training.pairs.config import TrainConfig as PairsConfig
 from mmod.training.text.config import TrainConfig as TextConfig
 from mmod.values import from_plain
-from tests.trap import Trap
+from tests.kit.trap import Trap
 
 KINDS: dict[type, dict[str, Any]] = {
     TrainConfig: {"output": "run", "model": {"name": "vit_tiny_patch16_224"}, "data": {}},

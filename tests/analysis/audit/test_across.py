@@ -8,7 +8,7 @@ import torch
 import mmod
 from mmod.analysis.audit.across import Counter
 from mmod.analysis.statistics import adjusted, resampled_means, sign_test
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 PLANTED = {

@@ -18,11 +18,11 @@ from mmod.analysis import DecisionContext, LabelledBatch, judge_answers, judge_c
 from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.result import judge
 from mmod.analysis.statistics import Estimate
-from tests.adapters.clip_zoo import make_captions, make_clip
-from tests.adapters.clip_zoo import make_images as make_clip_images
-from tests.adapters.vlm_zoo import IMAGE, LINEAR, make_joint, prompt
-from tests.analysis.audit.planted import PLANTED, batches_of, content, plant
-from tests.zoo import make_images, make_model
+from tests.kit.clip_zoo import make_captions, make_clip
+from tests.kit.clip_zoo import make_images as make_clip_images
+from tests.kit.planted import PLANTED, batches_of, content, plant
+from tests.kit.vlm_zoo import IMAGE, LINEAR, make_joint, prompt
+from tests.kit.zoo import make_images, make_model
 
 SMALL = "vit_tiny_patch16_224"
 

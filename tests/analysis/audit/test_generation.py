@@ -14,7 +14,7 @@ import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.analysis.audit.generation import Generation, judge_generation
 from mmod.values import from_plain
-from tests.adapters.vlm_zoo import make_language
+from tests.kit.vlm_zoo import make_language
 
 WINDOW = 6
 ALONE: dict[str, Any] = {"inference_threshold": 0.5}

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis.audit.information import InfluenceCounts, roll_patches
 from mmod.analysis.audit.result import Audit
-from tests.analysis.audit.planted import PATCH, SIDE, TOKENS, batches_of, content, plant, position
-from tests.zoo import make_images, make_model
+from tests.kit.planted import PATCH, SIDE, TOKENS, batches_of, content, plant, position
+from tests.kit.zoo import make_images, make_model
 
 SMALL = "vit_tiny_patch16_224"
 SEEDS = 2

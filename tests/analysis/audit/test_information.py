@@ -14,8 +14,8 @@ from mmod.analysis import LabelledBatch
 from mmod.analysis.audit.across import Counter
 from mmod.analysis.audit.information import KindCounts
 from mmod.analysis.audit.result import Audit
-from tests.analysis.audit.planted import FAVOURED, TOKENS, position
-from tests.zoo import make_images, make_model
+from tests.kit.planted import FAVOURED, TOKENS, position
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 

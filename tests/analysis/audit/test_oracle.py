@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis.audit.oracle import rank_agreement
 from mmod.routing import kept_count
-from tests.analysis.audit.planted import PLANTED, TOKENS, batches_of, plant
+from tests.kit.planted import PLANTED, TOKENS, batches_of, plant
 
 
 def test_rank_agreement_is_that_of_scipy() -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis import SHIFTS, LabelledBatch, judge_classes
 from mmod.analysis.audit import progress as progress_module
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 Batch = tuple[Tensor, Tensor]

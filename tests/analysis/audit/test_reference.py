@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis import DecisionContext, judge_answers
 from mmod.analysis.audit.reference import token_entropy
-from tests.adapters.vlm_zoo import make_joint, make_language, prompt
-from tests.zoo import make_images, make_model
+from tests.kit.vlm_zoo import make_joint, make_language, prompt
+from tests.kit.zoo import make_images, make_model
 
 
 def entropy(logits: Tensor) -> Tensor:

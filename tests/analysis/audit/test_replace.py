@@ -12,7 +12,7 @@ from torch import Tensor
 import mmod
 from mmod.analysis.audit.replace import free_tokens, keep_best, replaced_decisions
 from mmod.routing import DecoderRouter, Router, Routing, TokenMarks, assign_groups
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 CONFIGS = {
     "attention": {"router": "attention", "blocks": "late"},

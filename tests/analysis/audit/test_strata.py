@@ -14,8 +14,8 @@ from mmod.analysis import SHIFTS, LabelledBatch
 from mmod.analysis.audit.result import Audit
 from mmod.analysis.audit.strata import Strata, say_gaps
 from mmod.analysis.statistics import resampled_means, simultaneous
-from tests.analysis.audit.planted import FAVOURED, PATCH, PLANTED, SIDE, batches_of, plant
-from tests.zoo import make_images, make_model
+from tests.kit.planted import FAVOURED, PATCH, PLANTED, SIDE, batches_of, plant
+from tests.kit.zoo import make_images, make_model
 
 Batch = tuple[Tensor, Tensor]
 

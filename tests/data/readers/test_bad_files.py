@@ -21,7 +21,7 @@ from mmod.data.loader import image_stream, pairs_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.images import decode_image
 from mmod.data.readers.shards import ShardSource
-from tests.data.bad_files import (
+from tests.kit.bad_files import (
     ARCHIVES,
     CAPTIONS,
     CLASSES,

@@ -19,7 +19,7 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.loader import DataConfig, PairsConfig, image_stream, pairs_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.images import EXTENSIONS, convert_image, decode_image, open_image
-from tests.data.pair_files import tokenizer, transform, write_tar
+from tests.kit.pair_files import tokenizer, transform, write_tar
 
 RAMP = np.arange(65536, dtype=np.uint16).reshape(256, 256)
 

@@ -21,7 +21,7 @@ from mmod.training import fit
 from mmod.training.chat.model import create_word_processor
 from mmod.training.chat.recipe import ChatRecipe
 from tests.data.readers.test_conversations import said
-from tests.training.chat.configs import vlm_config
+from tests.kit.chat_configs import vlm_config
 
 SKIP = ConversationsConfig(on_corrupt="skip")
 

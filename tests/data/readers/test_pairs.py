@@ -16,7 +16,7 @@ from torch import Tensor
 from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.loader import pairs_stream
-from tests.data.pair_files import pair, png, tokenizer, transform, write_pairs, write_tar
+from tests.kit.pair_files import pair, png, tokenizer, transform, write_pairs, write_tar
 
 
 def train(config: PairsConfig, rank: int = 0, world: int = 1, seed: int = 0) -> Any:

@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from scripts.convert_conversations import ConversationsConversion, convert_conversations
 
+from mmod.data.convert.conversations import ConversationsConversion, convert_conversations
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.records import Message, check_record

@@ -11,7 +11,7 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.images import UnreadableSampleError
 from mmod.data.readers.shards import ShardSource, expand_pattern
 from mmod.io.remote import RemoteConfig
-from tests.data.pair_files import write_tar
+from tests.kit.pair_files import write_tar
 
 
 def png(value: int) -> bytes:

@@ -11,7 +11,7 @@ from mmod.data.synthetic import build
 from mmod.data.synthetic.build import MANIFEST
 from mmod.data.synthetic.digits import DIFFICULTIES, DIGITS, DigitsConfig, compose_scenes
 from mmod.data.synthetic.handwriting import SPLITS, load_sources
-from tests.processes import run_processes
+from tests.kit.processes import run_processes
 
 TINY = DIFFICULTIES["tiny"]
 

@@ -19,9 +19,9 @@ from mmod.training.engine.distributed import Process
 from mmod.training.engine.parse import read_config
 from mmod.training.text.model import window_flops
 from mmod.training.text.recipe import TextRecipe
-from tests.counting import flop_counter
-from tests.cover import in_turn
-from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
+from tests.kit.counting import flop_counter
+from tests.kit.cover import in_turn
+from tests.kit.text_configs import LLAMA, PREDICTOR, SCORE, text_config
 
 ROOT = Path(__file__).parents[3]
 SIZES = {f"w{width}": {"hidden_size": width, "intermediate_size": 2 * width} for width in (8, 16, 24)}

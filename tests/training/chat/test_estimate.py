@@ -16,8 +16,8 @@ import mmod
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, count_patches, estimate
 from mmod.training.chat.model import create_model, create_word_processor
-from tests.adapters.vlm_zoo import JOINT, MERGED, PATCHES, make_joint, prompt
-from tests.training.chat.configs import MASKED, P_MOD, vlm_config
+from tests.kit.chat_configs import MASKED, P_MOD, vlm_config
+from tests.kit.vlm_zoo import JOINT, MERGED, PATCHES, make_joint, prompt
 
 ROOT = Path(__file__).parents[3]
 LLAMA = transformers.LlamaConfig(vocab_size=32064, max_position_embeddings=4096)  # Vicuna's sizes are the defaults

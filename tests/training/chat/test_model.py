@@ -16,8 +16,8 @@ from mmod.io.files import DamagedFileError
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.model import create_model, freeze_parts, resize_images
 from mmod.training.chat.trainer import RoutedTrainer, training_arguments
-from tests.adapters.vlm_zoo import JOINT, make_joint
-from tests.training.chat.configs import GAMMA, MASKED, MODEL, P_MOD, VISION, vlm_config
+from tests.kit.chat_configs import GAMMA, MASKED, MODEL, P_MOD, VISION, vlm_config
+from tests.kit.vlm_zoo import JOINT, make_joint
 
 
 @pytest.mark.parametrize("routing", [None, P_MOD, GAMMA], ids=["dense", "p-mod", "gamma-mod"])

@@ -33,8 +33,8 @@ from mmod.training.chat.trainer import RoutedTrainer, RunCallback, last_checkpoi
 from mmod.training.engine.health import FIGURES
 from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import CONFIGS
-from tests.disk import small_disk
-from tests.training.chat.configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
+from tests.kit.chat_configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
+from tests.kit.disk import small_disk
 
 
 def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:

@@ -19,7 +19,7 @@ from mmod.io.files import UnwrittenError
 from mmod.training.chat.model import create_model
 from mmod.training.chat.trainer import RoutedTrainer, training_arguments
 from mmod.training.engine.health import RouterHealth
-from tests.training.chat.configs import vlm_config
+from tests.kit.chat_configs import vlm_config
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])

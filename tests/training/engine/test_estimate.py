@@ -14,7 +14,7 @@ from mmod.data.config import DataConfig
 from mmod.data.loader import image_stream
 from mmod.training import EmaConfig, ModelConfig, TrainConfig
 from mmod.training.kinds import main, recipe_of
-from tests.training.engine.worker import MODEL
+from tests.kit.engine_worker import MODEL
 
 
 @pytest.mark.parametrize("routing", [None, {"router": "linear", "gate": "tanh", "capacity": 0.5}], ids=["dense", "mod"])

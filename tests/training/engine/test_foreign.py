@@ -23,8 +23,8 @@ from mmod.training import ModelConfig, TrainConfig
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.image.recipe import ImageRecipe
 from mmod.training.pairs.model import load_clip
-from tests.training.pairs.worker import MODEL
-from tests.trap import Trap
+from tests.kit.pairs_worker import MODEL
+from tests.kit.trap import Trap
 
 SMALL = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
 NAME = "vit_tiny_patch16_224"

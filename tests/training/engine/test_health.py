@@ -18,7 +18,7 @@ import mmod
 from mmod.analysis.audit.replace import free_tokens
 from mmod.routing import DecoderRouter, Router, assign_groups
 from mmod.training.engine.health import FIGURES, RouterHealth, figures_of, named, rows_of_logs
-from tests.training.engine.worker import run, tiny_config
+from tests.kit.engine_worker import run, tiny_config
 
 STEPS = 5
 

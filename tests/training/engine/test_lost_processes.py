@@ -15,8 +15,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mmod.training.engine.checkpoint import list_checkpoints
 from mmod.training.engine.command import one_line_errors
-from tests.processes import run_processes
-from tests.training.engine.worker import main, read_metrics, weights
+from tests.kit.engine_worker import main, read_metrics, weights
+from tests.kit.processes import run_processes
 
 
 def train(*args: Any, **options: Any) -> None:

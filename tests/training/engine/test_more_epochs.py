@@ -15,9 +15,9 @@ from mmod.training import TrainConfig, fit
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import CONFIGS, recipe_of
-from tests.sets import SETS
-from tests.training.engine.worker import MODEL, weights
-from tests.training.text.configs import SCORE, text_config
+from tests.kit.engine_worker import MODEL, weights
+from tests.kit.sets import SETS
+from tests.kit.text_configs import SCORE, text_config
 
 ROUTED = {"router": "linear", "capacity": 0.5, "blocks": [1, 2], "losses": {"membership": 0.1}}
 IMAGES: dict[str, Any] = {

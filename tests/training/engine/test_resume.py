@@ -30,11 +30,11 @@ from mmod.training.engine.checkpoint import (
 )
 from mmod.training.engine.run_folder import run_once
 from mmod.training.kinds import recipe_of
-from tests.disk import small_disk
-from tests.processes import FORK, run_processes
-from tests.scripts import run_script
-from tests.training.engine.worker import TensorStream, main, read_metrics, run, tiny_config, weights, without_usage
-from tests.trap import Trap
+from tests.kit.disk import small_disk
+from tests.kit.engine_worker import TensorStream, main, read_metrics, run, tiny_config, weights, without_usage
+from tests.kit.processes import FORK, run_processes
+from tests.kit.scripts import run_script
+from tests.kit.trap import Trap
 
 
 @pytest.mark.parametrize(

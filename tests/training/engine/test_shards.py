@@ -14,8 +14,8 @@ import torch
 from mmod.io.files import DamagedFileError
 from mmod.training.engine.checkpoint import list_checkpoints, read_weights
 from mmod.training.kinds import recipe_of
-from tests.processes import run_processes
-from tests.training.engine.worker import main, run, tiny_config, weights
+from tests.kit.engine_worker import main, run, tiny_config, weights
+from tests.kit.processes import run_processes
 
 ROUTED = {"router": "linear", "gate": "tanh", "capacity": 0.5, "losses": {"membership": 0.1}}
 OPTIONS: dict[str, Any] = {

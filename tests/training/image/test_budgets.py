@@ -15,7 +15,7 @@ import mmod
 from mmod.training import ElasticConfig, EmaConfig, InTrainingConfig, LearnCapacityConfig, evaluate
 from mmod.training.image.recipe import ImageRecipe
 from mmod.training.image.task import ElasticTask
-from tests.training.engine.worker import TensorStream, run, tiny_config, weights
+from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
 
 CAPACITIES = [0.25, 0.5, 0.75, 1.0]
 RANDOM = {"router": "random", "blocks": "late", "capacity": 0.5}

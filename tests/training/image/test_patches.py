@@ -38,7 +38,7 @@ from mmod.training.image.features import Features
 from mmod.training.image.model import check_input, create_criterion
 from mmod.training.image.recipe import ImageRecipe
 from mmod.training.image.task import answers
-from tests.zoo import make_model
+from tests.kit.zoo import make_model
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
 IGNORED = -100

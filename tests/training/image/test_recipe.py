@@ -19,8 +19,8 @@ import mmod
 from mmod.training import CapacityScheduleConfig, DistillConfig, EmaConfig, evaluate, fit
 from mmod.training.engine.recipe import seed_draws
 from mmod.training.image.recipe import ImageRecipe
-from tests.processes import run_processes
-from tests.training.engine.worker import TensorStream, main, run, tiny_config, weights
+from tests.kit.engine_worker import TensorStream, main, run, tiny_config, weights
+from tests.kit.processes import run_processes
 
 ROOT = Path(__file__).parents[3]
 ROUTED = {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}

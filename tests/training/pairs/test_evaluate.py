@@ -18,8 +18,8 @@ from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.loader import pairs_stream
 from mmod.training.pairs.evaluate import check_imagenet, evaluate, rank_matches
-from tests.sets import SETS
-from tests.training.pairs.worker import MODEL
+from tests.kit.pairs_worker import MODEL
+from tests.kit.sets import SETS
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 12), kinds=st.integers(1, 12))

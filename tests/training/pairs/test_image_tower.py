@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import mmod
 from mmod.training.pairs.config import ModelConfig, TrainConfig
 from mmod.training.pairs.recipe import PairsRecipe
-from tests.training.pairs.worker import clip_config, write_model
+from tests.kit.pairs_worker import clip_config, write_model
 
 
 def create(folder: Path, **model: Any) -> torch.nn.Module:

@@ -12,7 +12,7 @@ import webdataset
 import mmod
 from mmod.data.synthetic.scenes import SCENES
 from mmod.training.pairs.open_clip_program import readable_shards, train_open_clip
-from tests.training.pairs.worker import MODEL
+from tests.kit.pairs_worker import MODEL
 
 ARGUMENTS = ["--dataset-type", "webdataset", "--epochs", "1", "--batch-size", "32", "--workers", "1"]
 

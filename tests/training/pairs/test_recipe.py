@@ -20,10 +20,10 @@ from mmod.io.files import DamagedFileError
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.model import create_transforms
 from mmod.training.pairs.recipe import PairsRecipe
-from tests.data.pair_files import png, write_tar
-from tests.processes import run_processes
-from tests.training.engine.worker import weights, without_usage
-from tests.training.pairs.worker import clip_config, run, train_together, train_until, write_model
+from tests.kit.engine_worker import weights, without_usage
+from tests.kit.pair_files import png, write_tar
+from tests.kit.pairs_worker import clip_config, run, train_together, train_until, write_model
+from tests.kit.processes import run_processes
 
 ROOT = Path(__file__).parents[3]
 ROUTED = {"image": {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}, "text": {"capacity": 0.5}}

@@ -17,7 +17,7 @@ from mmod.methods.base import deciding_together
 from mmod.methods.route import deciding_by
 from mmod.speculation import every_token
 from mmod.training.text.evaluate import evaluate
-from tests.adapters.vlm_zoo import make_language
+from tests.kit.vlm_zoo import make_language
 
 LANGUAGE: dict[str, Any] = {"inference_threshold": 0.5}
 MEMBERSHIP = {"membership": 0.1}

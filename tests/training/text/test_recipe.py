@@ -16,9 +16,9 @@ from mmod.training import fit
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.recipe import TextRecipe
 from mmod.training.text.task import TextTask
-from tests.processes import run_processes
-from tests.training.engine.worker import weights
-from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
+from tests.kit.engine_worker import weights
+from tests.kit.processes import run_processes
+from tests.kit.text_configs import LLAMA, PREDICTOR, SCORE, text_config
 
 ROOT = Path(__file__).parents[3]
 

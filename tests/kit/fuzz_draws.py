@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 import mmod
-from tests.adapters import clip_zoo, vlm_zoo
-from tests.zoo import make_images, make_model
+from tests.kit import clip_zoo, vlm_zoo
+from tests.kit.zoo import make_images, make_model
 
 # One image, prompt, or pair of image and caption: arguments without a batch axis.
 Sample = dict[str, Tensor]

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cover import cover, in_turn
+from tests.kit.cover import cover, in_turn
 
 # A process either interprets all its kernels or compiles them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

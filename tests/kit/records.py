@@ -16,7 +16,7 @@ from mmod.analysis.style import new_figure, svg_of
 from mmod.studies.isoflop.report import draw, table, verdict
 from mmod.studies.results import write_outcome
 from mmod.training.engine.health import FIGURES, evaluated, write_rows
-from tests.analysis.audit.planted import batches_of, plant
+from tests.kit.planted import batches_of, plant
 
 TABLE = """| model | top-1 % |
 |:--|--:|

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mmod
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_medium_patch16_gap_240"
 
