@@ -13,6 +13,7 @@ from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.adapters.transformers.images import IMAGE as SHOWS_IMAGE
 from mmod.adapters.transformers.images import VIDEO as SHOWS_VIDEO
 from mmod.adapters.transformers.images import ImageTokens
+from tests.kit.generation import routed
 from tests.kit.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, video
 
 BY_FRAME = mmod.preset("videollm-mod", capacity=0.5, blocks=(1, 3), router={"init_std": 0.2})
@@ -25,10 +26,6 @@ SECOND_TURN = {
     "distilled": mmod.preset("distilled", blocks=(1, 3), router={"init_std": 0.2}),
 }
 EVERY_TOKEN = mmod.RoutingConfig(router="stride", capacity=1.0, blocks=(0, 1, 3))
-
-
-def routed(name: str, config: mmod.RoutingConfig) -> Any:
-    return mmod.route_(make_joint(name), language=config)
 
 
 def kept(model: Any, batch: dict[str, Any]) -> list[Tensor]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters.transformers.cache_base import KeptTokens, cache_of
-from tests.adapters.test_transformers_generation import NO_IMAGES, check_cache_changes_nothing
 from tests.kit.cover import in_turn
+from tests.kit.generation import NO_IMAGES, check_cache_changes_nothing
 from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, make_joint, make_language, prompt, words
 
 WAYS = [("block", "all"), ("attention", "kept"), ("attention", "all"), ("mlp", "kept")]

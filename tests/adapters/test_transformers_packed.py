@@ -15,7 +15,7 @@ from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.layers import DecoderLayerCall
 from mmod.adapters.transformers.vision import EncoderLayerCall
-from tests.adapters.test_transformers_generation import EVERYTHING, IMAGES_ONLY
+from tests.kit.generation import EVERYTHING, IMAGES_ONLY
 from tests.kit.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, pad, prompt, words
 
 # What stays padded: a window shorter than the prompt hides more than padding.

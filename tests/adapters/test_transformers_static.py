@@ -17,7 +17,7 @@ from transformers.cache_utils import StaticLayer
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
-from tests.adapters.test_transformers_generation import EVERYTHING, IMAGES_ONLY, NO_IMAGES
+from tests.kit.generation import EVERYTHING, IMAGES_ONLY, NO_IMAGES, routed
 from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, PATCHES, make_joint, make_language, pad, prompt
 
 PRESETS = {
@@ -35,11 +35,6 @@ PRESETS = {
     ),
 }
 ROOM = 48
-
-
-def routed(name: str, config: mmod.RoutingConfig, attention: str = "sdpa", **changes: Any) -> Any:
-    model = make_language(name, **changes) if name in LANGUAGE else make_joint(name, attention=attention, **changes)
-    return mmod.route_(model, language=config)
 
 
 def words(batch: dict[str, Any], steps: int) -> Tensor:

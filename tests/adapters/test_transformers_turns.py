@@ -10,7 +10,7 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from tests.adapters.test_transformers_generation import IMAGES_ONLY, generate, routed
+from tests.kit.generation import IMAGES_ONLY, generate, routed
 from tests.kit.vlm_zoo import IMAGE, PATCHES, make_language, prompt
 
 

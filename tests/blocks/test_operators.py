@@ -11,11 +11,9 @@ from torch import Tensor, nn
 
 import mmod
 from tests.kit import clip_zoo
-from tests.kit.zoo import ZOO, make_images, make_model
+from tests.kit.zoo import PLAIN, ZOO, make_images, make_model
 
 WAYS = [("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
-# Two residual branches with nothing behind them.
-PLAIN = ["test_vit", "vit_tiny_patch16_224", "vit_little_patch16_reg4_gap_256", "eva02_tiny_patch14_224"]
 PLAIN += ["beit_base_patch16_224", "deit3_small_patch16_224", "vit_dlittle_patch16_reg1_gap_256"]
 OTHERS = ["vit_base_patch16_rpn_224", "vit_base_patch16_xp_224", "vit_small_patch16_18x2_224"]
 

@@ -6,7 +6,6 @@ Nothing in an input is run, nothing is waited for, and no error but those of the
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.shards import ShardSource
 from mmod.data.synthetic.digits import DIGITS
-from tests.kit.bad_files import IMAGE_NAMES, IMAGES, LINES, NO_JSON, PNG, RECORDS, SAID, SOUND, SPECIAL, Payload
+from tests.kit.bad_files import IMAGE_NAMES, IMAGES, LINES, NO_JSON, PNG, RECORDS, SAID, SOUND, SPECIAL, TABLES
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("trap_folder")]
 
@@ -99,33 +98,6 @@ def test_records_of_wrong_types(name: str) -> None:
     assert (len(found), found.report.counts) == (1, {"t.json": 1})
     config = ConversationsConversion("t.json", "out", on_fault="drop")
     assert convert_conversations(config, progress=False)["dropped"] == {"invalid record": 1}
-
-
-COCO: dict[str, Any] = {
-    "a list": [],
-    "no images": {"annotations": []},
-    "images that are null": {"images": None, "annotations": []},
-    "annotations that are a dict": {"images": [], "annotations": {}},
-    "an image that is a number": {"images": [1], "annotations": []},
-    "an image without a file": {"images": [{"id": 1}], "annotations": []},
-    "an id that is a list": {"images": [{"id": [], "file_name": "0.png"}], "annotations": []},
-    "one id twice": {"images": [{"id": 1, "file_name": f"{n}.png"} for n in range(2)], "annotations": []},
-    "no annotation": {"images": [], "annotations": []},
-}
-TABLES: dict[str, bytes] = {
-    "empty.csv": b"",
-    "header.csv": b"image,caption\n",
-    "columns.csv": b"file,text\n0.png,a\n",
-    "twice.csv": b"image,caption,caption\n0.png,a,b\n",
-    "long.csv": b"image,caption\n0.png," + b"a" * 200_000 + b"\n",
-    "tabs.csv": b"image\tcaption\n0.png\ta\n",
-    "wide.csv": "image,caption\n0.png,a\n".encode("utf-16"),
-    "empty.parquet": b"",
-    "text.parquet": b"image,caption\n",
-    "cut.parquet": b"PAR1" + bytes(100),
-    "pickle.parquet": pickle.dumps(Payload()),
-    **{f"{name}.json": json.dumps(content).encode() for name, content in COCO.items()},
-}
 
 
 @pytest.mark.parametrize("name", TABLES)

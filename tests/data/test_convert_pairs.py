@@ -18,7 +18,7 @@ import mmod.data.convert.pairs as script
 from mmod.data.convert.pairs import PairsConversion, convert_pairs
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.shards import CAPTION, ShardSource
-from tests.data.readers.test_images import DEEP, RAMP, UNSCALED
+from tests.kit.deep_images import DEEP, RAMP, UNSCALED
 
 
 def save(path: Path, size: tuple[int, int], colour: int = 100, **options: Any) -> None:

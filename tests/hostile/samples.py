@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from mmod.data.config import DataConfig
 from mmod.data.corrupt import CorruptReport
+from mmod.data.loader import image_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
-from tests.data.readers import test_bad_files as files
 from tests.hostile import Case
+from tests.kit import bad_readers as files
 from tests.kit.bad_files import (
     ARCHIVES,
     CAPTIONS,
@@ -116,9 +118,7 @@ def _read_label(reader: str, rest: bytes, on_corrupt: Any) -> tuple[int, Corrupt
     if reader == "pairs":
         return files.read_archive(reader, rest, on_corrupt)
     Path("0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + rest)
-    stream = files.image_stream(
-        files.DataConfig("shards:{split}.tar", val_split="0", channels=3, on_corrupt=on_corrupt)
-    )
+    stream = image_stream(DataConfig("shards:{split}.tar", val_split="0", channels=3, on_corrupt=on_corrupt))
     return sum(len(classes) for _, classes in stream.batches(0)), stream.report
 
 

@@ -296,3 +296,28 @@ SPECIAL = {
     "dangling link": lambda path: os.symlink("nowhere", path),
     "link to itself": lambda path: os.symlink(path, path),
 }
+COCO: dict[str, Any] = {
+    "a list": [],
+    "no images": {"annotations": []},
+    "images that are null": {"images": None, "annotations": []},
+    "annotations that are a dict": {"images": [], "annotations": {}},
+    "an image that is a number": {"images": [1], "annotations": []},
+    "an image without a file": {"images": [{"id": 1}], "annotations": []},
+    "an id that is a list": {"images": [{"id": [], "file_name": "0.png"}], "annotations": []},
+    "one id twice": {"images": [{"id": 1, "file_name": f"{n}.png"} for n in range(2)], "annotations": []},
+    "no annotation": {"images": [], "annotations": []},
+}
+TABLES: dict[str, bytes] = {
+    "empty.csv": b"",
+    "header.csv": b"image,caption\n",
+    "columns.csv": b"file,text\n0.png,a\n",
+    "twice.csv": b"image,caption,caption\n0.png,a,b\n",
+    "long.csv": b"image,caption\n0.png," + b"a" * 200_000 + b"\n",
+    "tabs.csv": b"image\tcaption\n0.png\ta\n",
+    "wide.csv": "image,caption\n0.png,a\n".encode("utf-16"),
+    "empty.parquet": b"",
+    "text.parquet": b"image,caption\n",
+    "cut.parquet": b"PAR1" + bytes(100),
+    "pickle.parquet": pickle.dumps(Payload()),
+    **{f"{name}.json": json.dumps(content).encode() for name, content in COCO.items()},
+}

@@ -241,3 +241,8 @@ def words(samples: int = 2, tokens: int = 20) -> dict[str, Tensor]:
     """Return random samples without images, each five tokens shorter than the one before, padded."""
     rows = torch.randint(3, IMAGE, (samples, tokens)).tolist()
     return pad([row[: tokens - 5 * place] for place, row in enumerate(rows)])
+
+
+def random_words(*shape: int) -> Tensor:
+    """Return the same words for the same shape, none of them an image."""
+    return torch.randint(3, 80, shape, generator=torch.Generator().manual_seed(7))

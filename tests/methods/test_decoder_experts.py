@@ -21,8 +21,8 @@ from mmod.training.text.evaluate import evaluate
 from mmod.training.text.recipe import TextRecipe
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import PREDICTOR, text_config
-from tests.kit.vlm_zoo import make_joint, make_language
-from tests.kit.zoo import make_model
+from tests.kit.vlm_zoo import make_joint, make_language, random_words
+from tests.kit.zoo import make_model, perturb_
 
 WAYS: list[dict[str, Any]] = [
     {"choice": "tokens", "capacity": None, "idle": 2},
@@ -39,23 +39,14 @@ STAGED = mmod.RoutingConfig(
 )  # fmt: skip
 
 
-def lively(model: Any) -> Any:
-    """Make experts, routers and predictors differ."""
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if any(part in name for part in (".others.", ".router.", ".predictor")):
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    return model
+# Experts, routers and predictors differ.
+lively = partial(perturb_, parts=(".others.", ".router.", ".predictor"))
 
 
 def make(name: str = "llama", staged: bool = False, **options: Any) -> Any:
     """Return a model in float64 with three experts in each layer."""
     model = mmod.apply_(make_language(name).double().eval(), Experts(**{"experts": 3, **options}))
     return lively(mmod.route_(model, STAGED) if staged else model)
-
-
-def words(*shape: int) -> Tensor:
-    return torch.randint(3, 80, shape, generator=torch.Generator().manual_seed(7))
 
 
 def defined(mlp: Any, config: Any, x_ND: Tensor, alone: bool) -> Tensor:
@@ -102,7 +93,7 @@ def test_every_mixture_by_its_definition(name: str, way: dict[str, Any]) -> None
 @pytest.mark.parametrize("staged", [False, True])
 @torch.no_grad()
 def test_generation_with_a_cache_is_that_of_whole_passes(staged: bool, way: dict[str, Any]) -> None:
-    model, ids = make(staged=staged, **way), words(1, 9)
+    model, ids = make(staged=staged, **way), random_words(1, 9)
     whole = ids
     for _ in range(GREEDY["max_new_tokens"]):
         logits = model(input_ids=whole, use_cache=False).logits
@@ -116,7 +107,7 @@ def test_generation_with_a_cache_is_that_of_whole_passes(staged: bool, way: dict
 @torch.no_grad()
 def test_padded_batches_are_those_of_single_texts(name: str, way: dict[str, Any]) -> None:
     for staged in (False, True):
-        model, ids = make(name, staged, **way), words(3, 14)
+        model, ids = make(name, staged, **way), random_words(3, 14)
         mask = torch.ones_like(ids)
         mask[1, :3], mask[2, :6] = 0, 0
         place = (mask.cumsum(1) - 1).clamp(min=0)
@@ -129,7 +120,7 @@ def test_padded_batches_are_those_of_single_texts(name: str, way: dict[str, Any]
 
 
 def test_decisions_alone_are_learned_from_what_was_chosen() -> None:
-    ids = words(2, 12)
+    ids = random_words(2, 12)
     for choice in ("score", "predictor"):
         model = make(choice=choice, capacity=0.75, membership=0.5, blocks=(1,)).train()
         with mmod.trace(model) as decisions:
@@ -157,7 +148,7 @@ def test_decisions_alone_are_learned_from_what_was_chosen() -> None:
 def test_gradients_reach_everything_and_what_was_saved_is_loaded(
     tmp_path: Path, staged: bool, way: dict[str, Any]
 ) -> None:
-    model, ids = make(staged=staged, **way).float().train(), words(4, 24)
+    model, ids = make(staged=staged, **way).float().train(), random_words(4, 24)
     dense = make_language("llama")
     loss = model(input_ids=ids, labels=ids).loss + mmod.auxiliary_loss(model)
     loss.backward()
@@ -198,7 +189,7 @@ def test_flops_follow_from_the_slots(way: dict[str, Any]) -> None:
     expected = dense - 6 * (tokens - computed) * width * hidden + routers
     row = mmod.prefill_flops(model, tokens).blocks[1]
     assert (row.dense, row.routed, row.router) == (dense, expected, routers)
-    whole = mmod.flops(model, {"input_ids": words(1, tokens)})
+    whole = mmod.flops(model, {"input_ids": random_words(1, tokens)})
     assert whole.blocks[1].routed == expected
     mmod.route_(model, STAGED.replace(language={"inference_threshold": None, "predictor": False}))
     staged = mmod.prefill_flops(model, tokens).blocks[1]
@@ -242,7 +233,7 @@ def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_p
 
 @torch.no_grad()
 def test_what_cannot_be_is_refused() -> None:
-    model, ids = make(), words(2, 8)
+    model, ids = make(), random_words(2, 8)
     assert bool(model(input_ids=ids).logits.isfinite().all())
     with pytest.raises(ValueError, match="text cannot be generated where experts choose"):
         model.generate(ids, **GREEDY)

@@ -23,7 +23,7 @@ from mmod.training.text.recipe import TextRecipe
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import text_config
-from tests.kit.vlm_zoo import make_joint, make_language
+from tests.kit.vlm_zoo import make_joint, make_language, random_words
 
 CHOICES: list[dict[str, Any]] = [
     {"choice": "score"},
@@ -48,10 +48,6 @@ def make(name: str, **options: Any) -> Any:
         if ".routers." in own or ".predictors." in own:
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     return model
-
-
-def words(*shape: int) -> Tensor:
-    return torch.randint(3, 80, shape, generator=torch.Generator().manual_seed(7))
 
 
 def rotated(x_HNE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
@@ -134,7 +130,7 @@ def defined(model: Any, ids_N: Tensor, alone: bool) -> Tensor:
 @pytest.mark.parametrize("recursions", [2, 4])
 @torch.no_grad()
 def test_both_ways_to_choose_by_their_definition(recursions: int, way: dict[str, Any]) -> None:
-    model, ids = make("llama", recursions=recursions, **way), words(2, 13)
+    model, ids = make("llama", recursions=recursions, **way), random_words(2, 13)
     # Scores of linear routers are those of fp32.
     close = 1e-9 if way["choice"] == "tokens" else 1e-5
     found = model(input_ids=ids, use_cache=False).logits
@@ -149,7 +145,7 @@ def test_both_ways_to_choose_by_their_definition(recursions: int, way: dict[str,
 @one_way
 @torch.no_grad()
 def test_generation_with_a_cache_is_that_of_whole_passes(way: dict[str, Any]) -> None:
-    model, ids = make("llama", recursions=4, **way), words(1, 9)
+    model, ids = make("llama", recursions=4, **way), random_words(1, 9)
     whole = ids
     for _ in range(GREEDY["max_new_tokens"]):
         logits = defined(model, whole[0], alone=True)
@@ -163,7 +159,7 @@ def test_generation_with_a_cache_is_that_of_whole_passes(way: dict[str, Any]) ->
 @pytest.mark.parametrize(("name", "way"), in_turn(HOSTS, [WAYS[0], WAYS[6], WAYS[8], WAYS[10]], times=2))
 @torch.no_grad()
 def test_padded_batches_are_decoded_as_in_one_pass(name: str, way: dict[str, Any]) -> None:
-    model, ids = make(name, **way), words(3, 14)
+    model, ids = make(name, **way), random_words(3, 14)
     mask = torch.ones_like(ids)
     mask[1, :3], mask[2, :6] = 0, 0
     place = (mask.cumsum(1) - 1).clamp(min=0)
@@ -185,7 +181,7 @@ def test_padded_batches_are_decoded_as_in_one_pass(name: str, way: dict[str, Any
 @pytest.mark.parametrize("keys", ["kept", "first"])
 @torch.no_grad()
 def test_a_cache_holds_what_ran(keys: str) -> None:
-    model, ids = make("llama", recursions=4, first=1, last=1, choice="tokens", keys=keys), words(2, 12)
+    model, ids = make("llama", recursions=4, first=1, last=1, choice="tokens", keys=keys), random_words(2, 12)
     with mmod.trace(model) as decisions:
         cache = cache_of(model(input_ids=ids, use_cache=True))
     kept = [12, *(int(each.keep_BN.sum(1).max()) for each in decisions.values())]
@@ -196,7 +192,7 @@ def test_a_cache_holds_what_ran(keys: str) -> None:
 
 
 def test_decisions_alone_are_learned_from_the_highest_gates() -> None:
-    ids = words(2, 12)
+    ids = random_words(2, 12)
     for choice, weight in (("score", 0.5), ("predictor", 2.0)):
         model = make("llama", choice=choice, membership=weight).train()
         with mmod.trace(model) as decisions:
@@ -221,7 +217,7 @@ def test_decisions_alone_are_learned_from_the_highest_gates() -> None:
 
 @one_way
 def test_gradients_reach_everything_and_what_was_saved_is_loaded(tmp_path: Path, way: dict[str, Any]) -> None:
-    model, ids = make("llama", **way).float().train(), words(2, 12)
+    model, ids = make("llama", **way).float().train(), random_words(2, 12)
     keys = list(make_language("llama", num_hidden_layers=6).state_dict())
     loss = model(input_ids=ids, labels=ids).loss + mmod.auxiliary_loss(model)
     loss.backward()
@@ -243,7 +239,7 @@ def test_gradients_reach_everything_and_what_was_saved_is_loaded(tmp_path: Path,
 
 @torch.no_grad()
 def test_undoing_gives_the_dense_model_back() -> None:
-    model, ids = make_language("llama", num_hidden_layers=6), words(2, 9)
+    model, ids = make_language("llama", num_hidden_layers=6), random_words(2, 9)
     expected = model(input_ids=ids).logits
     mmod.apply_(model, Recursions(recursions=1, choice="tokens", adds="change"))
     # The softmax of one depth is 1.
@@ -256,12 +252,12 @@ def test_undoing_gives_the_dense_model_back() -> None:
 @pytest.mark.parametrize("keys", ["kept", "first"])
 def test_flops_are_those_that_training_runs(keys: str) -> None:
     dense = make_language("llama", num_hidden_layers=6).eval()
-    counts = mmod.flops(dense, {"input_ids": words(1, 40)})
+    counts = mmod.flops(dense, {"input_ids": random_words(1, 40)})
     report = mmod.flops(
-        mmod.apply_(dense, Recursions(recursions=4, keys=keys, choice="score")), {"input_ids": words(1, 40)}
+        mmod.apply_(dense, Recursions(recursions=4, keys=keys, choice="score")), {"input_ids": random_words(1, 40)}
     )
     with deciding_together(dense), torch.no_grad(), flop_counter() as counter:
-        dense(input_ids=words(1, 40), use_cache=False)
+        dense(input_ids=random_words(1, 40), use_cache=False)
     scored, width = 4 * 2 * 40 * 32, 32
     assert report.routed == pytest.approx(counter.get_total_flops(), rel=1e-3)
     saved = 0
@@ -307,7 +303,7 @@ def test_what_decides_in_one_way_has_one_loss(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused() -> None:
     model = make("llama", recursions=2)
     with pytest.raises(ValueError, match="text cannot be generated where recursions choose"):
-        model.generate(words(1, 5), **GREEDY)
+        model.generate(random_words(1, 5), **GREEDY)
     with pytest.raises(ValueError, match="counted as a whole"):
         mmod.prefill_flops(model, 8)
     with pytest.raises(ValueError, match="does not support continuous batching"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mmod.methods import Experts, methods_of, read_method, undo_
 from mmod.methods.experts import ExpertMlp
 from mmod.methods.mixture import balance_loss, choose_tokens
 from mmod.training import ModelConfig, TrainConfig
-from tests.kit.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model, perturb_
 
 MODELS = ["test_vit", "deit3_small_patch16_224", "eva02_tiny_patch14_224", "vit_base_patch16_rpn_224"]
 WAYS: list[dict[str, Any]] = [
@@ -31,13 +32,8 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def lively(model: Any) -> Any:
-    """Make experts and routers differ."""
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if ".others." in name or ".router." in name:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return model
+# Experts and routers differ.
+lively = partial(perturb_, parts=(".others.", ".router."))
 
 
 def defined(mlp: Any, config: Experts, x_BND: Tensor) -> Tensor:

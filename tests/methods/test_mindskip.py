@@ -12,10 +12,9 @@ from torch import Tensor
 import mmod
 from mmod.analysis import flops
 from mmod.ops.gate import step_gate
-from tests.blocks.test_operators import PLAIN
 from tests.kit import clip_zoo
 from tests.kit.vlm_zoo import make_language, words
-from tests.kit.zoo import make_images, make_model
+from tests.kit.zoo import PLAIN, make_images, make_model
 
 OPERATORS = ("block", "attention", "mlp")
 

@@ -14,18 +14,8 @@ from mmod.analysis.memory import ActivationMemory
 from mmod.ops import attention_importance, attention_with_importance, capture_importance, shared_map, tiles, use
 from mmod.ops import importance as importance_module
 from mmod.ops.backend import register_flops
+from tests.kit.attention_oracle import full_map
 from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gradients, poisoned
-
-
-def full_map(q, k, mask=None, is_causal=False, scale=None) -> torch.Tensor:
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    score = torch.einsum("bhqe,bhke->bhqk", q.double(), k.double()) * scale
-    if is_causal:
-        score = score.masked_fill(torch.ones(score.shape[-2:]).triu(1).bool(), -torch.inf)
-    if mask is not None:
-        score = score.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else score + mask
-    return score.softmax(-1)
 
 
 @given(

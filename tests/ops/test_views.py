@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.ops import attention_importance, attention_with_importance, capture_importance, use
+from tests.kit.attention_oracle import full_map
 from tests.kit.kernels import DEVICES
-from tests.ops.test_importance import full_map
 
 
 def per_viewer(q, k, seen, valid) -> torch.Tensor:

@@ -12,23 +12,9 @@ from mmod.data.loader import image_stream
 from mmod.studies.assess import assess, main
 from mmod.training import evaluate, fit
 from mmod.training.engine.recipe import seed_draws
-from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import ImageRecipe, sample_images, timed_images
 from mmod.training.kinds import CONFIGS, parse_kind
-from tests.kit.sets import SETS
-
-MODEL = {"patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 3, "num_heads": 2}
-
-
-def config(folder: Path, **changes: object) -> TrainConfig:
-    fields: dict[str, object] = {
-        "output": str(folder / "run"),
-        "model": {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}},
-        "data": {"source": "digits:tiny", "root": str(SETS / "digits"), "image_size": 32, "channels": 1},
-        "epochs": 1,
-        "epoch_steps": 1,
-    }
-    return TrainConfig.from_dict({**fields, **changes})
+from tests.kit.image_study import MODEL, config
 
 
 def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

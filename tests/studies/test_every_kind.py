@@ -15,11 +15,11 @@ from mmod.studies import assess, plan
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.kinds import CONFIGS, kind_of, recipe_of
 from tests.kit.chat_configs import vlm_config
+from tests.kit.image_study import config as image_config
 from tests.kit.pairs_worker import MODEL, write_model
 from tests.kit.scripts import ROOT
 from tests.kit.sets import SETS
 from tests.kit.text_configs import text_config
-from tests.studies.test_assess import config as image_config
 
 
 def _tiny(kind: str, folder: Path) -> Any:

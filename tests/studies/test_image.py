@@ -18,19 +18,9 @@ from mmod.io.yaml import read_yaml
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
 from mmod.studies.results import SeedScores
+from tests.kit.image_study import DENSE
 from tests.kit.processes import FORKING, run_processes
 from tests.kit.sets import SETS
-
-DENSE = {
-    "output": "unused",
-    "model": {
-        "name": "vit_tiny_patch16_224",
-        "args": {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10}
-        | {"embed_dim": 16, "depth": 4, "num_heads": 2},
-    },
-    "data": {"source": "digits:tiny", "image_size": 32, "channels": 1, "batch_size": 64},
-    "epochs": 1,
-}
 
 
 @pytest.fixture(scope="module")

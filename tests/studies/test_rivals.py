@@ -13,8 +13,8 @@ import yaml
 
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
+from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
-from tests.studies.test_image import DENSE
 
 RIVALS: dict[str, dict[float, dict[str, Any]]] = {
     "prune": {0.5: {"kind": "prune", "keep": 0.5, "blocks": [1], "fuse": False}},

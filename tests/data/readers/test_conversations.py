@@ -20,13 +20,8 @@ from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
 from mmod.data.records import Message, check_record
 from mmod.training.chat.model import create_word_processor
+from tests.kit.conversations import SOUND, said, write
 
-
-def said(*texts: str, roles: tuple[str, str] = ("human", "gpt")) -> list[dict[str, str]]:
-    return [{"from": roles[place % 2], "value": text} for place, text in enumerate(texts)]
-
-
-SOUND: dict[str, Any] = {"id": "0", "image": "a.png", "conversations": said("<image>\nwhich is the 7 ?", "3")}
 FAULTS: dict[str, dict[str, Any]] = {
     "no list": {"id": "1"},
     "nothing is said": {"id": "1", "conversations": []},
@@ -57,19 +52,6 @@ def test_sound_records_pass() -> None:
     assert len(check_record(several)) == 4
     system = {"conversations": [{"from": "system", "value": "be brief"}, *said("a ?", "3")]}
     assert check_record(system)[0].role == "system"
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    Image.new("RGB", (12, 12), (255, 0, 0)).save(tmp_path / "a.png")
-    Image.new("L", (12, 24)).save(tmp_path / "b.png")
-    (tmp_path / "bad.png").write_bytes(b"no image")
-    return tmp_path
-
-
-def write(folder: Path, records: list[Any], name: str = "all.json") -> str:
-    (folder / name).write_text(json.dumps(records))
-    return str(folder / name)
 
 
 def test_files_are_read_and_faults_counted(folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,8 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.loader import DataConfig, PairsConfig, image_stream, pairs_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.images import EXTENSIONS, convert_image, decode_image, open_image
+from tests.kit.deep_images import DEEP, RAMP, UNSCALED, encode, encode_image
 from tests.kit.pair_files import tokenizer, transform, write_tar
-
-RAMP = np.arange(65536, dtype=np.uint16).reshape(256, 256)
-
-
-def encode_image(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format=kind, **options)
-    return file.getvalue()
-
-
-def encode(pixels: np.ndarray, kind: str, **options: Any) -> bytes:
-    return encode_image(Image.fromarray(pixels), kind, **options)
 
 
 def twelve_bits() -> bytes:
@@ -41,20 +29,6 @@ def twelve_bits() -> bytes:
     entries = [tag.to_bytes(2, "little") + b"\3\0\1\0\0\0" + value.to_bytes(4, "little") for tag, value in tags.items()]
     start = 8 + len(packed)
     return b"II*\0" + start.to_bytes(4, "little") + packed + bytes([len(tags), 0]) + b"".join(entries) + bytes(4)
-
-
-DEEP = {
-    "png": encode(RAMP, "PNG"),
-    "tiff": encode(RAMP, "TIFF"),
-    "big-endian tiff": encode(RAMP.astype(">u2"), "TIFF"),
-    "pgm": encode(RAMP, "PPM"),
-    "jpeg 2000": encode(RAMP, "JPEG2000", irreversible=False),
-}
-UNSCALED = {
-    "float tiff": encode(RAMP.astype(np.float32) / 65535, "TIFF"),
-    "32-bit tiff": encode(RAMP.astype(np.int32), "TIFF"),
-    "pfm": encode(RAMP.astype(np.float32), "PPM"),
-}
 
 
 @pytest.mark.parametrize("name", DEEP)

@@ -20,8 +20,8 @@ from mmod.data.readers.lengths import open_checked
 from mmod.training import fit
 from mmod.training.chat.model import create_word_processor
 from mmod.training.chat.recipe import ChatRecipe
-from tests.data.readers.test_conversations import said
 from tests.kit.chat_configs import vlm_config
+from tests.kit.conversations import said
 
 SKIP = ConversationsConfig(on_corrupt="skip")
 

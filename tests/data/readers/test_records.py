@@ -18,9 +18,7 @@ from mmod.data.convert.conversations import ConversationsConversion, convert_con
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.records import Message, check_record
-from tests.data.readers.test_conversations import SOUND, folder, said, write
-
-__all__ = ["folder"]
+from tests.kit.conversations import SOUND, said, write
 
 
 def content(*parts: Any) -> list[dict[str, Any]]:

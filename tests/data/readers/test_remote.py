@@ -24,9 +24,9 @@ from mmod.data.readers.images import UnreadableSampleError
 from mmod.data.readers.shards import ShardSource, expand_pattern
 from mmod.data.synthetic.questions import QUESTIONS
 from mmod.io.remote import RemoteConfig, RemoteError, RemoteFiles
-from tests.data.readers.test_shards import read_all, write_samples
 from tests.kit.pair_files import tokenizer, transform, write_pairs
 from tests.kit.processes import run_processes
+from tests.kit.shards import read_all, write_samples
 
 SAMPLES = [(key, key % 10) for key in range(6)]
 URL = "memory://shards/{0..1}.tar"

@@ -9,13 +9,10 @@ import pytest
 
 from mmod.data.synthetic.crowds import CLASSES, CROWDS, DIFFICULTIES, CrowdsConfig, compose_crowds
 from mmod.data.synthetic.handwriting import SPLITS, load_sources
+from tests.kit.disk import contents
 
 TINY = DIFFICULTIES["tiny"]
 FEW = {"train": 12, "val": 12, "test": 12}
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(root.iterdir())}
 
 
 def test_builds_are_equal_byte_for_byte_and_differ_by_seed(tmp_path: Path) -> None:
