@@ -58,20 +58,20 @@ HEAVY = ("torch", "timm", "triton", "open_clip", "transformers", "matplotlib", "
 
 def imports(path: Path) -> list[tuple[str, str]]:
     """Return the module and, for `from module import name`, the name of every import of ours, at any depth."""
-    found = []
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mmod":
-            found += [(str(node.module), alias.name) for alias in node.names]
+            names += [(str(node.module), alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            found += [(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "mmod"]
+            names += [(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "mmod"]
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
             name = constant_start(node.args[0])
             # A module that is chosen by its name in the folder of the file is beside it.
             if name.split(".")[0] == "mmod" and name.split(".")[1:] != [path.parent.name]:
-                found.append((name, ""))
+                names.append((name, ""))
         elif isinstance(node, ast.Constant) and re.fullmatch(r"mmod(\.\w+)*:\w+", str(node.value)):
-            found.append(tuple(node.value.split(":")))
-    return found
+            names.append(tuple(node.value.split(":")))
+    return names
 
 
 def constant_start(argument: ast.expr) -> str:
@@ -91,14 +91,14 @@ def test_names_of_modules_in_calls_are_imports(tmp_path: Path) -> None:
 
 def test_each_folder_imports_only_from_those_above_it() -> None:
     for path in SOURCES:
-        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        folder = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         # The package itself offers what stands in the core, up to the registries.
-        own = "registry" if own == "__init__" else own
-        assert own in IMPORT_ORDER, f"{own} has no place in the order of imports"
-        place = IMPORT_ORDER.index(own)
+        folder = "registry" if folder == "__init__" else folder
+        assert folder in IMPORT_ORDER, f"{folder} has no place in the order of imports"
+        place = IMPORT_ORDER.index(folder)
         allowed = IMPORT_ORDER[: place + 1] + (["mmod"] if place > PUBLIC else [])
         below = {module for module, _ in imports(path) if [*module.split("."), "mmod"][1] not in allowed}
-        assert not below, f"{path} imports {below}, which {own} stands above"
+        assert not below, f"{path} imports {below}, which {folder} stands above"
 
 
 def test_no_modules_import_each_other() -> None:
@@ -314,9 +314,9 @@ def test_tools_say_which_extra_to_install() -> None:
     }
     command = [sys.executable, "-c", EACH_WITHOUT, *commands]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    for package, found in zip(commands.values(), done.stdout.strip().split("\n\n"), strict=True):
-        assert found.startswith(f"1 error: this needs the package {package}, which is not installed: pip install")
-        assert "\n" not in found
+    for package, message in zip(commands.values(), done.stdout.strip().split("\n\n"), strict=True):
+        assert message.startswith(f"1 error: this needs the package {package}, which is not installed: pip install")
+        assert "\n" not in message
 
 
 @pytest.mark.parametrize(

@@ -217,8 +217,8 @@ def test_extras_are_those_of_the_installation() -> None:
     distributions = metadata.packages_distributions()
     text = (ROOT / "pyproject.toml").read_text()
     for extra, packages in EXTRAS.items():
-        wanted = re.findall(r'"([\w-]+)', text.partition(f"\n{extra} = [")[2].partition("]\n")[0].replace("[", '"['))
-        names = {name.lower().replace("_", "-") for name in wanted}
+        expected = re.findall(r'"([\w-]+)', text.partition(f"\n{extra} = [")[2].partition("]\n")[0].replace("[", '"['))
+        names = {name.lower().replace("_", "-") for name in expected}
         for package in packages:
             owners = {name.lower().replace("_", "-") for name in distributions[package]}
             assert owners & names, f"{package} is not of the extra {extra}"

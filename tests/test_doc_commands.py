@@ -145,12 +145,12 @@ def unlike(commands: list[str]) -> list[str]:
     for command in commands:
         said, replaced = shlex.split(command), small(command)
         places = [place for place, word in enumerate(said) if word.startswith("--") and word in replaced]
-        own = [word for place, word in enumerate(said) if not {place, place - 1} & set(places)]
-        words.setdefault(tuple(own), command)
+        names = [word for place, word in enumerate(said) if not {place, place - 1} & set(places)]
+        words.setdefault(tuple(names), command)
     return [
         command
-        for own, command in words.items()
-        if not any(own == other[: len(own)] and own != other and "--dry-run" not in other for other in words)
+        for names, command in words.items()
+        if not any(names == other[: len(names)] and names != other and "--dry-run" not in other for other in words)
     ]
 
 

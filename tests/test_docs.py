@@ -173,10 +173,10 @@ def test_names_of_examples_exist(page: str, number: int, code: str) -> None:
                     importlib.import_module(alias.name)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and (names := chain(node))[:1] == ["mmod"]:
-            found: object = modules["mmod"]
+            thing: object = modules["mmod"]
             for name in names[1:]:
-                assert hasattr(found, name), f"{page} names {'.'.join(names)}"
-                found = getattr(found, name)
+                assert hasattr(thing, name), f"{page} names {'.'.join(names)}"
+                thing = getattr(thing, name)
         if isinstance(node, ast.Call) and (names := chain(node.func))[:1] == ["mmod"]:
             function = functools.reduce(getattr, names[1:], mmod)
             known = inspect.signature(function).parameters.values()

@@ -130,32 +130,32 @@ def test_cache_bytes_are_the_kept_share() -> None:
 @settings(max_examples=30)
 def test_cache_layer_keeps_what_it_was_told(lengths: list[int], window: int | None, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    layer, seen, expected = RoutedLayer(window), 0, [[], []]  # type: ignore[var-annotated]
+    layer, start, expected = RoutedLayer(window), 0, [[], []]  # type: ignore[var-annotated]
     for tokens in lengths:
         keep = torch.rand(2, tokens, generator=generator) < 0.5
         if tokens and torch.rand((), generator=generator) < 0.3:
             keep[:] = True
             layer.begin_update_all(torch.empty(2, tokens, 0))
-            key = torch.arange(seen, seen + tokens).float().expand(2, -1)[:, None, :, None]
+            key = torch.arange(start, start + tokens).float().expand(2, -1)[:, None, :, None]
             layer.update(key, key)
             for row in range(2):
-                expected[row] += range(seen, seen + tokens)
-            seen += tokens
+                expected[row] += range(start, start + tokens)
+            start += tokens
             continue
         slots = int(keep.sum(1).max()) if tokens else 0
         index = torch.sort((~keep).int(), dim=1, stable=True).indices[:, :slots]
         valid = keep.gather(1, index)
-        layer.begin_update(seen + index, valid, tokens)
-        key = (seen + index).float()[:, None, :, None]
+        layer.begin_update(start + index, valid, tokens)
+        key = (start + index).float()[:, None, :, None]
         if slots:
             layer.update(key, key)
         for row in range(2):
-            expected[row] += [seen + place for place in range(tokens) if keep[row, place]]
-        seen += tokens
-        assert layer.get_seq_length() == seen
+            expected[row] += [start + place for place in range(tokens) if keep[row, place]]
+        start += tokens
+        assert layer.get_seq_length() == start
     nothing = torch.zeros(2, 0, dtype=torch.long)
     position, valid = layer.joined(nothing, None)
-    oldest = 0 if window is None else seen - window + 1
+    oldest = 0 if window is None else start - window + 1
     for row in range(2):
         held = position[row][valid[row]].tolist()
         assert [p for p in held if p >= oldest] == [p for p in expected[row] if p >= oldest]
@@ -231,8 +231,8 @@ def test_generation_that_would_need_the_future_is_refused(beams: int) -> None:
 def test_chunked_prefill_is_exact_where_tokens_are_decided_alone() -> None:
     model = mmod.route_(make_language("llama"), language=EVERYTHING["inference"])
     batch = {"input_ids": torch.randint(3, 80, (1, 13))}
-    whole = generate(model, batch, suppress_tokens=None)
-    assert torch.equal(whole, generate(model, batch, suppress_tokens=None, prefill_chunk_size=5))
+    expected = generate(model, batch, suppress_tokens=None)
+    assert torch.equal(expected, generate(model, batch, suppress_tokens=None, prefill_chunk_size=5))
 
 
 @torch.no_grad()
@@ -254,8 +254,8 @@ def _like_flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Te
     pairs = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
     if mask is not None:
         assert mask.shape == (len(query), keys)
-        own = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).triu(keys - queries)
-        pairs = (pairs & mask[:, None, None, :].bool()) | own
+        sees = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).triu(keys - queries)
+        pairs = (pairs & mask[:, None, None, :].bool()) | sees
     # Positions with gaps would be taken for packed samples.
     assert options.get("position_ids") is None or queries == 1
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, pairs, scale=options["scaling"])

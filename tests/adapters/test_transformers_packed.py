@@ -44,10 +44,10 @@ def both_ways(model: Any, batch: dict[str, Any], counted: Counted) -> list[list[
         with torch.no_grad():
             out = model(**batch, use_cache=True)
         held = [
-            each.transpose(1, 2)[layer.valid_BL]
+            cached.transpose(1, 2)[layer.valid_BL]
             for layer in cache_of(out).layers
             if isinstance(layer, RoutedLayer) and layer.keys is not None
-            for each in (layer.keys, layer.values)
+            for cached in (layer.keys, layer.values)
         ]
         logits = model(**batch, use_cache=False).logits[valid]
         parameters = [p for name, p in model.named_parameters() if p.requires_grad and "vision" not in name]

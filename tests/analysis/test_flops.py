@@ -141,8 +141,8 @@ def test_a_block_by_hand() -> None:
     assert report.blocks[0].importance == 0
     mmod.unroute_(model)
     to_all = flops(mmod.route_(model, mmod.RoutingConfig(router="linear", context="all")), side).blocks[1]
-    own = 2 * kept * dim * (dim + dim + 8 * dim) + 4 * kept * tokens * dim
-    assert to_all.routed == own + 2 * tokens * dim * 2 * dim + to_all.router
+    block_flops = 2 * kept * dim * (dim + dim + 8 * dim) + 4 * kept * tokens * dim
+    assert to_all.routed == block_flops + 2 * tokens * dim * 2 * dim + to_all.router
     importance = flops(mmod.route_(make("vit")[0]), side).blocks[0].importance
     assert importance == 2 * tokens * tokens * dim
 

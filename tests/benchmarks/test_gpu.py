@@ -201,7 +201,7 @@ def rehearse(folder: Path) -> None:
 
 
 def test_the_half_hour_on_a_gpu_has_the_parts_of_its_rehearsal() -> None:
-    whole, small = (read_yaml(REHEARSAL.with_stem(name)) for name in ("gpu", "rehearsal"))
-    assert set(whole["first"]) - {"graphs"} == set(small["first"])
-    boxes = [part["limit"] for kind in ("programs", "ops", "models", "generation") for part in whole[kind]]
+    full, small = (read_yaml(REHEARSAL.with_stem(name)) for name in ("gpu", "rehearsal"))
+    assert set(full["first"]) - {"graphs"} == set(small["first"])
+    boxes = [part["limit"] for kind in ("programs", "ops", "models", "generation") for part in full[kind]]
     assert sum(boxes) == 1390

@@ -40,8 +40,8 @@ def test_the_same_bits_come_out_twice_whatever_memory_held(config: str, dtype: t
     expected = model(images)
     assert expected.isfinite().all()
     with poisoned():
-        found = model(images)
-    assert torch.equal(found, expected)
+        actual = model(images)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

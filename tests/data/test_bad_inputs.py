@@ -49,8 +49,8 @@ def test_files_that_are_no_json(suffix: str, name: str) -> None:
     config = ConversationsConversion(f"t{suffix}", "out", on_fault="drop")
     if suffix == ".jsonl":
         # A line is a record, which may be left out; here that leaves none.
-        found = json.dumps({"conversations": SAID, "image": "0.png"}).encode()
-        Path("t.jsonl").write_bytes(found + b"\n" + NO_JSON[name].replace(b"\n", b" "))
+        sound = json.dumps({"conversations": SAID, "image": "0.png"}).encode()
+        Path("t.jsonl").write_bytes(sound + b"\n" + NO_JSON[name].replace(b"\n", b" "))
         Path("0.png").write_bytes(PNG)
         if name == "nothing":
             assert len(open_conversations("t.jsonl")) == 1
@@ -73,11 +73,11 @@ def test_lines_are_counted_with_file_and_line(name: str) -> None:
     Path("t.jsonl").write_bytes(b"\n".join([sound, LINES[name], sound]))
     with pytest.raises(CorruptDataError, match=r"^t\.jsonl \[1\]: \S") as caught:
         open_conversations("t.jsonl")
-    found = open_conversations("t.jsonl", ConversationsConfig(on_corrupt="skip"))
-    assert (len(found), found.report.counts) == (2, {"t.jsonl": 1})
+    conversations = open_conversations("t.jsonl", ConversationsConfig(on_corrupt="skip"))
+    assert (len(conversations), conversations.report.counts) == (2, {"t.jsonl": 1})
     config = ConversationsConversion("t.jsonl", "out", on_fault="drop")
     assert convert_conversations(config, progress=False)["samples"] == 2
-    assert max(len(str(caught.value)), len(str(found.report)), Path("out/dropped.csv").stat().st_size) < 6000
+    assert max(len(str(caught.value)), len(str(conversations.report)), Path("out/dropped.csv").stat().st_size) < 6000
 
 
 def test_an_answer_of_10_mb_is_read_whole() -> None:
@@ -94,8 +94,8 @@ def test_records_of_wrong_types(name: str) -> None:
     Path("t.json").write_text(json.dumps([sound, {**RECORDS, **IMAGE_NAMES}[name]]))
     with pytest.raises(CorruptDataError, match=r"^t\.json \[1\]: \S"):
         open_conversations("t.json")
-    found = open_conversations("t.json", ConversationsConfig(on_corrupt="skip"))
-    assert (len(found), found.report.counts) == (1, {"t.json": 1})
+    conversations = open_conversations("t.json", ConversationsConfig(on_corrupt="skip"))
+    assert (len(conversations), conversations.report.counts) == (1, {"t.json": 1})
     config = ConversationsConversion("t.json", "out", on_fault="drop")
     assert convert_conversations(config, progress=False)["dropped"] == {"invalid record": 1}
 

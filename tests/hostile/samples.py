@@ -114,10 +114,10 @@ def label_cases() -> Iterator[Case]:
     yield Case("captions and classes", "pairs: 10 MB that end in broken UTF-8", "counted", broken, ("0.tar [8",))
 
 
-def _read_label(reader: str, rest: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
+def _read_label(reader: str, appended: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
     if reader == "pairs":
-        return files.read_archive(reader, rest, on_corrupt)
-    Path("0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + rest)
+        return files.read_archive(reader, appended, on_corrupt)
+    Path("0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + appended)
     stream = image_stream(DataConfig("shards:{split}.tar", val_split="0", channels=3, on_corrupt=on_corrupt))
     return sum(len(classes) for _, classes in stream.batches(0)), stream.report
 

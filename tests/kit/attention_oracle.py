@@ -48,11 +48,11 @@ def attend_by_loops(
     valid_T = torch.ones_like(q_THE[:, 0, 0], dtype=torch.bool) if valid is None else valid
     outs = []
     for q, k, v, keep in zip(*(x.split(list(lengths)) for x in (q_THE, k_THE, v_THE, valid_T)), strict=True):
-        seen = keep.expand(len(keep), -1)
+        visible = keep.expand(len(keep), -1)
         if is_causal:
-            seen = seen.tril()
+            visible = visible.tril()
         if len(keep):
-            outs.append(attend(q, k, v, seen, scale))
+            outs.append(attend(q, k, v, visible, scale))
     return torch.cat(outs) if outs else q_THE[:0]
 
 

@@ -203,20 +203,20 @@ def incomplete(suffix: str, beside: bytes) -> dict[str, bytes]:
         beside: What it is.
     """
     name = f"8{suffix}"
-    rest = body({name: beside}) + END
+    beginning = body({name: beside}) + END
     both = body({"8.png": PNG, name: beside})
     return {
-        "a link for an image": header("8.png", kind=tarfile.SYMTYPE, link="/etc/hostname") + rest,
-        "a hard link for an image": header("8.png", kind=tarfile.LNKTYPE, link="7.png") + rest,
-        "a device for an image": header("8.png", kind=tarfile.CHRTYPE) + rest,
-        "a pipe for an image": header("8.png", kind=tarfile.FIFOTYPE) + rest,
-        "a folder for an image": header("8.png/", kind=tarfile.DIRTYPE) + rest,
+        "a link for an image": header("8.png", kind=tarfile.SYMTYPE, link="/etc/hostname") + beginning,
+        "a hard link for an image": header("8.png", kind=tarfile.LNKTYPE, link="7.png") + beginning,
+        "a device for an image": header("8.png", kind=tarfile.CHRTYPE) + beginning,
+        "a pipe for an image": header("8.png", kind=tarfile.FIFOTYPE) + beginning,
+        "a folder for an image": header("8.png/", kind=tarfile.DIRTYPE) + beginning,
         "zeros for an image that take no room": pax(pax_record("GNU.sparse.map", "0,0") + HOLES)
         + header("8.png")
-        + rest,
-        "two images": body({"8.png": PNG, "8.jpg": JPEG}) + rest,
+        + beginning,
+        "two images": body({"8.png": PNG, "8.jpg": JPEG}) + beginning,
         "one key twice": both + both + END,
-        "no image": rest,
+        "no image": beginning,
         "an image alone": body({"8.png": PNG}) + END,
         "a pickle beside it": body({"8.png": PNG, "8.pkl": pickle.dumps(Payload())}) + END,
     }

@@ -57,13 +57,13 @@ BESIDE = {
 }
 
 
-def read_archive(reader: str, rest: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
+def read_archive(reader: str, appended: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
     """Write a good sample and what follows, and return how many are read."""
     suffix, beside = BESIDE[reader]
-    Path("0.tar").write_bytes(body({"7.png": PNG, f"7{suffix}": beside}) + rest)
+    Path("0.tar").write_bytes(body({"7.png": PNG, f"7{suffix}": beside}) + appended)
     if reader == "conversations":
-        found = open_conversations("0.tar", ConversationsConfig(on_corrupt=on_corrupt))
-        return len(found), found.report
+        conversations = open_conversations("0.tar", ConversationsConfig(on_corrupt=on_corrupt))
+        return len(conversations), conversations.report
     if reader == "shard":
         report = CorruptReport(on_corrupt)
         return len(ShardSource("0.tar", report)), report

@@ -91,9 +91,9 @@ def check_cache_changes_nothing(model: Any, batch: dict[str, Any], steps: int = 
             place = {"position_ids": (mask.sum(1, keepdim=True) - 1 + model.model.rope_deltas).expand(3, -1, -1)}
         out = model(input_ids=word, attention_mask=mask, **{CACHE: cache}, use_cache=True, **place)
         logits.append(out.logits)
-    rest = {k: v for k, v in batch.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
+    remaining = {k: v for k, v in batch.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
     kinds_now = {} if kinds is None else {"mm_token_type_ids": kinds}
-    full = model(input_ids=ids, attention_mask=mask, use_cache=False, **rest, **kinds_now).logits
+    full = model(input_ids=ids, attention_mask=mask, use_cache=False, **remaining, **kinds_now).logits
     stepwise = torch.cat(logits[1:], 1)
     torch.testing.assert_close(stepwise, full[:, -steps:], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(

@@ -94,18 +94,20 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a list": lambda _: b"[]\n",
     "text of another file": lambda _: b'{"of": {}, "done": {}, "state": {}}\n',
     "no checksum": lambda content: content.splitlines()[0][9:] + b"\n",
-    "more batches than there are": changed(lambda own: own["done"].update(audit=999)),
-    "a count is a text": changed(lambda own: own["done"].update(audit="two")),
-    "images are NaN": changed(lambda own: own["counts"]["images"].update({"": float("nan")})),
-    "strata are short": changed(lambda own: own["counts"]["strata"]["values"]["class"].pop()),
+    "more batches than there are": changed(lambda values: values["done"].update(audit=999)),
+    "a count is a text": changed(lambda values: values["done"].update(audit="two")),
+    "images are NaN": changed(lambda values: values["counts"]["images"].update({"": float("nan")})),
+    "strata are short": changed(lambda values: values["counts"]["strata"]["values"]["class"].pop()),
     "an array is another": changed(
-        lambda own: first_array(own["counts"]).update(array=first_array(own["counts"]["outcomes"])["array"])
+        lambda values: first_array(values["counts"]).update(array=first_array(values["counts"]["outcomes"])["array"])
     ),
-    "no counts": forged(lambda own: own.pop("counts")),
-    "no count of batches": forged(lambda own: own.pop("done")),
-    "counts are a list": forged(lambda own: own.update(counts=[])),
-    "a part is missing": forged(lambda own: own["counts"].pop("across")),
-    "a part is null": forged(lambda own: own["counts"].update(across=None)),
-    "an array is text": forged(lambda own: first_array(own["counts"]).update(array="no array")),
-    "an array is cut": forged(lambda own: first_array(own["counts"]).update(array=first_array(own)["array"][:40])),
+    "no counts": forged(lambda values: values.pop("counts")),
+    "no count of batches": forged(lambda values: values.pop("done")),
+    "counts are a list": forged(lambda values: values.update(counts=[])),
+    "a part is missing": forged(lambda values: values["counts"].pop("across")),
+    "a part is null": forged(lambda values: values["counts"].update(across=None)),
+    "an array is text": forged(lambda values: first_array(values["counts"]).update(array="no array")),
+    "an array is cut": forged(
+        lambda values: first_array(values["counts"]).update(array=first_array(values)["array"][:40])
+    ),
 }

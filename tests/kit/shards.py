@@ -27,5 +27,5 @@ def write_samples(path: Path, keys: range) -> Path:
 
 
 def read_all(source: ShardSource) -> list[tuple[int, int]]:
-    found = [source.read(index, "L") for index in range(len(source))]
-    return [(int(np.asarray(image)[0, 0]), label) for image, label in found]
+    samples = [source.read(index, "L") for index in range(len(source))]
+    return [(int(np.asarray(image)[0, 0]), label) for image, label in samples]

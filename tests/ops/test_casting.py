@@ -42,8 +42,8 @@ def test_normed_queries_and_keys_are_cast_as_autocast_does(
         with torch.autocast(device, dtype), use(backend, op):
             out = function(q, k, v)
         results.append([out, *gradients(out, [q, k, v])])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("op", OPS)

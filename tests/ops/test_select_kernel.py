@@ -60,11 +60,11 @@ def test_the_kernel_selects_what_sorting_selects(device: str, case: Any, padded:
     images, tokens, capacity, prefix = case
     score = scores_of(images, tokens, device)
     arguments = (score, capacity, prefix, *masks_of(images, tokens, prefix, device, padded + protected))
-    found: list[Selection] = []
+    selections: list[Selection] = []
     for backend in ("torch", "triton", "triton"):
         with use(backend), poisoned():
-            found.append(select_topk(*arguments))
-    plain, kernel, again = found
+            selections.append(select_topk(*arguments))
+    plain, kernel, again = selections
     assert torch.equal(kernel.index_BK, plain.index_BK)
     assert kernel.gate_BK is None
     assert (kernel.valid_BK is None) == (plain.valid_BK is None)

@@ -68,8 +68,8 @@ def causal_model() -> tuple[nn.Module, Any, dict[str, Any]]:
 
 def answers(model: nn.Module, batch: dict[str, Any]) -> Any:
     with torch.no_grad():
-        found = model.eval()(**batch)
-    return found.logits if hasattr(found, "logits") else found[0] if isinstance(found, tuple) else found
+        outputs = model.eval()(**batch)
+    return outputs.logits if hasattr(outputs, "logits") else outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 @pytest.mark.parametrize("make", [timm_model, causal_model])

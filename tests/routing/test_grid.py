@@ -195,6 +195,6 @@ def test_a_width_that_is_not_the_models_is_refused() -> None:
 def test_watching_leaves_nothing_behind() -> None:
     for model in (dynamic(), timm.create_model("resnet18"), nn.Linear(2, 2)):
         before = [len(module._forward_hooks) for module in model.modules()]
-        with watch_grid(model) as seen:
-            assert seen.grid is None
+        with watch_grid(model) as grid:
+            assert grid.grid is None
         assert [len(module._forward_hooks) for module in model.modules()] == before

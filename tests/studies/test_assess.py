@@ -28,19 +28,19 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys
     assert sorted(dense.ms["image"]) == [1, 8, 32]
     assert "image: " in str(dense)
 
-    own = config(tmp_path, model=start, routing={"router": "random", "blocks": "late", "capacity": 0.25})
-    routed = assess(own, progress=False)
+    run_config = config(tmp_path, model=start, routing={"router": "random", "blocks": "late", "capacity": 0.25})
+    routed = assess(run_config, progress=False)
     seed_draws(0, 0, 0)
-    model = ImageRecipe(own).create_models()[0].eval()
-    assert routed.evaluation == evaluate(model, image_stream(own.data))
+    model = ImageRecipe(run_config).create_models()[0].eval()
+    assert routed.evaluation == evaluate(model, image_stream(run_config.data))
     assert routed.gflops == {"image": flops(model, (1, 32, 32)).routed / 1e9}
     assert routed.gflops["image"] < dense.gflops["image"]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
 
 
 def test_a_timed_batch_has_its_size_whatever_the_set_has(tmp_path: Path) -> None:
-    own = config(tmp_path)
-    few, images = sample_images(own, 100), timed_images(own, 100)
+    run_config = config(tmp_path)
+    few, images = sample_images(run_config, 100), timed_images(run_config, 100)
     assert len(few) == 64
     assert torch.equal(images, torch.cat([few, few[:36]]))
 

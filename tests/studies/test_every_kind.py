@@ -59,10 +59,10 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     path.write_text(yaml.safe_dump(done.to_dict()))
     assert kind_of([str(path), "--seed", "1"]) == kind
 
-    found = assess.assess(done, progress=False)
-    assert found.evaluation == trained
-    assert set(found.gflops) == set(found.ms) == UNITS[kind]
-    assert all(cost > 0 for cost in found.gflops.values())
+    evaluation = assess.assess(done, progress=False)
+    assert evaluation.evaluation == trained
+    assert set(evaluation.gflops) == set(evaluation.ms) == UNITS[kind]
+    assert all(cost > 0 for cost in evaluation.gflops.values())
     assess.main([str(path)])
     assert str(trained) in capsys.readouterr().out
 

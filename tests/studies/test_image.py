@@ -168,11 +168,11 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
 
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
-    own = ImageStudy(dataclasses.replace(study, latency_batch=16))
-    own.costs.caption, own.costs.chance = ["Images: some"], 2.0
+    changed = ImageStudy(dataclasses.replace(study, latency_batch=16))
+    changed.costs.caption, changed.costs.chance = ["Images: some"], 2.0
     scores = {"dense": {0: 90.0}, "a": {0: 88.0}, "b": {0: 89.0}, "c": {0: 85.0}}
     costs = {name: {"latency_ms": ms} for name, ms in (("dense", 3.0), ("a", 1.9), ("b", 2.2), ("c", 1.8))}
-    text = own.report.text(SeedScores(scores), costs)
+    text = changed.report.text(SeedScores(scores), costs)
     assert text.splitlines() == [
         "Images: some",
         "",
@@ -186,7 +186,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     ]
     # Seeds say nothing where nothing is trained, nor of other dense models.
     fixed = ImageStudy(
-        dataclasses.replace(own.config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
+        dataclasses.replace(changed.config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
     )
     assert fixed.report.text(SeedScores(scores), costs).endswith(
         "from one dense model; another may rank them differently."

@@ -26,7 +26,7 @@ def always(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("always")
 def test_an_audit_that_was_cut_finds_what_it_would_have_found(tmp_path: Path) -> None:
-    whole = mmod.audit(**options())
+    uninterrupted = mmod.audit(**options())
     file = tmp_path / "partial.json"
     # Within the positions, in the batch after that whose tokens are left out, and in the other set.
     for calls in (4, 58, 40):
@@ -34,10 +34,10 @@ def test_an_audit_that_was_cut_finds_what_it_would_have_found(tmp_path: Path) ->
             mmod.audit(**options(), judge=stopping(calls), progress_file=file)
     done = kept_in(file.read_bytes())["done"]
     assert done == {"positions": 2, "audit": 3, "audit of other": 1}
-    found = mmod.audit(**options(), judge=stopping(5), progress_file=file)
-    assert found.to_dict() == whole.to_dict()
+    audit = mmod.audit(**options(), judge=stopping(5), progress_file=file)
+    assert audit.to_dict() == uninterrupted.to_dict()
     # All is done, so that nothing but the first batch is judged again, by each of three models.
-    assert mmod.audit(**options(), judge=stopping(3), progress_file=file).to_dict() == whole.to_dict()
+    assert mmod.audit(**options(), judge=stopping(3), progress_file=file).to_dict() == uninterrupted.to_dict()
 
 
 @pytest.mark.usefixtures("always")

@@ -74,10 +74,10 @@ def test_archives_that_lie(reader: str, name: str) -> None:
 @pytest.mark.parametrize("reader", BESIDE)
 def test_a_key_that_comes_again_is_counted_once(reader: str) -> None:
     suffix, beside = BESIDE[reader]
-    rest = b"".join(body({f"{key}.png": PNG, f"{key}{suffix}": beside}) for key in "878") + END
+    appended = b"".join(body({f"{key}.png": PNG, f"{key}{suffix}": beside}) for key in "878") + END
     with pytest.raises(CorruptDataError, match=r"^0\.tar \[7\]: an earlier sample of the shard has the same key"):
-        read_archive(reader, rest, "raise")
-    read, report = read_archive(reader, rest, "skip")
+        read_archive(reader, appended, "raise")
+    read, report = read_archive(reader, appended, "skip")
     assert (read, [fault.sample for fault in report.faults]) == (2, ["7", "8"])
 
 
@@ -97,10 +97,10 @@ def test_names_that_lead_out_of_a_folder_are_keys_alone(reader: str, name: str) 
 @pytest.mark.parametrize("name", INCOMPLETE)
 @pytest.mark.parametrize("reader", BESIDE)
 def test_samples_that_are_incomplete(reader: str, name: str) -> None:
-    rest = incomplete(*BESIDE[reader])[name]
+    appended = incomplete(*BESIDE[reader])[name]
     with pytest.raises(CorruptDataError, match=r"^0\.tar \[8\]: .*on_corrupt='skip'"):
-        read_archive(reader, rest, "raise")
-    read, report = read_archive(reader, rest, "skip")
+        read_archive(reader, appended, "raise")
+    read, report = read_archive(reader, appended, "skip")
     assert read == 1
     assert report.counts == {"0.tar": 1}
 
@@ -131,16 +131,16 @@ def test_files_that_are_no_shards(reader: str, data: bytes, monkeypatch: pytest.
 )
 def test_what_stands_beside_an_image(reader: str, beside: bytes) -> None:
     suffix, _ = BESIDE[reader]
-    rest = body({"8.png": PNG, f"8{suffix}": beside}) + END
+    appended = body({"8.png": PNG, f"8{suffix}": beside}) + END
     if reader == "shard":
-        Path("val-0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + rest)
+        Path("val-0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + appended)
         stream = image_stream(DataConfig("shards:{split}-0.tar", channels=3, on_corrupt="skip"))
         assert [classes.tolist() for _, classes in stream.batches(0)] == [[7]]
         assert list(stream.report.counts.values()) == [1]
         return
     with pytest.raises(CorruptDataError, match=r"^0\.tar \[8"):
-        read_archive(reader, rest, "raise")
-    read, report = read_archive(reader, rest, "skip")
+        read_archive(reader, appended, "raise")
+    read, report = read_archive(reader, appended, "skip")
     assert (read, report.counts) == (1, {"0.tar": 1})
 
 
@@ -187,8 +187,8 @@ def edited(data: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
     for kind, place, patch in edits:
         at = place % (len(data) + 1)
         header = at // 512 * 512 + (100, 124, 135, 156, 157)[place % 5]
-        rest = data[at + len(patch) :] if kind == 0 else data[at:]
-        versions = (data[:at] + patch + rest, data[:at] + patch + data[at:], data[:at], data[:at] + data[:at])
+        tail = data[at + len(patch) :] if kind == 0 else data[at:]
+        versions = (data[:at] + patch + tail, data[:at] + patch + data[at:], data[:at], data[:at] + data[:at])
         data = versions[kind] if kind < 4 else data[:header] + patch + data[header + len(patch) :]
     return data
 

@@ -34,8 +34,8 @@ def twelve_bits() -> bytes:
 @pytest.mark.parametrize("name", DEEP)
 def test_16_bits_become_their_upper_8(name: str) -> None:
     for mode in ("L", "RGB"):
-        found = np.asarray(decode_image(DEEP[name], mode))
-        assert np.array_equal(found[..., 0] if mode == "RGB" else found, RAMP >> 8)
+        pixels = np.asarray(decode_image(DEEP[name], mode))
+        assert np.array_equal(pixels[..., 0] if mode == "RGB" else pixels, RAMP >> 8)
 
 
 def test_other_depths_of_tiff() -> None:
@@ -112,8 +112,8 @@ def read_conversation(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, 
     folder.mkdir(exist_ok=True)
     (folder / "0.png").write_bytes(data)
     (folder / "a.json").write_text(json.dumps([{"image": "0.png", "conversations": said}]))
-    found = open_conversations(f"{folder}/a.json", ConversationsConfig(on_corrupt=on_corrupt))
-    return transform(found[0].images[0])[None], found.report
+    conversations = open_conversations(f"{folder}/a.json", ConversationsConfig(on_corrupt=on_corrupt))
+    return transform(conversations[0].images[0])[None], conversations.report
 
 
 def read_shard(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:

@@ -35,9 +35,9 @@ def test_labels_are_those_of_the_digits_in_their_boxes_and_nowhere_else(level: s
             image, labels = scene.image[y1:y2, x1:x2], scene.labels[y1:y2, x1:x2]
             assert np.array_equal(labels > 0, image >= 255 * config.ink)
             assert set(np.unique(labels)) == {0, int(sources.labels[source]) + 1}
-            for rest in left:
-                rest[y1:y2, x1:x2] = 0
-        assert not any(rest.any() for rest in left)
+            for background in left:
+                background[y1:y2, x1:x2] = 0
+        assert not any(background.any() for background in left)
         for (x1, y1, x2, y2), (x3, y3, x4, y4) in combinations(scene.boxes, 2):
             assert min(x2, x4) <= max(x1, x3) or min(y2, y4) <= max(y1, y3)
 

@@ -57,8 +57,8 @@ def test_more_epochs_of_a_finished_run_are_a_new_run_from_its_weights(tmp_path: 
     assert continued.teacher() == teacher
     more = fit(continued, progress=False)
     assert (more.epochs, more.steps) == (2, 2 * first.steps)
-    own = recipe_of(continued).load().state_dict()
-    assert all(torch.equal(own[name], value) for name, value in weights(tmp_path / "a run" / "model").items())
+    loaded = recipe_of(continued).load().state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights(tmp_path / "a run" / "model").items())
     # The finished run is as it was.
     assert fit(config, progress=False).reused
 

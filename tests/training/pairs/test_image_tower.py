@@ -44,10 +44,10 @@ def test_a_tower_of_timm_starts_from_a_timm_checkpoint_of_another_size(tmp_path:
     named = write_model(tmp_path, "test-timm-tower", vision_cfg=vision)
     model = create(tmp_path, **named, image_checkpoint=str(tmp_path / "backbone.safetensors"), routed=True)
     assert mmod.is_routed(model)
-    own = model.visual.trunk.state_dict()
+    state = model.visual.trunk.state_dict()
     kept = [name for name in backbone.state_dict() if not name.startswith(("head.", "pos_embed"))]
     assert len(kept) > 50
-    assert all(torch.equal(own[name], backbone.state_dict()[name]) for name in kept)
+    assert all(torch.equal(state[name], backbone.state_dict()[name]) for name in kept)
 
 
 def test_a_locked_tower_keeps_its_weights_and_trains_its_routers(tmp_path: Path) -> None:
