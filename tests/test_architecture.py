@@ -345,3 +345,42 @@ def test_values_a_config_refuses_are_one_line(command: list[str], message: str) 
     assert done.returncode == 2
     assert f"error: {message}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+# Words that name any value, and so none.
+FILLERS = {"each", "found", "own", "rest", "seen", "told", "wanted", "whole"}
+
+
+def test_no_test_imports_from_another() -> None:
+    """What two tests need is in `tests/kit`."""
+    for path in TESTS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tests"):
+                continue
+            modules = {*str(node.module).split("."), *(alias.name for alias in node.names)}
+            tests = [name for name in modules if name.startswith("test_")]
+            assert not tests, f"{path.relative_to(ROOT)} imports from {tests}: move what they share to tests/kit"
+
+
+def test_no_table_of_a_test_hides_another() -> None:
+    """Two constants of one name in a module: the first is lost to whoever imports it."""
+    for path in TESTS:
+        names: list[str] = []
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
+        twice = {name for name in names if names.count(name) > 1}
+        assert not twice, f"{path.relative_to(ROOT)} assigns {twice} twice"
+
+
+def test_names_in_tests_say_what_they_hold() -> None:
+    names = 0
+    lines = 0
+    for path in TESTS:
+        text = path.read_text()
+        lines += text.count("\n")
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        names += sum(token.type == tokenize.NAME and token.string in FILLERS for token in tokens)
+    assert 1000 * names <= 10 * lines, f"{names} names in {lines} lines of tests are one of {sorted(FILLERS)}"

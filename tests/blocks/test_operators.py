@@ -14,7 +14,6 @@ from tests.kit import clip_zoo
 from tests.kit.zoo import PLAIN, ZOO, make_images, make_model
 
 WAYS = [("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
-PLAIN += ["beit_base_patch16_224", "deit3_small_patch16_224", "vit_dlittle_patch16_reg1_gap_256"]
 OTHERS = ["vit_base_patch16_rpn_224", "vit_base_patch16_xp_224", "vit_small_patch16_18x2_224"]
 
 

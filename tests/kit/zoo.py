@@ -52,6 +52,7 @@ ZOO: dict[str, dict[str, object]] = {
 }
 # Two residual branches with nothing behind them.
 PLAIN = ["test_vit", "vit_tiny_patch16_224", "vit_little_patch16_reg4_gap_256", "eva02_tiny_patch14_224"]
+PLAIN += ["beit_base_patch16_224", "deit3_small_patch16_224", "vit_dlittle_patch16_reg1_gap_256"]
 
 
 def make_model(name: str, seed: int = 0, **changes: object) -> nn.Module:
