@@ -11,7 +11,8 @@ PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text()
     for path in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "ARCHITECTURE.md", *(ROOT / "docs").rglob("*.md")]
 }
-FOLDERS = {name: (ROOT / name).read_text() for name in ("datasets/README.md", "datasets/sets.md", "scripts/README.md")}
+_FOLDERS = ("datasets/README.md", "datasets/sets.md", "scripts/README.md", "tests/README.md")
+FOLDERS = {name: (ROOT / name).read_text() for name in _FOLDERS}
 # A fenced block with its language, or lines indented by four or more after an empty one.
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # The same with its indent, as in lists.
