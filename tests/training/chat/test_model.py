@@ -63,13 +63,13 @@ def test_smaller_images_have_fewer_tokens_and_resampled_positions(folder: Path, 
         assert int((batch["input_ids"] == one_processor.image_token_id).sum()) == patches * len(talks[0].images)
         assert one(**batch).loss.isfinite()
     # The host's own resampling, from which training goes on.
-    tower, old = model.model.vision_tower, large.model.vision_tower
+    small, old = model.model.vision_tower, large.model.vision_tower
     image = torch.randn(2, 3, 16, 16)
-    assert torch.equal(tower(image).last_hidden_state, old(image, interpolate_pos_encoding=True).last_hidden_state)
-    assert tower.get_input_embeddings() is not None
+    assert torch.equal(small(image).last_hidden_state, old(image, interpolate_pos_encoding=True).last_hidden_state)
+    assert small.get_input_embeddings() is not None
     model.save_pretrained(folder / f"small-{tower}")
     again = type(model).from_pretrained(folder / f"small-{tower}")
-    assert torch.equal(again.model.vision_tower(image).last_hidden_state, tower(image).last_hidden_state)
+    assert torch.equal(again.model.vision_tower(image).last_hidden_state, small(image).last_hidden_state)
     with pytest.raises(ValueError, match="multiple of 8"):
         create_model(config.at_size(12))
 
