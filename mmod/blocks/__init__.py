@@ -14,7 +14,6 @@ from mmod.blocks.conversion import (
     make_routed,
 )
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
-from mmod.blocks.forward_pass import ForwardPass, PassTracker
 from mmod.blocks.grid import Grid, GridHook, GridOfPass, GridSource, grid_of_map
 from mmod.blocks.hook import ModelHook, SpanHook, attach, detach_hooks, model_hooks
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules

@@ -38,8 +38,10 @@ def attach(module: nn.Module, hook: ModelHook) -> None:
 def model_hooks(model: nn.Module) -> list[ModelHook]:
     """Return the routing hooks of a model."""
     check_module(model)
-    hooks = [hook for module in model.modules() for hook in module._forward_pre_hooks.values()]
-    return [hook for hook in hooks if isinstance(hook, ModelHook)]
+    found: list[ModelHook] = []
+    for module in model.modules():
+        found += [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, ModelHook)]
+    return found
 
 
 def detach_hooks(model: nn.Module, kind: type = ModelHook) -> None:

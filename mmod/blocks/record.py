@@ -32,7 +32,8 @@ class Record:
     def keep(self, place: str, routing: Routing) -> None:
         """Record a decision, unless gradient checkpointing repeats it."""
         if not recomputing():
-            self.decisions[place], self.fresh = routing, True
+            self.decisions[place] = routing
+            self.fresh = True
 
 
 class Records(PerThread[Record]):
@@ -86,8 +87,9 @@ class Deciding(nn.Module):
     def auxiliary_loss(self) -> Tensor | None:
         """Return the weighted losses of the last pass in training mode, once; None without any."""
         record = self.record
-        losses, record.losses = record.losses, []
-        return losses[0] if len(losses) == 1 else sum(losses[1:], losses[0]) if losses else None
+        losses = record.losses
+        record.losses = []
+        return sum(losses[1:], losses[0]) if losses else None
 
 
 def deciding_modules(model: nn.Module) -> dict[str, Deciding]:

@@ -197,8 +197,6 @@ class RoutedBlock(Deciding, ConvertedBlock):
                 routing = router(scored, shared.score_BN, tokens)
             if state.place < span.last:
                 span.remember(routing, shared, state.place, router, tokens)
-        if router.weighs_slots:
-            routing = router.weigh_slots(routing)
         record = state.records.value
         if self.training or record.traced:
             record.keep("", routing)

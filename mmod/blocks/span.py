@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -123,9 +123,10 @@ AnyPass = TypeVar("AnyPass", bound=Pass)
 
 
 class _Remembered(NamedTuple):
-    """A tensor between two modules, and the pass that it belongs to."""
+    """A tensor between two modules, how often its values were changed in place, and the pass that it belongs to."""
 
     tensor: weakref.ref[Tensor]
+    version: int
     found: Any
 
 
@@ -172,7 +173,7 @@ class Passes(Generic[AnyPass]):
         if recomputing() and call.outer is None:
             # A part of the model; the model as a whole is recomputed by a call of it.
             self._recomputed.value[:] = [(torch._C._current_graph_task_id(), started)]
-            match = self._by_address.get(_address(x))
+            match = self._by_address.get(_address(x)[0])
             if match is not None:
                 started.grid = match.found.grid
             return started
@@ -201,8 +202,10 @@ class Passes(Generic[AnyPass]):
         """
         found = None
         if not torch.compiler.is_compiling():
-            match = self._by_address.get(_address(x))
-            if match is not None and match.found.shape == x.shape[:2]:
+            address, version = _address(x)
+            match = self._by_address.get(address)
+            # A buffer may hold another batch by now.
+            if match is not None and match.version == version and match.found.shape == x.shape[:2]:
                 found = match.found
             if torch._C._current_graph_task_id() != -1:
                 return self._find_recomputed(found)
@@ -219,13 +222,21 @@ class Passes(Generic[AnyPass]):
 
     def hand_on(self, current: AnyPass, y: Tensor) -> None:
         """Remember that a tensor between two modules belongs to a pass."""
-        address = -1 if torch.compiler.is_compiling() else _address(y)
-        if address == -1:
+        if torch.compiler.is_compiling():
+            return
+        address, version = _address(y)
+        if not address:
             return
         remembered = self._by_address
+
+        def forget(tensor: weakref.ref[Tensor]) -> None:
+            # Another tensor may lie there by now.
+            if address in remembered and remembered[address].tensor is tensor:
+                del remembered[address]
+
         # FSDP2 gives a block a view of the tensor that checkpointing keeps.
         kept = y if y._base is None else y._base
-        remembered[address] = _Remembered(weakref.ref(kept, lambda _: remembered.pop(address, None)), current)
+        remembered[address] = _Remembered(weakref.ref(kept, forget), version, current)
 
     def _only_unfinished(self, x: Tensor, place: int, call: StackCall) -> Any:
         """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""
@@ -269,11 +280,12 @@ class Passes(Generic[AnyPass]):
         )
 
 
-def _address(x: Tensor) -> int:
-    """Return where a tensor's values lie; -1 if it has none of its own."""
+def _address(x: Tensor) -> tuple[int, int]:
+    """Return where a tensor's values lie, 0 if it has none of its own, and how often they were changed in place."""
     if type(x) is not Tensor or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return -1
-    return x.data_ptr()
+        return 0, 0
+    # Tensors of inference mode do not count changes.
+    return x.data_ptr(), 0 if x.is_inference() else x._version
 
 
 class Decision(NamedTuple):
@@ -348,6 +360,8 @@ class Span(Passes[SpanPass]):
                 found.place = place
             else:
                 found = self.find(x, place)
+                if found is not None and not torch.compiler.is_compiling() and found.shape != x.shape[:2]:
+                    self._refuse_shape(x, found)
         if found is not None:
             found.busy = True
             self.calls.value.entered = found
@@ -361,6 +375,13 @@ class Span(Passes[SpanPass]):
                 f"pass through that block: run the whole model, or begin at {self.names[0]}"
             )
         return None
+
+    def _refuse_shape(self, x: Tensor, found: SpanPass) -> NoReturn:
+        raise ValueError(
+            f"a routed block got (images, tokens) = {tuple(x.shape[:2])}, and the pass that it continues has "
+            f"{found.shape}: the batch or the sequence changed between two blocks that share scores, so route with a "
+            "router that shares none, such as 'linear', or keep all images and tokens between them"
+        )
 
     def decided(
         self, x_BND: Tensor, shared: SpanPass, place: int, router: Router, tokens: TokenMarks | TokenGroups
@@ -423,8 +444,7 @@ class Span(Passes[SpanPass]):
     def leave(self, y: Tensor, shared: SpanPass, rows: Rows, router: Router, state: InSpan) -> Tensor:
         """Return all tokens after a block (B, N, D), or its rows if the next block takes them."""
         shared.busy = False
-        # Blocks that weigh their last slots by a capacity of their own leave rows that differ.
-        if state.passes_rows and shared.unobserved and rows.shrinks and not router.weighs_slots:
+        if state.passes_rows and shared.unobserved and rows.shrinks and router.shares_decisions:
             if rows.router is None:
                 rows.router = router
             shared.rows = rows
@@ -438,8 +458,7 @@ class Span(Passes[SpanPass]):
     def _reuses(self, router: Router) -> bool:
         # Compilers merge equal calls themselves, and would guard on the identity of tensors. Whom a token joins depends
         # on the block that decides.
-        config = router.config
-        return config.router.shared and (config.joins or not torch.compiler.is_compiling())
+        return router.shares_decisions and (router.config.joins or not torch.compiler.is_compiling())
 
     def _same_rule(
         self, shared: SpanPass, place: int, router: Router, device: torch.device, tokens: TokenMarks | TokenGroups

@@ -230,7 +230,10 @@ def method_owners(model: nn.Module) -> list[nn.Module]:
 
 def methods_of(model: nn.Module) -> tuple[Method, ...]:
     """Return the methods that changed a model, in order; empty for a dense one."""
-    return tuple(method for owner in method_owners(model) for method in vars(owner)["mod_methods"])
+    found: list[Method] = []
+    for owner in method_owners(model):
+        found += vars(owner)["mod_methods"]
+    return tuple(found)
 
 
 @contextmanager
@@ -245,5 +248,8 @@ def deciding_together(model: nn.Module) -> Iterator[None]:
 
 def decided_alone(model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
     """Return which tokens would run if decided independently (B, N), from a trace inside `deciding_together`."""
-    methods = [method for method in methods_of(model) if method.two_ways]
-    return {place: alone_BN for method in methods for place, alone_BN in method.decided_alone(model, decisions).items()}
+    alone: dict[str, Tensor] = {}
+    for method in methods_of(model):
+        if method.two_ways:
+            alone |= method.decided_alone(model, decisions)
+    return alone

@@ -64,12 +64,11 @@ class Channels(Method):
         """Return every second block of the stages of a ResNet, by name."""
         if find_library(model) != "timm" or not isinstance(model, ResNet):
             raise ValueError(f"method 'channels' supports timm ResNets, got a {type(model).__name__}")
-        return {
-            f"{name}.{index}": block
-            for name, stage in model.named_children()
-            for index, block in enumerate(stage.children())
-            if name.startswith("layer") and index % 2
-        }
+        blocks: dict[str, Any] = {}
+        for name, stage in model.named_children():
+            if name.startswith("layer"):
+                blocks |= {f"{name}.{index}": block for index, block in enumerate(stage.children()) if index % 2}
+        return blocks
 
     def check(self, model: nn.Module, stack: dict[str, Any]) -> None:
         """Raise a ValueError unless there are blocks to replace and all can be narrowed."""
@@ -82,7 +81,8 @@ class Channels(Method):
                 raise ValueError(
                     f"{name} has groups, attention or a norm other than BatchNorm2d: it cannot be narrowed"
                 )
-            wide, multiple = block.conv1.in_channels, block.expansion
+            wide = block.conv1.in_channels
+            multiple = block.expansion
             if wide % self.divisor or wide // self.divisor % multiple:
                 raise ValueError(
                     f"method.divisor={self.divisor} must divide the {wide} channels of {name}, "
@@ -92,7 +92,8 @@ class Channels(Method):
     def change(self, model: nn.Module, stack: dict[str, Any]) -> None:
         """Replace the blocks' layers by narrow ones and add selectors."""
         for number, block in enumerate(stack.values()):
-            narrow, selector = _narrow(block, self.divisor), _selector(block, self.squeeze)
+            narrow = _narrow(block, self.divisor)
+            selector = _selector(block, self.squeeze)
             wide = {name: child for name, child in block.named_children() if any(True for _ in child.parameters())}
             for name in wide:
                 setattr(block, name, getattr(narrow, name))
@@ -145,7 +146,8 @@ class ChannelBlock(StandingModule, Deciding):
 
     def _choose(self, flat: Tensor, logit_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Return the indices of the channels that run, ascending, and their scores (B, K)."""
-        config, rank_BC = self.mod_state.config, logit_BC
+        config = self.mod_state.config
+        rank_BC = logit_BC
         if config.chosen == "random":
             rank_BC = self.mod_state.draw(flat)
         index_BK = select_topk(rank_BC, Fraction(1, config.divisor))[0]
@@ -156,7 +158,8 @@ class ChannelBlock(StandingModule, Deciding):
 
 def _narrow(block: Any, divisor: int) -> nn.Module:
     """Return a narrow block of the same class, initialised as in timm."""
-    wide, inner = block.conv1.in_channels // block.expansion, block.conv2.out_channels
+    wide = block.conv1.in_channels // block.expansion
+    inner = block.conv2.out_channels
     weight = block.conv1.weight
     reduce_first = (inner if block.expansion > 1 else wide) // block.conv1.out_channels
     narrow: Any = type(block)(
@@ -177,7 +180,8 @@ def _narrow(block: Any, divisor: int) -> nn.Module:
 
 
 def _selector(block: Any, squeeze: int) -> nn.Sequential:
-    channels, weight = block.conv1.in_channels, block.conv1.weight
+    channels = block.conv1.in_channels
+    weight = block.conv1.weight
     hidden = max(1, channels // squeeze)
     like = {"device": weight.device, "dtype": weight.dtype}
     return nn.Sequential(nn.Linear(channels, hidden, **like), nn.ReLU(), nn.Linear(hidden, channels, **like))

@@ -21,7 +21,8 @@ class EnclosedModel:
         """Raise a ValueError if a model around the changed one is being saved."""
         outer = _saved_around(module) if prefix else None
         if outer is not None:
-            inner, host = type(module).__name__, type(module).__module__.partition(".")[0]
+            inner = type(module).__name__
+            host = type(module).__module__.partition(".")[0]
             save = "its own save_pretrained" if host == "transformers" else "mmod.save_pretrained"
             raise ValueError(
                 f"this {type(outer).__name__} would be saved without the methods of the {inner} inside it, and open as "

@@ -8,16 +8,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Deciding, Records, convert, host_class
-from mmod.blocks.forward_pass import PassTracker
+from mmod.blocks import Deciding, Pass, Passes, Records, convert, host_class, recomputing
 from mmod.blocks.routed import ConvertedBlock
-from mmod.blocks.span import recomputing
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import exporting
@@ -66,14 +64,17 @@ class Exit(Method):
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Add a copy of the model's head to every exit block, and make the model gather the logits of all exits."""
-        tracker, ends = PassTracker(), len(self.blocks) + 1
+        first = self.blocks[0]
+        ends = len(self.blocks) + 1
+        passes = Passes(stack.calls, Leaving, last=len(stack.blocks) - 1 - first)
         heads = {index: ExitHead(model) for index in self.blocks}
-        for index in range(self.blocks[0], len(stack.blocks)):
+        for index in range(first, len(stack.blocks)):
             turn = self.blocks.index(index) if index in heads else None
-            convert(stack.blocks[index], ExitBlock, _ExitState(tracker, self.confidence, turn, ends, Records()))
+            state = _ExitState(passes, index - first, self.confidence, turn, ends, Records())
+            convert(stack.blocks[index], ExitBlock, state)
             if index in heads:
                 stack.blocks[index].exit = heads[index]
-        convert(model, ExitModel, tracker)
+        convert(model, ExitModel, passes)
 
 
 class ExitHead(nn.Module):
@@ -105,21 +106,35 @@ class ExitHead(nn.Module):
         return logits
 
 
-class _Leaving:
-    """The images of a forward pass that exited, and the remaining ones."""
+class Leaving(Pass):
+    """The images of a forward pass that exited, and the remaining ones, which `shape` counts.
+
+    Attributes:
+        total: Number of all images.
+        exits: Images may exit, as in a call of the model.
+        index_B: Batch indices of the remaining images; None for all.
+        answers: Batch indices and logits of the images that exited, by exit.
+    """
 
     def __init__(self) -> None:
+        super().__init__()
         self.total = 0
-        # Batch indices of the remaining images; None for all.
+        self.exits = False
         self.index_B: Tensor | None = None
-        # Batch indices and logits of the images that left, by exit.
         self.answers: list[tuple[Tensor, Tensor]] = []
 
 
 class _ExitState(NamedTuple):
-    """Plain state of a block before, at or after an exit, whose index is `turn`; `ends` counts the final head too."""
+    """Plain state of a block at or after the first exit.
 
-    tracker: PassTracker
+    Args:
+        place: Number of blocks between the first exit's and this one.
+        turn: Number of the exit after this block; None for none.
+        ends: Number of exits, including the final head.
+    """
+
+    passes: Passes[Leaving]
+    place: int
     confidence: float
     turn: int | None
     ends: int
@@ -144,27 +159,54 @@ class ExitBlock(Deciding, ConvertedBlock):
             raise RuntimeError(
                 "early exit does not support gradient checkpointing, which runs blocks twice: turn it off"
             )
-        running = self.mod_state.tracker.running
-        # Outside a call of the model, all images run.
-        leaving = running.slot(_Leaving) if running.begun else _Leaving()
+        state = self.mod_state
+        leaving = self._leaving(x)
         if self.record.traced:
             self._trace(x, leaving)
         if not x.shape[0]:
             # Not every host supports an empty batch.
             return x
         masks = {name: _of_remaining(x, value, leaving) for name, value in kwargs.items()}
+        leaving.busy = True
         y: Tensor = super().forward(x, *(_of_remaining(x, value, leaving) for value in args), **masks)
-        if self.mod_state.turn is None or not running.begun:
+        leaving.busy = False
+        if not leaving.exits:
             return y
-        if y.is_meta:
+        if state.turn is not None and y.is_meta:
             # On meta, FLOPs are counted as if no image exited.
             self.exit(y)
-            return y
-        return self._leave(y, leaving)
+        elif state.turn is not None:
+            y = self._leave(y, leaving)
+        state.passes.hand_on(leaving, y)
+        return y
 
-    def _trace(self, x_BND: Tensor, leaving: _Leaving) -> None:
+    def _leaving(self, x: Tensor) -> Leaving:
+        """Return the pass that a block's input belongs to; outside a call of the model, one in which none exits."""
+        state = self.mod_state
+        call = state.passes.calls.value.running
+        if call.outer is None:
+            leaving = Leaving()
+            leaving.total = x.shape[0]
+            return leaving
+        found = state.passes.find(x, state.place) if state.place else None
+        if found is None:
+            if call.begun:
+                raise RuntimeError(
+                    "the blocks of an early-exit model got a second batch while the model ran on a first one, as from "
+                    "a hook: call the model itself on the second batch, which keeps their images apart"
+                )
+            found = state.passes.begin(x)
+            found.total = x.shape[0]
+            found.exits = True
+        if x.shape[0] != found.shape[0]:
+            raise RuntimeError(
+                f"a block of an early-exit model got {x.shape[0]} images, and {found.shape[0]} remain after the block "
+                "before: images cannot be added or removed between the blocks"
+            )
+        return found
+
+    def _trace(self, x_BND: Tensor, leaving: Leaving) -> None:
         """Record which images the block runs on."""
-        leaving.total = leaving.total or x_BND.shape[0]
         runs_B1 = torch.zeros(leaving.total, 1, dtype=torch.bool, device=x_BND.device)
         runs_B1[slice(None) if leaving.index_B is None else leaving.index_B] = True
         kept = Kept(torch.zeros_like(runs_B1, dtype=torch.long), runs_B1)
@@ -172,7 +214,7 @@ class ExitBlock(Deciding, ConvertedBlock):
 
     # The number of remaining images depends on the data, so this cannot be compiled.
     @torch.compiler.disable
-    def _leave(self, y_BND: Tensor, leaving: _Leaving) -> Tensor:
+    def _leave(self, y_BND: Tensor, leaving: Leaving) -> Tensor:
         """Store the logits of the images that exit, and return the tokens of the others."""
         state = self.mod_state
         assert state.turn is not None
@@ -191,10 +233,12 @@ class ExitBlock(Deciding, ConvertedBlock):
             logits = logits[leaves_B]
         leaving.answers.append((leaving.index_B[leaves_B], logits))
         leaving.index_B = leaving.index_B[~leaves_B]
-        return y_BND[~leaves_B]
+        remaining_BND = y_BND[~leaves_B]
+        leaving.shape = tuple(remaining_BND.shape[:2])
+        return remaining_BND
 
 
-def _of_remaining(x_BND: Tensor, argument: Any, leaving: _Leaving) -> Any:
+def _of_remaining(x_BND: Tensor, argument: Any, leaving: Leaving) -> Any:
     """Return the rows of the remaining images, of a mask of all (B, H, N, N); other arguments are unchanged."""
     if not isinstance(argument, Tensor) or argument.ndim != 4 or argument.shape[0] in (1, x_BND.shape[0]):
         return argument
@@ -204,19 +248,22 @@ def _of_remaining(x_BND: Tensor, argument: Any, leaving: _Leaving) -> Any:
 class ExitModel(nn.Module):
     """Mixin of a model that gathers the logits of its exits."""
 
-    mod_state: PassTracker
+    mod_state: Passes[Leaving]
 
     # Export wants a name for what its dynamic shapes describe.
     def forward(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Return the logits of all images, from the exit that each one took."""
         if exporting():
             raise ValueError("early exit cannot be exported: the number of remaining images depends on the data")
-        leaving = self.mod_state.begin().slot(_Leaving)
+        calls = self.mod_state.calls.value
+        calls.begin(unobserved=False)
+        call = calls.running
         try:
             last: Tensor = super().forward(x, *args, **kwargs)
         finally:
-            self.mod_state.end()
-        if leaving.index_B is None:
+            calls.end()
+        leaving = cast("Leaving | None", call.latest)
+        if leaving is None or leaving.index_B is None:
             return last
         places, logits = zip(*leaving.answers, (leaving.index_B, last))
         shapes = [tuple(values.shape[1:]) for values in logits]

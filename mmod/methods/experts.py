@@ -146,7 +146,8 @@ class Experts(Mixture):
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
             router = TokenRouter(stack.dim, self.experts + self.idle, weight)
             convert(mlp, ExpertMlp, ExpertState(self, Records(ExpertRecord)))
-            mlp.router, mlp.others = router, others
+            mlp.router = router
+            mlp.others = others
             attention = stack.call_of(stack.blocks[index], None).operators.get("attention")
             if attention and not stack.language:
                 stack.blocks[index].get_submodule(attention).register_forward_pre_hook(
@@ -266,9 +267,11 @@ class ExpertMlp(StandingModule, Deciding):
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return the weighted sum of the experts' outputs (B, N, D); zero for tokens without an expert."""
-        config, logit_BNJ = self.mod_state.config, self.router(x_BND)
+        config = self.mod_state.config
+        logit_BNJ = self.router(x_BND)
+        prob_BNJ = logit_BNJ.softmax(dim=-1)
         valid_BN = self._take_valid(x_BND)
-        prob_BNJ, learns = logit_BNJ.softmax(dim=-1), self.training and not recomputing()
+        learns = self.training and not recomputing()
         logit_EBN = self._alone(x_BND, logit_BNJ) if config.two_ways else None
         if x_BND.is_meta or self.chooses_together(self.training):
             slots = config.slots_of(x_BND.shape[1])
@@ -317,7 +320,8 @@ class ExpertMlp(StandingModule, Deciding):
         record: Any = self.record
         if record.valid_BN is None:
             return None
-        valid_BN, record.valid_BN = record.valid_BN, None
+        valid_BN: Tensor = record.valid_BN
+        record.valid_BN = None
         return valid_BN.expand(x_BND.shape[0], -1)
 
     def _loss(

@@ -71,13 +71,15 @@ class Merge(Reducing):
 
 def merge_tokens(count: int, grid: Grid, inputs: AttentionInputs, prefix: int) -> tuple[Grid, Restore] | None:
     """Merge the most similar patches."""
-    x_BND, tokens = grid.x_BND, grid.x_BND.shape[1]
+    x_BND = grid.x_BND
+    tokens = x_BND.shape[1]
     merged = min(count, (tokens - prefix) // 2)
     if not merged:
         return None
     stay_BK, gone_BR, into_BR = match(inputs.key, prefix, merged)
     if grid.size_BN is None:
-        one_BK, weighed_BND = x_BND.new_ones(stay_BK.shape), x_BND
+        weighed_BND = x_BND
+        one_BK = x_BND.new_ones(stay_BK.shape)
         size_BK = one_BK.scatter_add(1, into_BR, one_BK[:, :merged])
     else:
         size_BK = grid.size_BN.gather(1, stay_BK).scatter_add(1, into_BR, grid.size_BN.gather(1, gone_BR))
@@ -114,12 +116,15 @@ def match(key_BHNE: Tensor, prefix: int, merged: int) -> tuple[Tensor, Tensor, T
         key_BNE = key_BHNE.mean(dim=1)
         key_BNE = key_BNE / key_BNE.norm(dim=-1, keepdim=True)
         like_BAC = key_BNE[:, ::2] @ key_BNE[:, 1::2].transpose(1, 2)
-        protected_A, protected_C = prefix - prefix // 2, prefix // 2
+        # The prefix alternates between the two sets, as all tokens do.
+        protected_A = prefix - prefix // 2
+        protected_C = prefix // 2
         like_BAC[:, :protected_A] = -torch.inf
         like_BAC[:, :, :protected_C] = -torch.inf
         best_BA, partner_BA = like_BAC.max(dim=-1)
         order_BA = best_first(best_BA)
-        gone_BR, left_BA = order_BA[:, :merged], order_BA[:, merged:]
+        gone_BR = order_BA[:, :merged]
+        left_BA = order_BA[:, merged:]
         if prefix:
             left_BA = left_BA.sort(dim=-1).values[:, protected_A:]
         into_BR = partner_BA.gather(1, gone_BR) + (prefix + left_BA.shape[1] - protected_C)

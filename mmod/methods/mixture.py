@@ -201,7 +201,8 @@ def computed(rows: ExpertRows, prob_BNJ: Tensor) -> Tensor:
 
 def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | None) -> list[Routing]:
     """Return the experts' decisions, with logits of the independent ones (E, B, N) if there are any."""
-    experts, (batch, tokens, _) = len(rows.counts), prob_BNJ.shape
+    experts = len(rows.counts)
+    batch, tokens, _ = prob_BNJ.shape
     if prob_BNJ.is_meta:
         index = torch.arange(rows.counts[0] // batch, device=prob_BNJ.device).expand(batch, -1)
         return [Routing(Kept(index), Evidence(prob_BNJ[..., number])) for number in range(experts)]

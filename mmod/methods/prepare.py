@@ -157,7 +157,9 @@ def _refusals(
     stack: BlockStack, config: RoutingConfig, block: nn.Module, call: BlockCall
 ) -> Iterator[tuple[object, str, str]]:
     """Yield whether an option is refused, the option, and the reason."""
-    context, operator, gate_on = f"context={config.context!r}", f"operator={config.operator!r}", config.language.gate_on
+    context = f"context={config.context!r}"
+    operator = f"operator={config.operator!r}"
+    gate_on = config.language.gate_on
     reason = "'all' needs fused attention in a block of timm or open_clip or in a decoder layer"
     yield config.context not in call.contexts, context, f"which supports {', '.join(call.contexts)}: {reason}"
     reason = f"which has no such residual branch; possible are {', '.join(('block', *call.operators))}"

@@ -43,4 +43,7 @@ def is_added(name: str) -> bool:
         >>> is_added("blocks.1.router.score.weight"), is_added("blocks.1.mlp.fc1.weight")
         (True, False)
     """
-    return any(fragment in name for kind in METHODS for fragment in METHODS[kind].added)
+    fragments: list[str] = []
+    for kind in METHODS:
+        fragments += METHODS[kind].added
+    return any(fragment in name for fragment in fragments)

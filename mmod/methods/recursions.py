@@ -131,7 +131,9 @@ class Recursions(Mixture):
             container: Any = model.get_submodule(name.rpartition(".")[0])
             # Removed layers of a loaded model are on meta until the model's initialisation fills them.
             restored = cycle.blocks(getattr(model, "_init_weights", None))
-            blocks = [block for child in container for block in (restored if child is cycle else [child])]
+            blocks: list[nn.Module] = []
+            for child in container:
+                blocks += restored if child is cycle else [child]
             del container[:]
             container.extend(blocks)
         super().restore(model)
@@ -169,7 +171,8 @@ class Cycle(StandingModule, Deciding):
     def __init__(self, config: Recursions, stack: BlockStack, middle: list[nn.Module]) -> None:
         super().__init__()
         count = len(middle) // config.recursions
-        shared, removed = middle[:count], middle[count:]
+        shared = middle[:count]
+        removed = middle[count:]
         calls = [stack.call_of(block, None) for block in shared]
         self.mod_state = CycleState(config, stack.prefix, stack.language, calls, removed, Records())
         weight = first_floating(shared[0])
@@ -203,7 +206,8 @@ class Cycle(StandingModule, Deciding):
 
     def forward(self, x_BND: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return all tokens after their recursions (B, N, D)."""
-        config, record = self.mod_state.config, self.record
+        config = self.mod_state.config
+        record = self.record
         arguments = self.mod_state.calls[0].bind(args, kwargs)
         valid_BN = self._valid(arguments, x_BND)
         learns = self.training and not recomputing()
@@ -250,11 +254,18 @@ class Cycle(StandingModule, Deciding):
         return self.mod_state.config.two_ways and not together
 
     def _run(
-        self, number: int, recursion: int, arguments: Mapping[str, Any], x_BND: Tensor, y: Tensor, routing: Routing,
+        self,
+        number: int,
+        recursion: int,
+        arguments: Mapping[str, Any],
+        x_BND: Tensor,
+        y: Tensor,
+        routing: Routing,
         keys: list[tuple[Tensor, Tensor]],
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the rows of a recursion after a shared block."""
-        block, call = self.shared[number], self.mod_state.calls[number]
+        block = self.shared[number]
+        call = self.mod_state.calls[number]
         if self.mod_state.config.keys == "first":
             # In the first recursion, the rows are all tokens.
             tokens = x_BND if recursion else y
@@ -267,7 +278,8 @@ class Cycle(StandingModule, Deciding):
 
     def _choose(self, x_BND: Tensor, previous_BN: Tensor | None, valid_BN: Tensor | None, recursion: int) -> Routing:
         """Choose among the tokens of the previous recursion: by top-k gates, or independently by logits."""
-        config, predicted_BN = self.mod_state.config, None
+        config = self.mod_state.config
+        predicted_BN = None
         score_BN = self.routers[recursion](x_BND)
         gate_BN = apply_gate(score_BN, "sigmoid", GATE)
         if not recursion:
@@ -292,7 +304,8 @@ class Cycle(StandingModule, Deciding):
         return Routing(Kept(index_BK, valid_BK, inverse_BN=inverse_BN), evidence, Weights(weight_BK))
 
     def _depths(self, x_BND: Tensor, valid_BN: Tensor | None) -> Depths:
-        prefix, config = self.mod_state.prefix, self.mod_state.config
+        prefix = self.mod_state.prefix
+        config = self.mod_state.config
         prob_BNR = self.routers[0](x_BND).softmax(dim=-1)
         last_BN = prob_BNR.argmax(dim=-1)
         last_BN = torch.cat([torch.full_like(last_BN[:, :prefix], prob_BNR.shape[2] - 1), last_BN[:, prefix:]], dim=1)
@@ -304,7 +317,8 @@ class Cycle(StandingModule, Deciding):
     def _follow(self, depths: Depths, recursion: int) -> Routing:
         """Return the decision of a recursion under token choice: tokens whose last recursion is not over."""
         batch, tokens, count = depths.prob_BNR.shape
-        prob_BN, valid_BK = depths.prob_BNR[..., recursion], None
+        prob_BN = depths.prob_BNR[..., recursion]
+        valid_BK = None
         if not recursion:
             return _all_tokens(prob_BN, prob_BN)
         if depths.last_BN.is_meta:
@@ -319,9 +333,15 @@ class Cycle(StandingModule, Deciding):
         return Routing(Kept(index_BK, valid_BK), Evidence(prob_BN), Weights(prob_BN.gather(1, index_BK)))
 
     def _leave(
-        self, x_BND: Tensor, z: Tensor, y: Tensor, first_BND: Tensor, depths: Depths | None, routing: Routing,
+        self,
+        x_BND: Tensor,
+        z: Tensor,
+        y: Tensor,
+        first_BND: Tensor,
+        depths: Depths | None,
+        routing: Routing,
         recursion: int,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return all tokens after a recursion, from its rows before (z) and after the shared blocks (y)."""
         assert routing.weights.gate_BK is not None
         if self.mod_state.config.adds == "change":

@@ -117,7 +117,7 @@ def resized(images: Tensor, target: Target) -> Tensor:
     Raises:
         ValueError: The aspect ratio would change by more than a patch.
     """
-    height, width = images.shape[2], images.shape[3]
+    height, width = images.shape[2:]
     if (height, width) == (target.height, target.width):
         return images
     if abs(target.height * width - target.width * height) >= target.patch_width * height:

@@ -15,6 +15,7 @@ from mmod.adapters import BlockStack, find_parts
 from mmod.blocks import (
     Branch,
     GridHook,
+    ModelHook,
     RoutedBlock,
     RoutedState,
     SpanHook,
@@ -126,9 +127,10 @@ class Route(Method):
         """Return which tokens reach the inference threshold (B, N), by routed block."""
         alone = {}
         for name, block in routed_blocks(model).items():
-            routing, config = decisions[name], block.router.config
+            config = block.router.config
             if config.language.inference_threshold is not None:
-                alone[name] = config.router.squashed(routing.evidence.logit_BN) >= config.language.inference_threshold
+                level_BN = config.router.squashed(decisions[name].evidence.logit_BN)
+                alone[name] = level_BN >= config.language.inference_threshold
         return alone
 
     def find(self, model: nn.Module) -> dict[str, BlockStack]:
@@ -150,7 +152,9 @@ class Route(Method):
     def change(self, model: nn.Module, stacks: Mapping[str, BlockStack]) -> None:
         """Convert the blocks of each part in place."""
         conversions = {name: prepare(stack, self.parts[name]) for name, stack in stacks.items()}
-        hooks = [pair for name, stack in stacks.items() for pair in stack.hooks(self.parts[name])]
+        hooks: list[tuple[nn.Module, ModelHook]] = []
+        for name, stack in stacks.items():
+            hooks += stack.hooks(self.parts[name])
         for name, stack in stacks.items():
             if self.parts[name].router.reads_grid and stack.grid is not None:
                 hooks.append((stack.grid.module, GridHook(stack.calls, stack.grid.read)))
@@ -270,7 +274,9 @@ def deciding_by(model: nn.Module, change: Callable[[RoutingConfig], RoutingConfi
     """
     blocks = routed_blocks(model).values()
     # peft may wrap a router and train copies of it.
-    routers = [router for block in blocks for router in block.router.modules() if isinstance(router, Router)]
+    routers: list[Router] = []
+    for block in blocks:
+        routers += [module for module in block.router.modules() if isinstance(module, Router)]
     rules = [router.rule for router in routers]
     # Blocks with equal configs share one object.
     changed = {id(rule.config): change(rule.config) for rule in rules}

@@ -1,4 +1,7 @@
-"""Capacities learned with the weights, one per routed block, under one budget. L: routed blocks, G: quarters."""
+"""Capacities learned with the weights, one per routed block, under one budget.
+
+Axes: L routed blocks, G quarters, B images, N tokens, K slots per image, D channels.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -23,8 +26,9 @@ from mmod.methods.route import capacities, routed_blocks, routing_configs
 from mmod.model import set_capacity_, unroute_
 from mmod.ops.select import kept_count
 from mmod.planning.plan_search import BlockCosts, best_choices, stopwatch
-from mmod.routing import Router
-from mmod.routing.rule import PartialSlots, Rule
+from mmod.routing import Router, Routing, TokenGroups, TokenMarks
+from mmod.routing.router import Rule
+from mmod.threads import PerThread
 from mmod.values import check_value, one_of
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -116,6 +120,82 @@ class LearnedCapacity(nn.Module):
         return float(low + high) / 2
 
 
+class PartialSlots(NamedTuple):
+    """A capacity between two others: tokens that only the larger one keeps run at reduced weight.
+
+    Args:
+        lower: The smaller capacity; the larger one is the router's.
+        share: Weight of the tokens that the smaller one drops, in [0, 1]; a scalar that may carry a gradient.
+    """
+
+    lower: Fraction
+    share: Tensor
+
+    def weigh(self, routing: Routing, prefix: int) -> Routing:
+        """Return a decision at the larger capacity with the weights of the capacity between."""
+        score_BN = routing.score_BN
+        kept = routing.kept
+        tokens = routing.evidence.tokens
+        assert isinstance(tokens, TokenMarks)
+        level_BN = score_BN.detach().masked_fill(tokens.protected(score_BN, prefix), torch.inf)
+        level_BK = level_BN.gather(1, kept.index_BK)
+        if kept.valid_BK is not None:
+            level_BK = level_BK.masked_fill(~kept.valid_BK, -torch.inf)
+        rank_BK = level_BK.argsort(dim=1, descending=True, stable=True).argsort(dim=1)
+        if tokens.valid_BN is None:
+            whole_BK = rank_BK < kept_count(score_BN.shape[1], self.lower, prefix)
+        else:
+            count_B1 = tokens.valid_BN.sum(1, keepdim=True) * self.lower.numerator // self.lower.denominator
+            whole_BK = rank_BK < count_B1.clamp(min=max(1, prefix))
+        # Distributed training needs a gradient of every parameter, even 0.
+        weight_BK = torch.where(whole_BK, 1 + 0 * self.share, self.share)
+        gate_BK = routing.weights.gate_BK
+        weights = routing.weights._replace(gate_BK=weight_BK if gate_BK is None else gate_BK * weight_BK)
+        return routing._replace(weights=weights)
+
+
+class LearnedRouter(Router):
+    """A router while its capacity is learned, which weighs the slots between two eighths of the tokens.
+
+    Attributes:
+        partial: Weights of the last slots in this thread's pass; None where every slot runs in full.
+    """
+
+    partial: PerThread[PartialSlots | None]
+
+    @property
+    def shares_decisions(self) -> bool:
+        """Return False: the weights of a decision belong to one block."""
+        return False
+
+    def forward(
+        self,
+        x_BND: Tensor,
+        importance_BN: Tensor | None = None,
+        tokens: TokenMarks | TokenGroups | None = None,
+        earlier: Routing | None = None,
+    ) -> Routing:
+        """Decide for a batch of tokens, see `Router.forward`; the last slots run at a part of their weight."""
+        routing = super().forward(x_BND, importance_BN, tokens, earlier)
+        partial = self.partial.value
+        return routing if partial is None else partial.weigh(routing, self.prefix)
+
+
+def begin_learning(router: Any) -> None:
+    """Turn a router into one whose capacity is learned."""
+    router.__class__ = LearnedRouter
+    router.partial = PerThread(type(None))
+
+
+def end_learning(model: nn.Module) -> None:
+    """Give all routers whose capacities are learned their class back."""
+    # peft may have wrapped a router and made copies of it.
+    routers: list[Any] = [module for module in model.modules() if isinstance(module, LearnedRouter)]
+    for router in routers:
+        router.__class__ = Router
+        del router.partial
+
+
 @dataclass(eq=False)
 class CapacityHook(ModelHook):
     """Lets routed blocks decide by the learned capacities, in the thread of a forward pass."""
@@ -129,7 +209,7 @@ class CapacityHook(ModelHook):
     _rounded: tuple[list[float], list[int]] | None = None
 
     @property
-    def routers(self) -> list[Router]:
+    def routers(self) -> list[LearnedRouter]:
         """The routers of the blocks."""
         return [self.model.get_submodule(f"{name}.router") for name in self.names]  # type: ignore[misc]
 
@@ -148,18 +228,19 @@ class CapacityHook(ModelHook):
             partial = None
             if learned_L is not None:
                 partial = PartialSlots(lower[at], (learned_L[at] - float(lower[at])) * STEPS)
-            router.override(Rule(router.config, upper[at], partial))
-            router.weighs_slots = True
+            router.override(Rule(router.config, upper[at]))
+            router.partial.value = partial
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """End the capacities of the forward pass."""
         for router in self.routers:
             router.override(None)
-            vars(router).pop("weighs_slots", None)
+            router.partial.value = None
 
     def release(self) -> None:
-        """Remove the parameters."""
+        """Remove the parameters, and give the routers their class back."""
         delattr(self.model, NAME)
+        end_learning(self.model)
 
     def hold(self, chosen: Sequence[Fraction]) -> None:
         """Fix the capacities and stop learning them."""
@@ -316,6 +397,8 @@ def learn_capacity_(
     module = LearnedCapacity(rising, fixed / costs.total, share, rate).to(example.device)
     setattr(model, NAME, module)
     hook = CapacityHook(model, module, tuple(routed_blocks(model)), tokens, share, cost)
+    for block in routed_blocks(model).values():
+        begin_learning(block.router)
     # Counts of FLOPs and printed capacities are then those of the budget.
     set_capacity_(model, list(map(float, hook.chosen())))
     attach(model, hook)

@@ -48,8 +48,9 @@ class DecoderRouter(Router):
 
     def __init__(self, config: RoutingConfig, **options: Any) -> None:
         super().__init__(config, **options)
-        dim, device, dtype = options["dim"], options.get("device"), options.get("dtype")
-        self.predictor = Predictor(dim, device, dtype) if config.language.predictor else None
+        self.predictor = None
+        if config.language.predictor:
+            self.predictor = Predictor(options["dim"], options.get("device"), options.get("dtype"))
 
     @property
     def always_keeps(self) -> bool:
@@ -119,7 +120,8 @@ class DecoderRouter(Router):
 
     def _squashed(self, score_BN: Tensor, tokens: TokenGroups) -> Tensor:
         """Return the values that a threshold is compared with (B, N), relative to those of the same sample."""
-        segments, squashed = tokens.segments, self.config.router.squashed
+        segments = tokens.segments
+        squashed = self.config.router.squashed
         if segments is None:
             return squashed(score_BN, tokens.free_BN)
         free_SL = segments.split(tokens.free_BN) & segments.valid_SL
@@ -127,8 +129,8 @@ class DecoderRouter(Router):
 
     def _run_all_of(self, score_BN: Tensor, threshold: float, tokens: TokenGroups) -> Routing:
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""
-        free_BN, there_BN = tokens.free_BN, tokens.group_BN >= KEPT
-        gate_BN = torch.where(free_BN, step_gate(self._squashed(score_BN, tokens), threshold), 1.0)
+        there_BN = tokens.group_BN >= KEPT
+        gate_BN = torch.where(tokens.free_BN, step_gate(self._squashed(score_BN, tokens), threshold), 1.0)
         index_BK, valid_BK, total = slots_of(there_BN, there_BN.sum(1).tolist())
         gate_BK = gate_BN.gather(1, index_BK)
         kept = Kept(index_BK, valid_BK, total, idle_BK=gate_BK == 0)
@@ -137,7 +139,9 @@ class DecoderRouter(Router):
     def _slots(
         self, score_BN: Tensor, predicted_BN: Tensor | None, tokens: TokenGroups
     ) -> tuple[Tensor, Tensor | None, int | None]:
-        select, language = self.config.select, self.config.language
+        """Return the slots of the kept tokens (B, K), which of them are filled, and how many if known."""
+        select = self.config.select
+        language = self.config.language
         threshold = select.threshold if isinstance(select, Threshold) else None
         if not self.training and language.inference_threshold is not None:
             threshold = language.inference_threshold

@@ -60,7 +60,7 @@ def assign_groups(
     counts = torch.zeros(group_BN.shape[0], count + 2, dtype=torch.long, device=group_BN.device)
     rows = counts.scatter_add(1, group_BN + 1, torch.ones_like(group_BN)).tolist()
     sizes = tuple(tuple(row[2 : 2 + _used(row[2:])]) for row in rows)
-    if isinstance(frames, int) and any(size != frames for row in sizes for size in row):
+    if isinstance(frames, int) and any(set(row) - {frames} for row in sizes):
         raise ValueError(f"frames={frames} does not divide the image tokens of a sample, {[sum(row) for row in sizes]}")
     always = tuple(row[1] for row in rows)
     segments = None if segment_BN is None else split_segments(segment_BN, valid_BN)
@@ -70,9 +70,9 @@ def assign_groups(
 def _check_frames(free_BN: Tensor, segment_BN: Tensor, frames: int) -> None:
     """Raise a ValueError unless the image tokens of every packed sample are whole frames."""
     counts = torch.zeros(free_BN.shape[0], int(segment_BN.max()) + 1, dtype=torch.long, device=free_BN.device)
-    sizes = counts.scatter_add(1, segment_BN, free_BN.long()).tolist()
-    if any(size % frames for row in sizes for size in row):
-        raise ValueError(f"frames={frames} does not divide the image tokens of packed samples, {sizes}")
+    counts = counts.scatter_add(1, segment_BN, free_BN.long())
+    if bool((counts % frames).any()):
+        raise ValueError(f"frames={frames} does not divide the image tokens of packed samples, {counts.tolist()}")
 
 
 def split_segments(segment_BN: Tensor, valid_BN: Tensor) -> Segments:
@@ -112,8 +112,15 @@ def decoded_groups(valid_BN: Tensor) -> TokenGroups:
     """Assign the next token of every sample, which may be skipped without a change of shapes; `valid_BN` is (B, 1)."""
     samples = valid_BN.shape[0]
     group_BN = valid_BN * 2 - 1
-    sizes, always = ((1,),) * samples, (0,) * samples
-    return TokenGroups(group_BN, valid_BN, _limits(group_BN), sizes, always, strict=False, alone=True)
+    return TokenGroups(
+        group_BN,
+        valid_BN,
+        _limits(group_BN),
+        sizes=((1,),) * samples,
+        always=(0,) * samples,
+        strict=False,
+        alone=True,
+    )
 
 
 def _limits(group_BN: Tensor) -> Tensor:
@@ -186,7 +193,8 @@ def _kept_of(size: int, capacity: Fraction, strict: bool) -> int:
 
 def slots_of(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None, int]:
     """Return indices of kept tokens in order, then others in empty slots; the valid slots; and their number."""
-    slots, total = slots_for(counts), sum(counts)
+    slots = slots_for(counts)
+    total = sum(counts)
     if all(count == keep_BN.shape[1] for count in counts):
         return torch.arange(slots, device=keep_BN.device).expand_as(keep_BN), None, total
     index_BK = torch.sort((~keep_BN).to(torch.uint8), dim=1, stable=True).indices[:, :slots]

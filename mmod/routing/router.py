@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,19 @@ from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.select import kept_count, select_images, select_threshold, select_topk
 from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, TokenMarks, Weights
 from mmod.routing.grouping import Comparing, Grouping
-from mmod.routing.rule import Rule
 from mmod.threads import PerThread
+
+
+class Rule(NamedTuple):
+    """What a router decides by.
+
+    Args:
+        config: How to score, select and gate; the score is the router's whatever the config says.
+        capacity: Share of tokens kept.
+    """
+
+    config: RoutingConfig
+    capacity: Fraction
 
 
 class Router(nn.Module):
@@ -40,8 +51,6 @@ class Router(nn.Module):
     """
 
     chooses_among: type[TokenMarks] | type[TokenGroups] = TokenMarks
-    # Set while capacities are learned: the last slots run at a part of their weight.
-    weighs_slots = False
 
     def __init__(
         self,
@@ -70,7 +79,8 @@ class Router(nn.Module):
 
     def override(self, rule: Rule | None) -> Rule | None:
         """Set the rule of this thread's passes, None for the router's settings; return the previous override."""
-        previous, self._override.value = self._override.value, rule
+        previous = self._override.value
+        self._override.value = rule
         return previous
 
     @property
@@ -95,6 +105,11 @@ class Router(nn.Module):
     def always_keeps(self) -> bool:
         """Whether some token runs at any capacity."""
         return self.prefix > 0
+
+    @property
+    def shares_decisions(self) -> bool:
+        """Whether blocks that share scores also share decisions, if they decide by the same rule."""
+        return self.config.router.shared
 
     def extra_repr(self) -> str:
         """Describe the router in a printed model."""
@@ -282,14 +297,6 @@ class Router(nn.Module):
                 f"skipped={spelled(self.config.skipped)!r} needs a kept token beside the {self.prefix} that are always "
                 f"kept; capacity {float(self.capacity)} keeps {kept} of {routing.score_BN.shape[1]}"
             )
-
-    def weigh_slots(self, routing: Routing) -> Routing:
-        """Return a decision with the weights of its slots, while the capacity is learned.
-
-        Blocks share the choice; each weighs its last slots by its own capacity.
-        """
-        partial = self.rule.partial
-        return routing if partial is None else partial.weigh(routing, self.prefix)
 
     def _run_all(self, score_BN: Tensor, threshold: float, tokens: TokenMarks) -> tuple[Kept, Tensor]:
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mmod
 from mmod import RoutingConfig
-from mmod.blocks import Pass, Passes, PassTracker, StackCalls
+from mmod.blocks import Pass, Passes, StackCalls
 from mmod.threads import PerThread
 from tests.kit.threads import assert_right_in_threads
 from tests.kit.zoo import make_images, make_model
@@ -89,12 +89,12 @@ class TestThreads:
             assert torch.equal(decisions["blocks.1"].score_BN, mine)
 
 
-def test_copies_and_pickles_know_no_pass() -> None:
-    tracker = PassTracker()
-    tracker.begin()
-    for other in (copy.deepcopy(tracker), pickle.loads(pickle.dumps(tracker))):
-        assert not other.running.begun
-    assert tracker.running.begun
+def test_copies_and_pickles_know_no_running_call() -> None:
+    calls = PerThread(StackCalls)
+    calls.value.begin(unobserved=False)
+    for other in (copy.deepcopy(calls), pickle.loads(pickle.dumps(calls))):
+        assert other.value.running.outer is None
+    assert calls.value.running.outer is not None
 
 
 def test_copies_and_pickles_of_passes_know_no_tensor() -> None:

@@ -163,3 +163,26 @@ def test_the_end_of_a_model_runs_again_from_tokens_that_were_kept() -> None:
     first = run(list(model.blocks)[4:], x)
     alone(model, [make_images(NAME, 2, seed=5)])
     assert torch.equal(run(list(model.blocks)[4:], x), first)
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@torch.no_grad()
+def test_a_buffer_between_stages_belongs_to_the_batch_that_it_holds(config: str) -> None:
+    model = make_routed(config)
+    blocks = list(model.blocks)
+    batches = [make_images(NAME, 2, seed=seed) for seed in (1, 2, 3)]
+    buffer = torch.empty_like(embed(model, batches[0]))
+    for images, baseline in zip(batches, alone(model, batches)):
+        buffer.copy_(run(blocks[:4], embed(model, images)))
+        torch.testing.assert_close(run(blocks[4:], buffer), baseline)
+
+
+@pytest.mark.parametrize("config", ["attention", "random", "redundancy", "gradual"])
+@torch.no_grad()
+def test_images_that_leave_between_blocks_are_refused(config: str) -> None:
+    model = make_routed(config)
+    x = run(list(model.blocks)[:4], embed(model, make_images(NAME, 3)))
+    with pytest.raises(
+        ValueError, match=r"got \(images, tokens\) = \(2, 17\), and the pass that it continues has \(3, 17\)"
+    ):
+        run(list(model.blocks)[4:], x[:2])

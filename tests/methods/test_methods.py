@@ -90,6 +90,57 @@ def test_early_exit_compiles_in_parts() -> None:
     torch.testing.assert_close(read(torch.compile(model, backend="aot_eager"), images), answers, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("place", ["blocks.1", "blocks.2.mlp"])
+@torch.no_grad()
+def test_a_call_inside_a_call_keeps_the_images_of_both_apart(place: str) -> None:
+    model = Exit(0.35, (0, 1, 2)).apply_(make_model(SMALL).double())
+    first, second = (make_images(SMALL, number, seed=number).double() for number in (4, 3))
+    with mmod.trace(model) as decisions:
+        expected = [(model(images), decisions.kept_shares()) for images in (first, second)]
+    inside: list[Any] = []
+
+    def call(*_: Any) -> None:
+        if not inside:
+            inside.append(None)
+            inside.append(model(second))
+
+    model.get_submodule(place).register_forward_hook(call)
+    with mmod.trace(model) as decisions:
+        assert torch.equal(model(first), expected[0][0])
+        assert decisions.kept_shares()["blocks.3"] == expected[0][1]["blocks.3"]
+    assert torch.equal(inside[1], expected[1][0])
+
+
+@torch.no_grad()
+def test_a_second_batch_in_the_blocks_of_a_running_call_is_refused() -> None:
+    model = Exit(0.35, (0, 1, 2)).apply_(make_model(SMALL).double())
+    images = make_images(SMALL, 3).double()
+    expected = model(images)
+    for place in (1, 2):
+        other = model.norm_pre(model._pos_embed(model.patch_embed(images)))
+        handle = model.blocks[place].mlp.register_forward_hook(lambda *_, other=other: model.blocks[0](other))
+        with pytest.raises(RuntimeError, match="call the model itself on the second batch"):
+            model(images)
+        handle.remove()
+        assert torch.equal(model(images), expected)
+    handle = model.blocks[0].register_forward_hook(lambda module, args, x: x.repeat(2, 1, 1))
+    with pytest.raises(RuntimeError, match="images cannot be added or removed between the blocks"):
+        model(images)
+    handle.remove()
+    assert torch.equal(model(images), expected)
+
+
+@torch.no_grad()
+def test_no_image_exits_in_blocks_that_run_in_stages() -> None:
+    model = make_model(SMALL).double()
+    batches = [make_images(SMALL, number, seed=number).double() for number in (2, 3)]
+    expected = [model.forward_features(images) for images in batches]
+    Exit(1e-9, (0, 1)).apply_(model)
+    halfway = [model.blocks[:2](model._pos_embed(model.patch_embed(images))) for images in batches]
+    for x, features in zip(halfway, expected):
+        assert torch.equal(model.norm(model.blocks[2:](x)), features)
+
+
 @pytest.mark.parametrize("method", METHODS[:3], ids=IDS[:3])
 def test_flops_are_those_of_the_tokens_left(method: Method) -> None:
     model = make_model(SMALL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -17,9 +18,15 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.planning import learned
-from mmod.planning.learned import LearnedCapacity, capacity_hook, learn_capacity_, settle_capacity_
-from mmod.routing import Evidence, Kept, Routing, TokenMarks, Weights, kept_count, select_topk
-from mmod.routing.rule import PartialSlots
+from mmod.planning.learned import (
+    LearnedCapacity,
+    LearnedRouter,
+    PartialSlots,
+    capacity_hook,
+    learn_capacity_,
+    settle_capacity_,
+)
+from mmod.routing import Evidence, Kept, Router, Routing, TokenMarks, Weights, kept_count, select_topk
 from tests.kit.zoo import make_images, make_model
 
 LINEAR = mmod.RoutingConfig(router="linear", blocks="all")
@@ -256,3 +263,43 @@ def test_a_pass_changes_no_settings_that_other_threads_read() -> None:
     in_pass, elsewhere = inside
     assert in_pass != settings
     assert elsewhere == settings == [router.capacity for router in routers]
+
+
+def test_passes_of_other_threads_do_not_end_the_weights_of_this_one() -> None:
+    model, images = learning_model(MODELS[0], LINEAR)
+    model.learned_capacity.offsets.data = numbers(3, len(model.learned_capacity.offsets)).float()
+    expected = model(images)
+    started: list[None] = []
+    with ThreadPoolExecutor(1) as pool:
+
+        def run_beside(*_: Any) -> None:
+            if not started:
+                started.append(None)
+                pool.submit(model, images).result()
+
+        model.blocks[0].register_forward_hook(run_beside)
+        assert torch.equal(model(images), expected)
+
+
+def test_copies_learn_and_routers_get_their_class_back() -> None:
+    model, images = learning_model(MODELS[0], WAYS["shared"], 0.83)
+    model.learned_capacity.offsets.data = numbers(3, len(model.learned_capacity.offsets)).float()
+    expected = model(images)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(images), expected)
+        settle_capacity_(copied)
+        assert {type(block.router) for block in mmod.routed_blocks(copied).values()} == {Router}
+    # The copies' ends are not the model's.
+    assert torch.equal(model(images), expected)
+
+
+def test_routers_that_peft_copies_learn() -> None:
+    peft = pytest.importorskip("peft")
+    model, images = learning_model(MODELS[0], LINEAR)
+    model.learned_capacity.offsets.data = numbers(3, len(model.learned_capacity.offsets)).float()
+    expected = model(images)
+    config = peft.LoraConfig(target_modules=["qkv"], modules_to_save=["router", "learned_capacity"])
+    wrapped = peft.get_peft_model(model, config)
+    assert torch.equal(wrapped(images), expected)
+    settle_capacity_(wrapped.get_base_model())
+    assert not any(isinstance(module, LearnedRouter) for module in wrapped.modules())

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.blocks import PassTracker
+from mmod.threads import PerThread
 
 
 class Prompt:
@@ -43,27 +43,23 @@ class Prompt:
         return image_BN.repeat_interleave(samples // image_BN.shape[0], dim=0)
 
 
-class _Running:
-    prompt: Prompt | None = None
-
-
 class Generations:
     """The prompts that a model generates from, one in each thread."""
 
     def __init__(self) -> None:
-        self._tracker = PassTracker()
+        self._running: PerThread[Prompt | None] = PerThread(type(None))
 
     @property
     def prompt(self) -> Prompt | None:
         """The prompt of this thread's call of `generate`, or None outside one."""
-        return self._tracker.running.slot(_Running).prompt
+        return self._running.value
 
     @contextmanager
     def of(self, prompt: Prompt) -> Iterator[None]:
         """Context of a call of `generate`; that of a draft runs inside another."""
-        running = self._tracker.running.slot(_Running)
-        before, running.prompt = running.prompt, prompt
+        outer = self._running.value
+        self._running.value = prompt
         try:
             yield
         finally:
-            running.prompt = before
+            self._running.value = outer

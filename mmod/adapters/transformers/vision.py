@@ -15,10 +15,10 @@ from mmod.adapters.base import BlockStack, NamedArguments
 from mmod.adapters.masks import hide_empty_slots
 from mmod.adapters.transformers.layers import OPERATORS, TUPLES
 from mmod.blocks import GridSource, ModelHook, grid_of_map, host_class
-from mmod.blocks.forward_pass import PassTracker
 from mmod.blocks.span import recomputing
 from mmod.ops import attention_with_importance, class_token_importance
 from mmod.routing import Routing
+from mmod.threads import PerThread
 
 # Class of an encoder layer -> number of prefix tokens.
 LAYERS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}
@@ -71,15 +71,11 @@ def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStac
     )
 
 
-class _Outputs(dict["Projected", Tensor]):
-    """The last outputs of projections."""
-
-
 class Projected(ModelHook):
-    """Hook that stores a projection's last output in the running forward pass."""
+    """Hook that stores a projection's last output of each thread, until it is taken."""
 
-    def __init__(self, tracker: PassTracker) -> None:
-        self.tracker = tracker
+    def __init__(self) -> None:
+        self._last: PerThread[Tensor | None] = PerThread(type(None))
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Do nothing before the call."""
@@ -87,36 +83,32 @@ class Projected(ModelHook):
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Store the output."""
         if isinstance(output, Tensor) and not recomputing():
-            self.tracker.running.slot(_Outputs)[self] = output.detach()
+            self._last.value = output.detach()
 
     def take(self) -> Tensor | None:
         """Return the last output and drop it."""
-        return self.tracker.running.slot(_Outputs).pop(self, None)
-
-
-class _Entered:
-    """Whether the module that runs the tower is being called."""
-
-    now = False
+        last = self._last.value
+        self._last.value = None
+        return last
 
 
 class TowerEnd(ModelHook):
     """Hook of the module that runs the tower: drops outputs that no layer has read, as after a pass that failed."""
 
-    def __init__(self, tracker: PassTracker, *projections: Projected) -> None:
-        self.tracker = tracker
+    def __init__(self, *projections: Projected) -> None:
         self.projections = projections
+        # Whether a call runs in a thread.
+        self._runs: PerThread[bool] = PerThread(bool)
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop what an interrupted call left: torch calls no hook after a KeyboardInterrupt."""
-        entered = self.tracker.running.slot(_Entered)
-        if entered.now:
+        if self._runs.value:
             self._drop()
-        entered.now = True
+        self._runs.value = True
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Drop the outputs."""
-        self.tracker.running.slot(_Entered).now = False
+        self._runs.value = False
         self._drop()
 
     def _drop(self) -> None:
@@ -149,12 +141,12 @@ class TowerImportance:
         self.class_token = bool(LAYERS[host_class(layers[0]).__name__])
         self.dropped = int(config.vision_feature_select_strategy == "default")
         self.heads, self.scale = int(attention.num_heads), float(attention.scale)
-        tracker = PassTracker()
-        self.query, self.key = Projected(tracker), Projected(tracker)
+        self.query = Projected()
+        self.key = Projected()
         self.hooks: list[tuple[nn.Module, ModelHook]] = [
             (attention.q_proj, self.query),
             (attention.k_proj, self.key),
-            (entry, TowerEnd(tracker, self.query, self.key)),
+            (entry, TowerEnd(self.query, self.key)),
         ]
 
     def of(self, image_BN: Tensor) -> Tensor:

@@ -62,9 +62,12 @@ class DiversityScore(Comparing):
 
     @torch.no_grad()
     def forward(
-        self, x_BND: Tensor, valid_BN: Tensor | None = None, importance_BN: Tensor | None = None,
+        self,
+        x_BND: Tensor,
+        valid_BN: Tensor | None = None,
+        importance_BN: Tensor | None = None,
         unit_BNE: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         """Return the scores (B, N) of tokens (B, N, D); those where `valid_BN` is False take no part and have -1."""
         unit_BND = (unit_rows(x_BND) if unit_BNE is None else unit_BNE)[:, self.prefix :]
         tokens = unit_BND.shape[1]
