@@ -1,9 +1,24 @@
+"""What the tests change of the world, so that they share two cores, and which of them are quick.
+
+`tests/README.md` has the same list with the reasons.
+
+- OpenMP has one thread, which waits without spinning; matplotlib has no screen.
+- Without a GPU, Triton interprets its kernels, and seeds of absent devices are not stored.
+- Each test starts from `torch.manual_seed(0)`; hypothesis draws 15 fixed examples, without a deadline.
+- `os.fsync` does nothing.
+- Garbage collection is off, and what was imported is frozen.
+- Outside of tests of figures, a figure is drawn once for each file name, without its layout.
+- A fork server starts before the first test, and synthetic sets share one folder.
+"""
+
 import atexit
 import gc
+import inspect
 import io
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import CodeType
 from typing import Any
 
 # Two cores shared by several workers: spinning OpenMP threads would starve each other.
@@ -27,12 +42,12 @@ if not torch.cuda.is_available():
     for device in (torch.cuda, torch.mtia, torch.xpu):
         device.manual_seed_all = lambda _: None
 
-import tests.sets  # noqa: F401  (its folder is shared by the workers, which start after it is made)
-from tests.processes import start_server
+import tests.kit.sets  # noqa: F401  (its folder is shared by the workers, which start after it is made)
+from tests.kit.processes import start_server
 
 # No test is about a machine that loses power, and waiting for the disk takes a tenth of training.
 os.fsync = lambda _: None
-# What is imported for the tests lives to the end: no garbage is looked for in it, now or later.
+# What is imported for the tests lives to the end: no garbage is looked for in it.
 gc.disable()
 settings.register_profile(
     "mmod", deadline=None, max_examples=15, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
@@ -72,16 +87,39 @@ def _quick_figures(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+# `pytest -m quick`: folders and files of the core, without tests whose code compiles, trains or starts processes.
+QUICK = ["config", "ops", "routing", "blocks", "methods", "adapters/test_timm_suite.py"]
+QUICK += ["test_invariants.py", "test_model.py", "test_losses.py", "test_pretrained.py", "test_values.py"]
+NOT_QUICK = ["methods/test_formats.py", "ops/test_aot.py", "blocks/test_launches.py"]
+SLOW_CALLS = {"TensorStream", "compile", "export", "fit", "opcheck", "run_processes", "subprocess"}
+
+
+def _is_quick(item: pytest.Item) -> bool:
+    path = item.path.relative_to(Path(__file__).parent)
+    places = {path.as_posix(), path.parts[0]}
+    if item.get_closest_marker("slow") or places & set(NOT_QUICK) or not places & set(QUICK):
+        return False
+    code = inspect.unwrap(item.function).__code__ if isinstance(item, pytest.Function) else None
+    return code is None or not SLOW_CALLS & _names_in(code)
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """Return the names that a function and those defined in it use."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return set(code.co_names).union(*map(_names_in, inner))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+        if _is_quick(item):
+            item.add_marker(pytest.mark.quick)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
+    # For the collections that code under test asks for, such as before it is timed.
     gc.freeze()
-    # Compilers and exports make many objects that live: a tenth of their time went into looking through them.
-    gc.set_threshold(20_000, 20, 20)
     if session.items and not session.config.option.collectonly:
         start_server()
 

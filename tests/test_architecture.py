@@ -19,7 +19,7 @@ import pytest
 
 import mmod
 from mmod.cli import COMMANDS
-from tests.scripts import ROOT, run_script
+from tests.kit.scripts import ROOT, run_script
 
 PACKAGE = ROOT / "mmod"
 IMPORT_ORDER = [
@@ -61,20 +61,20 @@ HEAVY = ("torch", "timm", "triton", "open_clip", "transformers", "matplotlib", "
 
 def imports(path: Path) -> list[tuple[str, str]]:
     """Return the module and, for `from module import name`, the name of every import of ours, at any depth."""
-    found = []
+    names = []
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "mmod":
-            found += [(str(node.module), alias.name) for alias in node.names]
+            names += [(str(node.module), alias.name) for alias in node.names]
         elif isinstance(node, ast.Import):
-            found += [(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "mmod"]
+            names += [(alias.name, "") for alias in node.names if alias.name.split(".")[0] == "mmod"]
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) == "import_module":
             name = constant_start(node.args[0])
             # A module that is chosen by its name in the folder of the file is beside it.
             if name.split(".")[0] == "mmod" and name.split(".")[1:] != [path.parent.name]:
-                found.append((name, ""))
+                names.append((name, ""))
         elif isinstance(node, ast.Constant) and re.fullmatch(r"mmod(\.\w+)*:\w+", str(node.value)):
-            found.append(tuple(node.value.split(":")))
-    return found
+            names.append(tuple(node.value.split(":")))
+    return names
 
 
 def constant_start(argument: ast.expr) -> str:
@@ -94,14 +94,14 @@ def test_names_of_modules_in_calls_are_imports(tmp_path: Path) -> None:
 
 def test_each_folder_imports_only_from_those_above_it() -> None:
     for path in SOURCES:
-        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        folder = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         # The package itself offers what stands in the core, up to the registries.
-        own = "registry" if own == "__init__" else own
-        assert own in IMPORT_ORDER, f"{own} has no place in the order of imports"
-        place = IMPORT_ORDER.index(own)
+        folder = "registry" if folder == "__init__" else folder
+        assert folder in IMPORT_ORDER, f"{folder} has no place in the order of imports"
+        place = IMPORT_ORDER.index(folder)
         allowed = IMPORT_ORDER[: place + 1] + (["mmod"] if place > PUBLIC else [])
         below = {module for module, _ in imports(path) if [*module.split("."), "mmod"][1] not in allowed}
-        assert not below, f"{path} imports {below}, which {own} stands above"
+        assert not below, f"{path} imports {below}, which {folder} stands above"
 
 
 def test_no_modules_import_each_other() -> None:
@@ -330,7 +330,7 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 EACH_WITHOUT = """
 import sys
-from tests.scripts import run_script
+from tests.kit.scripts import run_script
 sys.modules.update(open_clip=None, transformers=None)
 for command in sys.argv[1:]:
     done = run_script(*command.split())
@@ -348,9 +348,9 @@ def test_tools_say_which_extra_to_install() -> None:
     }
     command = [sys.executable, "-c", EACH_WITHOUT, *commands]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
-    for package, found in zip(commands.values(), done.stdout.strip().split("\n\n"), strict=True):
-        assert found.startswith(f"1 error: this needs the package {package}, which is not installed: pip install")
-        assert "\n" not in found
+    for package, message in zip(commands.values(), done.stdout.strip().split("\n\n"), strict=True):
+        assert message.startswith(f"1 error: this needs the package {package}, which is not installed: pip install")
+        assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -379,3 +379,42 @@ def test_values_a_config_refuses_are_one_line(command: list[str], message: str) 
     assert done.returncode == 2
     assert f"error: {message}" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+TESTS = sorted((ROOT / "tests").rglob("*.py"))
+# Words that name any value, and so none.
+FILLERS = {"each", "found", "own", "rest", "seen", "told", "wanted", "whole"}
+
+
+def test_no_test_imports_from_another() -> None:
+    """What two tests need is in `tests/kit`."""
+    for path in TESTS:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not (node.module or "").startswith("tests"):
+                continue
+            modules = {*str(node.module).split("."), *(alias.name for alias in node.names)}
+            tests = [name for name in modules if name.startswith("test_")]
+            assert not tests, f"{path.relative_to(ROOT)} imports from {tests}: move what they share to tests/kit"
+
+
+def test_no_table_of_a_test_hides_another() -> None:
+    """Two constants of one name in a module: the first is lost to whoever imports it."""
+    for path in TESTS:
+        names: list[str] = []
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, (ast.Assign, ast.AnnAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
+        twice = {name for name in names if names.count(name) > 1}
+        assert not twice, f"{path.relative_to(ROOT)} assigns {twice} twice"
+
+
+def test_names_in_tests_say_what_they_hold() -> None:
+    names = 0
+    lines = 0
+    for path in TESTS:
+        text = path.read_text()
+        lines += text.count("\n")
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+        names += sum(token.type == tokenize.NAME and token.string in FILLERS for token in tokens)
+    assert 1000 * names <= 10 * lines, f"{names} names in {lines} lines of tests are one of {sorted(FILLERS)}"

@@ -21,7 +21,7 @@ from mmod.cli import COMMANDS, main
 from mmod.io.configs import config_names, existing_config, find_config
 from mmod.io.threads import on_timing_threads, timing_threads
 from mmod.lazy import EXTRAS, name_missing_extra
-from tests.scripts import ROOT, run_script
+from tests.kit.scripts import ROOT, run_script
 
 CONFIGURED = [command for command in COMMANDS if COMMANDS[command].example]
 # From the words of a command to the lines that it prints and what it says on stderr.
@@ -175,7 +175,7 @@ def test_configs_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
 
 EACH_MISSING = """
 import importlib, json, sys
-from tests.scripts import run_script
+from tests.kit.scripts import run_script
 
 # As on Windows, in all that follows.
 sys.modules["fcntl"] = None
@@ -217,8 +217,8 @@ def test_extras_are_those_of_the_installation() -> None:
     distributions = metadata.packages_distributions()
     text = (ROOT / "pyproject.toml").read_text()
     for extra, packages in EXTRAS.items():
-        wanted = re.findall(r'"([\w-]+)', text.partition(f"\n{extra} = [")[2].partition("]\n")[0].replace("[", '"['))
-        names = {name.lower().replace("_", "-") for name in wanted}
+        expected = re.findall(r'"([\w-]+)', text.partition(f"\n{extra} = [")[2].partition("]\n")[0].replace("[", '"['))
+        names = {name.lower().replace("_", "-") for name in expected}
         for package in packages:
             owners = {name.lower().replace("_", "-") for name in distributions[package]}
             assert owners & names, f"{package} is not of the extra {extra}"

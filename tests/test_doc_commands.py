@@ -23,9 +23,9 @@ from mmod import cli
 from mmod.benchmarks.report import BenchmarkReport
 from mmod.planning import comparison
 from mmod.studies.study import Study
-from tests import test_docs
-from tests.sets import SETS
-from tests.studies.test_advise import make_prompts
+from tests.kit import pages
+from tests.kit.prompts import make_prompts
+from tests.kit.sets import SETS
 
 IMAGES = f"--data.source digits:tiny --data.root {SETS}/digits --data.batch_size 16 --data.val_limit 32 --device cpu"
 STEPS = "--epochs 2 --epoch_steps 1 --eval_every 2 --schedule.warmup_epochs 0"
@@ -113,7 +113,7 @@ def filled(command: str) -> str:
     return command.removeprefix("mmod ")
 
 
-COMPLETE = sorted(set(map(filled, test_docs.COMPLETE)))
+COMPLETE = sorted(set(map(filled, pages.COMPLETE)))
 
 
 def test_every_command_is_in_a_group() -> None:
@@ -145,12 +145,12 @@ def unlike(commands: list[str]) -> list[str]:
     for command in commands:
         said, replaced = shlex.split(command), small(command)
         places = [place for place, word in enumerate(said) if word.startswith("--") and word in replaced]
-        own = [word for place, word in enumerate(said) if not {place, place - 1} & set(places)]
-        words.setdefault(tuple(own), command)
+        names = [word for place, word in enumerate(said) if not {place, place - 1} & set(places)]
+        words.setdefault(tuple(names), command)
     return [
         command
-        for own, command in words.items()
-        if not any(own == other[: len(own)] and own != other and "--dry-run" not in other for other in words)
+        for names, command in words.items()
+        if not any(names == other[: len(names)] and names != other and "--dry-run" not in other for other in words)
     ]
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.scripts import run_script
-from tests.test_docs import FENCE
+from tests.kit.pages import FENCE
+from tests.kit.scripts import run_script
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PRINTED = {

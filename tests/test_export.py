@@ -15,7 +15,7 @@ from torch.export import Dim
 import mmod
 from mmod import RoutingConfig
 from mmod.methods import Exit, Experts, Method, Recursions
-from tests.zoo import make_model
+from tests.kit.zoo import make_model
 
 ROUTINGS = {
     "attention": RoutingConfig(capacity=0.5),

@@ -27,10 +27,10 @@ from mmod.analysis import Trace, flops
 from mmod.analysis.flop_report import FlopReport, PrefillFlops
 from mmod.analysis.prefill import prefill_flops
 from mmod.routing import Routing, TokenGroups
-from tests.adapters.clip_zoo import small_trunks
-from tests.adapters.vlm_zoo import PATCHES
-from tests.counting import flop_counter
-from tests.fuzz_draws import HOSTS, Draw, Host, Sample, draw
+from tests.kit.clip_zoo import small_trunks
+from tests.kit.counting import flop_counter
+from tests.kit.fuzz_draws import HOSTS, Draw, Host, Sample, draw
+from tests.kit.vlm_zoo import PATCHES
 
 DRAWS = int(os.environ.get("MMOD_FUZZ_DRAWS", "4"))
 PACKAGE = Path(mmod.__file__).parent
@@ -74,16 +74,16 @@ class Case(NamedTuple):
         return self.draw.dtype == torch.float32
 
 
-def close(actual: Sequence[Tensor], wanted: Sequence[Tensor], tolerance: float = 1e-5) -> None:
-    assert len(actual) == len(wanted)
-    for a, b in zip(actual, wanted):
+def close(actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = 1e-5) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected):
         scale = float(b.detach().abs().max().clamp(min=1)) if b.numel() else 1.0
         torch.testing.assert_close(a.detach(), b.detach(), rtol=tolerance, atol=tolerance * scale)
 
 
-def same(actual: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
-    assert len(actual) == len(wanted)
-    for a, b in zip(actual, wanted):
+def same(actual: Sequence[Tensor], expected: Sequence[Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for a, b in zip(actual, expected):
         assert torch.equal(a, b), f"differ by {float((a - b).detach().abs().max())}"
 
 
@@ -196,7 +196,7 @@ def gradients_are_finite_and_change_no_output(case: Case) -> None:
     actual = case.run()
     if case.exact:
         close(actual, expected)
-    loss = torch.stack([each.float().square().mean() for each in actual if each.numel()]).sum()
+    loss = torch.stack([output.float().square().mean() for output in actual if output.numel()]).sum()
     if case.draw.training and any(config.losses for config in case.configs.values()):
         loss = loss + mmod.auxiliary_loss(case.model)
     loss.backward()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import mmod
 from mmod import RoutingConfig
 from tests.kit.oracle import reference_forward
-from tests.zoo import ZOO, make_images, make_model
+from tests.kit.zoo import ZOO, make_images, make_model
 
 DENSE_FUNCTIONS = [
     RoutingConfig(capacity=1.0),
@@ -80,9 +80,9 @@ def test_matches_the_per_image_definition_with_gradients(name: str) -> None:
         close(model(images), expected, 1e-6)
         parameters = [p for p in model.parameters() if p.requires_grad]
         weights = torch.randn_like(expected)
-        wanted = torch.autograd.grad((expected * weights).sum(), parameters, allow_unused=True)
-        found = torch.autograd.grad((model(images) * weights).sum(), parameters, allow_unused=True)
-        for a, b in zip(found, wanted, strict=True):
+        reference = torch.autograd.grad((expected * weights).sum(), parameters, allow_unused=True)
+        gradient = torch.autograd.grad((model(images) * weights).sum(), parameters, allow_unused=True)
+        for a, b in zip(gradient, reference, strict=True):
             if b is not None:
                 close(a, b, 1e-5)
 
@@ -99,15 +99,15 @@ def test_every_router_matches_the_definition(name: str, router: str) -> None:
 @pytest.mark.parametrize("name", ZOO)
 def test_skipped_rows_are_bitwise_copies_and_prefix_runs(name: str) -> None:
     model, images = mmod.route_(make_model(name), RoutingConfig(capacity=0.3)), make_images(name, 2)
-    seen = {}
+    recorded = {}
     blocks = mmod.routed_blocks(model)
     for key, block in blocks.items():
-        block.register_forward_hook(lambda _, args, out, key=key: seen.update({key: (args[0], out)}))
+        block.register_forward_hook(lambda _, args, out, key=key: recorded.update({key: (args[0], out)}))
     with torch.no_grad(), mmod.trace(model) as decisions:
         model(images)
     prefix = next(iter(blocks.values())).router.prefix
     for key, routing in decisions.items():
-        before, after = seen[key]
+        before, after = recorded[key]
         skipped = ~routing.keep_BN
         assert skipped.any()
         assert torch.equal(after[skipped], before[skipped])
@@ -306,16 +306,16 @@ def test_padding_of_naflexvit_never_runs_and_never_counts(router: str) -> None:
 @pytest.mark.parametrize("norm", [False, True])
 def test_intermediate_features_are_those_of_each_block(norm: bool) -> None:
     model, images = mmod.route_(make_model("test_vit")), make_images("test_vit", 2)
-    seen = []
+    recorded = []
     for block in model.blocks:
-        block.register_forward_hook(lambda _, args, out: seen.append(out.clone()))
+        block.register_forward_hook(lambda _, args, out: recorded.append(out.clone()))
     with torch.no_grad():
         features, intermediates = model.forward_intermediates(images, norm=norm, output_fmt="NLC")
         last = model.get_intermediate_layers(images, n=[1], norm=norm)[0]
-        expected = [model.norm(x) if norm else x for x in seen[: len(model.blocks)]]
+        expected = [model.norm(x) if norm else x for x in recorded[: len(model.blocks)]]
         prefix = model.num_prefix_tokens
-        for found, wanted in zip(intermediates, expected, strict=True):
-            close(found, wanted[:, prefix:], 1e-6)
+        for actual, reference in zip(intermediates, expected, strict=True):
+            close(actual, reference[:, prefix:], 1e-6)
         close(last, expected[1][:, prefix:], 1e-6)
         close(features, model.forward_features(images), 1e-6)
 

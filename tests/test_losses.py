@@ -10,7 +10,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.config import LOSSES
 from mmod.routing import Evidence, Kept, Router, Routing, TokenMarks
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
 
@@ -138,14 +138,14 @@ def test_padding_and_protected_tokens_do_not_count(loss: str, protects: str) -> 
         batch = router(filled, weight, TokenMarks(valid, protect if protects == "marked" else None))
         for row, alone in enumerate(singles):
             assert torch.equal(batch.keep_BN[row, : rows[row][0]], alone.keep_BN[0])
-        found = LOSSES[loss](batch, router)
+        loss_value = LOSSES[loss](batch, router)
         if loss in ("membership", "importance"):
             total = sum(value * count for value, _, count in terms)
-            torch.testing.assert_close(found, total / sum(count for *_, count in terms))
+            torch.testing.assert_close(loss_value, total / sum(count for *_, count in terms))
         if loss == "capacity":
             share = sum(int(alone.keep_BN.sum()) for alone in singles) / sum(length for _, length, _ in terms)
-            torch.testing.assert_close(found.item(), abs(share - 0.5))
-        found.backward()
+            torch.testing.assert_close(loss_value.item(), abs(share - 0.5))
+        loss_value.backward()
         assert filled.grad[~valid].abs().max() == 0
         if loss != "capacity":
             marked = protect if protects == "marked" else torch.arange(tokens).expand(len(rows), -1) < 2
@@ -159,10 +159,12 @@ def test_frozen_blocks_in_evaluation_hand_over_the_importance_of_this_batch() ->
     model.blocks[0].eval()
     images = make_images(NAME, 2, seed=2)
     model(images)
-    found = mmod.routed_blocks(model)["blocks.1"].mod_state.routing.evidence.importance_BN
+    importance_BN = mmod.routed_blocks(model)["blocks.1"].mod_state.routing.evidence.importance_BN
     twin = mmod.route_(make_model(NAME), mmod.preset("distilled")).train()
     twin(images)
-    torch.testing.assert_close(found, mmod.routed_blocks(twin)["blocks.1"].mod_state.routing.evidence.importance_BN)
+    torch.testing.assert_close(
+        importance_BN, mmod.routed_blocks(twin)["blocks.1"].mod_state.routing.evidence.importance_BN
+    )
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import mmod
 from mmod import Plan, RoutingConfig
 from mmod.methods.base import undo_
 from mmod.methods.route import deciding_by
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
 
@@ -186,12 +186,12 @@ class TestRoute:
 class TestCapacity:
     def test_another_budget_on_the_same_weights(self) -> None:
         model, images = mmod.route_(make_model(NAME)), make_images(NAME, 1)
-        for given, expected in [
+        for value, expected in [
             (0.25, [0.25, 0.25, 0.25]),
             ([0.5, 0.25, 1.0], [0.5, 0.25, 1.0]),
             ({"blocks.3": 0.125}, [0.5, 0.125, 1.0]),
         ]:
-            mmod.set_capacity_(model, given)
+            mmod.set_capacity_(model, value)
             assert list(mmod.capacities(model).values()) == expected
             with mmod.trace(model) as decisions:
                 model(images)

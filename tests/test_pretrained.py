@@ -13,14 +13,14 @@ import pytest
 import timm
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from torch import nn
 
 import mmod
 from mmod import RoutingConfig, load_pretrained, save_pretrained
 from mmod.io.files import UnwrittenError
-from tests.disk import small_disk
-from tests.quantized import quantize_
+from tests.kit.disk import small_disk
+from tests.kit.quantized import quantize_
+from tests.kit.saved_models import CHANGES, edit
 
 IMAGE = (2, 3, 160, 160)
 LEARNED = RoutingConfig(
@@ -186,32 +186,6 @@ def test_what_cannot_be_saved(make: Callable[[], nn.Module], message: str, tmp_p
     assert not (tmp_path / "folder").exists()
 
 
-def edit(folder: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> None:
-    """Change config and weights alike, as a file of another origin would differ."""
-    config = json.loads((folder / "mmod.json").read_text())
-    weights = load_file(folder / "model.safetensors")
-    change(config, weights)
-    text = json.dumps(config)
-    (folder / "mmod.json").write_text(text)
-    save_file(weights, folder / "model.safetensors", metadata={"mmod": text})
-
-
-ROUTER = "blocks.2.router.score.weight"
-
-
-CHANGES = [
-    (lambda config, weights: config.update(format_version=99), "format version 99"),
-    (lambda config, weights: config.pop("format_version"), "format version None"),
-    (lambda config, weights: config.pop("methods"), "must hold"),
-    (lambda config, weights: config["methods"][0]["parts"]["image"].update(routr="linear"), "routr"),
-    (lambda config, weights: config["model"].update(architecture="vit_of_tomorrow"), "vit_of_tomorrow"),
-    (lambda config, weights: weights.pop(ROUTER), f"missing .*{ROUTER}"),
-    (lambda config, weights: weights.update(other=torch.zeros(1)), "not known .*other"),
-    (lambda config, weights: weights.update({ROUTER: torch.zeros(1, 3)}), rf"{ROUTER} has shape \(1, 3\)"),
-]
-"""Change of a saved model, and what the message says."""
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     CHANGES,
@@ -246,7 +220,7 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
         load_pretrained(tmp_path)
 
 
-CHANGES: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
+ALTERATIONS: dict[str, tuple[Callable[[Any], None], Callable[[Any], None]]] = {
     "blocks.1.norm1.eps": (
         lambda model: setattr(model.blocks[1].norm1, "eps", 0.1),
         lambda model: setattr(model.blocks[1].norm1, "eps", 1e-6),
@@ -272,10 +246,10 @@ FULL = {"num_heads": 2, "head_dim": 32}
 HALVED = {"num_heads": 1, "head_dim": 64}
 
 
-@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("name", ALTERATIONS)
 def test_another_function_with_the_same_weights_is_not_saved(name: str, tmp_path: Path) -> None:
     model, images = routed(), torch.randn(IMAGE)
-    change, change_back = CHANGES[name]
+    change, change_back = ALTERATIONS[name]
     assert {key: getattr(model.blocks[3].attn, key) for key in FULL} == FULL
     change(model)
     with pytest.raises(ValueError, match=rf"its {name} is .*repeat it after mmod\.load_pretrained"):

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.speculation import every_token, full_pass, judge_drafts
-from tests.adapters.vlm_zoo import make_language
-from tests.cover import in_turn
+from tests.kit.cover import in_turn
+from tests.kit.vlm_zoo import make_language
 
 SCORE = mmod.score("linear", init_std=0.2)
 ALONE: dict[str, Any] = {"inference_threshold": 0.5}
@@ -78,9 +78,9 @@ def test_weights_are_shared_and_the_model_is_left_as_it_was() -> None:
     model = make("llama", "predictor")
     before = mmod.routing_config(model)
     full = full_pass(model)
-    own = dict(full.named_parameters())
-    assert own.keys() <= dict(model.named_parameters()).keys()
-    assert all(parameter is dict(model.named_parameters())[name] for name, parameter in own.items())
+    parameters = dict(full.named_parameters())
+    assert parameters.keys() <= dict(model.named_parameters()).keys()
+    assert all(parameter is dict(model.named_parameters())[name] for name, parameter in parameters.items())
     assert mmod.routing_config(model) == before
     assert mmod.routing_config(full).select == mmod.Threshold(0.0)
     with pytest.raises(ValueError, match="routed"):
@@ -96,8 +96,8 @@ def test_a_report_counts_what_was_drafted_and_accepted() -> None:
     assert 0 <= report.accepted <= report.drafted
     assert "the same tokens" in str(report)
     # A draft by every token is accepted whole.
-    whole = judge_drafts(full_pass(model), prompt, new_tokens=12, rounds=1)
-    assert whole.acceptance == pytest.approx(1, abs=0.25)
-    assert whole.passes < 12
+    full_report = judge_drafts(full_pass(model), prompt, new_tokens=12, rounds=1)
+    assert full_report.acceptance == pytest.approx(1, abs=0.25)
+    assert full_report.passes < 12
     with pytest.raises(ValueError, match="one sample"):
         judge_drafts(model, prompt.expand(2, -1))

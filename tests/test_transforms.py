@@ -12,7 +12,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mmod
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 CONFIGS = {
@@ -51,11 +51,11 @@ def test_a_gradient_penalty_is_the_one_of_finite_differences(config: str) -> Non
         return gradient.square().sum()
 
     one = torch.ones((), dtype=torch.float64, requires_grad=True)
-    (found,) = torch.autograd.grad(penalty(one), one)
+    (actual,) = torch.autograd.grad(penalty(one), one)
     # Scores are fp32 whatever the model is, which finite differences feel.
     step = 1e-5
     expected = (penalty(one.detach() + step) - penalty(one.detach() - step)) / (2 * step)
-    torch.testing.assert_close(found, expected.detach(), rtol=1e-3, atol=1e-9)
+    torch.testing.assert_close(actual, expected.detach(), rtol=1e-3, atol=1e-9)
 
 
 @pytest.mark.usefixtures("written_out")
@@ -80,7 +80,7 @@ def test_gradients_of_samples_are_those_of_a_loop(config: str) -> None:
     loss = loss_of(model)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # some operations have no fast rule under vmap
-        each = vmap(grad(lambda v, image: loss(v, image[None])), (None, 0))(values, images)
+        gradients = vmap(grad(lambda v, image: loss(v, image[None])), (None, 0))(values, images)
         outputs = vmap(lambda image: functional_call(model, values, (image[None],)))(images)
     for place, image in enumerate(images):
         torch.testing.assert_close(outputs[place], model(image[None]), rtol=1e-4, atol=1e-5)
@@ -89,4 +89,4 @@ def test_gradients_of_samples_are_those_of_a_loop(config: str) -> None:
         )
         for name, gradient in zip(values, alone, strict=True):
             if gradient is not None:
-                torch.testing.assert_close(each[name][place], gradient, rtol=1e-3, atol=1e-6)
+                torch.testing.assert_close(gradients[name][place], gradient, rtol=1e-3, atol=1e-6)

@@ -336,7 +336,7 @@ def merge_rows(
         >>> merge_rows(x, torch.tensor([[1]]), x[:, 1:2], y, torch.tensor([[0.25]])).flatten().tolist()
         [0.0, 0.25, 0.0]
     """
-    new_BKD = y_BKD if gate_BK is None else lerp_rows(z_BKD, y_BKD, gate_BK)
+    new_BKD = y_BKD.to(x_BND.dtype) if gate_BK is None else lerp_rows(z_BKD, y_BKD, gate_BK)
     if valid_BK is not None:
         new_BKD = torch.where(valid_BK.unsqueeze(-1), new_BKD, take_rows(x_BND, index_BK))
     return put_rows(x_BND, index_BK, new_BKD)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import mmod
-from tests.adapters.vlm_zoo import make_joint, make_language, prompt, words
-from tests.zoo import make_model
+from tests.kit.vlm_zoo import make_joint, make_language, prompt, words
+from tests.kit.zoo import make_model
 
 CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "last_token"}, capacity=0.5, blocks=(2, 3))
 
@@ -21,15 +21,15 @@ CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "last_tok
 def test_it_is_what_the_last_token_attends_to(name: str, side: str, attention: str) -> None:
     batch = prompt(name, (1, 2), side=side)
     dense = make_joint(name, attention="eager")
-    seen = dense(**batch, output_attentions=True).attentions[1].double()
+    attention_map = dense(**batch, output_attentions=True).attentions[1].double()
     real = batch["attention_mask"].bool()
     last = (real * torch.arange(real.shape[1])).amax(1)
-    rows = torch.stack([seen[sample, :, place].mean(0) for sample, place in enumerate(last.tolist())])
+    rows = torch.stack([attention_map[sample, :, place].mean(0) for sample, place in enumerate(last.tolist())])
     model = mmod.route_(make_joint(name, attention=attention), language=CONFIG)
     with mmod.trace(model) as trace:
         model(**batch)
-    found = next(iter(trace.values())).evidence.importance_BN.double()
-    torch.testing.assert_close(found[real], rows[real], rtol=1e-4, atol=1e-6)
+    importance_BN = next(iter(trace.values())).evidence.importance_BN.double()
+    torch.testing.assert_close(importance_BN[real], rows[real], rtol=1e-4, atol=1e-6)
     assert torch.equal(*(routing.keep_BN for routing in trace.values()))
 
 

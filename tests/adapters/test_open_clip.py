@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import mmod
 from mmod import RoutingConfig
 from mmod.blocks import RoutedBlock, host_class
-from tests.adapters.clip_zoo import CONTEXT, TEXT_ONLY, ZOO, embed, make_captions, make_clip, make_images
-from tests.cover import in_turn
+from tests.kit.clip_zoo import CONTEXT, TEXT_ONLY, ZOO, embed, make_captions, make_clip, make_images
+from tests.kit.cover import in_turn
 
 # The dense tower's embedding does not depend on what follows the end of a caption.
 CAUSAL = ("ViT-B-32", "ViT-H-14-worldwide", "EVA02-B-16", "vit_medium_patch16_gap_256", "custom-blocks")
@@ -49,8 +49,8 @@ def test_everything_kept_equals_dense(name: str, config: RoutingConfig) -> None:
     dense = outputs(model, images, captions)
     mmod.route_(model, config)
     assert len(mmod.routed_blocks(model)) == 4
-    for found, wanted in zip(outputs(model, images, captions), dense):
-        torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+    for actual, expected in zip(outputs(model, images, captions), dense):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", COCA)
@@ -60,8 +60,8 @@ def test_captions_of_a_decoder_equal_dense(name: str) -> None:
         dense = model(images, captions)["logits"]
         routed = mmod.route_(model, RoutingConfig(capacity=1.0))(images, captions)["logits"]
     # What a decoder says after the end of a caption is never read.
-    told = captions[:, 1:] != 0
-    torch.testing.assert_close(routed[told], dense[told], atol=1e-5, rtol=1e-5)
+    valid = captions[:, 1:] != 0
+    torch.testing.assert_close(routed[valid], dense[valid], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(("name", "config"), in_turn(ZOO, ROUTED, times=2), ids=ids)
@@ -81,8 +81,8 @@ def test_embeddings_do_not_depend_on_padding(name: str, config: RoutingConfig) -
     for row, length in zip(other, (3, 7)):
         row[length:] = torch.arange(10, 10 + CONTEXT - length)
     with torch.no_grad():
-        found, wanted = model.encode_text(other, normalize=True), model.encode_text(captions, normalize=True)
-    torch.testing.assert_close(found, wanted, atol=1e-6, rtol=0)
+        actual, expected = model.encode_text(other, normalize=True), model.encode_text(captions, normalize=True)
+    torch.testing.assert_close(actual, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", [*CAUSAL, *COCA])
@@ -107,13 +107,13 @@ def test_start_and_end_run_and_padding_does_not(name: str) -> None:
 @pytest.mark.parametrize("name", ["ViT-B-32", "ViT-L-14-CLIPA", "coca_ViT-B-32", "custom-blocks", "EVA02-B-16"])
 def test_skipped_tokens_pass_bitwise(name: str, config: RoutingConfig) -> None:
     model, images, captions = mmod.route_(make_clip(name), config), make_images(name), make_captions(name)
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    recorded: dict[str, tuple[Tensor, Tensor]] = {}
     for block_name, block in mmod.routed_blocks(model).items():
-        block.register_forward_hook(lambda _, args, out, n=block_name: seen.update({n: (args[0], out)}))
+        block.register_forward_hook(lambda _, args, out, n=block_name: recorded.update({n: (args[0], out)}))
     with torch.no_grad(), mmod.trace(model) as traced:
         embed(model, images, captions)
     for block_name, routing in traced.items():
-        before, after = seen[block_name]
+        before, after = recorded[block_name]
         assert torch.equal(before[~routing.keep_BN], after[~routing.keep_BN])
         assert not torch.equal(before[routing.keep_BN], after[routing.keep_BN])
 
@@ -131,10 +131,10 @@ def pairs_of(block: nn.Module, attn_mask: Tensor | None, sample: int, queries: T
 @pytest.mark.parametrize("name", ["ViT-B-32", "ViT-L-14-CLIPA", "coca_ViT-B-32", "custom-blocks"])
 def test_kept_tokens_are_computed_as_if_they_were_alone(name: str, config: RoutingConfig) -> None:
     model, images, captions = mmod.route_(make_clip(name), config), make_images(name), make_captions(name)
-    seen: dict[str, tuple[Tensor, Tensor | None, Tensor]] = {}
+    recorded: dict[str, tuple[Tensor, Tensor | None, Tensor]] = {}
 
     def remember(block_name: str) -> Any:
-        return lambda _, args, kwargs, out: seen.update({block_name: (args[0], kwargs.get("attn_mask"), out)})
+        return lambda _, args, kwargs, out: recorded.update({block_name: (args[0], kwargs.get("attn_mask"), out)})
 
     for block_name, block in mmod.routed_blocks(model).items():
         block.register_forward_hook(remember(block_name), with_kwargs=True)
@@ -142,17 +142,17 @@ def test_kept_tokens_are_computed_as_if_they_were_alone(name: str, config: Routi
         embed(model, images, captions)
         for block_name, routing in traced.items():
             block = model.get_submodule(block_name)
-            x_BND, mask, y_BND = seen[block_name]
+            x_BND, mask, y_BND = recorded[block_name]
             for sample, keep in enumerate(routing.keep_BN):
                 kept = keep.nonzero().squeeze(1)
                 alone = x_BND[sample : sample + 1, kept]
-                wanted = host_class(block).forward(block, alone, **pairs_of(block, mask, sample, kept, kept))[0]
+                expected = host_class(block).forward(block, alone, **pairs_of(block, mask, sample, kept, kept))[0]
                 if routing.weights.gate_BK is not None:
                     gate = torch.zeros(len(keep)).scatter(
                         0, routing.kept.index_BK[sample], routing.weights.gate_BK[sample]
                     )[kept]
-                    wanted = torch.lerp(alone[0], wanted, gate.unsqueeze(1))
-                torch.testing.assert_close(y_BND[sample, kept], wanted, atol=1e-5, rtol=1e-5)
+                    expected = torch.lerp(alone[0], expected, gate.unsqueeze(1))
+                torch.testing.assert_close(y_BND[sample, kept], expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["ViT-B-32", "ViT-L-14-CLIPA", "coca_ViT-B-32", "custom-blocks"])
@@ -189,8 +189,8 @@ def test_importance_is_the_mean_of_the_map(name: str) -> None:
         valid_BN = torch.ones_like(routing.keep_BN)
         if not block_name.startswith("visual") and name != "ViT-L-14-CLIPA":
             valid_BN = getattr(model, "text", model).token_embedding.mod_state.marks(captions).valid_BN
-        wanted = (attention_BN * valid_BN.unsqueeze(-1)).sum(1) / valid_BN.sum(1, keepdim=True)
-        torch.testing.assert_close(routing.evidence.importance_BN, wanted, atol=1e-6, rtol=1e-5)
+        expected = (attention_BN * valid_BN.unsqueeze(-1)).sum(1) / valid_BN.sum(1, keepdim=True)
+        torch.testing.assert_close(routing.evidence.importance_BN, expected, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -264,13 +264,13 @@ def test_capacity_of_an_unprotected_caption() -> None:
 def test_copies_carry_no_tensors_of_the_last_call(config: RoutingConfig) -> None:
     model, images, captions = make_clip("ViT-B-32"), make_images("ViT-B-32"), make_captions("ViT-B-32")
     mmod.route_(model, config)
-    wanted = outputs(model, images, captions)
+    expected = outputs(model, images, captions)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.token_embedding.mod_state is not model.token_embedding.mod_state
         passes = other.token_embedding.mod_state.passes
         assert not passes._by_address
         assert not passes.calls.value.running.passes
-        assert all(torch.equal(*pair) for pair in zip(outputs(other, images, captions), wanted))
+        assert all(torch.equal(*pair) for pair in zip(outputs(other, images, captions), expected))
         assert passes is other.transformer.resblocks[1].mod_state.call.captions
 
 

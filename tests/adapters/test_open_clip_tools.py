@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import mmod
 from mmod import RoutingConfig
 from mmod.registry.open_clip import routed
-from tests.adapters.clip_zoo import (
+from tests.kit.clip_zoo import (
     CONTEXT,
     END,
     FIRST_WORD,
@@ -31,8 +31,8 @@ from tests.adapters.clip_zoo import (
     model_class,
     small_config,
 )
-from tests.counting import flop_counter
-from tests.threads import assert_right_in_threads
+from tests.kit.counting import flop_counter
+from tests.kit.threads import assert_right_in_threads
 
 NAME = "ViT-B-32"
 IMAGES, CAPTIONS = make_images(NAME), make_captions(NAME)
@@ -67,42 +67,42 @@ def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], atol: float = 1e-6) -> None:
-    assert set(found) == set(wanted)
-    for name, value in found.items():
-        torch.testing.assert_close(value, wanted[name], atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
+    assert set(actual) == set(expected)
+    for name, value in actual.items():
+        torch.testing.assert_close(value, expected[name], atol=atol, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def test_compiles_without_a_graph_break() -> None:
     model = make_short("threshold", "attention")
     with torch.no_grad():
-        wanted = embed(model, IMAGES, CAPTIONS)
+        expected = embed(model, IMAGES, CAPTIONS)
     # Breaks come from tracing alone; with dynamic shapes, what follows it takes three times as long.
     compiled = torch.compile(model, fullgraph=True, backend="eager", dynamic=True)
     with torch.no_grad():
-        found = compiled(IMAGES, CAPTIONS)[:2]
-    for pair in zip(found, wanted):
+        actual = compiled(IMAGES, CAPTIONS)[:2]
+    for pair in zip(actual, expected):
         torch.testing.assert_close(*pair, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("routing", CONFIGS)
 def test_checkpointing_keeps_the_gradients(routing: str) -> None:
     model = make(routing).train()
-    wanted = gradients(model, loss_of(model))
+    expected = gradients(model, loss_of(model))
     model.set_grad_checkpointing(True)
-    assert_same(gradients(model, loss_of(model)), wanted)
+    assert_same(gradients(model, loss_of(model)), expected)
     if routing == "linear":
-        assert any(value.abs().max() > 0 for name, value in wanted.items() if ".router." in name)
+        assert any(value.abs().max() > 0 for name, value in expected.items() if ".router." in name)
 
 
 @pytest.mark.parametrize("routing", ["linear", "attention"])
 def test_checkpointing_recomputes_with_the_captions_of_each_pass(routing: str) -> None:
     model = make(routing).train()
-    wanted = gradients(model, loss_of(model))
+    expected = gradients(model, loss_of(model))
     model.set_grad_checkpointing(True)
     loss = loss_of(model)
     loss_of(model, captions=CAPTIONS.flip(0))
-    assert_same(gradients(model, loss), wanted)
+    assert_same(gradients(model, loss), expected)
 
 
 @pytest.mark.parametrize("routing", CONFIGS)
@@ -120,9 +120,9 @@ def test_image_tower_runs_in_onnx_runtime(tmp_path: Path) -> None:
     torch.onnx.export(tower, (IMAGES,), path, dynamo=True, dynamic_shapes=shapes, verbose=False)
     session = onnxruntime.InferenceSession(path)
     for images in (IMAGES, make_images(NAME, batch=5, seed=9)):
-        found = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
+        actual = session.run(None, {session.get_inputs()[0].name: images.numpy()})[0]
         with torch.no_grad():
-            torch.testing.assert_close(torch.from_numpy(found), tower(images), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(torch.from_numpy(actual), tower(images), atol=1e-5, rtol=1e-4)
 
 
 class TextTower(nn.Module):
@@ -174,8 +174,8 @@ def test_zero_shot_classifier_does_not_depend_on_how_many_classes_it_has() -> No
         alone = [
             model.encode_text(tokenize([template(name)]), normalize=True) for name in names for template in templates
         ]
-    wanted = nn.functional.normalize(torch.stack(alone).view(3, 2, -1).mean(1), dim=-1).T
-    torch.testing.assert_close(weights, wanted, atol=1e-6, rtol=0)
+    expected = nn.functional.normalize(torch.stack(alone).view(3, 2, -1).mean(1), dim=-1).T
+    torch.testing.assert_close(weights, expected, atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize("routing", ["attention", "linear"])
@@ -196,10 +196,10 @@ def one_process(tmp_path: Path) -> Iterator[None]:
 @pytest.mark.usefixtures("one_process")
 def test_distributed_data_parallel_gives_the_same_gradients() -> None:
     model = make("linear").train()
-    wanted = gradients(model, sum(out.float().sum() for out in model(IMAGES, CAPTIONS)[:2]))
+    expected = gradients(model, sum(out.float().sum() for out in model(IMAGES, CAPTIONS)[:2]))
     parallel = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
-    found = gradients(model, sum(out.float().sum() for out in parallel(IMAGES, CAPTIONS)[:2]))
-    assert_same({name: found[name] for name in wanted}, wanted)
+    actual = gradients(model, sum(out.float().sum() for out in parallel(IMAGES, CAPTIONS)[:2]))
+    assert_same({name: actual[name] for name in expected}, expected)
 
 
 @pytest.fixture

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from tests.adapters.clip_zoo import make_clip
-from tests.adapters.clip_zoo import make_images as make_clip_images
-from tests.zoo import make_images, make_model
+from tests.kit.clip_zoo import make_clip
+from tests.kit.clip_zoo import make_images as make_clip_images
+from tests.kit.zoo import make_images, make_model
 
 peft = pytest.importorskip("peft")
 NAME = "vit_tiny_patch16_224"

@@ -20,8 +20,8 @@ from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
 from mmod.training.chat.model import create_model, create_processor, create_word_processor, router_parameters
-from tests.adapters.vlm_zoo import make_joint, make_language, prompt
-from tests.training.chat.configs import MODEL, vlm_config
+from tests.kit.chat_configs import MODEL, vlm_config
+from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
 ROUTED = mmod.RoutingConfig(
     router=mmod.score("linear", init_std=0.2),
@@ -89,10 +89,10 @@ def test_a_routed_checkpoint_is_quantized_but_for_its_routers(tmp_path: Path, bi
     model: Any = mmod.load_pretrained(tmp_path / "full", **options(bits))
     layers = {name for name in quantized(model) if "language_model.layers" in name}
     assert len(layers) == 4 * 7
-    own, routers = router_parameters(saved), router_parameters(model)
-    assert own.keys() == routers.keys()
-    assert any("predictor" in name for name in own)
-    assert all(torch.equal(value, own[name]) for name, value in routers.items())
+    saved_routers, routers = router_parameters(saved), router_parameters(model)
+    assert saved_routers.keys() == routers.keys()
+    assert any("predictor" in name for name in saved_routers)
+    assert all(torch.equal(value, saved_routers[name]) for name, value in routers.items())
     batch = prompt("llava", (2, 1, 0))
     assert model.generate(**batch, max_new_tokens=3).shape[0] == 3
     model.save_pretrained(tmp_path / "quantized")

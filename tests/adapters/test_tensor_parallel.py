@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 import mmod
-from tests.processes import run_processes
+from tests.kit.processes import run_processes
 
 ROUTINGS: dict[str, dict[str, Any]] = {
     "linear": {"router": "linear", "gate": "tanh"},
@@ -31,9 +31,9 @@ def outcome(model: Any, name: str) -> dict[str, torch.Tensor]:
     )
     output = model(input_ids=TOKENS, labels=TOKENS, use_cache=False)
     (output.loss + mmod.auxiliary_loss(model)).backward()
-    given = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
-    given["logits"] = output.logits.detach()
-    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in given.items()}
+    gradients = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    gradients["logits"] = output.logits.detach()
+    return {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in gradients.items()}
 
 
 def split(folder: Path) -> Any:
@@ -56,9 +56,9 @@ def test_two_processes_compute_what_one_does(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)).save_pretrained(tmp_path)
     assert run_processes(compute, tmp_path, world=2) == [0, 0]
     for name in ROUTINGS:
-        whole = outcome(LlamaForCausalLM.from_pretrained(tmp_path), name)
+        expected = outcome(LlamaForCausalLM.from_pretrained(tmp_path), name)
         for rank in range(2):
             shared = torch.load(tmp_path / f"{name}-{rank}.pt")
-            assert shared.keys() == whole.keys()
-            for key, value in whole.items():
+            assert shared.keys() == expected.keys()
+            for key, value in expected.items():
                 torch.testing.assert_close(shared[key], value, rtol=1e-4, atol=1e-6)

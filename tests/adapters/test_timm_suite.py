@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod import RoutingConfig
-from tests.processes import run_processes
-from tests.zoo import make_model
+from tests.kit.processes import run_processes
+from tests.kit.zoo import make_model
 
 NAME = "vit_tiny_patch16_224"
 LEARNED = RoutingConfig(
@@ -61,10 +61,10 @@ def reentrant() -> Iterator[None]:
 def check_checkpointing(plain: nn.Module, x: Tensor) -> None:
     saving = copy.deepcopy(plain)
     saving.set_grad_checkpointing()
-    expected, found = gradients(plain, x), gradients(saving, x)
-    assert expected.keys() == found.keys()
+    expected, actual = gradients(plain, x), gradients(saving, x)
+    assert expected.keys() == actual.keys()
     for key, value in expected.items():
-        torch.testing.assert_close(found[key], value, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(actual[key], value, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("routing", ROUTINGS)
@@ -119,13 +119,13 @@ def train_in_a_process(folder: Path) -> None:
 
 def test_two_processes_have_the_gradients_of_one(tmp_path: Path) -> None:
     assert run_processes(train_in_a_process, tmp_path, world=2) == [0, 0]
-    found = torch.load(tmp_path / "gradients.pt", weights_only=True)
+    actual = torch.load(tmp_path / "gradients.pt", weights_only=True)
     torch.manual_seed(0)
     model, x = routed().train(), images(4)
     for part in x.split(2):
         ((model(part).square().mean() + mmod.auxiliary_loss(model)) / 2).backward()
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found[name], parameter.grad, atol=1e-6, rtol=1e-4)
+        torch.testing.assert_close(actual[name], parameter.grad, atol=1e-6, rtol=1e-4)
 
 
 def test_moving_average_follows_routers() -> None:
@@ -191,10 +191,10 @@ def test_fx_sees_a_routed_block_as_one_node(routing: str) -> None:
 
 def test_features_only_is_routed_before_it_is_cut() -> None:
     importlib.import_module("mmod.registry.timm")
-    whole = timm.create_model("test_vit_mod", router="linear").eval()
+    full = timm.create_model("test_vit_mod", router="linear").eval()
     features = timm.create_model("test_vit_mod", router="linear", features_only=True, out_indices=(1, 3)).eval()
-    features.model.load_state_dict(whole.state_dict(), strict=False)
+    features.model.load_state_dict(full.state_dict(), strict=False)
     x = torch.randn(1, 3, 160, 160)
-    expected = whole.forward_intermediates(x, indices=(1, 3), intermediates_only=True)
+    expected = full.forward_intermediates(x, indices=(1, 3), intermediates_only=True)
     for one, other in zip(features(x), expected):
         assert torch.equal(one, other)

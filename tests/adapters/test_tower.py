@@ -11,8 +11,8 @@ import transformers
 from torch import Tensor, nn
 
 import mmod
-from tests.adapters.vlm_zoo import IMAGE, LINEAR, make_joint, make_language, merged_embeddings, prompt
-from tests.zoo import make_model
+from tests.kit.vlm_zoo import IMAGE, LINEAR, make_joint, make_language, merged_embeddings, prompt
+from tests.kit.zoo import make_model
 
 CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "vision_tower"}, capacity=0.5, blocks="all")
 GENERATION: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
@@ -60,7 +60,7 @@ def test_it_is_what_the_tower_attends_to(class_token: bool, attention: str) -> N
     free, real = batch["input_ids"] == 90, batch["attention_mask"].bool()
     for routing in trace.values():
         torch.testing.assert_close(routing.score_BN[free].double(), expected[free], rtol=1e-4, atol=1e-6)
-        assert all(kept[own].sum() == own.sum() // 2 for kept, own in zip(routing.keep_BN, free))
+        assert all(kept[is_free].sum() == is_free.sum() // 2 for kept, is_free in zip(routing.keep_BN, free))
     mmod.set_capacity_(model, 1)
     torch.testing.assert_close(model(**batch).logits[real], dense[real])
     assert not torch.equal(routed[real], dense[real])

@@ -12,8 +12,8 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache_base import cache_of
-from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, LINEAR, VIDEO, make_joint, make_language, prompt, words
-from tests.threads import assert_right_in_threads
+from tests.kit.threads import assert_right_in_threads
+from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, LINEAR, VIDEO, make_joint, make_language, prompt, words
 
 EVERY_TOKEN = mmod.RoutingConfig(router="stride", capacity=1.0, blocks="all")
 EVERY_TOKEN_CAUSAL = mmod.RoutingConfig(
@@ -48,10 +48,10 @@ def check_equal(model: Any, batch: dict[str, Any], config: mmod.RoutingConfig) -
         for ours, theirs in ((key, dense_key), (value, dense_value)):
             for row, valid in enumerate(real):
                 # A routed layer holds no padding; a window has forgotten the same tokens in both.
-                own = theirs[row][:, valid[-theirs.shape[2] :]]
-                count = min(ours.shape[2], int(own.shape[1]))
+                row_cache = theirs[row][:, valid[-theirs.shape[2] :]]
+                count = min(ours.shape[2], int(row_cache.shape[1]))
                 held = ours[row][:, :count] if ours.shape[2] == int(real.sum(1).max()) else ours[row][:, -count:]
-                torch.testing.assert_close(held, own[:, -count:], atol=1e-5, rtol=1e-4)
+                torch.testing.assert_close(held, row_cache[:, -count:], atol=1e-5, rtol=1e-4)
     mmod.unroute_(model)
     assert list(model.state_dict()) == keys
     assert {name: type(m) for name, m in model.named_modules()} == kind
@@ -132,11 +132,13 @@ def test_attention_maps_have_the_index_of_their_layer(name: str) -> None:
     kept = list(decisions.values())[1].keep_BN.sum(1)
     assert 0 < int(kept.max()) < tokens
     lengths = [tokens, 0, tokens, int(kept.max())]
-    assert [tuple(each.shape) for each in maps] == [(samples, 4, length, length) for length in lengths]
+    assert [tuple(attention_map.shape) for attention_map in maps] == [
+        (samples, 4, length, length) for length in lengths
+    ]
     for row, count in enumerate(kept.tolist()):
-        own = maps[3][row, :, :count, :count]
-        torch.testing.assert_close(own.sum(-1), torch.ones(4, count))
-        assert not own.triu(1).any()
+        attention = maps[3][row, :, :count, :count]
+        torch.testing.assert_close(attention.sum(-1), torch.ones(4, count))
+        assert not attention.triu(1).any()
 
 
 @torch.no_grad()
@@ -153,11 +155,13 @@ def test_importance_is_the_mean_of_the_map(attention: str, importance: str) -> N
         model(**batch)
     (routing,) = decisions.values()
     for row in range(2):
-        seen = maps[row][:, real[row]][:, :, real[row]]
+        attention_map = maps[row][:, real[row]][:, :, real[row]]
         if importance == "per_viewer":
-            count = torch.arange(1, seen.shape[-1] + 1)
-            seen = seen * count[:, None] / count.flip(0)
-        torch.testing.assert_close(routing.score_BN[row][real[row]], seen.mean(dim=(0, 1)), atol=1e-6, rtol=1e-4)
+            count = torch.arange(1, attention_map.shape[-1] + 1)
+            attention_map = attention_map * count[:, None] / count.flip(0)
+        torch.testing.assert_close(
+            routing.score_BN[row][real[row]], attention_map.mean(dim=(0, 1)), atol=1e-6, rtol=1e-4
+        )
 
 
 @pytest.mark.parametrize("name", ["gamma-mod", "p-mod", "a-mod"])
@@ -200,16 +204,16 @@ def test_gates_on_branches_match_a_written_out_layer(name: str, gate_on: str) ->
     )
     model, batch = mmod.route_(make_language(name), config), {"input_ids": torch.randint(3, IMAGE, (1, 8))}
     (block,) = mmod.routed_blocks(model).values()
-    seen: dict[str, Tensor] = {}
-    block.register_forward_hook(lambda module, inputs, output: seen.update(x=inputs[0], y=output))
+    recorded: dict[str, Tensor] = {}
+    block.register_forward_hook(lambda module, inputs, output: recorded.update(x=inputs[0], y=output))
     with mmod.trace(model) as decisions:
         model(**batch)
     (routing,) = decisions.values()
     gate = torch.sigmoid(routing.score_BN).unsqueeze(-1)
     first = gate if gate_on == "branches" else torch.ones_like(gate)
     dense: Any = mmod.unroute_(copy.deepcopy(model))
-    expected = _written_out(dense.model.layers[1], seen["x"], dense, first, gate)
-    torch.testing.assert_close(seen["y"], expected, atol=1e-5, rtol=1e-4)
+    expected = _written_out(dense.model.layers[1], recorded["x"], dense, first, gate)
+    torch.testing.assert_close(recorded["y"], expected, atol=1e-5, rtol=1e-4)
 
 
 def _written_out(layer: Any, x: Tensor, model: Any, first: Tensor, second: Tensor) -> Tensor:

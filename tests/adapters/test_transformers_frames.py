@@ -13,7 +13,8 @@ from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.adapters.transformers.images import IMAGE as SHOWS_IMAGE
 from mmod.adapters.transformers.images import VIDEO as SHOWS_VIDEO
 from mmod.adapters.transformers.images import ImageTokens
-from tests.adapters.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, video
+from tests.kit.generation import routed
+from tests.kit.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, video
 
 BY_FRAME = mmod.preset("videollm-mod", capacity=0.5, blocks=(1, 3), router={"init_std": 0.2})
 TOGETHER = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=0.5, blocks=(0, 1, 3))
@@ -25,10 +26,6 @@ SECOND_TURN = {
     "distilled": mmod.preset("distilled", blocks=(1, 3), router={"init_std": 0.2}),
 }
 EVERY_TOKEN = mmod.RoutingConfig(router="stride", capacity=1.0, blocks=(0, 1, 3))
-
-
-def routed(name: str, config: mmod.RoutingConfig) -> Any:
-    return mmod.route_(make_joint(name), language=config)
 
 
 def kept(model: Any, batch: dict[str, Any]) -> list[Tensor]:
@@ -45,10 +42,10 @@ def test_videos_are_chosen_frame_by_frame(name: str, frames: str) -> None:
     batch = video(name, (1, 2))
     for keep in kept(routed(name, config), batch):
         for row, videos in zip(range(2), (1, 2)):
-            own = keep[row][batch["input_ids"][row] == VIDEO].view(videos, -1)
+            kept_of_videos = keep[row][batch["input_ids"][row] == VIDEO].view(videos, -1)
             # The newline behind a video of LLaVA-OneVision belongs to no frame.
-            assert bool(own[:, 4 * size :].all())
-            assert own[:, : 4 * size].reshape(-1, size).sum(1).tolist() == [size // 2] * (4 * videos)
+            assert bool(kept_of_videos[:, 4 * size :].all())
+            assert kept_of_videos[:, : 4 * size].reshape(-1, size).sum(1).tolist() == [size // 2] * (4 * videos)
 
 
 @pytest.mark.parametrize("name", ["llava", "llava-qwen2"])
@@ -56,8 +53,8 @@ def test_images_side_by_side_are_frames_of_their_own(name: str) -> None:
     batch = prompt(name, (2,))
     batch["input_ids"] = batch["input_ids"].sort(stable=True).values
     for keep in kept(routed(name, BY_FRAME), batch):
-        own = keep[batch["input_ids"] == IMAGE].view(2, PATCHES)
-        assert own.sum(1).tolist() == [PATCHES // 2] * 2
+        kept_of_images = keep[batch["input_ids"] == IMAGE].view(2, PATCHES)
+        assert kept_of_images.sum(1).tolist() == [PATCHES // 2] * 2
 
 
 def test_grids_count_merged_patches() -> None:
@@ -67,16 +64,16 @@ def test_grids_count_merged_patches() -> None:
 
     tokens, row = ImageTokens(Config()), [5, *[VIDEO] * 12, 6, *[IMAGE] * 4, 0]
     ids = torch.tensor([row, [0] * 13 + [7, *[IMAGE] * 5]])
-    given = {"input_ids": ids, "video_grid_thw": torch.tensor([[3, 4, 4]])}
-    kind = tokens.kinds(nn.Identity(), given, None)
+    inputs = {"input_ids": ids, "video_grid_thw": torch.tensor([[3, 4, 4]])}
+    kind = tokens.kinds(nn.Identity(), inputs, None)
     assert sorted(set(kind.flatten().tolist())) == [0, SHOWS_IMAGE, SHOWS_VIDEO]
-    found = tokens.frames(given, kind, ids != 0)
-    assert found.first_BN.nonzero().tolist() == [[0, 1], [0, 5], [0, 9], [0, 14], [1, 14]]
-    assert found.complete
-    assert not tokens.frames(given, kind, (ids != 0) & (ids != 7)).complete
-    given["video_grid_thw"] = torch.tensor([[2, 4, 4]])
+    actual = tokens.frames(inputs, kind, ids != 0)
+    assert actual.first_BN.nonzero().tolist() == [[0, 1], [0, 5], [0, 9], [0, 14], [1, 14]]
+    assert actual.complete
+    assert not tokens.frames(inputs, kind, (ids != 0) & (ids != 7)).complete
+    inputs["video_grid_thw"] = torch.tensor([[2, 4, 4]])
     with pytest.raises(ValueError, match="video_grid_thw describes 8 tokens, the prompt has 12"):
-        tokens.frames(given, kind, ids != 0)
+        tokens.frames(inputs, kind, ids != 0)
 
 
 def places(start: int, tokens: int, qwen: bool, samples: int = 1) -> dict[str, Tensor]:
@@ -95,21 +92,21 @@ def test_a_stream_of_frames_equals_the_whole_prompt(name: str, frames: Any) -> N
     ids = torch.tensor([[token for piece in pieces for token in piece]])
     pictures = {key: images[key] for key in ("pixel_values", "image_grid_thw") if key in images}
     kinds = {"mm_token_type_ids": (ids == IMAGE).long()} if qwen else {}
-    whole = model(input_ids=ids, **pictures, **kinds, **places(0, ids.shape[1], qwen)).logits
-    logits, cache, seen, shown = [], None, 0, 0
+    expected = model(input_ids=ids, **pictures, **kinds, **places(0, ids.shape[1], qwen)).logits
+    logits, cache, position, shown = [], None, 0, 0
     for piece in pieces:
-        given: dict[str, Any] = {}
+        inputs: dict[str, Any] = {}
         if IMAGE in piece:
-            each = len(images["pixel_values"]) // 3
-            given["pixel_values"] = images["pixel_values"][shown * each : (shown + 1) * each]
+            patches = len(images["pixel_values"]) // 3
+            inputs["pixel_values"] = images["pixel_values"][shown * patches : (shown + 1) * patches]
             if qwen:
-                given |= {"image_grid_thw": images["image_grid_thw"][:1]}
+                inputs |= {"image_grid_thw": images["image_grid_thw"][:1]}
             shown += 1
-        given |= places(seen, len(piece), qwen)
-        out = model(input_ids=torch.tensor([piece]), **{CACHE: cache}, use_cache=True, **given)
+        inputs |= places(position, len(piece), qwen)
+        out = model(input_ids=torch.tensor([piece]), **{CACHE: cache}, use_cache=True, **inputs)
         logits.append(out.logits)
-        cache, seen = cache_of(out), seen + len(piece)
-    torch.testing.assert_close(torch.cat(logits, 1), whole, atol=1e-5, rtol=1e-4)
+        cache, position = cache_of(out), position + len(piece)
+    torch.testing.assert_close(torch.cat(logits, 1), expected, atol=1e-5, rtol=1e-4)
     assert cache.layers[1].keys.shape[2] == ids.shape[1] - 3 * (PATCHES - PATCHES // 2)
 
 
@@ -131,8 +128,8 @@ def test_an_image_behind_cached_text_equals_the_whole_prompt(name: str, cached: 
     later = model(input_ids=ids, **{CACHE: cache}, use_cache=True, **batch, **places(4, tokens, qwen)).logits
     if qwen:
         batch["mm_token_type_ids"] = nn.functional.pad(batch["mm_token_type_ids"], (4, 0))
-    whole = model(input_ids=torch.cat([text, ids], 1), **batch, **places(0, 4 + tokens, qwen)).logits
-    torch.testing.assert_close(later, whole[:, 4:], atol=1e-5, rtol=1e-4)
+    expected = model(input_ids=torch.cat([text, ids], 1), **batch, **places(0, 4 + tokens, qwen)).logits
+    torch.testing.assert_close(later, expected[:, 4:], atol=1e-5, rtol=1e-4)
     with pytest.raises(ValueError, match="cannot be split over calls"):
         model(input_ids=ids, **{CACHE: cache}, **batch, **places(4 + tokens, tokens, qwen))
 
@@ -151,12 +148,12 @@ def test_only_a_sample_with_two_images_apart_is_refused(static: bool) -> None:
     for image_in, refused in ((0, True), (1, False)):
         ids = torch.full((2, PATCHES), 7)
         ids[image_in] = IMAGE
-        given = {"input_ids": ids, "pixel_values": batch["pixel_values"], "attention_mask": mask}
+        inputs = {"input_ids": ids, "pixel_values": batch["pixel_values"], "attention_mask": mask}
         if refused:
             with pytest.raises(ValueError, match="cannot be split over calls"):
-                model(**given, **{CACHE: cache})
+                model(**inputs, **{CACHE: cache})
         else:
-            model(**given, **{CACHE: cache})
+            model(**inputs, **{CACHE: cache})
 
 
 @torch.no_grad()
@@ -215,8 +212,8 @@ def test_a_second_turn_of_a_padded_chat_equals_its_samples(name: str, method: st
         if qwen:
             first_BN, later_BN = first_BN.expand(3, -1, -1), later_BN.expand(3, -1, -1)
         cache = cache_of(model(**batch, use_cache=True, position_ids=first_BN))
-        given = {**turn, "attention_mask": mask, "position_ids": later_BN}
-        logits: Tensor = model(**given, **{CACHE: cache}).logits
+        inputs = {**turn, "attention_mask": mask, "position_ids": later_BN}
+        logits: Tensor = model(**inputs, **{CACHE: cache}).logits
         return logits
 
     together, begun = chat(first, turns), 0
@@ -224,8 +221,8 @@ def test_a_second_turn_of_a_padded_chat_equals_its_samples(name: str, method: st
         real = first["attention_mask"][row].bool()
         by_token = [key for key in ("input_ids", "attention_mask", "mm_token_type_ids") if key in first]
         alone = {key: first[key][row : row + 1, real] for key in by_token}
-        each = len(first["pixel_values"]) // 3
-        alone["pixel_values"] = first["pixel_values"][begun * each : (begun + images) * each]
+        patches = len(first["pixel_values"]) // 3
+        alone["pixel_values"] = first["pixel_values"][begun * patches : (begun + images) * patches]
         if qwen:
             alone["image_grid_thw"] = first["image_grid_thw"][begun : begun + images]
         begun += images

@@ -10,99 +10,13 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from tests.adapters.vlm_zoo import IMAGE, JOINT, PATCHES, VIDEO, make_joint, make_language, pad, prompt
-
-SCORE = mmod.score("linear", init_std=0.2)
-IMAGES_ONLY = {
-    "linear": mmod.RoutingConfig(router=SCORE, capacity=0.5, blocks=(0, 1, 3)),
-    "attention": mmod.RoutingConfig(router="attention", capacity=0.5, blocks=(1, 3)),
-    "p-mod": mmod.RoutingConfig(
-        router={"name": "linear", "bias": True, "init_std": 0.2},
-        capacity=(0.8, 0.3),
-        blocks=(1, 2),
-        skipped="scale",
-        language={"gate_on": "mlp"},
-    ),
-    "frames": mmod.RoutingConfig(router=SCORE, capacity=0.34, blocks=(1, 2), language={"tokens": "span"}),
-    "modification": mmod.RoutingConfig(
-        router=SCORE, select="threshold", gate="sigmoid", language={"gate_on": "branches"}, blocks=(0, 2)
-    ),
-    "random": mmod.RoutingConfig(router="random", capacity=0.5, blocks=(1, 2)),
-    "stride": mmod.RoutingConfig(router="stride", capacity=0.25, blocks=(1, 3)),
-}
-EVERYTHING = {
-    "threshold": mmod.RoutingConfig(
-        router=SCORE, select="threshold", gate="sigmoid", language={"tokens": "all"}, blocks=(0, 2)
-    ),
-    "inference": mmod.RoutingConfig(
-        router=SCORE, capacity=0.5, language={"inference_threshold": 0.5, "tokens": "all"}, blocks=(1, 3)
-    ),
-    "predictor": mmod.RoutingConfig(
-        router=SCORE,
-        capacity=0.5,
-        language={"inference_threshold": 0.5, "tokens": "all", "predictor": True},
-        blocks=(0, 1),
-        losses={"membership": 0.01},
-    ),
-    "compact": mmod.RoutingConfig(
-        router={"name": "linear", "normalize": False, "init_std": 0.2, "tied": True},
-        capacity=0.5,
-        language={
-            "inference_threshold": 0.5,
-            "tokens": "all",
-            "scored": "norm",
-            "positions": "compact",
-            "gate_on": "mlp",
-        },
-        blocks=(1, 2),
-        gate="sigmoid",
-    ),
-}
-NO_IMAGES = {"suppress_tokens": [IMAGE, VIDEO]}
-
-
-def routed(name: str, config: mmod.RoutingConfig, attention: str = "sdpa") -> nn.Module:
-    return mmod.route_(make_joint(name, attention=attention), language=config)
-
-
-def generate(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
-    settings: dict[str, Any] = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, **NO_IMAGES, **options}
-    result: Tensor = model.generate(**batch, **settings)
-    return result
-
-
-@torch.no_grad()
-def check_cache_changes_nothing(model: Any, batch: dict[str, Any], steps: int = 4) -> None:
-    """Prefill and decode word by word, and compare every step with one full forward pass over the same tokens."""
-    out = model(**batch, use_cache=True)
-    cache, logits = cache_of(out), [out.logits]
-    ids, mask = batch["input_ids"], batch["attention_mask"]
-    kinds = batch.get("mm_token_type_ids")
-    last = mask.cumsum(1).argmax(1)
-    generator = torch.Generator().manual_seed(3)
-    for _ in range(steps):
-        word = torch.randint(3, IMAGE, (len(ids), 1), generator=generator)
-        ids, mask = torch.cat([ids, word], 1), torch.cat([mask, torch.ones_like(word)], 1)
-        place = {}
-        if kinds is not None:
-            kinds = torch.cat([kinds, torch.zeros_like(word)], 1)
-            # As `generate` does: time, height and width of a word are its place after the images' own.
-            place = {"position_ids": (mask.sum(1, keepdim=True) - 1 + model.model.rope_deltas).expand(3, -1, -1)}
-        out = model(input_ids=word, attention_mask=mask, **{CACHE: cache}, use_cache=True, **place)
-        logits.append(out.logits)
-    rest = {k: v for k, v in batch.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
-    kinds_now = {} if kinds is None else {"mm_token_type_ids": kinds}
-    full = model(input_ids=ids, attention_mask=mask, use_cache=False, **rest, **kinds_now).logits
-    stepwise = torch.cat(logits[1:], 1)
-    torch.testing.assert_close(stepwise, full[:, -steps:], atol=1e-5, rtol=1e-4)
-    torch.testing.assert_close(
-        logits[0][torch.arange(len(last)), last], full[torch.arange(len(last)), last], atol=1e-5, rtol=1e-4
-    )
+from tests.kit.generation import EVERYTHING, IMAGES_ONLY, SCORE, check_cache_changes_nothing, generate, routed
+from tests.kit.vlm_zoo import IMAGE, JOINT, PATCHES, make_joint, make_language, pad, prompt
 
 
 # Importance counts the attention of all text, also of text that a generated answer adds.
@@ -216,32 +130,32 @@ def test_cache_bytes_are_the_kept_share() -> None:
 @settings(max_examples=30)
 def test_cache_layer_keeps_what_it_was_told(lengths: list[int], window: int | None, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    layer, seen, expected = RoutedLayer(window), 0, [[], []]  # type: ignore[var-annotated]
+    layer, start, expected = RoutedLayer(window), 0, [[], []]  # type: ignore[var-annotated]
     for tokens in lengths:
         keep = torch.rand(2, tokens, generator=generator) < 0.5
         if tokens and torch.rand((), generator=generator) < 0.3:
             keep[:] = True
             layer.begin_update_all(torch.empty(2, tokens, 0))
-            key = torch.arange(seen, seen + tokens).float().expand(2, -1)[:, None, :, None]
+            key = torch.arange(start, start + tokens).float().expand(2, -1)[:, None, :, None]
             layer.update(key, key)
             for row in range(2):
-                expected[row] += range(seen, seen + tokens)
-            seen += tokens
+                expected[row] += range(start, start + tokens)
+            start += tokens
             continue
         slots = int(keep.sum(1).max()) if tokens else 0
         index = torch.sort((~keep).int(), dim=1, stable=True).indices[:, :slots]
         valid = keep.gather(1, index)
-        layer.begin_update(seen + index, valid, tokens)
-        key = (seen + index).float()[:, None, :, None]
+        layer.begin_update(start + index, valid, tokens)
+        key = (start + index).float()[:, None, :, None]
         if slots:
             layer.update(key, key)
         for row in range(2):
-            expected[row] += [seen + place for place in range(tokens) if keep[row, place]]
-        seen += tokens
-        assert layer.get_seq_length() == seen
+            expected[row] += [start + place for place in range(tokens) if keep[row, place]]
+        start += tokens
+        assert layer.get_seq_length() == start
     nothing = torch.zeros(2, 0, dtype=torch.long)
     position, valid = layer.joined(nothing, None)
-    oldest = 0 if window is None else seen - window + 1
+    oldest = 0 if window is None else start - window + 1
     for row in range(2):
         held = position[row][valid[row]].tolist()
         assert [p for p in held if p >= oldest] == [p for p in expected[row] if p >= oldest]
@@ -317,8 +231,8 @@ def test_generation_that_would_need_the_future_is_refused(beams: int) -> None:
 def test_chunked_prefill_is_exact_where_tokens_are_decided_alone() -> None:
     model = mmod.route_(make_language("llama"), language=EVERYTHING["inference"])
     batch = {"input_ids": torch.randint(3, 80, (1, 13))}
-    whole = generate(model, batch, suppress_tokens=None)
-    assert torch.equal(whole, generate(model, batch, suppress_tokens=None, prefill_chunk_size=5))
+    expected = generate(model, batch, suppress_tokens=None)
+    assert torch.equal(expected, generate(model, batch, suppress_tokens=None, prefill_chunk_size=5))
 
 
 @torch.no_grad()
@@ -340,8 +254,8 @@ def _like_flash(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Te
     pairs = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)[None, None]
     if mask is not None:
         assert mask.shape == (len(query), keys)
-        own = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).triu(keys - queries)
-        pairs = (pairs & mask[:, None, None, :].bool()) | own
+        sees = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries).triu(keys - queries)
+        pairs = (pairs & mask[:, None, None, :].bool()) | sees
     # Positions with gaps would be taken for packed samples.
     assert options.get("position_ids") is None or queries == 1
     out = torch.nn.functional.scaled_dot_product_attention(query, key, value, pairs, scale=options["scaling"])

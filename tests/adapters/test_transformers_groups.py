@@ -13,7 +13,7 @@ from torch import Tensor
 
 import mmod
 from mmod.routing import DecoderRouter, assign_groups, select_within
-from tests.adapters.vlm_zoo import (
+from tests.kit.vlm_zoo import (
     IMAGE,
     LANGUAGE,
     LINEAR,
@@ -30,9 +30,9 @@ from tests.adapters.vlm_zoo import (
 @pytest.mark.parametrize("name", ["llava", "llava-onevision", "qwen3-vl"])
 def test_skipped_image_tokens_pass_unchanged_and_text_never_does(name: str) -> None:
     model, batch = mmod.route_(make_joint(name), language=LINEAR), prompt(name, (1, 0, 3))
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    recorded: dict[str, tuple[Tensor, Tensor]] = {}
     handles = [
-        block.register_forward_hook(lambda m, i, o, block=block_name: seen.update({block: (i[0], o)}))
+        block.register_forward_hook(lambda m, i, o, block=block_name: recorded.update({block: (i[0], o)}))
         for block_name, block in mmod.routed_blocks(model).items()
     ]
     with mmod.trace(model) as decisions:
@@ -46,7 +46,7 @@ def test_skipped_image_tokens_pass_unchanged_and_text_never_does(name: str) -> N
         assert not bool(kept[~real].any())
         number = images.sum(1)
         assert torch.equal((kept & images).sum(1), number // 2)
-        before, after = seen[block_name]
+        before, after = recorded[block_name]
         assert torch.equal(before[~kept], after[~kept])
         assert not torch.equal(before[kept], after[kept])
 
@@ -61,10 +61,10 @@ def test_image_tokens_are_found_in_embeddings() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("told", ["image_mask", "mm_token_type_ids"])
+@pytest.mark.parametrize("mask_name", ["image_mask", "mm_token_type_ids"])
 @pytest.mark.parametrize("method", ["p-mod", "videollm-mod", "a-mod"])
 @pytest.mark.parametrize("name", ["llava", "llava-next", "llava-onevision", "qwen2-vl", "qwen2.5-vl"])
-def test_merged_embeddings_say_where_images_are_or_are_refused(name: str, method: str, told: str) -> None:
+def test_merged_embeddings_say_where_images_are_or_are_refused(name: str, method: str, mask_name: str) -> None:
     model, batch = make_joint(name), prompt(name, (1, 0, 2))
     ids = batch["input_ids"]
     if name.startswith("qwen"):
@@ -75,14 +75,14 @@ def test_merged_embeddings_say_where_images_are_or_are_refused(name: str, method
         if method != "a-mod":
             block.router.score.weight.normal_(std=0.2)
     expected = model(**batch).logits
-    given = {key: batch[key] for key in ("attention_mask", "position_ids") if key in batch}
+    inputs = {key: batch[key] for key in ("attention_mask", "position_ids") if key in batch}
     with pytest.raises(ValueError, match="the image tokens are unknown: pass input_ids or image_mask"):
-        model(inputs_embeds=embeds, **given)
+        model(inputs_embeds=embeds, **inputs)
     real = batch["attention_mask"].bool()
-    found = model(inputs_embeds=embeds, **{told: (ids == IMAGE).long()}, **given).logits
-    torch.testing.assert_close(found[real], expected[real], atol=1e-5, rtol=1e-4)
-    with pytest.raises(ValueError, match=f"{told} has shape"):
-        model(inputs_embeds=embeds, **{told: (ids == IMAGE)[:, 1:]}, **given)
+    logits = model(inputs_embeds=embeds, **{mask_name: (ids == IMAGE).long()}, **inputs).logits
+    torch.testing.assert_close(logits[real], expected[real], atol=1e-5, rtol=1e-4)
+    with pytest.raises(ValueError, match=f"{mask_name} has shape"):
+        model(inputs_embeds=embeds, **{mask_name: (ids == IMAGE)[:, 1:]}, **inputs)
     words = model.get_input_embeddings()(torch.randint(3, IMAGE, (2, 7)))
     nothing = torch.zeros(2, 7, dtype=torch.bool)
     with mmod.trace(model) as decisions:
@@ -104,12 +104,12 @@ def test_an_empty_batch_fares_as_in_the_dense_model(name: str, router: str, trai
     model = (make_language(name) if name in LANGUAGE else make_joint(name)).train(training)
 
     def outcome(**mask: Tensor) -> str:
-        given = {"input_ids": torch.empty(0, 7, dtype=torch.long), **mask}
+        inputs = {"input_ids": torch.empty(0, 7, dtype=torch.long), **mask}
         if name.startswith("qwen2"):
-            given["position_ids"] = torch.empty(3, 0, 7, dtype=torch.long)
+            inputs["position_ids"] = torch.empty(3, 0, 7, dtype=torch.long)
         # Attention layers of transformers 5 cannot be reshaped without a sample.
         with pytest.raises(RuntimeError) as raised:
-            model(**given)
+            model(**inputs)
         return str(raised.value)
 
     masks: list[dict[str, Tensor]] = [{}, {"attention_mask": torch.empty(0, 7, dtype=torch.long)}]

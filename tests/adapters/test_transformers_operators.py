@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters.transformers.cache_base import KeptTokens, cache_of
-from tests.adapters.test_transformers_generation import NO_IMAGES, check_cache_changes_nothing
-from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, make_joint, make_language, prompt, words
-from tests.cover import in_turn
+from tests.kit.cover import in_turn
+from tests.kit.generation import NO_IMAGES, check_cache_changes_nothing
+from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, make_joint, make_language, prompt, words
 
 WAYS = [("block", "all"), ("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
 LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), blocks=(1, 3), capacity=0.5)
@@ -27,18 +27,18 @@ class Layers:
     """Record what routed layers were given and returned, and with which arguments."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.seen: dict[str, tuple[Tensor, dict[str, Any], Tensor]] = {}
+        self.recorded: dict[str, tuple[Tensor, dict[str, Any], Tensor]] = {}
         for name, block in mmod.routed_blocks(model).items() if mmod.is_routed(model) else ():
             block.register_forward_hook(self._of(name), with_kwargs=True)
 
     def _of(self, name: str) -> Any:
         def record(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Tensor) -> None:
-            self.seen[name] = args[0].detach(), kwargs, out.detach()
+            self.recorded[name] = args[0].detach(), kwargs, out.detach()
 
         return record
 
 
-def defined(layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], given: dict[str, Any]) -> Tensor:
+def defined(layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], arguments: dict[str, Any]) -> Tensor:
     """Return a routed layer's output by the definition: dense branches for all tokens, masks, and a choice."""
     operator, context = way
     keep, tokens = routing.keep_BN, x.shape[1]
@@ -54,7 +54,9 @@ def defined(layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], 
     bias = torch.zeros_like(pairs, dtype=x.dtype).masked_fill(~pairs, torch.finfo(x.dtype).min)[:, None]
     sandwich = hasattr(layer, "pre_feedforward_layernorm")
     update, _ = layer.self_attn(
-        hidden_states=layer.input_layernorm(x), attention_mask=bias, position_embeddings=given["position_embeddings"]
+        hidden_states=layer.input_layernorm(x),
+        attention_mask=bias,
+        position_embeddings=arguments["position_embeddings"],
     )
     update = layer.post_attention_layernorm(update) if sandwich else update
     chosen = keep.unsqueeze(-1)
@@ -76,9 +78,9 @@ def check_definition(model: Any, batch: dict[str, Any], way: tuple[str, str], er
         model(**batch, use_cache=False)
     mmod.unroute_(model)
     valid = batch["attention_mask"].bool()
-    for name, (x, given, out) in layers.seen.items():
+    for name, (x, arguments, out) in layers.recorded.items():
         with torch.no_grad():
-            expected = defined(model.get_submodule(name), x, decisions[name], way, given)
+            expected = defined(model.get_submodule(name), x, decisions[name], way, arguments)
         torch.testing.assert_close(out[valid], expected[valid], rtol=100 * error, atol=error)
 
 
@@ -169,9 +171,9 @@ def test_frozen_image_tokens_stay_as_they_are_and_are_read() -> None:
     with torch.no_grad():
         states = model(**batch, output_hidden_states=True).hidden_states
         blind = mmod.route_(mmod.unroute_(model), language=FROZEN.replace(context="kept"))(**batch).logits
-        seen = mmod.route_(mmod.unroute_(model), language=FROZEN)(**batch).logits
+        expected = mmod.route_(mmod.unroute_(model), language=FROZEN)(**batch).logits
     assert torch.equal(states[1][image], states[3][image])
-    assert not torch.allclose(blind[~image], seen[~image], atol=1e-3)
+    assert not torch.allclose(blind[~image], expected[~image], atol=1e-3)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -201,9 +203,9 @@ def test_blocks_of_one_model_may_differ() -> None:
     with torch.no_grad(), mmod.trace(model) as decisions:
         model(**batch, use_cache=False)
     mmod.unroute_(model)
-    for (name, (x, given, out)), *way in zip(layers.seen.items(), plan.operators, plan.contexts):
+    for (name, (x, arguments, out)), *way in zip(layers.recorded.items(), plan.operators, plan.contexts):
         with torch.no_grad():
-            expected = defined(model.get_submodule(name), x, decisions[name], (way[0], way[1]), given)
+            expected = defined(model.get_submodule(name), x, decisions[name], (way[0], way[1]), arguments)
         torch.testing.assert_close(out[valid], expected[valid], rtol=1e-7, atol=1e-9)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE
-from tests.adapters.vlm_zoo import IMAGE, JOINT, make_joint, make_language, merged_embeddings, prompt
+from tests.kit.vlm_zoo import IMAGE, JOINT, make_joint, make_language, merged_embeddings, prompt
 
 PLACEHOLDER = -200
 GENERATION: dict[str, Any] = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
@@ -136,17 +136,17 @@ def test_an_image_token_in_the_config_is_found_in_ids() -> None:
 def test_embeddings_without_marks_are_refused_and_each_advice_works() -> None:
     model = make_own(preset("p-mod"))
     embeds, mask = model.merge(IDS, FEATURES)
-    for call in (model, lambda **given: model.generate(**given, **GENERATION)):
+    for call in (model, lambda **arguments: model.generate(**arguments, **GENERATION)):
         with pytest.raises(ValueError, match="the image tokens are unknown: pass input_ids or image_mask"):
             call(inputs_embeds=embeds)
         call(inputs_embeds=embeds, image_mask=mask)
         call(inputs_embeds=embeds, image_mask=torch.zeros_like(mask))
     ids = torch.full(mask.shape, 5).masked_fill(mask, PLACEHOLDER)
-    told = model.generate(inputs_embeds=embeds, input_ids=ids, **GENERATION)
+    generated = model.generate(inputs_embeds=embeds, input_ids=ids, **GENERATION)
     marked = model.generate(inputs_embeds=embeds, image_mask=mask, **GENERATION)
-    assert torch.equal(told[:, -5:], marked)
+    assert torch.equal(generated[:, -5:], marked)
     everything = make_own(mmod.RoutingConfig(router="linear", language={"tokens": "all"}))
-    for call in (everything, lambda **given: everything.generate(**given, **GENERATION)):
+    for call in (everything, lambda **arguments: everything.generate(**arguments, **GENERATION)):
         with pytest.raises(ValueError, match="routed with tokens='all': leave it out, or route with tokens='image'"):
             call(inputs_embeds=embeds, image_mask=mask)
     everything(inputs_embeds=embeds)
@@ -169,7 +169,7 @@ def test_generation_from_marked_embeddings_equals_that_from_ids(
     settings = {**GENERATION, **options, "suppress_tokens": [IMAGE]}
     length, mask = batch["input_ids"].shape[1], batch["attention_mask"]
     expected = model.generate(**batch, **settings)[:, length:]
-    found = model.generate(inputs_embeds=embeds, attention_mask=mask, image_mask=image_mask, **settings)
-    assert torch.equal(found, expected)
+    generated = model.generate(inputs_embeds=embeds, attention_mask=mask, image_mask=image_mask, **settings)
+    assert torch.equal(generated, expected)
     with pytest.raises(ValueError, match="image_mask has shape"):
         model.generate(inputs_embeds=embeds, attention_mask=mask, image_mask=image_mask[[0, 0, 1]], **settings)

@@ -15,8 +15,8 @@ from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.layers import DecoderLayerCall
 from mmod.adapters.transformers.vision import EncoderLayerCall
-from tests.adapters.test_transformers_generation import EVERYTHING, IMAGES_ONLY
-from tests.adapters.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, pad, prompt, words
+from tests.kit.generation import EVERYTHING, IMAGES_ONLY
+from tests.kit.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, pad, prompt, words
 
 # What stays padded: a window shorter than the prompt hides more than padding.
 PADDED = ("mistral-window", "gemma3")
@@ -44,10 +44,10 @@ def both_ways(model: Any, batch: dict[str, Any], counted: Counted) -> list[list[
         with torch.no_grad():
             out = model(**batch, use_cache=True)
         held = [
-            each.transpose(1, 2)[layer.valid_BL]
+            cached.transpose(1, 2)[layer.valid_BL]
             for layer in cache_of(out).layers
             if isinstance(layer, RoutedLayer) and layer.keys is not None
-            for each in (layer.keys, layer.values)
+            for cached in (layer.keys, layer.values)
         ]
         logits = model(**batch, use_cache=False).logits[valid]
         parameters = [p for name, p in model.named_parameters() if p.requires_grad and "vision" not in name]

@@ -19,8 +19,8 @@ from mmod.blocks import host_class
 from mmod.methods import Experts, Recursions, methods_of
 from mmod.methods.route import routing_configs
 from mmod.training.chat.model import router_parameters
-from tests.adapters.vlm_zoo import IMAGE, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
-from tests.trap import Trap
+from tests.kit.trap import Trap
+from tests.kit.vlm_zoo import IMAGE, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
 
 LINEAR_TEXT = LINEAR.replace(language={"tokens": "all"})
 

@@ -17,8 +17,8 @@ from transformers.cache_utils import StaticLayer
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
-from tests.adapters.test_transformers_generation import EVERYTHING, IMAGES_ONLY, NO_IMAGES
-from tests.adapters.vlm_zoo import IMAGE, JOINT, LANGUAGE, PATCHES, make_joint, make_language, pad, prompt
+from tests.kit.generation import EVERYTHING, IMAGES_ONLY, NO_IMAGES, routed
+from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, PATCHES, make_joint, make_language, pad, prompt
 
 PRESETS = {
     "p-mod": mmod.preset("p-mod", blocks=(1, 2), capacity=(0.8, 0.3), router={"init_std": 0.2}),
@@ -35,11 +35,6 @@ PRESETS = {
     ),
 }
 ROOM = 48
-
-
-def routed(name: str, config: mmod.RoutingConfig, attention: str = "sdpa", **changes: Any) -> Any:
-    model = make_language(name, **changes) if name in LANGUAGE else make_joint(name, attention=attention, **changes)
-    return mmod.route_(model, language=config)
 
 
 def words(batch: dict[str, Any], steps: int) -> Tensor:
@@ -65,8 +60,8 @@ def logits(model: Any, batch: dict[str, Any], cache: Any, step: Any = None, step
         wide = (
             nn.functional.pad(mask, (0, ROOM - mask.shape[1])) if isinstance(cache, transformers.StaticCache) else mask
         )
-        given = {"input_ids": word, "attention_mask": wide, "position_ids": place, CACHE: cache}
-        out.append((step or model)(**given, use_cache=True).logits)
+        inputs = {"input_ids": word, "attention_mask": wide, "position_ids": place, CACHE: cache}
+        out.append((step or model)(**inputs, use_cache=True).logits)
     return out
 
 
@@ -74,14 +69,21 @@ def static(model: Any, room: int = ROOM) -> transformers.StaticCache:
     return transformers.StaticCache(config=model.config, max_cache_len=room)
 
 
-def same(found: list[Tensor], expected: list[Tensor]) -> None:
-    for here, there in zip(found, expected, strict=True):
+def same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    for here, there in zip(actual, expected, strict=True):
         torch.testing.assert_close(here, there, atol=1e-5, rtol=1e-4)
 
 
 def generated(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
-    given = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, **NO_IMAGES, **options}
-    result: Tensor = model.generate(**batch, **given)
+    options_of_both = {
+        "max_new_tokens": 8,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        **NO_IMAGES,
+        **options,
+    }
+    result: Tensor = model.generate(**batch, **options_of_both)
     return result
 
 
@@ -134,8 +136,8 @@ def test_a_static_cache_has_room_for_kept_tokens_alone() -> None:
     dense, tokens = ROOM * 2 * 2 * 8 * 4, batch["input_ids"].shape[1]
     before = None
     for word in (batch["input_ids"], *words(batch, 4)):
-        rest = batch if word.shape[1] > 1 else {}
-        model(**{**rest, "input_ids": word, "attention_mask": None}, **{CACHE: cache}, use_cache=True)
+        pictures = batch if word.shape[1] > 1 else {}
+        model(**{**pictures, "input_ids": word, "attention_mask": None}, **{CACHE: cache}, use_cache=True)
         addresses = [(layer.keys.data_ptr(), layer.values.data_ptr()) for layer in layers]
         assert before in (None, addresses)
         before = addresses
@@ -167,8 +169,8 @@ def test_text_goes_on_in_chunks(name: str) -> None:
     ids = torch.randint(3, IMAGE, (2, 31), generator=torch.Generator().manual_seed(1))
     expected, cache = model(input_ids=ids).logits, static(model)
     cuts = (0, 13, 17, 18, 29, 31)
-    found = [model(input_ids=ids[:, a:b], **{CACHE: cache}).logits for a, b in pairwise(cuts)]
-    torch.testing.assert_close(torch.cat(found, 1), expected, atol=1e-5, rtol=1e-4)
+    actual = [model(input_ids=ids[:, a:b], **{CACHE: cache}).logits for a, b in pairwise(cuts)]
+    torch.testing.assert_close(torch.cat(actual, 1), expected, atol=1e-5, rtol=1e-4)
 
 
 # What is traced grows with the depth.
@@ -238,8 +240,8 @@ def test_generate_compiles_decoding_by_itself(name: str) -> None:
 
     compiling: Any = transformers.CompileConfig(fullgraph=True, backend=count)
     compiling.mode, compiling._compile_all_devices = None, True
-    found = generated(model, batch, cache_implementation="static", compile_config=compiling)
-    assert torch.equal(found, generated(model, batch))
+    actual = generated(model, batch, cache_implementation="static", compile_config=compiling)
+    assert torch.equal(actual, generated(model, batch))
     assert len(graphs) == (2 if name in LANGUAGE else 1)
 
 
@@ -265,27 +267,27 @@ def test_static_layers_hold_what_later_tokens_see(lengths: list[int], window: bo
     room = 4 if window else sum(lengths)
     layer = StaticRoutedWindow(room) if window else StaticRoutedLayer(room)
     kept: list[list[int]] = [[], []]
-    seen = 0
+    start = 0
     for tokens in lengths:
         keep = torch.rand(2, tokens, generator=generator) < 0.5
         index = torch.sort((~keep).int(), dim=1, stable=True).indices[:, : int(keep.sum(1).max())]
         valid = keep.gather(1, index)
         for row in range(2):
-            kept[row] += [seen + place for place in range(tokens) if keep[row, place]]
-        position, given_BL = layer.joined(seen + index, valid)
-        layer.begin_update(seen + index, valid, tokens)
+            kept[row] += [start + place for place in range(tokens) if keep[row, place]]
+        position, given_BL = layer.joined(start + index, valid)
+        layer.begin_update(start + index, valid, tokens)
         if index.shape[1]:
-            key = (seen + index).float()[:, None, :, None]
+            key = (start + index).float()[:, None, :, None]
             keys, _ = layer.update(key, key)
             assert torch.equal(keys[:, 0, :, 0][given_BL], position[given_BL].float())
         # What the first token of this step sees, and those after it.
-        oldest = seen - room + 1 if window else 0
+        oldest = start - room + 1 if window else 0
         for row in range(2):
             held = position[row][given_BL[row]].tolist()
             assert sorted(p for p in held if p >= oldest) == [p for p in kept[row] if p >= oldest]
             assert layer.kept_B1[row].item() == len(kept[row])  # type: ignore[index]
-        seen += tokens
-        assert int(layer.get_seq_length()) == seen
+        start += tokens
+        assert int(layer.get_seq_length()) == start
     layer.batch_repeat_interleave(2)
     layer.reorder_cache(torch.tensor([3, 0, 1, 2]))
     assert layer.position_BS is not None
@@ -303,11 +305,11 @@ def test_cropped_tokens_leave_no_trace(method: str, steps: tuple[tuple[int, int,
     model, ids = routed("llama", config), torch.randint(3, IMAGE, (2, 20))
     cropped, plain = static(model, 20), static(model, 20)
     for first, last, removed in (*steps, (11, 20, 0)):
-        found = model(input_ids=ids[:, first:last], **{CACHE: cropped}, use_cache=True).logits
+        actual = model(input_ids=ids[:, first:last], **{CACHE: cropped}, use_cache=True).logits
         cropped.crop(-removed)
     for first, last in ((0, 9), (9, 11), (11, 20)):
         expected = model(input_ids=ids[:, first:last], **{CACHE: plain}, use_cache=True).logits
-    same([found], [expected])
+    same([actual], [expected])
     for one, other in zip(cropped.layers, plain.layers, strict=True):
         assert int(one.get_seq_length()) == int(other.get_seq_length()) == 20
         assert torch.equal(one.kept_B1, other.kept_B1)  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch import Tensor
 import mmod
 from mmod.adapters.transformers.structure import read_structure
 from mmod.methods import Experts, Recursions
-from tests.adapters.vlm_zoo import IMAGE, PATCHES, make_joint, make_language
+from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language
 
 SCORE = mmod.score("linear", init_std=0.3)
 LENGTHS = (7, 4, 10)
@@ -90,8 +90,8 @@ def test_images_of_packed_samples_compete_apart(method: str, form: Any) -> None:
     counts, lengths = (1, 2, 0), tuple(sample.shape[1] for sample in samples)
     alone, begun = [], 0
     for ids, images in zip(samples, counts):
-        seen = {"pixel_values": pixels[begun : begun + images]} if images else {}
-        alone.append(model(input_ids=ids, **seen, use_cache=False).logits)
+        pictures = {"pixel_values": pixels[begun : begun + images]} if images else {}
+        alone.append(model(input_ids=ids, **pictures, use_cache=False).logits)
         begun += images
     mask, place = form(blocks_of(lengths)), torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
     ids = torch.cat(samples, 1)
@@ -140,9 +140,9 @@ def test_samples_are_the_components_of_a_mask(pairs: list[tuple[int, int]], vali
         assert structure.segment_BN is None
         return
     assert structure.segment_BN is not None
-    found = [int(structure.segment_BN[0, token]) for token in range(9) if valid[token]]
+    segments = [int(structure.segment_BN[0, token]) for token in range(9) if valid[token]]
     numbers = sorted(set(expected))
-    assert found == [numbers.index(first) for first in expected]
+    assert segments == [numbers.index(first) for first in expected]
 
 
 @torch.no_grad()
@@ -253,9 +253,9 @@ def test_bidirectional_attention_stays_bidirectional(changes: dict[str, Any], us
     config = mmod.RoutingConfig(**{"router": SCORE, "blocks": (1, 3), "gate": "sigmoid", "capacity": 0.5, **changes})
     model = mmod.route_(make_language("llama", is_causal=False), config)
     ids = torch.randint(3, IMAGE, (2, 12))
-    found = model(ids, use_cache=use_cache).logits
+    logits = model(ids, use_cache=use_cache).logits
     alone = torch.cat([model(row.unsqueeze(0), use_cache=use_cache).logits for row in ids])
-    torch.testing.assert_close(found, alone, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(logits, alone, atol=1e-5, rtol=1e-4)
     everything = torch.ones(1, 1, 12, 12, dtype=torch.bool)
-    told = model(ids, attention_mask=everything, use_cache=use_cache).logits
-    torch.testing.assert_close(found, told, atol=1e-5, rtol=1e-4)
+    with_mask = model(ids, attention_mask=everything, use_cache=use_cache).logits
+    torch.testing.assert_close(logits, with_mask, atol=1e-5, rtol=1e-4)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from tests.adapters.test_transformers_generation import IMAGES_ONLY, generate, routed
-from tests.adapters.vlm_zoo import IMAGE, PATCHES, make_language, prompt
+from tests.kit.generation import IMAGES_ONLY, generate, routed
+from tests.kit.vlm_zoo import IMAGE, PATCHES, make_language, prompt
 
 
 @torch.no_grad()
@@ -66,9 +66,9 @@ def test_a_later_question_is_refused_where_it_chooses_image_tokens(method: str, 
         ValueError, match=r"chosen by the attention of the cached part.*pass the full prompt at once, without"
     ):
         generate(model, {"input_ids": ids}, **{CACHE: cache})
-    seen = {**batch, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    seen["pixel_values"] = batch["pixel_values"].repeat_interleave(len(ids), dim=0)
-    generate(model, seen)
+    second_turn = {**batch, "input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    second_turn["pixel_values"] = batch["pixel_values"].repeat_interleave(len(ids), dim=0)
+    generate(model, second_turn)
 
 
 @torch.no_grad()
@@ -84,8 +84,8 @@ def test_a_later_question_reads_a_cache_as_the_full_prompt(method: str, way: str
         cache.batch_repeat_interleave(3)
         ids = torch.cat([torch.cat([batch["input_ids"], question], 1) for question in QUESTIONS])
     pixels = batch["pixel_values"].repeat_interleave(len(ids), dim=0)
-    whole = generate(model, {"input_ids": ids, "pixel_values": pixels})
-    assert torch.equal(generate(model, {"input_ids": ids}, **{CACHE: cache}), whole)
+    expected = generate(model, {"input_ids": ids, "pixel_values": pixels})
+    assert torch.equal(generate(model, {"input_ids": ids}, **{CACHE: cache}), expected)
 
 
 @torch.no_grad()
@@ -105,14 +105,14 @@ def test_drafts_over_a_cache_are_no_later_question() -> None:
 def test_advice_on_later_images_works() -> None:
     batch = prompt("llava", (2,))
     ids, image = batch["input_ids"], torch.cat([torch.tensor([[7, 8]]), torch.full((1, PATCHES), IMAGE)], 1)
-    whole = torch.cat([ids, image, QUESTIONS[0]], 1)
+    conversation = torch.cat([ids, image, QUESTIONS[0]], 1)
     pixels = torch.randn(3, *batch["pixel_values"].shape[1:])
 
     def answers(config: mmod.RoutingConfig) -> tuple[Tensor, Tensor]:
         model = routed("llava", config)
         cache = cached_prompt(model, {**batch, "pixel_values": pixels[:2]})
-        full = generate(model, {"input_ids": whole, "pixel_values": pixels})
-        return generate(model, {"input_ids": whole, "pixel_values": pixels[2:]}, **{CACHE: cache}), full
+        full = generate(model, {"input_ids": conversation, "pixel_values": pixels})
+        return generate(model, {"input_ids": conversation, "pixel_values": pixels[2:]}, **{CACHE: cache}), full
 
     with pytest.raises(ValueError, match="or frame by frame with tokens='span'"):
         answers(IMAGES_ONLY["linear"])

@@ -13,10 +13,10 @@ import mmod
 from mmod.analysis import flops, trace
 from mmod.analysis.counting import _WithoutMaps
 from mmod.analysis.memory import ActivationMemory
-from tests.adapters.vlm_zoo import make_language
-from tests.counting import flop_counter
-from tests.quantized import quantize_
-from tests.zoo import make_images, make_model
+from tests.kit.counting import flop_counter
+from tests.kit.quantized import quantize_
+from tests.kit.vlm_zoo import make_language
+from tests.kit.zoo import make_images, make_model
 
 # Small versions of every kind of block that can be routed: name, image side, further arguments.
 MODELS = {
@@ -141,8 +141,8 @@ def test_a_block_by_hand() -> None:
     assert report.blocks[0].importance == 0
     mmod.unroute_(model)
     to_all = flops(mmod.route_(model, mmod.RoutingConfig(router="linear", context="all")), side).blocks[1]
-    own = 2 * kept * dim * (dim + dim + 8 * dim) + 4 * kept * tokens * dim
-    assert to_all.routed == own + 2 * tokens * dim * 2 * dim + to_all.router
+    block_flops = 2 * kept * dim * (dim + dim + 8 * dim) + 4 * kept * tokens * dim
+    assert to_all.routed == block_flops + 2 * tokens * dim * 2 * dim + to_all.router
     importance = flops(mmod.route_(make("vit")[0]), side).blocks[0].importance
     assert importance == 2 * tokens * tokens * dim
 

@@ -12,7 +12,7 @@ import torch
 
 import mmod
 from mmod.analysis.plots import VEIL_OPACITY, draw_routing_maps, draw_sample_maps, draw_tradeoff, in_range
-from tests.adapters.vlm_zoo import IMAGE, make_joint, prompt
+from tests.kit.vlm_zoo import IMAGE, make_joint, prompt
 
 
 @pytest.fixture
@@ -128,14 +128,14 @@ def test_tradeoff_names_all_models_and_no_name_lies_on_another_or_on_a_point() -
 
 def test_series_have_one_colour_and_marker_in_all_panels_and_figures() -> None:
     figures = [draw_tradeoff(rows(latency_ms=10), costs=TIMES), draw_tradeoff(rows()[:3])]
-    found: dict[str, set[tuple[str, str]]] = {}
+    styles_of: dict[str, set[tuple[str, str]]] = {}
     for figure in figures:
         for axis in figure.axes:
             for mark in marks_of(axis):
                 name = mark.get_gid().removeprefix("hint ").partition(":")[0].rpartition("-")[0] or "dense"
-                found.setdefault(name, set()).add((mark.get_color(), mark.get_marker()))
-    assert set(found) == {"dense", "a-mod", "mod", "random", "shallow"}
-    assert all(len(styles) == 1 for styles in found.values())
+                styles_of.setdefault(name, set()).add((mark.get_color(), mark.get_marker()))
+    assert set(styles_of) == {"dense", "a-mod", "mod", "random", "shallow"}
+    assert all(len(styles) == 1 for styles in styles_of.values())
 
 
 def test_many_models_are_named_where_one_points_at_them() -> None:

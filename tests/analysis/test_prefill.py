@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import mmod
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis.prefill import prefill_flops
-from tests.adapters.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
-from tests.counting import flop_counter
+from tests.kit.counting import flop_counter
+from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
 
 CONFIGS = {
     "linear": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=(0.5, 0.25), blocks=(1, 2)),

@@ -30,10 +30,10 @@ FIGURES = [
 @pytest.mark.parametrize(("images", "draws", "seed", "value", "low", "high"), FIGURES)
 def test_figures_of_a_seed_stay(images: int, draws: int, seed: int, value: str, low: str, high: str) -> None:
     values = np.random.default_rng(3).normal(size=5003)[:images]
-    found = Resampling(images, draws, seed).of(lambda weight_SN: weight_SN @ values)
+    interval = Resampling(images, draws, seed).of(lambda weight_SN: weight_SN @ values)
     expected = [float.fromhex(text) for text in (value, low, high)]
     # Products of matrices are summed in an order that depends on the processor.
-    assert [found.value, found.low, found.high] == pytest.approx(expected, rel=1e-9)
+    assert [interval.value, interval.low, interval.high] == pytest.approx(expected, rel=1e-9)
 
 
 @pytest.mark.parametrize(("images", "draws", "seed"), [figures[:3] for figures in FIGURES])

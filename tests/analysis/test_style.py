@@ -63,9 +63,9 @@ def test_svg_holds_texts_hints_and_the_colours_of_the_page() -> None:
     assert ">a title</text>" in svg
     assert '<title>dense: &lt;93&gt;\n&amp; "more"</title>' in svg
     inline = [inline_svg(svg, name, "what it shows") for name in ("one/1", "two (2)")]
-    assert all(own.startswith('<svg role="img" aria-label="what it shows"') for own in inline)
-    assert all("var(--ink)" in own and INK not in own and "<script" not in own for own in inline)
-    ids: list[set[Any]] = [set(re.findall(r' id="([^"]*)"', own)) for own in inline]
+    assert all(drawing.startswith('<svg role="img" aria-label="what it shows"') for drawing in inline)
+    assert all("var(--ink)" in drawing and INK not in drawing and "<script" not in drawing for drawing in inline)
+    ids: list[set[Any]] = [set(re.findall(r' id="([^"]*)"', drawing)) for drawing in inline]
     assert not ids[0] & ids[1]
-    for own, named in zip(inline, ids):
-        assert set(re.findall(r'(?:url\(|href=")#([^")]*)', own)) <= named
+    for drawing, named in zip(inline, ids):
+        assert set(re.findall(r'(?:url\(|href=")#([^")]*)', drawing)) <= named

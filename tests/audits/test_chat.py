@@ -15,7 +15,7 @@ from mmod.audits.command import main
 from mmod.audits.config import AUDITS
 from mmod.audits.strata import roles_of
 from mmod.training import fit
-from tests.training.chat.configs import vlm_config
+from tests.kit.chat_configs import vlm_config
 
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]
 ROUTED = {"language": {"router": "linear", "capacity": 0.5, "blocks": [1, 2], "language": {"tokens": "image"}}}
@@ -26,22 +26,22 @@ def test_a_run_on_conversations_is_audited(tmp_path: Path, capsys: pytest.Captur
     capsys.readouterr()
     main([str(tmp_path / "run"), *QUICK, "--audit.questions", "24", "--audit.leave_one_out", "1"])
     record = json.loads((tmp_path / "run/audit/audit.json").read_text())
-    found = Audit.from_dict(record["audit"])
-    assert capsys.readouterr().out.startswith(str(found))
-    assert found.images == 24
-    assert [own.name for own in found.conditions] == [
+    audit = Audit.from_dict(record["audit"])
+    assert capsys.readouterr().out.startswith(str(audit))
+    assert audit.images == 24
+    assert [row.name for row in audit.conditions] == [
         "as learned",
         *(name for name in default_choices(False) if name != "shuffled"),
     ]
-    assert len(found.across.decisions) == 2
-    for known in found.across.information.values():
+    assert len(audit.across.decisions) == 2
+    for known in audit.across.information.values():
         # None but image tokens may be skipped, so that they have one role.
         assert set(known) == {"position", "kind of question"}
         assert known["kind of question"].share.value == pytest.approx(0, abs=0.01)
-    kinds = [own for own in found.strata if own.group == "kind of question"]
+    kinds = [row for row in audit.strata if row.group == "kind of question"]
     assert len(kinds) > 1
-    assert "text" not in {own.name for own in kinds}
-    assert found.leave_one_out is not None
+    assert "text" not in {row.name for row in kinds}
+    assert audit.leave_one_out is not None
     with pytest.raises(ValueError, match="questions: 24 there, 8 now"):
         main([str(tmp_path / "run"), *QUICK, "--audit.questions", "8", "--audit.leave_one_out", "1"])
     with pytest.raises(ValueError, match="questions must be"):

@@ -22,7 +22,7 @@ from mmod.io.journal import Journal
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import ImageRecipe
-from tests.sets import SETS
+from tests.kit.sets import SETS
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100", "--audit.maps", "2"]
@@ -54,14 +54,14 @@ def test_a_run_is_audited_as_it_was_trained(run: Path, tmp_path: Path, capsys: p
         "audit.json", "audit.md", "audit.png", "config.json", "maps.png", "maps.svg",
     }  # fmt: skip
     record = json.loads((folder / "audit.json").read_text())
-    found = Audit.from_dict(record["audit"])
-    assert said.startswith(str(found))
-    assert (folder / "audit.md").read_text() == f"{found}\n"
-    assert found.to_dict() == record["audit"]
+    audit = Audit.from_dict(record["audit"])
+    assert said.startswith(str(audit))
+    assert (folder / "audit.md").read_text() == f"{audit}\n"
+    assert audit.to_dict() == record["audit"]
     assert record["command"].startswith("mmod audit ")
     trained = json.loads((run / "result.json").read_text())["evaluation"]
-    assert found.conditions[0].accuracy.value == pytest.approx(trained["top1"])
-    assert found.conditions[0].loss.value == pytest.approx(trained["loss"], rel=1e-4)
+    assert audit.conditions[0].accuracy.value == pytest.approx(trained["top1"])
+    assert audit.conditions[0].loss.value == pytest.approx(trained["loss"], rel=1e-4)
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == files
 
 
@@ -81,10 +81,10 @@ def test_a_run_of_one_checkpoint_for_many_budgets_is_audited(run: Path, tmp_path
 def test_a_finished_audit_is_read_and_never_overwritten(run: Path, tmp_path: Path) -> None:
     arguments = [str(run), *QUICK, "--output", str(tmp_path), "--audit.maps", "0"]
     main(arguments)
-    found = tmp_path / "audit/audit.json"
-    before = found.stat().st_mtime_ns
+    audit_file = tmp_path / "audit/audit.json"
+    before = audit_file.stat().st_mtime_ns
     main(arguments)
-    assert found.stat().st_mtime_ns == before
+    assert audit_file.stat().st_mtime_ns == before
     with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
         main([*arguments, "--audit.draws", "2"])
     with pytest.raises(ValueError, match="methods: "):
@@ -93,7 +93,7 @@ def test_a_finished_audit_is_read_and_never_overwritten(run: Path, tmp_path: Pat
 
 def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [str(run), *QUICK, "--audit.conditions", "[random]", "--audit.maps", "0", "--data.batch_size", "16"]
-    (whole,) = main([*arguments, "--output", str(tmp_path / "whole")])
+    (uninterrupted,) = main([*arguments, "--output", str(tmp_path / "whole")])
     cut = [*arguments, "--output", str(tmp_path / "cut")]
     left, judge = itertools.count(18, -1), ImageRecipe.judge
 
@@ -113,8 +113,10 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
     }
     with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
         main([*cut, "--audit.draws", "2"])
-    (found,) = main(cut)
-    first, second = (json.loads((folder / "audit/audit.json").read_text())["audit"] for folder in (whole, found))
+    (resumed,) = main(cut)
+    first, second = (
+        json.loads((folder / "audit/audit.json").read_text())["audit"] for folder in (uninterrupted, resumed)
+    )
     assert first == second
     assert not (tmp_path / "cut/audit/progress.jsonl").exists()
 
@@ -130,27 +132,27 @@ def test_positions_of_the_training_split_and_a_choice_of_conditions(run: Path, t
     options = ["--audit.positions_split", "train", "--audit.conditions", "[random, mean mask]"]
     main([str(run), *QUICK, *options, "--output", str(tmp_path)])
     record = json.loads((tmp_path / "audit/audit.json").read_text())
-    assert [own["name"] for own in record["audit"]["conditions"]] == ["as learned", "random", "mean mask"]
+    assert [condition["name"] for condition in record["audit"]["conditions"]] == ["as learned", "random", "mean mask"]
 
 
 def test_strata_of_objects_shifts_and_a_dense_model(run: Path, tmp_path: Path) -> None:
     options = ["--audit.shifts", "[blur]", "--audit.reference", str(run.parent / "moved"), "--audit.leave_one_out", "1"]
     options += ["--audit.conditions", "[random]", "--data.val_limit", "20", "--output", str(tmp_path)]
     main([str(run), *QUICK, *options])
-    found = Audit.from_dict(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
+    audit = Audit.from_dict(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
     sizes = {}
-    for own in found.strata:
-        sizes[own.group] = sizes.get(own.group, 0) + own.images
+    for stratum in audit.strata:
+        sizes[stratum.group] = sizes.get(stratum.group, 0) + stratum.images
     assert sizes == {
         "side of the object": 20, "distance of the object from the middle": 20, "loss of the dense model": 20,
         "shift": 40,
     }  # fmt: skip
-    known = found.across.information["blocks.1"]
+    known = audit.across.information["blocks.1"]
     assert set(known) == {"position", "region"}
     # On a grid of patches of 8 pixels, fragments of ink lie nearly everywhere.
     assert {"object", "clutter"} <= set(known["region"].kept) <= {"object", "clutter", "background"}
-    assert found.leave_one_out is not None
-    assert set(found.leave_one_out.agreement) == {"blocks.1", "blocks.3"}
+    assert audit.leave_one_out is not None
+    assert set(audit.leave_one_out.agreement) == {"blocks.1", "blocks.3"}
     with pytest.raises(ValueError, match=r"unknown shift of audit\.shifts fog"):
         main([str(run), *QUICK, "--audit.shifts", "[fog]", "--output", str(tmp_path / "other")])
 
@@ -162,10 +164,10 @@ def test_another_set_stands_among_the_shifts(run: Path, tmp_path: Path) -> None:
     )
     options = ["--audit.others", other, "--audit.conditions", "[random]", "--output", str(tmp_path)]
     main([str(run), *QUICK, *options])
-    found = Audit.from_dict(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
-    rows = {own.name: own for own in found.strata if own.group == "shift"}
-    assert {name: own.images for name, own in rows.items()} == {"none": 64, "seen": 30, "again": 12}
-    assert rows["none"].gap.value == pytest.approx(found.gap.value)
+    audit = Audit.from_dict(json.loads((tmp_path / "audit/audit.json").read_text())["audit"])
+    rows = {stratum.name: stratum for stratum in audit.strata if stratum.group == "shift"}
+    assert {name: stratum.images for name, stratum in rows.items()} == {"none": 64, "seen": 30, "again": 12}
+    assert rows["none"].gap.value == pytest.approx(audit.gap.value)
     # A finished audit is read again, and another one refused.
     main([str(run), *QUICK, *options])
     with pytest.raises(ValueError, match=r"audit\.others"):
@@ -199,9 +201,13 @@ def test_an_early_exit_model_is_judged_beside(run: Path, tmp_path: Path) -> None
     options = ["--audit.reference", str(run.parent / "moved"), "--audit.beside", folders]
     main([str(run), *QUICK, *options, "--audit.conditions", "[random]", "--output", str(tmp_path / "found")])
     record = json.loads((tmp_path / "found/audit/audit.json").read_text())
-    rows = {own.group: own for own in Audit.from_dict(record["audit"]).beside if own.name == "all images"}
+    rows = {
+        comparison.group: comparison
+        for comparison in Audit.from_dict(record["audit"]).beside
+        if comparison.name == "all images"
+    }
     assert rows["exit"].random.value == pytest.approx(done.evaluation.top1)
-    assert sum(own["group"] == "exit" for own in record["audit"]["beside"]) == 1 + 3 * 3
+    assert sum(comparison["group"] == "exit" for comparison in record["audit"]["beside"]) == 1 + 3 * 3
     cost = record["beside_flops"]
     assert cost["moved"] == record["flops"]["dense"]
     assert done.evaluation.mean_kept < 1

@@ -12,8 +12,8 @@ from torch import nn
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
 from mmod.training.pairs.evaluate import judge_pairs
-from tests.data.pair_files import png, write_tar
-from tests.training.pairs.worker import clip_config, run
+from tests.kit.pair_files import png, write_tar
+from tests.kit.pairs_worker import clip_config, run
 
 WORDS = ("red", "green", "blue", "black")
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]
@@ -35,12 +35,12 @@ def test_a_run_on_pairs_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture
     main([str(tmp_path / "routed"), *QUICK, *options])
     folder = tmp_path / "routed/audit"
     record = json.loads((folder / "audit.json").read_text())
-    found = Audit.from_dict(record["audit"])
-    assert found.images == 16
-    assert capsys.readouterr().out.startswith(str(found))
+    audit = Audit.from_dict(record["audit"])
+    assert audit.images == 16
+    assert capsys.readouterr().out.startswith(str(audit))
     # Both towers decide.
-    assert {name.split(".")[0] for name in found.across.decisions} == {"transformer", "visual"}
-    assert {own.group for own in found.strata} == {"loss of the dense model", "shift"}
+    assert {name.split(".")[0] for name in audit.across.decisions} == {"transformer", "visual"}
+    assert {stratum.group for stratum in audit.strata} == {"loss of the dense model", "shift"}
     assert record["flops"]["routed"] < record["flops"]["dense"]
     assert not list(folder.glob("maps*"))
     with pytest.raises(ValueError, match=r"data\.batch_size: 8 there, 4 now"):
@@ -63,11 +63,13 @@ def test_pairs_are_judged_as_clip_loses_on_them() -> None:
     with torch.no_grad():
         loss_B, right_B = judge_pairs(Model(), (images, texts))
     logits = 3 * images @ texts.float().T
-    both = [nn.functional.cross_entropy(own, torch.arange(6), reduction="none") for own in (logits, logits.T)]
+    both = [
+        nn.functional.cross_entropy(direction, torch.arange(6), reduction="none") for direction in (logits, logits.T)
+    ]
     torch.testing.assert_close(loss_B, sum(both) / 2)
-    rights = [own.argmax(1) == torch.arange(6) for own in (logits, logits.T)]
+    rights = [direction.argmax(1) == torch.arange(6) for direction in (logits, logits.T)]
     assert right_B.tolist() == ((rights[0].float() + rights[1].float()) / 2).tolist()
     # Of two pairs with one caption, either's image is right.
     texts[1] = texts[0]
-    found = judge_pairs(Model(), (images, texts))[0]
-    assert found[0] < loss_B[0] or found[1] < loss_B[1]
+    outcome = judge_pairs(Model(), (images, texts))[0]
+    assert outcome[0] < loss_B[0] or outcome[1] < loss_B[1]

@@ -17,7 +17,7 @@ from mmod.report.sources import read_sources
 from mmod.training import fit
 from mmod.training.text.evaluate import judge_text
 from mmod.training.text.model import create_dense
-from tests.training.text.configs import PREDICTOR, text_config
+from tests.kit.text_configs import PREDICTOR, text_config
 
 QUICK = ["--audit.draws", "1", "--audit.resamples", "100"]
 
@@ -30,20 +30,20 @@ def test_a_run_on_text_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[
     long = ["--audit.generation", "32", "--audit.texts", "3"]
     main([str(tmp_path / "routed"), *QUICK, "--audit.reference", str(tmp_path / "dense"), *long])
     record = json.loads((tmp_path / "routed/audit/audit.json").read_text())
-    found = Audit.from_dict(record["audit"])
-    assert capsys.readouterr().out.startswith(str(found))
-    assert found.images == 6
+    audit = Audit.from_dict(record["audit"])
+    assert capsys.readouterr().out.startswith(str(audit))
+    assert audit.images == 6
     (read,) = read_sources([tmp_path / "routed"]).audits
     assert read.generation is not None
     assert (read.generation.by, read.generation.texts, len(read.generation.stretches)) == ("predictor", 3, 2 * 2)
     assert str(read.generation) in (tmp_path / "routed/audit/audit.md").read_text()
     with pytest.raises(ValueError, match=r"generation must be a multiple of data\.length=32, got 33"):
         subject_of(AUDITS["text"].from_dict({**text_config(tmp_path).to_dict(), "audit": {"generation": 33}}))
-    assert [own.name for own in found.conditions[-2:]] == ["dense attention", "reference entropy"]
-    for known in found.across.information.values():
+    assert [row.name for row in audit.conditions[-2:]] == ["dense attention", "reference entropy"]
+    for known in audit.across.information.values():
         assert set(known) == {"position", "role"}
         assert {"letter", "space", "end of line", "punctuation"} <= set(known["role"].kept)
-    assert {own.group for own in found.strata} == {"loss of the dense model"}
+    assert {row.group for row in audit.strata} == {"loss of the dense model"}
     with pytest.raises(ValueError, match="shifts change images"):
         main([str(tmp_path / "routed"), *QUICK, "--audit.shifts", "[noise]", "--output", str(tmp_path / "other")])
     with pytest.raises(ValueError, match="a routed model with weights"):

@@ -13,7 +13,7 @@ from mmod.benchmarks.command import main
 from mmod.benchmarks.drafts import summarise
 from mmod.speculation import DraftReport
 from mmod.training import fit
-from tests.training.text.configs import PREDICTOR, text_config
+from tests.kit.text_configs import PREDICTOR, text_config
 
 
 @pytest.fixture(scope="module")

@@ -26,10 +26,10 @@ def test_every_preset_passes_and_caches_what_it_keeps(name: str) -> None:
     models = GenerationModels(GenerationConfig(presets=[name], **TINY, train=True), 24, 2)
     models.check()
     with torch.no_grad():
-        found = models.cached(name)
+        cached = models.cached(name)
         assert models.train_flop_speedup(name) > 1
-    assert found["cache_share"] == pytest.approx(found["slots"] / 32)
-    assert 0 < found["cache_share"] < 1 < found["flop_speedup"]
+    assert cached["cache_share"] == pytest.approx(cached["slots"] / 32)
+    assert 0 < cached["cache_share"] < 1 < cached["flop_speedup"]
 
 
 def test_a_report_names_every_cell(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from mmod.benchmarks.command import main
 from mmod.benchmarks.program import COLUMNS, ProgramConfig
 from mmod.benchmarks.report import BenchmarkReport, Row, Runs, UnavailableError
 from mmod.io.yaml import read_yaml
-from tests.processes import FORKING, run_processes
-from tests.scripts import ROOT, run_script
+from tests.kit.processes import FORKING, run_processes
+from tests.kit.scripts import ROOT, run_script
 
 REHEARSAL = ROOT / "configs/benchmark/rehearsal.yaml"
 
@@ -201,7 +201,7 @@ def rehearse(folder: Path) -> None:
 
 
 def test_the_half_hour_on_a_gpu_has_the_parts_of_its_rehearsal() -> None:
-    whole, small = (read_yaml(REHEARSAL.with_stem(name)) for name in ("gpu", "rehearsal"))
-    assert set(whole["first"]) - {"graphs"} == set(small["first"])
-    boxes = [part["limit"] for kind in ("programs", "ops", "models", "generation") for part in whole[kind]]
+    full, small = (read_yaml(REHEARSAL.with_stem(name)) for name in ("gpu", "rehearsal"))
+    assert set(full["first"]) - {"graphs"} == set(small["first"])
+    boxes = [part["limit"] for kind in ("programs", "ops", "models", "generation") for part in full[kind]]
     assert sum(boxes) == 1390

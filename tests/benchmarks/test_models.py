@@ -129,7 +129,7 @@ def test_wrong_importance_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     right = importance.attend_and_sum
     monkeypatch.setattr(
-        importance, "attend_and_sum", lambda q, k, *rest: (right(q, k, *rest)[0], right(k, q, *rest)[1])
+        importance, "attend_and_sum", lambda q, k, *args: (right(q, k, *args)[0], right(k, q, *args)[1])
     )
     with pytest.raises(WrongOutputError, match=r"the scores of blocks\.1"):
         check_reference(model, images)
@@ -162,10 +162,10 @@ def test_long_sequences_are_clear_to_within_their_rounding() -> None:
     mmod.route_(model, mmod.RoutingConfig(capacity=0.5))
     images = clear_images(model, lambda count: torch.randn(count, 3, 448, 448), 2)
     exact = copy.deepcopy(model).double()
-    with torch.no_grad(), mmod.trace(model) as found, mmod.trace(exact) as expected:
+    with torch.no_grad(), mmod.trace(model) as actual, mmod.trace(exact) as expected:
         model(images)
         exact(images.double())
-    for name, routing in found.items():
+    for name, routing in actual.items():
         assert torch.equal(routing.kept.index_BK, expected[name].kept.index_BK)
 
 

@@ -131,13 +131,13 @@ def test_wrong_gradients_are_found() -> None:
 @pytest.mark.usefixtures("small_probes")
 def test_a_killed_benchmark_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     options = config(tmp_path, ops=["gather_rows", "scatter_rows"], step=["forward"])
-    run, seen = op_benchmark._run, []
+    run, measured = op_benchmark._run, []
 
-    def killed_at_the_second(config: Any, op: str, *rest: Any) -> Any:
-        seen.append(op)
-        if seen == ["gather_rows", "scatter_rows"]:
+    def killed_at_the_second(config: Any, op: str, *args: Any) -> Any:
+        measured.append(op)
+        if measured == ["gather_rows", "scatter_rows"]:
             raise KeyboardInterrupt
-        return run(config, op, *rest)
+        return run(config, op, *args)
 
     monkeypatch.setattr(op_benchmark, "_run", killed_at_the_second)
     with pytest.raises(KeyboardInterrupt):
@@ -147,11 +147,11 @@ def test_a_killed_benchmark_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     unfinished = tmp_path / "out" / "unfinished.jsonl"
     unfinished.write_text(unfinished.read_text() + '{"run": "cut of')
     report = benchmark(options, progress=False)
-    assert seen == ["gather_rows", "scatter_rows", "scatter_rows"], "the first run is not repeated"
+    assert measured == ["gather_rows", "scatter_rows", "scatter_rows"], "the first run is not repeated"
     assert {row["op"] for row in report.rows} == {"gather_rows", "scatter_rows"}
     assert not unfinished.exists()
     assert benchmark(options, progress=False).rows == report.rows
-    assert len(seen) == 3, "a finished benchmark is read"
+    assert len(measured) == 3, "a finished benchmark is read"
 
 
 @pytest.mark.usefixtures("small_probes")
@@ -224,21 +224,21 @@ def test_a_suite_checks_thresholds_and_measures_no_part_twice(monkeypatch: pytes
         Criterion(name="memory", parts=["models"], column="peak_of_bound", at_most=10),
         Criterion(name="elsewhere", parts=["ops"], where={"op": "merge_rows"}, column="of_bound", at_least=0),
     ]
-    whole = SuiteConfig(ops=[tiny_ops], models=[tiny_models], thresholds=thresholds, out=str(tmp_path / "suite"))
+    suite_config = SuiteConfig(ops=[tiny_ops], models=[tiny_models], thresholds=thresholds, out=str(tmp_path / "suite"))
     with monkeypatch.context() as patch:
         patch.setattr(_Bench, "run", mock.Mock(side_effect=RuntimeError("killed")))
         with pytest.raises(SuiteFailedError, match="models: RuntimeError: killed"):
-            benchmark_suite(whole, progress=False)
+            benchmark_suite(suite_config, progress=False)
     monkeypatch.setattr(op_benchmark, "interleave", lambda *_, **__: pytest.fail("measured twice"))
-    report = benchmark_suite(whole, progress=False)
+    report = benchmark_suite(suite_config, progress=False)
     verdicts = [(row["name"], row["verdict"]) for row in report.rows]
     assert verdicts[0] == ("easy", "met")
     assert verdicts[1][1].startswith("missed by ")
     assert verdicts[2:] == [("memory", "met"), ("elsewhere", "not measured")]
     assert (tmp_path / "suite" / "models" / "benchmark.md").exists()
-    assert benchmark_suite(whole, progress=False).rows == report.rows
+    assert benchmark_suite(suite_config, progress=False).rows == report.rows
     with pytest.raises(ValueError, match="another config"):
-        benchmark_suite(replace(whole, thresholds=thresholds[1:]), progress=False)
+        benchmark_suite(replace(suite_config, thresholds=thresholds[1:]), progress=False)
 
 
 @pytest.mark.usefixtures("small_probes")
@@ -273,17 +273,17 @@ def test_a_suite_goes_on_past_a_part_that_fails(
 
 @pytest.mark.parametrize("path", SUITES, ids=lambda path: path.stem)
 def test_suites_are_read_strictly_and_name_their_command(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
-    seen: list[SuiteConfig] = []
+    suites: list[SuiteConfig] = []
 
     class Printed:
         def markdown(self) -> str:
             return ""
 
-    monkeypatch.setattr("mmod.benchmarks.benchmark_suite", lambda config: seen.append(config) or Printed())
+    monkeypatch.setattr("mmod.benchmarks.benchmark_suite", lambda config: suites.append(config) or Printed())
     main(["suite", "--config", str(path)])
     relative = path.relative_to(ROOT)
     assert f"mmod benchmark suite --config {relative}" in path.read_text()
-    assert [each.name for each in seen[0].thresholds] == [
-        each["name"] for each in yaml.safe_load(path.read_text()).get("thresholds", [])
+    assert [threshold.name for threshold in suites[0].thresholds] == [
+        threshold["name"] for threshold in yaml.safe_load(path.read_text()).get("thresholds", [])
     ]
-    assert seen[0].out == f"runs/benchmark/{path.stem}"
+    assert suites[0].out == f"runs/benchmark/{path.stem}"

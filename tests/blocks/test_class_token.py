@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import mmod
-from tests.zoo import ZOO, make_images, make_model
+from tests.kit.zoo import ZOO, make_images, make_model
 
 CONFIG = mmod.RoutingConfig(capacity=0.5, blocks=(1, 2), router={"name": "attention", "importance": "class_token"})
 
@@ -43,13 +43,13 @@ def test_importance_is_what_the_class_token_attends_to(name: str) -> None:
             mmod.route_(model, CONFIG)
         return
     x = make_images(name, 2)
-    with _FirstRows() as seen:
+    with _FirstRows() as first_rows:
         model(x)
     mmod.route_(model, CONFIG)
     with mmod.trace(model) as trace:
         model(x)
     routing = trace[next(iter(trace))]
-    rows = seen.rows[: len(seen.rows) // len(model.blocks)]
+    rows = first_rows.rows[: len(first_rows.rows) // len(model.blocks)]
     torch.testing.assert_close(routing.evidence.importance_BN.double(), torch.stack(rows).mean(0), rtol=1e-4, atol=1e-6)
 
 
@@ -58,16 +58,16 @@ def test_heads_that_are_not_fused_and_half_precision_say_the_same() -> None:
     model = make_model("vit_tiny_patch16_224")
     x = make_images("vit_tiny_patch16_224", 2)
     mmod.route_(model, CONFIG)
-    found = []
+    importances = []
     for fused, dtype in ((True, torch.float32), (False, torch.float32), (True, torch.bfloat16)):
         for block in model.blocks:
             block.attn.fused_attn = fused
         with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16), mmod.trace(model) as trace:
             model(x)
-        found.append(trace["blocks.1"].evidence.importance_BN)
-    assert {importance.dtype for importance in found} == {torch.float32}
-    torch.testing.assert_close(found[0], found[1])
-    torch.testing.assert_close(found[0], found[2], rtol=0.05, atol=1e-3)
+        importances.append(trace["blocks.1"].evidence.importance_BN)
+    assert {importance.dtype for importance in importances} == {torch.float32}
+    torch.testing.assert_close(importances[0], importances[1])
+    torch.testing.assert_close(importances[0], importances[2], rtol=0.05, atol=1e-3)
 
 
 def test_it_costs_one_query() -> None:
@@ -77,7 +77,7 @@ def test_it_costs_one_query() -> None:
 
 
 def test_captions_have_none() -> None:
-    clip = pytest.importorskip("tests.adapters.clip_zoo").make_clip("ViT-B-32")
+    clip = pytest.importorskip("tests.kit.clip_zoo").make_clip("ViT-B-32")
     with pytest.raises(ValueError, match="importance='class_token'"):
         mmod.route_(clip, text=CONFIG)
     mmod.route_(clip, image=CONFIG)

@@ -48,15 +48,15 @@ def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.Monke
         span.remember(decides(torch.rand(2, 6, 8), shared.score_BN), shared, 1, decides, TokenMarks())
     assert span.enter(x, 2, decides, training=False) is shared
     assert span.decided(x, shared, 2, decides, TokenMarks()) is None
-    seen = []
+    recorded = []
 
     def choose(score_BN: Tensor) -> Routing:
-        seen.append(score_BN.device)
+        recorded.append(score_BN.device)
         return Routing(Kept(torch.zeros(2, 3, dtype=torch.long, device=score_BN.device)), Evidence(score_BN))
 
     monkeypatch.setattr(decides, "forward", lambda x, score_BN, tokens: choose(score_BN))
     routing = decides(x, shared.score_BN, TokenMarks())
-    assert seen == [FAR]
+    assert recorded == [FAR]
     assert routing.kept.index_BK.device == FAR
 
 
@@ -90,5 +90,5 @@ def test_a_shared_score_comes_to_its_reader() -> None:
 def test_compact_positions_come_to_their_layer(kind: str, kept: Any) -> None:
     rotary = Elsewhere((torch.rand(1, 2048, 4), torch.rand(1, 2048, 4)))
     rotary.rope_type = kind
-    found = CompactRotary(rotary)(torch.empty(2, 6, 8, device=FAR), kept, 3, 0)
-    assert all(each.device == FAR for each in found)
+    rotary_parts = CompactRotary(rotary)(torch.empty(2, 6, 8, device=FAR), kept, 3, 0)
+    assert all(part.device == FAR for part in rotary_parts)

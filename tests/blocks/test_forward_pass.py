@@ -13,8 +13,8 @@ from mmod import RoutingConfig
 from mmod.blocks import Pass, Passes, StackCalls
 from mmod.blocks.span import StackCall
 from mmod.threads import PerThread
-from tests.threads import assert_right_in_threads
-from tests.zoo import make_images, make_model
+from tests.kit.threads import assert_right_in_threads
+from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
 

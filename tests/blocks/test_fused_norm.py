@@ -12,7 +12,7 @@ from torch import nn
 import mmod
 from mmod.blocks import host_class
 from mmod.blocks.rows import FusedNorm
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 MODELS = ["vit_tiny_patch16_224", "aimv2_large_patch14_224", "vit_base_patch16_xp_224", "vit_base_patch16_rpn_224"]
 CONFIGS = {
@@ -54,10 +54,10 @@ def test_kernels_give_the_model_that_torch_gives(name: str, config: str, device:
             out = model(images)
             gradients = torch.autograd.grad(out.float().square().mean(), parameters, allow_unused=True)
         results.append([out, *(g for g in gradients if g is not None)])
-    for found, expected in zip(*results, strict=True):
+    for actual, expected in zip(*results, strict=True):
         rtol, atol = TOLERANCES[dtype]
         # Gradients of a parameter differ in size by orders of magnitude; the largest sets the scale.
-        torch.testing.assert_close(found, expected, rtol=rtol, atol=atol * max(1.0, float(expected.abs().max())))
+        torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol * max(1.0, float(expected.abs().max())))
 
 
 def test_the_first_norm_is_computed_while_rows_are_gathered() -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.routing.score.redundancy import RedundancyScore
-from tests.zoo import ZOO, make_images, make_model
+from tests.kit.zoo import ZOO, make_images, make_model
 
 FALLING = {1: 0.8, 2: 0.8, 3: 0.4}
 SIZE = make_images("vit_tiny_patch16_224", 1).shape[-1]
@@ -53,15 +53,17 @@ def test_rows_handed_on_batches_and_training_change_nothing(name: str) -> None:
         torch.testing.assert_close(model(images), out, rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(single, out, rtol=1e-9, atol=1e-9)
         # Whoever looks between the blocks finds all tokens.
-        seen: list[int] = []
-        handle = model.blocks[2].register_forward_hook(lambda _, args, y, seen=seen: seen.append(y.shape[1]))
+        row_counts: list[int] = []
+        handle = model.blocks[2].register_forward_hook(
+            lambda _, args, y, row_counts=row_counts: row_counts.append(y.shape[1])
+        )
         with torch.no_grad():
             torch.testing.assert_close(model(images), out, rtol=1e-9, atol=1e-9)
         handle.remove()
         with mmod.trace(model) as decisions, torch.no_grad():
             model(images)
         tokens = next(iter(decisions.values())).score_BN.shape[1]
-        assert seen == [tokens]
+        assert row_counts == [tokens]
         kept = [routing.kept.index_BK.shape[1] for routing in decisions.values()]
         assert kept == [max(1, int(round(tokens * share, 9))) for share in FALLING.values()]
 
@@ -106,11 +108,11 @@ def joins(x: Tensor, score: Tensor, keep: int) -> tuple[list[int], list[int]]:
 
 def by_loop(model: nn.Module, image: Tensor, router: str) -> Tensor:
     """Return the tokens of one image after the blocks, in plain loops over images and groups."""
-    seen: list[Tensor] = []
-    handle = model.blocks[0].register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    recorded: list[Tensor] = []
+    handle = model.blocks[0].register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
     model(image[None])
     handle.remove()
-    x, size, undone, score = seen[0][0], None, [], torch.empty(0)
+    x, size, undone, score = recorded[0][0], None, [], torch.empty(0)
     tokens = len(x)
     for index, block in enumerate(model.blocks):
         mask = None if size is None else torch.tensor(size).log().to(x)[None, None, None]

@@ -9,10 +9,10 @@ import torch
 import transformers
 
 import mmod
-from tests.adapters.vlm_zoo import make_language
-from tests.blocks.starved_worker import NAME, loss_of, save_gradients, starved
-from tests.processes import run_processes
-from tests.zoo import make_images, make_model
+from tests.kit.processes import run_processes
+from tests.kit.starved_worker import NAME, loss_of, save_gradients, starved
+from tests.kit.vlm_zoo import make_language
+from tests.kit.zoo import make_images, make_model
 
 NONE = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), select=mmod.Threshold(1.0), blocks="all")
 
@@ -72,14 +72,14 @@ def test_every_parameter_of_a_starved_language_model_has_a_gradient(gate_on: str
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_a_process_that_keeps_nothing_does_not_hold_the_others_up(way: str, tmp_path: Path) -> None:
     assert run_processes(save_gradients, tmp_path, way, world=2) == [0, 0]
-    found, expected = torch.load(tmp_path / f"{way}.pt"), {}
+    actual, expected = torch.load(tmp_path / f"{way}.pt"), {}
     for rank in (0, 1):
         model = starved(rank)
         (loss_of(model, rank) / 2).backward()
         for name, parameter in model.named_parameters():
             expected[name] = parameter.grad + expected.get(name, 0)
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
+    assert actual.keys() == expected.keys()
+    for name, gradient in actual.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import mmod
-from tests.ops.kernels import poisoned
-from tests.zoo import make_images, make_model
+from tests.kit.kernels import poisoned
+from tests.kit.zoo import make_images, make_model
 
 pytestmark = pytest.mark.gpu
 
@@ -40,8 +40,8 @@ def test_the_same_bits_come_out_twice_whatever_memory_held(config: str, dtype: t
     expected = model(images)
     assert expected.isfinite().all()
     with poisoned():
-        found = model(images)
-    assert torch.equal(found, expected)
+        actual = model(images)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

@@ -10,40 +10,39 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from tests.adapters import clip_zoo
-from tests.zoo import ZOO, make_images, make_model
+from tests.kit import clip_zoo
+from tests.kit.zoo import PLAIN, ZOO, make_images, make_model
 
 WAYS = [("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
-# Two residual branches with nothing behind them.
-PLAIN = ["test_vit", "vit_tiny_patch16_224", "vit_little_patch16_reg4_gap_256", "eva02_tiny_patch14_224"]
-PLAIN += ["beit_base_patch16_224", "deit3_small_patch16_224", "vit_dlittle_patch16_reg1_gap_256"]
 OTHERS = ["vit_base_patch16_rpn_224", "vit_base_patch16_xp_224", "vit_small_patch16_18x2_224"]
 
 
-def defined(block: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], given: dict[str, Any]) -> Tensor:
+def defined(block: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], arguments: dict[str, Any]) -> Tensor:
     """Return a routed block's output: both branches for all tokens, with masks, and a choice."""
     operator = way[0]
     keep, chosen = routing.keep_BN, routing.keep_BN.unsqueeze(-1)
-    given = {name: value for name, value in given.items() if value is not None and value is not False}
+    arguments = {name: value for name, value in arguments.items() if value is not None and value is not False}
     if way == ("attention", "kept"):
-        name = "shared_rel_pos_bias" if "shared_rel_pos_bias" in given else "attn_mask"
+        name = "shared_rel_pos_bias" if "shared_rel_pos_bias" in arguments else "attn_mask"
         bias = torch.zeros_like(x[:, None, :, 0]).masked_fill(~keep[:, None], torch.finfo(x.dtype).min)
-        given[name] = given.get(name, 0) + bias[:, :, None].expand(-1, 1, x.shape[1], -1)
+        arguments[name] = arguments.get(name, 0) + bias[:, :, None].expand(-1, 1, x.shape[1], -1)
     gate = torch.ones_like(x[..., :1])
     if routing.weights.gate_BK is not None:
         gate = gate.squeeze(-1).scatter(1, routing.kept.index_BK, routing.weights.gate_BK.to(x.dtype)).unsqueeze(-1)
     scale = [getattr(block, f"gamma_{place}", None) for place in (1, 2)]
     layer_scale = [getattr(block, f"ls{place}", nn.Identity()) for place in (1, 2)]
     for place in (0, 1):
-        update = block.mlp(block.norm2(x)) if place else block.attn(block.norm1(x), **given)
+        update = block.mlp(block.norm2(x)) if place else block.attn(block.norm1(x), **arguments)
         update = layer_scale[place](update)
         update = update if scale[place] is None else scale[place] * update
         x = x + (torch.where(chosen, gate * update, 0) if place == (operator == "mlp") else update)
     return x
 
 
-def record(seen: dict[str, Any], place: str, block: nn.Module, args: Any, given: dict[str, Any], out: Tensor) -> None:
-    seen[place] = args[0], given, out
+def record(
+    recorded: dict[str, Any], place: str, block: nn.Module, args: Any, arguments: dict[str, Any], out: Tensor
+) -> None:
+    recorded[place] = args[0], arguments, out
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -56,15 +55,15 @@ def test_every_block_by_its_definition(name: str, way: tuple[str, str]) -> None:
         fields: dict[str, Any] = {"router": "random", "blocks": (1, 2), **options}
         config = mmod.RoutingConfig(**fields, operator=way[0], context=way[1])
         model = mmod.route_(make_model(name).double(), config)
-        seen: dict[str, Any] = {}
+        recorded: dict[str, Any] = {}
         for place, block in mmod.routed_blocks(model).items():
-            block.register_forward_hook(functools.partial(record, seen, place), with_kwargs=True)
+            block.register_forward_hook(functools.partial(record, recorded, place), with_kwargs=True)
         with torch.no_grad(), mmod.trace(model) as decisions:
             model(images)
         mmod.unroute_(model)
-        for place, (x, given, out) in seen.items():
+        for place, (x, arguments, out) in recorded.items():
             with torch.no_grad():
-                expected = defined(model.get_submodule(place), x, decisions[place], way, given)
+                expected = defined(model.get_submodule(place), x, decisions[place], way, arguments)
             torch.testing.assert_close(out, expected, rtol=1e-7, atol=1e-9)
 
 
@@ -136,10 +135,10 @@ def test_capacity_zero_leaves_protected_tokens(name: str) -> None:
             mmod.set_capacity_(model, 0)
         return
     mmod.route_(model, config)
-    seen: list[tuple[Tensor, Tensor]] = []
-    model.blocks[2].register_forward_hook(lambda _, args, out: seen.append((args[0], out)))
+    recorded: list[tuple[Tensor, Tensor]] = []
+    model.blocks[2].register_forward_hook(lambda _, args, out: recorded.append((args[0], out)))
     with torch.no_grad():
         model(images)
-    ((before, after),) = seen
+    ((before, after),) = recorded
     assert torch.equal(before[:, prefix:], after[:, prefix:])
     assert not torch.equal(before[:, :prefix], after[:, :prefix])

@@ -6,7 +6,7 @@ from torch import Tensor
 
 import mmod
 from mmod import RoutingConfig
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 THRESHOLD = RoutingConfig(router=mmod.score("linear", init_std=0.3), select="threshold", blocks="all")
 

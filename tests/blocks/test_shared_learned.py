@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mmod
 from mmod import RoutingConfig
-from tests.zoo import make_model
+from tests.kit.zoo import make_model
 
 IMAGES = torch.randn(2, 3, 64, 64, dtype=torch.float64)
 CONFIG: dict[str, Any] = {"router": {"name": "linear", "shared": True, "init_std": 0.5}, "capacity": 0.5}

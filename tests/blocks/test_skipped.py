@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.ops import add_updates, group_sizes, mean_rows, nearest_rows, unit_rows
-from tests.zoo import ZOO, make_images, make_model
+from tests.kit.zoo import ZOO, make_images, make_model
 
 # Attention outside the fused call, sizes that the model's own mask of patches does not describe.
 NAFLEX = [name for name in ZOO if name.startswith("naflexvit")]
@@ -26,7 +26,7 @@ def routed(name: str, double: bool = True, **fields: object) -> nn.Module:
     return mmod.route_(model.double() if double else model, mmod.RoutingConfig(**fields)).eval()
 
 
-def whole(model: nn.Module, images: Tensor) -> Tensor:
+def run_with_all_tokens(model: nn.Module, images: Tensor) -> Tensor:
     """Run a model with all tokens between its blocks, as whatever reads them there has it."""
     handle = model.blocks[2].register_forward_hook(lambda *_: None)
     with torch.no_grad():
@@ -39,12 +39,12 @@ def whole(model: nn.Module, images: Tensor) -> Tensor:
 def test_every_model_merges_and_rows_handed_on_change_nothing(name: str) -> None:
     images, place = make_images(name, 2).double(), list(ZOO).index(name)
     # Both ways in every model, and every router with each of them in half of the models.
-    for each, router in enumerate(("redundancy", "cells", "attention", "random")):
-        skipped = ("follow", "merge")[(place + each) % 2]
+    for number, router in enumerate(("redundancy", "cells", "attention", "random")):
+        skipped = ("follow", "merge")[(place + number) % 2]
         model = routed(name, router=router, skipped=skipped, **SPAN)
         with torch.no_grad():
             out, single = model(images), torch.cat([model(image[None]) for image in images])
-        torch.testing.assert_close(out, whole(model, images), rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(out, run_with_all_tokens(model, images), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(out, model(images), rtol=1e-9, atol=1e-9)
         torch.testing.assert_close(out, single, rtol=1e-9, atol=1e-9)
 
@@ -58,7 +58,7 @@ def test_rows_handed_on_are_exact_where_tokens_pass_by(router: str, capacity: fl
             make_images(name, 2),
         )
         with torch.no_grad():
-            assert torch.equal(model(images), whole(model, images))
+            assert torch.equal(model(images), run_with_all_tokens(model, images))
 
 
 @pytest.mark.parametrize("router", ["redundancy", "cells"])
@@ -66,15 +66,15 @@ def test_rows_handed_on_are_exact_where_tokens_pass_by(router: str, capacity: fl
 def test_the_update_goes_to_all_that_joined(skipped: str, router: str) -> None:
     name = "vit_tiny_patch16_224"
     model, images = routed(name, router=router, skipped=skipped, **SPAN), make_images(name, 3).double()
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+        block.register_forward_pre_hook(lambda _, args: recorded.append(args[0]))
     with mmod.trace(model) as decisions, torch.no_grad():
         model(images)
-    before = set(range(seen[0].shape[1]))
+    before = set(range(recorded[0].shape[1]))
     for index, routing in zip((1, 2, 3), decisions.values()):
-        x, y = seen[index], seen[index + 1] if index < 3 else None
-        kept = int(seen[0].shape[1] * FALLING[index - 1])
+        x, y = recorded[index], recorded[index + 1] if index < 3 else None
+        kept = int(recorded[0].shape[1] * FALLING[index - 1])
         assert routing.kept.index_BK.shape[1] == kept
         assert routing.joined.slot_BN is not None
         for image in range(3):
@@ -95,15 +95,17 @@ def test_a_naive_loop_merges_alike() -> None:
     for _ in range(20):
         tokens, slots, prefix = generator.randint(6, 30), generator.randint(3, 5), generator.randint(0, 2)
         x = torch.randn(2, tokens, 7, dtype=torch.float64)
-        rest = [torch.randperm(tokens - prefix)[: slots - prefix].sort()[0] + prefix for _ in range(2)]
-        kept = torch.stack([torch.cat([torch.arange(prefix), each]) for each in rest])
+        kept_patches = [torch.randperm(tokens - prefix)[: slots - prefix].sort()[0] + prefix for _ in range(2)]
+        kept = torch.stack([torch.cat([torch.arange(prefix), patches]) for patches in kept_patches])
         join = nearest_rows(unit_rows(x), kept, prefix)
         size = group_sizes(join, slots)
         mean, spread = mean_rows(x, join, size), add_updates(x, x[:, :slots], join, all_join=True)
         for image, token in itertools.product(range(2), range(tokens)):
-            own = kept[image].tolist()
-            alike = [torch.cosine_similarity(x[image, token], x[image, other], dim=0).item() for other in own]
-            expected = own.index(token) if token in own else max(range(prefix, slots), key=alike.__getitem__)
+            kept_here = kept[image].tolist()
+            alike = [torch.cosine_similarity(x[image, token], x[image, other], dim=0).item() for other in kept_here]
+            expected = (
+                kept_here.index(token) if token in kept_here else max(range(prefix, slots), key=alike.__getitem__)
+            )
             assert join[image, token] == expected
             torch.testing.assert_close(spread[image, token], x[image, token] + x[image, expected])
         for image, slot in itertools.product(range(2), range(slots)):

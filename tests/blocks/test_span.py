@@ -16,8 +16,8 @@ from torch import Tensor, nn
 import mmod
 from mmod import RoutingConfig
 from mmod.blocks import rows
-from tests.threads import assert_right_in_threads
-from tests.zoo import make_images, make_model
+from tests.kit.threads import assert_right_in_threads
+from tests.kit.zoo import make_images, make_model
 
 NAMES = [
     "vit_tiny_patch16_224",
@@ -42,27 +42,27 @@ class Watch(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[Tensor] = []
+        self.recorded: list[Tensor] = []
 
     def forward(self, x: Tensor, *args: object, **kwargs: object) -> Tensor:
-        self.seen.append(x.clone())
+        self.recorded.append(x.clone())
         return x
 
 
 @functools.cache
 def outputs_of_blocks(name: str, router: str) -> tuple[list[Tensor], Tensor]:
     """Return what torch's own hooks see behind each block, and the model's output."""
-    model, seen = make_routed(name, router), []
+    model, recorded = make_routed(name, router), []
     for block in model.blocks:
-        block.register_forward_hook(lambda _, args, output: seen.append(output.clone()))
+        block.register_forward_hook(lambda _, args, output: recorded.append(output.clone()))
     with torch.no_grad():
-        return seen, model(make_images(name, 2))
+        return recorded, model(make_images(name, 2))
 
 
 def watch_by_insertion(model: nn.Module) -> list[Tensor]:
     watch, blocks = Watch(), list(model.blocks)
     model.blocks = type(model.blocks)(*_wrapped(model.blocks, [m for block in blocks for m in (block, watch)]))
-    return watch.seen
+    return watch.recorded
 
 
 def _wrapped(host: nn.Module, modules: list[nn.Module]) -> tuple[object, ...]:
@@ -82,24 +82,24 @@ def watch_by_wrapping(model: nn.Module) -> list[Tensor]:
 
     for index, block in enumerate(list(model.blocks)):
         model.blocks[index] = Wrapper(block)
-    return watch.seen
+    return watch.recorded
 
 
 def watch_by_forward(model: nn.Module) -> list[Tensor]:
     watch = Watch()
 
     def replace(block: nn.Module) -> None:
-        own = block.forward
+        host_forward = block.forward
 
-        @functools.wraps(own)
+        @functools.wraps(host_forward)
         def forward(*args: object, **kwargs: object) -> Tensor:
-            return watch(own(*args, **kwargs))
+            return watch(host_forward(*args, **kwargs))
 
         block.forward = forward
 
     for block in model.blocks:
         replace(block)
-    return watch.seen
+    return watch.recorded
 
 
 def watch_by_class(model: nn.Module) -> list[Tensor]:
@@ -111,14 +111,14 @@ def watch_by_class(model: nn.Module) -> list[Tensor]:
                 return watch(super().forward(*args, **kwargs))
 
         block.__class__ = Watched
-    return watch.seen
+    return watch.recorded
 
 
 def watch_by_hooks(model: nn.Module) -> list[Tensor]:
-    seen: list[Tensor] = []
+    recorded: list[Tensor] = []
     for block in model.blocks:
-        block.register_forward_hook(lambda _, args, output: seen.append(output.clone()))
-    return seen
+        block.register_forward_hook(lambda _, args, output: recorded.append(output.clone()))
+    return recorded
 
 
 def watch_by_list(model: nn.Module) -> list[Tensor]:
@@ -135,7 +135,7 @@ def watch_by_list(model: nn.Module) -> list[Tensor]:
             return x
 
     model.blocks.__class__ = Watching
-    return watch.seen
+    return watch.recorded
 
 
 WAYS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
@@ -151,12 +151,12 @@ WAYS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
 def test_whoever_looks_between_blocks_sees_all_tokens(name: str, way: str, router: str) -> None:
     expected, output = outputs_of_blocks(name, router)
     model = make_routed(name, router)
-    seen = WAYS[way](model)
+    recorded = WAYS[way](model)
     with torch.no_grad():
         torch.testing.assert_close(model(make_images(name, 2)), output)
-    assert len(seen) == len(expected)
-    for found, wanted in zip(seen, expected):
-        torch.testing.assert_close(found, wanted)
+    assert len(recorded) == len(expected)
+    for actual, reference in zip(recorded, expected):
+        torch.testing.assert_close(actual, reference)
 
 
 def collect(model: nn.Module, x: Tensor) -> list[Tensor]:
@@ -177,21 +177,21 @@ def test_a_model_with_a_forward_that_collects_sees_all_tokens(name: str, functio
     model = make_routed(name)
     host, features = type(model), []
 
-    def own(self: nn.Module, x: Tensor, **options: object) -> Tensor:
+    def collecting_forward(self: nn.Module, x: Tensor, **options: object) -> Tensor:
         features.extend(collect(self, x))
         return features[-1]
 
     if place == "subclass":
-        model.__class__ = type("Backbone", (host,), {function: own})
+        model.__class__ = type("Backbone", (host,), {function: collecting_forward})
     else:
         wraps = functools.wraps(getattr(host, function)) if place == "decorated" else lambda inner: inner
-        setattr(model, function, wraps(functools.partial(own, model)))
+        setattr(model, function, wraps(functools.partial(collecting_forward, model)))
     if function == "forward_features":
         model.forward_head = lambda x: x
     with torch.no_grad():
         model(make_images(name, 2))
-    for found, wanted in zip(features, expected, strict=True):
-        torch.testing.assert_close(found, wanted)
+    for actual, reference in zip(features, expected, strict=True):
+        torch.testing.assert_close(actual, reference)
 
 
 @pytest.mark.parametrize("cut", ["prune", "slice"])
@@ -230,8 +230,8 @@ def test_a_pass_that_failed_leaves_nothing_behind(name: str, error: type[BaseExc
         for index in (3, 4, 5):
             assert torch.equal(model.blocks[index](tokens), expected.blocks[index](tokens))
         assert torch.equal(model(images), expected(images))
-        for found, wanted in zip(collect(model, images), collect(expected, images)):
-            assert torch.equal(found, wanted)
+        for actual, reference in zip(collect(model, images), collect(expected, images)):
+            assert torch.equal(actual, reference)
 
 
 def test_importance_of_a_pass_that_failed_is_not_read_again() -> None:
@@ -248,13 +248,13 @@ def test_importance_of_a_pass_that_failed_is_not_read_again() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_handed_on_in_the_hosts_own_forward_of_the_model_and_its_copies(name: str) -> None:
     model, images = make_routed(name), make_images(name, 2)
-    whole = copy.deepcopy(model)
-    watch_by_hooks(whole)
-    for each in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert entered(each, images) == 1
+    watched = copy.deepcopy(model)
+    watch_by_hooks(watched)
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert entered(copied, images) == 1
         with torch.no_grad():
-            torch.testing.assert_close(each(images), whole(images))
-    assert entered(whole, images) == 4
+            torch.testing.assert_close(copied(images), watched(images))
+    assert entered(watched, images) == 4
 
 
 def entered(model: nn.Module, images: Tensor) -> int:
@@ -277,15 +277,15 @@ def test_open_clip_hands_rows_on_and_shows_all_tokens() -> None:
     assert entered(model.visual, images) == 1
     with torch.no_grad():
         output = model.visual(images)
-        found = model.visual.forward_intermediates(images, output_fmt="NLC", output_extra_tokens=True)
+        features = model.visual.forward_intermediates(images, output_fmt="NLC", output_extra_tokens=True)
         hooked = copy.deepcopy(model)
-        seen = []
+        recorded = []
         for block in hooked.visual.transformer.resblocks:
-            block.register_forward_hook(lambda _, args, out: seen.append(out.clone()))
+            block.register_forward_hook(lambda _, args, out: recorded.append(out.clone()))
         torch.testing.assert_close(hooked.visual(images), output)
-    assert len(found["image_intermediates"]) == 5
-    for feature, wanted in zip(found["image_intermediates"], seen, strict=True):
-        torch.testing.assert_close(feature, wanted[:, 1:])
+    assert len(features["image_intermediates"]) == 5
+    for feature, expected in zip(features["image_intermediates"], recorded, strict=True):
+        torch.testing.assert_close(feature, expected[:, 1:])
     for block in (model.visual.transformer.resblocks[index] for index in (2, 3)):
         block.forward = functools.partial(type(block).forward, block)
     assert entered(model.visual, images) == 4
@@ -310,18 +310,18 @@ def test_graphs_of_torchvision_see_all_tokens(name: str, router: str) -> None:
     graph = extraction.create_feature_extractor(make_routed(name, router), ["blocks.2", "blocks.3"])
     with torch.no_grad():
         features = graph(make_images(name, 2))
-    for block, wanted in (("blocks.2", expected[2]), ("blocks.3", expected[3])):
-        torch.testing.assert_close(features[block], wanted)
+    for block, reference in (("blocks.2", expected[2]), ("blocks.3", expected[3])):
+        torch.testing.assert_close(features[block], reference)
 
 
-@pytest.mark.parametrize("whole", [True, False])
-def test_compiled_models_and_blocks_hand_rows_on(whole: bool) -> None:
+@pytest.mark.parametrize("compile_model", [True, False])
+def test_compiled_models_and_blocks_hand_rows_on(compile_model: bool) -> None:
     torch.compiler.reset()
     model, images = make_routed("vit_tiny_patch16_224"), make_images("vit_tiny_patch16_224", 2)
     with torch.no_grad():
         expected = model(images)
         compiled = copy.deepcopy(model)
-        if whole:
+        if compile_model:
             compiled = torch.compile(compiled, backend="eager", fullgraph=True)
         else:
             for block in compiled.blocks:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import mmod
-from tests.zoo import make_model
+from tests.kit.zoo import make_model
 
 ROOT = Path(mmod.__file__).parent
 

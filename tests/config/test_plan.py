@@ -17,8 +17,8 @@ from mmod.config import IMPORTANCE, ROUTING_FIELDS
 from mmod.config.plan import CONTEXTS, OPERATORS
 from mmod.methods.route import Route
 from mmod.planning import drop_once, falling, ratio_decay, stage_drop
-from tests.adapters.vlm_zoo import make_joint, prompt
-from tests.zoo import make_images, make_model
+from tests.kit.vlm_zoo import make_joint, prompt
+from tests.kit.zoo import make_images, make_model
 
 PLAN = mmod.Plan((1, 2, 3), (0.0, 0.5, 0.25), 4, ("block", "mlp", "attention"), ("all", "kept", "all"), "stride")
 

@@ -13,9 +13,9 @@ import mmod
 from mmod import RoutingConfig, Threshold
 from mmod.analysis.calibrate import match_topk_
 from mmod.config import registry
-from tests.config.own_methods import Contrast, ContrastScore
-from tests.processes import run_processes
-from tests.zoo import make_images, make_model
+from tests.kit.own_methods import Contrast, ContrastScore
+from tests.kit.processes import run_processes
+from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
 SCORES = [mmod.score("contrast", power=2.0), "weighed-importance"]

@@ -6,7 +6,6 @@ Nothing in an input is run, nothing is waited for, and no error but those of the
 from __future__ import annotations
 
 import json
-import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.shards import ShardSource
 from mmod.data.synthetic.digits import DIGITS
-from tests.data.bad_files import IMAGE_NAMES, IMAGES, LINES, NO_JSON, PNG, RECORDS, SAID, SOUND, SPECIAL, Payload
+from tests.kit.bad_files import IMAGE_NAMES, IMAGES, LINES, NO_JSON, PNG, RECORDS, SAID, SOUND, SPECIAL, TABLES
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("trap_folder")]
 
@@ -50,8 +49,8 @@ def test_files_that_are_no_json(suffix: str, name: str) -> None:
     config = ConversationsConversion(f"t{suffix}", "out", on_fault="drop")
     if suffix == ".jsonl":
         # A line is a record, which may be left out; here that leaves none.
-        found = json.dumps({"conversations": SAID, "image": "0.png"}).encode()
-        Path("t.jsonl").write_bytes(found + b"\n" + NO_JSON[name].replace(b"\n", b" "))
+        sound = json.dumps({"conversations": SAID, "image": "0.png"}).encode()
+        Path("t.jsonl").write_bytes(sound + b"\n" + NO_JSON[name].replace(b"\n", b" "))
         Path("0.png").write_bytes(PNG)
         if name == "nothing":
             assert len(open_conversations("t.jsonl")) == 1
@@ -74,11 +73,11 @@ def test_lines_are_counted_with_file_and_line(name: str) -> None:
     Path("t.jsonl").write_bytes(b"\n".join([sound, LINES[name], sound]))
     with pytest.raises(CorruptDataError, match=r"^t\.jsonl \[1\]: \S") as caught:
         open_conversations("t.jsonl")
-    found = open_conversations("t.jsonl", ConversationsConfig(on_corrupt="skip"))
-    assert (len(found), found.report.counts) == (2, {"t.jsonl": 1})
+    conversations = open_conversations("t.jsonl", ConversationsConfig(on_corrupt="skip"))
+    assert (len(conversations), conversations.report.counts) == (2, {"t.jsonl": 1})
     config = ConversationsConversion("t.jsonl", "out", on_fault="drop")
     assert convert_conversations(config, progress=False)["samples"] == 2
-    assert max(len(str(caught.value)), len(str(found.report)), Path("out/dropped.csv").stat().st_size) < 6000
+    assert max(len(str(caught.value)), len(str(conversations.report)), Path("out/dropped.csv").stat().st_size) < 6000
 
 
 def test_an_answer_of_10_mb_is_read_whole() -> None:
@@ -95,37 +94,10 @@ def test_records_of_wrong_types(name: str) -> None:
     Path("t.json").write_text(json.dumps([sound, {**RECORDS, **IMAGE_NAMES}[name]]))
     with pytest.raises(CorruptDataError, match=r"^t\.json \[1\]: \S"):
         open_conversations("t.json")
-    found = open_conversations("t.json", ConversationsConfig(on_corrupt="skip"))
-    assert (len(found), found.report.counts) == (1, {"t.json": 1})
+    conversations = open_conversations("t.json", ConversationsConfig(on_corrupt="skip"))
+    assert (len(conversations), conversations.report.counts) == (1, {"t.json": 1})
     config = ConversationsConversion("t.json", "out", on_fault="drop")
     assert convert_conversations(config, progress=False)["dropped"] == {"invalid record": 1}
-
-
-COCO: dict[str, Any] = {
-    "a list": [],
-    "no images": {"annotations": []},
-    "images that are null": {"images": None, "annotations": []},
-    "annotations that are a dict": {"images": [], "annotations": {}},
-    "an image that is a number": {"images": [1], "annotations": []},
-    "an image without a file": {"images": [{"id": 1}], "annotations": []},
-    "an id that is a list": {"images": [{"id": [], "file_name": "0.png"}], "annotations": []},
-    "one id twice": {"images": [{"id": 1, "file_name": f"{n}.png"} for n in range(2)], "annotations": []},
-    "no annotation": {"images": [], "annotations": []},
-}
-TABLES: dict[str, bytes] = {
-    "empty.csv": b"",
-    "header.csv": b"image,caption\n",
-    "columns.csv": b"file,text\n0.png,a\n",
-    "twice.csv": b"image,caption,caption\n0.png,a,b\n",
-    "long.csv": b"image,caption\n0.png," + b"a" * 200_000 + b"\n",
-    "tabs.csv": b"image\tcaption\n0.png\ta\n",
-    "wide.csv": "image,caption\n0.png,a\n".encode("utf-16"),
-    "empty.parquet": b"",
-    "text.parquet": b"image,caption\n",
-    "cut.parquet": b"PAR1" + bytes(100),
-    "pickle.parquet": pickle.dumps(Payload()),
-    **{f"{name}.json": json.dumps(content).encode() for name, content in COCO.items()},
-}
 
 
 @pytest.mark.parametrize("name", TABLES)

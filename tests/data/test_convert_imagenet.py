@@ -18,7 +18,7 @@ from mmod.data import DataConfig, image_stream
 from mmod.data.convert import imagenet
 from mmod.data.convert.imagenet import ARCHIVES, DEVKIT, ImageNetConversion, convert_imagenet
 from mmod.data.corrupt import CorruptDataError
-from tests.scripts import run_script
+from tests.kit.scripts import run_script
 
 SYNSETS = ("n00000007", "n00000003", "n00000005")
 # Numbers of classes of the validation images, from 1.
@@ -92,9 +92,9 @@ def test_every_image_is_in_the_folder_of_its_class(tmp_path: Path) -> None:
     }
     assert json.loads((tmp_path / "out/report.json").read_text()) == report
     data = DataConfig(source="folder", root=str(tmp_path / "out"), train_split="train", val_split="val", image_size=16)
-    found = sorted(int(label) for _, labels in image_stream(data).batches(0) for label in labels)
+    labels_read = sorted(int(label) for _, labels in image_stream(data).batches(0) for label in labels)
     # Classes are numbered by their synsets.
-    assert found == sorted(sorted(SYNSETS).index(SYNSETS[number - 1]) for number in TRUTH)
+    assert labels_read == sorted(sorted(SYNSETS).index(SYNSETS[number - 1]) for number in TRUTH)
     # The same command again changes nothing, without the archives' images being read.
     before = files_of(tmp_path / "out")
     assert convert_imagenet(config, progress=False) == report
@@ -179,13 +179,13 @@ def test_an_interrupted_conversion_resumes(tmp_path: Path, monkeypatch: pytest.M
 
 def test_an_archive_that_ends_early_is_named_and_another_download_resumes(tmp_path: Path) -> None:
     source = write(tmp_path / "archives")
-    whole = (source / ARCHIVES["train"]).read_bytes()
-    (source / ARCHIVES["train"]).write_bytes(whole[: len(whole) // 2])
+    archive = (source / ARCHIVES["train"]).read_bytes()
+    (source / ARCHIVES["train"]).write_bytes(archive[: len(archive) // 2])
     config = ImageNetConversion(str(source), str(tmp_path / "out"))
     with pytest.raises(CorruptDataError, match=r"img_train\.tar' cannot be read to its end"):
         convert_imagenet(config, progress=False)
     assert not (tmp_path / "out/train").exists()
-    (source / ARCHIVES["train"]).write_bytes(whole)
+    (source / ARCHIVES["train"]).write_bytes(archive)
     convert_imagenet(config, progress=False)
     assert images_of(tmp_path / "out") == EXPECTED
 

@@ -18,7 +18,7 @@ import mmod.data.convert.pairs as script
 from mmod.data.convert.pairs import PairsConversion, convert_pairs
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.shards import CAPTION, ShardSource
-from tests.data.readers.test_images import DEEP, RAMP, UNSCALED
+from tests.kit.deep_images import DEEP, RAMP, UNSCALED
 
 
 def save(path: Path, size: tuple[int, int], colour: int = 100, **options: Any) -> None:
@@ -67,13 +67,13 @@ def config(source: Path, **changes: Any) -> PairsConversion:
 
 
 def samples(folder: Path) -> list[dict[str, bytes]]:
-    found: dict[str, dict[str, bytes]] = {}
+    members_of_samples: dict[str, dict[str, bytes]] = {}
     for path in sorted(folder.glob("*.tar")):
         with tarfile.open(path) as tar:
             for member in tar:
                 key, _, extension = member.name.partition(".")
-                found.setdefault(key, {})[extension] = tar.extractfile(member).read()  # type: ignore[union-attr]
-    return [{"key": key.encode(), **members} for key, members in found.items()]
+                members_of_samples.setdefault(key, {})[extension] = tar.extractfile(member).read()  # type: ignore[union-attr]
+    return [{"key": key.encode(), **members} for key, members in members_of_samples.items()]
 
 
 @pytest.mark.parametrize("suffix", ["csv", "tsv"])
@@ -88,11 +88,11 @@ def test_every_row_is_a_sample_or_reported_with_its_reason(folder: Path, suffix:
             key=lambda item: -item[1],
         )
     )
-    found = samples(folder / "shards")
-    assert [json.loads(one["json"])["row"] for one in found] == [0, 1, 2, 3, *range(11, 17)]
-    assert found[0]["jpg"] == (folder / "images/0.jpg").read_bytes()
-    assert found[0]["txt"].decode() == ROWS[0][1].strip()
-    large = next(one for one in found if one["txt"] == b"big")
+    packed = samples(folder / "shards")
+    assert [json.loads(one["json"])["row"] for one in packed] == [0, 1, 2, 3, *range(11, 17)]
+    assert packed[0]["jpg"] == (folder / "images/0.jpg").read_bytes()
+    assert packed[0]["txt"].decode() == ROWS[0][1].strip()
+    large = next(one for one in packed if one["txt"] == b"big")
     assert Image.open(io.BytesIO(large["jpg"])).size == (100, 50)
     record = json.loads(large["json"])
     assert (record["width"], record["height"], record["original_width"], record["original_height"]) == (
@@ -101,7 +101,7 @@ def test_every_row_is_a_sample_or_reported_with_its_reason(folder: Path, suffix:
         200,
         100,
     )
-    assert all("jpg" in one for one in found[-2:])
+    assert all("jpg" in one for one in packed[-2:])
     assert json.loads((folder / "shards/sizes.json").read_text()) == report["shards"]
     assert sum(report["shards"].values()) == 10
     with open(folder / "shards/dropped.csv") as file:
@@ -145,8 +145,8 @@ def test_parquet_with_paths_and_with_images_inside(folder: Path) -> None:
 
 def test_an_interrupted_conversion_goes_on_and_ends_equal(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_csv(folder / "t.csv", [*ROWS, *DROPS, *ROWS])
-    whole = dataclasses.replace(config(source), output=str(folder / "whole"))
-    convert_pairs(whole, progress=False)
+    uninterrupted = dataclasses.replace(config(source), output=str(folder / "whole"))
+    convert_pairs(uninterrupted, progress=False)
     converted: list[int] = []
     real = script._convert
 

@@ -31,23 +31,23 @@ def test_names_are_ranked_as_timm_ranks_folders_in_one_order_for_all_processes(n
 @given(known=st.lists(NAMES, min_size=1, max_size=8, unique=True), data=st.data())
 def test_classes_of_a_model_are_matched_by_name_whatever_their_order(known: list[str], data: Any) -> None:
     model = ModelClasses({name: number for number, name in enumerate(known)}, "the run")
-    found = data.draw(st.sets(st.sampled_from(known), min_size=1))
-    own = Classes(rank_names(found), len(found))
-    matched = match_classes(own, found, model, "the set")
-    assert {name: matched.numbers[name] for name in found} == {name: known.index(name) for name in found}
-    assert str(matched) == f"{len(found)} of {len(known)} classes, matched by name"
+    names = data.draw(st.sets(st.sampled_from(known), min_size=1))
+    classes = Classes(rank_names(names), len(names))
+    matched = match_classes(classes, names, model, "the set")
+    assert {name: matched.numbers[name] for name in names} == {name: known.index(name) for name in names}
+    assert str(matched) == f"{len(names)} of {len(known)} classes, matched by name"
     matched.check_outputs(len(known) + 3)
-    assert match_classes(own, found, None, "the set") is own
+    assert match_classes(classes, names, None, "the set") is classes
 
 
 def test_classes_that_a_model_does_not_know_are_named() -> None:
-    own, model = Classes(rank_names("abx"), 3), ModelClasses({"a": 1, "b": 0}, "the run of 'r'")
+    classes, model = Classes(rank_names("abx"), 3), ModelClasses({"a": 1, "b": 0}, "the run of 'r'")
     with pytest.raises(ValueError, match=r"^the set has classes that the run of 'r' does not name: x; it names a, b"):
-        match_classes(own, "abx", model, "the set")
-    assert match_classes(own, "abx", ModelClasses(model.numbers, "timm", required=False), "the set") is own
+        match_classes(classes, "abx", model, "the set")
+    assert match_classes(classes, "abx", ModelClasses(model.numbers, "timm", required=False), "the set") is classes
     with pytest.raises(ValueError, match="names 3 classes and the model has 10 outputs"):
-        own.check_outputs(10)
-    own.check_outputs(3)
+        classes.check_outputs(10)
+    classes.check_outputs(3)
 
 
 @pytest.mark.parametrize("value", [0, 7, 3.0, True, np.int64(5), np.float32(2)])

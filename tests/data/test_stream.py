@@ -64,11 +64,11 @@ def test_a_stream_is_a_pure_function_of_seed_epoch_and_start(folder, seed, epoch
     config = folder_config(folder, batch_size=batch, augment=STRONG)
     rank = data.draw(st.integers(0, world - 1))
     stream = image_stream(config, seed, rank, world)
-    whole = list(stream.batches(epoch))
-    assert len(whole) == stream.steps_per_epoch == 27 // (batch * world)
-    start = data.draw(st.integers(0, len(whole)))
+    batches = list(stream.batches(epoch))
+    assert len(batches) == stream.steps_per_epoch == 27 // (batch * world)
+    start = data.draw(st.integers(0, len(batches)))
     list(stream.batches(epoch + 1))
-    assert equal(list(image_stream(config, seed, rank, world).batches(epoch, start)), whole[start:])
+    assert equal(list(image_stream(config, seed, rank, world).batches(epoch, start)), batches[start:])
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -214,10 +214,10 @@ def test_skipping_replaces_in_training_and_leaves_out_in_evaluation(folder, tmp_
     broken = damaged_folder(folder, tmp_path, [4, 7, 25])
     config = folder_config(tmp_path, workers=workers, on_corrupt="skip", batch_size=3)
     train = image_stream(config, 0)
-    found = [number for _ in range(2) for images, _ in train.batches(0) for number in numbers(images)]
+    actual = [number for _ in range(2) for images, _ in train.batches(0) for number in numbers(images)]
     # The folder's order is a, b, c: 4 and 7 are neighbours, whose next readable one is 10; after 25 comes 2.
     expected = [{4: 10, 7: 10, 25: 2}.get(number, number) for number in range(27)]
-    assert sorted(found) == sorted(expected * 2)
+    assert sorted(actual) == sorted(expected * 2)
     assert train.report.counts == {path: 1 for path in broken if "train" in path}
     evaluation = image_stream(config)
     assert [number for images, _ in evaluation.batches(0) for number in numbers(images)] == [0, 3, 6, 9, 1, 2, 5, 8]
@@ -231,8 +231,8 @@ def test_an_evaluation_leaves_out_batches_without_a_readable_sample(folder, tmp_
     damaged_folder(folder, tmp_path, [1, 4, 7])
     for batch_size in (1, 3):
         stream = image_stream(folder_config(tmp_path, batch_size=batch_size, on_corrupt="skip"))
-        found = [number for images, _ in stream.batches(0) for number in numbers(images)]
-        assert found == [0, 3, 6, 9, 2, 5, 8]
+        actual = [number for images, _ in stream.batches(0) for number in numbers(images)]
+        assert actual == [0, 3, 6, 9, 2, 5, 8]
         assert sum(stream.report.counts.values()) == 3
     damaged_folder(folder, tmp_path, list(range(27)))
     with pytest.raises(CorruptDataError, match="none of 10 samples"):
@@ -249,8 +249,8 @@ def test_shards_with_any_number_of_workers(digits):
     config = replace(digits, source=f"shards:{digits.root}/{{split}}-*.tar", image_size=32, crop_pct=1.0, workers=2)
     config = replace(config, mean=(0.094,), std=(0.22,))
     for make in (image_stream, lambda config: image_stream(config, 3)):
-        expected, found = list(make(digits).batches(0)), list(make(config).batches(0))
-        for (images, classes), (others, other_classes) in zip(expected, found, strict=True):
+        expected, actual = list(make(digits).batches(0)), list(make(config).batches(0))
+        for (images, classes), (others, other_classes) in zip(expected, actual, strict=True):
             torch.testing.assert_close(images, others, rtol=0, atol=1e-5)
             assert torch.equal(classes, other_classes)
 

@@ -14,7 +14,7 @@ from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, UnusableError, original_errors
 from mmod.data.loader import image_stream, pairs_stream, text_stream
 from mmod.data.stream import BatchStream
-from tests.data.pair_files import png, tokenizer, write_pairs
+from tests.kit.pair_files import png, tokenizer, write_pairs
 
 
 def refuse(_: Any) -> Any:

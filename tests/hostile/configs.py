@@ -20,16 +20,16 @@ from mmod.training import TrainConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.engine.run_folder import read_fit
 from mmod.training.image.evaluate import EvalResult
-from tests.data import test_bad_inputs as tables
-from tests.data.bad_files import (
+from tests.hostile import Case
+from tests.kit import bad_configs as configs
+from tests.kit.bad_files import (
     END,
     NO_JSON,
     PNG,
+    TABLES,
     Payload,
     body,
 )
-from tests.hostile import Case
-from tests.training import test_bad_input as configs
 
 
 def config_cases() -> Iterator[Case]:
@@ -169,7 +169,7 @@ def table_cases() -> Iterator[Case]:
         Path(name).write_bytes(data)
         return convert_pairs(PairsConversion(name, "out"), progress=False)
 
-    for name, data in tables.TABLES.items():
+    for name, data in TABLES.items():
         yield Case("tables", name, "refused", functools.partial(convert, name, data), (name,))
     for name, data in NO_JSON.items():
         yield Case("tables", f"t.json: {name}", "refused", functools.partial(convert, "t.json", data), ("t.json",))

@@ -12,9 +12,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from mmod.data.config import DataConfig
 from mmod.data.corrupt import CorruptReport
+from mmod.data.loader import image_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
-from tests.data.bad_files import (
+from tests.hostile import Case
+from tests.kit import bad_readers as files
+from tests.kit.bad_files import (
     ARCHIVES,
     CAPTIONS,
     CLASSES,
@@ -33,8 +37,6 @@ from tests.data.bad_files import (
     incomplete,
     png,
 )
-from tests.data.readers import test_bad_files as files
-from tests.hostile import Case
 
 
 def image_cases() -> Iterator[Case]:
@@ -112,13 +114,11 @@ def label_cases() -> Iterator[Case]:
     yield Case("captions and classes", "pairs: 10 MB that end in broken UTF-8", "counted", broken, ("0.tar [8",))
 
 
-def _read_label(reader: str, rest: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
+def _read_label(reader: str, appended: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
     if reader == "pairs":
-        return files.read_archive(reader, rest, on_corrupt)
-    Path("0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + rest)
-    stream = files.image_stream(
-        files.DataConfig("shards:{split}.tar", val_split="0", channels=3, on_corrupt=on_corrupt)
-    )
+        return files.read_archive(reader, appended, on_corrupt)
+    Path("0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + appended)
+    stream = image_stream(DataConfig("shards:{split}.tar", val_split="0", channels=3, on_corrupt=on_corrupt))
     return sum(len(classes) for _, classes in stream.batches(0)), stream.report
 
 

@@ -25,15 +25,15 @@ from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training.engine.checkpoint import Checkpoint, load_checkpoint, read_weights, save_checkpoint
 from mmod.training.engine.model import load_weights
 from mmod.training.image.evaluate import evaluate
-from tests.analysis.audit import test_progress as audits
-from tests.data.bad_files import (
+from tests.hostile import Case
+from tests.kit import bad_configs as configs
+from tests.kit import interrupted_audit as audits
+from tests.kit.bad_files import (
     IMAGES,
     NO_JSON,
     Payload,
 )
-from tests.hostile import Case
-from tests.test_pretrained import CHANGES, edit
-from tests.training import test_bad_input as configs
+from tests.kit.saved_models import CHANGES, edit
 
 
 @functools.lru_cache

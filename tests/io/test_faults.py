@@ -20,7 +20,7 @@ from mmod.analysis.style import new_figure, save_figure
 from mmod.io.files import UnwrittenError, open_shard, write_atomically
 from mmod.io.journal import Journal
 from mmod.training.engine.checkpoint import Checkpoint, save_checkpoint
-from tests.disk import small_disk
+from tests.kit.disk import contents, small_disk
 
 State = Callable[[int], object]
 """Writes a state of so many numbers."""
@@ -121,10 +121,6 @@ def gone(folder: Path) -> Iterator[None]:
 
 FAULTS = {"full": full, "read-only": read_only, "gone": gone}
 REASONS = {"full": "MB are free", "read-only": "Read-only file system", "gone": "No such file or directory"}
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

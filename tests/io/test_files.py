@@ -16,7 +16,7 @@ from mmod.io.files import (
     writing,
 )
 from mmod.io.tensors import check_complete, read_tensors, write_tensors
-from tests.disk import small_disk
+from tests.kit.disk import small_disk
 
 
 @pytest.mark.parametrize("shared", [False, True])
@@ -58,8 +58,8 @@ def test_text_that_utf8_cannot_hold_is_escaped(tmp_path: Path) -> None:
 
 
 def test_tied_and_strided_tensors_are_written_in_full(tmp_path: Path) -> None:
-    whole = torch.arange(6.0).reshape(2, 3)
-    state = {"a": whole, "b": whole, "row": whole[1], "turned": whole.T}
+    base = torch.arange(6.0).reshape(2, 3)
+    state = {"a": base, "b": base, "row": base[1], "turned": base.T}
     write_tensors(tmp_path / "x", state)
     assert all(torch.equal(value, state[name]) for name, value in read_tensors(tmp_path / "x")[0].items())
     for content in (b"", (tmp_path / "x").read_bytes()[:-1]):

@@ -15,7 +15,7 @@ import pytest
 
 from mmod.io import jobs
 from mmod.io.jobs import Job, Runner, Tick
-from tests.processes import FORKING, run_processes
+from tests.kit.processes import FORKING, run_processes
 
 JOBS = [Job(name, seed, f"{name}{seed}") for seed in (0, 1) for name in ("base", "dense", "a-mod")]
 
@@ -32,19 +32,19 @@ def fail(job: Job[str], tick: Tick) -> None:
 
 
 def test_runs_in_one_process_keep_their_order() -> None:
-    found = list(Runner(progress=False).run(JOBS, report))
-    assert [job for job, _ in found] == JOBS
-    assert [result for _, result in found] == [(job.config, os.getpid()) for job in JOBS]
+    outcomes = list(Runner(progress=False).run(JOBS, report))
+    assert [job for job, _ in outcomes] == JOBS
+    assert [result for _, result in outcomes] == [(job.config, os.getpid()) for job in JOBS]
 
 
 def test_runs_side_by_side_wait_for_the_first_of_their_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "multiprocessing", FORKING)
     runner = Runner(processes=2, progress=False)
-    found = list(runner.run(JOBS, report))
-    assert sorted(job.config for job, _ in found) == sorted(job.config for job in JOBS)
-    assert all(result[0] == job.config and result[1] != os.getpid() for job, result in found)
+    outcomes = list(runner.run(JOBS, report))
+    assert sorted(job.config for job, _ in outcomes) == sorted(job.config for job in JOBS)
+    assert all(result[0] == job.config and result[1] != os.getpid() for job, result in outcomes)
     for seed in (0, 1):
-        assert next(job.name for job, _ in found if job.seed == seed) == "base"
+        assert next(job.name for job, _ in outcomes if job.seed == seed) == "base"
     # The workers' CPU time counts too.
     assert runner.cpu_seconds > time.process_time()
 

@@ -30,10 +30,10 @@ def test_a_killed_process_goes_on_after_its_last_whole_record(path: Path) -> Non
     ends = [place + 1 for place, byte in enumerate(content) if byte == ord("\n")]
     for size in range(len(content) + 1):
         path.write_bytes(content[:size])
-        whole = max(0, sum(end <= size for end in ends) - 1)
+        complete = max(0, sum(end <= size for end in ends) - 1)
         journal = Journal(path, IDENTITY, "search")
-        assert journal.records == RECORDS[:whole]
-        for record in RECORDS[whole:]:
+        assert journal.records == RECORDS[:complete]
+        for record in RECORDS[complete:]:
             journal.add(record)
         assert path.read_bytes() == content, "as if it had never been killed"
 

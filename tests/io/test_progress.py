@@ -12,7 +12,7 @@ import pytest
 import mmod.io.progress
 from mmod.io.jobs import Job, Runner, Tick
 from mmod.io.progress import SECONDS, progress_bar
-from tests.scripts import ROOT
+from tests.kit.scripts import ROOT
 
 
 class Clock:

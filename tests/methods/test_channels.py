@@ -19,7 +19,7 @@ from mmod.methods import Channels, methods_of, read_method, undo_
 from mmod.methods.channels import ChannelBlock
 from mmod.training import evaluate
 from mmod.training.image.recipe import ImageRecipe
-from tests.training.engine.worker import TensorStream, run, tiny_config
+from tests.kit.engine_worker import TensorStream, run, tiny_config
 
 SMALL: dict[str, Any] = {"layers": (2, 3, 1, 4), "channels": (16, 32, 32, 64), "num_classes": 7}
 # Names of timm to what they are made with and a divisor: both kinds of block, wide ones, other stems, dilation.
@@ -103,12 +103,12 @@ def test_every_narrow_block_by_its_definition(name: str, way: dict[str, Any]) ->
         height, width = torch.randint(1, 7, (2,), generator=generator).tolist()
         x = torch.randn(3, block.selector[0].in_features, height, width, generator=generator).double()
         with torch.no_grad():
-            found = block(x)
-            torch.testing.assert_close(found, defined(block, methods_of(model)[0], x), rtol=1e-9, atol=1e-10)
-            torch.testing.assert_close(found[1:2], block(x[1:2]), rtol=1e-12, atol=1e-12)
+            actual = block(x)
+            torch.testing.assert_close(actual, defined(block, methods_of(model)[0], x), rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(actual[1:2], block(x[1:2]), rtol=1e-12, atol=1e-12)
         if "into" not in way:
             count = x.shape[1] // MODELS[name][1]
-            assert torch.equal(found[:, count:], x[:, count:])
+            assert torch.equal(actual[:, count:], x[:, count:])
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -20,9 +20,9 @@ from mmod.methods.base import register_method
 from mmod.registry.hub import model_card
 from mmod.studies.candidates import create_rivals
 from mmod.training import evaluate
-from tests.adapters.vlm_zoo import make_language
-from tests.counting import flop_counter
-from tests.training.engine.worker import TensorStream, run, tiny_config
+from tests.kit.counting import flop_counter
+from tests.kit.engine_worker import TensorStream, run, tiny_config
+from tests.kit.vlm_zoo import make_language
 
 CHANGES: dict[str, list[Any]] = {
     "routing": [mmod.RoutingConfig(capacity=0.5)],

@@ -19,10 +19,10 @@ from mmod.methods.experts import ExpertMlp
 from mmod.training.engine.distributed import Process
 from mmod.training.text.evaluate import evaluate
 from mmod.training.text.recipe import TextRecipe
-from tests.adapters.vlm_zoo import make_joint, make_language
-from tests.cover import in_turn
-from tests.training.text.configs import PREDICTOR, text_config
-from tests.zoo import make_model
+from tests.kit.cover import in_turn
+from tests.kit.text_configs import PREDICTOR, text_config
+from tests.kit.vlm_zoo import make_joint, make_language, random_words
+from tests.kit.zoo import make_model, perturb_
 
 WAYS: list[dict[str, Any]] = [
     {"choice": "tokens", "capacity": None, "idle": 2},
@@ -39,23 +39,14 @@ STAGED = mmod.RoutingConfig(
 )  # fmt: skip
 
 
-def lively(model: Any) -> Any:
-    """Make experts, routers and predictors differ."""
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if any(part in name for part in (".others.", ".router.", ".predictor")):
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-    return model
+# Experts, routers and predictors differ.
+lively = partial(perturb_, parts=(".others.", ".router.", ".predictor"))
 
 
 def make(name: str = "llama", staged: bool = False, **options: Any) -> Any:
     """Return a model in float64 with three experts in each layer."""
     model = mmod.apply_(make_language(name).double().eval(), Experts(**{"experts": 3, **options}))
     return lively(mmod.route_(model, STAGED) if staged else model)
-
-
-def words(*shape: int) -> Tensor:
-    return torch.randint(3, 80, shape, generator=torch.Generator().manual_seed(7))
 
 
 def defined(mlp: Any, config: Any, x_ND: Tensor, alone: bool) -> Tensor:
@@ -66,13 +57,13 @@ def defined(mlp: Any, config: Any, x_ND: Tensor, alone: bool) -> Tensor:
     room = max(1, int((config.capacity or 0) * len(x_ND) / config.experts + 1e-9))
     weights: dict[tuple[int, int], Tensor] = {}
     for expert in range(config.experts):
-        prob = [float(each.softmax(0)[expert]) for each in logit]
+        prob = [float(row.softmax(0)[expert]) for row in logit]
         if config.choice == "tokens":
-            mine = [n for n, each in enumerate(logit) if int(each.argmax()) == expert]
+            mine = [n for n, row in enumerate(logit) if int(row.argmax()) == expert]
         elif not alone:
             mine = sorted(range(len(x_ND)), key=lambda n: -prob[n])[:room]
         elif config.choice == "score":
-            mine = [n for n, each in enumerate(logit) if each[expert] >= 0]
+            mine = [n for n, row in enumerate(logit) if row[expert] >= 0]
         else:
             mine = [n for n, score in enumerate(mlp.predictors[expert](x_ND[None])[0]) if score >= 0]
         weights |= {(n, expert): logit[n].softmax(0)[expert] for n in mine}
@@ -102,34 +93,34 @@ def test_every_mixture_by_its_definition(name: str, way: dict[str, Any]) -> None
 @pytest.mark.parametrize("staged", [False, True])
 @torch.no_grad()
 def test_generation_with_a_cache_is_that_of_whole_passes(staged: bool, way: dict[str, Any]) -> None:
-    model, ids = make(staged=staged, **way), words(1, 9)
-    whole = ids
+    model, ids = make(staged=staged, **way), random_words(1, 9)
+    sequence = ids
     for _ in range(GREEDY["max_new_tokens"]):
-        logits = model(input_ids=whole, use_cache=False).logits
-        whole = torch.cat([whole, logits[:, -1:].argmax(-1)], dim=1)
-    assert torch.equal(model.generate(ids, **GREEDY), whole)
-    assert torch.equal(model.generate(ids, **GREEDY, cache_implementation="static"), whole)
-    assert torch.equal(model.generate(ids, **GREEDY, prompt_lookup_num_tokens=3), whole)
+        logits = model(input_ids=sequence, use_cache=False).logits
+        sequence = torch.cat([sequence, logits[:, -1:].argmax(-1)], dim=1)
+    assert torch.equal(model.generate(ids, **GREEDY), sequence)
+    assert torch.equal(model.generate(ids, **GREEDY, cache_implementation="static"), sequence)
+    assert torch.equal(model.generate(ids, **GREEDY, prompt_lookup_num_tokens=3), sequence)
 
 
 @pytest.mark.parametrize(("name", "way"), in_turn(HOSTS, WAYS, times=2))
 @torch.no_grad()
 def test_padded_batches_are_those_of_single_texts(name: str, way: dict[str, Any]) -> None:
     for staged in (False, True):
-        model, ids = make(name, staged, **way), words(3, 14)
+        model, ids = make(name, staged, **way), random_words(3, 14)
         mask = torch.ones_like(ids)
         mask[1, :3], mask[2, :6] = 0, 0
         place = (mask.cumsum(1) - 1).clamp(min=0)
-        found = model(input_ids=ids, attention_mask=mask, position_ids=place).logits
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=place).logits
         for text, pads in ((0, 0), (1, 3), (2, 6)):
             single = model(input_ids=ids[text : text + 1, pads:]).logits
-            torch.testing.assert_close(found[text : text + 1, pads:], single, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(logits[text : text + 1, pads:], single, rtol=1e-6, atol=1e-6)
         # What follows a token does not matter to it.
-        torch.testing.assert_close(model(input_ids=ids[:1, :9]).logits, found[:1, :9], rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(model(input_ids=ids[:1, :9]).logits, logits[:1, :9], rtol=1e-6, atol=1e-6)
 
 
 def test_decisions_alone_are_learned_from_what_was_chosen() -> None:
-    ids = words(2, 12)
+    ids = random_words(2, 12)
     for choice in ("score", "predictor"):
         model = make(choice=choice, capacity=0.75, membership=0.5, blocks=(1,)).train()
         with mmod.trace(model) as decisions:
@@ -157,7 +148,7 @@ def test_decisions_alone_are_learned_from_what_was_chosen() -> None:
 def test_gradients_reach_everything_and_what_was_saved_is_loaded(
     tmp_path: Path, staged: bool, way: dict[str, Any]
 ) -> None:
-    model, ids = make(staged=staged, **way).float().train(), words(4, 24)
+    model, ids = make(staged=staged, **way).float().train(), random_words(4, 24)
     dense = make_language("llama")
     loss = model(input_ids=ids, labels=ids).loss + mmod.auxiliary_loss(model)
     loss.backward()
@@ -198,8 +189,8 @@ def test_flops_follow_from_the_slots(way: dict[str, Any]) -> None:
     expected = dense - 6 * (tokens - computed) * width * hidden + routers
     row = mmod.prefill_flops(model, tokens).blocks[1]
     assert (row.dense, row.routed, row.router) == (dense, expected, routers)
-    whole = mmod.flops(model, {"input_ids": words(1, tokens)})
-    assert whole.blocks[1].routed == expected
+    total = mmod.flops(model, {"input_ids": random_words(1, tokens)})
+    assert total.blocks[1].routed == expected
     mmod.route_(model, STAGED.replace(language={"inference_threshold": None, "predictor": False}))
     staged = mmod.prefill_flops(model, tokens).blocks[1]
     assert staged.kept == tokens // 2
@@ -213,26 +204,33 @@ SINGLE = Process(0, 1, torch.device("cpu"))
 def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, choice: str) -> None:
     method = {"kind": "experts", "experts": 2, "capacity": 0.5, "choice": choice, "membership": 0.1}
     config = text_config(tmp_path / "run", methods=[method], epochs=1)
-    found: Any = TextRecipe(config).fit(progress=False).evaluation
-    assert len(found.kept) == len(found.agreement) == 8
-    assert found.kept["model.layers.3.mlp.expert2"] == 0.25
-    assert found.causal_loss != found.loss
-    assert 0 < found.mean_agreement <= 1
+    evaluation: Any = TextRecipe(config).fit(progress=False).evaluation
+    assert len(evaluation.kept) == len(evaluation.agreement) == 8
+    assert evaluation.kept["model.layers.3.mlp.expert2"] == 0.25
+    assert evaluation.causal_loss != evaluation.loss
+    assert 0 < evaluation.mean_agreement <= 1
     start = {"config": None, "checkpoint": str(tmp_path / "run")}
     again, _ = TextRecipe(text_config(tmp_path / "next", model=start, methods=[method])).create_models()
     assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
-    assert evaluate(again, TextRecipe(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(found.loss)
+    assert evaluate(again, TextRecipe(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(evaluation.loss)
 
 
 def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_path: Path) -> None:
     method = {"kind": "experts", "experts": 2, "choice": "predictor"}
     config = text_config(tmp_path / "a", methods=[method], routing=PREDICTOR, epochs=1)
     staged: Any = TextRecipe(config).fit(progress=False)
-    found = staged.evaluation
+    evaluation = staged.evaluation
     # Experts inside routed layers share the tokens of these.
-    assert [name.rpartition(".")[2] for name in found.kept] == ["expert1", "expert2", "1", "expert1", "expert2", "3"]
-    assert found.kept["model.layers.0.mlp.expert1"] == 0.5
-    assert found.causal_loss != found.loss
+    assert [name.rpartition(".")[2] for name in evaluation.kept] == [
+        "expert1",
+        "expert2",
+        "1",
+        "expert1",
+        "expert2",
+        "3",
+    ]
+    assert evaluation.kept["model.layers.0.mlp.expert1"] == 0.5
+    assert evaluation.causal_loss != evaluation.loss
     method = {"kind": "experts", "experts": 2, "choice": "tokens", "capacity": None}
     tokens: Any = TextRecipe(text_config(tmp_path / "b", methods=[method], epochs=1)).fit(progress=False).evaluation
     assert tokens.causal_loss == tokens.loss
@@ -242,7 +240,7 @@ def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_p
 
 @torch.no_grad()
 def test_what_cannot_be_is_refused() -> None:
-    model, ids = make(), words(2, 8)
+    model, ids = make(), random_words(2, 8)
     assert bool(model(input_ids=ids).logits.isfinite().all())
     with pytest.raises(ValueError, match="text cannot be generated where experts choose"):
         model.generate(ids, **GREEDY)

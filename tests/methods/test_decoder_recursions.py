@@ -20,10 +20,10 @@ from mmod.methods.recursions import Cycle
 from mmod.training.engine.distributed import Process
 from mmod.training.text.evaluate import evaluate
 from mmod.training.text.recipe import TextRecipe
-from tests.adapters.vlm_zoo import make_joint, make_language
-from tests.counting import flop_counter
-from tests.cover import in_turn
-from tests.training.text.configs import text_config
+from tests.kit.counting import flop_counter
+from tests.kit.cover import in_turn
+from tests.kit.text_configs import text_config
+from tests.kit.vlm_zoo import make_joint, make_language, random_words
 
 CHOICES: list[dict[str, Any]] = [
     {"choice": "score"},
@@ -44,14 +44,10 @@ def make(name: str, **options: Any) -> Any:
     """Return a model in float64 whose tokens differ in what routers make of them."""
     model = mmod.apply_(make_language(name, num_hidden_layers=6, **HOSTS[name]).double().eval(), Recursions(**options))
     generator = torch.Generator().manual_seed(3)
-    for own, parameter in model.named_parameters():
-        if ".routers." in own or ".predictors." in own:
+    for parameter_name, parameter in model.named_parameters():
+        if ".routers." in parameter_name or ".predictors." in parameter_name:
             parameter.data = 0.3 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
     return model
-
-
-def words(*shape: int) -> Tensor:
-    return torch.randint(3, 80, shape, generator=torch.Generator().manual_seed(7))
 
 
 def rotated(x_HNE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
@@ -62,11 +58,11 @@ def rotated(x_HNE: Tensor, cos_NE: Tensor, sin_NE: Tensor) -> Tensor:
 def attended(layer: Any, x_ND: Tensor, source_ND: Tensor, sees_NN: Tensor, rotary: tuple[Tensor, Tensor]) -> Tensor:
     """Return what a Llama layer makes of tokens that see some of the tokens of a source."""
     attention, size = layer.self_attn, layer.self_attn.head_dim
-    own, other = layer.input_layernorm(x_ND), layer.input_layernorm(source_ND)
-    q = rotated(attention.q_proj(own).unflatten(-1, (-1, size)).transpose(0, 1), *rotary)
+    queries_ND, other = layer.input_layernorm(x_ND), layer.input_layernorm(source_ND)
+    q = rotated(attention.q_proj(queries_ND).unflatten(-1, (-1, size)).transpose(0, 1), *rotary)
     k = rotated(attention.k_proj(other).unflatten(-1, (-1, size)).transpose(0, 1), *rotary)
     v = attention.v_proj(other).unflatten(-1, (-1, size)).transpose(0, 1)
-    k, v = (each.repeat_interleave(len(q) // len(k), dim=0) for each in (k, v))
+    k, v = (head.repeat_interleave(len(q) // len(k), dim=0) for head in (k, v))
     logits = (q @ k.transpose(1, 2) / size**0.5).masked_fill(~sees_NN, -torch.inf)
     z = x_ND + attention.o_proj((logits.softmax(-1) @ v).transpose(0, 1).flatten(1))
     return z + layer.mlp(layer.post_attention_layernorm(z))
@@ -96,7 +92,7 @@ def defined(model: Any, ids_N: Tensor, alone: bool) -> Tensor:
     assert isinstance(config, Recursions)
     assert cycle is not None
     x, tokens = body.embed_tokens(ids_N), len(ids_N)
-    rotary = tuple(each[0] for each in body.rotary_emb(x[None], torch.arange(tokens)[None]))
+    rotary = tuple(part[0] for part in body.rotary_emb(x[None], torch.arange(tokens)[None]))
     causal = torch.ones(tokens, tokens, dtype=torch.bool).tril()
     x = first = attended(body.layers[0], x, x, causal, rotary)
     runs, sources = [True] * tokens, []
@@ -111,9 +107,9 @@ def defined(model: Any, ids_N: Tensor, alone: bool) -> Tensor:
             if config.keys == "first" and not recursion:
                 sources.append(y)
             source = sources[number] if config.keys == "first" else y
-            seen = torch.tensor(runs) if config.keys == "kept" else torch.ones(tokens, dtype=torch.bool)
+            visible = torch.tensor(runs) if config.keys == "kept" else torch.ones(tokens, dtype=torch.bool)
             # Somebody must be seen by those whose result is thrown away.
-            y = attended(layer, y, source, causal & (seen | ~torch.tensor(runs)[:, None]), rotary)
+            y = attended(layer, y, source, causal & (visible | ~torch.tensor(runs)[:, None]), rotary)
         new = x.clone()
         for n in range(tokens):
             if config.choice == "tokens":
@@ -134,47 +130,47 @@ def defined(model: Any, ids_N: Tensor, alone: bool) -> Tensor:
 @pytest.mark.parametrize("recursions", [2, 4])
 @torch.no_grad()
 def test_both_ways_to_choose_by_their_definition(recursions: int, way: dict[str, Any]) -> None:
-    model, ids = make("llama", recursions=recursions, **way), words(2, 13)
+    model, ids = make("llama", recursions=recursions, **way), random_words(2, 13)
     # Scores of linear routers are those of fp32.
     close = 1e-9 if way["choice"] == "tokens" else 1e-5
-    found = model(input_ids=ids, use_cache=False).logits
-    for text, logits in zip(ids, found):
+    batch_logits = model(input_ids=ids, use_cache=False).logits
+    for text, logits in zip(ids, batch_logits):
         torch.testing.assert_close(logits, defined(model, text, alone=True), rtol=close, atol=close)
     with deciding_together(model):
-        found = model(input_ids=ids, use_cache=False).logits
-    for text, logits in zip(ids, found):
+        batch_logits = model(input_ids=ids, use_cache=False).logits
+    for text, logits in zip(ids, batch_logits):
         torch.testing.assert_close(logits, defined(model, text, alone=False), rtol=close, atol=close)
 
 
 @one_way
 @torch.no_grad()
 def test_generation_with_a_cache_is_that_of_whole_passes(way: dict[str, Any]) -> None:
-    model, ids = make("llama", recursions=4, **way), words(1, 9)
-    whole = ids
+    model, ids = make("llama", recursions=4, **way), random_words(1, 9)
+    sequence = ids
     for _ in range(GREEDY["max_new_tokens"]):
-        logits = defined(model, whole[0], alone=True)
-        whole = torch.cat([whole, logits[-1:].argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(model.generate(ids, **GREEDY), whole)
-    assert torch.equal(model.generate(ids, **GREEDY, cache_implementation="static"), whole)
+        logits = defined(model, sequence[0], alone=True)
+        sequence = torch.cat([sequence, logits[-1:].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(model.generate(ids, **GREEDY), sequence)
+    assert torch.equal(model.generate(ids, **GREEDY, cache_implementation="static"), sequence)
     # Takes tokens back where a guess was wrong.
-    assert torch.equal(model.generate(ids, **GREEDY, prompt_lookup_num_tokens=3), whole)
+    assert torch.equal(model.generate(ids, **GREEDY, prompt_lookup_num_tokens=3), sequence)
 
 
 @pytest.mark.parametrize(("name", "way"), in_turn(HOSTS, [WAYS[0], WAYS[6], WAYS[8], WAYS[10]], times=2))
 @torch.no_grad()
 def test_padded_batches_are_decoded_as_in_one_pass(name: str, way: dict[str, Any]) -> None:
-    model, ids = make(name, **way), words(3, 14)
+    model, ids = make(name, **way), random_words(3, 14)
     mask = torch.ones_like(ids)
     mask[1, :3], mask[2, :6] = 0, 0
     place = (mask.cumsum(1) - 1).clamp(min=0)
     expected = model(input_ids=ids, attention_mask=mask, position_ids=place, use_cache=False).logits
-    cache, found = None, []
+    cache, logits = None, []
     for start, end in [(0, 8), *((n, n + 1) for n in range(8, 14))]:
-        given = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end], "position_ids": place[:, start:end]}
-        out = model(**given, **{CACHE: cache}, use_cache=True)
+        inputs = {"input_ids": ids[:, start:end], "attention_mask": mask[:, :end], "position_ids": place[:, start:end]}
+        out = model(**inputs, **{CACHE: cache}, use_cache=True)
         cache = cache_of(out)
-        found.append(out.logits)
-    torch.testing.assert_close(torch.cat(found, 1)[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
+        logits.append(out.logits)
+    torch.testing.assert_close(torch.cat(logits, 1)[mask.bool()], expected[mask.bool()], rtol=1e-5, atol=1e-5)
     # Nor does a text depend on the others, or on what pads it.
     single = model(input_ids=ids[2:, 6:], use_cache=False).logits
     torch.testing.assert_close(expected[2:, 6:], single, rtol=1e-5, atol=1e-5)
@@ -185,10 +181,10 @@ def test_padded_batches_are_decoded_as_in_one_pass(name: str, way: dict[str, Any
 @pytest.mark.parametrize("keys", ["kept", "first"])
 @torch.no_grad()
 def test_a_cache_holds_what_ran(keys: str) -> None:
-    model, ids = make("llama", recursions=4, first=1, last=1, choice="tokens", keys=keys), words(2, 12)
+    model, ids = make("llama", recursions=4, first=1, last=1, choice="tokens", keys=keys), random_words(2, 12)
     with mmod.trace(model) as decisions:
         cache = cache_of(model(input_ids=ids, use_cache=True))
-    kept = [12, *(int(each.keep_BN.sum(1).max()) for each in decisions.values())]
+    kept = [12, *(int(routing.keep_BN.sum(1).max()) for routing in decisions.values())]
     assert kept[-1] < 12
     held = [0 if layer.keys is None else layer.keys.shape[2] for layer in cache.layers[1:5]]
     assert held == (kept if keys == "kept" else [12, 0, 0, 0])
@@ -196,7 +192,7 @@ def test_a_cache_holds_what_ran(keys: str) -> None:
 
 
 def test_decisions_alone_are_learned_from_the_highest_gates() -> None:
-    ids = words(2, 12)
+    ids = random_words(2, 12)
     for choice, weight in (("score", 0.5), ("predictor", 2.0)):
         model = make("llama", choice=choice, membership=weight).train()
         with mmod.trace(model) as decisions:
@@ -221,7 +217,7 @@ def test_decisions_alone_are_learned_from_the_highest_gates() -> None:
 
 @one_way
 def test_gradients_reach_everything_and_what_was_saved_is_loaded(tmp_path: Path, way: dict[str, Any]) -> None:
-    model, ids = make("llama", **way).float().train(), words(2, 12)
+    model, ids = make("llama", **way).float().train(), random_words(2, 12)
     keys = list(make_language("llama", num_hidden_layers=6).state_dict())
     loss = model(input_ids=ids, labels=ids).loss + mmod.auxiliary_loss(model)
     loss.backward()
@@ -243,7 +239,7 @@ def test_gradients_reach_everything_and_what_was_saved_is_loaded(tmp_path: Path,
 
 @torch.no_grad()
 def test_undoing_gives_the_dense_model_back() -> None:
-    model, ids = make_language("llama", num_hidden_layers=6), words(2, 9)
+    model, ids = make_language("llama", num_hidden_layers=6), random_words(2, 9)
     expected = model(input_ids=ids).logits
     mmod.apply_(model, Recursions(recursions=1, choice="tokens", adds="change"))
     # The softmax of one depth is 1.
@@ -256,20 +252,20 @@ def test_undoing_gives_the_dense_model_back() -> None:
 @pytest.mark.parametrize("keys", ["kept", "first"])
 def test_flops_are_those_that_training_runs(keys: str) -> None:
     dense = make_language("llama", num_hidden_layers=6).eval()
-    counts = mmod.flops(dense, {"input_ids": words(1, 40)})
+    counts = mmod.flops(dense, {"input_ids": random_words(1, 40)})
     report = mmod.flops(
-        mmod.apply_(dense, Recursions(recursions=4, keys=keys, choice="score")), {"input_ids": words(1, 40)}
+        mmod.apply_(dense, Recursions(recursions=4, keys=keys, choice="score")), {"input_ids": random_words(1, 40)}
     )
     with deciding_together(dense), torch.no_grad(), flop_counter() as counter:
-        dense(input_ids=words(1, 40), use_cache=False)
+        dense(input_ids=random_words(1, 40), use_cache=False)
     scored, width = 4 * 2 * 40 * 32, 32
     assert report.routed == pytest.approx(counter.get_total_flops(), rel=1e-3)
     saved = 0
     for kept in (30, 20, 10):
-        seen, own = (40, 0) if keys == "first" else (kept, kept)
+        keys_read, keys_made = (40, 0) if keys == "first" else (kept, kept)
         # Half as many heads have keys and values.
-        projected = 2 * kept * 2 * width * width + 2 * own * width * width
-        saved += counts.blocks[1].dense - projected - 4 * kept * seen * width - 2 * kept * 3 * width * 48
+        projected = 2 * kept * 2 * width * width + 2 * keys_made * width * width
+        saved += counts.blocks[1].dense - projected - 4 * kept * keys_read * width - 2 * kept * 3 * width * 48
     assert report.routed == counts.dense - saved + scored
 
 
@@ -280,16 +276,16 @@ SINGLE = Process(0, 1, torch.device("cpu"))
 def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, choice: str) -> None:
     method = {"kind": "recursions", "recursions": 2, "choice": choice, "membership": 0.1}
     config = text_config(tmp_path / "run", methods=[method], epochs=1)
-    found: Any = TextRecipe(config).fit(progress=False).evaluation
-    assert list(found.kept) == ["model.layers.1.recursion2"]
-    assert found.mean_kept == 0.5
-    assert found.causal_loss != found.loss
-    assert 0 < found.mean_agreement <= 1
+    evaluation: Any = TextRecipe(config).fit(progress=False).evaluation
+    assert list(evaluation.kept) == ["model.layers.1.recursion2"]
+    assert evaluation.mean_kept == 0.5
+    assert evaluation.causal_loss != evaluation.loss
+    assert 0 < evaluation.mean_agreement <= 1
     start = {"config": None, "checkpoint": str(tmp_path / "run")}
     again, teacher = TextRecipe(text_config(tmp_path / "next", model=start, methods=[method])).create_models()
     assert teacher is None
     assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
-    assert evaluate(again, TextRecipe(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(found.loss)
+    assert evaluate(again, TextRecipe(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(evaluation.loss)
 
 
 def test_what_decides_in_one_way_has_one_loss(tmp_path: Path) -> None:
@@ -307,7 +303,7 @@ def test_what_decides_in_one_way_has_one_loss(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused() -> None:
     model = make("llama", recursions=2)
     with pytest.raises(ValueError, match="text cannot be generated where recursions choose"):
-        model.generate(words(1, 5), **GREEDY)
+        model.generate(random_words(1, 5), **GREEDY)
     with pytest.raises(ValueError, match="counted as a whole"):
         mmod.prefill_flops(model, 8)
     with pytest.raises(ValueError, match="does not support continuous batching"):

@@ -15,7 +15,7 @@ from mmod.methods.merge import merge_tokens
 from mmod.methods.prune import prune_tokens
 from mmod.methods.reduction import AttentionInputs, Grid
 from mmod.ops import attention_importance
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 
 def draw(seed: int) -> tuple[Grid, AttentionInputs, int]:
@@ -50,13 +50,13 @@ def test_pruning(seed: int, by_class_token: bool) -> None:
         score = map_NN[0] if by_class_token else map_NN.mean(dim=0)
         ranked = sorted(range(prefix, len(x)), key=lambda token: -score[token])
         count = math.ceil(keep * (len(x) - prefix))
-        kept, rest = [*range(prefix), *sorted(ranked[:count])], ranked[count:]
-        assert places[image].tolist() == [*kept, rest[0]]
+        kept, pruned = [*range(prefix), *sorted(ranked[:count])], ranked[count:]
+        assert places[image].tolist() == [*kept, pruned[0]]
         assert torch.equal(left[image, :-1], x[kept])
-        torch.testing.assert_close(left[image, -1], sum(score[token] * x[token] for token in rest))
+        torch.testing.assert_close(left[image, -1], sum(score[token] * x[token] for token in pruned))
         back = restore(left + 1)[image]
         assert torch.equal(back[kept], x[kept] + 1)
-        assert torch.equal(back[rest], x[rest])
+        assert torch.equal(back[pruned], x[pruned])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -111,8 +111,10 @@ def test_images_leave_where_they_are_sure() -> None:
             x = dense.norm_pre(dense._pos_embed(dense.patch_embed(image[None])))
             for index, block in enumerate(dense.blocks):
                 x = block(x)
-                own = model.blocks[index].exit if index in blocks else dense
-                logits = dense.forward_head(dense.norm(x)) if own is dense else own.head(own.fc_norm(own.norm(x)[:, 0]))
+                head = model.blocks[index].exit if index in blocks else dense
+                logits = (
+                    dense.forward_head(dense.norm(x)) if head is dense else head.head(head.fc_norm(head.norm(x)[:, 0]))
+                )
                 if (index in blocks and logits.softmax(dim=-1).max() >= 0.5) or index == len(dense.blocks) - 1:
                     break
             ends.append(index)
@@ -124,9 +126,9 @@ def test_training_deals_a_batch_out_among_exits() -> None:
     model, images = make_model("test_vit").double().train(), make_images("test_vit", 7).double()
     blocks = (1, 3)
     Exit(0.5, blocks).apply_(model)
-    seen = dict.fromkeys(blocks, 0)
+    count = dict.fromkeys(blocks, 0)
     for index in blocks:
         head = model.blocks[index].exit
-        head.register_forward_hook(lambda _, args, out, index=index: seen.update({index: len(out)}))
+        head.register_forward_hook(lambda _, args, out, index=index: count.update({index: len(out)}))
     assert model(images).shape == (7, 7)
-    assert seen == {1: 3, 3: 2}
+    assert count == {1: 3, 3: 2}

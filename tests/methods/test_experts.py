@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from mmod.methods import Experts, methods_of, read_method, undo_
 from mmod.methods.experts import ExpertMlp
 from mmod.methods.mixture import balance_loss, choose_tokens
 from mmod.training import ModelConfig, TrainConfig
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model, perturb_
 
 MODELS = ["test_vit", "deit3_small_patch16_224", "eva02_tiny_patch14_224", "vit_base_patch16_rpn_224"]
 WAYS: list[dict[str, Any]] = [
@@ -31,13 +32,8 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
-def lively(model: Any) -> Any:
-    """Make experts and routers differ."""
-    generator = torch.Generator().manual_seed(3)
-    for name, parameter in model.named_parameters():
-        if ".others." in name or ".router." in name:
-            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
-    return model
+# Experts and routers differ.
+lively = partial(perturb_, parts=(".others.", ".router."))
 
 
 def defined(mlp: Any, config: Experts, x_BND: Tensor) -> Tensor:
@@ -52,10 +48,10 @@ def defined(mlp: Any, config: Experts, x_BND: Tensor) -> Tensor:
         prob = [(mlp.router.weight @ token).softmax(0) for token in x_ND]
         weights: dict[tuple[int, int], Tensor] = {}
         for expert in range(config.experts):
-            wanted = range(len(x_ND))
+            candidates = range(len(x_ND))
             if config.choice == "tokens":
-                wanted = [n for n in wanted if int(prob[n].argmax()) == expert]
-            for n in sorted(wanted, key=lambda n: -float(prob[n][expert]))[:slots]:
+                candidates = [n for n in candidates if int(prob[n].argmax()) == expert]
+            for n in sorted(candidates, key=lambda n: -float(prob[n][expert]))[:slots]:
                 weights[n, expert] = prob[n][expert]
         for (n, expert), weight in weights.items():
             total = sum(other for (m, _), other in weights.items() if m == n)
@@ -133,14 +129,14 @@ def test_staged_mixtures_share_the_kept_tokens_of_each_image(router: str, way: d
     with torch.no_grad():
         unrouted = model(images)
     mmod.route_(model, mmod.RoutingConfig(router=router, capacity=0.5))
-    given: dict[str, int] = {}
+    slots: dict[str, int] = {}
     for name, module in model.named_modules():
         if isinstance(module, ExpertMlp):
-            module.register_forward_pre_hook(lambda _, args, name=name: given.update({name: args[0].shape[1]}))
+            module.register_forward_pre_hook(lambda _, args, name=name: slots.update({name: args[0].shape[1]}))
     with torch.no_grad():
-        found, single = model(images), torch.cat([model(image[None]) for image in images])
-    torch.testing.assert_close(found, single)
-    assert [given[f"blocks.{index}.mlp"] for index in (0, 1)] == [37, 18]
+        actual, single = model(images), torch.cat([model(image[None]) for image in images])
+    torch.testing.assert_close(actual, single)
+    assert [slots[f"blocks.{index}.mlp"] for index in (0, 1)] == [37, 18]
     mmod.unroute_(model)
     assert model.state_dict().keys() == before
     with torch.no_grad():
@@ -229,9 +225,14 @@ def test_what_does_not_go_together_is_refused() -> None:
         mmod.apply_(make_model("naflexvit_base_patch16_gap"), Experts())
     fields: dict[str, Any] = {"output": "run", "model": ModelConfig("test_vit"), "data": {"source": "digits"}}
     for kind, refused in (("experts", False), ("exit", True)):
-        given = {**fields, "model": {"name": "test_vit"}, "methods": [{"kind": kind}], "routing": {"router": "random"}}
+        run_fields = {
+            **fields,
+            "model": {"name": "test_vit"},
+            "methods": [{"kind": kind}],
+            "routing": {"router": "random"},
+        }
         if refused:
             with pytest.raises(ValueError, match="'routing' cannot follow 'exit'"):
-                TrainConfig.from_dict(given)
+                TrainConfig.from_dict(run_fields)
         else:
-            TrainConfig.from_dict(given)
+            TrainConfig.from_dict(run_fields)

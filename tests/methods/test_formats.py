@@ -15,9 +15,9 @@ from torch.export import Dim
 
 import mmod
 from mmod.methods import Experts, Recursions
-from tests.adapters.vlm_zoo import make_language
-from tests.methods.method_zoo import EVERY
-from tests.zoo import make_model
+from tests.kit.method_zoo import EVERY
+from tests.kit.vlm_zoo import make_language
+from tests.kit.zoo import make_model
 
 # What each refuses to export: shapes depend on the data.
 REFUSED = {

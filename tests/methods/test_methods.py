@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import mmod
 from mmod import RoutingConfig, flops, route_
 from mmod.methods import Exit, Merge, Method, Prune, Resize, methods_of, read_method, undo_
-from tests.methods.method_zoo import MODELS, REDUCING
-from tests.zoo import make_images, make_model
+from tests.kit.method_zoo import MODELS, REDUCING
+from tests.kit.zoo import make_images, make_model
 
 IDS = ["prune-fused", "prune-mean", "merge", "exit"]
 SMALL = "vit_tiny_patch16_224"

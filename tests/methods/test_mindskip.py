@@ -12,10 +12,9 @@ from torch import Tensor
 import mmod
 from mmod.analysis import flops
 from mmod.ops.gate import step_gate
-from tests.adapters import clip_zoo
-from tests.adapters.vlm_zoo import make_language, words
-from tests.blocks.test_operators import PLAIN
-from tests.zoo import make_images, make_model
+from tests.kit import clip_zoo
+from tests.kit.vlm_zoo import make_language, words
+from tests.kit.zoo import PLAIN, make_images, make_model
 
 OPERATORS = ("block", "attention", "mlp")
 
@@ -58,14 +57,14 @@ def test_every_block_by_its_definition(name: str, operator: str) -> None:
     images = make_images(name, 5).double()
     model = mmod.route_(make_model(name).double(), config_for(operator))
     split_images(model, images)
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
+    recorded: dict[str, tuple[Tensor, Tensor]] = {}
     for place, block in mmod.routed_blocks(model).items():
-        block.register_forward_hook(lambda block, args, out, place=place: seen.update({place: (args[0], out)}))
+        block.register_forward_hook(lambda block, args, out, place=place: recorded.update({place: (args[0], out)}))
     with torch.no_grad(), mmod.trace(model) as decisions:
         model(images)
     thresholds = {place: block.router for place, block in mmod.routed_blocks(model).items()}
     mmod.unroute_(model)
-    for place, (x, out) in seen.items():
+    for place, (x, out) in recorded.items():
         kept_B = decisions[place].keep_BN.any(1)
         assert 0 < int(kept_B.sum()) < 5
         assert torch.equal(decisions[place].keep_BN, kept_B[:, None].expand_as(decisions[place].keep_BN))
@@ -84,22 +83,22 @@ def test_training_evaluation_and_single_images_agree(name: str, operator: str) -
     model = mmod.route_(make_model(name).double(), config_for(operator))
     split_images(model, images)
     with torch.no_grad():
-        found, single = model(images), torch.cat([model(image[None]) for image in images])
-        torch.testing.assert_close(found, single)
+        actual, single = model(images), torch.cat([model(image[None]) for image in images])
+        torch.testing.assert_close(actual, single)
         drops = [module for module in model.modules() if getattr(module, "drop_prob", 0)]
         for module in drops:
             module.drop_prob = 0.0
-        torch.testing.assert_close(model.train()(images), found)
+        torch.testing.assert_close(model.train()(images), actual)
     model.eval()
     for level, expected in ((0.0, make_model(name).double()), (1.0, None)):
         for block in mmod.routed_blocks(model).values():
             block.router.config = block.router.config.replace(select=mmod.Threshold(level))
         with torch.no_grad():
-            found = model(images)
+            actual = model(images)
             if expected is not None:
-                assert torch.equal(found, expected(images))
+                assert torch.equal(actual, expected(images))
     # Nothing runs, with and without gradients.
-    torch.testing.assert_close(model(images), found)
+    torch.testing.assert_close(model(images), actual)
 
 
 @pytest.mark.parametrize("operator", OPERATORS)
@@ -198,9 +197,9 @@ def test_towers_of_clip_models(name: str) -> None:
     config = mmod.preset("mindskip", depth=2, router={"init_std": 0.5}, blocks=(1,), operator="block")
     model = mmod.route_(clip_zoo.make_clip(name), config)
     with torch.no_grad():
-        whole = clip_zoo.embed(model, images, captions)
+        expected = clip_zoo.embed(model, images, captions)
         singles = [clip_zoo.embed(model, images[at : at + 1], captions[at : at + 1]) for at in range(3)]
-    for one, other in zip(whole, zip(*singles)):
+    for one, other in zip(expected, zip(*singles)):
         torch.testing.assert_close(one, torch.cat(other), rtol=1e-4, atol=1e-5)
 
 
@@ -215,10 +214,10 @@ def test_tokens_of_language_models_skip_alike_in_training_and_evaluation(name: s
     with torch.no_grad(), mmod.trace(model) as decisions:
         expected = model(**batch, use_cache=False).logits
         kept = [routing.keep_BN for routing in decisions.values()]
-        found = model.train()(**batch, use_cache=False).logits
+        logits = model.train()(**batch, use_cache=False).logits
         assert all(torch.equal(keep[valid], other.keep_BN[valid]) for keep, other in zip(kept, decisions.values()))
     assert all(0 < float(keep[valid].double().mean()) < 1 for keep in kept)
-    torch.testing.assert_close(found[valid], expected[valid], rtol=1e-7, atol=1e-8)
+    torch.testing.assert_close(logits[valid], expected[valid], rtol=1e-7, atol=1e-8)
     model(**batch, use_cache=False).logits[valid].square().mean().backward()
     assert all(bool(block.router.score.weight.grad.abs().sum() > 0) for block in mmod.routed_blocks(model).values())
 
@@ -262,13 +261,13 @@ def test_a_coin_skips_as_many_whole_images_by_chance_and_each_image_the_same_way
     dense = flops(model, tuple(images.shape[1:])).routed
     mmod.route_(model, coin)
     with torch.no_grad(), mmod.trace(model) as decisions:
-        found = model(images)
+        actual = model(images)
     kept = [decision.keep_BN for decision in decisions.values()]
     assert not torch.equal(*kept)  # Each block draws for itself.
     # At a chance of a quarter, 20 of 80 draws with a standard deviation of 4.
     assert 6 <= sum(int(own_BN[:, 0].sum()) for own_BN in kept) <= 36
     assert all(torch.equal(own_BN, own_BN[:, :1].expand_as(own_BN)) for own_BN in kept)
     with torch.no_grad():
-        torch.testing.assert_close(torch.cat([model(image[None]) for image in images[:3]]), found[:3])
+        torch.testing.assert_close(torch.cat([model(image[None]) for image in images[:3]]), actual[:3])
     costs = [flops(model, tuple(images.shape[1:]), kept=kept).routed for kept in (0.0, decisions, 1.0)]
     assert costs[0] < costs[1] < costs[2] == dense

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.methods import Exit, Merge, Method, Prune, Resize
-from tests.adapters.clip_zoo import make_clip
-from tests.adapters.clip_zoo import make_images as make_clip_images
-from tests.methods.method_zoo import MODELS
-from tests.zoo import make_images, make_model
+from tests.kit.clip_zoo import make_clip
+from tests.kit.clip_zoo import make_images as make_clip_images
+from tests.kit.method_zoo import MODELS
+from tests.kit.zoo import make_images, make_model
 
 REDUCING: dict[str, Method] = {
     "merge": Merge(3),
@@ -67,12 +67,12 @@ def test_hooks_change_no_answer(name: str, method: Method) -> None:
     if name == "test_vit" and method == REDUCING["merge-late"]:
         method = Merge((0, 0, 4, 4, 0, 1))
     _, model, images = make(name, method)
-    expected, seen = model(images), []
+    expected, recorded = model(images), []
     for block in model.blocks:
-        block.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+        block.register_forward_pre_hook(lambda _, args: recorded.append(args[0].shape[1]))
         block.register_forward_hook(lambda _, args, output: output.clone())
     torch.testing.assert_close(model(images), expected, rtol=0, atol=1e-12)
-    assert len(set(seen)) == 1
+    assert len(set(recorded)) == 1
 
 
 @pytest.mark.parametrize("pool", ["token", "avg", "max", "avgmax", ""])
@@ -104,9 +104,9 @@ def test_any_code_averages_merged_tokens_by_their_size(name: str) -> None:
     torch.testing.assert_close(model.forward_head(model.forward_features(images)), expected, rtol=0, atol=1e-12)
     model.reset_classifier(0, pool)
     patches = model.forward_features(images)[:, model.num_prefix_tokens :]
-    own, timms = patches.mean(dim=1), model(images)
+    mean, timms = patches.mean(dim=1), model(images)
     timms = timms[:, model.num_prefix_tokens :].mean(dim=1) if pool == "" else timms
-    torch.testing.assert_close(model.fc_norm(own), timms, rtol=0, atol=1e-12)
+    torch.testing.assert_close(model.fc_norm(mean), timms, rtol=0, atol=1e-12)
 
 
 class OwnMean(VisionTransformer):
@@ -128,11 +128,11 @@ def test_a_subclass_pools_the_full_grid(method: Method) -> None:
     if isinstance(method, Prune):
         method = dataclasses.replace(method, by="mean")
     _, timms, images = make("vit_tiny_patch16_224", method, global_pool="")
-    own: Any = OwnMean(img_size=64, embed_dim=64, depth=4, num_heads=4, num_classes=7).double().eval()
-    own.load_state_dict(mmod.undo_(copy.deepcopy(timms)).state_dict())
+    model: Any = OwnMean(img_size=64, embed_dim=64, depth=4, num_heads=4, num_classes=7).double().eval()
+    model.load_state_dict(mmod.undo_(copy.deepcopy(timms)).state_dict())
     timms.head = nn.Identity()
-    expected = own.head(timms(images)[:, 1:].mean(dim=1))
-    torch.testing.assert_close(method.apply_(own)(images), expected, rtol=0, atol=1e-12)
+    expected = model.head(timms(images)[:, 1:].mean(dim=1))
+    torch.testing.assert_close(method.apply_(model)(images), expected, rtol=0, atol=1e-12)
 
 
 @torch.no_grad()

@@ -19,10 +19,10 @@ from mmod.analysis import flops
 from mmod.methods import Prune, Recursions, methods_of, read_method, undo_
 from mmod.training import evaluate
 from mmod.training.image.recipe import ImageRecipe
-from tests.counting import flop_counter
-from tests.cover import in_turn
-from tests.training.engine.worker import TensorStream, run, tiny_config
-from tests.zoo import make_images, make_model
+from tests.kit.counting import flop_counter
+from tests.kit.cover import in_turn
+from tests.kit.engine_worker import TensorStream, run, tiny_config
+from tests.kit.zoo import make_images, make_model
 
 # Class token or none, registers, rotary positions, a bias of pairs, norms behind.
 MODELS = [
@@ -95,9 +95,9 @@ def defined(cycle: Any, config: Recursions, x_BND: Tensor, prefix: int) -> Tenso
         for number, block in enumerate(cycle.shared):
             if config.keys == "first" and not recursion:
                 sources.append(y)
-            source, seen = (sources[number], torch.ones_like(runs)) if config.keys == "first" else (y, runs)
+            source, visible = (sources[number], torch.ones_like(runs)) if config.keys == "first" else (y, runs)
             # Somebody must be seen by those whose result is thrown away.
-            sees = seen[:, None] | ~runs[:, :, None]
+            sees = visible[:, None] | ~runs[:, :, None]
             y = attended(block, y, source, sees)
         gate = gate[..., None]
         if config.adds == "change":
@@ -117,10 +117,10 @@ def test_every_cycle_by_its_definition(name: str, recursions: int, way: dict[str
     cycle, prefix = cycle_of(model), model.num_prefix_tokens
     x = torch.randn(3, 13, model.embed_dim, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        found, expected = cycle(x), defined(cycle, methods_of(model)[0], x, prefix)
+        actual, expected = cycle(x), defined(cycle, methods_of(model)[0], x, prefix)
     # Scores of linear routers are those of fp32.
     close = 1e-5 if way["choice"] == "topk" else 1e-9
-    torch.testing.assert_close(found, expected, rtol=close, atol=close)
+    torch.testing.assert_close(actual, expected, rtol=close, atol=close)
 
 
 def test_a_cycle_by_hand() -> None:
@@ -135,13 +135,13 @@ def test_a_cycle_by_hand() -> None:
     x = torch.zeros(1, 4, 64)
     x[0, :, 0] = torch.tensor([3.0, -1.0, 0.5, 2.0])
     with torch.no_grad():
-        found = cycle(x)[0, :, 0]
+        actual = cycle(x)[0, :, 0]
     expected = []
     for value in (3.0, -1.0, 0.5, 2.0):
         once = value + 0.1 * torch.tensor(value).sigmoid().item() * (value + 1)
         twice = once + 0.1 * torch.tensor(once).sigmoid().item() * (once + 1)
         expected.append(twice if value > 1 else once)
-    torch.testing.assert_close(found, torch.tensor(expected))
+    torch.testing.assert_close(actual, torch.tensor(expected))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -168,18 +168,18 @@ def test_an_image_does_not_depend_on_the_others(name: str, way: dict[str, Any]) 
     images, model = make_images(name, 3).double(), lively(make_model(name).double())
     lively(mmod.apply_(model, Recursions(recursions=2, **way)))
     with torch.no_grad():
-        found, single = model(images), torch.cat([model(image[None]) for image in images])
-        torch.testing.assert_close(found, single)
-        assert torch.equal(copy.deepcopy(model)(images), found)
+        actual, single = model(images), torch.cat([model(image[None]) for image in images])
+        torch.testing.assert_close(actual, single)
+        assert torch.equal(copy.deepcopy(model)(images), actual)
 
 
 def test_fewer_tokens_run_at_each_recursion_and_each_ran_before() -> None:
     model = lively(mmod.apply_(make_model("test_vit"), Recursions(recursions=4)))
-    cycle, given = cycle_of(model), []
-    cycle.shared[0].register_forward_pre_hook(lambda _, args: given.append(args[0].shape[1]))
+    cycle, run_tokens = cycle_of(model), []
+    cycle.shared[0].register_forward_pre_hook(lambda _, args: run_tokens.append(args[0].shape[1]))
     with torch.no_grad():
         model(make_images("test_vit", 2))
-    assert given == [37, 27, 18, 9]
+    assert run_tokens == [37, 27, 18, 9]
 
 
 @one_way
@@ -202,9 +202,9 @@ def test_flops_are_those_that_run(keys: str) -> None:
     assert report.routed == pytest.approx(counter.get_total_flops(), rel=0.005)
     saved, hidden = 0, 192
     for kept in (27, 18, 9):
-        seen = 37 if keys == "first" else kept
+        keys_read = 37 if keys == "first" else kept
         projected = 2 * kept * 2 * width * width if keys == "first" else 2 * kept * 4 * width * width
-        saved += dense.blocks[1].dense - projected - 2 * 2 * kept * seen * width - 2 * kept * 2 * width * hidden
+        saved += dense.blocks[1].dense - projected - 2 * 2 * kept * keys_read * width - 2 * kept * 2 * width * hidden
     scored = 4 * 2 * 37 * width
     assert report.routed == dense.dense - saved + scored
     assert report.parameters < dense.parameters

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mmod.methods import Merge, Prune
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 Rows = list[Tensor]
 # What happens between attention and MLP of a block, given its number, tokens, their sizes, and each head's queries and

@@ -9,8 +9,8 @@ from torch import Tensor
 from mmod import ops
 from mmod.ops import nearest_rows, redundancy_scores, signed_sums, spread_evenly, tiles, unit_rows, use
 from mmod.ops.hashing import random_scores
-from tests.cover import cover
-from tests.ops.kernels import DEVICES, assert_as_exact_as_torch, everywhere, poisoned
+from tests.kit.cover import cover
+from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, everywhere, poisoned
 
 # B, N, E, prefix: one token, odd sizes, several tiles of a kernel, the lengths of common models.
 SHAPES = [(1, 1, 3, 0), (2, 7, 5, 1), (3, 33, 48, 2), (2, 197, 64, 1), (1, 130, 100, 0)]

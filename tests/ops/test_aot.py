@@ -164,12 +164,12 @@ for capability, cases_of in json.load(sys.stdin):
 
 def kernels() -> list[str]:
     """Return the names of all kernels, read off the source: a function that the host launches ends in `_kernel`."""
-    found = []
+    names = []
     for path in KERNELS.glob("*.py"):
         tree = ast.parse(path.read_text())
-        found += [f"{path.stem}.{node.name}" for node in tree.body
+        names += [f"{path.stem}.{node.name}" for node in tree.body
                   if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")]  # fmt: skip
-    return sorted(found)
+    return sorted(names)
 
 
 def test_every_kernel_is_listed() -> None:

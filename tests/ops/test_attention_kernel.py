@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.ops.attention_oracle import attend_by_loops, by_the_map, by_torch, starts
-from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
+from tests.kit.attention_oracle import attend_by_loops, by_the_map, by_torch, starts
+from tests.kit.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 pytest.importorskip("triton")
 from mmod.ops.backend import register_flops
@@ -67,8 +67,8 @@ def test_kernels_are_as_exact_as_torch_in_poisoned_memory(device: str, dtype: to
     settings = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in settings.items()}
     results = []
     for kind in ("kernel", "torch", "exact"):
-        wanted = torch.float64 if kind == "exact" else dtype
-        rows = [x.to(device, wanted).requires_grad_() for x in values]
+        precision = torch.float64 if kind == "exact" else dtype
+        rows = [x.to(device, precision).requires_grad_() for x in values]
         if kind == "kernel":
             with poisoned():
                 out = attend(rows, lengths, **settings)
@@ -87,12 +87,12 @@ def test_kernels_are_as_exact_as_torch_in_poisoned_memory(device: str, dtype: to
 @pytest.mark.parametrize(("device", "dtype"), PLACES)
 def test_a_long_sequence_in_full(device: str, dtype: torch.dtype) -> None:
     values = [torch.randn(577, 1, 16).half() for _ in range(3)]
-    found = attend([x.to(device, dtype) for x in values], [577])
+    actual = attend([x.to(device, dtype) for x in values], [577])
     plain, exact = (
-        attend_by_loops(attention, *(x.to(device, wanted) for x in values), [577])
-        for attention, wanted in ((by_torch, dtype), (by_the_map, torch.float64))
+        attend_by_loops(attention, *(x.to(device, precision) for x in values), [577])
+        for attention, precision in ((by_torch, dtype), (by_the_map, torch.float64))
     )
-    assert_as_exact_as_torch(found, plain, exact)
+    assert_as_exact_as_torch(actual, plain, exact)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -115,8 +115,8 @@ def test_ops_keep_their_promises_to_torch(device: str) -> None:
     torch.library.opcheck(attend_rows, arguments)
     out, lse = attend_rows(*arguments)
     values = [x.detach() if isinstance(x, Tensor) else x for x in arguments]
-    given = [torch.randn_like(out), *values[:3], out.detach(), lse.detach(), *values[3:]]
-    torch.library.opcheck(attend_rows_backward, given, test_utils=("test_schema", "test_faketensor"))
+    backward_arguments = [torch.randn_like(out), *values[:3], out.detach(), lse.detach(), *values[3:]]
+    torch.library.opcheck(attend_rows_backward, backward_arguments, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from mmod.ops import Backend, choices, gather_rows, use
 from mmod.ops import backend as backend_module
 from mmod.ops.backend import OPS, Kernel, choose, op
-from tests.ops.kernels import INTERPRETED
+from tests.kit.kernels import INTERPRETED
 
 ROOT = Path(__file__).parents[2]
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 import mmod
 from mmod.ops import attention_with_importance, packed_attention, use
-from tests.ops.kernels import PLACES, gradients
-from tests.zoo import make_images, make_model
+from tests.kit.kernels import PLACES, gradients
+from tests.kit.zoo import make_images, make_model
 
 LENGTHS = torch.tensor([0, 9], dtype=torch.int32)
 
@@ -42,8 +42,8 @@ def test_normed_queries_and_keys_are_cast_as_autocast_does(
         with torch.autocast(device, dtype), use(backend, op):
             out = function(q, k, v)
         results.append([out, *gradients(out, [q, k, v])])
-    for found, expected in zip(*results, strict=True):
-        torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-3)
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=2e-2, atol=2e-3)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.ops import Projection, attend_to_all, keys_and_values
-from tests.counting import flop_counter
-from tests.zoo import make_images, make_model
+from tests.kit.counting import flop_counter
+from tests.kit.zoo import make_images, make_model
 
 
 class Gated(nn.Module):
@@ -52,12 +52,12 @@ def test_kept_rows_are_those_of_the_whole(
     kept = sorted(data.draw(st.sets(st.integers(0, tokens - 1), min_size=1)))
     projections = block.projections()
     with attend_to_all(projections, keys_and_values(lambda: block(x), projections)):
-        found = block(x[:, kept])
+        actual = block(x[:, kept])
     expected = block(x)[:, kept]
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
     parameters = [x, *block.parameters()]
-    wanted = torch.autograd.grad(expected.square().sum(), parameters)
-    for a, b in zip(torch.autograd.grad(found.square().sum(), parameters), wanted, strict=True):
+    expected_gradients = torch.autograd.grad(expected.square().sum(), parameters)
+    for a, b in zip(torch.autograd.grad(actual.square().sum(), parameters), expected_gradients, strict=True):
         torch.testing.assert_close(a, b)
 
 

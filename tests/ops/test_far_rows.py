@@ -14,7 +14,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 from mmod.ops.importance import column_sums
 from mmod.ops.packed import attend_rows, attend_rows_backward
-from tests.ops.kernels import DEVICES
+from tests.kit.kernels import DEVICES
 
 kernels = torch.ops.mmod
 
@@ -77,15 +77,15 @@ def merge_grad(grad: Tensor, z: Tensor, y: Tensor) -> tuple[Tensor, ...]:
 
 def select_topk(score: Tensor) -> tuple[Tensor, ...]:
     half = Fraction(1, 2)
-    found = kernels.select_topk(score, 2, 0, None, None, half.numerator, half.denominator, "tanh", 0.2)
-    return *found, kernels.gate_grad(found[0], score, found[3], "tanh", 0.2)
+    selection = kernels.select_topk(score, 2, 0, None, None, half.numerator, half.denominator, "tanh", 0.2)
+    return *selection, kernels.gate_grad(selection[0], score, selection[3], "tanh", 0.2)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     start = torch.tensor([0, 3], dtype=torch.int32, device=q.device)
-    rest = start, 3, None, False, 0.5
-    found = attend_rows(q, k, v, *rest)
-    return *found, *attend_rows_backward(normal(3, 3, 4, device=q.device), q, k, v, *found, *rest)
+    options = start, 3, None, False, 0.5
+    out = attend_rows(q, k, v, *options)
+    return *out, *attend_rows_backward(normal(3, 3, 4, device=q.device), q, k, v, *out, *options)
 
 
 def columns(q: Tensor, k: Tensor) -> tuple[Tensor, ...]:
@@ -114,7 +114,7 @@ def test_distance_makes_no_difference(
     device: str, function: Any, shapes: list[tuple[int, ...]], axis: int, tmp_path: Path
 ) -> None:
     near, far = [normal(*shape, device=device) for shape in shapes], Far(tmp_path)
-    for found, expected in zip(function(*(far(x, axis) for x in near)), function(*near), strict=True):
+    for actual, expected in zip(function(*(far(x, axis) for x in near)), function(*near), strict=True):
         # A GPU gets other code for other strides, which may round otherwise.
         exact = {"rtol": 0.0, "atol": 0.0} if device == "cpu" else {}
-        torch.testing.assert_close(found, expected, **exact)
+        torch.testing.assert_close(actual, expected, **exact)

@@ -14,18 +14,8 @@ from mmod.analysis.memory import ActivationMemory
 from mmod.ops import attention_importance, attention_with_importance, capture_importance, shared_map, tiles, use
 from mmod.ops import importance as importance_module
 from mmod.ops.backend import register_flops
-from tests.ops.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gradients, poisoned
-
-
-def full_map(q, k, mask=None, is_causal=False, scale=None) -> torch.Tensor:
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
-    score = torch.einsum("bhqe,bhke->bhqk", q.double(), k.double()) * scale
-    if is_causal:
-        score = score.masked_fill(torch.ones(score.shape[-2:]).triu(1).bool(), -torch.inf)
-    if mask is not None:
-        score = score.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else score + mask
-    return score.softmax(-1)
+from tests.kit.attention_oracle import full_map
+from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 
 @given(
@@ -39,10 +29,10 @@ def full_map(q, k, mask=None, is_causal=False, scale=None) -> torch.Tensor:
 def test_importance_is_the_column_mean_of_the_map(images, heads, tokens, chunk, grouped, causal) -> None:
     q = torch.randn(images, heads, tokens, 16)
     k = torch.randn(images, 1 if grouped else heads, tokens, 16)
-    found = attention_importance(q, k, is_causal=causal, chunk_elements=chunk)
+    importance = attention_importance(q, k, is_causal=causal, chunk_elements=chunk)
     expected = full_map(q, k, is_causal=causal).mean((1, 2))
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
-    torch.testing.assert_close(found.sum(1), torch.ones(images))
+    torch.testing.assert_close(importance.double(), expected, rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(importance.sum(1), torch.ones(images))
 
 
 @pytest.mark.parametrize("kind", ["bool", "bias", "keys"])
@@ -56,9 +46,9 @@ def test_masks_and_padding(kind: str) -> None:
     }[kind]
     attention = full_map(q, k, mask)
     expected = (attention * valid[:, None, :, None]).sum((1, 2)) / (3 * valid.sum(1, keepdim=True))
-    out, found = attention_with_importance(q, k, v, mask, valid_BN=valid)
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-7)
-    assert float(found[~valid].abs().max()) == 0
+    out, importance = attention_with_importance(q, k, v, mask, valid_BN=valid)
+    torch.testing.assert_close(importance.double(), expected, rtol=1e-5, atol=1e-7)
+    assert float(importance[~valid].abs().max()) == 0
     torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
 
@@ -77,8 +67,8 @@ def test_output_is_that_of_fused_attention_with_its_gradient(dtype: torch.dtype,
     )
     if grad:
         exact = [x.detach().double().requires_grad_() for x in (q, k, v)]
-        wanted = gradients(F.scaled_dot_product_attention(*exact), exact)
-        for rows in zip(gradients(out, [q, k, v]), gradients(expected, [q, k, v]), wanted, strict=True):
+        reference = gradients(F.scaled_dot_product_attention(*exact), exact)
+        for rows in zip(gradients(out, [q, k, v]), gradients(expected, [q, k, v]), reference, strict=True):
             assert_as_exact_as_torch(*rows)
 
 
@@ -119,8 +109,8 @@ def test_the_kernels_are_as_exact_as_torch(device, dtype, case) -> None:
     valid = torch.arange(tokens, device=device) < torch.tensor([[tokens], [tokens - 20]], device=device)
     mask = valid[:, None, None, :] if padding and not causal else None
     results = []
-    for backend, wanted in (("triton", dtype), ("torch", dtype), ("torch", torch.float64)):
-        rows = [x.to(device, wanted).requires_grad_() for x in values]
+    for backend, precision in (("triton", dtype), ("torch", dtype), ("torch", torch.float64)):
+        rows = [x.to(device, precision).requires_grad_() for x in values]
         with use(backend, "attention_with_importance"), poisoned():
             out, importance = attention_with_importance(
                 *rows, mask, is_causal=causal, valid_BN=valid if padding else None
@@ -183,11 +173,11 @@ def test_graphs_hold_no_map_and_serve_any_batch(kind: str, grad: bool) -> None:
         for x in (q, k, v, *([] if mask is None else [mask])):
             torch._dynamo.mark_dynamic(x, 0)
         with torch._dynamo.config.patch(error_on_recompile=True):
-            found, expected = compiled(q, k, v, mask), run(q, k, v, mask)
-        for a, b in zip(found, expected, strict=True):
+            actual, expected = compiled(q, k, v, mask), run(q, k, v, mask)
+        for a, b in zip(actual, expected, strict=True):
             torch.testing.assert_close(a, b)
         if grad:
-            for a, b in zip(gradients(found[0], [q, k, v]), gradients(expected[0], [q, k, v]), strict=True):
+            for a, b in zip(gradients(actual[0], [q, k, v]), gradients(expected[0], [q, k, v]), strict=True):
                 torch.testing.assert_close(a, b)
     assert 0 < largest < 2 * 2 * 50 * 50
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mmod.ops import add_updates, mean_rows, size_groups, use
-from tests.ops.kernels import assert_as_exact_as_torch, everywhere, poisoned
+from tests.kit.kernels import assert_as_exact_as_torch, everywhere, poisoned
 
 # B, N, K, D
 SHAPES = [(1, 1, 1, 1), (2, 40, 7, 24), (3, 70, 33, 130)]

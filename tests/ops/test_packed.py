@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mmod.ops import attend_within, pack_rows, packed, packed_attention, use
 from mmod.ops import backend as choice
-from tests.ops.attention_oracle import attend_by_loops, by_the_map, starts
-from tests.ops.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gradients, poisoned
+from tests.kit.attention_oracle import attend_by_loops, by_the_map, starts
+from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 
 def rows_of(lengths: list[int], heads: int = 4, shared: int = 4, width: int = 8, **options: Any) -> list[Tensor]:
@@ -34,8 +34,8 @@ def test_images_attend_to_themselves_alone(lengths: list[int], grouped: bool, ca
     for worth in (1, 1000):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(packed, "ROWS_WORTH_A_CALL", worth)
-            found = packed_attention(*rows, starts(lengths), max(lengths) + slack, is_causal=causal)
-        for a, b in zip([found, *gradients(found, rows)], expected_all, strict=True):
+            actual = packed_attention(*rows, starts(lengths), max(lengths) + slack, is_causal=causal)
+        for a, b in zip([actual, *gradients(actual, rows)], expected_all, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
 
 
@@ -49,8 +49,8 @@ def test_the_kernel_is_as_exact_as_torch(device: str, dtype: torch.dtype, case: 
     # Few bits, so that a gradient that is zero, as that of a single row, is so in every order of summation.
     values = [(x * 4).round() / 4 for x in rows_of(lengths, 2, 1, 16)]
     results = []
-    for backend, wanted in (("triton", dtype), ("torch", dtype), ("torch", torch.float64)):
-        rows = [x.to(device, wanted).requires_grad_() for x in values]
+    for backend, precision in (("triton", dtype), ("torch", dtype), ("torch", torch.float64)):
+        rows = [x.to(device, precision).requires_grad_() for x in values]
         with use(backend, "packed_attention"), poisoned():
             out = packed_attention(*rows, starts(lengths, device), max(lengths), is_causal=causal)
             results.append([out, *gradients(out, rows)])

@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mmod import ops
 from mmod.ops import gather_norm, gather_rows, inverse_rows, merge_rows, scatter_rows, use
-from tests.ops.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
+from tests.kit.kernels import DEVICES, PLACES, assert_as_exact_as_torch, everywhere, gradients, poisoned
 
 # B, N, K, D: single tokens, everything kept, nothing kept, odd and wide rows, the lengths of common models.
 SHAPES = [
@@ -75,10 +75,10 @@ def test_scattering_moves_the_bits_of_torch(device: str, dtype: torch.dtype, sha
     x, index, y, _ = rows_of(shape, device, dtype)
     results = []
     for backend in ("torch", "triton"):
-        wanted = leaves(x, y)
+        inputs = leaves(x, y)
         with use(backend), poisoned():
-            out = scatter_rows(wanted[0], index, wanted[1])
-            results.append([out, *gradients(out, wanted)])
+            out = scatter_rows(inputs[0], index, inputs[1])
+            results.append([out, *gradients(out, inputs)])
     for plain, kernel in zip(*results):
         assert torch.equal(kernel, plain)
 
@@ -114,20 +114,20 @@ def test_moved_rows_pass_the_numerical_check_of_gradients_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "dtype", "shape", "given"),
+    ("device", "dtype", "shape", "parts"),
     everywhere([*SHAPES[:4], *ODD], [("gate",), ("gate", "valid"), ("valid",)]),
     ids=str,
 )
-def test_merging_is_as_exact_as_torch(device: str, dtype: torch.dtype, shape: Any, given: Any) -> None:
+def test_merging_is_as_exact_as_torch(device: str, dtype: torch.dtype, shape: Any, parts: Any) -> None:
     x, index, y, gate = rows_of(shape, device, dtype)
     z = torch.randn(y.shape).to(y)
-    gated, valid = "gate" in given, torch.rand(index.shape, device=device) < 0.6 if "valid" in given else None
+    gated, valid = "gate" in parts, torch.rand(index.shape, device=device) < 0.6 if "valid" in parts else None
     results = []
     for backend, kind in (("torch", torch.float64), ("torch", dtype), ("triton", dtype)):
-        wanted = [*leaves(x, z, y, dtype=kind), *leaves(gate if gated else None)]
+        tensors = [*leaves(x, z, y, dtype=kind), *leaves(gate if gated else None)]
         with use(backend), poisoned():
-            out = (merged_by_loops if kind is torch.float64 else merge_rows)(wanted[0], index, *wanted[1:], valid)
-            inputs = wanted if gated else wanted[:1] + wanted[2:3]
+            out = (merged_by_loops if kind is torch.float64 else merge_rows)(tensors[0], index, *tensors[1:], valid)
+            inputs = tensors if gated else tensors[:1] + tensors[2:3]
             results.append([out, *gradients(out, inputs)])
     for exact, plain, kernel in zip(*results):
         assert_as_exact_as_torch(kernel, plain, exact)
@@ -150,10 +150,10 @@ def test_merging_takes_an_update_of_lower_precision(device: str) -> None:
     for gates in (gate, None):
         results = []
         for backend in ("torch", "triton"):
-            wanted = [*leaves(x, gather_rows(x, index)), *leaves(y.half())]
+            inputs = [*leaves(x, gather_rows(x, index)), *leaves(y.half())]
             with use(backend), poisoned():
-                out = merge_rows(wanted[0], index, wanted[1], wanted[2], gates)
-                results.append([out, *gradients(out, wanted[::2])])
+                out = merge_rows(inputs[0], index, inputs[1], inputs[2], gates)
+                results.append([out, *gradients(out, inputs[::2])])
         for plain, kernel in zip(*results):
             torch.testing.assert_close(kernel, plain)
 
@@ -172,10 +172,10 @@ def test_gathering_with_a_norm_is_as_exact_as_torch(
     results = []
     for backend, precision in (("torch", torch.float64), ("torch", dtype), ("triton", dtype)):
         parameters = [weight] * (affine != "none") + [bias] * (affine == "both")
-        wanted = leaves(x + 1, *parameters, dtype=precision)
+        inputs = leaves(x + 1, *parameters, dtype=precision)
         with use(backend), poisoned():
-            out = gather_norm(wanted[0], index, *wanted[1:], eps=1e-5, kind=kind)
-            results.append([*out, *gradients(out, wanted)])
+            out = gather_norm(inputs[0], index, *inputs[1:], eps=1e-5, kind=kind)
+            results.append([*out, *gradients(out, inputs)])
     assert torch.equal(results[2][0], results[1][0])
     for exact, plain, kernel in zip(*results):
         assert_as_exact_as_torch(kernel, plain, exact)
@@ -191,10 +191,10 @@ def test_the_same_bits_come_out_twice(device: str) -> None:
     x, index, _, gate = rows_of((2, 40, 13, 33), device, torch.float32)
     runs = []
     for _ in range(2):
-        wanted = leaves(x, torch.ones(33, device=device), gate)
+        inputs = leaves(x, torch.ones(33, device=device), gate)
         with use("triton"), poisoned():
-            out = together(wanted[0], index, *wanted[1:])
-            runs.append([out, *gradients(out, wanted)])
+            out = together(inputs[0], index, *inputs[1:])
+            runs.append([out, *gradients(out, inputs)])
     for one, other in zip(*runs):
         assert torch.equal(one, other)
 
@@ -209,9 +209,9 @@ def test_compiles_without_a_break(device: str, dynamic: bool) -> None:
             x, index, _, gate = rows_of((images, 9, 4, 33), device, torch.float32)
             results = []
             for function in (compiled, together):
-                wanted = leaves(x, torch.ones(33, device=device), gate)
-                out = function(wanted[0], index, *wanted[1:])
-                results.append([out, *gradients(out, wanted)])
+                inputs = leaves(x, torch.ones(33, device=device), gate)
+                out = function(inputs[0], index, *inputs[1:])
+                results.append([out, *gradients(out, inputs)])
             for one, other in zip(*results):
                 torch.testing.assert_close(one, other)
 

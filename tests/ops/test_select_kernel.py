@@ -13,9 +13,9 @@ from mmod import RoutingConfig
 from mmod.ops import inverse_rows, use
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import Selection, kept_count, select_topk
-from tests.cover import cover
-from tests.ops.kernels import DEVICES, assert_as_exact_as_torch, gradients, poisoned
-from tests.zoo import make_model
+from tests.kit.cover import cover
+from tests.kit.kernels import DEVICES, assert_as_exact_as_torch, gradients, poisoned
+from tests.kit.zoo import make_model
 
 # B, N, capacity, prefix: one token, one kept, all kept, only the prefix kept, lengths of common models, the longest.
 CASES = [
@@ -60,11 +60,11 @@ def test_the_kernel_selects_what_sorting_selects(device: str, case: Any, padded:
     images, tokens, capacity, prefix = case
     score = scores_of(images, tokens, device)
     arguments = (score, capacity, prefix, *masks_of(images, tokens, prefix, device, padded + protected))
-    found: list[Selection] = []
+    selections: list[Selection] = []
     for backend in ("torch", "triton", "triton"):
         with use(backend), poisoned():
-            found.append(select_topk(*arguments))
-    plain, kernel, again = found
+            selections.append(select_topk(*arguments))
+    plain, kernel, again = selections
     assert torch.equal(kernel.index_BK, plain.index_BK)
     assert kernel.gate_BK is None
     assert (kernel.valid_BK is None) == (plain.valid_BK is None)

@@ -6,23 +6,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.ops import attention_importance, attention_with_importance, capture_importance, use
-from tests.ops.kernels import DEVICES
-from tests.ops.test_importance import full_map
+from tests.kit.attention_oracle import full_map
+from tests.kit.kernels import DEVICES
 
 
-def per_viewer(q, k, seen, valid) -> torch.Tensor:
+def per_viewer(q, k, sees, valid) -> torch.Tensor:
     """Loop over keys in float64: the mean over the queries that see a key, each times the number of keys it sees."""
     images, heads, tokens, _ = q.shape
-    seen = seen.expand(images, heads, tokens, tokens)
-    attention = full_map(q, k, seen)
-    found = torch.zeros(images, tokens, dtype=torch.float64)
+    sees = sees.expand(images, heads, tokens, tokens)
+    attention = full_map(q, k, sees)
+    importance = torch.zeros(images, tokens, dtype=torch.float64)
     for image in range(images):
         for key in range(tokens):
             for head in range(heads):
-                viewers = [i for i in range(tokens) if seen[image, head, i, key] and valid[image, i]]
-                rows = [float(attention[image, head, i, key] * seen[image, head, i].sum()) for i in viewers]
-                found[image, key] += sum(rows) / max(len(viewers), 1) / heads / int(valid[image].sum())
-    return found
+                viewers = [i for i in range(tokens) if sees[image, head, i, key] and valid[image, i]]
+                rows = [float(attention[image, head, i, key] * sees[image, head, i].sum()) for i in viewers]
+                importance[image, key] += sum(rows) / max(len(viewers), 1) / heads / int(valid[image].sum())
+    return importance
 
 
 def pairs(kind: str, images: int, heads: int, tokens: int, valid: torch.Tensor) -> torch.Tensor:
@@ -45,19 +45,19 @@ def test_importance_per_viewer_is_the_loop_over_keys(images, heads, tokens, kind
     q, k, v = torch.randn(3, images, heads, tokens, 8)
     valid = torch.arange(tokens) < torch.tensor([tokens, max(1, tokens - 2)])[:images, None]
     valid = valid if kind == "padded" else torch.ones_like(valid)
-    seen = pairs(kind, images, heads, tokens, valid)
-    mask = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min) if bias else seen
-    expected = per_viewer(q, k, seen, valid)
+    sees = pairs(kind, images, heads, tokens, valid)
+    mask = torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min) if bias else sees
+    expected = per_viewer(q, k, sees, valid)
     given_valid = valid if kind == "padded" else None
     if way == "fused":
-        found = attention_importance(q, k, mask, valid_BN=given_valid, per_viewer=True, chunk_elements=chunk)
+        importance = attention_importance(q, k, mask, valid_BN=given_valid, per_viewer=True, chunk_elements=chunk)
     else:
         with capture_importance(given_valid, "per_viewer") as captured:
             score = q @ k.transpose(-2, -1) * 8**-0.5
             score = score + mask if bias else score.masked_fill(~mask, -torch.inf)
             _ = score.softmax(dim=-1) @ v
-        found = captured.importance_BN
-    torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-7)
+        importance = captured.importance_BN
+    torch.testing.assert_close(importance.double(), expected, rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -67,8 +67,8 @@ def test_importance_per_viewer_is_the_loop_over_keys(images, heads, tokens, kind
 def test_every_way_of_causal_attention_counts_viewers(device: str, place: str, grouped: bool, padded: bool) -> None:
     q, k, v = (torch.randn(2, 1 if grouped and i else 2, 40, 16, device=device) for i in range(3))
     valid = torch.arange(40, device=device) < torch.tensor([[40], [31]], device=device)
-    seen = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
-    expected = per_viewer(q.cpu(), k.cpu(), seen, valid.cpu() if padded else torch.ones(2, 40, dtype=torch.bool))
+    sees = torch.ones(40, 40, dtype=torch.bool).tril()[None, None]
+    expected = per_viewer(q.cpu(), k.cpu(), sees, valid.cpu() if padded else torch.ones(2, 40, dtype=torch.bool))
 
     def run() -> torch.Tensor:
         return attention_with_importance(q, k, v, is_causal=True, valid_BN=valid if padded else None, per_viewer=True)[
@@ -77,20 +77,20 @@ def test_every_way_of_causal_attention_counts_viewers(device: str, place: str, g
 
     if place == "compiled":
         torch._dynamo.reset()
-        found = torch.compile(run, fullgraph=True, backend="aot_eager")()
+        importance = torch.compile(run, fullgraph=True, backend="aot_eager")()
     else:
         with use(place, "attention_with_importance"):
-            found = run()
+            importance = run()
     counted = valid.cpu() if padded else torch.ones(2, 40, dtype=torch.bool)
-    torch.testing.assert_close(found.cpu().double()[counted], expected[counted], rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(importance.cpu().double()[counted], expected[counted], rtol=1e-4, atol=1e-7)
 
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_attention_spread_evenly_ranks_nobody(bias: bool) -> None:
     q = k = torch.zeros(2, 3, 17, 8)
     mask = torch.zeros(17, 17).masked_fill(torch.ones(17, 17).triu(1).bool(), -torch.inf) if bias else None
-    found = attention_importance(q, k, mask, is_causal=not bias, per_viewer=True)
-    torch.testing.assert_close(found, torch.full((2, 17), 1 / 17))
+    importance = attention_importance(q, k, mask, is_causal=not bias, per_viewer=True)
+    torch.testing.assert_close(importance, torch.full((2, 17), 1 / 17))
 
 
 @pytest.mark.parametrize("mask", [None, "keys", "bias"])

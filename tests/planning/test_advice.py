@@ -23,8 +23,8 @@ from mmod.planning.advice import Advice, RecipeResult
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from mmod.planning.resolve import resolve_routing
-from tests.adapters.clip_zoo import make_clip, make_images
-from tests.adapters.vlm_zoo import make_joint, make_language, prompt
+from tests.kit.clip_zoo import make_clip, make_images
+from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
 SIDE = 160
 
@@ -114,10 +114,10 @@ def test_what_the_images_leave_open_is_named() -> None:
         ([lost, ("noise", 1.02, 0.97, 0.999)], None, []),
         ([("lower", 1.7, 0.96, 0.985)], None, ["lower"]),
     ):
-        found = advice(*rows)
-        assert (found.best.name if found.best else None) == best
-        assert [row.name for row in found.undecided] == open_ones
-        assert ("64 images are too few" in found.sentence) == bool(open_ones)
+        named = advice(*rows)
+        assert (named.best.name if named.best else None) == best
+        assert [row.name for row in named.undecided] == open_ones
+        assert ("64 images are too few" in named.sentence) == bool(open_ones)
 
 
 @pytest.mark.parametrize("options", [{}, {"num_classes": 0}], ids=["classes", "features"])
@@ -321,7 +321,7 @@ def test_a_language_model_is_judged_by_its_next_tokens(
         with torch.no_grad():
             for batch in batches[1 : 1 + row.images // 2]:
                 inputs = {name: value for name, value in batch.items() if name != "labels"}
-                own, other = dense(**inputs).logits.argmax(-1), model(**inputs).logits.argmax(-1)
+                dense_words, other = dense(**inputs).logits.argmax(-1), model(**inputs).logits.argmax(-1)
                 is_text = batch["attention_mask"].bool() & (batch["input_ids"] != dense.config.image_token_id)
                 for place in range(2):
                     asked = is_text[place]
@@ -329,8 +329,8 @@ def test_a_language_model_is_judged_by_its_next_tokens(
                         asked = torch.cat([batch["labels"][place, 1:] != -100, torch.zeros(1, dtype=torch.bool)])
                         answer = batch["labels"][place][batch["labels"][place] != -100]
                         right.append(float((other[place][asked] == answer).double().mean()))
-                        base.append(float((own[place][asked] == answer).double().mean()))
-                    alike.append(float((own[place] == other[place])[asked].double().mean()))
+                        base.append(float((dense_words[place][asked] == answer).double().mean()))
+                    alike.append(float((dense_words[place] == other[place])[asked].double().mean()))
         assert row.score.value == pytest.approx(sum(alike) / len(alike))
         assert (row.accuracy is not None) == labels
         if row.accuracy is not None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mmod
 from mmod.planning import LayerRanks, attention_ranks, plan_divergence
-from tests.adapters.vlm_zoo import make_joint, make_language, prompt
+from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
 
 def rank_of(attention: Tensor, tolerance: float | None, diagonal: bool) -> float:
@@ -31,7 +31,7 @@ def test_ranks_of_a_joint_model_are_those_of_its_maps(attention: str, tolerance:
     for batch in batches:
         for layer, maps in enumerate(written(**batch, output_attentions=True).attentions):
             for row, real in enumerate(batch["attention_mask"].bool()):
-                heads = [rank_of(each[real][:, real], tolerance, diagonal) for each in maps[row]]
+                heads = [rank_of(head_map[real][:, real], tolerance, diagonal) for head_map in maps[row]]
                 expected[layer] += sum(heads) / len(heads) / 4
     model = make_joint("llava", attention=attention)
     ranks = attention_ranks(model, batches, part="language", tolerance=tolerance, diagonal=diagonal)

@@ -19,7 +19,7 @@ from mmod.studies.command import STUDIES
 from mmod.studies.study import Study
 from mmod.training.engine.recipe import Recipe
 from mmod.training.kinds import CONFIGS, RECIPES
-from tests.studies.test_assess import config as image_config
+from tests.kit.image_study import config as image_config
 
 
 def test_all_models_and_passes_are_timed_in_turns() -> None:

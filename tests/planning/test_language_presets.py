@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 import mmod
 from mmod.planning import ratio_decay
-from tests.adapters.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
+from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
 
 
 def test_gamma_mod_shares_one_score_and_sums_its_losses() -> None:
@@ -55,11 +55,11 @@ def test_p_mod_weighs_image_tokens_alone(gate_on: str) -> None:
     config = mmod.preset("p-mod", depth=depth, language={"gate_on": gate_on})
     plan = ratio_decay(depth)
     mmod.route_(model, language=config)
-    seen = {}
+    recorded = {}
     for name, block in mmod.routed_blocks(model).items():
         assert not block.router.score.weight.any()
         block.router.score.weight.normal_(std=0.05)
-        block.register_forward_hook(lambda m, i, o, name=name: seen.update({name: (i[0], o)}))
+        block.register_forward_hook(lambda m, i, o, name=name: recorded.update({name: (i[0], o)}))
     with mmod.trace(model) as decisions:
         model(**batch)
     images = batch["input_ids"] == IMAGE
@@ -67,7 +67,7 @@ def test_p_mod_weighs_image_tokens_alone(gate_on: str) -> None:
     for (name, routing), capacity in zip(decisions.items(), plan.capacities):
         kept = routing.keep_BN & images
         assert kept.sum(1).tolist() == [int(PATCHES * number * mmod.config.rational(capacity)) for number in (2, 1)]
-        before, after = seen[name]
+        before, after = recorded[name]
         weight = 1 + 0.2 * torch.tanh(routing.score_BN).unsqueeze(-1)
         skipped = images & ~kept
         torch.testing.assert_close(after[skipped], (weight * before)[skipped])

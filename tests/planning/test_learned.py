@@ -27,7 +27,7 @@ from mmod.planning.learned import (
     settle_capacity_,
 )
 from mmod.routing import Evidence, Kept, Router, Routing, TokenMarks, Weights, kept_count, select_topk
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 LINEAR = mmod.RoutingConfig(router="linear", blocks="all")
 # Counting FLOPs takes longest: few models suffice.
@@ -60,10 +60,10 @@ def test_two_blocks_share_what_there_is_as_by_hand() -> None:
     capacity_L = module()
     torch.testing.assert_close(capacity_L, torch.full((2,), 1 / 3, dtype=torch.float64))
     # Of both, s = c (1 - c) is the slope of the sigmoid: dc_1 = 2 s (1 - 1/3), and dc_2 by o_1 is -2 s / 3.
-    (own,) = torch.autograd.grad(capacity_L[0], module.offsets, retain_graph=True)
+    (gradient,) = torch.autograd.grad(capacity_L[0], module.offsets, retain_graph=True)
     (other,) = torch.autograd.grad(capacity_L[1], module.offsets)
     slope = 2 * (1 / 3) * (2 / 3)
-    torch.testing.assert_close(own, slope * torch.tensor([2 / 3, -2 / 3], dtype=torch.float64))
+    torch.testing.assert_close(gradient, slope * torch.tensor([2 / 3, -2 / 3], dtype=torch.float64))
     torch.testing.assert_close(other, slope * torch.tensor([-1 / 3, 1 / 3], dtype=torch.float64))
 
 
@@ -80,17 +80,17 @@ def test_costs_add_up_to_the_budget_and_gradients_are_exact(seed: int, blocks: i
 
     module, capacity_L = capacities(offset_L)
     places = np.linspace(float(module.grid[0]), 1, grid)
-    spent = sum(np.interp(float(own), places, row) for own, row in zip(capacity_L.detach(), table.numpy()))
+    spent = sum(np.interp(float(capacity), places, row) for capacity, row in zip(capacity_L.detach(), table.numpy()))
     assert spent == pytest.approx(room, rel=1e-9)
     weight_L = numbers(seed + 200, blocks)
-    (found,) = torch.autograd.grad((weight_L * capacity_L).sum(), module.offsets)
+    (gradient,) = torch.autograd.grad((weight_L * capacity_L).sum(), module.offsets)
     # At a corner of a block's cost there is no one gradient.
     near = (capacity_L.detach() * 4 - (capacity_L.detach() * 4).round()).abs().min() < 1e-3
     for block in range(blocks if not near else 0):
         step = torch.zeros(blocks, dtype=torch.float64)
         step[block] = 1e-6
         ends = [(weight_L * capacities(offset_L + sign * step)[1].detach()).sum() for sign in (1, -1)]
-        assert float(ends[0] - ends[1]) / 2e-6 == pytest.approx(float(found[block]), abs=1e-5)
+        assert float(ends[0] - ends[1]) / 2e-6 == pytest.approx(float(gradient[block]), abs=1e-5)
 
 
 @given(
@@ -109,19 +109,19 @@ def test_weights_are_those_of_a_loop(
     index_BK, valid_BK, gate_BK, _ = select_topk(score_BN, capacity, prefix, real_BN, gate=gate)
     routing = Routing(Kept(index_BK, valid_BK), Evidence(score_BN, TokenMarks(real_BN)), Weights(gate_BK))
     share = torch.tensor(0.25, dtype=torch.float64)
-    found = PartialSlots(lower, share).weigh(routing, prefix)
-    assert found.weights.gate_BK is not None
+    weight = PartialSlots(lower, share).weigh(routing, prefix)
+    assert weight.weights.gate_BK is not None
     for image in range(3):
         number = tokens + prefix if real_BN is None else int(real_BN[image].sum())
         order = sorted(range(number), key=lambda token: (token >= prefix, -float(score_BN[image, token]), token))
         order = [*range(min(prefix, number)), *(token for token in order if token >= prefix)]
-        whole = set(order[: kept_count(number, lower, prefix)])
+        fully_kept = set(order[: kept_count(number, lower, prefix)])
         for slot, token in enumerate(index_BK[image].tolist()):
             if valid_BK is not None and not valid_BK[image, slot]:
                 continue
-            expected = 1.0 if token in whole else 0.25
+            expected = 1.0 if token in fully_kept else 0.25
             expected *= float(torch.sigmoid(score_BN[image, token])) if gated else 1.0
-            assert float(found.weights.gate_BK[image, slot]) == pytest.approx(expected)
+            assert float(weight.weights.gate_BK[image, slot]) == pytest.approx(expected)
 
 
 def learning_model(name: str, config: mmod.RoutingConfig, budget: float = 0.6) -> tuple[nn.Module, Tensor]:
@@ -138,8 +138,8 @@ def test_the_loss_has_its_gradient(way: str) -> None:
     offsets.data = 0.3 * numbers(1, len(offsets))
 
     def loss() -> Tensor:
-        found: Tensor = model(images)
-        return (found * numbers(2, *found.shape)).sum()
+        logits: Tensor = model(images)
+        return (logits * numbers(2, *logits.shape)).sum()
 
     (gradient,) = torch.autograd.grad(loss(), offsets)
     assert gradient.abs().max() > 0
@@ -160,25 +160,25 @@ def test_what_is_settled_is_a_plan_within_the_budget(name: str, way: str, tmp_pa
     model, images = learning_model(name, WAYS[way], 0.7)
     model.learned_capacity.offsets.data = numbers(3, len(model.learned_capacity.offsets)).float()
     with torch.no_grad():
-        whole = model.eval()(images)
+        expected = model.eval()(images)
         other = copy.deepcopy(model)(images)
-    assert torch.equal(other, whole)
-    found = settle_capacity_(model)
-    assert torch.equal(model(images), whole)
+    assert torch.equal(other, expected)
+    plan = settle_capacity_(model)
+    assert torch.equal(model(images), expected)
     assert "learned_capacity" not in dict(model.named_modules())
-    assert found.plan.capacities == tuple(mmod.capacities(model).values())
+    assert plan.plan.capacities == tuple(mmod.capacities(model).values())
     counted = mmod.flops(model, tuple(images.shape[1:])).share
     # Few tokens: a block's next one may not fit any more.
     assert counted <= 0.7 + 1e-6
-    assert counted == pytest.approx(found.share, abs=2e-3)
-    assert len(set(found.learned)) == len(found.learned)
-    assert found.config.plan(found.plan.depth) == found.plan
+    assert counted == pytest.approx(plan.share, abs=2e-3)
+    assert len(set(plan.learned)) == len(plan.learned)
+    assert plan.config.plan(plan.plan.depth) == plan.plan
     mmod.save_pretrained(model, tmp_path / "saved")
-    assert torch.equal(mmod.load_pretrained(tmp_path / "saved")(images), whole)
-    assert f"for a budget of {0.7:.4g}" in str(found)
-    found.plot(tmp_path / "plan.png")
+    assert torch.equal(mmod.load_pretrained(tmp_path / "saved")(images), expected)
+    assert f"for a budget of {0.7:.4g}" in str(plan)
+    plan.plot(tmp_path / "plan.png")
     with pytest.raises(FileExistsError, match="pass overwrite=True to replace it"):
-        found.plot(tmp_path / "plan.png")
+        plan.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size
 
 
@@ -211,9 +211,9 @@ def test_milliseconds_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     hook = capacity_hook(model)
     assert hook is not None
     assert hook.learned() == pytest.approx([0.5] * 4, abs=1e-3)
-    found = settle_capacity_(model)
-    assert 0.74 < found.share <= 0.75
-    assert "dense model's milliseconds" in str(found)
+    plan = settle_capacity_(model)
+    assert 0.74 < plan.share <= 0.75
+    assert "dense model's milliseconds" in str(plan)
 
 
 @pytest.mark.parametrize(

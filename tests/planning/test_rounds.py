@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import mmod
 from mmod.planning import search
 from mmod.planning.plan_search import BlockCosts, PlanSearch, best_plan, choices_of, in_time, plan_of, stopwatch
-from tests.adapters.vlm_zoo import make_joint, prompt
-from tests.zoo import make_images, make_model
+from tests.kit.vlm_zoo import make_joint, prompt
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 FEW = (mmod.Option(0.5), mmod.Option(0.25, "mlp"))
@@ -65,21 +65,21 @@ def search_in_time(
 def test_the_best_measured_plan_within_the_budget_of_time_wins(
     overhead: float, exponent: float, budget: float, scores: list[tuple[float, float]]
 ) -> None:
-    found, measured = search_in_time(overhead, exponent, budget, scores)
+    outcome, measured = search_in_time(overhead, exponent, budget, scores)
     fitting = [plan for plan, share in measured.items() if share <= budget * 1.05]
-    assert found.plan in fitting
-    assert found.score(found.plan) == min(map(found.score, fitting))
-    assert found.time == pytest.approx(20 * measured[found.plan])
-    assert f"{found.time:.4g} of the dense model's 20 milliseconds" in str(found)
-    assert str(found.plan) in found._repr_markdown_()
+    assert outcome.plan in fitting
+    assert outcome.score(outcome.plan) == min(map(outcome.score, fitting))
+    assert outcome.time == pytest.approx(20 * measured[outcome.plan])
+    assert f"{outcome.time:.4g} of the dense model's 20 milliseconds" in str(outcome)
+    assert str(outcome.plan) in outcome._repr_markdown_()
 
 
 @pytest.mark.parametrize("exponent", [0.8, 1.0, 1.3])
 @pytest.mark.parametrize("budget", [0.75, 0.85, 0.95])
 def test_a_plan_uses_its_budget_of_time(exponent: float, budget: float) -> None:
     scores = [(1.0 + block / DEPTH, 0.5 + block / DEPTH) for block in range(DEPTH)]
-    found, _ = search_in_time(0.005, exponent, budget, scores)
-    assert found.time == pytest.approx(budget * 20, rel=0.1)
+    outcome, _ = search_in_time(0.005, exponent, budget, scores)
+    assert outcome.time == pytest.approx(budget * 20, rel=0.1)
 
 
 def test_budgets_of_time_that_cannot_be_kept_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,35 +112,35 @@ def test_rounds_score_choices_beside_those_of_the_plan() -> None:
     model, batches = make_joint("llava"), [prompt("llava", (1, 2), seed=seed) for seed in (1, 2)]
     options = (mmod.Option(0.0, "block", "all"), mmod.Option(0.0, "mlp"))
     first = mmod.search_plan(model, batches, 0.7, part="language", options=options)
-    found = mmod.search_plan(model, batches, 0.7, part="language", options=options, rounds=2)
+    actual = mmod.search_plan(model, batches, 0.7, part="language", options=options, rounds=2)
 
-    def whole(plan: mmod.Plan) -> float:
+    def score_of_plan(plan: mmod.Plan) -> float:
         return mmod.plan_divergence(model, batches, plan, part="language")
 
-    assert found.divergence == pytest.approx(whole(found.plan))
-    assert found.divergence <= whole(first.plan) + 1e-9
-    assert found.share(found.plan) <= 0.7
+    assert actual.divergence == pytest.approx(score_of_plan(actual.plan))
+    assert actual.divergence <= score_of_plan(first.plan) + 1e-9
+    assert actual.share(actual.plan) <= 0.7
     # What one round scores: the whole divergence with a choice, less that with the block dense.
     base = choices_of(first.plan)
     compared = search.Divergence(model, "language", search.divergence_of(None, model))
     scoring = search._Scoring(compared, first.names, options, STRIDE, progress_file=None)
     with torch.no_grad():
         scores, of_base = scoring.run(batches, base)
-    assert of_base == pytest.approx(whole(first.plan))
+    assert of_base == pytest.approx(score_of_plan(first.plan))
     for block, item in ((0, 0), (3, 1), (first.plan.blocks[0], 1)):
         with_option, without = (
             tuple(choice if place == block else option for place, option in enumerate(base))
             for choice in (options[item], None)
         )
-        dense = whole(plan_of(without, STRIDE)) if any(without) else 0.0
-        changed = whole(plan_of(with_option, STRIDE))
+        dense = score_of_plan(plan_of(without, STRIDE)) if any(without) else 0.0
+        changed = score_of_plan(plan_of(with_option, STRIDE))
         assert scores[block][item] == pytest.approx(changed - dense, abs=1e-6)
 
 
 def test_an_interrupted_round_goes_on(tmp_path: Path) -> None:
     model, images, path = make_model(NAME), make_images(NAME, 4), tmp_path / "scores.jsonl"
     batches = [images[:2], images[2:]]
-    whole = mmod.search_plan(model, batches, 0.8, options=FEW, rounds=2)
+    uninterrupted = mmod.search_plan(model, batches, 0.8, options=FEW, rounds=2)
 
     class Stopping(list[Tensor]):
         passes = 0
@@ -155,7 +155,7 @@ def test_an_interrupted_round_goes_on(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         mmod.search_plan(model, Stopping(batches), 0.8, options=FEW, rounds=2, progress_file=path)
     assert len(path.read_text().splitlines()) == 1 + len(batches) + 1
-    assert mmod.search_plan(model, batches, 0.8, options=FEW, rounds=2, progress_file=path) == whole
+    assert mmod.search_plan(model, batches, 0.8, options=FEW, rounds=2, progress_file=path) == uninterrupted
     # The dense model's scores serve a search without rounds too.
     assert mmod.search_plan(model, batches, 0.8, options=FEW, progress_file=path).divergence is None
 

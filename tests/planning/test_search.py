@@ -17,9 +17,9 @@ from torch import Tensor
 import mmod
 from mmod.planning.divergence import outputs
 from mmod.planning.plan_search import BlockCosts, PlanSearch, best_choices, best_plan
-from tests.adapters import clip_zoo
-from tests.adapters.vlm_zoo import IMAGE, make_joint, make_language, prompt
-from tests.zoo import make_images, make_model
+from tests.kit import clip_zoo
+from tests.kit.vlm_zoo import IMAGE, make_joint, make_language, prompt
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 # Counting FLOPs takes longest: once for every option.
@@ -56,59 +56,59 @@ def prompts(name: str = "llava") -> list[dict[str, Any]]:
 def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
     model, batches = make_joint(name), prompts(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    found = mmod.search_plan(model.train(), batches, 0.7, part="language")
+    search = mmod.search_plan(model.train(), batches, 0.7, part="language")
     assert model.training
     assert not mmod.is_routed(model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
-    assert len(found.scores) == 4
+    assert len(search.scores) == 4
     model.eval()
     for block, option in ((0, 1), (2, 3)):
-        alone = found.options[option].config([block], found.router)
+        alone = search.options[option].config([block], search.router)
         score = mmod.plan_divergence(model, batches, alone, part="language")
-        assert found.scores[block][option] == pytest.approx(score)
+        assert search.scores[block][option] == pytest.approx(score)
     tokens = sum(int(batch["attention_mask"].sum()) for batch in batches)
     images = sum(int((batch["input_ids"] == IMAGE).sum()) for batch in batches)
     text, images = round(tokens / 4) - round(images / 4), round(images / 4)
-    for budget in (0.9, 0.7, found.costs.least_share):
-        plan = found.plan_for(budget)
+    for budget in (0.9, 0.7, search.costs.least_share):
+        plan = search.plan_for(budget)
         report = mmod.prefill_flops(mmod.route_(model, language=plan), text, images)
         mmod.unroute_(model)
-        assert report.share == pytest.approx(found.share(plan))
+        assert report.share == pytest.approx(search.share(plan))
         assert report.share <= budget + 1e-9
     # Nothing reads the image tokens that leave the last layer.
-    assert found.scores[3][1] == 0
+    assert search.scores[3][1] == 0
 
 
 @given(st.lists(st.tuples(st.floats(1, 9), st.floats(1e-3, 0.99)), min_size=2, max_size=4), st.floats(0, 3))
-def test_the_frontier_reaches_to_the_least(blocks: list[tuple[float, float]], rest: float) -> None:
+def test_the_frontier_reaches_to_the_least(blocks: list[tuple[float, float]], remaining: float) -> None:
     dense = tuple(size for size, _ in blocks)
-    costs = BlockCosts(tuple((size * share,) for size, share in blocks), dense, sum(dense) + rest)
+    costs = BlockCosts(tuple((size * share,) for size, share in blocks), dense, sum(dense) + remaining)
     plan, names = (
         best_plan([[0.1]] * len(dense), costs, FEW[:1], costs.least_share, STRIDE),
         tuple("abcd"[: len(dense)]),
     )
-    found = PlanSearch(names, FEW[:1], ((0.1,),) * len(dense), costs, costs.least_share, "flops", 1, STRIDE, plan)
-    shares = [share for share, _ in found.frontier()]
+    search = PlanSearch(names, FEW[:1], ((0.1,),) * len(dense), costs, costs.least_share, "flops", 1, STRIDE, plan)
+    shares = [share for share, _ in search.frontier()]
     assert shares[-1] == pytest.approx(costs.least_share)
     assert shares == sorted(shares, reverse=True)
 
 
 def test_a_budget_of_the_cache() -> None:
     model, batches = make_joint("llava"), prompts()
-    found = mmod.search_plan(model, batches, 0.6, part="language", cost="cache")
-    assert set(found.plan.contexts) == {"kept"}
-    assert mmod.prefill_flops(mmod.route_(model, language=found.config), *(found_lengths(batches))).cache_share <= 0.6
+    search = mmod.search_plan(model, batches, 0.6, part="language", cost="cache")
+    assert set(search.plan.contexts) == {"kept"}
+    assert mmod.prefill_flops(mmod.route_(model, language=search.config), *(found_lengths(batches))).cache_share <= 0.6
 
 
 def test_a_budget_of_what_image_tokens_add() -> None:
     model, batches = make_joint("llava"), prompts()
-    found = mmod.search_plan(model, batches, 0.5, part="language", cost="image_flops")
+    search = mmod.search_plan(model, batches, 0.5, part="language", cost="image_flops")
     text, images = found_lengths(batches)
     alone = mmod.prefill_flops(model, text).dense
     dense = mmod.prefill_flops(model, text, images).dense
-    routed = mmod.prefill_flops(mmod.route_(model, language=found.config), text, images).routed
-    assert (routed - alone) / (dense - alone) == pytest.approx(found.share(found.plan))
-    assert found.share(found.plan) <= 0.5
+    routed = mmod.prefill_flops(mmod.route_(model, language=search.config), text, images).routed
+    assert (routed - alone) / (dense - alone) == pytest.approx(search.share(search.plan))
+    assert search.share(search.plan) <= 0.5
 
 
 @pytest.mark.parametrize(
@@ -119,24 +119,24 @@ def test_tokens_that_importance_chooses(name: str, importance: str, options: Any
     language = name == "llava"
     model, batches = (make_joint(name), prompts()) if language else (make_model(name), [make_images(name, 2)])
     part = "language" if language else None
-    given: dict[str, Any] = {
+    settings: dict[str, Any] = {
         "part": part,
         "router": {"name": "attention", "importance": importance},
         "options": options,
     }
-    found = mmod.search_plan(model, batches, 0.8, **given)
-    assert found.plan.rows
-    assert found.plan.blocks[0] > 0, "nothing is read before the first block"
-    assert all(math.isinf(score) for score in found.scores[0])
-    assert not any(math.isinf(score) for row in found.scores[1:] for score in row)
-    assert found.config.router == mmod.score("attention", importance=importance)
-    assert {option.capacity for option in found.options} == ({0, 0.25} if language else {0.25, 0.5})
+    search = mmod.search_plan(model, batches, 0.8, **settings)
+    assert search.plan.rows
+    assert search.plan.blocks[0] > 0, "nothing is read before the first block"
+    assert all(math.isinf(score) for score in search.scores[0])
+    assert not any(math.isinf(score) for row in search.scores[1:] for score in row)
+    assert search.config.router == mmod.score("attention", importance=importance)
+    assert {option.capacity for option in search.options} == ({0, 0.25} if language else {0.25, 0.5})
     # A score is what the choice does where the block before is dense and read.
-    block, *choice = found.plan.rows[-1]
+    block, *choice = search.plan.rows[-1]
     option = mmod.Option(*choice)
-    alone = option.config([block], found.router)
+    alone = option.config([block], search.router)
     expected = mmod.plan_divergence(model, batches, alone, part=part)
-    assert found.scores[block][found.options.index(option)] == pytest.approx(expected)
+    assert search.scores[block][search.options.index(option)] == pytest.approx(expected)
 
 
 def found_lengths(batches: list[dict[str, Any]]) -> tuple[int, int]:
@@ -161,12 +161,12 @@ def test_labels_say_which_tokens_count() -> None:
 def test_image_models(name: str) -> None:
     model, images = make_model(name), make_images(name, 4)
     for kwargs in ({}, {"divergence": "cosine", "options": FEW}, {"router": "norm", "options": FEW}):
-        found = mmod.search_plan(model, [images[:2], images[2:]], 0.8, **kwargs)
-        report = mmod.flops(mmod.route_(model, found.config), 64)
+        search = mmod.search_plan(model, [images[:2], images[2:]], 0.8, **kwargs)
+        report = mmod.flops(mmod.route_(model, search.config), 64)
         mmod.unroute_(model)
-        assert report.share == pytest.approx(found.share(found.plan), abs=1e-3)
-        assert found.share(found.plan) <= 0.8
-        shares, scores = zip(*found.frontier(6))
+        assert report.share == pytest.approx(search.share(search.plan), abs=1e-3)
+        assert search.share(search.plan) <= 0.8
+        shares, scores = zip(*search.frontier(6))
         assert list(shares) == sorted(shares, reverse=True)
         assert list(scores) == sorted(scores)
 
@@ -175,9 +175,9 @@ def test_towers_of_clip_models() -> None:
     model = clip_zoo.make_clip("ViT-B-32")
     batch = {"image": clip_zoo.make_images("ViT-B-32"), "text": clip_zoo.make_captions("ViT-B-32")}
     for part in ("image", "text"):
-        found = mmod.search_plan(model, [batch], 0.95, part=part, options=FEW)
-        assert all(name in str(found) for name in found.names)
-        assert found.plan.depth == len(found.names)
+        search = mmod.search_plan(model, [batch], 0.95, part=part, options=FEW)
+        assert all(name in str(search) for name in search.names)
+        assert search.plan.depth == len(search.names)
     with pytest.raises(ValueError, match="name one"):
         mmod.search_plan(model, [batch], 0.9)
 
@@ -185,7 +185,7 @@ def test_towers_of_clip_models() -> None:
 def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     model, images, path = make_model(NAME), make_images(NAME, 6), tmp_path / "scores.jsonl"
     batches = [images[:2], images[2:4], images[4:]]
-    whole = mmod.search_plan(model, batches, 0.8, options=FEW)
+    uninterrupted = mmod.search_plan(model, batches, 0.8, options=FEW)
 
     def interrupted() -> Iterator[Tensor]:
         yield batches[0]
@@ -198,7 +198,7 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
     assert len(path.read_text().splitlines()) == 1 + 2
     assert not mmod.is_routed(model)
     again = mmod.search_plan(model, batches, 0.8, options=FEW, progress_file=path)
-    assert again == whole
+    assert again == uninterrupted
     for other, given_batches in ((make_model(NAME, seed=1), batches), (model, [images[3:], images[:3]])):
         with pytest.raises(ValueError, match="belongs to another search"):
             mmod.search_plan(other, given_batches, 0.8, options=FEW, progress_file=path)
@@ -241,30 +241,30 @@ def test_images_and_weights_that_are_not_finite_are_refused(bad: float) -> None:
 def test_a_plan_keeps_the_score_that_it_was_searched_with(router: Any, tmp_path: Path) -> None:
     model, images = make_model(NAME), make_images(NAME, 4)
     batches = list(images.split(2))
-    found = mmod.search_plan(model, batches, 0.8, options=FEW, router=router, rounds=1)
-    expected = mmod.plan_divergence(model, batches, found.config)
-    assert found.divergence == pytest.approx(expected)
-    assert found.config.router == mmod.RoutingConfig(router=router).router
-    found.plan.save(tmp_path / "plan.json")
-    for plan in (found.plan, mmod.Plan.load(tmp_path / "plan.json")):
+    search = mmod.search_plan(model, batches, 0.8, options=FEW, router=router, rounds=1)
+    expected = mmod.plan_divergence(model, batches, search.config)
+    assert search.divergence == pytest.approx(expected)
+    assert search.config.router == mmod.RoutingConfig(router=router).router
+    search.plan.save(tmp_path / "plan.json")
+    for plan in (search.plan, mmod.Plan.load(tmp_path / "plan.json")):
         assert mmod.plan_divergence(model, batches, plan) == expected
-    routed = mmod.route_(model, found.plan)
-    assert mmod.routing_config(routed) == found.config
-    for other in (found.plan_for(0.9), found.plan_for(0.75)):
-        assert other.router == found.plan.router
+    routed = mmod.route_(model, search.plan)
+    assert mmod.routing_config(routed) == search.config
+    for other in (search.plan_for(0.9), search.plan_for(0.75)):
+        assert other.router == search.plan.router
     with pytest.raises(ValueError, match="this search uses the router"):
-        found.score(mmod.Plan(found.plan.blocks, found.plan.capacities, 12, found.plan.operators, router="norm"))
+        search.score(mmod.Plan(search.plan.blocks, search.plan.capacities, 12, search.plan.operators, router="norm"))
 
 
 def test_a_picture(tmp_path: Path) -> None:
-    found = mmod.search_plan(make_model(NAME), [make_images(NAME, 2)], 0.8, options=FEW)
-    found.plot(tmp_path / "plan.png")
+    search = mmod.search_plan(make_model(NAME), [make_images(NAME, 2)], 0.8, options=FEW)
+    search.plot(tmp_path / "plan.png")
     with pytest.raises(FileExistsError, match="pass overwrite=True to replace it"):
-        found.plot(tmp_path / "plan.png")
+        search.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 1000
     for other in (mmod.Plan((1,), (0.125,), 4), mmod.Plan((1,), (0.5,), 9)):
         with pytest.raises(ValueError, match="this search has no"):
-            found.score(other)
+            search.score(other)
 
 
 @pytest.mark.parametrize(
@@ -305,8 +305,8 @@ def test_what_cannot_be_searched_is_refused(changes: dict[str, Any], message: st
 
 def test_text_alone_takes_capacities_above_0() -> None:
     model, batch = make_language("llama"), {"input_ids": torch.randint(3, 90, (2, 12))}
-    found = mmod.search_plan(model, [batch], 0.8, options=[mmod.Option(0.5, "mlp"), mmod.Option(0.5, "block", "all")])
-    assert found.share(found.plan) <= 0.8
+    search = mmod.search_plan(model, [batch], 0.8, options=[mmod.Option(0.5, "mlp"), mmod.Option(0.5, "block", "all")])
+    assert search.share(search.plan) <= 0.8
     assert {option.capacity for option in mmod.search_plan(model, [batch], 0.8).options} == {0.25, 0.5}
     with pytest.raises(ValueError, match="capacity 0 is for image tokens"):
         mmod.search_plan(model, [batch], 0.8, options=[mmod.Option(0.0, "block", "all")])

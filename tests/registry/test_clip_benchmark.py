@@ -44,14 +44,14 @@ def test_zero_shot_classification(folder: Path) -> None:
     assert mmod.capacities(model) == {f"visual.transformer.resblocks.{block}": 0.5 for block in (1, 3)}
     generator = torch.Generator().manual_seed(1)
     pixels = torch.randint(0, 255, (6, 40, 48, 3), dtype=torch.uint8, generator=generator)
-    pictures = torch.stack([transform(Image.fromarray(each.numpy())) for each in pixels])
+    pictures = torch.stack([transform(Image.fromarray(image.numpy())) for image in pixels])
     assert pictures.shape == (6, 3, 32, 32)
     named = TensorDataset(pictures, torch.tensor([0, 1, 2, 0, 1, 2]))
     named.classes = CLASSES  # type: ignore[attr-defined]
     loader = DataLoader(named, batch_size=4)
-    found = zeroshot_classification.evaluate(model, loader, tokenizer, CLASSES, TEMPLATES, "cpu", amp=False)
+    metrics = zeroshot_classification.evaluate(model, loader, tokenizer, CLASSES, TEMPLATES, "cpu", amp=False)
     with torch.no_grad():
         words = [model.encode_text(tokenizer([t.format(c=c) for t in TEMPLATES]), normalize=True) for c in CLASSES]
-        classes = torch.stack([torch.nn.functional.normalize(each.mean(0), dim=-1) for each in words])
+        classes = torch.stack([torch.nn.functional.normalize(image.mean(0), dim=-1) for image in words])
         guesses = (model.encode_image(pictures, normalize=True) @ classes.T).argmax(1)
-    assert found["acc1"] == pytest.approx((guesses == torch.tensor([0, 1, 2, 0, 1, 2])).float().mean().item())
+    assert metrics["acc1"] == pytest.approx((guesses == torch.tensor([0, 1, 2, 0, 1, 2])).float().mean().item())

@@ -16,7 +16,7 @@ from torch import nn
 
 import mmod
 from mmod.registry.hub import model_card, write_hub_folder
-from tests.adapters.vlm_zoo import LINEAR, make_language, words
+from tests.kit.vlm_zoo import LINEAR, make_language, words
 
 
 class Hub:
@@ -53,7 +53,7 @@ def timm_model() -> tuple[nn.Module, Any, dict[str, Any]]:
 
 
 def clip_model() -> tuple[nn.Module, Any, dict[str, Any]]:
-    from tests.adapters import clip_zoo
+    from tests.kit import clip_zoo
 
     model = clip_zoo.make_clip("ViT-B-32")
     mmod.route_(model, image=mmod.RoutingConfig(router="norm", capacity=0.5))
@@ -68,8 +68,8 @@ def causal_model() -> tuple[nn.Module, Any, dict[str, Any]]:
 
 def answers(model: nn.Module, batch: dict[str, Any]) -> Any:
     with torch.no_grad():
-        found = model.eval()(**batch)
-    return found.logits if hasattr(found, "logits") else found[0] if isinstance(found, tuple) else found
+        outputs = model.eval()(**batch)
+    return outputs.logits if hasattr(outputs, "logits") else outputs[0] if isinstance(outputs, tuple) else outputs
 
 
 @pytest.mark.parametrize("make", [timm_model, causal_model])
@@ -93,7 +93,7 @@ def test_what_was_uploaded_comes_back(make: Callable[[], Any], tmp_path: Path, m
 
 
 def test_models_of_open_clip_name_their_architecture(tmp_path: Path) -> None:
-    from tests.adapters import clip_zoo
+    from tests.kit import clip_zoo
 
     model, flops, batch = clip_model()
     write_hub_folder(model, tmp_path, "me/clip", flops, architecture=clip_zoo.small_config("ViT-B-32"))

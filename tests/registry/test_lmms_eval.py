@@ -8,8 +8,8 @@ from pathlib import Path
 from transformers import LlavaForConditionalGeneration
 
 import mmod
-from tests.adapters.vlm_zoo import LINEAR, make_joint
-from tests.processes import run_processes
+from tests.kit.processes import run_processes
+from tests.kit.vlm_zoo import LINEAR, make_joint
 
 
 def load_by_the_entry_point(folder: Path, blocks: int) -> None:

@@ -14,7 +14,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.config import ROUTING_FIELDS
 from mmod.registry.timm import ROUTED_MODELS, routed_name
-from tests.scripts import run_script
+from tests.kit.scripts import run_script
 
 NAME = "test_vit_mod"
 WANTED = {

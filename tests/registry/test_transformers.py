@@ -20,8 +20,8 @@ import mmod
 from mmod.blocks import host_class
 from mmod.methods.route import routing_configs
 from mmod.registry.transformers import open_routed_folders
-from tests.adapters.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
-from tests.processes import run_processes
+from tests.kit.processes import run_processes
+from tests.kit.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted({name.removesuffix("-window") for name in (*LANGUAGE, *JOINT)} - {"llava-mistral"})
@@ -154,16 +154,18 @@ def test_pipelines_run_the_routed_model(tmp_path: Path) -> None:
 
     model = mmod.route_(make_language("llama"), language=TEXT.replace(select=mmod.Threshold(0.5)))
     model.save_pretrained(tmp_path)
-    own = Tokenizer(models.WordLevel({f"w{index}": index for index in range(model.config.vocab_size)}, unk_token="w0"))
-    own.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokens = transformers.PreTrainedTokenizerFast(tokenizer_object=own, unk_token="w0", pad_token="w1")
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{index}": index for index in range(model.config.vocab_size)}, unk_token="w0")
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0", pad_token="w1")
     tokens.save_pretrained(tmp_path)
     assert transformers.AutoTokenizer.from_pretrained(tmp_path)("w5 w9")["input_ids"] == [5, 9]
     options, text = {"max_new_tokens": 8, "do_sample": False}, "w5 w9 w11 w5 w7 w3"
     with torch.no_grad():
-        wanted = model.generate(**tokens(text, return_tensors="pt"), **options)
+        expected = model.generate(**tokens(text, return_tensors="pt"), **options)
     run = transformers.pipeline("text-generation", model=str(tmp_path), trust_remote_code=True)
-    assert run(text, return_tensors=True, **options)[0]["generated_token_ids"] == wanted[0].tolist()
+    assert run(text, return_tensors=True, **options)[0]["generated_token_ids"] == expected[0].tolist()
 
 
 def test_weights_without_routers_are_refused(tmp_path: Path) -> None:
@@ -299,7 +301,7 @@ def test_importing_mmod_changes_no_other_library(tmp_path: Path) -> None:
     # A folder beside a program is not taken for the library of its name.
     (tmp_path / "datasets").mkdir()
     available = "import transformers.utils; print(transformers.utils.is_datasets_available())"
-    by_imports, by_call, found = hosts_after(tmp_path, everything, called, available)
+    by_imports, by_call, hosts = hosts_after(tmp_path, everything, called, available)
     assert by_imports == ""
     assert "from_pretrained" in by_call
-    assert found.split() == [str("datasets" in packages_distributions())]
+    assert hosts.split() == [str("datasets" in packages_distributions())]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from mmod.report.page import write_report
-from tests.report.records import write_audit, write_run, write_study
+from tests.kit.records import write_audit, write_run, write_study
 
 webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium")
 DRIVER, BROWSER = shutil.which("chromedriver"), shutil.which("chromium")
@@ -49,7 +49,9 @@ def browser(address: str) -> Iterator[Any]:
 def asked(driver: Any) -> set[str]:
     """Return the addresses that were asked for; of data that the page holds "data:" alone."""
     messages = [json.loads(entry["message"])["message"] for entry in driver.get_log("performance")]
-    urls = [own["params"]["request"]["url"] for own in messages if own["method"] == "Network.requestWillBeSent"]
+    urls = [
+        message["params"]["request"]["url"] for message in messages if message["method"] == "Network.requestWillBeSent"
+    ]
     return {"data:" if url.startswith("data:") else url for url in urls}
 
 

@@ -17,7 +17,7 @@ from mmod.report.charts import draw_health, health_chart
 from mmod.report.command import main
 from mmod.report.page import write_report
 from mmod.report.sources import RunRecord, read_sources
-from tests.report.records import ROWS, TITLE, write_audit, write_isoflop, write_run, write_study
+from tests.kit.records import ROWS, TITLE, write_audit, write_isoflop, write_run, write_study
 
 
 @pytest.fixture(scope="module")
@@ -66,20 +66,28 @@ def test_the_page_is_whole_small_and_needs_no_other(report: Path) -> None:
     page = Page(text)
     assert not page.open
     assert len(text) < 5_000_000
-    sources = [own[name] for tag, own in page.elements for name in ("src", "href") if own.get(name)]
+    sources = [
+        attributes[name] for tag, attributes in page.elements for name in ("src", "href") if attributes.get(name)
+    ]
     # What is beside it, within it, and images that it holds.
     assert all(re.match(r"[^:/]+\.(svg|csv)$|#|data:image/png;base64,", source) for source in sources)
-    policy = next(own["content"] for tag, own in page.elements if own.get("http-equiv") == "Content-Security-Policy")
+    policy = next(
+        attributes["content"]
+        for tag, attributes in page.elements
+        if attributes.get("http-equiv") == "Content-Security-Policy"
+    )
     assert policy.startswith("default-src 'none'")
     assert "script" not in policy
-    assert not [tag for tag, own in page.elements if tag == "script" or any(name.startswith("on") for name in own)]
+    assert not [
+        tag for tag, attributes in page.elements if tag == "script" or any(name.startswith("on") for name in attributes)
+    ]
     assert "<b>" not in text
     assert text.count("MFLOPs of a sample: this model ") == 2
 
 
 def test_every_figure_is_drawn_with_its_words_its_command_and_its_files(report: Path) -> None:
     page = Page(report.read_text())
-    names = [own["id"] for tag, own in page.elements if tag == "figure" and "id" in own]
+    names = [values["id"] for tag, values in page.elements if tag == "figure" and "id" in values]
     # The study's, routers of two runs in training, and of each audit conditions, strata, other models, kept share
     # and FLOPs.
     assert len(names) == len(set(names)) == 1 + 2 + 5 + 5
@@ -97,7 +105,7 @@ def test_every_figure_is_drawn_with_its_words_its_command_and_its_files(report: 
     assert not [tag for tag, _ in page.elements if tag == "img"]
     folded = [text.partition(",")[0] for text in words]
     assert {"Patches that routed blocks of a keep", "Plan of searched"} <= set(folded)
-    ids = [own["id"] for _, own in page.elements if "id" in own]
+    ids = [values["id"] for _, values in page.elements if "id" in values]
     assert len(ids) == len(set(ids))
     headings = [tag for tag, _ in page.elements if tag in ("h1", "h2")]
     assert headings == ["h1", *["h2"] * 5]

@@ -13,7 +13,7 @@ from mmod.config import Placement
 from mmod.ops import first_rows
 from mmod.routing import Router
 from mmod.routing.score.cells import CellScore
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 
 def test_a_naive_loop_scores_alike() -> None:
@@ -22,7 +22,7 @@ def test_a_naive_loop_scores_alike() -> None:
         rows, width, side, prefix = (generator.randint(low, high) for low, high in ((1, 7), (1, 7), (2, 4), (0, 2)))
         x = torch.randn(2, prefix + rows * width, 3, dtype=torch.float64)
         score = CellScore(prefix, side, width)
-        found, first = score(x), score.first(x.shape[1], x.device)
+        actual, first = score(x), score.first(x.shape[1], x.device)
         corners = set(range(prefix))
         for row, column in itertools.product(range(rows), range(width)):
             top, left = row - row % side, column - column % side
@@ -35,9 +35,9 @@ def test_a_naive_loop_scores_alike() -> None:
             assert first[token] == cell[0]
             variance = x[:, cell].var(dim=1, correction=0).mean(dim=-1).float()
             expected = variance / (1 + variance) if token != cell[0] else torch.full((2,), 2.0)
-            torch.testing.assert_close(found[:, token], expected)
+            torch.testing.assert_close(actual[:, token], expected)
         assert score.groups(x.shape[1]) == len(corners)
-        assert (found[:, :prefix] == 2).all()
+        assert (actual[:, :prefix] == 2).all()
 
 
 def test_tokens_join_the_first_of_their_cell() -> None:
@@ -49,9 +49,9 @@ def test_tokens_join_the_first_of_their_cell() -> None:
         first = router.score.first(49 + prefix, x.device)
         kept = routing.keep_BN
         assert kept[:, first].all()
-        own = torch.arange(49 + prefix).expand_as(kept)
+        itself = torch.arange(49 + prefix).expand_as(kept)
         joined = routing.kept.index_BK.gather(1, routing.joined.slot_BN)
-        assert torch.equal(joined, torch.where(kept, own, first.expand_as(kept)))
+        assert torch.equal(joined, torch.where(kept, itself, first.expand_as(kept)))
         assert torch.equal(routing.joined.size_BK.sum(dim=1), torch.full((3,), 49.0 + prefix))
 
 
@@ -82,7 +82,7 @@ def test_a_merged_cell_stays_merged_in_later_blocks() -> None:
     kept = [routing.keep_BN for routing in decisions.values()]
     assert torch.equal(kept[0], kept[1])
     assert all((later <= earlier).all() for earlier, later in itertools.pairwise(kept))
-    assert [int(each[0].sum()) for each in kept] == [13, 13, 10, 6]
+    assert [int(kept_BN[0].sum()) for kept_BN in kept] == [13, 13, 10, 6]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from torch import Tensor
 
 import mmod
 from mmod.routing import DiversityScore
-from tests.adapters.vlm_zoo import make_joint, prompt
-from tests.zoo import make_images, make_model
+from tests.kit.vlm_zoo import make_joint, prompt
+from tests.kit.zoo import make_images, make_model
 
 
 def chosen(x_ND: Tensor, weight_N: Tensor, count: int) -> list[int]:
@@ -38,9 +38,9 @@ def test_the_best_are_those_of_the_definition(tokens: int, prefix: int, weighed:
         real = int(valid[sample].sum())
         weight = importance[sample, prefix:real] if weighed else torch.ones(real - prefix)
         order = chosen(x[sample, prefix:real], weight, real - prefix)
-        own = score[sample, prefix:real]
+        free_score = score[sample, prefix:real]
         for count in (1, 2, (real - prefix) // 2):
-            assert set(own.topk(count).indices.tolist()) == set(order[:count])
+            assert set(free_score.topk(count).indices.tolist()) == set(order[:count])
         assert (score[sample, real:] == -1).all()
     # What padding holds does not matter.
     other = torch.where(valid.unsqueeze(-1), x, torch.randn_like(x))

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import mmod
 from mmod.adapters import watch_grid
 from mmod.routing import Routing
-from tests.adapters.clip_zoo import make_clip
-from tests.zoo import make_model
+from tests.kit.clip_zoo import make_clip
+from tests.kit.zoo import make_model
 
 CELLS = mmod.RoutingConfig(router="cells", blocks=(1, 2), capacity=0.5, skipped="merge")
 # Pairs of equally many patches, one of which a square would hold.
@@ -195,6 +195,6 @@ def test_a_width_that_is_not_the_models_is_refused() -> None:
 def test_watching_leaves_nothing_behind() -> None:
     for model in (dynamic(), timm.create_model("resnet18"), nn.Linear(2, 2)):
         before = [len(module._forward_hooks) for module in model.modules()]
-        with watch_grid(model) as seen:
-            assert seen.grid is None
+        with watch_grid(model) as grid:
+            assert grid.grid is None
         assert [len(module._forward_hooks) for module in model.modules()] == before

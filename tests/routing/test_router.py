@@ -14,7 +14,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.ops import signed_sums, tiles
 from mmod.routing import LinearScore, RandomScore, RedundancyScore, Router, StrideScore, apply_gate
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 
 def make(config: RoutingConfig, **changes: object) -> Router:
@@ -42,9 +42,9 @@ def test_linear_score_is_the_dot_product() -> None:
     ("linear", 1.0, 0.7), ("sigmoid", 0.1, 0.1 / (1 + math.exp(-0.7))), ("tanh", 0.2, 1 + 0.2 * math.tanh(0.7)),
 ])  # fmt: skip
 def test_gates_follow_their_formulas(gate: str, scale: float, value: float) -> None:
-    found = apply_gate(torch.tensor([0.7]), gate, scale)
-    assert found is not None
-    assert found.item() == pytest.approx(value, abs=1e-6)
+    actual = apply_gate(torch.tensor([0.7]), gate, scale)
+    assert actual is not None
+    assert actual.item() == pytest.approx(value, abs=1e-6)
 
 
 def test_identity_gate_is_no_weight_at_all() -> None:
@@ -253,7 +253,7 @@ def test_redundancy_keeps_what_no_token_before_can_stand_for() -> None:
         # What padding holds does not matter.
         valid = (torch.arange(tokens) < tokens - 2).expand(2, -1)
         other = torch.where(valid.unsqueeze(-1), x, torch.randn_like(x))
-        padded, scored = (RedundancyScore(prefix)(each, valid)[valid] for each in (x, other))
+        padded, scored = (RedundancyScore(prefix)(stream, valid)[valid] for stream in (x, other))
         assert torch.equal(padded, scored)
 
 

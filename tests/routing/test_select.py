@@ -39,10 +39,10 @@ def test_topk_of_padded_images_is_that_of_the_images_alone(rows, percent: int, p
     lengths = [data.draw(st.integers(max(1, prefix), tokens)) for _ in rows]
     valid = torch.arange(tokens) < torch.tensor(lengths).unsqueeze(1)
     index, filled, *_ = select_topk(torch.tensor(rows), capacity, prefix, valid)
-    for row, length, found, slots in zip(rows, lengths, index, filled, strict=True):
+    for row, length, kept, slots in zip(rows, lengths, index, filled, strict=True):
         alone, *_ = select_topk(torch.tensor([row[:length]]), capacity, prefix)
-        assert found[slots].tolist() == alone[0].tolist()
-        assert len(set(found.tolist())) == len(found)
+        assert kept[slots].tolist() == alone[0].tolist()
+        assert len(set(kept.tolist())) == len(kept)
 
 
 @given(rows=score_rows(), level=st.sampled_from([0.0, 0.25, 0.5, 3.0]), prefix=st.integers(0, 2), data=st.data())
@@ -53,12 +53,12 @@ def test_threshold_keeps_what_reaches_it_within_the_bounds(rows, level: float, p
     most = data.draw(st.one_of(st.none(), st.integers(max(1, least), tokens + 2)))
     index, valid, total = select_threshold(torch.tensor(rows), level, prefix=prefix, min_tokens=least, max_tokens=most)
     valid = torch.ones_like(index, dtype=torch.bool) if valid is None else valid
-    for row, found, slots in zip(rows, index, valid, strict=True):
+    for row, kept, slots in zip(rows, index, valid, strict=True):
         passing = prefix + sum(value >= level for value in row[prefix:])
         count = max(passing, least, prefix)
         count = count if most is None else min(count, max(most, prefix))
-        assert found[slots].tolist() == kept_of(row, count, prefix)
-        assert len(set(found.tolist())) == len(found)
+        assert kept[slots].tolist() == kept_of(row, count, prefix)
+        assert len(set(kept.tolist())) == len(kept)
     assert total is None if most is not None else total == int(valid.sum())
 
 

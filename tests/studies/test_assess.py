@@ -12,23 +12,9 @@ from mmod.data.loader import image_stream
 from mmod.studies.assess import assess, main
 from mmod.training import evaluate, fit
 from mmod.training.engine.recipe import seed_draws
-from mmod.training.image.config import TrainConfig
 from mmod.training.image.recipe import ImageRecipe, sample_images, timed_images
 from mmod.training.kinds import CONFIGS, parse_kind
-from tests.sets import SETS
-
-MODEL = {"patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 3, "num_heads": 2}
-
-
-def config(folder: Path, **changes: object) -> TrainConfig:
-    fields: dict[str, object] = {
-        "output": str(folder / "run"),
-        "model": {"name": "vit_tiny_patch16_224", "args": {**MODEL, "img_size": 32}},
-        "data": {"source": "digits:tiny", "root": str(SETS / "digits"), "image_size": 32, "channels": 1},
-        "epochs": 1,
-        "epoch_steps": 1,
-    }
-    return TrainConfig.from_dict({**fields, **changes})
+from tests.kit.image_study import MODEL, config
 
 
 def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,19 +28,19 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys
     assert sorted(dense.ms["image"]) == [1, 8, 32]
     assert "image: " in str(dense)
 
-    own = config(tmp_path, model=start, routing={"router": "random", "blocks": "late", "capacity": 0.25})
-    routed = assess(own, progress=False)
+    run_config = config(tmp_path, model=start, routing={"router": "random", "blocks": "late", "capacity": 0.25})
+    routed = assess(run_config, progress=False)
     seed_draws(0, 0, 0)
-    model = ImageRecipe(own).create_models()[0].eval()
-    assert routed.evaluation == evaluate(model, image_stream(own.data))
+    model = ImageRecipe(run_config).create_models()[0].eval()
+    assert routed.evaluation == evaluate(model, image_stream(run_config.data))
     assert routed.gflops == {"image": flops(model, (1, 32, 32)).routed / 1e9}
     assert routed.gflops["image"] < dense.gflops["image"]
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")} == files
 
 
 def test_a_timed_batch_has_its_size_whatever_the_set_has(tmp_path: Path) -> None:
-    own = config(tmp_path)
-    few, images = sample_images(own, 100), timed_images(own, 100)
+    run_config = config(tmp_path)
+    few, images = sample_images(run_config, 100), timed_images(run_config, 100)
     assert len(few) == 64
     assert torch.equal(images, torch.cat([few, few[:36]]))
 

@@ -16,7 +16,7 @@ from mmod.planning.resolve import resolve_routing
 from mmod.studies.chat import ChatStudy
 from mmod.studies.config import ChatStudyConfig
 from mmod.training.chat.config import TrainConfig
-from tests.training.chat.configs import vlm_config
+from tests.kit.chat_configs import vlm_config
 
 ROOT = Path(__file__).parents[2]
 ROUTERS = {"p-mod": {"preset": "p-mod"}, "random": {"router": "random", "blocks": [1, 2], "capacity": 0.25}}

@@ -14,12 +14,12 @@ from mmod.io.yaml import read_yaml
 from mmod.studies import assess, plan
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.kinds import CONFIGS, kind_of, recipe_of
-from tests.scripts import ROOT
-from tests.sets import SETS
-from tests.studies.test_assess import config as image_config
-from tests.training.chat.configs import vlm_config
-from tests.training.pairs.worker import MODEL, write_model
-from tests.training.text.configs import text_config
+from tests.kit.chat_configs import vlm_config
+from tests.kit.image_study import config as image_config
+from tests.kit.pairs_worker import MODEL, write_model
+from tests.kit.scripts import ROOT
+from tests.kit.sets import SETS
+from tests.kit.text_configs import text_config
 
 
 def _tiny(kind: str, folder: Path) -> Any:
@@ -59,10 +59,10 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     path.write_text(yaml.safe_dump(done.to_dict()))
     assert kind_of([str(path), "--seed", "1"]) == kind
 
-    found = assess.assess(done, progress=False)
-    assert found.evaluation == trained
-    assert set(found.gflops) == set(found.ms) == UNITS[kind]
-    assert all(cost > 0 for cost in found.gflops.values())
+    evaluation = assess.assess(done, progress=False)
+    assert evaluation.evaluation == trained
+    assert set(evaluation.gflops) == set(evaluation.ms) == UNITS[kind]
+    assert all(cost > 0 for cost in evaluation.gflops.values())
     assess.main([str(path)])
     assert str(trained) in capsys.readouterr().out
 

@@ -40,7 +40,7 @@ from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import feature_of
 from mmod.training.image.model import create_dense_model
 from mmod.training.image.recipe import ImageRecipe
-from tests.scripts import ROOT
+from tests.kit.scripts import ROOT
 
 MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": 3}
 CLASSES, EACH = 3, 12
@@ -195,7 +195,7 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
     given_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     routers = {"random": {"router": "random"}}
-    whole, _ = run(config(given_files, tmp_path / "whole", routers=routers, rivals={}))
+    uninterrupted, _ = run(config(given_files, tmp_path / "whole", routers=routers, rivals={}))
     batches, read = BatchStream.batches, []
 
     def stopping(self: BatchStream, epoch: int, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -213,7 +213,7 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
                 run(stopped)
     assert read[:2] == [0, 4], "the dense model's second start went on where its first stopped"
     resumed, _ = run(stopped)
-    assert [point.figures for point in resumed.points] == [point.figures for point in whole.points]
+    assert [point.figures for point in resumed.points] == [point.figures for point in uninterrupted.points]
     for path in (tmp_path / "whole").rglob("*.safetensors"):
         other = tmp_path / "stopped" / path.relative_to(tmp_path / "whole")
         assert path.read_bytes() == other.read_bytes()
@@ -291,19 +291,19 @@ def test_features_are_what_the_model_says_before_its_classifier() -> None:
 @given(st.lists(st.floats(-1, 1), min_size=2, max_size=40), st.floats(0.5, 3), st.integers(0, 3))
 def test_intervals_contain_the_mean_and_follow_scale(values: list[float], scale: float, seed: int) -> None:
     draws, figures = Resampling(len(values), 200, seed), np.array(values)
-    own, larger = (draws.of(lambda weight_SN, x=x: weight_SN @ x) for x in (figures, scale * figures))
-    assert own.has_interval
-    assert own.high is not None
-    assert min(values) - 1e-6 <= own.low <= own.high <= max(values) + 1e-6
-    assert (larger.low, larger.high) == pytest.approx((scale * own.low, scale * own.high), abs=1e-4)
-    assert own.value == pytest.approx(np.mean(values))
+    interval, larger = (draws.of(lambda weight_SN, x=x: weight_SN @ x) for x in (figures, scale * figures))
+    assert interval.has_interval
+    assert interval.high is not None
+    assert min(values) - 1e-6 <= interval.low <= interval.high <= max(values) + 1e-6
+    assert (larger.low, larger.high) == pytest.approx((scale * interval.low, scale * interval.high), abs=1e-4)
+    assert interval.value == pytest.approx(np.mean(values))
 
 
 def test_the_bootstrap_agrees_with_the_standard_error() -> None:
     values = np.random.default_rng(0).normal(size=2000)
-    found = Resampling(2000).of(lambda weight_SN: weight_SN @ values)
+    interval = Resampling(2000).of(lambda weight_SN: weight_SN @ values)
     half = 1.96 * values.std() / 2000**0.5
-    assert (found.low, found.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.1 * half)
+    assert (interval.low, interval.high) == pytest.approx((values.mean() - half, values.mean() + half), abs=0.1 * half)
 
 
 def test_classifiers_learn_what_is_there_and_nothing_else() -> None:

@@ -18,19 +18,9 @@ from mmod.io.yaml import read_yaml
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
 from mmod.studies.results import SeedScores
-from tests.processes import FORKING, run_processes
-from tests.sets import SETS
-
-DENSE = {
-    "output": "unused",
-    "model": {
-        "name": "vit_tiny_patch16_224",
-        "args": {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10}
-        | {"embed_dim": 16, "depth": 4, "num_heads": 2},
-    },
-    "data": {"source": "digits:tiny", "image_size": 32, "channels": 1, "batch_size": 64},
-    "epochs": 1,
-}
+from tests.kit.image_study import DENSE
+from tests.kit.processes import FORKING, run_processes
+from tests.kit.sets import SETS
 
 
 @pytest.fixture(scope="module")
@@ -178,11 +168,11 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
 
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
-    own = ImageStudy(dataclasses.replace(study, latency_batch=16))
-    own.costs.caption, own.costs.chance = ["Images: some"], 2.0
+    changed = ImageStudy(dataclasses.replace(study, latency_batch=16))
+    changed.costs.caption, changed.costs.chance = ["Images: some"], 2.0
     scores = {"dense": {0: 90.0}, "a": {0: 88.0}, "b": {0: 89.0}, "c": {0: 85.0}}
     costs = {name: {"latency_ms": ms} for name, ms in (("dense", 3.0), ("a", 1.9), ("b", 2.2), ("c", 1.8))}
-    text = own.report.text(SeedScores(scores), costs)
+    text = changed.report.text(SeedScores(scores), costs)
     assert text.splitlines() == [
         "Images: some",
         "",
@@ -196,7 +186,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     ]
     # Seeds say nothing where nothing is trained, nor of other dense models.
     fixed = ImageStudy(
-        dataclasses.replace(own.config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
+        dataclasses.replace(changed.config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
     )
     assert fixed.report.text(SeedScores(scores), costs).endswith(
         "from one dense model; another may rank them differently."

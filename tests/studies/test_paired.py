@@ -15,13 +15,13 @@ from mmod.studies.results import SeedScores
 
 def test_the_interval_is_that_of_a_paired_t_test() -> None:
     # Textbook value: t(0.975, 4) = 2.776.
-    own, other = {s: 90.0 + s for s in range(5)}, {s: 88.0 + 1.5 * s for s in range(5)}
-    gaps = [own[s] - other[s] for s in range(5)]
+    scores, other = {s: 90.0 + s for s in range(5)}, {s: 88.0 + 1.5 * s for s in range(5)}
+    gaps = [scores[s] - other[s] for s in range(5)]
     half = 2.776 * math.sqrt(sum((gap - mean(gaps)) ** 2 for gap in gaps) / 4) / math.sqrt(5)
-    found = difference(own, other)
-    assert found.value == mean(gaps)
-    assert (found.low, found.high) == pytest.approx((mean(gaps) - half, mean(gaps) + half), abs=1e-3)
-    assert found.seeds == 5
+    actual = difference(scores, other)
+    assert actual.value == mean(gaps)
+    assert (actual.low, actual.high) == pytest.approx((mean(gaps) - half, mean(gaps) + half), abs=1e-3)
+    assert actual.seeds == 5
 
 
 def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
@@ -31,17 +31,17 @@ def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
 
 
 def test_what_all_seeds_share_does_not_count() -> None:
-    own = {0: 95.0, 1: 65.0, 2: 80.0}
-    found = difference(own, {seed: value - 1 for seed, value in own.items()})
-    assert found.value == found.low == found.high == 1
+    scores = {0: 95.0, 1: 65.0, 2: 80.0}
+    gap = difference(scores, {seed: value - 1 for seed, value in scores.items()})
+    assert gap.value == gap.low == gap.high == 1
     assert difference({0: 1.0, 7: 5.0}, {0: 3.0, 9: 4.0}).value == -2
     with pytest.raises(ValueError, match="no shared seed"):
         difference({0: 1.0}, {1: 1.0})
 
 
 def test_one_seed_claims_nothing() -> None:
-    found = difference({0: 95.0}, {0: 70.0})
-    assert (found.has_interval, found.is_clear, str(found)) == (False, False, "+25.0")
+    gap = difference({0: 95.0}, {0: 70.0})
+    assert (gap.has_interval, gap.is_clear, str(gap)) == (False, False, "+25.0")
     assert (
         SeedScores({"a": {0: 95.0}, "b": {0: 70.0}}).verdict()
         == "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
@@ -77,11 +77,11 @@ def test_each_pair_that_is_not_told_apart_stands_in_one_group(means: list[float]
 
 def test_models_without_a_partner_are_not_compared() -> None:
     figures = {"dense": {0: 3.0}, "a": {0: 2.0}, "late": {1: 2.0}}
-    found = SeedScores(figures).gaps({"dense": "dense", "a": "dense", "late": "dense"})
-    assert found["dense"] is None
-    assert found["late"] is None
-    assert found["a"] is not None
-    assert found["a"].value == -1
+    gaps = SeedScores(figures).gaps({"dense": "dense", "a": "dense", "late": "dense"})
+    assert gaps["dense"] is None
+    assert gaps["late"] is None
+    assert gaps["a"] is not None
+    assert gaps["a"].value == -1
     assert set(SeedScores(figures).gaps(dict.fromkeys(figures)).values()) == {None}
     # A partner that has not run yet.
     assert SeedScores({"a": {0: 2.0}}).gaps({"a": "dense"}) == {"a": None}

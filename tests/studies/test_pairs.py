@@ -10,8 +10,8 @@ import yaml
 from mmod.io.yaml import read_yaml
 from mmod.studies.config import PairsStudyConfig
 from mmod.studies.pairs import PairsStudy
-from tests.sets import SETS
-from tests.training.pairs.worker import MODEL, write_model
+from tests.kit.pairs_worker import MODEL, write_model
+from tests.kit.sets import SETS
 
 ROUTERS = {
     "a-mod": {"image": {"preset": "a-mod"}, "text": {"preset": "a-mod"}},

@@ -16,8 +16,8 @@ from mmod.studies.image import ImageStudy
 from mmod.training import TrainConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.image.recipe import ImageRecipe
-from tests.sets import SETS
-from tests.studies.test_image import DENSE
+from tests.kit.image_study import DENSE
+from tests.kit.sets import SETS
 
 ROOT = Path(__file__).parents[2]
 MODEL: dict[str, Any] = {"num_classes": 11, "class_token": False, "global_pool": "", "embed_dim": 16}

@@ -12,8 +12,8 @@ from mmod.studies.plan import SEARCHES, PlanOptions, main, search_for
 from mmod.training import fit
 from mmod.training.chat.model import create_model
 from mmod.training.image.config import TrainConfig
-from tests.sets import SETS
-from tests.training.chat.configs import vlm_config
+from tests.kit.chat_configs import vlm_config
+from tests.kit.sets import SETS
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
 FEW = "[[0.5, block, kept], [0, mlp, kept]]"

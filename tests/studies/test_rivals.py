@@ -13,8 +13,8 @@ import yaml
 
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
-from tests.sets import SETS
-from tests.studies.test_image import DENSE
+from tests.kit.image_study import DENSE
+from tests.kit.sets import SETS
 
 RIVALS: dict[str, dict[float, dict[str, Any]]] = {
     "prune": {0.5: {"kind": "prune", "keep": 0.5, "blocks": [1], "fuse": False}},
@@ -75,14 +75,14 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
         rivals={"small": {0.5: {"kind": "smaller", "args": {}, "changes": {"data": {"image_size": 24}}}}, **RIVALS},
         controls={"tuned": "still", "still": None, "small": "recursions"}, tune_dense=False,
     )  # fmt: skip
-    own = ImageStudy(config)
-    candidates, jobs = own.plan()
+    image_study = ImageStudy(config)
+    candidates, jobs = image_study.plan()
     runs = {job.name: job.config for job in jobs}
     assert {candidate.name: candidate.control for candidate in candidates if candidate.control} == {
         "tuned-0.5": "still-0.5", "small-0.5": "recursions-0.5",
     }  # fmt: skip
     trained = ("tuned-0.5", "still-0.5", "small-0.5", "recursions-0.5", "merge-0.5")
-    assert [own.epochs[name] for name in trained] == ["1 + 1 (routers)", "1", "2", "2", "1 + 1"]
+    assert [image_study.epochs[name] for name in trained] == ["1 + 1 (routers)", "1", "2", "2", "1 + 1"]
     assert [job.name for job in jobs if not job.is_trained] == ["still-0.5"]
     assert (runs["tuned-0.5"].trained, runs["tuned-0.5"].optim.lr) == ("routers", 0.5)
     assert runs["merge-0.5"].optim == runs["dense"].optim != runs["tuned-0.5"].optim
@@ -94,11 +94,11 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
 def test_a_study_of_what_starts_from_scratch_alone_trains_all_as_long(study: ImageStudyConfig) -> None:
     rivals = {name: RIVALS[name] for name in ("narrow", "recursions")}
     scratch: dict[str, Any] = {"routers": {}, "tune": False, "tune_dense": False, "rivals": rivals}
-    own = ImageStudy(dataclasses.replace(study, **scratch))
-    _, jobs = own.plan()
+    image_study = ImageStudy(dataclasses.replace(study, **scratch))
+    _, jobs = image_study.plan()
     assert [job.name for job in jobs] == ["dense", *ANEW]
     assert all(job.is_trained and not job.is_tuned for job in jobs)
-    assert set(own.epochs.values()) == {"1"}
+    assert set(image_study.epochs.values()) == {"1"}
 
 
 def test_each_model_gets_the_rate_that_was_best_on_the_validation_split(study: ImageStudyConfig) -> None:

@@ -15,9 +15,9 @@ from mmod.studies.chat import ChatStudy
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy
 from mmod.studies.study import Study
-from tests.sets import SETS
-from tests.studies.test_image import DENSE
-from tests.training.chat.configs import vlm_config
+from tests.kit.chat_configs import vlm_config
+from tests.kit.image_study import DENSE
+from tests.kit.sets import SETS
 
 QUICK = {"batches": 1, "batch_size": 4, "options": [[0, "mlp", "kept"], [0.5, "block", "kept"]]}
 

@@ -113,14 +113,14 @@ def test_mean_iou_is_that_of_all_patches_together(classes: int, images: int, see
     draw = np.random.default_rng(seed)
     labels, guesses = draw.integers(0, classes, (2, images, 12))
     counts = [
-        [[int(((own == one) & (guess == other)).sum()) for other in range(classes)] for one in range(classes)]
-        for own, guess in zip(labels, guesses)
+        [[int(((label == one) & (guess == other)).sum()) for other in range(classes)] for one in range(classes)]
+        for label, guess in zip(labels, guesses)
     ]
-    found = Segmented(confusion=counts, kept={}, skipped=0).columns()
+    columns = Segmented(confusion=counts, kept={}, skipped=0).columns()
     present = [one for one in range(classes) if (labels == one).any() or (guesses == one).any()]
-    each = [((labels == one) & (guesses == one)).sum() / ((labels == one) | (guesses == one)).sum() for one in present]
-    assert found["mean_iou"] == pytest.approx(100 * np.mean(each))
-    assert found["patches"] == pytest.approx(100 * (labels == guesses).mean())
+    iou = [((labels == one) & (guesses == one)).sum() / ((labels == one) | (guesses == one)).sum() for one in present]
+    assert columns["mean_iou"] == pytest.approx(100 * np.mean(iou))
+    assert columns["patches"] == pytest.approx(100 * (labels == guesses).mean())
 
 
 @pytest.mark.parametrize("changes", [{"train_split": "test"}, {"source": "folder", "label_patch": None}])

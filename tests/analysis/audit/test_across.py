@@ -8,7 +8,7 @@ import torch
 import mmod
 from mmod.analysis.audit.across import Counter
 from mmod.analysis.statistics import adjusted, resampled_means, sign_test
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 PLANTED = {
@@ -23,9 +23,9 @@ PLANTED = {
 def test_planted_decisions_are_told_apart(kind: str) -> None:
     model = mmod.route_(make_model(NAME), PLANTED[kind])
     batches = [(make_images(NAME, 40, seed), torch.arange(40) % 7) for seed in range(2)]
-    found = mmod.audit(model, batches, mmod.AuditConfig(conditions=["random"], draws=1, resamples=100)).across
-    assert found.kind == kind
-    assert sum(map(len, found.blocks.values())) == len(mmod.routed_blocks(model))
+    effects = mmod.audit(model, batches, mmod.AuditConfig(conditions=["random"], draws=1, resamples=100)).across
+    assert effects.kind == kind
+    assert sum(map(len, effects.blocks.values())) == len(mmod.routed_blocks(model))
 
 
 def test_counts_are_those_of_a_slow_definition() -> None:
@@ -36,17 +36,17 @@ def test_counts_are_those_of_a_slow_definition() -> None:
     for start in (0, 7, 20):
         rows = slice(start, {0: 7, 7: 20, 20: 30}[start])
         counter.add({name: keep[rows] for name, keep in keeps.items()}, dict.fromkeys(keeps, free[rows]))
-    found, names = counter.result(), list(keeps)
-    assert found.blocks == {"blocks.1": ["blocks.1"], "blocks.2": ["blocks.2", "blocks.3"], "blocks.4": ["blocks.4"]}
+    actual, names = counter.result(), list(keeps)
+    assert actual.blocks == {"blocks.1": ["blocks.1"], "blocks.2": ["blocks.2", "blocks.3"], "blocks.4": ["blocks.4"]}
     for i, first in enumerate(names):
-        assert found.kept[first].value == pytest.approx(float(keeps[first][:, 1:].float().mean()))
+        assert actual.kept[first].value == pytest.approx(float(keeps[first][:, 1:].float().mean()))
         for j, second in enumerate(names):
             shares = [
                 float((a & b).sum() / a.sum()) for a, b in zip(keeps[first][:, 1:], keeps[second][:, 1:]) if a.any()
             ]
-            assert found.again[i][j].value == pytest.approx(sum(shares) / len(shares))
+            assert actual.again[i][j].value == pytest.approx(sum(shares) / len(shares))
     never = ~torch.stack(list(keeps.values())).any(0)[:, 1:]
-    assert found.never["blocks.1"].value == pytest.approx(float(never.float().mean()))
+    assert actual.never["blocks.1"].value == pytest.approx(float(never.float().mean()))
 
 
 def test_intervals_cover_and_tests_hold_their_level() -> None:
@@ -66,6 +66,6 @@ def test_intervals_cover_and_tests_hold_their_level() -> None:
 
 def test_corrected_tests_are_never_more_certain() -> None:
     p = torch.rand(20).tolist()
-    found = adjusted(p)
-    assert all(own >= before for own, before in zip(found, p))
-    assert [found[i] for i in sorted(range(20), key=p.__getitem__)] == sorted(found)
+    adjusted_p = adjusted(p)
+    assert all(after >= before for after, before in zip(adjusted_p, p))
+    assert [adjusted_p[i] for i in sorted(range(20), key=p.__getitem__)] == sorted(adjusted_p)

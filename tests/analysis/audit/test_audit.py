@@ -18,11 +18,11 @@ from mmod.analysis import DecisionContext, LabelledBatch, judge_answers, judge_c
 from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.result import judge
 from mmod.analysis.statistics import Estimate
-from tests.adapters.clip_zoo import make_captions, make_clip
-from tests.adapters.clip_zoo import make_images as make_clip_images
-from tests.adapters.vlm_zoo import IMAGE, LINEAR, make_joint, prompt
-from tests.analysis.audit.planted import PLANTED, batches_of, content, plant
-from tests.zoo import make_images, make_model
+from tests.kit.clip_zoo import make_captions, make_clip
+from tests.kit.clip_zoo import make_images as make_clip_images
+from tests.kit.planted import PLANTED, batches_of, content, plant
+from tests.kit.vlm_zoo import IMAGE, LINEAR, make_joint, prompt
+from tests.kit.zoo import make_images, make_model
 
 SMALL = "vit_tiny_patch16_224"
 
@@ -36,9 +36,9 @@ def test_planted_routers_are_told_apart(kind: str) -> None:
 
 def test_few_images_do_not_tell() -> None:
     for router, images in (("norm", 9), ("random", 9)):
-        found = mmod.audit(plant(router), batches_of(images, seed=0), mmod.AuditConfig(draws=1, resamples=200))
-        assert found.kind == "inconclusive"
-        assert found.verdict.startswith("Inconclusive: ")
+        audit = mmod.audit(plant(router), batches_of(images, seed=0), mmod.AuditConfig(draws=1, resamples=200))
+        assert audit.kind == "inconclusive"
+        assert audit.verdict.startswith("Inconclusive: ")
 
 
 @pytest.mark.parametrize(("low", "high", "says"), [(-9, 8, "too few"), (-9, 0.1, "no better"), (2, 9, "is worth")])
@@ -85,12 +85,12 @@ def test_batches_do_not_matter() -> None:
 
 
 def test_findings_are_plain_values_and_a_page() -> None:
-    found = small_audit(9)
-    assert json.loads(json.dumps(found.to_dict()))["conditions"][0]["name"] == "as learned"
-    assert [condition.name for condition in found.conditions] == ["as learned", *default_choices(False)]
-    page = str(found)
-    assert found._repr_markdown_() == page
-    assert page.startswith(found.verdict)
+    audit = small_audit(9)
+    assert json.loads(json.dumps(audit.to_dict()))["conditions"][0]["name"] == "as learned"
+    assert [condition.name for condition in audit.conditions] == ["as learned", *default_choices(False)]
+    page = str(audit)
+    assert audit._repr_markdown_() == page
+    assert page.startswith(audit.verdict)
     assert all(f"| {name}" in page for name in default_choices(False))
 
 
@@ -124,19 +124,19 @@ def small_learned(model: nn.Module, images: Tensor) -> Tensor:
 
 def test_a_choice_of_the_users_and_positions_of_another_set() -> None:
     elsewhere = batches_of(400, seed=50)
-    found = mmod.audit(
+    audit = mmod.audit(
         plant("random"),
         batches_of(600, seed=1),
         mmod.AuditConfig(conditions=["random", "mean mask"], draws=2, resamples=200),
         positions_from=elsewhere,
         custom={"far from others": lambda place: content(place.x_BND)},
     )
-    own = found.conditions[-1]
-    assert own.name == "far from others"
-    assert own.accuracy_change is not None
-    assert own.accuracy_change.low > 10
-    assert own.accuracy_p is not None
-    assert own.accuracy_p < 0.05
+    condition = audit.conditions[-1]
+    assert condition.name == "far from others"
+    assert condition.accuracy_change is not None
+    assert condition.accuracy_change.low > 10
+    assert condition.accuracy_p is not None
+    assert condition.accuracy_p < 0.05
 
 
 def test_dense_attention_is_that_of_the_same_block_of_the_reference() -> None:
@@ -154,14 +154,14 @@ def test_dense_attention_is_that_of_the_same_block_of_the_reference() -> None:
         return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1).mean((1, 2))
 
     batches = batches_of(60, seed=3)
-    found = mmod.audit(
+    audit = mmod.audit(
         plant("random"),
         batches,
         mmod.AuditConfig(conditions=["random", "dense attention"], draws=1, resamples=100),
         custom={"slow": received},
         reference=dense,
     )
-    fast, slow = found.conditions[-2:]
+    fast, slow = audit.conditions[-2:]
     assert (fast.accuracy, fast.loss) == (slow.accuracy, slow.loss)
     assert (fast.name, fast.family) == ("dense attention", "other")
 
@@ -182,8 +182,8 @@ def test_modes_and_decisions_are_left_as_they_were() -> None:
 def judge_pairs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     image_BD, text_BD = model(*batch)[:2]
     logits = 10 * image_BD @ text_BD.T
-    own = torch.arange(len(logits))
-    return nn.functional.cross_entropy(logits, own, reduction="none"), (logits.argmax(1) == own).float()
+    target = torch.arange(len(logits))
+    return nn.functional.cross_entropy(logits, target, reduction="none"), (logits.argmax(1) == target).float()
 
 
 def test_a_judge_of_ones_own_audits_both_towers_of_a_clip_model() -> None:
@@ -202,17 +202,17 @@ def test_answers_of_a_vision_language_model_are_judged(side: str) -> None:
     batches = [prompt("llava", (1, 2), seed=seed, side=side) for seed in range(3)]
     for batch in batches:
         batch["labels"] = batch["input_ids"].where(batch["attention_mask"].bool() & (batch["input_ids"] < IMAGE), -100)
-    found = mmod.audit(model, batches, mmod.AuditConfig(draws=2, resamples=100), judge=judge_answers)
+    audit = mmod.audit(model, batches, mmod.AuditConfig(draws=2, resamples=100), judge=judge_answers)
     losses = []
     for batch in batches:
         for row, images in enumerate((slice(0, 1), slice(1, 3))):
-            own = {name: value[images if name == "pixel_values" else [row]] for name, value in batch.items()}
+            sample = {name: value[images if name == "pixel_values" else [row]] for name, value in batch.items()}
             with torch.no_grad():
-                losses.append(float(model(**own).loss))
-    assert found.conditions[0].loss.value == pytest.approx(sum(losses) / 6, rel=1e-4)
-    assert found.images == 6
+                losses.append(float(model(**sample).loss))
+    assert audit.conditions[0].loss.value == pytest.approx(sum(losses) / 6, rel=1e-4)
+    assert audit.images == 6
     # Text is always kept, and of the image tokens four of nine or nine of eighteen.
-    assert all(0.4 < share.value < 0.5 for share in found.across.kept.values())
+    assert all(0.4 < share.value < 0.5 for share in audit.across.kept.values())
 
 
 def test_answers_of_patches_are_averaged_over_each_image() -> None:
@@ -313,11 +313,11 @@ def test_arguments_of_another_type_are_refused(options: dict[str, Any], message:
 def test_strata_of_arrays_are_those_of_their_numbers(sizes: Any, tmp_path: Path) -> None:
     (batch,), config = batches_of(8, seed=0), mmod.AuditConfig(["random"], draws=1, resamples=100)
     expected = mmod.audit(plant("random"), [LabelledBatch(batch, {"size": [*range(8)]})], config)
-    found = mmod.audit(
+    audit = mmod.audit(
         plant("random"), [LabelledBatch(batch, {"size": sizes})], config, progress_file=tmp_path / "progress"
     )
-    assert found.strata
-    assert found.strata == expected.strata
+    assert audit.strata
+    assert audit.strata == expected.strata
 
 
 @pytest.mark.parametrize("sizes", [3, [1.0] * 7 + [math.nan], [1] * 7 + [None], [[1.0]] * 8, ["a"] * 7 + [1.0]])

@@ -14,7 +14,7 @@ import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.analysis.audit.generation import Generation, judge_generation
 from mmod.values import from_plain
-from tests.adapters.vlm_zoo import make_language
+from tests.kit.vlm_zoo import make_language
 
 WINDOW = 6
 ALONE: dict[str, Any] = {"inference_threshold": 0.5}
@@ -44,39 +44,39 @@ def decoded(model: Any, tokens: Tensor) -> tuple[dict[str, Tensor], dict[str, Te
     for token_B1 in tokens.split(1, dim=1):
         with mmod.trace(model) as decisions:
             cache = cache_of(model(input_ids=token_B1, **{CACHE: cache}, use_cache=True))
-        for name, own in decisions.items():
-            keeps.setdefault(name, []).append(own.keep_BN)
-            scores.setdefault(name, []).append(own.score_BN)
-    return tuple({name: torch.cat(own, 1) for name, own in parts.items()} for parts in (keeps, scores))  # type: ignore[return-value]
+        for name, routing in decisions.items():
+            keeps.setdefault(name, []).append(routing.keep_BN)
+            scores.setdefault(name, []).append(routing.score_BN)
+    return tuple({name: torch.cat(routing, 1) for name, routing in parts.items()} for parts in (keeps, scores))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("by", ROUTINGS)
 def test_figures_are_those_of_a_plain_loop_over_decisions_of_decoding(by: str) -> None:
     model, tokens = make(by), texts()
-    found = judge_generation(model, tokens, WINDOW)
-    assert (found.by, found.window, found.texts) == (by, WINDOW, 5)
+    judged = judge_generation(model, tokens, WINDOW)
+    assert (judged.by, judged.window, judged.texts) == (by, WINDOW, 5)
     keeps, scores = decoded(model, tokens)
     count = int(ROUTINGS[by].capacity * WINDOW)  # type: ignore[operator]
-    for number, stretch in enumerate(found.stretches[:3]):
+    for number, stretch in enumerate(judged.stretches[:3]):
         assert (stretch.text, stretch.first, stretch.last) == ("written", 6 * number, 6 * number + 5)
         alike, kept = [], []
         for name, keep_BN in keeps.items():
             for text in range(5):
-                own = slice(stretch.first, stretch.last + 1)
-                best = scores[name][text, own].argsort(descending=True, stable=True)[:count].tolist()
-                alike += [bool(keep_BN[text, own][place]) == (place in best) for place in range(WINDOW)]
-                kept += keep_BN[text, own].tolist()
+                stretch_slice = slice(stretch.first, stretch.last + 1)
+                best = scores[name][text, stretch_slice].argsort(descending=True, stable=True)[:count].tolist()
+                alike += [bool(keep_BN[text, stretch_slice][place]) == (place in best) for place in range(WINDOW)]
+                kept += keep_BN[text, stretch_slice].tolist()
         assert stretch.agreement.value == pytest.approx(sum(alike) / len(alike))
         assert stretch.kept.value == pytest.approx(sum(kept) / len(kept))
-    first, *_, last = found.stretches[:3]
-    assert found.decay["written"].value == pytest.approx(last.agreement.value - first.agreement.value)
+    first, *_, last = judged.stretches[:3]
+    assert judged.decay["written"].value == pytest.approx(last.agreement.value - first.agreement.value)
     # What is generated begins as what was written.
     for name in ("loss", "kept", "agreement", "above_chance"):
-        own, begun = (getattr(stretch, name).value for stretch in (first, found.stretches[3]))
-        assert begun == pytest.approx(own, rel=1e-5)
-    assert from_plain(Generation, json.loads(json.dumps(dataclasses.asdict(found))), limit=None) == found
-    assert len(found.table().rows) == 1 + 6
-    assert f"The {by} decides token by token, beside the top-k of windows of 6; 5 texts." in str(found)
+        stretch_slice, begun = (getattr(stretch, name).value for stretch in (first, judged.stretches[3]))
+        assert begun == pytest.approx(stretch_slice, rel=1e-5)
+    assert from_plain(Generation, json.loads(json.dumps(dataclasses.asdict(judged))), limit=None) == judged
+    assert len(judged.table().rows) == 1 + 6
+    assert f"The {by} decides token by token, beside the top-k of windows of 6; 5 texts." in str(judged)
 
 
 def test_draws_follow_the_seed_alone() -> None:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis.audit.information import InfluenceCounts, roll_patches
 from mmod.analysis.audit.result import Audit
-from tests.analysis.audit.planted import PATCH, SIDE, TOKENS, batches_of, content, plant, position
-from tests.zoo import make_images, make_model
+from tests.kit.planted import PATCH, SIDE, TOKENS, batches_of, content, plant, position
+from tests.kit.zoo import make_images, make_model
 
 SMALL = "vit_tiny_patch16_224"
 SEEDS = 2
@@ -62,40 +62,40 @@ def test_planted_routers_are_told_apart_whatever_the_data(router: str, data: str
     for seed in range(SEEDS):
         torch.manual_seed(seed)
         batches = batches_of(300, seed, favour=DATA[data])
-        found = mmod.audit(
+        audit = mmod.audit(
             plant(score),
             batches,
             mmod.AuditConfig(conditions=["random", "centre", "mean mask"], draws=1, resamples=200),
         )
-        assert found.kind == kind, found.verdict
-        assert Audit.from_dict(json.loads(json.dumps(found.to_dict()))) == found
+        assert audit.kind == kind, audit.verdict
+        assert Audit.from_dict(json.loads(json.dumps(audit.to_dict()))) == audit
 
 
 def test_a_fixed_position_that_would_do_as_well_is_a_fact_of_the_data() -> None:
     torch.manual_seed(0)
     very_noisy = plant(lambda x_BND: standard(content(x_BND)) + 2 * chance(x_BND))
-    found = mmod.audit(very_noisy, batches_of(1000, 0, favour=1.0), mmod.AuditConfig(draws=2, resamples=300))
-    assert found.explained is not None
-    assert found.explained.value > 0.9
-    assert found.kind == "content"
-    assert found.verdict.startswith(
+    audit = mmod.audit(very_noisy, batches_of(1000, 0, favour=1.0), mmod.AuditConfig(draws=2, resamples=300))
+    assert audit.explained is not None
+    assert audit.explained.value > 0.9
+    assert audit.kind == "content"
+    assert audit.verdict.startswith(
         "The router uses content: where images are rolled by whole patches, content decides"
     )
-    assert "On this data a fixed position would do as well: 'centre' reaches" in found.verdict
+    assert "On this data a fixed position would do as well: 'centre' reaches" in audit.verdict
 
 
 def test_a_position_that_is_worth_nothing_on_the_data_is_still_what_the_router_uses() -> None:
-    found = mmod.audit(plant(position), batches_of(800, 0, favour=0.0), mmod.AuditConfig(draws=1, resamples=200))
-    assert found.kind == "position"
-    assert "Its choice is no better than random" in found.verdict
+    audit = mmod.audit(plant(position), batches_of(800, 0, favour=0.0), mmod.AuditConfig(draws=1, resamples=200))
+    assert audit.kind == "position"
+    assert "Its choice is no better than random" in audit.verdict
 
 
 def influence_of(model: nn.Module, size: int = 60) -> mmod.analysis.audit.Influence:
     batches = list(zip(make_images(SMALL, 60).split(size), (torch.arange(60) % 7).split(size)))
-    found = mmod.audit(model, batches, mmod.AuditConfig(conditions=["random"], draws=1, resamples=100)).influence
-    assert found is not None
-    assert found.images == 60
-    return found
+    influence = mmod.audit(model, batches, mmod.AuditConfig(conditions=["random"], draws=1, resamples=100)).influence
+    assert influence is not None
+    assert influence.images == 60
+    return influence
 
 
 def test_shares_are_exact_where_one_of_them_decides_all() -> None:
@@ -117,9 +117,9 @@ def test_content_moves_on_the_grid_of_the_images() -> None:
     # 2 x 8 patches are as many as a square of 4 x 4, whose steps would cut patches.
     images = torch.randn(60, 3, 32, 128, generator=torch.Generator().manual_seed(0))
     config = mmod.AuditConfig(conditions=["random", "centre"], draws=1, resamples=100)
-    found = mmod.audit(model, [(images, torch.arange(60) % 7)], config).influence
-    assert found is not None
-    assert found.content.value == pytest.approx(1, abs=0.02)
+    influence = mmod.audit(model, [(images, torch.arange(60) % 7)], config).influence
+    assert influence is not None
+    assert influence.content.value == pytest.approx(1, abs=0.02)
 
 
 def test_shares_of_a_known_mixture_are_those_of_its_variance() -> None:
@@ -138,12 +138,12 @@ def test_shares_of_a_known_mixture_are_those_of_its_variance() -> None:
     counts = InfluenceCounts()
     for start in range(0, images, 500):
         counts.add(bits[start : start + 500], decide, grid, range(start, start + 500))
-    found = counts.result()
-    assert found is not None
+    influence = counts.result()
+    assert influence is not None
     # Of a bit that decides with probability p, the share of the variance is p squared.
-    assert found.content.value == pytest.approx(0.36, abs=0.02)
-    assert found.position.value == pytest.approx(0.09, abs=0.01)
-    assert found.position_share.low < 0.2 < found.position_share.high
+    assert influence.content.value == pytest.approx(0.36, abs=0.02)
+    assert influence.position.value == pytest.approx(0.09, abs=0.01)
+    assert influence.position_share.low < 0.2 < influence.position_share.high
 
 
 def test_batches_do_not_matter() -> None:
@@ -171,7 +171,7 @@ def test_images_are_found_in_batches_of_any_form(arrange: Callable[[Tensor, Tens
         images, targets = (batch["x"], batch["y"]) if isinstance(batch, dict) else (batch[0][0], batch[1])
         return mmod.analysis.judge_classes(model, (images, targets))
 
-    batches = [arrange(*own) for own in batches_of(200, 0)]
+    batches = [arrange(*batch_parts) for batch_parts in batches_of(200, 0)]
     assert (
         mmod.audit(plant(position), batches, mmod.AuditConfig(conditions=["random"], resamples=100), judge=judge).kind
         == "position"
@@ -192,8 +192,8 @@ def test_without_a_grid_the_verdict_speaks_of_the_data_alone() -> None:
     ]
     config = mmod.AuditConfig(["random", "centre"], draws=1, resamples=200)
     for score in (content, position):
-        found = mmod.audit(plant(score), flat, config, judge=judge)
-        assert found.influence is None
-        assert found.kind == "inconclusive"
-        assert "its content was not moved" in found.verdict
+        audit = mmod.audit(plant(score), flat, config, judge=judge)
+        assert audit.influence is None
+        assert audit.kind == "inconclusive"
+        assert "its content was not moved" in audit.verdict
     assert mmod.audit(plant("random"), flat, config, judge=judge).kind == "no better than random"

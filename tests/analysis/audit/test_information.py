@@ -14,8 +14,8 @@ from mmod.analysis import LabelledBatch
 from mmod.analysis.audit.across import Counter
 from mmod.analysis.audit.information import KindCounts
 from mmod.analysis.audit.result import Audit
-from tests.analysis.audit.planted import FAVOURED, TOKENS, position
-from tests.zoo import make_images, make_model
+from tests.kit.planted import FAVOURED, TOKENS, position
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
 
@@ -44,12 +44,12 @@ def test_position_says_all_of_a_fixed_choice_and_nothing_of_chance() -> None:
     free = torch.ones_like(fixed)
     counter = Counter(["a", "b"])
     counter.add({"a": fixed, "b": chance}, {"a": free, "b": free})
-    found = counter.result().information
-    assert found["a"]["position"].share.value == pytest.approx(1)
+    information = counter.result().information
+    assert information["a"]["position"].share.value == pytest.approx(1)
     entropy = -(0.3 * np.log2(0.3) + 0.7 * np.log2(0.7))
-    assert found["a"]["position"].bits.value == pytest.approx(entropy)
-    assert found["b"]["position"].share.value == pytest.approx(0, abs=0.001)
-    assert found["b"]["position"].kept == {}
+    assert information["a"]["position"].bits.value == pytest.approx(entropy)
+    assert information["b"]["position"].share.value == pytest.approx(0, abs=0.001)
+    assert information["b"]["position"].kept == {}
 
 
 def test_many_images_come_near_the_definition_and_few_have_no_bias() -> None:
@@ -61,12 +61,12 @@ def test_many_images_come_near_the_definition_and_few_have_no_bias() -> None:
     assert truth.bits.value == pytest.approx(plain(kinds, keeps), rel=0.01)
     covered, corrected, counts = 0, [], []
     for part in range(150):
-        own = kinds[20 * part : 20 * part + 20], keeps[20 * part : 20 * part + 20]
-        found = counted(*own).information()
-        assert found is not None
-        corrected.append(found.bits.value)
-        counts.append(plain(*own))
-        covered += found.bits.low <= truth.bits.value <= found.bits.high
+        sample = kinds[20 * part : 20 * part + 20], keeps[20 * part : 20 * part + 20]
+        information = counted(*sample).information()
+        assert information is not None
+        corrected.append(information.bits.value)
+        counts.append(plain(*sample))
+        covered += information.bits.low <= truth.bits.value <= information.bits.high
     assert covered >= 130
     assert abs(np.mean(corrected) - truth.bits.value) < 0.25 * abs(np.mean(counts) - truth.bits.value)
 
@@ -74,18 +74,18 @@ def test_many_images_come_near_the_definition_and_few_have_no_bias() -> None:
 def test_chance_says_nothing_where_tokens_of_an_image_hang_together() -> None:
     """The baseline of chance is that of kinds dealt out to other images."""
     rng = torch.Generator().manual_seed(0)
-    within, found, biased = 0, [], []
+    within, estimates, biased = 0, [], []
     for _ in range(100):
         # Whole images are kept or not, and each has one kind, so that there are few draws and many tokens.
         kinds = torch.randint(3, (60, 1), generator=rng).expand(-1, 16)
         keeps = (torch.rand(60, 1, generator=rng) < 0.5).expand(-1, 16)
-        own = counted(kinds, keeps).information()
-        assert own is not None
-        within += own.bits.low <= 0 <= own.bits.high
-        found.append(own.bits.value)
+        estimate = counted(kinds, keeps).information()
+        assert estimate is not None
+        within += estimate.bits.low <= 0 <= estimate.bits.high
+        estimates.append(estimate.bits.value)
         biased.append(plain(kinds, keeps))
     assert within >= 85
-    assert abs(np.mean(found)) < 0.2 * np.mean(biased)
+    assert abs(np.mean(estimates)) < 0.2 * np.mean(biased)
 
 
 def test_batches_do_not_matter_and_names_are_those_of_kinds() -> None:
@@ -93,17 +93,17 @@ def test_batches_do_not_matter_and_names_are_those_of_kinds() -> None:
     keep = torch.from_numpy(kinds == "object") ^ (torch.rand(30, 12) < 0.1)
     free = torch.ones_like(keep)
     free[:, 0] = False
-    found = []
+    results = []
     for size in (30, 7):
         counter = Counter(["a"])
         for start in range(0, 30, size):
             rows = slice(start, start + size)
             counter.add({"a": keep[rows]}, {"a": free[rows]}, {"region": kinds[rows], "same": kinds[rows] != "none"})
-        found.append(counter.result().information["a"])
-    assert found[0] == found[1]
+        results.append(counter.result().information["a"])
+    assert results[0] == results[1]
     # What is the same of all tokens tells nothing.
-    assert set(found[0]) == {"position", "region"}
-    region = found[0]["region"]
+    assert set(results[0]) == {"position", "region"}
+    region = results[0]["region"]
     for name, share in region.kept.items():
         chosen = torch.from_numpy(kinds == name) & free
         assert share == pytest.approx(float((keep & chosen).sum() / chosen.sum()))
@@ -122,17 +122,17 @@ def test_planted_routers_are_told_apart_by_what_is_known_of_tokens() -> None:
         name: mmod.route_(make_model(NAME), mmod.RoutingConfig(router=router, gate="identity", capacity=0.25))
         for name, router in (("position", position), ("random", "random"))
     }
-    found = {name: mmod.audit(model, labelled, config) for name, model in models.items()}
-    for known in found["position"].across.information.values():
+    audits = {name: mmod.audit(model, labelled, config) for name, model in models.items()}
+    for known in audits["position"].across.information.values():
         # The class token takes one of four places.
         assert known["place"].kept == {"favoured": 0.75, "other": 0.0}
         assert known["position"].share.value == pytest.approx(1)
         assert 0.5 < known["place"].share.value < 1
-    for known in found["random"].across.information.values():
+    for known in audits["random"].across.information.values():
         assert known["place"].share.low < 0.02
-    page = str(found["position"])
+    page = str(audits["position"])
     assert "favoured 0.75, other 0.00" in page
-    assert Audit.from_dict(json.loads(json.dumps(found["random"].to_dict()))) == found["random"]
+    assert Audit.from_dict(json.loads(json.dumps(audits["random"].to_dict()))) == audits["random"]
     with pytest.raises(
         ValueError, match=r"token_kinds give 'place' of \(60, 3\) tokens, and decisions are on \(60, 17"
     ):

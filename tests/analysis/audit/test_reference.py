@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import mmod
 from mmod.analysis import DecisionContext, judge_answers
 from mmod.analysis.audit.reference import token_entropy
-from tests.adapters.vlm_zoo import make_joint, make_language, prompt
-from tests.zoo import make_images, make_model
+from tests.kit.vlm_zoo import make_joint, make_language, prompt
+from tests.kit.zoo import make_images, make_model
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -24,12 +24,12 @@ def entropy(logits: Tensor) -> Tensor:
 def test_a_classifier_is_asked_of_each_token_as_of_an_image(options: dict[str, object]) -> None:
     model, images = make_model("vit_tiny_patch16_224", **options).eval(), make_images("vit_tiny_patch16_224", 3)
     with torch.no_grad():
-        with token_entropy(model) as found:
+        with token_entropy(model) as captured:
             model(images)
         state_BND = model.forward_features(images)
         expected = entropy(model.head(model.fc_norm(state_BND)))
         assert "forward_head" not in vars(model)
-    (entropy_BN,) = found
+    (entropy_BN,) = captured
     torch.testing.assert_close(entropy_BN.double(), expected, rtol=1e-4, atol=1e-5)
 
 
@@ -43,9 +43,9 @@ def test_a_classifier_of_patches_and_language_models_answer_for_tokens_themselve
             (patches, {"x": images}, lambda answer: answer),
             (language, {"input_ids": tokens}, lambda answer: answer.logits),
         ):
-            with token_entropy(model) as found:
+            with token_entropy(model) as captured:
                 logits = logits_of(model(**inputs))
-            torch.testing.assert_close(found[0].double(), entropy(logits), rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(captured[0].double(), entropy(logits), rtol=1e-4, atol=1e-5)
 
 
 def test_tokens_that_the_reference_is_least_sure_of_are_kept() -> None:
@@ -56,14 +56,14 @@ def test_tokens_that_the_reference_is_least_sure_of_are_kept() -> None:
     def slow(place: DecisionContext) -> Tensor:
         return entropy(dense.head(dense.fc_norm(dense.forward_features(images))))
 
-    found = mmod.audit(
+    audit = mmod.audit(
         routed,
         [(images, torch.arange(12) % 7)],
         mmod.AuditConfig(conditions=["random", "reference entropy"], draws=1, resamples=100),
         custom={"slow": slow},
         reference=dense,
     )
-    fast, slowly = found.conditions[-2:]
+    fast, slowly = audit.conditions[-2:]
     assert (fast.name, fast.family) == ("reference entropy", "other")
     assert (fast.accuracy, fast.loss) == (slowly.accuracy, slowly.loss)
 
@@ -73,17 +73,17 @@ def test_image_tokens_of_a_vision_language_model_are_ranked_by_what_comes_next()
     model, dense = mmod.route_(make_joint("llava"), language=routing), make_joint("llava")
     batch = prompt("llava", (1, 2), seed=0)
     batch["labels"] = batch["input_ids"]
-    seen: list[DecisionContext] = []
-    found = mmod.audit(
+    contexts: list[DecisionContext] = []
+    audit = mmod.audit(
         model,
         [batch],
         mmod.AuditConfig(conditions=["random", "reference entropy"], draws=1, resamples=100),
         judge=judge_answers,
         reference=dense,
-        custom={"look": lambda place: seen.append(place) or place.x_BND.norm(dim=-1)},
+        custom={"look": lambda place: contexts.append(place) or place.x_BND.norm(dim=-1)},
     )
-    assert math.isfinite(found.conditions[-2].loss.value)
-    assert seen[-1].reference["reference entropy"].shape == seen[-1].learned.score_BN.shape
+    assert math.isfinite(audit.conditions[-2].loss.value)
+    assert contexts[-1].reference["reference entropy"].shape == contexts[-1].learned.score_BN.shape
 
 
 def test_models_without_such_a_head_are_refused() -> None:

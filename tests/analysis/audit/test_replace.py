@@ -12,7 +12,7 @@ from torch import Tensor
 import mmod
 from mmod.analysis.audit.replace import free_tokens, keep_best, replaced_decisions
 from mmod.routing import DecoderRouter, Router, Routing, TokenMarks, assign_groups
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 CONFIGS = {
     "attention": {"router": "attention", "blocks": "late"},
@@ -60,9 +60,9 @@ def unchanged(name: str, fields: dict[str, Any], images: Tensor) -> None:
     with torch.no_grad():
         expected = model(images)
         with replaced_decisions(model, same):
-            found = model(images)
+            actual = model(images)
         assert torch.equal(model(images), expected)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
     # Blocks of a span that keep as many decide once.
     assert asked[0] == next(iter(routers))
     assert len(asked) == len(set(asked))
@@ -86,9 +86,9 @@ def test_a_foreign_choice_merges_as_a_router_that_makes_it(skipped: Any) -> None
             return keep_best(chosen[place].keep_BN.float(), routing, routing, router, left_BN)
 
         with replaced_decisions(model, foreign):
-            found = model(images)
+            actual = model(images)
         assert not torch.equal(model(images), expected)
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("config", [*FALLING.values(), BEFORE_MLP], ids=[*FALLING, "before the MLP"])
@@ -105,7 +105,7 @@ def test_models_that_merge_are_audited(config: dict[str, Any]) -> None:
     assert one.leave_one_out is not None
     for a, b in zip(one.conditions, other.conditions):
         assert a.loss.value == pytest.approx(b.loss.value, rel=1e-5)
-    assert len({round(own.loss.value, 6) for own in one.conditions}) > 3
+    assert len({round(condition.loss.value, 6) for condition in one.conditions}) > 3
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -135,7 +135,7 @@ def test_the_best_free_tokens_are_kept_and_as_many(kind: str, seed: int) -> None
         protected = protect_BN if kind == "protected" else torch.arange(tokens).expand(images, -1) == 0
         group_BN = (~protected & (valid_BN if kind != "prefix" else torch.ones_like(valid_BN))).long()
     learned = router(x_BND, tokens=marks)
-    found = keep_best(rank_BN, learned, learned, router)
+    kept = keep_best(rank_BN, learned, learned, router)
     assert torch.equal(free_tokens(learned, router.prefix), group_BN > 0)
     for image in range(images):
         expected = set((learned.keep_BN & (group_BN <= 0))[image].nonzero().flatten().tolist())
@@ -144,15 +144,13 @@ def test_the_best_free_tokens_are_kept_and_as_many(kind: str, seed: int) -> None
             count = sum(bool(learned.keep_BN[image, place]) for place in members)
             level = [-1.0 if rank != rank else rank for rank in rank_BN[image].tolist()]
             expected |= set(sorted(members, key=lambda place: (-level[place], place))[:count])
-        assert set(found.keep_BN[image].nonzero().flatten().tolist()) == expected
-    assert found.kept.index_BK.shape == learned.kept.index_BK.shape
-    assert found.weights.gate_BK is not None
-    filled = (
-        torch.ones_like(found.kept.index_BK, dtype=torch.bool) if found.kept.valid_BK is None else found.kept.valid_BK
-    )
-    weights = 1 + 0.2 * learned.score_BN.gather(1, found.kept.index_BK).tanh()
-    gated = torch.ones_like(filled) if kind != "groups" else groups.gated_BN.gather(1, found.kept.index_BK)
-    torch.testing.assert_close(found.weights.gate_BK[filled & gated], weights[filled & gated])
+        assert set(kept.keep_BN[image].nonzero().flatten().tolist()) == expected
+    assert kept.kept.index_BK.shape == learned.kept.index_BK.shape
+    assert kept.weights.gate_BK is not None
+    filled = torch.ones_like(kept.kept.index_BK, dtype=torch.bool) if kept.kept.valid_BK is None else kept.kept.valid_BK
+    weights = 1 + 0.2 * learned.score_BN.gather(1, kept.kept.index_BK).tanh()
+    gated = torch.ones_like(filled) if kind != "groups" else groups.gated_BN.gather(1, kept.kept.index_BK)
+    torch.testing.assert_close(kept.weights.gate_BK[filled & gated], weights[filled & gated])
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from mmod.analysis import SHIFTS, LabelledBatch
 from mmod.analysis.audit.result import Audit
 from mmod.analysis.audit.strata import Strata, say_gaps
 from mmod.analysis.statistics import resampled_means, simultaneous
-from tests.analysis.audit.planted import FAVOURED, PATCH, PLANTED, SIDE, batches_of, plant
-from tests.zoo import make_images, make_model
+from tests.kit.planted import FAVOURED, PATCH, PLANTED, SIDE, batches_of, plant
+from tests.kit.zoo import make_images, make_model
 
 Batch = tuple[Tensor, Tensor]
 
@@ -30,19 +30,19 @@ def place_of(batch: Batch) -> dict[str, list[str]]:
 @pytest.mark.parametrize("kind", ["position", "content"])
 def test_a_fixed_position_is_worth_something_where_objects_are_favoured_alone(kind: str) -> None:
     batches = [LabelledBatch(batch, place_of(batch)) for batch in batches_of(800, seed=3)]
-    found = mmod.audit(plant(PLANTED[kind]), batches, mmod.AuditConfig(conditions=["random"], draws=2, resamples=500))
-    strata = {own.name: own for own in found.strata}
-    assert sum(own.images for own in found.strata) == found.images
+    audit = mmod.audit(plant(PLANTED[kind]), batches, mmod.AuditConfig(conditions=["random"], draws=2, resamples=500))
+    strata = {stratum.name: stratum for stratum in audit.strata}
+    assert sum(stratum.images for stratum in audit.strata) == audit.images
     assert strata["favoured"].gap.low > 0
     assert strata["favoured"].accuracy_p < 0.01
     assert (strata["elsewhere"].gap.low > 0) == (kind == "content")
-    (told,) = say_gaps(found.strata)
-    most, least = sorted(strata.values(), key=lambda own: -own.gap.value)
+    (sentence,) = say_gaps(audit.strata)
+    most, least = sorted(strata.values(), key=lambda stratum: -stratum.gap.value)
     assert kind == "content" or most.name == "favoured"
-    assert told.startswith(f"By place, the learned choice is worth most in {most.name!r}")
-    assert told.endswith("apart." if most.gap.low > least.gap.high else "overlap.")
-    total = sum(own.images * own.gap.value for own in found.strata) / found.images
-    assert total == pytest.approx(found.gap.value)
+    assert sentence.startswith(f"By place, the learned choice is worth most in {most.name!r}")
+    assert sentence.endswith("apart." if most.gap.low > least.gap.high else "overlap.")
+    total = sum(stratum.images * stratum.gap.value for stratum in audit.strata) / audit.images
+    assert total == pytest.approx(audit.gap.value)
 
 
 def labelled(size: int) -> list[LabelledBatch]:
@@ -55,56 +55,56 @@ def shifted(batch: Batch, images: range) -> Batch:
 
 def test_batches_do_not_matter_and_findings_are_read_again() -> None:
     config = mmod.AuditConfig(["random"], draws=1, resamples=200)
-    found = [
+    audits = [
         mmod.audit(
             plant("norm"), labelled(size), config, reference=plant("norm", capacity=1), shifts={"noise": shifted}
         )
         for size in (60, 17)
     ]
-    assert [(own.group, own.name, own.images) for own in found[0].strata[2:]] == [
+    assert [(stratum.group, stratum.name, stratum.images) for stratum in audits[0].strata[2:]] == [
         ("loss of the dense model", "lowest third", 20),
         ("loss of the dense model", "middle third", 20),
         ("loss of the dense model", "highest third", 20),
         ("shift", "none", 60),
         ("shift", "noise", 60),
     ]
-    for one, other in zip(*(own.strata for own in found)):
+    for one, other in zip(*(stratum.strata for stratum in audits)):
         assert one.accuracy == other.accuracy
         assert one.loss_gap.value == pytest.approx(other.loss_gap.value, rel=1e-4, abs=1e-6)
-    whole = found[0].strata[5]
-    assert whole.accuracy.value == found[0].conditions[0].accuracy.value
-    assert whole.gap.value == pytest.approx(found[0].gap.value)
-    assert Audit.from_dict(json.loads(json.dumps(found[0].to_dict()))) == found[0]
-    assert "| shift | noise | 60 |" in " ".join(str(found[0]).split())
+    all_images = audits[0].strata[5]
+    assert all_images.accuracy.value == audits[0].conditions[0].accuracy.value
+    assert all_images.gap.value == pytest.approx(audits[0].gap.value)
+    assert Audit.from_dict(json.loads(json.dumps(audits[0].to_dict()))) == audits[0]
+    assert "| shift | noise | 60 |" in " ".join(str(audits[0]).split())
 
 
 def test_another_set_is_judged_as_if_it_were_the_only_one() -> None:
     name = "vit_tiny_patch16_224"
-    sets = {own: list(zip(make_images(name, 9, own).split(4), (torch.arange(9) % 7).split(4))) for own in range(2)}
+    sets = {key: list(zip(make_images(name, 9, key).split(4), (torch.arange(9) % 7).split(4))) for key in range(2)}
     model = mmod.route_(make_model(name), mmod.RoutingConfig(router="linear", capacity=0.4))
     config = mmod.AuditConfig(["random", "shuffled"], draws=2, resamples=100)
-    one, other = (mmod.audit(model, own, config) for own in sets.values())
+    one, other = (mmod.audit(model, key, config) for key in sets.values())
     both = mmod.audit(model, sets[0], config, others={"other": sets[1]})
     assert both.conditions == one.conditions
-    rows = {own.name: own for own in both.strata}
-    for own, alone in (("none", one), ("other", other)):
-        assert (rows[own].group, rows[own].images) == ("shift", 9)
-        assert rows[own].accuracy.value == alone.conditions[0].accuracy.value
-        assert rows[own].random.value == alone.conditions[1].accuracy.value
-        assert rows[own].gap.value == pytest.approx(alone.gap.value)
+    rows = {key.name: key for key in both.strata}
+    for key, alone in (("none", one), ("other", other)):
+        assert (rows[key].group, rows[key].images) == ("shift", 9)
+        assert rows[key].accuracy.value == alone.conditions[0].accuracy.value
+        assert rows[key].random.value == alone.conditions[1].accuracy.value
+        assert rows[key].gap.value == pytest.approx(alone.gap.value)
 
 
 @pytest.mark.parametrize("name", SHIFTS)
 @pytest.mark.parametrize("shape", [(1, 16, 16), (3, 33, 20)])
 def test_shifts_change_each_image_by_its_number_alone(name: str, shape: tuple[int, ...]) -> None:
     images = torch.randn(5, *shape)
-    found = SHIFTS[name](images.clone(), range(10, 15))
-    assert found.shape == images.shape
-    assert found.isfinite().all()
-    assert (found != images).flatten(1).any(1).all()
+    moved = SHIFTS[name](images.clone(), range(10, 15))
+    assert moved.shape == images.shape
+    assert moved.isfinite().all()
+    assert (moved != images).flatten(1).any(1).all()
     for image in range(5):
         alone = SHIFTS[name](images[image : image + 1], range(10 + image, 11 + image))
-        torch.testing.assert_close(alone[0], found[image], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(alone[0], moved[image], rtol=1e-5, atol=1e-6)
     flat = torch.full((2, *shape), 3.0)
     torch.testing.assert_close(SHIFTS[name](flat, range(2)), flat)
 
@@ -117,8 +117,8 @@ def test_numbers_are_sorted_in_thirds() -> None:
     members = strata.members()
     # What is the same of all tells nothing.
     assert {group for group, _ in members} == {"size"}
-    assert [int(own.sum()) for own in members.values()] == [30, 30, 30]
-    highest = [int(numbers[own].max()) for own in members.values()]
+    assert [int(third.sum()) for third in members.values()] == [30, 30, 30]
+    highest = [int(numbers[third].max()) for third in members.values()]
     assert highest == sorted(highest)
 
 
@@ -128,7 +128,7 @@ def test_intervals_hold_together() -> None:
     for seed in range(100):
         values = rng.normal(size=(80, 8))
         intervals = simultaneous(values.mean(0), resampled_means(values, 300, seed))
-        together += all(own.low <= 0 <= own.high for own in intervals)
+        together += all(interval.low <= 0 <= interval.high for interval in intervals)
     assert 87 <= together <= 100
 
 
@@ -148,22 +148,27 @@ def test_a_model_is_compared_with_others_in_the_same_strata() -> None:
     routed, batches = plant("norm"), batches_of(60, seed=0)
     dense = mmod.unroute_(plant("norm")).train()
     config = mmod.AuditConfig(["random"], draws=1, resamples=100)
-    found = mmod.audit(routed, batches, config, reference=dense, beside={"itself": plant("norm"), "dense": dense})
+    audit = mmod.audit(routed, batches, config, reference=dense, beside={"itself": plant("norm"), "dense": dense})
     assert dense.training
-    groups = {name: [own for own in found.beside if own.group == name] for name in ("itself", "dense")}
+    groups = {
+        name: [comparison for comparison in audit.beside if comparison.group == name] for name in ("itself", "dense")
+    }
     thirds = [f"loss of the dense model: {third} third" for third in ("lowest", "middle", "highest")]
     for rows in groups.values():
-        assert [own.name for own in rows] == ["all images", *thirds]
-        assert sum(own.images for own in rows[1:]) == rows[0].images == 60
-    assert all(own.gap.value == own.loss_gap.value == 0 and own.accuracy_p == 1 for own in groups["itself"])
+        assert [comparison.name for comparison in rows] == ["all images", *thirds]
+        assert sum(comparison.images for comparison in rows[1:]) == rows[0].images == 60
+    assert all(
+        comparison.gap.value == comparison.loss_gap.value == 0 and comparison.accuracy_p == 1
+        for comparison in groups["itself"]
+    )
     images, targets = (torch.cat(part) for part in zip(*batches))
     with torch.no_grad():
         right = {name: model.eval()(images).argmax(1) == targets for name, model in (("own", routed), ("other", dense))}
-    whole = groups["dense"][0]
-    assert whole.accuracy.value == found.conditions[0].accuracy.value
-    assert whole.random.value == pytest.approx(100 * float(right["other"].float().mean()))
-    assert whole.gap.value == pytest.approx(100 * float((right["own"].float() - right["other"].float()).mean()))
-    assert Audit.from_dict(json.loads(json.dumps(found.to_dict()))) == found
-    page = str(found)
+    all_images = groups["dense"][0]
+    assert all_images.accuracy.value == audit.conditions[0].accuracy.value
+    assert all_images.random.value == pytest.approx(100 * float(right["other"].float().mean()))
+    assert all_images.gap.value == pytest.approx(100 * float((right["own"].float() - right["other"].float()).mean()))
+    assert Audit.from_dict(json.loads(json.dumps(audit.to_dict()))) == audit
+    page = str(audit)
     assert "Beside itself, the model is at +0.0 [+0.0, +0.0] points, no significant difference; " in page
     assert "Beside dense, " in page

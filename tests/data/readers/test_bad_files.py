@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from mmod.data.config import DataConfig, PairsConfig
-from mmod.data.corrupt import CorruptDataError, CorruptReport
-from mmod.data.loader import image_stream, pairs_stream
-from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from mmod.data.config import DataConfig
+from mmod.data.corrupt import CorruptDataError
+from mmod.data.loader import image_stream
 from mmod.data.readers.images import decode_image
-from mmod.data.readers.shards import ShardSource
-from tests.data.bad_files import (
+from tests.kit.bad_files import (
     ARCHIVES,
     CAPTIONS,
     CLASSES,
@@ -30,7 +27,6 @@ from tests.data.bad_files import (
     NO_JSON,
     PNG,
     RECORDS,
-    SAID,
     SOUND,
     SPECIAL,
     Payload,
@@ -40,39 +36,9 @@ from tests.data.bad_files import (
     with_checksums,
     zipped,
 )
+from tests.kit.bad_readers import BESIDE, READERS, read_archive, read_folder
 
 pytestmark = [pytest.mark.timeout(20), pytest.mark.usefixtures("trap_folder")]
-
-
-def lengths(captions: list[str]) -> torch.Tensor:
-    return torch.tensor([[len(caption)] for caption in captions])
-
-
-def zeros(image: Any) -> torch.Tensor:
-    return torch.zeros(3, 1, 1)
-
-
-def read_folder(data: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
-    for label, image in (("a", data), ("b", PNG)):
-        Path("val", label).mkdir(parents=True, exist_ok=True)
-        Path("val", label, "0.png").write_bytes(image)
-    stream = image_stream(DataConfig("folder", ".", channels=3, on_corrupt=on_corrupt))
-    return sum(len(classes) for _, classes in stream.batches(0)), stream.report
-
-
-def read_shard(data: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
-    Path("val-0.tar").write_bytes(tar({"0.png": data, "0.cls": b"0", "1.png": PNG, "1.cls": b"1"}))
-    stream = image_stream(DataConfig("shards:{split}-0.tar", channels=3, on_corrupt=on_corrupt))
-    return sum(len(classes) for _, classes in stream.batches(0)), stream.report
-
-
-def read_pairs(data: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
-    Path("0.tar").write_bytes(tar({"0.png": data, "0.txt": b"a", "1.png": PNG, "1.txt": b"bb"}))
-    stream = pairs_stream(PairsConfig(val="0.tar", on_corrupt=on_corrupt), zeros, lengths)
-    return sum(len(tokens) for _, tokens in stream.batches(0)), stream.report
-
-
-READERS = {"folder": read_folder, "shard": read_shard, "pairs": read_pairs}
 
 
 @pytest.mark.parametrize("name", IMAGES)
@@ -92,26 +58,7 @@ def test_unusual_images_that_are_sound(reader: str, name: str) -> None:
     assert READERS[reader](SOUND[name], "raise")[0] == 2
 
 
-BESIDE = {
-    "shard": (".cls", b"7"),
-    "pairs": (".txt", b"seven"),
-    "conversations": (".json", json.dumps({"image": "7.png", "conversations": SAID}).encode()),
-}
 INCOMPLETE = sorted(incomplete(".txt", b""))
-
-
-def read_archive(reader: str, rest: bytes, on_corrupt: Any) -> tuple[int, CorruptReport]:
-    """Write a good sample and what follows, and return how many are read."""
-    suffix, beside = BESIDE[reader]
-    Path("0.tar").write_bytes(body({"7.png": PNG, f"7{suffix}": beside}) + rest)
-    if reader == "conversations":
-        found = open_conversations("0.tar", ConversationsConfig(on_corrupt=on_corrupt))
-        return len(found), found.report
-    if reader == "shard":
-        report = CorruptReport(on_corrupt)
-        return len(ShardSource("0.tar", report)), report
-    stream = pairs_stream(PairsConfig(val="0.tar", on_corrupt=on_corrupt), zeros, lengths)
-    return sum(len(tokens) for _, tokens in stream.batches(0)), stream.report
 
 
 @pytest.mark.parametrize("name", ARCHIVES)
@@ -127,10 +74,10 @@ def test_archives_that_lie(reader: str, name: str) -> None:
 @pytest.mark.parametrize("reader", BESIDE)
 def test_a_key_that_comes_again_is_counted_once(reader: str) -> None:
     suffix, beside = BESIDE[reader]
-    rest = b"".join(body({f"{key}.png": PNG, f"{key}{suffix}": beside}) for key in "878") + END
+    appended = b"".join(body({f"{key}.png": PNG, f"{key}{suffix}": beside}) for key in "878") + END
     with pytest.raises(CorruptDataError, match=r"^0\.tar \[7\]: an earlier sample of the shard has the same key"):
-        read_archive(reader, rest, "raise")
-    read, report = read_archive(reader, rest, "skip")
+        read_archive(reader, appended, "raise")
+    read, report = read_archive(reader, appended, "skip")
     assert (read, [fault.sample for fault in report.faults]) == (2, ["7", "8"])
 
 
@@ -150,10 +97,10 @@ def test_names_that_lead_out_of_a_folder_are_keys_alone(reader: str, name: str) 
 @pytest.mark.parametrize("name", INCOMPLETE)
 @pytest.mark.parametrize("reader", BESIDE)
 def test_samples_that_are_incomplete(reader: str, name: str) -> None:
-    rest = incomplete(*BESIDE[reader])[name]
+    appended = incomplete(*BESIDE[reader])[name]
     with pytest.raises(CorruptDataError, match=r"^0\.tar \[8\]: .*on_corrupt='skip'"):
-        read_archive(reader, rest, "raise")
-    read, report = read_archive(reader, rest, "skip")
+        read_archive(reader, appended, "raise")
+    read, report = read_archive(reader, appended, "skip")
     assert read == 1
     assert report.counts == {"0.tar": 1}
 
@@ -166,7 +113,7 @@ def test_samples_that_are_incomplete(reader: str, name: str) -> None:
 def test_files_that_are_no_shards(reader: str, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     suffix, _ = BESIDE[reader]
     monkeypatch.setitem(BESIDE, reader, (suffix, b""))
-    monkeypatch.setattr("tests.data.readers.test_bad_files.body", lambda members: b"")
+    monkeypatch.setattr("tests.kit.bad_readers.body", lambda members: b"")
     with pytest.raises(CorruptDataError, match=r"0\.tar"):
         read_archive(reader, data, "raise")
     with pytest.raises(ValueError, match=r"hold no complete sample|no conversation is left"):
@@ -184,16 +131,16 @@ def test_files_that_are_no_shards(reader: str, data: bytes, monkeypatch: pytest.
 )
 def test_what_stands_beside_an_image(reader: str, beside: bytes) -> None:
     suffix, _ = BESIDE[reader]
-    rest = body({"8.png": PNG, f"8{suffix}": beside}) + END
+    appended = body({"8.png": PNG, f"8{suffix}": beside}) + END
     if reader == "shard":
-        Path("val-0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + rest)
+        Path("val-0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + appended)
         stream = image_stream(DataConfig("shards:{split}-0.tar", channels=3, on_corrupt="skip"))
         assert [classes.tolist() for _, classes in stream.batches(0)] == [[7]]
         assert list(stream.report.counts.values()) == [1]
         return
     with pytest.raises(CorruptDataError, match=r"^0\.tar \[8"):
-        read_archive(reader, rest, "raise")
-    read, report = read_archive(reader, rest, "skip")
+        read_archive(reader, appended, "raise")
+    read, report = read_archive(reader, appended, "skip")
     assert (read, report.counts) == (1, {"0.tar": 1})
 
 
@@ -240,8 +187,8 @@ def edited(data: bytes, edits: list[tuple[int, int, bytes]]) -> bytes:
     for kind, place, patch in edits:
         at = place % (len(data) + 1)
         header = at // 512 * 512 + (100, 124, 135, 156, 157)[place % 5]
-        rest = data[at + len(patch) :] if kind == 0 else data[at:]
-        versions = (data[:at] + patch + rest, data[:at] + patch + data[at:], data[:at], data[:at] + data[:at])
+        tail = data[at + len(patch) :] if kind == 0 else data[at:]
+        versions = (data[:at] + patch + tail, data[:at] + patch + data[at:], data[:at], data[:at] + data[:at])
         data = versions[kind] if kind < 4 else data[:header] + patch + data[header + len(patch) :]
     return data
 

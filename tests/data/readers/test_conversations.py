@@ -20,13 +20,8 @@ from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
 from mmod.data.records import Message, check_record
 from mmod.training.chat.model import create_word_processor
+from tests.kit.conversations import SOUND, said, write
 
-
-def said(*texts: str, roles: tuple[str, str] = ("human", "gpt")) -> list[dict[str, str]]:
-    return [{"from": roles[place % 2], "value": text} for place, text in enumerate(texts)]
-
-
-SOUND: dict[str, Any] = {"id": "0", "image": "a.png", "conversations": said("<image>\nwhich is the 7 ?", "3")}
 FAULTS: dict[str, dict[str, Any]] = {
     "no list": {"id": "1"},
     "nothing is said": {"id": "1", "conversations": []},
@@ -59,31 +54,18 @@ def test_sound_records_pass() -> None:
     assert check_record(system)[0].role == "system"
 
 
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    Image.new("RGB", (12, 12), (255, 0, 0)).save(tmp_path / "a.png")
-    Image.new("L", (12, 24)).save(tmp_path / "b.png")
-    (tmp_path / "bad.png").write_bytes(b"no image")
-    return tmp_path
-
-
-def write(folder: Path, records: list[Any], name: str = "all.json") -> str:
-    (folder / name).write_text(json.dumps(records))
-    return str(folder / name)
-
-
 def test_files_are_read_and_faults_counted(folder: Path) -> None:
     path = write(folder, [SOUND, *FAULTS.values()])
     with pytest.raises(CorruptDataError, match="no list"):
         open_conversations(path)
-    found = open_conversations(path, ConversationsConfig(on_corrupt="skip"))
-    assert len(found) == 1
-    assert found.report.counts == {path: len(FAULTS)}
-    assert found[0].images[0].size == (12, 12)
+    conversations = open_conversations(path, ConversationsConfig(on_corrupt="skip"))
+    assert len(conversations) == 1
+    assert conversations.report.counts == {path: len(FAULTS)}
+    assert conversations[0].images[0].size == (12, 12)
     lines = folder / "all.jsonl"
     lines.write_text("\n".join(json.dumps(record) for record in [SOUND, SOUND]) + "\n")
     assert len(open_conversations(str(lines))) == 2
-    assert [turn[2] for turn in pickle.loads(pickle.dumps(found)).turns()] == ["3"]
+    assert [turn[2] for turn in pickle.loads(pickle.dumps(conversations)).turns()] == ["3"]
 
 
 @pytest.mark.parametrize("outer", [True, False])
@@ -95,9 +77,9 @@ def test_a_record_that_names_a_key_twice_is_a_fault(folder: Path, outer: bool) -
         (folder / name).write_text(text)
         with pytest.raises(CorruptDataError, match=f"the key '{'id' if outer else 'from'}' occurs twice"):
             open_conversations(str(folder / name))
-        found = open_conversations(str(folder / name), ConversationsConfig(on_corrupt="skip"))
-        assert (len(found), len(found.report.faults)) == (2, 1)
-        assert [fault.sample for fault in found.report.faults] == ["1"]
+        conversations = open_conversations(str(folder / name), ConversationsConfig(on_corrupt="skip"))
+        assert (len(conversations), len(conversations.report.faults)) == (2, 1)
+        assert [fault.sample for fault in conversations.report.faults] == ["1"]
     for text, message in ((f"[{twice}, ", "is no JSON"), (twice, "holds no list")):
         (folder / "all.json").write_text(text)
         with pytest.raises(ValueError, match=message):
@@ -125,13 +107,13 @@ def test_sources_that_are_none(folder: Path) -> None:
 
 def test_a_damaged_shard_is_counted_once(tmp_path: Path) -> None:
     config = ConversationsConfig(root=str(tmp_path / "set"), on_corrupt="skip")
-    whole = open_conversations("questions:tiny/test", config)
+    undamaged = open_conversations("questions:tiny/test", config)
     shard = tmp_path / "test-cut.tar"
     data = (tmp_path / "set" / "test-000000.tar").read_bytes()
     shard.write_bytes(data[: len(data) // 2])
-    found = open_conversations(str(shard), config)
-    assert 20 < len(found) < len(whole)
-    assert found.report.counts == {str(shard): 1}
+    conversations = open_conversations(str(shard), config)
+    assert 20 < len(conversations) < len(undamaged)
+    assert conversations.report.counts == {str(shard): 1}
     with pytest.raises(CorruptDataError, match="test-cut"):
         open_conversations(str(shard))
 
@@ -148,8 +130,8 @@ NONE = {"id": "3", "conversations": said("which is larger , 3 or 7 ?", "7")}
 def talks(folder: Path) -> list[ChatSample]:
     for name in ("a", "b"):
         Image.new("RGB", (12, 12)).save(folder / f"{name}.png")
-    found = open_conversations(write(folder, [SOUND, TWO, NONE]))
-    return [found[index] for index in range(3)]
+    conversations = open_conversations(write(folder, [SOUND, TWO, NONE]))
+    return [conversations[index] for index in range(3)]
 
 
 def test_labels_stand_on_answers_alone(talks: list[ChatSample]) -> None:
@@ -171,9 +153,11 @@ def test_prompts_end_where_the_answer_starts(talks: list[ChatSample]) -> None:
     for row in range(3):
         prompt = prompts["input_ids"][row][prompts["attention_mask"][row].bool()]
         assert torch.equal(prompt, batch["input_ids"][row][: len(prompt)])
-        rest = batch["labels"][row][len(prompt) :]
-        assert (rest[rest != IGNORED] == batch["input_ids"][row][len(prompt) :][rest != IGNORED]).all()
-        assert rest[0] != IGNORED
+        answer_labels = batch["labels"][row][len(prompt) :]
+        assert (
+            answer_labels[answer_labels != IGNORED] == batch["input_ids"][row][len(prompt) :][answer_labels != IGNORED]
+        ).all()
+        assert answer_labels[0] != IGNORED
     assert prompts["attention_mask"][:, -1].all()
 
 
@@ -216,8 +200,8 @@ def test_protected_text_is_the_question_or_all_that_is_said(talks: list[ChatSamp
 
 def test_long_conversations_are_cut_but_never_an_image(talks: list[ChatSample]) -> None:
     processor = create_word_processor(image_size=12, patch_size=6)
-    whole = ChatCollator(processor)(talks[1:2])
-    cut = ChatCollator(processor, max_length=whole["input_ids"].shape[1] - 2)(talks[1:2])
+    uncut = ChatCollator(processor)(talks[1:2])
+    cut = ChatCollator(processor, max_length=uncut["input_ids"].shape[1] - 2)(talks[1:2])
     assert processor.tokenizer.decode(cut["labels"][0][cut["labels"][0] != IGNORED]) == "first </s>"
     assert cut["attention_mask"].shape == cut["input_ids"].shape
     with pytest.raises(ValueError, match="cuts off an image"):
@@ -253,22 +237,24 @@ def test_conversion_lists_what_it_leaves_out(folder: Path) -> None:
     assert report["dropped"] == {"invalid record": len(FAULTS), "image cannot be decoded": 1, "image not found": 1}
     assert json.loads((folder / "out" / "conversations.json").read_text()) == [SOUND, TWO, NONE]
     assert len((folder / "out" / "dropped.csv").read_text().splitlines()) == 1 + len(bad)
-    found = open_conversations(str(folder / "out" / "conversations.json"), ConversationsConfig(images=str(folder)))
-    assert len(found) == 3
+    conversations = open_conversations(
+        str(folder / "out" / "conversations.json"), ConversationsConfig(images=str(folder))
+    )
+    assert len(conversations) == 3
 
 
 def test_conversion_goes_on_where_it_stopped(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import mmod.data.convert.conversations as module
 
     write(folder, [SOUND, TWO, NONE, SOUND, {**SOUND, "id": "last"}])
-    whole = convert(folder, shards=True)
+    uninterrupted = convert(folder, shards=True)
     first = {path.name: path.read_bytes() for path in (folder / "out").glob("*.tar")}
     shutil.rmtree(folder / "out")
-    check, seen = module._check, []
+    check, checked = module._check, []
 
     def stop_after_three(record: Any, *settings: Any) -> Any:
-        seen.append(record["id"])
-        if len(seen) == 4:
+        checked.append(record["id"])
+        if len(checked) == 4:
             raise KeyboardInterrupt
         return check(record, *settings)
 
@@ -277,17 +263,17 @@ def test_conversion_goes_on_where_it_stopped(folder: Path, monkeypatch: pytest.M
         convert(folder, shards=True, threads=1)
 
     def count(record: Any, *settings: Any) -> Any:
-        seen.append(record["id"])
+        checked.append(record["id"])
         return check(record, *settings)
 
     monkeypatch.setattr(module, "_check", count)
-    seen.clear()
+    checked.clear()
     again = convert(folder, shards=True)
-    assert again == whole
-    assert seen[0] != SOUND["id"] or len(seen) == 3
+    assert again == uninterrupted
+    assert checked[0] != SOUND["id"] or len(checked) == 3
     assert {path.name: path.read_bytes() for path in (folder / "out").glob("*.tar")} == first
-    found = open_conversations(f"{folder}/out/*.tar")
-    assert [len(found[index].images) for index in range(5)] == [1, 2, 0, 1, 1]
+    conversations = open_conversations(f"{folder}/out/*.tar")
+    assert [len(conversations[index].images) for index in range(5)] == [1, 2, 0, 1, 1]
 
 
 SUFFIXES = (
@@ -337,10 +323,10 @@ def test_missing_images_are_found_before_anything_is_read(folder: Path, on_corru
         with pytest.raises(CorruptDataError, match=r"all\.json \[1\]: image not found: .*sub/no\.png"):
             open_conversations(path, config)
         return
-    found = open_conversations(path, config)
-    assert [found.record(index)["key"] for index in range(len(found))] == ["0", "2", "7"]
-    assert found.report.counts == {path: 5}
-    assert "[6]: image outside the folder" in str(found.report)
+    conversations = open_conversations(path, config)
+    assert [conversations.record(index)["key"] for index in range(len(conversations))] == ["0", "2", "7"]
+    assert conversations.report.counts == {path: 5}
+    assert "[6]: image outside the folder" in str(conversations.report)
 
 
 @pytest.mark.parametrize("line", [b'{"id": ', b"\xff\xfe", b"[" * 100_000, b'"\xe9"'])
@@ -350,8 +336,8 @@ def test_broken_lines_are_named(folder: Path, line: bytes) -> None:
     path.write_bytes(b"\xef\xbb\xbf" + good + b"\r\n\n" + line + b"\n" + good)
     with pytest.raises(CorruptDataError, match=r"all\.jsonl \[1\]: line 3 is no JSON"):
         open_conversations(str(path))
-    found = open_conversations(str(path), ConversationsConfig(on_corrupt="skip"))
-    assert (len(found), found.report.counts) == (2, {str(path): 1})
+    conversations = open_conversations(str(path), ConversationsConfig(on_corrupt="skip"))
+    assert (len(conversations), conversations.report.counts) == (2, {str(path): 1})
     config = ConversationsConversion(str(path), f"{folder}/out", on_fault="drop")
     assert convert_conversations(config, progress=False)["dropped"] == {"invalid record": 1}
     assert "line 3 is no JSON" in (folder / "out" / "dropped.csv").read_text()

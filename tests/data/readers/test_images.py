@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 from pathlib import Path
 from typing import Any
@@ -19,19 +18,8 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.loader import DataConfig, PairsConfig, image_stream, pairs_stream
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.readers.images import EXTENSIONS, convert_image, decode_image, open_image
-from tests.data.pair_files import tokenizer, transform, write_tar
-
-RAMP = np.arange(65536, dtype=np.uint16).reshape(256, 256)
-
-
-def encode_image(image: Image.Image, kind: str, **options: Any) -> bytes:
-    file = io.BytesIO()
-    image.save(file, format=kind, **options)
-    return file.getvalue()
-
-
-def encode(pixels: np.ndarray, kind: str, **options: Any) -> bytes:
-    return encode_image(Image.fromarray(pixels), kind, **options)
+from tests.kit.deep_images import DEEP, RAMP, UNSCALED, encode, encode_image
+from tests.kit.pair_files import tokenizer, transform, write_tar
 
 
 def twelve_bits() -> bytes:
@@ -43,25 +31,11 @@ def twelve_bits() -> bytes:
     return b"II*\0" + start.to_bytes(4, "little") + packed + bytes([len(tags), 0]) + b"".join(entries) + bytes(4)
 
 
-DEEP = {
-    "png": encode(RAMP, "PNG"),
-    "tiff": encode(RAMP, "TIFF"),
-    "big-endian tiff": encode(RAMP.astype(">u2"), "TIFF"),
-    "pgm": encode(RAMP, "PPM"),
-    "jpeg 2000": encode(RAMP, "JPEG2000", irreversible=False),
-}
-UNSCALED = {
-    "float tiff": encode(RAMP.astype(np.float32) / 65535, "TIFF"),
-    "32-bit tiff": encode(RAMP.astype(np.int32), "TIFF"),
-    "pfm": encode(RAMP.astype(np.float32), "PPM"),
-}
-
-
 @pytest.mark.parametrize("name", DEEP)
 def test_16_bits_become_their_upper_8(name: str) -> None:
     for mode in ("L", "RGB"):
-        found = np.asarray(decode_image(DEEP[name], mode))
-        assert np.array_equal(found[..., 0] if mode == "RGB" else found, RAMP >> 8)
+        pixels = np.asarray(decode_image(DEEP[name], mode))
+        assert np.array_equal(pixels[..., 0] if mode == "RGB" else pixels, RAMP >> 8)
 
 
 def test_other_depths_of_tiff() -> None:
@@ -138,8 +112,8 @@ def read_conversation(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, 
     folder.mkdir(exist_ok=True)
     (folder / "0.png").write_bytes(data)
     (folder / "a.json").write_text(json.dumps([{"image": "0.png", "conversations": said}]))
-    found = open_conversations(f"{folder}/a.json", ConversationsConfig(on_corrupt=on_corrupt))
-    return transform(found[0].images[0])[None], found.report
+    conversations = open_conversations(f"{folder}/a.json", ConversationsConfig(on_corrupt=on_corrupt))
+    return transform(conversations[0].images[0])[None], conversations.report
 
 
 def read_shard(data: bytes, folder: Path, on_corrupt: Any) -> tuple[Any, CorruptReport]:

@@ -31,12 +31,12 @@ def encode(image: Image.Image) -> bytes:
 
 def slow_patches(labels: np.ndarray, side: int) -> list[int]:
     """Count pixel by pixel; the smallest of the most frequent classes but 255, -100 where there is none."""
-    found = []
+    patches = []
     for top in range(0, len(labels), side):
         for left in range(0, len(labels), side):
             counts = Counter(int(label) for label in labels[top : top + side, left : left + side].flat if label != 255)
-            found.append(min(counts, key=lambda label: (-counts[label], label), default=-100))
-    return found
+            patches.append(min(counts, key=lambda label: (-counts[label], label), default=-100))
+    return patches
 
 
 @given(seed=st.integers(0, 2**32), side=st.integers(1, 5), steps=st.integers(1, 4), classes=st.integers(1, 256))
@@ -73,7 +73,7 @@ def test_streams_give_each_patch_its_class_however_they_are_read(crowds: DataCon
     expected = torch.tensor([slow_patches(scene.labels, 4) for scene in scenes])
     shards = f"shards:{crowds.root}/{{split}}-*.tar"
     config = replace(crowds, source=shards, crop_pct=0.5, workers=2, mean=(0.094,), std=(0.22,))
-    batches = [list(image_stream(each).batches(0)) for each in (crowds, config)]
+    batches = [list(image_stream(source).batches(0)) for source in (crowds, config)]
     for (images, labels), (others, other_labels) in zip(*batches, strict=True):
         torch.testing.assert_close(images, others, rtol=0, atol=1e-5)
         assert torch.equal(labels, other_labels)

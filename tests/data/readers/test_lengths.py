@@ -20,8 +20,8 @@ from mmod.data.readers.lengths import open_checked
 from mmod.training import fit
 from mmod.training.chat.model import create_word_processor
 from mmod.training.chat.recipe import ChatRecipe
-from tests.data.readers.test_conversations import said
-from tests.training.chat.configs import vlm_config
+from tests.kit.chat_configs import vlm_config
+from tests.kit.conversations import said
 
 SKIP = ConversationsConfig(on_corrupt="skip")
 
@@ -98,20 +98,20 @@ def test_what_is_found_is_what_a_collator_meets(
     found_any = set()
     for limit in (4, 9, 20, 40, 80, 240, 10_000, None):
         collator = ChatCollator(processor, max_length=limit)
-        wanted = fails(collator, chats)
-        if len(wanted) == len(chats):
+        expected = fails(collator, chats)
+        if len(expected) == len(chats):
             with pytest.raises(ValueError, match="no conversation is left"):
                 open_checked(str(path), SKIP, collator)
             continue
         checked = open_checked(str(path), SKIP, collator)
         left = {checked.record(index)["key"] for index in range(len(checked))}
-        assert left == {str(key) for key in range(_RECORDS)} - wanted.keys(), limit
+        assert left == {str(key) for key in range(_RECORDS)} - expected.keys(), limit
         reasons = {fault.sample.split("'")[1]: fault.reason for fault in checked.report.faults}
-        assert reasons.keys() == wanted.keys()
-        for key, kind in wanted.items():
+        assert reasons.keys() == expected.keys()
+        for key, kind in expected.items():
             assert ("cuts off an image" if kind == "image" else "leaves no answer") in reasons[key]
             found_any.add(kind)
-        if wanted:
+        if expected:
             with pytest.raises(CorruptDataError, match=rf"conversation \d+, '\d+'.*max_length={limit} .* tokens"):
                 open_checked(str(path), ConversationsConfig(), collator)
     assert found_any == {"image", "answer"}
@@ -167,18 +167,18 @@ def test_a_long_check_is_kept(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     path.write_text(json.dumps([record(rng, tmp_path, key) for key in range(12)]))
     collator = ChatCollator(PROCESSORS[name](), max_length=60)
 
-    def found(limit: int = 60) -> str:
+    def check(limit: int = 60) -> str:
         return str(open_checked(str(path), SKIP, replace(collator, max_length=limit)).report)
 
-    first = found()
+    first = check()
     assert "max_length=60" in first
     calls: list[int] = []
     encode = ChatCollator.plain_tokens
     monkeypatch.setattr(ChatCollator, "plain_tokens", lambda *args: calls.append(1) or encode(*args))
     replace(collator, max_length=None)([open_conversations(str(path))[0]])
-    assert found() == first
+    assert check() == first
     assert not calls, "an equal check is read"
-    assert "max_length=50" in found(50)
+    assert "max_length=50" in check(50)
     assert calls, "another length is another check"
     calls.clear()
     kept = sorted(tmp_path.glob(".conversations-*.check"))
@@ -186,12 +186,12 @@ def test_a_long_check_is_kept(name: str, tmp_path: Path, monkeypatch: pytest.Mon
     for text in ("", "[", "{}", '{"version": 1, "faults": [[0]]}', '{"version": 1, "faults": [[99, "a"]]}'):
         for place in kept:
             place.write_text(text)
-        assert found() == first
+        assert check() == first
     calls.clear()
-    assert found() == first
+    assert check() == first
     assert not calls
     Image.new("RGB", (190, 190)).save(tmp_path / "0-0.png")
-    found()
+    check()
     assert bool(calls) == (name != "llava"), "an exchanged image counts where its size does"
 
 

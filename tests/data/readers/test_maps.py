@@ -32,13 +32,13 @@ def test_the_middle_square_of_image_and_map_go_together(tmp_path: Path) -> None:
         labels = np.kron(draw.integers(0, 5, (height // 16, width // 16)), np.ones((16, 16), int))
         save(tmp_path, name, 50 * np.stack([labels] * 3, axis=-1), labels)
     stream = image_stream(config(tmp_path, image_size=32))
-    seen = 0
+    count = 0
     for images, classes in stream.batches(0):
         # Every patch is of one colour inside, fifty times its class.
         middle = images[:, 0].unflatten(1, (4, 8)).unflatten(3, (4, 8))[:, :, 3:5, :, 3:5].mean((2, 4)) * 255 / 50
         assert np.allclose(middle.flatten(1), classes, atol=0.3)
-        seen += len(classes)
-    assert seen == 3
+        count += len(classes)
+    assert count == 3
 
 
 def test_smaller_images_keep_the_labels_of_the_square(tmp_path: Path) -> None:

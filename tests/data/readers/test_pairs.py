@@ -16,7 +16,7 @@ from torch import Tensor
 from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.loader import pairs_stream
-from tests.data.pair_files import pair, png, tokenizer, transform, write_pairs, write_tar
+from tests.kit.pair_files import pair, png, tokenizer, transform, write_pairs, write_tar
 
 
 def train(config: PairsConfig, rank: int = 0, world: int = 1, seed: int = 0) -> Any:
@@ -49,9 +49,9 @@ def test_an_exact_epoch_has_every_pair_once_and_image_and_caption_belong_togethe
 def test_a_stream_that_goes_on_has_the_same_batches(shards: str) -> None:
     workers = random.Random().choice([0, 2, 3])
     config = exact(shards, workers=workers)
-    whole = keys(train(config).batches(1))
+    all_keys = keys(train(config).batches(1))
     for start in (1, 5, 10):
-        assert keys(train(config).batches(1, start)) == whole[4 * start :], workers
+        assert keys(train(config).batches(1, start)) == all_keys[4 * start :], workers
 
 
 def test_processes_share_the_work(shards: str) -> None:
@@ -71,9 +71,9 @@ def test_one_process_and_two_see_the_same_global_batches(shards: str) -> None:
 def test_remote_shards_and_lists(tmp_path: Path, shards: str) -> None:
     folder = Path(shards).parent
     pattern = [f"pipe:cat {folder}/a-{{00000..00001}}.tar", str(folder / "a-00003.tar")]
-    seen = set(keys(train(exact(pattern, root=str(tmp_path / "copies"))).batches(0)))
-    assert seen <= {*range(20), *range(30, 40)}
-    assert len(seen) == 28
+    read_keys = set(keys(train(exact(pattern, root=str(tmp_path / "copies"))).batches(0)))
+    assert read_keys <= {*range(20), *range(30, 40)}
+    assert len(read_keys) == 28
 
 
 def test_augmentation_draws_follow_the_place_not_the_worker(shards: str) -> None:
@@ -121,9 +121,9 @@ def test_broken_samples_stop_or_are_counted_for_their_shard(tmp_path: Path, kind
     with pytest.raises(CorruptDataError, match=REASONS[kind]):
         keys(train(exact(pattern)).batches(0))
     stream = train(exact(pattern, on_corrupt="skip"))
-    seen = keys(stream.batches(0))
-    assert len(seen) == 4 * stream.steps_per_epoch
-    assert 2 not in seen
+    read_keys = keys(stream.batches(0))
+    assert len(read_keys) == 4 * stream.steps_per_epoch
+    assert 2 not in read_keys
     assert stream.report.counts == {str(bad): 1}
     assert REASONS[kind] in str(stream.report)
 
@@ -142,8 +142,8 @@ def test_damaged_shards_are_found(tmp_path: Path, damage: str) -> None:
     with pytest.raises(CorruptDataError, match=r"damaged|ends at byte|holds no sample|no valid header"):
         keys(train(exact(pattern)).batches(0))
     stream = train(exact(pattern, on_corrupt="skip"))
-    seen = set(keys(stream.batches(0)))
-    assert seen <= {*range(11)}
+    read_keys = set(keys(stream.batches(0)))
+    assert read_keys <= {*range(11)}
     assert stream.report.counts.keys() == {str(bad)}
 
 
@@ -171,10 +171,10 @@ def test_a_full_pass_counts_exactly_the_good_samples(tmp_path: Path, workers: in
         write_tar(tmp_path / f"{shard:05d}.tar", members)
     config = PairsConfig(val=str(tmp_path / "*.tar"), batch_size=32, workers=workers, on_corrupt="skip")
     stream = pairs_stream(config, transform, tokenizer)
-    seen = keys(stream.batches(0))
+    read_keys = keys(stream.batches(0))
     assert bad >= 5
-    assert len(seen) == len(good) == 1000 - bad
-    assert set(seen) == good
+    assert len(read_keys) == len(good) == 1000 - bad
+    assert set(read_keys) == good
     assert sum(stream.report.counts.values()) == bad
 
 

@@ -18,9 +18,7 @@ from mmod.data.convert.conversations import ConversationsConversion, convert_con
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.data.records import Message, check_record
-from tests.data.readers.test_conversations import SOUND, folder, said, write
-
-__all__ = ["folder"]
+from tests.kit.conversations import SOUND, said, write
 
 
 def content(*parts: Any) -> list[dict[str, Any]]:
@@ -55,9 +53,9 @@ SPELLINGS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", SPELLINGS)
 def test_other_spellings_are_read_as_the_same_conversation(name: str, folder: Path) -> None:
-    (found,) = (open_conversations(write(folder, [SPELLINGS[name]])),)
-    assert found[0].messages == (Message("user", "<image>which is the 7 ?"), Message("assistant", "3"))
-    assert [image.getpixel((0, 0)) for image in found[0].images] == [(255, 0, 0)]
+    (conversations,) = (open_conversations(write(folder, [SPELLINGS[name]])),)
+    assert conversations[0].messages == (Message("user", "<image>which is the 7 ?"), Message("assistant", "3"))
+    assert [image.getpixel((0, 0)) for image in conversations[0].images] == [(255, 0, 0)]
 
 
 def test_several_images_keep_their_order_in_every_spelling(folder: Path) -> None:
@@ -71,9 +69,9 @@ def test_several_images_keep_their_order_in_every_spelling(folder: Path) -> None
         {"images": both, "messages": content({"type": "image"}, parts[0], {"type": "image"}, parts[1])},
         {"messages": content(named[0], parts[0], named[1], parts[1])},
     ]
-    found = open_conversations(write(folder, records))
-    assert {found[index].messages for index in range(4)} == {(Message("user", text), Message("assistant", "3"))}
-    assert all([image.size for image in found[index].images] == [(12, 24), (12, 12)] for index in range(4))
+    conversations = open_conversations(write(folder, records))
+    assert {conversations[index].messages for index in range(4)} == {(Message("user", text), Message("assistant", "3"))}
+    assert all([image.size for image in conversations[index].images] == [(12, 24), (12, 12)] for index in range(4))
     prompt = {"system": "be brief", "conversations": said("a ?", "3")}
     assert check_record(prompt)[0] == Message("system", "be brief")
 
@@ -130,8 +128,11 @@ def test_what_no_reader_reads_is_a_fault_by_its_name(name: str, folder: Path) ->
     path = write(folder, [SOUND, record])
     with pytest.raises(CorruptDataError, match=rf"\[1\]: .*{message}"):
         open_conversations(path)
-    found = open_conversations(path, ConversationsConfig(on_corrupt="skip"))
-    assert ([found.record(index)["key"] for index in range(len(found))], found.report.counts) == (["0"], {path: 1})
+    conversations = open_conversations(path, ConversationsConfig(on_corrupt="skip"))
+    assert (
+        [conversations.record(index)["key"] for index in range(len(conversations))],
+        conversations.report.counts,
+    ) == (["0"], {path: 1})
     report = convert_conversations(ConversationsConversion(path, f"{folder}/out", on_fault="drop"), progress=False)
     assert report["dropped"] == {"invalid record": 1}
 
@@ -158,9 +159,9 @@ def test_shards_with_other_media_or_images_that_are_missing_are_faults(tmp_path:
                 entry = tarfile.TarInfo(f"{key}.{name}")
                 entry.size = len(data)
                 tar.addfile(entry, io.BytesIO(data))
-    found = open_conversations(str(tmp_path / "all.tar"), ConversationsConfig(on_corrupt="skip"))
-    assert [found.record(index)["key"] for index in range(len(found))] == ["a"]
-    assert [fault.reason for fault in found.report.faults] == [
+    conversations = open_conversations(str(tmp_path / "all.tar"), ConversationsConfig(on_corrupt="skip"))
+    assert [conversations.record(index)["key"] for index in range(len(conversations))] == ["a"]
+    assert [fault.reason for fault in conversations.report.faults] == [
         "2 names of images for 1 images",
         "has a .mp4 member, which this reader does not read",
         "has a .0.wav member, which this reader does not read",

@@ -24,9 +24,9 @@ from mmod.data.readers.images import UnreadableSampleError
 from mmod.data.readers.shards import ShardSource, expand_pattern
 from mmod.data.synthetic.questions import QUESTIONS
 from mmod.io.remote import RemoteConfig, RemoteError, RemoteFiles
-from tests.data.pair_files import tokenizer, transform, write_pairs
-from tests.data.readers.test_shards import read_all, write_samples
-from tests.processes import run_processes
+from tests.kit.pair_files import tokenizer, transform, write_pairs
+from tests.kit.processes import run_processes
+from tests.kit.shards import read_all, write_samples
 
 SAMPLES = [(key, key % 10) for key in range(6)]
 URL = "memory://shards/{0..1}.tar"
@@ -264,8 +264,8 @@ def test_a_shard_that_failed_is_not_asked_for_every_sample(flaky: type[Flaky], s
 
 
 def test_a_file_that_ends_early_is_no_copy(flaky: type[Flaky], shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Flaky.info
-    monkeypatch.setattr(Flaky, "info", lambda self, path, **options: {**whole(self, path), "size": 99999})
+    host_info = Flaky.info
+    monkeypatch.setattr(Flaky, "info", lambda self, path, **options: {**host_info(self, path), "size": 99999})
     with pytest.raises(RemoteError, match="the file ended after 10240 of 99999 bytes"):
         RemoteFiles(RemoteConfig(retries=0)).copy("flaky://shards/0.tar", shards / "copy.tar")
     assert not (shards / "copy.tar").exists()

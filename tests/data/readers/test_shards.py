@@ -1,7 +1,6 @@
 import gzip
 import io
 import tarfile
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,26 +10,8 @@ from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.images import UnreadableSampleError
 from mmod.data.readers.shards import ShardSource, expand_pattern
 from mmod.io.remote import RemoteConfig
-from tests.data.pair_files import write_tar
-
-
-def png(value: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("L", (8, 8), value).save(file, format="PNG")
-    return file.getvalue()
-
-
-def sample(key: int) -> dict[str, bytes]:
-    return {f"{key:04d}.png": png(key), f"{key:04d}.cls": str(key % 10).encode()}
-
-
-def write_samples(path: Path, keys: range) -> Path:
-    return write_tar(path, {name: data for key in keys for name, data in sample(key).items()})
-
-
-def read_all(source: ShardSource) -> list[tuple[int, int]]:
-    found = [source.read(index, "L") for index in range(len(source))]
-    return [(int(np.asarray(image)[0, 0]), label) for image, label in found]
+from tests.kit.pair_files import write_tar
+from tests.kit.shards import png, read_all, sample, write_samples
 
 
 def test_samples_of_all_shards_in_order_and_by_number(tmp_path):

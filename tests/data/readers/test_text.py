@@ -42,9 +42,9 @@ def test_files_of_ones_own_are_found_by_a_pattern(tmp_path: Path) -> None:
         (tmp_path / f"copy-{number}.txt").write_bytes(b"%d " % number * 20)
     (tmp_path / "other.bin").write_bytes(b"not read")
     pattern = str(tmp_path / "*.txt")
-    found = [read_text(pattern, split).tobytes().split(b"\0")[:-1] for split in ("train", "val", "test")]
-    assert sum(map(len, found)) == 160
-    assert all(own.count(content) == 2 for own in found for content in own)
+    contents_of_splits = [read_text(pattern, split).tobytes().split(b"\0")[:-1] for split in ("train", "val", "test")]
+    assert sum(map(len, contents_of_splits)) == 160
+    assert all(texts.count(content) == 2 for texts in contents_of_splits for content in texts)
     with pytest.raises(ValueError, match="matches no file"):
         read_text(str(tmp_path / "*.md"), "train")
     with pytest.raises(ValueError, match=r"of 1 files .* none is in the split"):
@@ -54,14 +54,14 @@ def test_files_of_ones_own_are_found_by_a_pattern(tmp_path: Path) -> None:
 def test_batches_follow_from_seed_epoch_and_place() -> None:
     config = TextConfig(length=32, batch_size=8, val_split="test", val_limit=21)
     stream, twin = (text_stream(config, seed=3) for _ in range(2))
-    own, other, following = stream.batches(1), twin.batches(1, start=2), stream.batches(2)
-    skipped = [next(own) for _ in range(2)]
-    assert torch.equal(next(own)[0], next(other)[0])
+    first, other, following = stream.batches(1), twin.batches(1, start=2), stream.batches(2)
+    skipped = [next(first) for _ in range(2)]
+    assert torch.equal(next(first)[0], next(other)[0])
     assert not torch.equal(skipped[0][0], next(following)[0])
     halves = [text_stream(config, 3, rank, world=2) for rank in range(2)]
     assert not torch.equal(*(next(half.batches(1))[0] for half in halves))
     evaluated = [text_stream(config, None, rank, 2) for rank in range(2)]
     windows = torch.cat([tokens for stream in evaluated for tokens, _ in stream.batches(0)])
     assert len(windows) == 21
-    whole = torch.cat([tokens for tokens, _ in text_stream(config).batches(0)])
-    assert sorted(windows.tolist()) == sorted(whole.tolist())
+    all_tokens = torch.cat([tokens for tokens, _ in text_stream(config).batches(0)])
+    assert sorted(windows.tolist()) == sorted(all_tokens.tolist())

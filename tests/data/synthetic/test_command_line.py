@@ -1,7 +1,7 @@
 from functools import partial
 
 from mmod.data.synthetic.digits import DIGITS
-from tests.scripts import run_script
+from tests.kit.scripts import run_script
 
 run = partial(run_script, "datasets/digits.py")
 

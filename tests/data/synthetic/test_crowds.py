@@ -9,13 +9,10 @@ import pytest
 
 from mmod.data.synthetic.crowds import CLASSES, CROWDS, DIFFICULTIES, CrowdsConfig, compose_crowds
 from mmod.data.synthetic.handwriting import SPLITS, load_sources
+from tests.kit.disk import contents
 
 TINY = DIFFICULTIES["tiny"]
 FEW = {"train": 12, "val": 12, "test": 12}
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(root.iterdir())}
 
 
 def test_builds_are_equal_byte_for_byte_and_differ_by_seed(tmp_path: Path) -> None:
@@ -38,9 +35,9 @@ def test_labels_are_those_of_the_digits_in_their_boxes_and_nowhere_else(level: s
             image, labels = scene.image[y1:y2, x1:x2], scene.labels[y1:y2, x1:x2]
             assert np.array_equal(labels > 0, image >= 255 * config.ink)
             assert set(np.unique(labels)) == {0, int(sources.labels[source]) + 1}
-            for rest in left:
-                rest[y1:y2, x1:x2] = 0
-        assert not any(rest.any() for rest in left)
+            for background in left:
+                background[y1:y2, x1:x2] = 0
+        assert not any(background.any() for background in left)
         for (x1, y1, x2, y2), (x3, y3, x4, y4) in combinations(scene.boxes, 2):
             assert min(x2, x4) <= max(x1, x3) or min(y2, y4) <= max(y1, y3)
 

@@ -2,7 +2,6 @@ import json
 import signal
 import tarfile
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,13 +10,10 @@ from mmod.data.synthetic import build
 from mmod.data.synthetic.build import MANIFEST
 from mmod.data.synthetic.digits import DIFFICULTIES, DIGITS, DigitsConfig, compose_scenes
 from mmod.data.synthetic.handwriting import SPLITS, load_sources
-from tests.processes import run_processes
+from tests.kit.disk import contents
+from tests.kit.processes import run_processes
 
 TINY = DIFFICULTIES["tiny"]
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(root.iterdir())}
 
 
 def test_builds_are_equal_byte_for_byte_and_differ_by_seed(tmp_path):

@@ -11,12 +11,9 @@ import pytest
 
 from mmod.data.synthetic.handwriting import SPLITS, load_sources
 from mmod.data.synthetic.scenes import DIFFICULTIES, SCENES, ScenesConfig, all_contents, compose_pairs
+from tests.kit.disk import contents
 
 TINY = DIFFICULTIES["tiny"]
-
-
-def contents(root: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(root.iterdir())}
 
 
 def test_builds_are_equal_byte_for_byte_and_tell_open_clip_their_sizes(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ def test_no_least_is_made_up(best: float, bend: float) -> None:
 def point(series: str, size: float, budget: float, shift: float) -> dict[str, object]:
     best = 1e5 * budget / 1e9
     losses = {seed: {"loss": shift + 0.1 * seed + 0.1 * math.log(size / best) ** 2} for seed in range(3)}
-    mean = sum(own["loss"] for own in losses.values()) / 3
+    mean = sum(figures["loss"] for figures in losses.values()) / 3
     common = {"steps": 10, "spent": budget, "rate": 0.1}
     row = {"series": series, "size": f"s{size:g}", "budget": budget, "parameters": size, "forward": 2 * size}
     return {**row, **common, "seeds": losses, "loss": mean, "loss_std": 0.1}

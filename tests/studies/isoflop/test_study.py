@@ -19,9 +19,9 @@ from mmod.training.engine.distributed import Process
 from mmod.training.engine.parse import read_config
 from mmod.training.text.model import window_flops
 from mmod.training.text.recipe import TextRecipe
-from tests.counting import flop_counter
-from tests.cover import in_turn
-from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
+from tests.kit.counting import flop_counter
+from tests.kit.cover import in_turn
+from tests.kit.text_configs import LLAMA, PREDICTOR, SCORE, text_config
 
 ROOT = Path(__file__).parents[3]
 SIZES = {f"w{width}": {"hidden_size": width, "intermediate_size": 2 * width} for width in (8, 16, 24)}
@@ -114,11 +114,11 @@ def test_each_budget_is_spent(tmp_path: Path) -> None:
 
 
 def test_a_study_goes_on_and_reports_no_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config, train, seen = isoflop(tmp_path), study._train, []
+    config, train, trained = isoflop(tmp_path), study._train, []
 
     def watched(job: Any, tick: Any) -> Any:
-        seen.append((job.config.output, job.seed))
-        if len(seen) == 15:
+        trained.append((job.config.output, job.seed))
+        if len(trained) == 15:
             raise KeyboardInterrupt
         return train(job, tick)
 
@@ -126,15 +126,15 @@ def test_a_study_goes_on_and_reports_no_trial(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt):
         run_study(config, progress=False)
     result = run_study(config, progress=False)
-    assert {seed for output, seed in seen if "rates" in output} == {2}
-    assert {seed for output, seed in seen if "rates" not in output} == {0, 1}
+    assert {seed for output, seed in trained if "rates" in output} == {2}
+    assert {seed for output, seed in trained if "rates" not in output} == {0, 1}
     monkeypatch.setattr(study, "_train", train)
     again = run_study(config, progress=False)
     assert again.points == result.points
     written = {path.suffix for path in result.folder.glob("isoflop.*")}
     assert written == {".csv", ".json", ".md", ".png", ".svg"}
     for point in result.points:
-        losses = [own["loss"] for own in point["seeds"].values()]
+        losses = [figures["loss"] for figures in point["seeds"].values()]
         assert point["loss"] == pytest.approx(sum(losses) / 2)
         assert point["rate"] in config.rates
 

@@ -11,7 +11,7 @@ import mmod
 from mmod.training.chat.config import ModelConfig, TrainConfig
 from mmod.training.chat.model import create_model
 from mmod.training.chat.trainer import training_arguments
-from tests.training.chat.configs import MODEL, vlm_config
+from tests.kit.chat_configs import MODEL, vlm_config
 
 ROOT = Path(__file__).parents[3]
 

@@ -16,8 +16,8 @@ import mmod
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, count_patches, estimate
 from mmod.training.chat.model import create_model, create_word_processor
-from tests.adapters.vlm_zoo import JOINT, MERGED, PATCHES, make_joint, prompt
-from tests.training.chat.configs import MASKED, P_MOD, vlm_config
+from tests.kit.chat_configs import MASKED, P_MOD, vlm_config
+from tests.kit.vlm_zoo import JOINT, MERGED, PATCHES, make_joint, prompt
 
 ROOT = Path(__file__).parents[3]
 LLAMA = transformers.LlamaConfig(vocab_size=32064, max_position_embeddings=4096)  # Vicuna's sizes are the defaults
@@ -117,13 +117,13 @@ def test_estimates_equal_what_a_hand_computes(recipe: str, tmp_path: Path) -> No
     tokens, depth = text + images, len(shares)
     assert (cost.tokens, cost.image_tokens, cost.longest, cost.depth) == (tokens, images, tokens, depth)
     routed = [layer for layer, share in enumerate(shares) if share < 1]
-    found = {int(name.rsplit(".", 1)[1]): share for name, share in cost.kept.items()}
-    assert found == pytest.approx({layer: shares[layer] for layer in routed}, abs=1e-3)
+    estimated = {int(name.rsplit(".", 1)[1]): share for name, share in cost.kept.items()}
+    assert estimated == pytest.approx({layer: shares[layer] for layer in routed}, abs=1e-3)
     head = 2 * width * vocabulary
     assert cost.language.dense == head + depth * layer_flops(tokens, weights, width)
     # The answer and its end are not protected.
     free = images + (2 if config.data.protected == "question" else 0)
-    kept = [tokens - free + math.floor(free * found.get(layer, 1.0) + 1e-9) for layer in range(depth)]
+    kept = [tokens - free + math.floor(free * estimated.get(layer, 1.0) + 1e-9) for layer in range(depth)]
     routers = len(routed) * 2 * tokens * width
     assert cost.language.routed == head + routers + sum(layer_flops(rows, weights, width) for rows in kept)
     if recipe in PUBLISHED:

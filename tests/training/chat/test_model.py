@@ -16,8 +16,8 @@ from mmod.io.files import DamagedFileError
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.model import create_model, freeze_parts, resize_images
 from mmod.training.chat.trainer import RoutedTrainer, training_arguments
-from tests.adapters.vlm_zoo import JOINT, make_joint
-from tests.training.chat.configs import GAMMA, MASKED, MODEL, P_MOD, VISION, vlm_config
+from tests.kit.chat_configs import GAMMA, MASKED, MODEL, P_MOD, VISION, vlm_config
+from tests.kit.vlm_zoo import JOINT, make_joint
 
 
 @pytest.mark.parametrize("routing", [None, P_MOD, GAMMA], ids=["dense", "p-mod", "gamma-mod"])
@@ -55,21 +55,21 @@ def test_smaller_images_have_fewer_tokens_and_resampled_positions(folder: Path, 
     kind = {"vision_config": {**vision, "model_type": f"{tower}_vision_model"}}
     select = {"vision_feature_select_strategy": "full" if tower == "siglip" else "default"}
     config = replace(config, model=ModelConfig(config={**MODEL, **kind, **select}, processor="words"))
-    whole, processor = create_model(config)
+    large, processor = create_model(config)
     model, smaller = create_model(config.at_size(16))
     talks = open_conversations(config.data.train, config.data)
-    for one, own, patches in ((whole, processor, 16), (model, smaller, 4)):
-        batch = ChatCollator(own)([talks[0]])
-        assert int((batch["input_ids"] == own.image_token_id).sum()) == patches * len(talks[0].images)
+    for one, one_processor, patches in ((large, processor, 16), (model, smaller, 4)):
+        batch = ChatCollator(one_processor)([talks[0]])
+        assert int((batch["input_ids"] == one_processor.image_token_id).sum()) == patches * len(talks[0].images)
         assert one(**batch).loss.isfinite()
     # The host's own resampling, from which training goes on.
-    own, old = model.model.vision_tower, whole.model.vision_tower
+    small, old = model.model.vision_tower, large.model.vision_tower
     image = torch.randn(2, 3, 16, 16)
-    assert torch.equal(own(image).last_hidden_state, old(image, interpolate_pos_encoding=True).last_hidden_state)
-    assert own.get_input_embeddings() is not None
+    assert torch.equal(small(image).last_hidden_state, old(image, interpolate_pos_encoding=True).last_hidden_state)
+    assert small.get_input_embeddings() is not None
     model.save_pretrained(folder / f"small-{tower}")
     again = type(model).from_pretrained(folder / f"small-{tower}")
-    assert torch.equal(again.model.vision_tower(image).last_hidden_state, own(image).last_hidden_state)
+    assert torch.equal(again.model.vision_tower(image).last_hidden_state, small(image).last_hidden_state)
     with pytest.raises(ValueError, match="multiple of 8"):
         create_model(config.at_size(12))
 

@@ -14,9 +14,9 @@ import mmod
 from mmod.training import fit
 from mmod.training.chat.evaluate import EvalResult
 from mmod.training.engine.run_folder import read_fit
-from tests.processes import run_processes
-from tests.training.chat.configs import P_MOD, same, vlm_config, weights
-from tests.training.chat.fsdp_worker import RUNS, run_config, train_split
+from tests.kit.chat_configs import P_MOD, same, vlm_config, weights
+from tests.kit.fsdp_worker import RUNS, run_config, train_split
+from tests.kit.processes import run_processes
 
 PREDICTOR = {
     "language": {

@@ -33,8 +33,8 @@ from mmod.training.chat.trainer import RoutedTrainer, RunCallback, last_checkpoi
 from mmod.training.engine.health import FIGURES
 from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import CONFIGS
-from tests.disk import small_disk
-from tests.training.chat.configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
+from tests.kit.chat_configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
+from tests.kit.disk import small_disk
 
 
 def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
@@ -81,7 +81,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_stopped(
 ) -> None:
     name = f"killed-{request.node.callspec.id[:5]}-{'lora' in changes}"
     config = vlm_config(folder, name, data=replace(vlm_config(folder).data, val=None), **changes)
-    whole = weights(fit(config, progress=False))
+    uninterrupted = weights(fit(config, progress=False))
     run = folder / name
     (run / "result.json").unlink()
     shutil.rmtree(run / "model")
@@ -90,14 +90,14 @@ def test_a_killed_run_goes_on_as_if_it_had_not_stopped(
     shutil.copytree(run / "checkpoints" / "checkpoint-2", run / "checkpoints" / "checkpoint-3")
     (run / "checkpoints" / "checkpoint-3" / "trainer_state.json").unlink()
     assert str(last_checkpoint(run / "checkpoints")).endswith("checkpoint-2")
-    assert same(weights(fit(config, progress=False)), whole)
+    assert same(weights(fit(config, progress=False)), uninterrupted)
 
 
 def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = vlm_config(folder, "whole", data=replace(vlm_config(folder).data, val=None), routing=P_MOD)
-    whole = weights(fit(config, progress=False))
+    uninterrupted = weights(fit(config, progress=False))
     config = replace(config, output=str(folder / "stopped"))
     calls = []
     compute_loss = RoutedTrainer.compute_loss
@@ -122,7 +122,7 @@ def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
     ):
         fit(config, progress=False)
     shutil.rmtree(damaged.parent)
-    assert same(weights(fit(config, progress=False)), whole)
+    assert same(weights(fit(config, progress=False)), uninterrupted)
 
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "rng_state.pth", "optimizer.pt", "model.safetensors"])

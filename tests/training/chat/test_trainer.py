@@ -19,7 +19,7 @@ from mmod.io.files import UnwrittenError
 from mmod.training.chat.model import create_model
 from mmod.training.chat.trainer import RoutedTrainer, training_arguments
 from mmod.training.engine.health import RouterHealth
-from tests.training.chat.configs import vlm_config
+from tests.kit.chat_configs import vlm_config
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -66,15 +66,15 @@ def test_health_counts_what_blocks_keep(folder: Path) -> None:
     loss.backward()
     rows = health.take(1)
     assert [row["block"] for row in rows] == list(mmod.routed_blocks(model))
-    for found in rows:
-        name = found["block"]
+    for figures in rows:
+        name = figures["block"]
         routing = mmod.routed_blocks(model)[name].mod_state.routing
         image = batch["input_ids"] == processor.image_token_id
-        assert found["kept"] == pytest.approx(float(routing.keep_BN[image].float().mean()))
+        assert figures["kept"] == pytest.approx(float(routing.keep_BN[image].float().mean()))
         kept = routing.keep_BN & image
         gates = torch.zeros(image.shape).scatter(1, routing.kept.index_BK, routing.weights.gate_BK.detach())[kept]
-        assert found["gate"] == pytest.approx(float(gates.mean()), rel=1e-5)
-        assert found["gate_std"] == pytest.approx(float(gates.std(unbiased=False)), abs=1e-4)
+        assert figures["gate"] == pytest.approx(float(gates.mean()), rel=1e-5)
+        assert figures["gate_std"] == pytest.approx(float(gates.std(unbiased=False)), abs=1e-4)
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=200), st.integers(1, 8), st.integers(0, 3), st.integers(0, 2))

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 import mmod
 from mmod.data.corrupt import original_errors
 from mmod.training.engine.command import one_line_errors
-from tests.scripts import run_script
+from tests.kit.scripts import run_script
 
 
 def refuse() -> None:

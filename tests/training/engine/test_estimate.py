@@ -14,7 +14,7 @@ from mmod.data.config import DataConfig
 from mmod.data.loader import image_stream
 from mmod.training import EmaConfig, ModelConfig, TrainConfig
 from mmod.training.kinds import main, recipe_of
-from tests.training.engine.worker import MODEL
+from tests.kit.engine_worker import MODEL
 
 
 @pytest.mark.parametrize("routing", [None, {"router": "linear", "gate": "tanh", "capacity": 0.5}], ids=["dense", "mod"])
@@ -58,12 +58,12 @@ def test_shards_are_counted_by_the_number_of_processes(tmp_path: Path, monkeypat
         "ema": {},
         "device": "cpu",
     }
-    whole, shards = (
+    unsharded, shards = (
         recipe_of(TrainConfig.from_dict({**fields, "distributed": {"kind": kind}})).estimate()
         for kind in ("ddp", "fsdp")
     )
-    weights = 4 * whole.parameters
-    assert (whole.weight_bytes, whole.training_bytes, whole.full_bytes) == (2 * weights, 3 * weights, 0)
+    weights = 4 * unsharded.parameters
+    assert (unsharded.weight_bytes, unsharded.training_bytes, unsharded.full_bytes) == (2 * weights, 3 * weights, 0)
     assert (shards.weight_bytes, shards.training_bytes, shards.full_bytes) == (weights // 2, 3 * weights // 4, weights)
     assert shards.hours(10.0) == shards.steps * shards.step_flops / 4e13 / 3600
     assert "more for whole weights in evaluations" in str(shards)

@@ -23,8 +23,8 @@ from mmod.training import ModelConfig, TrainConfig
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.image.recipe import ImageRecipe
 from mmod.training.pairs.model import load_clip
-from tests.training.pairs.worker import MODEL
-from tests.trap import Trap
+from tests.kit.pairs_worker import MODEL
+from tests.kit.trap import Trap
 
 SMALL = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2, "num_classes": 3}
 NAME = "vit_tiny_patch16_224"
@@ -80,9 +80,9 @@ AVERAGE = {name: value + 1 for name, value in MODEL_STATE.items()}
 LAYOUTS = layouts(MODEL_STATE, AVERAGE)
 
 
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+def same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], value) for name, value in expected.items())
 
 
 def config(folder: Path, **changes: Any) -> TrainConfig:
@@ -97,15 +97,15 @@ def test_the_weights_of_a_training_script_are_read(
     content, which = LAYOUTS[layout]
     path = tmp_path / "checkpoint.pth.tar"
     torch.save(content, path)
-    wanted = AVERAGE if which == "ema" else MODEL_STATE
-    same(read_weights(path), wanted)
+    expected = AVERAGE if which == "ema" else MODEL_STATE
+    same(read_weights(path), expected)
     assert ("the EMA weights" in capsys.readouterr().err) == (which == "ema")
 
     run = config(tmp_path, model=ModelConfig(NAME, SMALL, checkpoint=str(path)), routing={"capacity": 0.5})
     model, teacher = ImageRecipe(run).create_models()
     assert teacher is not None
-    same(teacher.state_dict(), wanted)
-    same({name: value for name, value in model.state_dict().items() if name in wanted}, wanted)
+    same(teacher.state_dict(), expected)
+    same({name: value for name, value in model.state_dict().items() if name in expected}, expected)
 
 
 @pytest.mark.parametrize("layout", ["timm", "timm with EMA", "DeiT", "parallel and compiled"])
@@ -181,10 +181,10 @@ def test_every_reader_of_open_clip_models_reads_them_alike(layout: str, clip: st
     raw = model.state_dict()
     content, which = layouts(raw, {name: value + 1 for name, value in raw.items()})[layout]
     torch.save(content, tmp_path / "epoch_3.pt")
-    wanted = {name: value + (which == "ema") for name, value in raw.items()}
+    expected = {name: value + (which == "ema") for name, value in raw.items()}
     torch.manual_seed(1)
     other: Any = open_clip.create_model(clip)
     load_clip(other, str(tmp_path / "epoch_3.pt"))
-    same(other.state_dict(), wanted)
+    same(other.state_dict(), expected)
     advised, _ = load_model(f"open_clip:{clip}", str(tmp_path / "epoch_3.pt"))
-    same(advised.state_dict(), wanted)
+    same(advised.state_dict(), expected)

@@ -18,7 +18,7 @@ import mmod
 from mmod.analysis.audit.replace import free_tokens
 from mmod.routing import DecoderRouter, Router, assign_groups
 from mmod.training.engine.health import FIGURES, RouterHealth, figures_of, named, rows_of_logs
-from tests.training.engine.worker import run, tiny_config
+from tests.kit.engine_worker import run, tiny_config
 
 STEPS = 5
 
@@ -53,7 +53,7 @@ def trained(config: mmod.RoutingConfig, *, images: int = 4) -> tuple[list[dict[s
             loss.backward()
             rows += health.take(step)
             assert health.take(step) == []
-    return rows, [str(own.message) for own in caught]
+    return rows, [str(warning.message) for warning in caught]
 
 
 def routed(router: str | Callable[..., Tensor], **fields: Any) -> mmod.RoutingConfig:
@@ -79,10 +79,10 @@ LOAD_ALONE = {"select": mmod.Threshold(0.5), "gate": "sigmoid", "losses": {"load
     ],
 )
 def test_a_planted_collapse_is_told_once_for_each_block(config: mmod.RoutingConfig, says: str, advises: str) -> None:
-    rows, told = trained(config)
+    rows, messages = trained(config)
     blocks = list(dict.fromkeys(row["block"] for row in rows))
-    assert len(told) == len(blocks) > 0
-    for name, text in zip(blocks, told):
+    assert len(messages) == len(blocks) > 0
+    for name, text in zip(blocks, messages):
         assert text.startswith(f"the router of {name} has collapsed: since step 1 ")
         assert says in text
         assert re.search(advises, text)
@@ -106,8 +106,8 @@ def test_a_planted_collapse_is_told_once_for_each_block(config: mmod.RoutingConf
     ],
 )
 def test_a_healthy_router_gives_no_warning(config: mmod.RoutingConfig) -> None:
-    rows, told = trained(config)
-    assert told == []
+    rows, messages = trained(config)
+    assert messages == []
     assert [row["step"] for row in rows if row["block"] == "blocks.1"] == list(range(1, STEPS + 1))
 
 
@@ -120,7 +120,7 @@ def test_figures_say_what_was_planted() -> None:
     assert kept["linear"]["gradient"] == pytest.approx(30 / 100, abs=0.02)
     with_loss = trained(routed("linear", losses={"membership": 0.1}))[0]
     assert all(row["gradient"] == 1.0 for row in with_loss)
-    assert all(row["kept"] == pytest.approx(0.3, abs=0.01) for own in kept.values() for row in [own])
+    assert all(row["kept"] == pytest.approx(0.3, abs=0.01) for row_of_block in kept.values() for row in [row_of_block])
 
 
 @pytest.mark.parametrize("images", [1, 2, 5])
@@ -129,17 +129,17 @@ def test_agreement_of_places_counts_pairs_of_images(images: int, tokens: int) ->
     torch.manual_seed(images)
     router = Router(mmod.RoutingConfig(router="norm"), dim=4, block=0, capacity=0.5, prefix=1)
     routing = router(torch.randn(images, tokens, 4))
-    own, free = figures_of(routing, router), free_tokens(routing, 1)
+    figures, free = figures_of(routing, router), free_tokens(routing, 1)
     keep = [set(row.nonzero().flatten().tolist()) for row in routing.keep_BN & free]
     pairs = [(i, j) for i in range(images) for j in range(images) if i != j]
     kept = sum(len(keep[i]) for i, _ in pairs)
     if not kept:
-        assert own.same_places is None
+        assert figures.same_places is None
         return
     again, chance = sum(len(keep[i] & keep[j]) for i, j in pairs) / kept, sum(map(len, keep)) / int(free.sum())
-    assert own.same_places == pytest.approx((again - chance) / (1 - chance))
-    assert own.load == pytest.approx(chance)
-    assert own.spread == pytest.approx(float(routing.score_BN[:, 1:].std(1, correction=0).mean()), rel=1e-5)
+    assert figures.same_places == pytest.approx((again - chance) / (1 - chance))
+    assert figures.load == pytest.approx(chance)
+    assert figures.spread == pytest.approx(float(routing.score_BN[:, 1:].std(1, correction=0).mean()), rel=1e-5)
 
 
 def test_tokens_of_groups_are_counted_by_their_order() -> None:
@@ -147,9 +147,9 @@ def test_tokens_of_groups_are_counted_by_their_order() -> None:
     free = torch.tensor([[False, True, True, True, True, False], [True, True, True, True, False, False]])
     valid = torch.tensor([[True] * 6, [True] * 5 + [False]])
     routing = router(torch.randn(2, 6, 4), tokens=assign_groups(free, free & valid, valid))
-    own = figures_of(routing, router)
-    assert own.kept == own.load == pytest.approx(0.5)
-    assert own.same_places is not None
+    figures = figures_of(routing, router)
+    assert figures.kept == figures.load == pytest.approx(0.5)
+    assert figures.same_places is not None
 
 
 def test_rows_survive_logs() -> None:

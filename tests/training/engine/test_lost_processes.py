@@ -15,8 +15,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from mmod.training.engine.checkpoint import list_checkpoints
 from mmod.training.engine.command import one_line_errors
-from tests.processes import run_processes
-from tests.training.engine.worker import main, read_metrics, weights
+from tests.kit.engine_worker import main, read_metrics, weights
+from tests.kit.processes import run_processes
 
 
 def train(*args: Any, **options: Any) -> None:
@@ -64,7 +64,7 @@ def test_torchrun_restarts_a_killed_run_which_ends_as_an_undisturbed_one(tmp_pat
     assert run_processes(launch, {**options, "output": str(tmp_path / "killed")}, log=tmp_path / "log") == [0]
     assert sorted((tmp_path / "killed.starts").read_text()) == ["0", "0", "1", "1"]
     for name in ("model", "ema"):
-        whole, killed = (weights(tmp_path / run / name) for run in ("whole", "killed"))
-        for key, value in whole.items():
+        uninterrupted, killed = (weights(tmp_path / run / name) for run in ("whole", "killed"))
+        for key, value in uninterrupted.items():
             torch.testing.assert_close(killed[key], value, rtol=0, atol=1e-6)
     assert read_metrics(tmp_path / "whole") == read_metrics(tmp_path / "killed")

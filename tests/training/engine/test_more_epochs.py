@@ -15,9 +15,9 @@ from mmod.training import TrainConfig, fit
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import CONFIGS, recipe_of
-from tests.sets import SETS
-from tests.training.engine.worker import MODEL, weights
-from tests.training.text.configs import SCORE, text_config
+from tests.kit.engine_worker import MODEL, weights
+from tests.kit.sets import SETS
+from tests.kit.text_configs import SCORE, text_config
 
 ROUTED = {"router": "linear", "capacity": 0.5, "blocks": [1, 2], "losses": {"membership": 0.1}}
 IMAGES: dict[str, Any] = {
@@ -57,8 +57,8 @@ def test_more_epochs_of_a_finished_run_are_a_new_run_from_its_weights(tmp_path: 
     assert continued.teacher() == teacher
     more = fit(continued, progress=False)
     assert (more.epochs, more.steps) == (2, 2 * first.steps)
-    own = recipe_of(continued).load().state_dict()
-    assert all(torch.equal(own[name], value) for name, value in weights(tmp_path / "a run" / "model").items())
+    loaded = recipe_of(continued).load().state_dict()
+    assert all(torch.equal(loaded[name], value) for name, value in weights(tmp_path / "a run" / "model").items())
     # The finished run is as it was.
     assert fit(config, progress=False).reused
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from mmod.training import fit
 from mmod.training.engine.checkpoint import list_checkpoints, load_checkpoint
 from mmod.training.image.recipe import ImageRecipe
-from tests.training.engine.worker import TensorStream, run, tiny_config, weights
+from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
 
 ROUTED = {"router": "linear", "gate": "tanh", "capacity": 0.5}
 

@@ -30,11 +30,11 @@ from mmod.training.engine.checkpoint import (
 )
 from mmod.training.engine.run_folder import run_once
 from mmod.training.kinds import recipe_of
-from tests.disk import small_disk
-from tests.processes import FORK, run_processes
-from tests.scripts import run_script
-from tests.training.engine.worker import TensorStream, main, read_metrics, run, tiny_config, weights, without_usage
-from tests.trap import Trap
+from tests.kit.disk import small_disk
+from tests.kit.engine_worker import TensorStream, main, read_metrics, run, tiny_config, weights, without_usage
+from tests.kit.processes import FORK, run_processes
+from tests.kit.scripts import run_script
+from tests.kit.trap import Trap
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ from tests.trap import Trap
 def test_killed_run_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any], kills: int) -> None:
     torch.set_num_threads(1)
     steps = sorted(random.Random().sample(range(1, 6 * options["epochs"]), kills))
-    whole = run(tiny_config(output=tmp_path / "whole", **options))
+    uninterrupted = run(tiny_config(output=tmp_path / "whole", **options))
     interrupted = {**options, "output": str(tmp_path / "killed")}
     for step in steps:
         assert run_processes(partial(main, signals={step: signal.SIGKILL}), interrupted) == [-signal.SIGKILL]
@@ -75,7 +75,7 @@ def test_killed_run_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any], 
         assert left_rows == right_rows
     left_metrics, right_metrics = (read_metrics(tmp_path / name) for name in ("whole", "killed"))
     assert left_metrics == right_metrics
-    assert whole.steps == 6 * options["epochs"]
+    assert uninterrupted.steps == 6 * options["epochs"]
 
 
 def test_finished_run_is_returned_and_not_touched(tmp_path: Path) -> None:
@@ -212,13 +212,13 @@ class TestCheckpoints:
 
     def test_a_users_own_files_stay(self, tmp_path: Path) -> None:
         folder = tmp_path / "run/checkpoints"
-        own = [folder / name for name in ("best.pt", "step-4", "step-000000001-epoch-00000-mine/model.pt")]
+        users_files = [folder / name for name in ("best.pt", "step-4", "step-000000001-epoch-00000-mine/model.pt")]
         config = self.interrupted(tmp_path)
-        for path in own:
+        for path in users_files:
             path.parent.mkdir(exist_ok=True)
             path.write_text("mine")
         assert run(config).steps == 6
-        assert [path.read_text() for path in own] == ["mine"] * 3
+        assert [path.read_text() for path in users_files] == ["mine"] * 3
         assert len(list(folder.iterdir())) == 3
 
     def test_the_newest_two_are_kept(self, tmp_path: Path) -> None:
@@ -336,11 +336,11 @@ def test_a_finished_run_whose_weights_were_damaged_since_is_refused(tmp_path: Pa
     config = tiny_config(output=tmp_path / "run", epochs=1, ema={"decay": 0.9})
     run(config)
     path = tmp_path / "run/ema/model.safetensors"
-    whole = path.read_bytes()
-    path.write_bytes(whole[:-100])
+    content = path.read_bytes()
+    path.write_bytes(content[:-100])
     with pytest.raises(DamagedFileError, match=rf"had finished, .* damaged since: '{path}'.*choose another output"):
         run(config)
-    path.write_bytes(whole)
+    path.write_bytes(content)
     assert run(config).reused
 
 

@@ -14,8 +14,8 @@ import torch
 from mmod.io.files import DamagedFileError
 from mmod.training.engine.checkpoint import list_checkpoints, read_weights
 from mmod.training.kinds import recipe_of
-from tests.processes import run_processes
-from tests.training.engine.worker import main, run, tiny_config, weights
+from tests.kit.engine_worker import main, run, tiny_config, weights
+from tests.kit.processes import run_processes
 
 ROUTED = {"router": "linear", "gate": "tanh", "capacity": 0.5, "losses": {"membership": 0.1}}
 OPTIONS: dict[str, Any] = {
@@ -40,7 +40,7 @@ def same(one: Path, other: Path) -> None:
 def test_shards_of_two_processes_go_on_in_one_and_in_three(tmp_path: Path) -> None:
     options = {**OPTIONS, "epochs": 1}
     alone = tiny_config(output=tmp_path / "alone", batch_size=12, **{**options, "distributed": {}})
-    whole = run(alone)
+    uninterrupted = run(alone)
     two = {**options, "output": str(tmp_path / "two"), "batch_size": 6}
     stopped = partial(main, signals={1: signal.SIGTERM})
     assert run_processes(stopped, two, world=2) == [128 + signal.SIGTERM] * 2
@@ -58,7 +58,7 @@ def test_shards_of_two_processes_go_on_in_one_and_in_three(tmp_path: Path) -> No
         same(tmp_path / "alone", tmp_path / f"on-{world}")
     again = run(tiny_config(**{**two, "output": str(tmp_path / "on-1"), "batch_size": 12}))
     assert again.reused
-    assert again.evaluation.loss == pytest.approx(whole.evaluation.loss, abs=1e-4)
+    assert again.evaluation.loss == pytest.approx(uninterrupted.evaluation.loss, abs=1e-4)
 
 
 @pytest.mark.parametrize("damage", ["a bit", "a shard", "all shards", "the average"])

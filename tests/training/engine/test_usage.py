@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mmod.training.engine.checkpoint import list_checkpoints, load_checkpoint
-from tests.training.engine.worker import USAGE, run, tiny_config
+from tests.kit.engine_worker import USAGE, run, tiny_config
 
 
 def test_a_resumed_run_goes_on_with_the_sums(tmp_path: Path) -> None:

@@ -37,39 +37,39 @@ def save(folder: Path, name: str, classes: int, size: int = 16) -> dict[str, tor
 
 
 @pytest.mark.parametrize("name", HOSTS)
-@pytest.mark.parametrize(("had", "wanted"), [(0, 5), (7, 5), (7, 0), (5, 5)])
-def test_a_fresh_head_takes_all_other_weights(tmp_path: Path, name: str, had: int, wanted: int) -> None:
+@pytest.mark.parametrize(("had", "classes"), [(0, 5), (7, 5), (7, 0), (5, 5)])
+def test_a_fresh_head_takes_all_other_weights(tmp_path: Path, name: str, had: int, classes: int) -> None:
     start = save(tmp_path, name, had)
     model, teacher = ImageRecipe(
-        config(tmp_path, name, wanted, head="fresh", routing={"capacity": 0.5})
+        config(tmp_path, name, classes, head="fresh", routing={"capacity": 0.5})
     ).create_models()
-    own = model.state_dict()
+    state = model.state_dict()
     body = [key for key in start if not key.startswith("head")]
-    assert all(torch.equal(own[key], start[key]) for key in body)
+    assert all(torch.equal(state[key], start[key]) for key in body)
     assert teacher is None, "a classifier that was never trained teaches nothing"
-    heads = {key for key in own if key.startswith("head")}
-    assert bool(heads) == bool(wanted)
-    assert all(not torch.equal(own[key], start[key]) for key in heads & start.keys() if key.endswith("weight"))
+    heads = {key for key in state if key.startswith("head")}
+    assert bool(heads) == bool(classes)
+    assert all(not torch.equal(state[key], start[key]) for key in heads & start.keys() if key.endswith("weight"))
     with pytest.raises(ValueError, match=r"needs trained weights"):
-        config(tmp_path, name, wanted, head="fresh", distill=DistillConfig(teacher="dense"))
+        config(tmp_path, name, classes, head="fresh", distill=DistillConfig(teacher="dense"))
 
 
-@pytest.mark.parametrize(("had", "wanted", "message"), [(0, 5, "has no classifier"), (7, 0, "the model none")])
-def test_a_missing_classifier_is_named(tmp_path: Path, had: int, wanted: int, message: str) -> None:
+@pytest.mark.parametrize(("had", "classes", "message"), [(0, 5, "has no classifier"), (7, 0, "the model none")])
+def test_a_missing_classifier_is_named(tmp_path: Path, had: int, classes: int, message: str) -> None:
     save(tmp_path, "vit_tiny_patch16_224", had)
     with pytest.raises(ValueError, match=rf"{message}.*model\.head='fresh'"):
-        ImageRecipe(config(tmp_path, "vit_tiny_patch16_224", wanted)).create_models()
+        ImageRecipe(config(tmp_path, "vit_tiny_patch16_224", classes)).create_models()
 
 
 @pytest.mark.parametrize("name", HOSTS)
 def test_weights_of_another_image_size_are_converted_as_timm_does(tmp_path: Path, name: str) -> None:
     start = save(tmp_path, name, 5, size=32)
-    found = ImageRecipe(config(tmp_path, name, 5)).create_models()[0].state_dict()
+    actual = ImageRecipe(config(tmp_path, name, 5)).create_models()[0].state_dict()
     convert = timm.models.vision_transformer.checkpoint_filter_fn
-    wanted = convert(start, timm.create_model(name, img_size=16, num_classes=5, **HOSTS[name]))
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[key], wanted[key]) for key in found)
-    assert start["pos_embed"].shape != found["pos_embed"].shape
+    expected = convert(start, timm.create_model(name, img_size=16, num_classes=5, **HOSTS[name]))
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[key], expected[key]) for key in actual)
+    assert start["pos_embed"].shape != actual["pos_embed"].shape
 
 
 def test_routers_of_a_routed_backbone_stay(tmp_path: Path) -> None:

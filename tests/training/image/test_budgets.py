@@ -15,7 +15,7 @@ import mmod
 from mmod.training import ElasticConfig, EmaConfig, InTrainingConfig, LearnCapacityConfig, evaluate
 from mmod.training.image.recipe import ImageRecipe
 from mmod.training.image.task import ElasticTask
-from tests.training.engine.worker import TensorStream, run, tiny_config, weights
+from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
 
 CAPACITIES = [0.25, 0.5, 0.75, 1.0]
 RANDOM = {"router": "random", "blocks": "late", "capacity": 0.5}
@@ -32,31 +32,31 @@ def test_others_learn_what_the_largest_says(tmp_path: Path) -> None:
     images, targets = next(TensorStream(8, seed=None).batches(0))
     task = ElasticTask(model, nn.CrossEntropyLoss(), ElasticConfig(CAPACITIES), temperature=2.0)
     parts = task.eval()(images, targets)
-    found = {}
+    logits = {}
     for capacity in CAPACITIES:
         mmod.set_capacity_(model, capacity)
-        found[capacity] = model(images)
-    taught = found.pop(1.0).detach()
+        logits[capacity] = model(images)
+    taught = logits.pop(1.0).detach()
     torch.testing.assert_close(parts["task"], F.cross_entropy(taught, targets))
     p = (taught / 2).softmax(-1)
-    learned = [4 * (p * (p / (own / 2).softmax(-1)).log()).sum(-1).mean() for own in found.values()]
+    learned = [4 * (p * (p / (answer / 2).softmax(-1)).log()).sum(-1).mean() for answer in logits.values()]
     expected = torch.stack(learned).sum()
     torch.testing.assert_close(parts["elastic"], expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(parts["loss"], parts["task"] + parts["elastic"])
     # What they learn does not move what teaches them.
-    own, others = (torch.autograd.grad(loss, list(model.parameters())) for loss in (parts["elastic"], expected))
-    for one, other in zip(own, others):
+    gradients, others = (torch.autograd.grad(loss, list(model.parameters())) for loss in (parts["elastic"], expected))
+    for one, other in zip(gradients, others):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_a_step_has_the_largest_the_smallest_and_some_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, _ = ImageRecipe(elastic(tmp_path)).create_models()
-    seen: list[float] = []
-    monkeypatch.setattr("mmod.training.image.task.set_capacity_", lambda _, capacity: seen.append(capacity))
+    capacities: list[float] = []
+    monkeypatch.setattr("mmod.training.image.task.set_capacity_", lambda _, capacity: capacities.append(capacity))
     task = ElasticTask(model, nn.CrossEntropyLoss(), ElasticConfig(CAPACITIES, samples=3))
     for _ in range(8):
         task(*next(TensorStream(8, seed=None).batches(0)))
-    steps = [seen[first : first + 3] for first in range(0, len(seen), 3)]
+    steps = [capacities[first : first + 3] for first in range(0, len(capacities), 3)]
     assert all(step[:2] == [1.0, 0.25] for step in steps)
     assert {step[2] for step in steps} == {0.5, 0.75}
 
@@ -65,12 +65,12 @@ def test_an_elastic_run_is_judged_at_each_capacity(tmp_path: Path) -> None:
     done = run(elastic(tmp_path / "run", epochs=1, ema=EmaConfig(0.5)))
     again = elastic(tmp_path / "again", model={"checkpoint": str(tmp_path / "run")})
     model, _ = ImageRecipe(again).create_models()
-    for found in (done.evaluation, done.average):
-        assert found is not None
-        assert found.capacities is not None
-        assert list(found.capacities) == ["0.25", "0.5", "0.75", "1"]
-        assert found.capacities["0.5"] == found.accuracies()
-        assert {"top1@0.25", "top5@1"} <= found.columns().keys()
+    for evaluation in (done.evaluation, done.average):
+        assert evaluation is not None
+        assert evaluation.capacities is not None
+        assert list(evaluation.capacities) == ["0.25", "0.5", "0.75", "1"]
+        assert evaluation.capacities["0.5"] == evaluation.accuracies()
+        assert {"top1@0.25", "top5@1"} <= evaluation.columns().keys()
     for capacity, figures in (done.evaluation.capacities or {}).items():
         mmod.set_capacity_(model, float(capacity))
         assert evaluate(model, TensorStream(8, seed=None)).accuracies() == figures  # type: ignore[arg-type]
@@ -90,9 +90,9 @@ def test_what_is_for_training_alone_leaves_a_dense_model(change: dict[str, Any],
     routed = tiny_config(output=tmp_path / "routed", in_training=InTrainingConfig(**change, epochs=2), **options)
     done, dense = run(routed), run(tiny_config(output=tmp_path / "dense", **options))
     assert done.evaluation.kept == {}
-    own, others = weights(tmp_path / "routed/model"), weights(tmp_path / "dense/model")
-    assert own.keys() == others.keys()
-    assert any(not torch.equal(own[name], others[name]) for name in own)
+    trained, others = weights(tmp_path / "routed/model"), weights(tmp_path / "dense/model")
+    assert trained.keys() == others.keys()
+    assert any(not torch.equal(trained[name], others[name]) for name in trained)
     model, teacher = ImageRecipe(
         tiny_config(output=tmp_path / "next", model={"checkpoint": str(tmp_path / "routed")})
     ).create_models()
@@ -105,14 +105,14 @@ def test_what_is_for_training_alone_leaves_a_dense_model(change: dict[str, Any],
 @pytest.mark.parametrize("kind", ["elastic", "in_training"])
 def test_an_interrupted_run_ends_as_another_does(kind: str, tmp_path: Path) -> None:
     def config(name: str) -> Any:
-        own = {"in_training": InTrainingConfig(RANDOM)}
-        return elastic(tmp_path / name) if kind == "elastic" else tiny_config(output=tmp_path / name, **own)
+        fields = {"in_training": InTrainingConfig(RANDOM)}
+        return elastic(tmp_path / name) if kind == "elastic" else tiny_config(output=tmp_path / name, **fields)
 
-    whole = run(config("whole"))
+    uninterrupted = run(config("whole"))
     with pytest.raises(SystemExit):
         run(config("cut"), signals={3: signal.SIGTERM})
     assert list((tmp_path / "cut/checkpoints").iterdir())
-    assert run(config("cut")).evaluation == whole.evaluation
+    assert run(config("cut")).evaluation == uninterrupted.evaluation
     expected = weights(tmp_path / "whole/model")
     for name, value in weights(tmp_path / "cut/model").items():
         assert torch.equal(value, expected[name])
@@ -122,11 +122,11 @@ def test_an_interrupted_run_ends_as_another_does(kind: str, tmp_path: Path) -> N
 def test_the_first_epochs_are_routed(epochs: int | None, expected: list[bool], tmp_path: Path) -> None:
     recipe = ImageRecipe(tiny_config(output=tmp_path, in_training=InTrainingConfig(RANDOM, epochs=epochs)))
     model, _ = recipe.create_models()
-    found = []
+    is_routed = []
     for epoch in range(3):
         recipe.start_epoch([model], epoch)
-        found.append(mmod.is_routed(model))
-    assert found == expected
+        is_routed.append(mmod.is_routed(model))
+    assert is_routed == expected
 
 
 @pytest.mark.parametrize(
@@ -180,8 +180,8 @@ LEARNED = {"router": "linear", "blocks": "all"}
 
 
 def learned(output: Path, **changes: Any) -> Any:
-    own = {"routing": LEARNED, "learn_capacity": LearnCapacityConfig(0.7, epochs=2, rate=50.0), "epochs": 3}
-    return tiny_config(output=output, **{**own, **changes})
+    fields = {"routing": LEARNED, "learn_capacity": LearnCapacityConfig(0.7, epochs=2, rate=50.0), "epochs": 3}
+    return tiny_config(output=output, **{**fields, **changes})
 
 
 def test_learned_capacities_are_kept_with_the_model(tmp_path: Path) -> None:
@@ -194,14 +194,16 @@ def test_learned_capacities_are_kept_with_the_model(tmp_path: Path) -> None:
     assert mmod.flops(model, (1, 16, 16)).share <= 0.7 + 1e-6
     assert evaluate(model, TensorStream(8, seed=None)) == done.evaluation  # type: ignore[arg-type]
     # Images have 17 tokens.
-    assert list(done.evaluation.kept.values()) == [max(1, int(17 * each + 1e-9)) / 17 for each in plan.capacities]
+    assert list(done.evaluation.kept.values()) == [
+        max(1, int(17 * capacity + 1e-9)) / 17 for capacity in plan.capacities
+    ]
 
 
 def test_capacities_are_learned_on_where_a_run_stopped(tmp_path: Path) -> None:
-    whole = run(learned(tmp_path / "whole"))
+    uninterrupted = run(learned(tmp_path / "whole"))
     with pytest.raises(SystemExit):
         run(learned(tmp_path / "cut"), signals={3: signal.SIGTERM})
-    assert run(learned(tmp_path / "cut")).evaluation == whole.evaluation
+    assert run(learned(tmp_path / "cut")).evaluation == uninterrupted.evaluation
     assert mmod.Plan.load(tmp_path / "cut/model/plan.json") == mmod.Plan.load(tmp_path / "whole/model/plan.json")
 
 

@@ -22,7 +22,7 @@ from mmod.studies.advise import read_images
 from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
 from mmod.training.engine.distributed import Process
 from mmod.training.image.recipe import ImageRecipe
-from tests.processes import run_processes
+from tests.kit.processes import run_processes
 
 NAMES = ["9", "10", "ant", "bee", "cow", "dog"]
 ARGS = {"img_size": 16, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 1, "num_heads": 2}

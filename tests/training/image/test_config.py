@@ -10,7 +10,7 @@ import yaml
 from mmod import RoutingConfig
 from mmod.training import TrainConfig
 from mmod.training.kinds import main
-from tests.scripts import run_script
+from tests.kit.scripts import run_script
 
 ROOT = Path(__file__).parents[3]
 MINIMAL = """

@@ -12,7 +12,7 @@ import mmod
 from mmod.methods import methods_of, read_method
 from mmod.training import ModelConfig, TrainConfig, evaluate
 from mmod.training.image.recipe import ImageRecipe
-from tests.training.engine.worker import TensorStream, run, tiny_config
+from tests.kit.engine_worker import TensorStream, run, tiny_config
 
 METHODS = [
     {"kind": "prune", "keep": 0.5, "blocks": [0]},

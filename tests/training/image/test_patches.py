@@ -38,7 +38,7 @@ from mmod.training.image.features import Features
 from mmod.training.image.model import check_input, create_criterion
 from mmod.training.image.recipe import ImageRecipe
 from mmod.training.image.task import answers
-from tests.zoo import make_model
+from tests.kit.zoo import make_model
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
 IGNORED = -100
@@ -113,29 +113,29 @@ def test_figures_are_those_of_all_patches_at_once(
     logits = torch.randn(images, patches, classes, generator=generator)
     targets = torch.randint(0, classes, (images, patches), generator=generator)
     targets[0, 0] = 1
-    found = evaluate(Table(logits), Labels(targets, batch))  # type: ignore[arg-type]
+    evaluation = evaluate(Table(logits), Labels(targets, batch))  # type: ignore[arg-type]
     true, guess = targets.flatten().numpy(), logits.argmax(-1).flatten().numpy()
-    assert found.samples == images
-    assert found.top1 == pytest.approx(100 * accuracy_score(true, guess))
-    assert found.objects == pytest.approx(100 * accuracy_score(true[true > 0], guess[true > 0]))
+    assert evaluation.samples == images
+    assert evaluation.top1 == pytest.approx(100 * accuracy_score(true, guess))
+    assert evaluation.objects == pytest.approx(100 * accuracy_score(true[true > 0], guess[true > 0]))
     labels = np.union1d(true, guess)
-    assert found.mean_iou == pytest.approx(100 * jaccard_score(true, guess, labels=labels, average="macro"))
-    assert found.loss == pytest.approx(F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item(), rel=1e-5)
-    assert {"objects", "mean_iou"} <= found.columns().keys()
+    assert evaluation.mean_iou == pytest.approx(100 * jaccard_score(true, guess, labels=labels, average="macro"))
+    assert evaluation.loss == pytest.approx(F.cross_entropy(logits.flatten(0, 1), targets.flatten()).item(), rel=1e-5)
+    assert {"objects", "mean_iou"} <= evaluation.columns().keys()
 
 
-@pytest.mark.parametrize(("own", "asked"), [(2, 4), (3, 5), (6, 3), (1, 3)])
-def test_another_grid_is_interpolated(own: int, asked: int) -> None:
+@pytest.mark.parametrize(("side", "asked"), [(2, 4), (3, 5), (6, 3), (1, 3)])
+def test_another_grid_is_interpolated(side: int, asked: int) -> None:
     # Two images with the same answer everywhere, and one whose answers rise from row to row.
-    rows = torch.arange(own, dtype=torch.float32).repeat_interleave(own)
-    table = torch.stack([torch.zeros(own**2), torch.full((own**2,), 3.0), rows])[..., None].expand(-1, -1, 2)
-    found = answers(Table(table), torch.arange(3).float().reshape(-1, 1, 1, 1), torch.zeros(3, asked**2).long())
-    flat, same, rising = found.reshape(3, asked, asked, 2).detach()
+    rows = torch.arange(side, dtype=torch.float32).repeat_interleave(side)
+    table = torch.stack([torch.zeros(side**2), torch.full((side**2,), 3.0), rows])[..., None].expand(-1, -1, 2)
+    logits = answers(Table(table), torch.arange(3).float().reshape(-1, 1, 1, 1), torch.zeros(3, asked**2).long())
+    flat, same, rising = logits.reshape(3, asked, asked, 2).detach()
     assert torch.equal(flat, torch.zeros_like(flat))
     assert torch.equal(same, torch.full_like(same, 3.0))
     assert torch.equal(rising, rising[:, :1].expand_as(rising))
-    assert own == 1 or (rising.diff(dim=0) >= 0).all()
-    with pytest.raises(ValueError, match=f"{own**2} outputs for {asked**2 + 1} patches: grids that differ must both"):
+    assert side == 1 or (rising.diff(dim=0) >= 0).all()
+    with pytest.raises(ValueError, match=f"{side**2} outputs for {asked**2 + 1} patches: grids that differ must both"):
         answers(Table(table), torch.zeros(1, 1, 1, 1), torch.zeros(1, asked**2 + 1).long())
 
 
@@ -143,19 +143,19 @@ def test_another_grid_is_interpolated(own: int, asked: int) -> None:
 @given(seed=st.integers(0, 2**32), images=st.integers(1, 4), patches=st.integers(1, 6))
 def test_a_patch_counts_as_an_image_does(seed: int, images: int, patches: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    own, other = torch.randn(2, images, patches, 5, generator=generator)
+    student, other = torch.randn(2, images, patches, 5, generator=generator)
     targets = torch.randint(0, 5, (images, patches), generator=generator)
 
     def parts(shape: tuple[int, ...]) -> dict[str, Tensor]:
         rows = targets.reshape(shape)
-        models = [Table(logits.reshape(*shape, 5)) for logits in (own, other)]
+        models = [Table(logits.reshape(*shape, 5)) for logits in (student, other)]
         task = ClassificationTask(models[0], nn.CrossEntropyLoss(), teacher=models[1], temperature=2.0)
         return task(torch.arange(len(rows)).float().reshape(-1, 1, 1, 1), rows)
 
-    one, each = parts((images, patches)), parts((images * patches,))
-    assert one.keys() == each.keys() == {"loss", "task", "distillation", "top1"}
+    one, patchwise = parts((images, patches)), parts((images * patches,))
+    assert one.keys() == patchwise.keys() == {"loss", "task", "distillation", "top1"}
     for name, value in one.items():
-        assert torch.equal(value, each[name])
+        assert torch.equal(value, patchwise[name])
 
 
 @pytest.mark.parametrize(
@@ -177,13 +177,13 @@ def test_a_cheaper_run_from_a_dense_one(changes: dict[str, Any], data: DataConfi
     done = fit(config, progress=False)
     assert {"train_distillation", "train_features"} <= done.history[0].keys()
     assert done.average is not None
-    for found in (done.evaluation, done.average):
-        assert found.accuracies().keys() >= {"objects", "mean_iou"}
-        assert found.mean_kept < 1
+    for evaluation in (done.evaluation, done.average):
+        assert evaluation.accuracies().keys() >= {"objects", "mean_iou"}
+        assert evaluation.mean_kept < 1
     assert fit(config, progress=False).best == done.best
     # The run's weights in a model of their own are judged alike.
-    own = replace(config, model=replace(config.model, checkpoint=str(tmp_path / "tuned")))
-    assert evaluate(ImageRecipe(own).create_models()[0], image_stream(data)) == done.evaluation
+    resumed = replace(config, model=replace(config.model, checkpoint=str(tmp_path / "tuned")))
+    assert evaluate(ImageRecipe(resumed).create_models()[0], image_stream(data)) == done.evaluation
 
 
 def test_a_router_that_keeps_all_changes_no_answer(data: DataConfig, tmp_path: Path) -> None:
@@ -262,14 +262,14 @@ def test_patches_without_a_class_count_nowhere(seed: int, images: int, batch: in
     targets[:, 0] = 1
     targets[:, 1:][torch.rand(images, 5, generator=generator) < share] = IGNORED
     has_class = targets != IGNORED
-    found = evaluate(Table(logits), Labels(targets, batch))  # type: ignore[arg-type]
+    evaluation = evaluate(Table(logits), Labels(targets, batch))  # type: ignore[arg-type]
     true, guess = targets[has_class].numpy(), logits.argmax(-1)[has_class].numpy()
-    assert found.top1 == pytest.approx(100 * accuracy_score(true, guess))
-    assert found.objects == pytest.approx(100 * accuracy_score(true[true > 0], guess[true > 0]))
+    assert evaluation.top1 == pytest.approx(100 * accuracy_score(true, guess))
+    assert evaluation.objects == pytest.approx(100 * accuracy_score(true[true > 0], guess[true > 0]))
     labels = np.union1d(true, guess)
-    assert found.mean_iou == pytest.approx(100 * jaccard_score(true, guess, labels=labels, average="macro"))
+    assert evaluation.mean_iou == pytest.approx(100 * jaccard_score(true, guess, labels=labels, average="macro"))
     expected = F.cross_entropy(logits[has_class], targets[has_class])
-    assert found.loss == pytest.approx(expected.item(), rel=1e-5)
+    assert evaluation.loss == pytest.approx(expected.item(), rel=1e-5)
     # The logits of such patches change no loss and no figure of any criterion, nor an audit's judgement.
     numbers = torch.arange(images).float().reshape(-1, 1, 1, 1)
     changed = torch.where(has_class[..., None], logits, logits + 5)

@@ -19,8 +19,8 @@ import mmod
 from mmod.training import CapacityScheduleConfig, DistillConfig, EmaConfig, evaluate, fit
 from mmod.training.engine.recipe import seed_draws
 from mmod.training.image.recipe import ImageRecipe
-from tests.processes import run_processes
-from tests.training.engine.worker import TensorStream, main, run, tiny_config, weights
+from tests.kit.engine_worker import TensorStream, main, run, tiny_config, weights
+from tests.kit.processes import run_processes
 
 ROOT = Path(__file__).parents[3]
 ROUTED = {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}
@@ -49,15 +49,15 @@ def test_an_epoch_may_end_before_its_data(tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 2, "batch_size": 8, "accumulate": 2, "epoch_steps": 2}
     result = run(tiny_config(output=tmp_path / "run", **options))
     assert [row["step"] for row in result.history] == [2, 4]
-    whole = run(tiny_config(output=tmp_path / "whole", **{**options, "epoch_steps": 99}))
-    assert [row["step"] for row in whole.history] == [3, 6]
+    uninterrupted = run(tiny_config(output=tmp_path / "whole", **{**options, "epoch_steps": 99}))
+    assert [row["step"] for row in uninterrupted.history] == [3, 6]
 
 
 def test_the_share_that_is_done_is_told_after_each_step(tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=2, batch_size=8, accumulate=2, epoch_steps=2)
-    streams, told = (TensorStream(8, seed=0), TensorStream(8, seed=None)), list[float]()
-    ImageRecipe(config).fit(streams=streams, progress=False, tick=told.append)  # type: ignore[arg-type]
-    assert told == [0.25, 0.5, 0.75, 1.0]
+    streams, shares = (TensorStream(8, seed=0), TensorStream(8, seed=None)), list[float]()
+    ImageRecipe(config).fit(streams=streams, progress=False, tick=shares.append)  # type: ignore[arg-type]
+    assert shares == [0.25, 0.5, 0.75, 1.0]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
@@ -76,9 +76,9 @@ def test_two_processes_equal_one_with_the_same_global_batch(tmp_path: Path, kind
 
 def test_shards_in_bf16_learn_as_a_whole_model_in_bf16(tmp_path: Path) -> None:
     options: dict[str, Any] = {"epochs": 4, "precision": "bf16", "routing": ROUTED, "batch_size": 8}
-    whole = run(tiny_config(output=tmp_path / "whole", **options))
+    uninterrupted = run(tiny_config(output=tmp_path / "whole", **options))
     shards = run(tiny_config(output=tmp_path / "shards", distributed={"kind": "fsdp"}, **options))
-    assert shards.history[-1]["train_loss"] == pytest.approx(whole.history[-1]["train_loss"], abs=0.01)
+    assert shards.history[-1]["train_loss"] == pytest.approx(uninterrupted.history[-1]["train_loss"], abs=0.01)
     assert all(value.dtype == torch.float32 for value in weights(tmp_path / "shards/model").values())
 
 

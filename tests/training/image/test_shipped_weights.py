@@ -42,8 +42,8 @@ def test_shipped_weights_score_what_they_say(name: str, scenes: Path) -> None:
         data=dataclasses.replace(config.data, root=str(scenes)),
     )
     shipped = ImageRecipe(config)
-    found = shipped.assess(shipped.load())
-    assert (found.samples, found.top1) == (1000, pytest.approx(float(header["top1"]), abs=0.2))
+    evaluation = shipped.assess(shipped.load())
+    assert (evaluation.samples, evaluation.top1) == (1000, pytest.approx(float(header["top1"]), abs=0.2))
 
 
 def test_unknown_shipped_weights_are_refused() -> None:

@@ -69,8 +69,8 @@ def test_features_are_compared_token_by_token(batch: tuple[Tensor, Tensor], pool
     targets = targets[:, None].expand(-1, 16) if pool == "" else targets
     task = ClassificationTask(student, nn.CrossEntropyLoss(), teacher=teacher, feature_weight=0.3)
     parts = task.train()(images, targets)
-    own, taught = (model.forward_features(images) for model in (student, teacher))  # type: ignore[operator]
-    expected = 0.3 * (1 - (F.normalize(own, dim=-1) * F.normalize(taught, dim=-1)).sum(-1)).mean()
+    features, taught = (model.forward_features(images) for model in (student, teacher))  # type: ignore[operator]
+    expected = 0.3 * (1 - (F.normalize(features, dim=-1) * F.normalize(taught, dim=-1)).sum(-1)).mean()
     assert parts["features"] > 0
     torch.testing.assert_close(parts["features"], expected, rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(parts["loss"], parts["task"] + parts["distillation"] + parts["features"])

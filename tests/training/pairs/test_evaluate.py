@@ -18,23 +18,25 @@ from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.loader import pairs_stream
 from mmod.training.pairs.evaluate import check_imagenet, evaluate, rank_matches
-from tests.sets import SETS
-from tests.training.pairs.worker import MODEL
+from tests.kit.pairs_worker import MODEL
+from tests.kit.sets import SETS
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 12), kinds=st.integers(1, 12))
 def test_ranks_are_those_of_a_loop(seed: int, count: int, kinds: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     # Coarse embeddings, so that ties happen.
-    queries, found = (torch.randint(-1, 2, (count, 3), generator=generator).float() for _ in range(2))
+    queries, candidates = (torch.randint(-1, 2, (count, 3), generator=generator).float() for _ in range(2))
     tokens = torch.randint(0, kinds, (count, 1), generator=generator).expand(-1, 2)
     expected = []
-    for query, own in zip(queries, tokens):
-        right = max(float(query @ other) for other, name in zip(found, tokens) if torch.equal(name, own))
+    for query, match in zip(queries, tokens):
+        right = max(float(query @ other) for other, name in zip(candidates, tokens) if torch.equal(name, match))
         expected.append(
-            sum(float(query @ other) >= right for other, name in zip(found, tokens) if not torch.equal(name, own))
+            sum(
+                float(query @ other) >= right for other, name in zip(candidates, tokens) if not torch.equal(name, match)
+            )
         )
-    assert rank_matches(queries, found, tokens).tolist() == expected
+    assert rank_matches(queries, candidates, tokens).tolist() == expected
 
 
 def test_embeddings_that_say_nothing_find_nothing() -> None:
@@ -69,9 +71,9 @@ def test_recalls_are_those_of_the_whole_similarity_matrix(model: Any, stream: An
     model.eval()
     images, texts = (torch.cat(parts) for parts in zip(*stream.batches(0)))
     with torch.no_grad():
-        found = model(images, texts)
+        outputs = model(images, texts)
     model.train()
-    similarity = found["image_features"] @ found["text_features"].T
+    similarity = outputs["image_features"] @ outputs["text_features"].T
     assert result.samples == 64
     for matrix, first, five in (
         (similarity, result.image_to_text_r1, result.image_to_text_r5),

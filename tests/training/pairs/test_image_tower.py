@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 import mmod
 from mmod.training.pairs.config import ModelConfig, TrainConfig
 from mmod.training.pairs.recipe import PairsRecipe
-from tests.training.pairs.worker import clip_config, write_model
+from tests.kit.pairs_worker import clip_config, write_model
 
 
 def create(folder: Path, **model: Any) -> torch.nn.Module:
@@ -44,10 +44,10 @@ def test_a_tower_of_timm_starts_from_a_timm_checkpoint_of_another_size(tmp_path:
     named = write_model(tmp_path, "test-timm-tower", vision_cfg=vision)
     model = create(tmp_path, **named, image_checkpoint=str(tmp_path / "backbone.safetensors"), routed=True)
     assert mmod.is_routed(model)
-    own = model.visual.trunk.state_dict()
+    state = model.visual.trunk.state_dict()
     kept = [name for name in backbone.state_dict() if not name.startswith(("head.", "pos_embed"))]
     assert len(kept) > 50
-    assert all(torch.equal(own[name], backbone.state_dict()[name]) for name in kept)
+    assert all(torch.equal(state[name], backbone.state_dict()[name]) for name in kept)
 
 
 def test_a_locked_tower_keeps_its_weights_and_trains_its_routers(tmp_path: Path) -> None:

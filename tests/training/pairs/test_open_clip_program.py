@@ -12,7 +12,7 @@ import webdataset
 import mmod
 from mmod.data.synthetic.scenes import SCENES
 from mmod.training.pairs.open_clip_program import readable_shards, train_open_clip
-from tests.training.pairs.worker import MODEL
+from tests.kit.pairs_worker import MODEL
 
 ARGUMENTS = ["--dataset-type", "webdataset", "--epochs", "1", "--batch-size", "32", "--workers", "1"]
 
@@ -22,13 +22,13 @@ def test_the_program_trains_a_routed_model_from_shards(tmp_path: Path, monkeypat
     SCENES.build(tmp_path / "data", "tiny")
     model = MODEL | {"vision_cfg": {**MODEL["vision_cfg"], "image_size": 48}}  # type: ignore[dict-item]
     (tmp_path / "program-clip.json").write_text(json.dumps(model))
-    seen: list[torch.nn.Module] = []
+    models: list[torch.nn.Module] = []
     import open_clip_train.main as program
 
     real = program.train_one_epoch
 
     def watched(model: torch.nn.Module, data: object, *args: object, **kwargs: object) -> object:
-        seen.append(model)
+        models.append(model)
         return real(model, data, *args, **kwargs)
 
     monkeypatch.setattr(program, "train_one_epoch", watched)
@@ -39,10 +39,10 @@ def test_the_program_trains_a_routed_model_from_shards(tmp_path: Path, monkeypat
         models=str(tmp_path / "program-clip.json"),
         image=mmod.RoutingConfig(capacity=0.5),
     )
-    assert list(mmod.routed_blocks(seen[0])) == ["visual.transformer.resblocks.1"]
+    assert list(mmod.routed_blocks(models[0])) == ["visual.transformer.resblocks.1"]
     saved = torch.load(tmp_path / "logs/run/checkpoints/epoch_1.pt", weights_only=True)
     assert saved["epoch"] == 1
-    assert saved["state_dict"].keys() == seen[0].state_dict().keys()
+    assert saved["state_dict"].keys() == models[0].state_dict().keys()
 
 
 def test_without_the_preparation_its_reader_fails_on_the_mark_at_a_shards_end(tmp_path: Path) -> None:

@@ -20,10 +20,10 @@ from mmod.io.files import DamagedFileError
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.model import create_transforms
 from mmod.training.pairs.recipe import PairsRecipe
-from tests.data.pair_files import png, write_tar
-from tests.processes import run_processes
-from tests.training.engine.worker import weights, without_usage
-from tests.training.pairs.worker import clip_config, run, train_together, train_until, write_model
+from tests.kit.engine_worker import weights, without_usage
+from tests.kit.pair_files import png, write_tar
+from tests.kit.pairs_worker import clip_config, run, train_together, train_until, write_model
+from tests.kit.processes import run_processes
 
 ROOT = Path(__file__).parents[3]
 ROUTED = {"image": {"router": "linear", "capacity": 0.5, "losses": {"membership": 0.1}}, "text": {"capacity": 0.5}}
@@ -133,22 +133,24 @@ class TestStartingWeights:
         dense = open_clip.create_model("ViT-B-32", **_model_cfg(folder))
         state = dense.state_dict()
         torch.save({"state_dict": {f"module.{name}": value for name, value in state.items()}}, folder / "epoch_1.pt")
-        found, _ = self.state(fields | {"model": fields["model"] | {"checkpoint": str(folder / "epoch_1.pt")}})
-        assert all(torch.equal(value, found[name]) for name, value in state.items())
+        state_dict, _ = self.state(fields | {"model": fields["model"] | {"checkpoint": str(folder / "epoch_1.pt")}})
+        assert all(torch.equal(value, state_dict[name]) for name, value in state.items())
 
     def test_dense_and_routed_runs_start_others(self, folder: Path) -> None:
         run(clip_config(folder, "dense"))
         start = {"model": {"checkpoint": str(folder / "dense")}}
-        found, teacher = self.state(clip_config(folder, "x", routing=ROUTED, **start))
+        state_dict, teacher = self.state(clip_config(folder, "x", routing=ROUTED, **start))
         assert not mmod.is_routed(teacher)
         for name, value in weights(folder / "dense/model").items():
-            assert torch.equal(value, found[name])
+            assert torch.equal(value, state_dict[name])
             assert torch.equal(value, teacher.state_dict()[name])
         result = run(clip_config(folder, "routed", routing=ROUTED, **start))
         assert result.history[0]["train_distillation"] > 0
-        found, _ = self.state(clip_config(folder, "x", routing=ROUTED, model={"checkpoint": str(folder / "routed")}))
+        state_dict, _ = self.state(
+            clip_config(folder, "x", routing=ROUTED, model={"checkpoint": str(folder / "routed")})
+        )
         for name, value in weights(folder / "routed/model").items():
-            assert torch.equal(value, found[name])
+            assert torch.equal(value, state_dict[name])
         other = {"image": {"router": "linear", "capacity": 0.5, "blocks": [0]}}
         with pytest.raises(ValueError, match="was routed in another way"):
             self.state(clip_config(folder, "x", routing=other, model={"checkpoint": str(folder / "routed")}))

@@ -17,7 +17,7 @@ from mmod.methods.base import deciding_together
 from mmod.methods.route import deciding_by
 from mmod.speculation import every_token
 from mmod.training.text.evaluate import evaluate
-from tests.adapters.vlm_zoo import make_language
+from tests.kit.vlm_zoo import make_language
 
 LANGUAGE: dict[str, Any] = {"inference_threshold": 0.5}
 MEMBERSHIP = {"membership": 0.1}
@@ -55,9 +55,9 @@ def decoded(model: Any, tokens: Tensor) -> Tensor:
     """Return the logits (B, L, 256) of reading one byte after the other into a cache."""
     cache, logits = None, []
     for token_B1 in tokens.split(1, dim=1):
-        found = model(input_ids=token_B1, **{CACHE: cache}, use_cache=True)
-        cache = cache_of(found)
-        logits.append(found.logits)
+        outputs = model(input_ids=token_B1, **{CACHE: cache}, use_cache=True)
+        cache = cache_of(outputs)
+        logits.append(outputs.logits)
     return torch.cat(logits, dim=1)
 
 
@@ -66,27 +66,27 @@ def decoded(model: Any, tokens: Tensor) -> Tensor:
 def test_both_losses_and_their_agreement(name: str, routing: str) -> None:
     config, (tokens, following) = ROUTINGS[routing], windows()
     model = make(name, config).train()
-    found = evaluate(model, text_stream(WINDOWS))
+    evaluation = evaluate(model, text_stream(WINDOWS))
     assert model.training
     model.eval()
-    assert found.samples == 7
+    assert evaluation.samples == 7
     with torch.no_grad(), mmod.trace(model) as decisions, deciding_together(model):
         best = model(input_ids=tokens, use_cache=False).logits
-    assert found.loss == pytest.approx(mean_loss(best, following), rel=1e-5)
-    assert found.causal_loss == pytest.approx(mean_loss(decoded(model, tokens), following), rel=1e-5)
+    assert evaluation.loss == pytest.approx(mean_loss(best, following), rel=1e-5)
+    assert evaluation.causal_loss == pytest.approx(mean_loss(decoded(model, tokens), following), rel=1e-5)
     for block, routing_ in decisions.items():
         kept = int(config.capacity * 24)  # type: ignore[operator]
-        assert found.kept[block] == pytest.approx(kept / 24)
-        told = routing_.evidence.logit_BN
+        assert evaluation.kept[block] == pytest.approx(kept / 24)
+        logit_BN = routing_.evidence.logit_BN
         alike = [
-            float((told[b, n] >= 0) == (n in routing_.kept.index_BK[b].tolist()))
+            float((logit_BN[b, n] >= 0) == (n in routing_.kept.index_BK[b].tolist()))
             for n in range(24)
-            for b in range(len(told))
+            for b in range(len(logit_BN))
         ]
-        assert found.agreement[block] == pytest.approx(sum(alike) / len(alike))
-    assert len(found.agreement_by_position) == 8
-    assert math.isclose(sum(found.agreement_by_position) / 8, found.mean_agreement or 0, rel_tol=1e-9)
-    assert {"loss", "causal_loss", "agreement", "kept"} <= set(found.columns())
+        assert evaluation.agreement[block] == pytest.approx(sum(alike) / len(alike))
+    assert len(evaluation.agreement_by_position) == 8
+    assert math.isclose(sum(evaluation.agreement_by_position) / 8, evaluation.mean_agreement or 0, rel_tol=1e-9)
+    assert {"loss", "causal_loss", "agreement", "kept"} <= set(evaluation.columns())
 
 
 def test_what_decides_in_one_way_has_one_loss() -> None:
@@ -106,15 +106,15 @@ def test_what_decides_in_one_way_has_one_loss() -> None:
 def test_every_token_is_the_routed_model_at_capacity_one(routing: str) -> None:
     tokens, _ = windows()
     model = make("llama", ROUTINGS[routing])
-    whole = make(
+    full = make(
         "llama", ROUTINGS[routing].replace(capacity=1.0, language={"inference_threshold": None, "predictor": False})
     )
-    whole.load_state_dict(model.state_dict(), strict=False)
+    full.load_state_dict(model.state_dict(), strict=False)
     with torch.no_grad():
         with every_token(model):
-            found = model(input_ids=tokens).logits
-        assert torch.equal(found, whole(input_ids=tokens).logits)
-        assert not torch.equal(found, model(input_ids=tokens).logits)
+            logits = model(input_ids=tokens).logits
+        assert torch.equal(logits, full(input_ids=tokens).logits)
+        assert not torch.equal(logits, model(input_ids=tokens).logits)
 
 
 def test_routers_decide_as_before_when_the_context_ends() -> None:
@@ -127,4 +127,4 @@ def test_routers_decide_as_before_when_the_context_ends() -> None:
     assert len({id(config) for config in inside}) == 1
     assert inside[0].capacity == 0.1
     after = [block.router.config for block in mmod.routed_blocks(model).values()]
-    assert all(own is other for own, other in zip(before, after))
+    assert all(routing is other for routing, other in zip(before, after))

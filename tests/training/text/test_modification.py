@@ -11,7 +11,7 @@ import torch
 import mmod
 from mmod.training import fit
 from mmod.training.text.recipe import TextRecipe
-from tests.training.text.configs import text_config
+from tests.kit.text_configs import text_config
 
 SIZES: dict[str, Any] = {"data": {"length": 64, "batch_size": 16, "val_limit": 16}, "epochs": 1}
 

@@ -16,9 +16,9 @@ from mmod.training import fit
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.recipe import TextRecipe
 from mmod.training.text.task import TextTask
-from tests.processes import run_processes
-from tests.training.engine.worker import weights
-from tests.training.text.configs import LLAMA, PREDICTOR, SCORE, text_config
+from tests.kit.engine_worker import weights
+from tests.kit.processes import run_processes
+from tests.kit.text_configs import LLAMA, PREDICTOR, SCORE, text_config
 
 ROOT = Path(__file__).parents[3]
 
@@ -29,13 +29,13 @@ def quiet(output: Path, **changes: Any) -> Any:
 
 @pytest.mark.parametrize("changes", [{}, {"routing": PREDICTOR}, {"routing": SCORE, "elastic": True}], ids=str)
 def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path, changes: dict[str, Any]) -> None:
-    whole = quiet(tmp_path / "whole", **changes)
+    uninterrupted = quiet(tmp_path / "whole", **changes)
     config = text_config(tmp_path / "parts", checkpoint_every=1, **changes)
     recipe = TextRecipe(config)
     create = recipe.create_streams
 
-    def create_streams(*given: Any) -> Any:
-        train, test = create(*given)
+    def create_streams(*args: Any) -> Any:
+        train, test = create(*args)
         batches = train.batches
         train.batches = lambda epoch, start=0: stopped(batches(epoch, start), epoch)  # type: ignore[method-assign]
         return train, test
@@ -50,9 +50,9 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path, changes: di
     with pytest.raises(KeyboardInterrupt):
         recipe.fit(progress=False)
     parts = fit(config, progress=False)
-    assert parts.evaluation == whole.evaluation
-    own, other = (weights(tmp_path / name / "model") for name in ("whole", "parts"))
-    assert all(torch.equal(own[name], other[name]) for name in own)
+    assert parts.evaluation == uninterrupted.evaluation
+    first, other = (weights(tmp_path / name / "model") for name in ("whole", "parts"))
+    assert all(torch.equal(first[name], other[name]) for name in first)
 
 
 def train_together(configs: list[TrainConfig]) -> None:
@@ -92,9 +92,9 @@ def test_a_dense_run_is_where_a_routed_one_starts(tmp_path: Path, tied: bool) ->
     assert not any(parameter.requires_grad for parameter in teacher.parameters())
     tokens = torch.arange(40)[None]
     with torch.no_grad(), mmod.trace(model):
-        found, taught = (each(input_ids=tokens).logits for each in (model.train(), teacher))
-    assert torch.equal(found, taught)
-    assert torch.equal(found, plain(input_ids=tokens).logits)
+        student, taught = (one_model(input_ids=tokens).logits for one_model in (model.train(), teacher))
+    assert torch.equal(student, taught)
+    assert torch.equal(student, plain(input_ids=tokens).logits)
     assert fit(config, progress=False).evaluation.kept == dict.fromkeys(mmod.routed_blocks(model), 1.0)
     again = mmod.load_pretrained(tmp_path / "routed" / "model")
     assert mmod.is_routed(again)

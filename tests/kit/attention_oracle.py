@@ -48,14 +48,28 @@ def attend_by_loops(
     valid_T = torch.ones_like(q_THE[:, 0, 0], dtype=torch.bool) if valid is None else valid
     outs = []
     for q, k, v, keep in zip(*(x.split(list(lengths)) for x in (q_THE, k_THE, v_THE, valid_T)), strict=True):
-        seen = keep.expand(len(keep), -1)
+        visible = keep.expand(len(keep), -1)
         if is_causal:
-            seen = seen.tril()
+            visible = visible.tril()
         if len(keep):
-            outs.append(attend(q, k, v, seen, scale))
+            outs.append(attend(q, k, v, visible, scale))
     return torch.cat(outs) if outs else q_THE[:0]
 
 
 def starts(lengths: Sequence[int], device: str = "cpu") -> Tensor:
     """Return where sequences of these lengths begin and, last, end."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def full_map(
+    q: Tensor, k: Tensor, mask: Tensor | None = None, is_causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """Return the softmax of the scores of all heads in float64."""
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
+    score = torch.einsum("bhqe,bhke->bhqk", q.double(), k.double()) * scale
+    if is_causal:
+        score = score.masked_fill(torch.ones(score.shape[-2:]).triu(1).bool(), -torch.inf)
+    if mask is not None:
+        score = score.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else score + mask
+    return score.softmax(-1)

@@ -13,7 +13,7 @@ from torch import nn
 
 import mmod
 from mmod.methods import Channels, Exit, Experts, Merge, Method, Prune, Recursions, Resize
-from tests.zoo import make_model
+from tests.kit.zoo import make_model
 
 # Class token or none, registers, mean, attention and distilled pooling, rotary positions, norms behind.
 MODELS = [

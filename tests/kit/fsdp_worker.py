@@ -16,7 +16,7 @@ from mmod.blocks import RoutedBlock
 from mmod.training.chat import recipe
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.trainer import RoutedTrainer
-from tests.training.chat.configs import GAMMA, P_MOD, vlm_config
+from tests.kit.chat_configs import GAMMA, P_MOD, vlm_config
 
 RUNS: dict[str, dict[str, Any]] = {
     "shared": {"routing": GAMMA},

@@ -203,20 +203,20 @@ def incomplete(suffix: str, beside: bytes) -> dict[str, bytes]:
         beside: What it is.
     """
     name = f"8{suffix}"
-    rest = body({name: beside}) + END
+    beginning = body({name: beside}) + END
     both = body({"8.png": PNG, name: beside})
     return {
-        "a link for an image": header("8.png", kind=tarfile.SYMTYPE, link="/etc/hostname") + rest,
-        "a hard link for an image": header("8.png", kind=tarfile.LNKTYPE, link="7.png") + rest,
-        "a device for an image": header("8.png", kind=tarfile.CHRTYPE) + rest,
-        "a pipe for an image": header("8.png", kind=tarfile.FIFOTYPE) + rest,
-        "a folder for an image": header("8.png/", kind=tarfile.DIRTYPE) + rest,
+        "a link for an image": header("8.png", kind=tarfile.SYMTYPE, link="/etc/hostname") + beginning,
+        "a hard link for an image": header("8.png", kind=tarfile.LNKTYPE, link="7.png") + beginning,
+        "a device for an image": header("8.png", kind=tarfile.CHRTYPE) + beginning,
+        "a pipe for an image": header("8.png", kind=tarfile.FIFOTYPE) + beginning,
+        "a folder for an image": header("8.png/", kind=tarfile.DIRTYPE) + beginning,
         "zeros for an image that take no room": pax(pax_record("GNU.sparse.map", "0,0") + HOLES)
         + header("8.png")
-        + rest,
-        "two images": body({"8.png": PNG, "8.jpg": JPEG}) + rest,
+        + beginning,
+        "two images": body({"8.png": PNG, "8.jpg": JPEG}) + beginning,
         "one key twice": both + both + END,
-        "no image": rest,
+        "no image": beginning,
         "an image alone": body({"8.png": PNG}) + END,
         "a pickle beside it": body({"8.png": PNG, "8.pkl": pickle.dumps(Payload())}) + END,
     }
@@ -295,4 +295,29 @@ SPECIAL = {
     "device": lambda path: os.symlink("/dev/zero", path),
     "dangling link": lambda path: os.symlink("nowhere", path),
     "link to itself": lambda path: os.symlink(path, path),
+}
+COCO: dict[str, Any] = {
+    "a list": [],
+    "no images": {"annotations": []},
+    "images that are null": {"images": None, "annotations": []},
+    "annotations that are a dict": {"images": [], "annotations": {}},
+    "an image that is a number": {"images": [1], "annotations": []},
+    "an image without a file": {"images": [{"id": 1}], "annotations": []},
+    "an id that is a list": {"images": [{"id": [], "file_name": "0.png"}], "annotations": []},
+    "one id twice": {"images": [{"id": 1, "file_name": f"{n}.png"} for n in range(2)], "annotations": []},
+    "no annotation": {"images": [], "annotations": []},
+}
+TABLES: dict[str, bytes] = {
+    "empty.csv": b"",
+    "header.csv": b"image,caption\n",
+    "columns.csv": b"file,text\n0.png,a\n",
+    "twice.csv": b"image,caption,caption\n0.png,a,b\n",
+    "long.csv": b"image,caption\n0.png," + b"a" * 200_000 + b"\n",
+    "tabs.csv": b"image\tcaption\n0.png\ta\n",
+    "wide.csv": "image,caption\n0.png,a\n".encode("utf-16"),
+    "empty.parquet": b"",
+    "text.parquet": b"image,caption\n",
+    "cut.parquet": b"PAR1" + bytes(100),
+    "pickle.parquet": pickle.dumps(Payload()),
+    **{f"{name}.json": json.dumps(content).encode() for name, content in COCO.items()},
 }

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cover import cover, in_turn
+from tests.kit.cover import cover, in_turn
 
 # A process either interprets all its kernels or compiles them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -39,7 +39,7 @@ def everywhere(*axes: Iterable[Any]) -> list[Any]:
     elif interpreted:
         combined += cover(interpreted, *values)
     combined += itertools.product([place for place in PLACES if "cuda" in place.values], *values)
-    return [pytest.param(*place.values, *rest, marks=place.marks) for place, *rest in combined]
+    return [pytest.param(*place.values, *remaining, marks=place.marks) for place, *remaining in combined]
 
 
 @contextmanager
@@ -63,7 +63,7 @@ def poisoned() -> Iterator[None]:
         yield
 
 
-def gradients(out: Tensor | tuple[Tensor, ...], wanted: list[Tensor], seed: int = 1) -> list[Tensor]:
+def gradients(out: Tensor | tuple[Tensor, ...], inputs: list[Tensor], seed: int = 1) -> list[Tensor]:
     """Return the gradients of fixed random weighted sums of the outputs.
 
     Args:
@@ -75,7 +75,7 @@ def gradients(out: Tensor | tuple[Tensor, ...], wanted: list[Tensor], seed: int 
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(value.shape, generator=generator).half() for value in outs]
     weights = [weight.to(value) for weight, value in zip(weights, outs)]
-    return list(torch.autograd.grad(outs, wanted, weights, materialize_grads=True))
+    return list(torch.autograd.grad(outs, inputs, weights, materialize_grads=True))
 
 
 def assert_as_exact_as_torch(kernel: Tensor, plain: Tensor, exact: Tensor, name: str = "output") -> None:

@@ -57,12 +57,14 @@ def make_language(name: str, seed: int = 0, **changes: Any) -> nn.Module:
 
 
 def _text_config(name: str, changes: dict[str, Any]) -> Any:
-    kind, own = LANGUAGE[name]
-    config = getattr(transformers, kind)(**{**_SMALL, **{k: v for k, v in own.items() if k != "attn_implementation"}})
+    kind, fields = LANGUAGE[name]
+    config = getattr(transformers, kind)(
+        **{**_SMALL, **{k: v for k, v in fields.items() if k != "attn_implementation"}}
+    )
     for key, value in changes.items():
         setattr(config, key, value)
-    if "attn_implementation" in own:
-        config._attn_implementation = own["attn_implementation"]
+    if "attn_implementation" in fields:
+        config._attn_implementation = fields["attn_implementation"]
     return config
 
 
@@ -213,16 +215,16 @@ def video(name: str, videos: tuple[int, ...], frames: int = 4, seed: int = 1) ->
 
 def merged_embeddings(model: Any, batch: dict[str, Any]) -> Tensor:
     """Return the embeddings of a prompt with the features of its images in place of their tokens."""
-    seen: list[Tensor] = []
+    captured: list[Tensor] = []
 
-    def look(module: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-        seen.append(given["inputs_embeds"])
+    def look(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        captured.append(options["inputs_embeds"])
 
     handle = model.model.language_model.register_forward_pre_hook(look, with_kwargs=True)
     with torch.no_grad():
         model(**batch)
     handle.remove()
-    return seen[0]
+    return captured[0]
 
 
 def pad(samples: list[list[int]], side: str = "left") -> dict[str, Tensor]:
@@ -241,3 +243,8 @@ def words(samples: int = 2, tokens: int = 20) -> dict[str, Tensor]:
     """Return random samples without images, each five tokens shorter than the one before, padded."""
     rows = torch.randint(3, IMAGE, (samples, tokens)).tolist()
     return pad([row[: tokens - 5 * place] for place, row in enumerate(rows)])
+
+
+def random_words(*shape: int) -> Tensor:
+    """Return the same words for the same shape, none of them an image."""
+    return torch.randint(3, 80, shape, generator=torch.Generator().manual_seed(7))

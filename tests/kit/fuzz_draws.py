@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 import mmod
-from tests.adapters import clip_zoo, vlm_zoo
-from tests.zoo import make_images, make_model
+from tests.kit import clip_zoo, vlm_zoo
+from tests.kit.zoo import make_images, make_model
 
 # One image, prompt, or pair of image and caption: arguments without a batch axis.
 Sample = dict[str, Tensor]
@@ -122,8 +122,8 @@ def _of_joint(name: str) -> Host:
 def _logits(model: nn.Module, batch: Sequence[Sample]) -> list[Tensor]:
     padded = vlm_zoo.pad([sample["ids"].tolist() for sample in batch])
     pixels = [sample["pixels"] for sample in batch if "pixels" in sample and len(sample["pixels"])]
-    given = {"pixel_values": torch.cat(pixels).to(_floating(model))} if pixels else {}
-    logits = model(**padded, **given, use_cache=False).logits
+    inputs = {"pixel_values": torch.cat(pixels).to(_floating(model))} if pixels else {}
+    logits = model(**padded, **inputs, use_cache=False).logits
     return [row[mask.bool()] for row, mask in zip(logits, padded["attention_mask"])]
 
 
@@ -223,7 +223,7 @@ def draw(host: str, number: int) -> Draw:
         host,
         parts,
         _maybe(random, 0.15, lambda: _capacity(random))
-        if not any("select" in each for each in parts.values())
+        if not any("select" in fields_of_part for fields_of_part in parts.values())
         else None,
         random.randint(1, 5),
         random.random() < 0.4,
@@ -248,7 +248,7 @@ def _fields(random: Random, part: str, depth: int, joint: bool) -> dict[str, Any
     while text and ("coin" in str(router) or "cells" in str(router) or "per" in str(router)):
         router = _router(random, wild or part == "language")
     name, options = (router["name"], router) if isinstance(router, dict) else (router, {})
-    learns, whole = name == "linear" or callable(router), name == "coin" or options.get("per") == "sequence"
+    learns, per_image = name == "linear" or callable(router), name == "coin" or options.get("per") == "sequence"
     shared = name in ("attention", "random", "stride", "diversity", "redundancy", "cells")
     blocks: Any = random.choice(["every_other", "late", "all", None])
     from_before = name in ("attention", "important_diversity") and not wild
@@ -267,7 +267,7 @@ def _fields(random: Random, part: str, depth: int, joint: bool) -> dict[str, Any
         "blocks": blocks,
         "capacity": capacity,
         "protect_prefix": _maybe(random, 0.15, lambda: False),
-        "select": _maybe(random, 0.95 if whole else 0.3, lambda: _select(random, whole)),
+        "select": _maybe(random, 0.95 if per_image else 0.3, lambda: _select(random, per_image)),
         "gate": _maybe(random, 0.6, lambda: _gate(random)),
         "context": _maybe(random, 0.25, lambda: per_block(lambda: random.choice(["kept", "all"]), 0.3)),
         "operator": _maybe(random, 0.25, lambda: per_block(lambda: random.choice(["block", "attention", "mlp"]), 0.3)),
@@ -277,14 +277,14 @@ def _fields(random: Random, part: str, depth: int, joint: bool) -> dict[str, Any
         "losses": _maybe(random, 0.3, lambda: _losses(random)),
         "language": _maybe(random, 0.6, lambda: _language(random, joint)),
     }
-    fields = fields if wild else _fitting(random, fields, part, learns, whole)
+    fields = fields if wild else _fitting(random, fields, part, learns, per_image)
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _fitting(random: Random, fields: dict[str, Any], part: str, learns: bool, whole: bool) -> dict[str, Any]:
+def _fitting(random: Random, fields: dict[str, Any], part: str, learns: bool, per_image: bool) -> dict[str, Any]:
     """Return fields without most of what excludes each other, or does not suit the part."""
     gate, language, operator = dict(fields["gate"] or {}), dict(fields["language"] or {}), fields["operator"]
-    joins = part in ("image", "vision") and not whole and random.random() < 0.25
+    joins = part in ("image", "vision") and not per_image and random.random() < 0.25
     if part == "language":
         fields = {**fields, "select": _maybe(random, 0.3, lambda: {"threshold": random.choice([0.5, 0.0, 1.0, 2.5])})}
     if operator or not learns or gate.get("name", "identity") == "identity":
@@ -296,10 +296,10 @@ def _fitting(random: Random, fields: dict[str, Any], part: str, learns: bool, wh
     if not learns or fields["select"] or "membership" not in (fields["losses"] or ()):
         language.pop("predictor", None)
     unfit = {"select", "context", "operator"} if joins else {"skipped"}
-    if gate.get("name") == "step" and not (fields["select"] and (whole or operator == "mlp")):
+    if gate.get("name") == "step" and not (fields["select"] and (per_image or operator == "mlp")):
         unfit.add("gate")
     unfit |= {"gate", "losses"} if not learns else set()
-    unfit |= {"context"} if whole or "mlp" in str(operator) else set()
+    unfit |= {"context"} if per_image or "mlp" in str(operator) else set()
     unfit |= {"language"} if part != "language" else set()
     if not (joins or operator or "gate" in unfit) and gate.get("name", "tanh") != "identity" and random.random() < 0.25:
         unfit.discard("skipped")
@@ -336,13 +336,13 @@ def _router(random: Random, language: bool) -> Any:
     return {"name": name, **options} if options else name
 
 
-def _select(random: Random, whole: bool) -> Any:
+def _select(random: Random, per_image: bool) -> Any:
     if random.random() < 0.2:
         return "threshold"
     options = {"threshold": random.choice([0.5, 0.5, 0.0, 1.0, 0.9, 1.1, 2.5, -5.0, 100.0])}
-    if random.random() < (0.05 if whole else 0.3):
+    if random.random() < (0.05 if per_image else 0.3):
         options["min_tokens"] = random.choice([0, 1, 3, 50])
-    if random.random() < (0.05 if whole else 0.3):
+    if random.random() < (0.05 if per_image else 0.3):
         options["max_tokens"] = random.choice([1, 4, 17, 100])
     return options
 

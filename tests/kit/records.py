@@ -16,7 +16,7 @@ from mmod.analysis.style import new_figure, svg_of
 from mmod.studies.isoflop.report import draw, table, verdict
 from mmod.studies.results import write_outcome
 from mmod.training.engine.health import FIGURES, evaluated, write_rows
-from tests.analysis.audit.planted import batches_of, plant
+from tests.kit.planted import batches_of, plant
 
 TABLE = """| model | top-1 % |
 |:--|--:|
@@ -72,7 +72,7 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
     labelled = [
         LabelledBatch(batch, {"class": [f"number {number}" for number in batch[1].tolist()]}) for batch in batches
     ]
-    found = mmod.audit(
+    audit = mmod.audit(
         model,
         labelled,
         mmod.AuditConfig(draws=1, resamples=100, conditions=["random", "centre", "mean mask"], leave_one_out=1),
@@ -83,7 +83,7 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
         "name": run.name,
         "command": f"mmod audit {run}",
         "environment": {"torch": torch.__version__},
-        "audit": found.to_dict(),
+        "audit": audit.to_dict(),
         "flops": mmod.flops(model, images.shape[1:]).to_dict(),
         "generation": None,
         "beside_flops": {"dense": float(mmod.flops(model, images.shape[1:]).dense)},

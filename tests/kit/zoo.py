@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import timm
 import torch
 from torch import Tensor, nn
@@ -48,6 +50,9 @@ ZOO: dict[str, dict[str, object]] = {
     "naflexvit_base_patch16_par_gap": _SMALL,
     "beit_base_patch16_224": {**_BY_64, "use_rel_pos_bias": False, "use_shared_rel_pos_bias": True},
 }
+# Two residual branches with nothing behind them.
+PLAIN = ["test_vit", "vit_tiny_patch16_224", "vit_little_patch16_reg4_gap_256", "eva02_tiny_patch14_224"]
+PLAIN += ["beit_base_patch16_224", "deit3_small_patch16_224", "vit_dlittle_patch16_reg1_gap_256"]
 
 
 def make_model(name: str, seed: int = 0, **changes: object) -> nn.Module:
@@ -66,3 +71,12 @@ def make_model(name: str, seed: int = 0, **changes: object) -> nn.Module:
 def make_images(name: str, batch: int, seed: int = 1) -> Tensor:
     size = ZOO[name].get("img_size", 64)
     return torch.randn(batch, 3, size, size, generator=torch.Generator().manual_seed(seed))
+
+
+def perturb_(model: Any, parts: tuple[str, ...], std: float = 0.3) -> Any:
+    """Add the same noise to all parameters with one of these parts in their names, and return the model."""
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in parts):
+            parameter.data += std * torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+    return model

@@ -10,7 +10,7 @@ import torch
 import mmod
 from mmod.data.readers.conversations import ConversationsConfig
 from mmod.training.chat.config import ModelConfig, TrainConfig
-from tests.sets import SETS
+from tests.kit.sets import SETS
 
 TEXT = {
     "model_type": "llama",

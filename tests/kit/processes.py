@@ -52,7 +52,7 @@ def run_processes(task: Callable[..., Any], *args: Any, world: int = 1, log: Pat
         group = {"MASTER_ADDR": store.host, "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
         group |= {"WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
         ranks = [{**group, "RANK": rank, "LOCAL_RANK": rank} for rank in range(world)]
-    _server.send((Path.cwd(), [(own, log, task, args) for own in ranks]))
+    _server.send((Path.cwd(), [(environment, log, task, args) for environment in ranks]))
     running = _server.recv()
     try:
         ended: list[int | None] = _server.recv()

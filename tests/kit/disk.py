@@ -1,10 +1,11 @@
-"""A disk that takes no more than so many bytes of a file."""
+"""What lies in a folder, and a disk that takes no more than so many bytes of a file."""
 
 from __future__ import annotations
 
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 
 @contextmanager
@@ -20,3 +21,8 @@ def small_disk(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Return the files of a folder and of those in it, by their paths in it."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

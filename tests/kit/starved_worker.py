@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import mmod
-from tests.zoo import make_images, make_model
+from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_medium_patch16_gap_240"
 
@@ -38,11 +38,11 @@ def save_gradients(folder: Path, way: str) -> None:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         loss_of(model, rank).backward()
-        found = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        gradients = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
     else:
         replica = DistributedDataParallel(model)
         loss_of(replica, rank).backward()
-        found = {name: p.grad for name, p in model.named_parameters()}
+        gradients = {name: p.grad for name, p in model.named_parameters()}
     if rank == 0:
-        torch.save(found, folder / f"{way}.pt")
+        torch.save(gradients, folder / f"{way}.pt")
     dist.destroy_process_group()

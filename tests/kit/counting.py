@@ -15,6 +15,6 @@ _ON_CPU = {
 def flop_counter() -> FlopCounterMode:
     """Return torch's counter, which in torch 2.11 leaves out fused attention on a CPU."""
     counter = FlopCounterMode(display=False)
-    for own, on_gpu in _ON_CPU.items():
-        counter.flop_registry.setdefault(own, flop_registry[on_gpu])
+    for on_cpu, on_gpu in _ON_CPU.items():
+        counter.flop_registry.setdefault(on_cpu, flop_registry[on_gpu])
     return counter

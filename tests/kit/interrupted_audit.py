@@ -1,0 +1,113 @@
+"""An audit that stops midway, and damages of the file that it leaves."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod.analysis import SHIFTS, LabelledBatch, judge_classes
+from tests.kit.zoo import make_images, make_model
+
+NAME = "vit_tiny_patch16_224"
+Batch = tuple[Tensor, Tensor]
+
+
+class Stopped(Exception):
+    """What cuts an audit."""
+
+
+def batches(images: int, seed: int) -> list[Batch]:
+    return list(zip(make_images(NAME, images, seed).split(3), (torch.arange(images) % 7).split(3)))
+
+
+def labelled(batches: list[Batch]) -> list[LabelledBatch]:
+    """Return batches with their classes as strata, and two kinds of tokens."""
+    half = np.repeat(["upper", "lower"], [9, 8])
+    return [
+        LabelledBatch(
+            batch, {"class": [str(n) for n in batch[1].tolist()]}, {"half": np.tile(half, (len(batch[0]), 1))}
+        )
+        for batch in batches
+    ]
+
+
+def options() -> dict[str, Any]:
+    """Return all that an audit can be asked for."""
+    return {
+        "model": mmod.route_(make_model(NAME), mmod.RoutingConfig(router="linear", capacity=0.4, blocks=(1, 2))),
+        "batches": labelled(batches(8, seed=0)),
+        "positions_from": batches(5, seed=1),
+        "reference": make_model(NAME),
+        "shifts": {"noise": lambda batch, images: (SHIFTS["noise"](batch[0], images), batch[1])},
+        "others": {"other": batches(5, seed=2)},
+        "beside": {"random": mmod.route_(make_model(NAME), mmod.RoutingConfig(router="random"))},
+        "config": mmod.AuditConfig(leave_one_out=1, draws=1, resamples=100),
+    }
+
+
+def stopping(calls: int) -> Any:
+    """Return a judge that judges so many times."""
+    left = itertools.count(calls, -1)
+
+    def judge(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        if not next(left):
+            raise Stopped
+        return judge_classes(model, batch)
+
+    return judge
+
+
+def first_array(value: Any) -> dict[str, str]:
+    """Return the first array of a file's plain values."""
+    if isinstance(value, dict) and set(value) == {"array"}:
+        return value
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return next(filter(None, map(first_array, items)), {})
+
+
+def changed(change: Callable[[Any], object], *, is_forged: bool = False) -> Callable[[bytes], bytes]:
+    """Return what changes the plain values of a file, and the checksum of a forged one."""
+
+    def write(content: bytes) -> bytes:
+        identity, line = content.splitlines()
+        fields = json.loads(line[9:])
+        change(fields)
+        text = json.dumps(fields).encode()
+        check = b"%08x" % zlib.crc32(text) if is_forged else line[:8]
+        return b"%b\n%b %b\n" % (identity, check, text)
+
+    return write
+
+
+forged = functools.partial(changed, is_forged=True)
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "binary": lambda _: bytes(range(256)),
+    "a list": lambda _: b"[]\n",
+    "text of another file": lambda _: b'{"of": {}, "done": {}, "state": {}}\n',
+    "no checksum": lambda content: content.splitlines()[0][9:] + b"\n",
+    "more batches than there are": changed(lambda values: values["done"].update(audit=999)),
+    "a count is a text": changed(lambda values: values["done"].update(audit="two")),
+    "images are NaN": changed(lambda values: values["counts"]["images"].update({"": float("nan")})),
+    "strata are short": changed(lambda values: values["counts"]["strata"]["values"]["class"].pop()),
+    "an array is another": changed(
+        lambda values: first_array(values["counts"]).update(array=first_array(values["counts"]["outcomes"])["array"])
+    ),
+    "no counts": forged(lambda values: values.pop("counts")),
+    "no count of batches": forged(lambda values: values.pop("done")),
+    "counts are a list": forged(lambda values: values.update(counts=[])),
+    "a part is missing": forged(lambda values: values["counts"].pop("across")),
+    "a part is null": forged(lambda values: values["counts"].update(across=None)),
+    "an array is text": forged(lambda values: first_array(values["counts"]).update(array="no array")),
+    "an array is cut": forged(
+        lambda values: first_array(values["counts"]).update(array=first_array(values)["array"][:40])
+    ),
+}
