@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "mmod.config": ["preset"],
         "mmod.planning.advice": ["Advice"],
         "mmod.planning.arank": ["LayerRanks", "attention_ranks"],
         "mmod.planning.candidate": ["Candidate", "Recipe"],
         "mmod.planning.learned": ["LearnedPlan", "learn_capacity_", "settle_capacity_"],
         "mmod.planning.plan_search": ["Option", "PlanSearch"],
-        "mmod.planning.presets": ["preset"],
         "mmod.planning.schedules": ["drop_once", "falling", "ratio_decay", "stage_drop"],
         "mmod.planning.search": ["plan_divergence", "search_plan"],
         "mmod.planning.trials": ["advise"],

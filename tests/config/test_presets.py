@@ -24,9 +24,9 @@ from mmod.config import PRESETS, Preset, preset_arguments, read_routing, rescale
 from mmod.planning.resolve import resolve_methods, resolve_routing
 from mmod.training import TrainConfig
 from mmod.training.kinds import recipe_of
-from tests.adapters.clip_zoo import make_clip
-from tests.adapters.vlm_zoo import make_joint
-from tests.zoo import make_images, make_model
+from tests.kit.clip_zoo import make_clip
+from tests.kit.vlm_zoo import make_joint
+from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
 BY_DEPTH = ("gamma-mod", "gradual", "mindskip", "p-mod")
