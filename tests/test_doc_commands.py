@@ -53,6 +53,7 @@ SMALL = {
     "train chat": f"{QUESTIONS} {CHAT_STEPS}",
     "train chat configs/vlm/llava": "--print_config",
     "train text": f"{TEXT} --epochs 1 --epoch_steps 1 --eval_every 1 --schedule.warmup_epochs 0",
+    "data": "--difficulty tiny",
     "evaluate": IMAGES,
     "audit": f"{IMAGES} {AUDIT}",
     "audit runs/text": f"{TEXT} {AUDIT} --audit.generation 64",
@@ -99,6 +100,7 @@ GROUPS = {
     "chat": "train chat|audit runs/vlm|plan",
     "text": "train text|audit runs/text|report runs/text|benchmark drafts",
     "photos": "advise",
+    "data": "data",
     "benchmarks": "benchmark (models|ops|generation|suite)",
     "studies": "tradeoff",
     "others": "configs|isoflop|train open-clip|--version",
@@ -184,7 +186,7 @@ def run_group(group: str) -> None:
 IMAGE = pytest.param("image", marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("group", [IMAGE, "pairs", "chat", "text", "benchmarks", "others"])
+@pytest.mark.parametrize("group", [IMAGE, "pairs", "chat", "text", "data", "benchmarks", "others"])
 def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_clip_train.main, "main", lambda words: print(*words))
     report = BenchmarkReport("a suite", {}, {}, {}, [])

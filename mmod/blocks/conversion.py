@@ -69,7 +69,11 @@ def host_class(module: nn.Module) -> type[nn.Module]:
 
 def host_of(module_class: type[nn.Module]) -> type[nn.Module]:
     """Return the host library's class of a converted class, or the class itself."""
-    return getattr(module_class, "mod_host", module_class)
+    host: type[nn.Module] = getattr(module_class, "mod_host", module_class)
+    # FSDP2 puts a class of its own in front of a module's, as mixins do.
+    while len(host.__bases__) == 2 and host.__bases__[0].__name__ == "FSDPModule":
+        host = host.__bases__[1]
+    return host
 
 
 def is_converted(module: nn.Module) -> bool:

@@ -179,10 +179,6 @@ class TestPresets:
         router(x).weights.skipped_BN.sum().backward()
         assert router.score.weight.grad is not None
 
-    def test_p_mod_needs_a_depth(self) -> None:
-        with pytest.raises(ValueError, match="pass depth="):
-            mmod.preset("p-mod")
-
     def test_modification_decides_token_by_token(self) -> None:
         router = make(mmod.preset("modification", router={"init_std": 1.0}), prefix=0)
         x = torch.randn(1, 12, 8)
