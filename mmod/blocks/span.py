@@ -444,8 +444,8 @@ class Span(Passes[SpanPass]):
     def _refuse_shape(self, x: Tensor, found: SpanPass) -> NoReturn:
         raise ValueError(
             f"a routed block got (images, tokens) = {tuple(x.shape[:2])}, and the pass that it continues has "
-            f"{found.shape}: the batch or the sequence changed between the two blocks, which share scores. Keep all images "
-            "and tokens between them, or route with a router that shares none, such as 'linear'"
+            f"{found.shape}: the batch or the sequence changed between the two blocks, which share scores. Keep all "
+            "images and tokens between them, or route with a router that shares none, such as 'linear'"
         )
 
     def decided(
