@@ -493,10 +493,11 @@ class Span(Passes[SpanPass]):
     def before(self, shared: SpanPass, place: int, device: torch.device) -> Routing | None:
         """Return the decision of the block before, if skipped tokens joined others in it; None for all tokens."""
         # A block in between may have been removed from the model.
-        number = max((number for number in shared.decisions if number < place), default=-1)
-        if number < 0 or shared.decisions[number].routing.joined.slot_BN is None:
-            return None
-        return shared.decisions[number].routing.to(device)
+        for number in range(place - 1, -1, -1):
+            if number in shared.decisions:
+                routing = shared.decisions[number].routing
+                return None if routing.joined.slot_BN is None else routing.to(device)
+        return None
 
     def take_rows(self, x: Tensor, shared: SpanPass, router: Router) -> tuple[Tensor, Rows | None]:
         """Return a block's input, and the rows that it is if the block can run on those passed on; else all tokens."""
