@@ -26,7 +26,7 @@ from mmod.methods.route import capacities, routed_blocks, routing_configs
 from mmod.model import set_capacity_, unroute_
 from mmod.ops.select import kept_count
 from mmod.planning.plan_search import BlockCosts, best_choices, stopwatch
-from mmod.routing import Router, Routing, TokenGroups, TokenMarks
+from mmod.routing import Router, Routing, TokenGroups, TokenMarks, Weights
 from mmod.routing.router import Rule
 from mmod.threads import PerThread
 from mmod.values import check_value, one_of
@@ -152,8 +152,9 @@ class PartialSlots(NamedTuple):
         # Distributed training needs a gradient of every parameter, even 0.
         weight_BK = torch.where(whole_BK, 1 + 0 * self.share, self.share)
         gate_BK = routing.weights.gate_BK
-        weights = routing.weights._replace(gate_BK=weight_BK if gate_BK is None else gate_BK * weight_BK)
-        return routing._replace(weights=weights)
+        weights = Weights(weight_BK if gate_BK is None else gate_BK * weight_BK, routing.weights.skipped_BN)
+        # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
+        return Routing(routing.kept, routing.evidence, weights, routing.joined)
 
 
 class LearnedRouter(Router):

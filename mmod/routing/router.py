@@ -264,7 +264,8 @@ class Router(nn.Module):
         bias = None
         if isinstance(self.config.skipped, Merged):
             size_BK, bias = size_groups(slot_BN, kept.index_BK.shape[1], rows.dtype, all_join=everyone)
-        return routing._replace(joined=Joined(slot_BN, size_BK, everyone, bias))
+        # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
+        return Routing(kept, routing.evidence, routing.weights, Joined(slot_BN, size_BK, everyone, bias))
 
     def _nearest(
         self, routing: Routing, rows: Tensor, slot_BK: Tensor, real: Tensor | None, unit_BNE: Tensor | None
