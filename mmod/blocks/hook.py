@@ -23,7 +23,7 @@ class ModelHook:
         raise NotImplementedError
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
-        """Run after a forward pass, also if it failed."""
+        """Run after a forward pass, also after an `Exception`, but not after a KeyboardInterrupt."""
 
     def release(self) -> None:
         """Remove what the hook added to the model."""
@@ -66,11 +66,11 @@ def detach_hooks(model: nn.Module, kind: type = ModelHook) -> None:
 
 
 class SpanHook(ModelHook):
-    """Tells spans of calls of the module that holds their blocks, and whether anything reads the tokens between them.
+    """Begins and ends a `StackCall` with each call of the module that holds the blocks.
 
-    Nothing does if the host library's code runs exactly the routed blocks in sequence, without hooks or gradient
-    checkpointing. Any other caller (a subclass with another forward,
-    `forward_intermediates`, extracted features, a user's loop) gets all tokens from each block.
+    Nothing reads the tokens between blocks if the host library's code runs exactly the routed blocks in sequence,
+    without hooks or gradient checkpointing. Any other caller (a subclass with another forward, `forward_intermediates`,
+    extracted features, a user's loop) gets all tokens from each block.
 
     Args:
         calls: The calls of the stack, by thread.

@@ -66,7 +66,7 @@ class RoutedState:
 
 @dataclass(eq=False, kw_only=True)
 class ImportanceState:
-    """Plain state of the dense block in front of a span, whose importance the span reads.
+    """Plain state of the dense block at place 0 of a span, whose importance the others read.
 
     Args:
         routers: The routers of the span.
@@ -93,11 +93,12 @@ class ConvertedBlock(Mixin):
         return super().forward(z, **arguments)
 
     def observe(self, run: Callable[[], Tensor], valid_BN: Tensor | None, average: str) -> tuple[Tensor, Tensor]:
-        """Run the host's attention on all tokens; return its result, and the importance that it gives them (B, N)."""
+        """Run what contains the host's attention; return its result, and the importance of its tokens (B, N)."""
         state = self.mod_state
         captured = capture_importance(valid_BN, average)
         attention = getattr(self, state.call.operators.get("attention", ""), None)
-        # Each call of torch inside the mode costs time, so the attention alone runs in it where nothing replaced that.
+        # Each call of torch inside the mode costs time, so the attention alone runs in it, unless its forward was
+        # replaced.
         if isinstance(attention, Branch) and "forward" not in vars(attention):
             with running_branch(state.inner, captured):
                 y = run()
@@ -211,7 +212,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         return span.leave(y, shared, rows, router, state)
 
     def shares(self, arguments: Mapping[str, Any]) -> bool:
-        """Return whether a block with a cache shares anything in a call."""
+        """Return whether a block with a cache takes part in its span in this call."""
         return True
 
     def normed(self, x: Tensor) -> Tensor:

@@ -145,7 +145,7 @@ class Rows:
         return router.config.joins or router.capacity == self.router.capacity
 
     def gather(self, rows_BND: Tensor, routing: Routing) -> Tensor:
-        """Return the rows of a decision about all tokens, from these or from the rows of the previous decision."""
+        """Return the rows of a decision about all tokens, from all of them or from rows of the previous decision."""
         if not self._steps:
             among = routing
             z_BKD = gather(rows_BND, routing, self.norm)

@@ -2,7 +2,8 @@
 
 A span is a run of consecutive routed blocks that share scores, with the dense block in front of it if they read that
 block's importance. What the blocks of a span share in a forward pass is found by the tensor that one block returned and
-the next one got. A thread may therefore have several batches between two blocks: a pipeline, or a user's own loop.
+the next one got. A thread may therefore have several batches between two blocks: a pipeline, or a user's own loop. In a
+call in which nothing reads the tokens between blocks, the order of the blocks tells it.
 
 Axes: B images or samples, N tokens.
 """
@@ -24,7 +25,7 @@ from mmod.config import RoutingConfig
 from mmod.routing import Router, Routing, TokenGroups, TokenMarks
 from mmod.threads import PerThread
 
-# How many unfinished passes a thread remembers outside calls of the model, to notice an ambiguous tensor.
+# How many unfinished passes, and grids that wait for one, a thread remembers of a stack outside calls of the model.
 UNFINISHED = 8
 
 
@@ -36,17 +37,17 @@ def recomputing() -> bool:
 
 
 class StackCall:
-    """A call of the module that holds a stack of blocks; one more stands for code outside such calls.
+    """A call of the module that holds a stack of blocks; the root, without `outer`, stands for code outside any.
 
     Args:
         outer: The call around it in this thread, if any.
         unobserved: The host's own code runs the blocks in order, and nothing reads the tokens between them. Blocks may
             then pass on rows, and tensors are not remembered.
         host: Package of the host's code.
-        frame: The frame of the call; None where its end is certain to be told.
+        frame: The frame of the call; None for the root and while compiling.
 
     Attributes:
-        passes: Observed passes that began in it, oldest first.
+        passes: Observed passes that began in it, or came from a call around it, oldest first.
         latest: The unobserved pass that began last.
         task: The backward pass in which the call began, which then recomputes the model as a whole; -1 for none.
     """
@@ -64,7 +65,10 @@ class StackCall:
         self.frame = frame
         self.passes: list[Pass] = []
         self.latest: Pass | None = None
-        self.task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
+        # A thread may meet a stack for the first time inside a backward pass: the root began before it.
+        self.task = -1
+        if outer is not None and not torch.compiler.is_compiling():
+            self.task = torch._C._current_graph_task_id()
 
 
 Grid = tuple[int, int]
@@ -89,7 +93,7 @@ class StackCalls:
         self.running = call
 
     def end(self) -> None:
-        """End the running call, and what passes left unfinished in it."""
+        """End the running call, with its unfinished passes."""
         if self.running.outer is not None:
             self.running = self.running.outer
         self.entered = None
@@ -140,11 +144,11 @@ def _packages_since(beginning: FrameType) -> set[str] | None:
 class Pass:
     """What the modules of a run share in one forward pass; what they share in particular derives from it.
 
-    It holds no tensor that is handed on: the pass is kept as long as that tensor lives.
+    It must not hold a tensor that is handed on: the pass is kept while that tensor lives, so neither would be freed.
 
     Attributes:
         place: Place of the last module that the pass entered.
-        owner: The run that it is a pass of.
+        owner: The `Passes` that made it.
         shape: Shape of the first module's input (B, N).
         grid: Rows and columns of the images' patches, where a score reads them; else None.
         unobserved: See `StackCall`.
@@ -187,8 +191,8 @@ class Passes(Generic[AnyPass]):
     - Code between two modules may make a new tensor (a hook, a move to another device), and compilers cannot compare
       tensors. The input then belongs to the only unfinished pass of the running call, or outside calls to the only
       one of the thread. If there are several, the module raises instead of guessing.
-    - A pass ends when its last module is entered, and with the call of the model in which it runs. After a failure in a
-      module, it goes on only if that module gets the same tensor again.
+    - A pass is unfinished until its last module is entered, or the call of the model in which it runs ends. After a
+      failure in a module, it goes on only if that module gets the same tensor again.
     - Gradient checkpointing recomputes modules in a backward pass, perhaps in another thread. The first module of a
       segment finds the pass by its input, which is the same tensor; those after it also by the running backward pass.
 
@@ -220,13 +224,12 @@ class Passes(Generic[AnyPass]):
         calls = self.calls.value
         started.grid = calls.take_grid()
         call, host_alone = calls.current()
-        task = -1 if torch.compiler.is_compiling() else torch._C._current_graph_task_id()
-        if task != call.task:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != call.task:
             # A part of the model is recomputed.
-            self._recomputed.value[:] = [(task, started)]
-            match = self._by_address.get(x.data_ptr())
-            if match is not None:
-                started.grid = match.found.grid
+            self._recomputed.value[:] = [(torch._C._current_graph_task_id(), started)]
+            first = self._pass_of(x)
+            if first is not None:
+                started.grid = first.grid
             return started
         started.by_host = host_alone and call.outer is not None
         started.unobserved = host_alone and call.unobserved
@@ -261,12 +264,7 @@ class Passes(Generic[AnyPass]):
         found = None
         call = self.calls.value.running
         if not torch.compiler.is_compiling():
-            look = _look(x)
-            match = self._by_address.get(look[0])
-            tensor = None if match is None or match.look != look else match.tensor()
-            # Memory may be given to another tensor while the first one lives.
-            if match is not None and tensor is not None and tensor.data_ptr() == match.address:
-                found = match.found
+            found = self._pass_of(x)
             if torch._C._current_graph_task_id() != call.task:
                 return self._find_recomputed(found)
         if found is None:
@@ -300,6 +298,19 @@ class Passes(Generic[AnyPass]):
         # FSDP2 gives a block a view of the tensor that checkpointing keeps.
         kept = y if y._base is None else y._base
         remembered[address] = _Remembered(weakref.ref(kept, forget), kept.data_ptr(), look, current)
+
+    def _pass_of(self, x: Tensor) -> AnyPass | None:
+        """Return the pass that a tensor is remembered for."""
+        look = _look(x)
+        match = self._by_address.get(look[0])
+        if match is None or match.look != look:
+            return None
+        tensor = match.tensor()
+        # Memory may be given to another tensor while the first one lives.
+        if tensor is None or tensor.data_ptr() != match.address:
+            return None
+        found: AnyPass = match.found
+        return found
 
     def _only_unfinished(self, x: Tensor, place: int, call: StackCall) -> Any:
         """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""
@@ -410,10 +421,13 @@ class Span(Passes[SpanPass]):
         self.training_only = training_only
 
     def enter(self, x: Tensor, place: int, router: Router, training: bool) -> SpanPass | None:
-        """Return the pass of a block's input (B, N, D), which the first block begins; None if nothing is shared.
+        """Return the pass of a block's input (B, N, D), or of rows that were passed on (B, K, D); None without one.
+
+        The first block begins it.
 
         Raises:
-            ValueError: The first block, whose scores this block reads, was not run.
+            ValueError: The first block, whose scores this block reads, was not run; or the shape changed since.
+            RuntimeError: See `Passes.find`.
         """
         if self.training_only and not training:
             return None
@@ -421,7 +435,7 @@ class Span(Passes[SpanPass]):
         if place == 0:
             found = self.begin(x)
         else:
-            # Nothing is remembered of tensors that only the host's own code sees.
+            # Where nothing reads the tokens between blocks, the order tells the pass, and no tensor is remembered.
             found = None if self.calls.value.running.latest is None else self.following(place)
             if found is None:
                 found = self.find(x, place)
@@ -472,7 +486,7 @@ class Span(Passes[SpanPass]):
         earlier = self.before(shared, place, x_BND.device)
         if earlier is None:
             return None
-        # Shared scores do not learn, and a recomputed segment decides nothing.
+        # Scores that are shared where tokens join never learn.
         with torch.no_grad():
             rows_BKD = gather(x_BND, earlier) if shared.rows is None else x_BND
             narrowed: Routing = router(rows_BKD, None, tokens, earlier)
@@ -500,7 +514,7 @@ class Span(Passes[SpanPass]):
         return None
 
     def take_rows(self, x: Tensor, shared: SpanPass, router: Router) -> tuple[Tensor, Rows | None]:
-        """Return a block's input, and the rows that it is if the block can run on those passed on; else all tokens."""
+        """Return x and the rows passed on, if the block can run on them; else all tokens and None."""
         rows = shared.rows
         if rows is None or rows.serves(router):
             return x, rows

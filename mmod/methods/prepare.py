@@ -92,7 +92,7 @@ def _make_span(
     span = Span(stack.calls, names, scored_by_first=not reads_importance, training_only=training_only)
     if not in_front:
         return span, None
-    # The dense block before the span is the last one that updates the importance of every token.
+    # The last block before the routed ones, in which every token attends.
     call = stack.call_of(stack.blocks[start], None)
     return span, ImportanceState(call=call, span=span, routers=routers, average=config.importance)
 

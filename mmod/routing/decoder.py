@@ -67,13 +67,13 @@ class DecoderRouter(Router):
         """Decide for a batch of tokens, see `Router.forward`; no tokens of texts are joined."""
         groups: TokenGroups = self._checked(tokens)
         wanted = self.config.wants_importance(self.training)
-        if importance_BN is None and tokens is not None:
+        if importance_BN is None:
             if not groups.skips and (wanted or self.config.router.shared):
                 # Without a choice no importance was computed, and scores have no effect.
                 importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
             elif wanted and groups.importance is not None:
                 importance_BN = groups.importance().to(x_BND.device)
-        elif importance_BN is not None and groups.segments is not None and not self.draws:
+        elif groups.segments is not None and not self.draws:
             # A mean over the queries of the row becomes one over those of the sample.
             importance_BN = importance_BN / groups.segments.share_BN.to(importance_BN.device)
         score_BN = self._score(x_BND, self.config.router, importance_BN, groups)

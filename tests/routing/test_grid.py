@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import open_clip
@@ -104,7 +105,8 @@ def test_every_host_shows_its_grid(
         assert int(firsts.sum()) == 2 * 16
 
 
-def test_a_recomputed_block_has_the_grid_of_its_own_pass() -> None:
+@pytest.mark.parametrize("thread", ["the same thread", "a new thread"])
+def test_a_recomputed_block_has_the_grid_of_its_own_pass(thread: str) -> None:
     model = mmod.route_(dynamic(), CELLS).double().train()
     images = [torch.randn(1, 3, *size, dtype=torch.float64) for size in SIZES[:3]]
     gradients = []
@@ -112,7 +114,13 @@ def test_a_recomputed_block_has_the_grid_of_its_own_pass() -> None:
         model.set_grad_checkpointing(checkpointing)
         model.zero_grad()
         # All passes are backpropagated after the last one, in which a stale grid has as many patches.
-        sum(model(x).square().sum() for x in images).backward()
+        loss = sum(model(x).square().sum() for x in images)
+        if thread == "a new thread":
+            # It meets the blocks for the first time while it recomputes them.
+            with ThreadPoolExecutor(1) as others:
+                others.submit(loss.backward).result()
+        else:
+            loss.backward()
         gradients.append([parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None])
     torch.testing.assert_close(*gradients)
 
