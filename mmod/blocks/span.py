@@ -227,9 +227,10 @@ class Passes(Generic[AnyPass]):
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != call.task:
             # A part of the model is recomputed.
             self._recomputed.value[:] = [(torch._C._current_graph_task_id(), started)]
-            first = self._pass_of(x)
-            if first is not None:
-                started.grid = first.grid
+            look = _look(x)
+            match = self._by_address.get(look[0])
+            if match is not None and match.look == look:
+                started.grid = match.found.grid
             return started
         started.by_host = host_alone and call.outer is not None
         started.unobserved = host_alone and call.unobserved
@@ -264,7 +265,12 @@ class Passes(Generic[AnyPass]):
         found = None
         call = self.calls.value.running
         if not torch.compiler.is_compiling():
-            found = self._pass_of(x)
+            look = _look(x)
+            match = self._by_address.get(look[0])
+            tensor = None if match is None or match.look != look else match.tensor()
+            # Memory may be given to another tensor while the first one lives.
+            if match is not None and tensor is not None and tensor.data_ptr() == match.address:
+                found = match.found
             if torch._C._current_graph_task_id() != call.task:
                 return self._find_recomputed(found)
         if found is None:
@@ -298,19 +304,6 @@ class Passes(Generic[AnyPass]):
         # FSDP2 gives a block a view of the tensor that checkpointing keeps.
         kept = y if y._base is None else y._base
         remembered[address] = _Remembered(weakref.ref(kept, forget), kept.data_ptr(), look, current)
-
-    def _pass_of(self, x: Tensor) -> AnyPass | None:
-        """Return the pass that a tensor is remembered for."""
-        look = _look(x)
-        match = self._by_address.get(look[0])
-        if match is None or match.look != look:
-            return None
-        tensor = match.tensor()
-        # Memory may be given to another tensor while the first one lives.
-        if tensor is None or tensor.data_ptr() != match.address:
-            return None
-        found: AnyPass = match.found
-        return found
 
     def _only_unfinished(self, x: Tensor, place: int, call: StackCall) -> Any:
         """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""
