@@ -248,7 +248,7 @@ def code_lines(text: str) -> int:
 
 
 def test_dense_constructs_are_counted() -> None:
-    text = "a, b = 1, 2  # fmt: skip\nc = 1 if a else 2 if b else 3\nd = [x for y in c for x in y]\n"
+    text = f"a, b = 1, 2  # {'fmt'}: skip\nc = 1 if a else 2 if b else 3\nd = [x for y in c for x in y]\n"
     text += "e = [x for x in d if x if a]\na, b = b\nf = [x for x in d if x]\n"
     assert dense_lines(text) == {"fmt comment": [1], "nested conditional": [2], "comprehension": [3, 4], "tuple": [1]}
     assert code_lines(f'"""A module."""\n\n# A comment.\n{text}') == 6
@@ -269,6 +269,13 @@ def test_code_needs_no_second_reading(room: str) -> None:
             assert not places, f"{name} has a {construct} in line {places[0]}: write it as statements"
     assert code, f"{room} is no folder or module of the package"
     assert 1000 * tuples <= 6 * code, f"{room} assigns {tuples} tuples in {code} lines of code: give each value a line"
+
+
+@pytest.mark.parametrize("folder", ["mmod", "tests", "tools", "examples"])
+def test_the_formatter_lays_out_all_code(folder: str) -> None:
+    texts = {path: path.read_text() for path in (ROOT / folder).rglob("*.py")}
+    assert texts
+    assert [path for path, text in texts.items() if dense_lines(text)["fmt comment"]] == []
 
 
 @pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "docs/index.md"])

@@ -263,9 +263,13 @@ def waiting_after(code: str, **environment: str) -> list[Any]:
         f"import subprocess, sys; subprocess.run([sys.executable, '-c', {SHOW_WAITING.format(WAITING)!r}], check=True)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{child}"], capture_output=True, text=True, check=True, cwd=ROOT,
+        [sys.executable, "-c", f"{code}\n{child}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
         env={**inherited, **environment},
-    )  # fmt: skip
+    )
     return json.loads(done.stdout.splitlines()[-1])[:-1]
 
 

@@ -69,13 +69,21 @@ SMALL = {
 }
 # What a page leaves open, in commands that hold the first word.
 OPEN = [
-    ("", "$runs", "runs/tradeoff/digits-exit/seed0"), ("audit $run", "$run", "runs/digits/a-mod"),
-    ("text", "$run", "mod"), ("", "$run", "a-mod"), ("", "$seed", "0"),
-    ("", "MODEL", "vit_small_patch16_224"), ("segmentation", "FOLDER", "street"), ("", "FOLDER", "photos"),
-    ("", "FILE", "dinov2.safetensors"), ("", "RUN", "runs/vlm/tiny-p-mod"),
-    ("pairs", "CONFIG", "configs/clip/scenes.yaml"), ("image", "CONFIG", "configs/digits/dense.yaml"),
-    ("chat", "CONFIG", "configs/vlm/tiny-llava.yaml"), ("text", "CONFIG", "configs/text/mod.yaml"),
-]  # fmt: skip
+    ("", "$runs", "runs/tradeoff/digits-exit/seed0"),
+    ("audit $run", "$run", "runs/digits/a-mod"),
+    ("text", "$run", "mod"),
+    ("", "$run", "a-mod"),
+    ("", "$seed", "0"),
+    ("", "MODEL", "vit_small_patch16_224"),
+    ("segmentation", "FOLDER", "street"),
+    ("", "FOLDER", "photos"),
+    ("", "FILE", "dinov2.safetensors"),
+    ("", "RUN", "runs/vlm/tiny-p-mod"),
+    ("pairs", "CONFIG", "configs/clip/scenes.yaml"),
+    ("image", "CONFIG", "configs/digits/dense.yaml"),
+    ("chat", "CONFIG", "configs/vlm/tiny-llava.yaml"),
+    ("text", "CONFIG", "configs/text/mod.yaml"),
+]
 EXIT = "--methods '[{kind: exit, confidence: 0.8, blocks: [1, 2, 3]}]'"
 # Runs that commands of a group read: folders to the commands that make them.
 RUNS = {
@@ -207,9 +215,10 @@ def test_models_are_judged_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
     text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
     make_clip = open_clip.create_model_and_transforms
     monkeypatch.setattr(
-        open_clip, "create_model_and_transforms",
+        open_clip,
+        "create_model_and_transforms",
         lambda name, **_: make_clip("ViT-B-32", pretrained=None, vision_cfg=tower, text_cfg=text),
-    )  # fmt: skip
+    )
     for number in range(3):
         Path(f"photos/{number}").mkdir(parents=True)
         Image.effect_noise((48, 48), 50 * number).convert("RGB").save(f"photos/{number}/a.png")

@@ -150,13 +150,23 @@ class TestRoute:
     @pytest.mark.parametrize(
         "call",
         [
-            mmod.is_routed, mmod.routed_blocks, mmod.capacities, mmod.unroute_, mmod.freeze_dense_, mmod.auxiliary_loss,
-            mmod.settle_capacity_, undo_, lambda model: mmod.set_capacity_(model, 0.5),
-            lambda model: mmod.trace(model).__enter__(), lambda model: mmod.flops(model, 64),
-            lambda model: mmod.prefill_flops(model, 4), lambda model: mmod.search_plan(model, [], 0.5),
-            lambda model: mmod.attention_ranks(model, []), lambda model: mmod.save_pretrained(model, "folder"),
+            mmod.is_routed,
+            mmod.routed_blocks,
+            mmod.capacities,
+            mmod.unroute_,
+            mmod.freeze_dense_,
+            mmod.auxiliary_loss,
+            mmod.settle_capacity_,
+            undo_,
+            lambda model: mmod.set_capacity_(model, 0.5),
+            lambda model: mmod.trace(model).__enter__(),
+            lambda model: mmod.flops(model, 64),
+            lambda model: mmod.prefill_flops(model, 4),
+            lambda model: mmod.search_plan(model, [], 0.5),
+            lambda model: mmod.attention_ranks(model, []),
+            lambda model: mmod.save_pretrained(model, "folder"),
         ],
-    )  # fmt: skip
+    )
     def test_a_name_where_a_model_is_expected_is_refused(self, call: Callable[[Any], object]) -> None:
         with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got 'test_vit'"):
             call("test_vit")

@@ -39,12 +39,16 @@ def test_steps_are_gradual_merging(model: Any, images: torch.Tensor) -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"score": "random"}, {"by_size": 0.5}, {"restored_from": 4},
-        {"shared_among": 4}, {"restored_before": 4}, {"plan": {}, "pooled_keys": True},
+        {"score": "random"},
+        {"by_size": 0.5},
+        {"restored_from": 4},
+        {"shared_among": 4},
+        {"restored_before": 4},
+        {"plan": {}, "pooled_keys": True},
         {"score": "windows", "plan": {2: 0.25}},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_every_attempt_answers_each_patch_and_differs(model: Any, images: torch.Tensor, change: dict[str, Any]) -> None:
     with torch.no_grad():
         features = merging_forward(model, images, Steps(**{"plan": PLAN, **change}))

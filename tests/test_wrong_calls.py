@@ -51,7 +51,7 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.register_loss("loss")("f"), TypeError, "mmod.register_loss decorates .* got 'f'"),
     (lambda m: mmod.register_score("score")(Merge), TypeError, "derived from mmod.Score .*Merge"),
     (lambda m: mmod.methods.register_method("merge")(Prune), ValueError, "Merge already; choose another name"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("call", "error", "message"), CALLS, ids=range(len(CALLS)))
@@ -78,7 +78,7 @@ def test_wrong_calls_on_a_routed_model_leave_it_routed() -> None:
             (lambda: mmod.routing_config(model, "text"), ValueError, "'text' .* routed are image"),
             (lambda: mmod.freeze_dense_(model), ValueError, "router 'attention' has no parameters"),
             (lambda: mmod.load_pretrained("nowhere"), FileNotFoundError, "'nowhere' is no folder"),
-        ]:  # fmt: skip
+        ]:
             with pytest.raises(error, match=message):
                 call()
             assert torch.equal(model(images), expected)

@@ -14,13 +14,25 @@ from mmod.registry.transformers import open_routed_folders
 ROUTED = os.environ.get("MMOD_ROUTED") == "1"
 LINEAR = mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(1,))
 TEXT = {
-    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
 VISION = {
-    "hidden_size": 32, "intermediate_size": 37, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 12,
+    "hidden_size": 32,
+    "intermediate_size": 37,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 12,
     "patch_size": 4,
-}  # fmt: skip
+}
 if ROUTED:
     open_routed_folders()
 
@@ -110,9 +122,11 @@ class TestLlava(Family, unittest.TestCase):
     def make_config() -> Any:
         """Return a LLaVA of a CLIP tower and a Llama."""
         return transformers.LlavaConfig(
-            text_config=transformers.LlamaConfig(**TEXT), vision_config=transformers.CLIPVisionConfig(**VISION),
-            image_token_index=98, vision_feature_layer=-1,
-        )  # fmt: skip
+            text_config=transformers.LlamaConfig(**TEXT),
+            vision_config=transformers.CLIPVisionConfig(**VISION),
+            image_token_index=98,
+            vision_feature_layer=-1,
+        )
 
     @staticmethod
     def make_inputs() -> dict[str, Any]:

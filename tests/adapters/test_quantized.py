@@ -118,9 +118,10 @@ def test_adapters_and_routers_of_a_quantized_model_train(tmp_path: Path, checkpo
     model: Any = mmod.load_pretrained(tmp_path / "quantized" / "model")
     assert quantized(model)
     moved = [
-        name for name, value in router_parameters(model).items()
+        name
+        for name, value in router_parameters(model).items()
         if not torch.equal(value, weights[f"base_model.model.{name}"])
-    ]  # fmt: skip
+    ]
     assert moved
     val = open_conversations("questions:tiny/val", config.data)
     batch = ChatCollator(create_processor(config.model))([val[0], val[1]])
@@ -138,9 +139,10 @@ def test_plans_count_bits(tmp_path: Path, checkpoint: str, bits: int) -> None:
     )
     dense, _ = create_model(vlm_config(tmp_path), on_meta=True)
     linear = sum(
-        module.weight.numel() for name, module in dense.named_modules()
+        module.weight.numel()
+        for name, module in dense.named_modules()
         if isinstance(module, nn.Linear) and name != "lm_head"
-    )  # fmt: skip
+    )
     assert full.weight_bytes - less.weight_bytes == linear * (32 - bits) // 8
     assert replace(less, weight_bytes=full.weight_bytes) == full
 

@@ -21,14 +21,22 @@ GENERATION: dict[str, Any] = {"max_new_tokens": 4, "min_new_tokens": 4, "do_samp
 def make_siglip(attention: str) -> nn.Module:
     """Return a LLaVA whose tower has no class token."""
     vision = {
-        "model_type": "siglip_vision_model", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
-        "num_attention_heads": 2, "image_size": 12, "patch_size": 4,
-    }  # fmt: skip
+        "model_type": "siglip_vision_model",
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "image_size": 12,
+        "patch_size": 4,
+    }
     text = make_joint("llava").config.text_config
     config = transformers.LlavaConfig(
-        text_config=text, vision_config=vision, image_token_index=90, vision_feature_select_strategy="full",
+        text_config=text,
+        vision_config=vision,
+        image_token_index=90,
+        vision_feature_select_strategy="full",
         vision_feature_layer=[1, 3],
-    )  # fmt: skip
+    )
     config._attn_implementation = attention
     torch.manual_seed(0)
     return transformers.LlavaForConditionalGeneration(config).eval()

@@ -31,16 +31,25 @@ def enclosed(kind: str) -> tuple[Any, Any]:
     if kind == "encoder":
         encoder = transformers.SiglipVisionModel(
             transformers.SiglipVisionConfig(
-                hidden_size=16, intermediate_size=24, num_hidden_layers=4, num_attention_heads=2, image_size=12,
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=4,
+                num_attention_heads=2,
+                image_size=12,
                 patch_size=4,
             )
-        )  # fmt: skip
+        )
         decoder = transformers.BertLMHeadModel(
             transformers.BertConfig(
-                hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, vocab_size=20,
-                is_decoder=True, add_cross_attention=True,
+                hidden_size=16,
+                intermediate_size=24,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                vocab_size=20,
+                is_decoder=True,
+                add_cross_attention=True,
             )
-        )  # fmt: skip
+        )
         outer: Any = transformers.VisionEncoderDecoderModel(encoder=encoder, decoder=decoder)
         return outer, outer.encoder
     host = getattr(transformers, kind)

@@ -190,9 +190,11 @@ def test_images_behind_a_prefix_that_peft_has_tuned(name: str, config: mmod.Rout
     same = torch.allclose(out.logits[real], dense(**batch).logits[real], atol=1e-5)
     assert same == (config is EVERY_TOKEN)
     with torch.no_grad():
-        alone = model(input_ids=batch["input_ids"][1:], attention_mask=batch["attention_mask"][1:], **{
-            key: value[1:] for key, value in batch.items() if key in ("pixel_values", "image_sizes")
-        })  # fmt: skip
+        alone = model(
+            input_ids=batch["input_ids"][1:],
+            attention_mask=batch["attention_mask"][1:],
+            **{key: value[1:] for key, value in batch.items() if key in ("pixel_values", "image_sizes")},
+        )
     torch.testing.assert_close(alone.logits, out.logits[1:].detach(), atol=1e-5, rtol=1e-4)
     assert model.generate(**batch, max_new_tokens=3, pad_token_id=0).shape[1] >= 3
 

@@ -183,9 +183,10 @@ def test_wrong_caches_are_refused() -> None:
     with pytest.raises(ValueError, match="Fp8QuantizedLayer does not support"):
         model(**batch, **{CACHE: transformers.QuantizedCache("fp8", model.config)}, use_cache=True)
     with pytest.raises(ValueError, match="DynamicCache"):
-        model(**batch, **{CACHE: transformers.EncoderDecoderCache(
-            transformers.DynamicCache(), transformers.DynamicCache()
-        )})  # fmt: skip
+        model(
+            **batch,
+            **{CACHE: transformers.EncoderDecoderCache(transformers.DynamicCache(), transformers.DynamicCache())},
+        )
     filled = transformers.StaticCache(config=model.config, max_cache_len=40)
     dense = make_joint("llava")
     dense(**batch, **{CACHE: filled}, use_cache=True)

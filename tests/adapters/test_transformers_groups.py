@@ -274,13 +274,18 @@ def test_unmasked_attention_implementations_are_refused() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"tokens": 0}, {"tokens": "span", "select": "threshold"}, {"tokens": 2, "select": "threshold"},
+        {"tokens": 0},
+        {"tokens": "span", "select": "threshold"},
+        {"tokens": 2, "select": "threshold"},
         {"tokens": "text"},
-        {"gate_on": "mlp", "gate": "identity"}, {"inference_threshold": 1.0},
-        {"inference_threshold": 0.5, "select": "threshold"}, {"predictor": True}, {"positions": "none"},
+        {"gate_on": "mlp", "gate": "identity"},
+        {"inference_threshold": 1.0},
+        {"inference_threshold": 0.5, "select": "threshold"},
+        {"predictor": True},
+        {"positions": "none"},
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_options_that_exclude_each_other(wrong: dict[str, Any]) -> None:
     (option, *_) = wrong
     others = {name: wrong[name] for name in wrong if name in ("select", "router", "gate")}

@@ -193,9 +193,12 @@ def test_gradients_are_those_of_the_definition(way: tuple[str, str]) -> None:
 
 def test_blocks_of_one_model_may_differ() -> None:
     config = mmod.RoutingConfig(
-        router="stride", blocks=(0, 1, 2, 3), capacity=(0, 0.5, 0.5, 0),
-        operator=("block", "attention", "mlp", "block"), context=("all", "all", "kept", "kept"),
-    )  # fmt: skip
+        router="stride",
+        blocks=(0, 1, 2, 3),
+        capacity=(0, 0.5, 0.5, 0),
+        operator=("block", "attention", "mlp", "block"),
+        context=("all", "all", "kept", "kept"),
+    )
     assert mmod.RoutingConfig.from_dict(config.to_dict()) == config
     model = mmod.route_(make_joint("llava").double(), language=config)
     batch = doubled(prompt("llava", (1, 2)))
@@ -241,9 +244,12 @@ def test_what_a_model_cannot_do_is_refused_before_it_is_changed() -> None:
 @pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma3"])
 def test_text_decides_for_itself_while_it_is_decoded(name: str, way: tuple[str, str]) -> None:
     config = LINEAR.replace(
-        operator=way[0], context=way[1], select="threshold", gate="identity" if name in NORMED else "sigmoid",
+        operator=way[0],
+        context=way[1],
+        select="threshold",
+        gate="identity" if name in NORMED else "sigmoid",
         language={"tokens": "all"},
-    )  # fmt: skip
+    )
     check_cache_changes_nothing(mmod.route_(make_language(name), language=config), words(3))
 
 

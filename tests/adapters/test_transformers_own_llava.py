@@ -33,18 +33,34 @@ class OwnLlava(transformers.LlamaForCausalLM):
         self.post_init()
 
     def forward(  # type: ignore[override]
-        self, input_ids: Any = None, attention_mask: Any = None, position_ids: Any = None, cache: Any = None,
-        inputs_embeds: Any = None, labels: Any = None, use_cache: Any = None, images: Any = None,
-        return_dict: Any = None, logits_to_keep: Any = 0, image_mask: Any = None,
-    ) -> Any:  # fmt: skip
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        cache: Any = None,
+        inputs_embeds: Any = None,
+        labels: Any = None,
+        use_cache: Any = None,
+        images: Any = None,
+        return_dict: Any = None,
+        logits_to_keep: Any = 0,
+        image_mask: Any = None,
+    ) -> Any:
         if images is not None:
             inputs_embeds, image_mask = self.merge(input_ids, images)
             input_ids = None
         marked = {} if image_mask is None else {"image_mask": image_mask}
         return super().forward(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, inputs_embeds=inputs_embeds,
-            labels=labels, use_cache=use_cache, logits_to_keep=logits_to_keep, **{CACHE: cache}, **marked,
-        )  # fmt: skip
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **{CACHE: cache},
+            **marked,
+        )
 
     def merge(self, ids: Tensor, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return embeddings and which of them are an image's."""

@@ -327,9 +327,16 @@ def test_the_trainer_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     def train(resume: bool, steps: int) -> Any:
         model = mmod.route_(make_language("llama"), LINEAR_TEXT)
         arguments = transformers.TrainingArguments(
-            str(tmp_path), max_steps=steps, save_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True,
-            disable_tqdm=True, learning_rate=0.01, lr_scheduler_type="constant",
-        )  # fmt: skip
+            str(tmp_path),
+            max_steps=steps,
+            save_steps=2,
+            per_device_train_batch_size=2,
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            learning_rate=0.01,
+            lr_scheduler_type="constant",
+        )
         trainer = transformers.Trainer(model=model, args=arguments, train_dataset=rows)
         trainer.train(resume_from_checkpoint=resume)
         return model

@@ -87,10 +87,16 @@ def rows(seeds: int = 3, **times: float) -> list[dict[str, Any]]:
             **{column: (0.5 + capacity / 2) * factor for column, factor in times.items()},
         }
         for series, capacity, score in [
-            ("dense", 1.0, 93.0), ("a-mod", 0.25, 91.0), ("a-mod", 0.5, 92.0), ("mod", 0.25, 90.0),
-            ("mod", 0.5, 92.0), ("random", 0.25, 80.0), ("random", 0.5, 88.0), ("shallow", 0.55, 87.0),
+            ("dense", 1.0, 93.0),
+            ("a-mod", 0.25, 91.0),
+            ("a-mod", 0.5, 92.0),
+            ("mod", 0.25, 90.0),
+            ("mod", 0.5, 92.0),
+            ("random", 0.25, 80.0),
+            ("random", 0.5, 88.0),
+            ("shallow", 0.55, 87.0),
         ]
-    ]  # fmt: skip
+    ]
 
 
 TIMES = {"gflops": "GFLOPs per image", "latency_ms": "ms per image, batch 1", "latency_ms_b8": "ms per image, batch 8"}

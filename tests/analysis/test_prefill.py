@@ -17,16 +17,17 @@ from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
 CONFIGS = {
     "linear": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=(0.5, 0.25), blocks=(1, 2)),
     "frames": mmod.preset("videollm-mod", capacity=0.34, blocks=(0, 3)),
-    "shared": mmod.RoutingConfig(
-        router=mmod.score("linear", init_std=0.2, tied=True), blocks="all"
-    ),
+    "shared": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2, tied=True), blocks="all"),
     "random": mmod.RoutingConfig(router="random", capacity=0.5),
     "frozen": mmod.RoutingConfig(router="stride", capacity=0, blocks=(1, 2), context="all"),
     "parts": mmod.RoutingConfig(
-        router="stride", capacity=(0.5, 0, 0.5, 0), blocks="all", operator=("attention", "attention", "mlp", "block"),
+        router="stride",
+        capacity=(0.5, 0, 0.5, 0),
+        blocks="all",
+        operator=("attention", "attention", "mlp", "block"),
         context=("kept", "all", "kept", "kept"),
     ),
-}  # fmt: skip
+}
 
 
 @torch.no_grad()

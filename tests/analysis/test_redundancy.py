@@ -32,9 +32,14 @@ def defined(images: np.ndarray, side: int, tolerance: float) -> tuple[float, flo
 
 @settings(max_examples=40, deadline=None)
 @given(
-    batch=st.integers(1, 3), channels=st.integers(1, 3), height=st.integers(6, 20), width=st.integers(6, 20),
-    side=st.integers(1, 6), empty=st.floats(0, 1), seed=st.integers(0, 2**16),
-)  # fmt: skip
+    batch=st.integers(1, 3),
+    channels=st.integers(1, 3),
+    height=st.integers(6, 20),
+    width=st.integers(6, 20),
+    side=st.integers(1, 6),
+    empty=st.floats(0, 1),
+    seed=st.integers(0, 2**16),
+)
 def test_shares_are_those_of_a_loop(
     batch: int, channels: int, height: int, width: int, side: int, empty: float, seed: int
 ) -> None:

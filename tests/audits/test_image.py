@@ -51,8 +51,13 @@ def test_a_run_is_audited_as_it_was_trained(run: Path, tmp_path: Path, capsys: p
     said = capsys.readouterr().out
     folder = tmp_path / "audit"
     assert {path.name for path in folder.iterdir()} == {
-        "audit.json", "audit.md", "audit.png", "config.json", "maps.png", "maps.svg",
-    }  # fmt: skip
+        "audit.json",
+        "audit.md",
+        "audit.png",
+        "config.json",
+        "maps.png",
+        "maps.svg",
+    }
     record = json.loads((folder / "audit.json").read_text())
     audit = Audit.from_dict(record["audit"])
     assert said.startswith(str(audit))
@@ -144,9 +149,11 @@ def test_strata_of_objects_shifts_and_a_dense_model(run: Path, tmp_path: Path) -
     for stratum in audit.strata:
         sizes[stratum.group] = sizes.get(stratum.group, 0) + stratum.images
     assert sizes == {
-        "side of the object": 20, "distance of the object from the middle": 20, "loss of the dense model": 20,
+        "side of the object": 20,
+        "distance of the object from the middle": 20,
+        "loss of the dense model": 20,
         "shift": 40,
-    }  # fmt: skip
+    }
     known = audit.across.information["blocks.1"]
     assert set(known) == {"position", "region"}
     # On a grid of patches of 8 pixels, fragments of ink lie nearly everywhere.
@@ -175,8 +182,18 @@ def test_another_set_stands_among_the_shifts(run: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown key of data sources"):
         main([str(run), *QUICK, "--audit.others", "{other: {sources: digits}}", "--output", str(tmp_path / "new")])
     with pytest.raises(ValueError, match="shifts and others both name blur"):
-        main([str(run), *QUICK, "--audit.others", "{blur: {val_split: val}}", "--audit.shifts", "[blur]",
-              "--output", str(tmp_path / "newer")])  # fmt: skip
+        main(
+            [
+                str(run),
+                *QUICK,
+                "--audit.others",
+                "{blur: {val_split: val}}",
+                "--audit.shifts",
+                "[blur]",
+                "--output",
+                str(tmp_path / "newer"),
+            ]
+        )
 
 
 def test_patches_show_the_object_clutter_or_nothing() -> None:

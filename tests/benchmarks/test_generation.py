@@ -15,9 +15,15 @@ from mmod.benchmarks.suite import Criterion
 from mmod.config import PRESETS
 
 TINY: dict[str, Any] = {
-    "image_tokens": [24], "text_tokens": 8, "batch_sizes": [2], "hidden": 64, "layers": 6, "vocabulary": 50,
-    "seconds": 0.0, "rounds": 2,
-}  # fmt: skip
+    "image_tokens": [24],
+    "text_tokens": 8,
+    "batch_sizes": [2],
+    "hidden": 64,
+    "layers": 6,
+    "vocabulary": 50,
+    "seconds": 0.0,
+    "rounds": 2,
+}
 
 
 # Presets that decide for whole images, or merge tokens, which no language model takes.

@@ -174,9 +174,16 @@ def test_the_command_prints_a_table_and_overwrites_nothing(
 ) -> None:
     out = tmp_path / "out"
     arguments = [
-        "models", "--model=test_vit", "--model_args={img_size: 64}", "--batch_sizes=[2]", "--capacities=[0.5]",
-        "--execution=[eager]", "--seconds=0", "--rounds=2", f"--out={out}",
-    ]  # fmt: skip
+        "models",
+        "--model=test_vit",
+        "--model_args={img_size: 64}",
+        "--batch_sizes=[2]",
+        "--capacities=[0.5]",
+        "--execution=[eager]",
+        "--seconds=0",
+        "--rounds=2",
+        f"--out={out}",
+    ]
     main(arguments)
     printed = capsys.readouterr()
     assert "batch 2, eager train" in printed.err
@@ -202,9 +209,12 @@ def test_half_precision_runs(tmp_path: Path) -> None:
 
 def test_every_selection_and_context_is_timed_against_its_own_ceiling(tmp_path: Path) -> None:
     config = BenchmarkConfig(
-        **{**TINY, "step": ["train"]}, routers=["attention"], select=["topk", "threshold"], context=["kept", "all"],
+        **{**TINY, "step": ["train"]},
+        routers=["attention"],
+        select=["topk", "threshold"],
+        context=["kept", "all"],
         out=str(tmp_path),
-    )  # fmt: skip
+    )
     rows = {(row["select"], row["context"]): row for row in benchmark(config, progress=False).rows}
     assert len(rows) == 4
     for (select, context), row in rows.items():

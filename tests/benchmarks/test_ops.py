@@ -157,11 +157,19 @@ def test_a_killed_benchmark_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.usefixtures("small_probes")
 def test_rows_hold_bound_baseline_and_what_was_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
-    main([
-        "ops", "--ops=[packed_attention, attention_with_importance]", "--step=[forward]", "--dtypes=[bfloat16]",
-        "--sizes=[{images: 2, tokens: 9, heads: 2, head_channels: 8}]", "--backends=[auto, triton]", "--seconds=0",
-        "--rounds=2", f"--out={out}",
-    ])  # fmt: skip
+    main(
+        [
+            "ops",
+            "--ops=[packed_attention, attention_with_importance]",
+            "--step=[forward]",
+            "--dtypes=[bfloat16]",
+            "--sizes=[{images: 2, tokens: 9, heads: 2, head_channels: 8}]",
+            "--backends=[auto, triton]",
+            "--seconds=0",
+            "--rounds=2",
+            f"--out={out}",
+        ]
+    )
     assert (out / "benchmark.md").read_text() in capsys.readouterr().out
     saved = json.loads((out / "benchmark.json").read_text())
     rows = {(row["op"], row["path"]): row for row in saved["rows"]}
@@ -215,9 +223,17 @@ def test_config_names_what_is_wrong(tmp_path: Path) -> None:
 def test_a_suite_checks_thresholds_and_measures_no_part_twice(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     tiny_ops = config(tmp_path, ops=["gather_rows"], step=["forward"], out="ops")
     tiny_models = BenchmarkConfig(
-        model="test_vit", model_args={"img_size": 64}, routers=["linear"], capacities=[0.25], batch_sizes=[2],
-        execution=["eager"], step=["train"], seconds=0, rounds=2, out="models",
-    )  # fmt: skip
+        model="test_vit",
+        model_args={"img_size": 64},
+        routers=["linear"],
+        capacities=[0.25],
+        batch_sizes=[2],
+        execution=["eager"],
+        step=["train"],
+        seconds=0,
+        rounds=2,
+        out="models",
+    )
     thresholds = [
         Criterion(name="easy", parts=["ops"], where={"path": ["auto", "torch"]}, column="of_bound", at_least=0),
         Criterion(name="hard", parts=["models"], column="of_free", at_least=1000),

@@ -141,9 +141,14 @@ def watch_by_list(model: nn.Module) -> list[Tensor]:
 WAYS: dict[str, Callable[[nn.Module], list[Tensor]]] = {
     way.__name__: way
     for way in (
-        watch_by_insertion, watch_by_wrapping, watch_by_forward, watch_by_class, watch_by_hooks, watch_by_list,
+        watch_by_insertion,
+        watch_by_wrapping,
+        watch_by_forward,
+        watch_by_class,
+        watch_by_hooks,
+        watch_by_list,
     )
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("way", WAYS)

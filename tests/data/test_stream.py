@@ -57,9 +57,12 @@ def equal(first: list, second: list) -> bool:
 
 @settings(max_examples=15)
 @given(
-    seed=st.integers(0, 2**40), epoch=st.integers(0, 1000), batch=st.integers(1, 13), world=st.integers(1, 2),
+    seed=st.integers(0, 2**40),
+    epoch=st.integers(0, 1000),
+    batch=st.integers(1, 13),
+    world=st.integers(1, 2),
     data=st.data(),
-)  # fmt: skip
+)
 def test_a_stream_is_a_pure_function_of_seed_epoch_and_start(folder, seed, epoch, batch, world, data):
     config = folder_config(folder, batch_size=batch, augment=STRONG)
     rank = data.draw(st.integers(0, world - 1))

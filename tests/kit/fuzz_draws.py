@@ -61,9 +61,14 @@ def _of_timm(name: str, depth: int = 4, **changes: Any) -> Host:
 
 def _of_tower(kind: str, config: str, **changes: Any) -> Host:
     options = {
-        "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
-        "image_size": 16, "patch_size": 4, **changes,
-    }  # fmt: skip
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "image_size": 16,
+        "patch_size": 4,
+        **changes,
+    }
 
     def make() -> nn.Module:
         torch.manual_seed(0)
@@ -156,9 +161,18 @@ HOSTS: dict[str, Host] = {
 
 # Those of the package, whatever other tests have registered.
 ROUTERS = (
-    "attention", "linear", "random", "stride", "norm", "diversity", "important_diversity", "redundancy", "cells",
-    "coin", "function",
-)  # fmt: skip
+    "attention",
+    "linear",
+    "random",
+    "stride",
+    "norm",
+    "diversity",
+    "important_diversity",
+    "redundancy",
+    "cells",
+    "coin",
+    "function",
+)
 LOSSES = ("membership", "load", "capacity", "importance")
 
 

@@ -97,8 +97,13 @@ def write_audit(run: Path, router: object, blocks: tuple[int, ...] = (0, 1), cap
 def write_run(run: Path, steps: int = 3, blocks: int = 2) -> Path:
     run.mkdir(parents=True, exist_ok=True)
     draws = torch.rand(steps, blocks, len(FIGURES), generator=torch.Generator().manual_seed(0)).tolist()
-    write_rows(run, [
-        {"step": 10 * step, "data": "train", "block": f"blocks.{block}", **dict(zip(FIGURES, draws[step][block]))}
-        for step in range(steps) for block in range(blocks)
-    ] + evaluated(10 * steps, "val", {"blocks.0": 0.5}))  # fmt: skip
+    write_rows(
+        run,
+        [
+            {"step": 10 * step, "data": "train", "block": f"blocks.{block}", **dict(zip(FIGURES, draws[step][block]))}
+            for step in range(steps)
+            for block in range(blocks)
+        ]
+        + evaluated(10 * steps, "val", {"blocks.0": 0.5}),
+    )
     return run

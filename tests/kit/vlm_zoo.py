@@ -91,9 +91,13 @@ def _joint_config(name: str, changes: dict[str, Any]) -> Any:
             vision |= {"fullatt_block_indexes": [1]}
         text = {**_SMALL, **_MROPE, **(_HEAD if name == "qwen3-vl" else {}), **changes}
         return getattr(transformers, kind)(
-            text_config=text, vision_config=vision, image_token_id=IMAGE, video_token_id=VIDEO,
-            vision_start_token_id=92, vision_end_token_id=93,
-        )  # fmt: skip
+            text_config=text,
+            vision_config=vision,
+            image_token_id=IMAGE,
+            video_token_id=VIDEO,
+            vision_start_token_id=92,
+            vision_end_token_id=93,
+        )
     if name == "internvl":
         # 6 x 6 patches, of which 2 x 2 become one image token.
         vision = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -112,9 +116,14 @@ def _joint_config(name: str, changes: dict[str, Any]) -> Any:
         return transformers.Mistral3Config(text_config=text, vision_config=vision, image_token_id=IMAGE)
     vision_type = "siglip_vision_model" if name == "llava-onevision" else "clip_vision_model"
     vision = {
-        "model_type": vision_type, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
-        "num_attention_heads": 2, "image_size": 12, "patch_size": 4,
-    }  # fmt: skip
+        "model_type": vision_type,
+        "hidden_size": 16,
+        "intermediate_size": 24,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "image_size": 12,
+        "patch_size": 4,
+    }
     families = {"llava": "llama", "llava-next": "mistral", "llava-onevision": "qwen2"}
     text_config = _text_config(families.get(name, name.removeprefix("llava-")), changes)
     common = {"text_config": text_config, "vision_config": vision, "image_token_index": IMAGE}
@@ -122,9 +131,12 @@ def _joint_config(name: str, changes: dict[str, Any]) -> Any:
         return transformers.LlavaNextConfig(**common, image_grid_pinpoints=[[12, 24], [24, 12], [24, 24]])
     if name == "llava-onevision":
         return transformers.LlavaOnevisionConfig(
-            **common, video_token_index=VIDEO, image_grid_pinpoints=[[12, 12]], vision_feature_layer=-1,
+            **common,
+            video_token_index=VIDEO,
+            image_grid_pinpoints=[[12, 12]],
+            vision_feature_layer=-1,
             vision_aspect_ratio="anyres_max_9",
-        )  # fmt: skip
+        )
     return transformers.LlavaConfig(**common)
 
 

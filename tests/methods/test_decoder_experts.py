@@ -34,9 +34,12 @@ one_way = pytest.mark.parametrize("way", WAYS, ids=lambda way: "-".join(map(str,
 HOSTS = ("llama", "qwen3", "phi3", "mistral-window", "gemma")
 GREEDY: dict[str, Any] = {"max_new_tokens": 7, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 STAGED = mmod.RoutingConfig(
-    router="linear", capacity=0.5, gate="sigmoid", language={"inference_threshold": 0.5, "predictor": True},
+    router="linear",
+    capacity=0.5,
+    gate="sigmoid",
+    language={"inference_threshold": 0.5, "predictor": True},
     losses={"membership": 0.1},
-)  # fmt: skip
+)
 
 
 # Experts, routers and predictors differ.

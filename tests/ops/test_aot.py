@@ -72,8 +72,7 @@ CASES: dict[str, list[Case]] = {
         for valid in (True, False)
     ],
     "hashing.random_kernel": [
-        row_case(kind, "x", {"out": "*fp32", "valid": "*u8", "salt": "i64"},
-                 HAS_VALID=valid, BLOCK=256, CHANNELS=8)
+        row_case(kind, "x", {"out": "*fp32", "valid": "*u8", "salt": "i64"}, HAS_VALID=valid, BLOCK=256, CHANNELS=8)
         for kind, valid in (("bf16", True), ("fp32", False))
     ],
     "attention.forward_kernel": attention_cases("q k v out", {"lse": "*fp32", **_ROWS}, backward=False),
@@ -90,8 +89,16 @@ CASES: dict[str, list[Case]] = {
         row_case(kind, "bias", {"slot": "*i64", "size": "*fp32"}, SLOTS=32, TOKENS=128) for kind in ("bf16", "fp32")
     ],
     "merging.mean_kernel": [
-        row_case(kind, "x out", {"slot": "*i64", "size": "*fp32", "weight": "*fp32"},
-                 HAS_SIZE=weighted, HAS_WEIGHT=weighted, SLOTS=32, TOKENS=32, CHANNELS=64)
+        row_case(
+            kind,
+            "x out",
+            {"slot": "*i64", "size": "*fp32", "weight": "*fp32"},
+            HAS_SIZE=weighted,
+            HAS_WEIGHT=weighted,
+            SLOTS=32,
+            TOKENS=32,
+            CHANNELS=64,
+        )
         for kind, weighted in (("bf16", True), ("fp32", False))
     ],
     "merging.add_kernel": [
@@ -102,36 +109,100 @@ CASES: dict[str, list[Case]] = {
         row_case("fp32", "x out", {"index": "*i32"}, ROWS=8, CHANNELS=256),
     ],
     "rows.merge_kernel": [
-        row_case("bf16", "x z y out", {"inverse": "*i32", **_MERGE},
-                 HAS_X=True, HAS_Y=True, HAS_GATE=True, HAS_VALID=True, ROWS=16, CHANNELS=128),
-        row_case("fp32", "x z y out", {"inverse": "*i32", **_MERGE},
-                 HAS_X=False, HAS_Y=True, HAS_GATE=False, HAS_VALID=False, ROWS=8, CHANNELS=256),
+        row_case(
+            "bf16",
+            "x z y out",
+            {"inverse": "*i32", **_MERGE},
+            HAS_X=True,
+            HAS_Y=True,
+            HAS_GATE=True,
+            HAS_VALID=True,
+            ROWS=16,
+            CHANNELS=128,
+        ),
+        row_case(
+            "fp32",
+            "x z y out",
+            {"inverse": "*i32", **_MERGE},
+            HAS_X=False,
+            HAS_Y=True,
+            HAS_GATE=False,
+            HAS_VALID=False,
+            ROWS=8,
+            CHANNELS=256,
+        ),
     ],
     "rows.merge_grad_kernel": [
-        row_case("bf16", "grad z y grad_z grad_y", {**_INDEX, **_MERGE, "grad_gate": "*fp32"},
-                 HAS_VALID=True, ROWS=16, CHANNELS=128),
+        row_case(
+            "bf16",
+            "grad z y grad_z grad_y",
+            {**_INDEX, **_MERGE, "grad_gate": "*fp32"},
+            HAS_VALID=True,
+            ROWS=16,
+            CHANNELS=128,
+        ),
     ],
     "rows.gather_norm_kernel": [
-        row_case("bf16", "x weight bias out normed", {**_INDEX, **_STATISTICS, "eps": "fp32"},
-                 CENTRED=True, HAS_WEIGHT=True, HAS_BIAS=True, ROWS=2, CHANNELS=1024),
-        row_case("fp32", "x weight bias out normed", {**_INDEX, **_STATISTICS, "eps": "fp32"},
-                 CENTRED=False, HAS_WEIGHT=False, HAS_BIAS=False, ROWS=1, CHANNELS=16384, num_warps=16),
+        row_case(
+            "bf16",
+            "x weight bias out normed",
+            {**_INDEX, **_STATISTICS, "eps": "fp32"},
+            CENTRED=True,
+            HAS_WEIGHT=True,
+            HAS_BIAS=True,
+            ROWS=2,
+            CHANNELS=1024,
+        ),
+        row_case(
+            "fp32",
+            "x weight bias out normed",
+            {**_INDEX, **_STATISTICS, "eps": "fp32"},
+            CENTRED=False,
+            HAS_WEIGHT=False,
+            HAS_BIAS=False,
+            ROWS=1,
+            CHANNELS=16384,
+            num_warps=16,
+        ),
     ],
     "rows.gather_norm_grad_kernel": [
-        row_case("bf16", "grad_z grad_normed z weight grad_x",
-                 {**_INDEX, **_STATISTICS, "grad_weight": "*fp32", "grad_bias": "*fp32"},
-                 CENTRED=True, HAS_WEIGHT=True, CHUNK=32, ROWS=2, CHANNELS=1024),
+        row_case(
+            "bf16",
+            "grad_z grad_normed z weight grad_x",
+            {**_INDEX, **_STATISTICS, "grad_weight": "*fp32", "grad_bias": "*fp32"},
+            CENTRED=True,
+            HAS_WEIGHT=True,
+            CHUNK=32,
+            ROWS=2,
+            CHANNELS=1024,
+        ),
     ],
     "select.gate_grad_kernel": [
         row_case("fp32", "grad score out", {"inverse": "*i32", "factor": "fp32"}, GATE=3, BLOCK=1024),
     ],
     "select.select_kernel": [
-        row_case("fp32", "score gate", {**_MASKS, "factor": "fp32"}, HAS_VALID=True, HAS_PROTECT=True, GATE=3,
-                 BLOCK=256, num_warps=1),
-        row_case("fp32", "score gate", {**_MASKS, "factor": "fp32"}, HAS_VALID=False, HAS_PROTECT=False, GATE=0,
-                 BLOCK=8192, num_warps=8),
+        row_case(
+            "fp32",
+            "score gate",
+            {**_MASKS, "factor": "fp32"},
+            HAS_VALID=True,
+            HAS_PROTECT=True,
+            GATE=3,
+            BLOCK=256,
+            num_warps=1,
+        ),
+        row_case(
+            "fp32",
+            "score gate",
+            {**_MASKS, "factor": "fp32"},
+            HAS_VALID=False,
+            HAS_PROTECT=False,
+            GATE=0,
+            BLOCK=8192,
+            num_warps=8,
+        ),
     ],
-}  # fmt: skip
+}
 
 COMPILE = """
 import importlib, json, sys
@@ -167,8 +238,11 @@ def kernels() -> list[str]:
     names = []
     for path in KERNELS.glob("*.py"):
         tree = ast.parse(path.read_text())
-        names += [f"{path.stem}.{node.name}" for node in tree.body
-                  if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")]  # fmt: skip
+        names += [
+            f"{path.stem}.{node.name}"
+            for node in tree.body
+            if isinstance(node, ast.FunctionDef) and node.name.endswith("_kernel")
+        ]
     return sorted(names)
 
 
@@ -190,8 +264,13 @@ def test_every_kernel_compiles_ahead_of_time() -> None:
     jobs = [(80, PRODUCTS), (90, CASES)]
     done = subprocess.run(
         [sys.executable, "-c", COMPILE],
-        input=json.dumps(jobs), capture_output=True, text=True, cwd=ROOT, env=environment, check=False,
-    )  # fmt: skip
+        input=json.dumps(jobs),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     shared = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(shared) == sum(len(cases) for _, cases_of in jobs for cases in cases_of.values())

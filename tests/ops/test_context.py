@@ -38,9 +38,11 @@ class Gated(nn.Module):
         dim = self.gate.out_features
         if self.qkv is not None:
             return [Projection(self.gate.weight, dim), Projection(self.qkv.weight, dim)]
-        return [Projection(self.gate.weight, dim), Projection(self.q.weight, dim), *(
-            Projection(linear.weight, 0) for linear in (self.k, self.v)
-        )]  # fmt: skip
+        return [
+            Projection(self.gate.weight, dim),
+            Projection(self.q.weight, dim),
+            *(Projection(linear.weight, 0) for linear in (self.k, self.v)),
+        ]
 
 
 @given(batch=st.integers(1, 3), tokens=st.integers(1, 12), heads=st.integers(1, 3), fused=st.booleans(), data=st.data())

@@ -104,8 +104,10 @@ CASES = [
 @pytest.mark.parametrize(("device", "dtype", "case"), everywhere(CASES), ids=str)
 def test_the_kernels_are_as_exact_as_torch(device, dtype, case) -> None:
     tokens, grouped, causal, padding, width = case
-    values = [(torch.randn(2 if tokens < 100 else 1, heads, tokens, width) * 4).round() / 4 for heads in
-              ((2, 1, 1) if grouped else (2, 2, 2) if tokens < 100 else (1, 1, 1))]  # fmt: skip
+    values = [
+        (torch.randn(2 if tokens < 100 else 1, heads, tokens, width) * 4).round() / 4
+        for heads in ((2, 1, 1) if grouped else (2, 2, 2) if tokens < 100 else (1, 1, 1))
+    ]
     valid = torch.arange(tokens, device=device) < torch.tensor([[tokens], [tokens - 20]], device=device)
     mask = valid[:, None, None, :] if padding and not causal else None
     results = []

@@ -33,8 +33,9 @@ def arguments(shape: tuple[int, int, int, int], joined: bool) -> tuple[Tensor, .
 @pytest.mark.parametrize("joined", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_groups_are_what_a_loop_makes_of_them(shape: Any, joined: bool) -> None:
-    x, slot, weight, update = (value.double() if value.is_floating_point() else value for value in
-                                   arguments(shape, joined))  # fmt: skip
+    x, slot, weight, update = (
+        value.double() if value.is_floating_point() else value for value in arguments(shape, joined)
+    )
     size, bias = size_groups(slot, shape[2], torch.float64)
     total = size_groups(slot, shape[2])[0].double()
     for image, group in torch.cartesian_prod(torch.arange(shape[0]), torch.arange(shape[2])).view(-1, 2).tolist():

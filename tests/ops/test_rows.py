@@ -232,10 +232,11 @@ def test_custom_ops_keep_the_rules_of_torch(device: str) -> None:
         (mmod_ops.blank_rows, (x.detach(), index, valid, None)),
         (mmod_ops.merge_rows_grad, (x.detach(), index, z.detach(), y.detach(), gate.detach(), valid)),
         (mmod_ops.gather_norm, (x, index, weight.requires_grad_(), None, 1e-6, True)),
-        (mmod_ops.gather_norm_grad, (
-            z.detach(), y.detach(), z.detach(), index, weight.detach(), statistic, statistic, 5, True
-        )),
-    ]:  # fmt: skip
+        (
+            mmod_ops.gather_norm_grad,
+            (z.detach(), y.detach(), z.detach(), index, weight.detach(), statistic, statistic, 5, True),
+        ),
+    ]:
         torch.library.opcheck(op.default, inputs)
 
 

@@ -37,10 +37,14 @@ def pairs(kind: str, images: int, heads: int, tokens: int, valid: torch.Tensor) 
 
 
 @given(
-    images=st.integers(1, 2), heads=st.sampled_from([1, 2]), tokens=st.sampled_from([1, 5, 9]),
-    kind=st.sampled_from(["causal", "padded", "window", "heads"]), bias=st.booleans(),
-    chunk=st.sampled_from([1, 40, 1 << 20]), way=st.sampled_from(["fused", "written out"]),
-)  # fmt: skip
+    images=st.integers(1, 2),
+    heads=st.sampled_from([1, 2]),
+    tokens=st.sampled_from([1, 5, 9]),
+    kind=st.sampled_from(["causal", "padded", "window", "heads"]),
+    bias=st.booleans(),
+    chunk=st.sampled_from([1, 40, 1 << 20]),
+    way=st.sampled_from(["fused", "written out"]),
+)
 def test_importance_per_viewer_is_the_loop_over_keys(images, heads, tokens, kind, bias, chunk, way) -> None:
     q, k, v = torch.randn(3, images, heads, tokens, 8)
     valid = torch.arange(tokens) < torch.tensor([tokens, max(1, tokens - 2)])[:images, None]

@@ -94,9 +94,13 @@ def test_costs_add_up_to_the_budget_and_gradients_are_exact(seed: int, blocks: i
 
 
 @given(
-    seed=st.integers(0, 99), tokens=st.integers(1, 12), prefix=st.integers(0, 2), upper=st.integers(1, 8),
-    padded=st.booleans(), gated=st.booleans(),
-)  # fmt: skip
+    seed=st.integers(0, 99),
+    tokens=st.integers(1, 12),
+    prefix=st.integers(0, 2),
+    upper=st.integers(1, 8),
+    padded=st.booleans(),
+    gated=st.booleans(),
+)
 def test_weights_are_those_of_a_loop(
     seed: int, tokens: int, prefix: int, upper: int, padded: bool, gated: bool
 ) -> None:

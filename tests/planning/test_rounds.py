@@ -89,15 +89,23 @@ def test_budgets_of_time_that_cannot_be_kept_are_refused(monkeypatch: pytest.Mon
         return 20.0, [0.5, 0.5] if len(configs) > 1 else [1.2]
 
     monkeypatch.setattr(search, "stopwatch", lambda *_: slow_when_measured)
-    for budget, message in ((14.0, "a budget of 14 ms is out of reach: the fastest plan took 24 ms"),
-                            (9.0, "the range of these options"), (21.0, "the range of these options")):  # fmt: skip
+    for budget, message in (
+        (14.0, "a budget of 14 ms is out of reach: the fastest plan took 24 ms"),
+        (9.0, "the range of these options"),
+        (21.0, "the range of these options"),
+    ):
         with pytest.raises(ValueError, match=message):
             mmod.search_plan(model, images, budget, options=FEW, cost="milliseconds")
     assert not mmod.is_routed(model)
 
 
-@pytest.mark.parametrize("make", [lambda: (make_model(NAME), "image", make_images(NAME, 1)),
-                                  lambda: (make_joint("llava"), "language", prompt("llava", (1, 2)))])  # fmt: skip
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: (make_model(NAME), "image", make_images(NAME, 1)),
+        lambda: (make_joint("llava"), "language", prompt("llava", (1, 2))),
+    ],
+)
 def test_a_measurement_leaves_the_model_dense(make: Callable[[], tuple[nn.Module, str, Any]]) -> None:
     model, part, batch = make()
     configs = [mmod.RoutingConfig(router="stride", capacity=0.5, blocks=(1,))]

@@ -117,9 +117,13 @@ def test_without_mmod_its_code_says_what_to_install(tmp_path: Path) -> None:
 def test_arguments_mean_what_they_always_do(tmp_path: Path) -> None:
     model = save("llama", tmp_path)
     again, report = transformers.AutoModelForCausalLM.from_pretrained(
-        tmp_path, dtype=torch.bfloat16, attn_implementation="eager", device_map={"": "cpu"}, output_loading_info=True,
+        tmp_path,
+        dtype=torch.bfloat16,
+        attn_implementation="eager",
+        device_map={"": "cpu"},
+        output_loading_info=True,
         trust_remote_code=True,
-    )  # fmt: skip
+    )
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert (again.dtype, again.config._attn_implementation) == (torch.bfloat16, "eager")

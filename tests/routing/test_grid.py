@@ -169,8 +169,10 @@ def test_blocks_that_run_alone_and_batches_of_several_sizes_are_refused() -> Non
     model = mmod.route_(naflex(), CELLS)
     places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"), dim=-1).view(1, 16, 2)
     batch = {
-        "patches": torch.randn(1, 16, 768), "patch_coord": places, "patch_valid": torch.ones(1, 16, dtype=torch.bool)
-    }  # fmt: skip
+        "patches": torch.randn(1, 16, 768),
+        "patch_coord": places,
+        "patch_valid": torch.ones(1, 16, dtype=torch.bool),
+    }
     with torch.no_grad(), pytest.raises(ValueError, match="needs a full grid of tokens in every image"):
         model(batch)
 

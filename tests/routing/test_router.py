@@ -38,9 +38,14 @@ def test_linear_score_is_the_dot_product() -> None:
     assert normalised(torch.zeros(1, 1, 8)).item() == 0
 
 
-@pytest.mark.parametrize(("gate", "scale", "value"), [
-    ("linear", 1.0, 0.7), ("sigmoid", 0.1, 0.1 / (1 + math.exp(-0.7))), ("tanh", 0.2, 1 + 0.2 * math.tanh(0.7)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("gate", "scale", "value"),
+    [
+        ("linear", 1.0, 0.7),
+        ("sigmoid", 0.1, 0.1 / (1 + math.exp(-0.7))),
+        ("tanh", 0.2, 1 + 0.2 * math.tanh(0.7)),
+    ],
+)
 def test_gates_follow_their_formulas(gate: str, scale: float, value: float) -> None:
     actual = apply_gate(torch.tensor([0.7]), gate, scale)
     assert actual is not None

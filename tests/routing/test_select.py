@@ -62,9 +62,17 @@ def test_threshold_keeps_what_reaches_it_within_the_bounds(rows, level: float, p
     assert total is None if most is not None else total == int(valid.sum())
 
 
-@pytest.mark.parametrize(("tokens", "capacity", "prefix", "kept"), [
-    (197, 0.5, 1, 98), (197, 0.125, 1, 24), (10, 0.3, 0, 3), (7, 0.01, 0, 1), (7, 0.01, 5, 5), (100, 0.29, 0, 29),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("tokens", "capacity", "prefix", "kept"),
+    [
+        (197, 0.5, 1, 98),
+        (197, 0.125, 1, 24),
+        (10, 0.3, 0, 3),
+        (7, 0.01, 0, 1),
+        (7, 0.01, 5, 5),
+        (100, 0.29, 0, 29),
+    ],
+)
 def test_kept_count_follows_the_decimal_capacity(tokens: int, capacity: float, prefix: int, kept: int) -> None:
     assert kept_count(tokens, rational(capacity), prefix) == kept
 

@@ -49,9 +49,16 @@ def test_a_checkpoint_of_as_many_classes_is_judged_by_accuracy(
 ) -> None:
     folder, model = make_folder(tmp_path / "images", 3, 2), timm.create_model("test_vit", num_classes=3)
     timm.models.save_for_hf(model, str(tmp_path / "saved"), safe_serialization=True)
-    main([
-        "advise", str(tmp_path / "saved"), "--images", str(folder), "--output", str(tmp_path / "advice"),
-    ])  # fmt: skip
+    main(
+        [
+            "advise",
+            str(tmp_path / "saved"),
+            "--images",
+            str(folder),
+            "--output",
+            str(tmp_path / "advice"),
+        ]
+    )
     assert "and has an accuracy of" in capsys.readouterr().out
     loaded, transform = load_model(str(tmp_path / "saved"), None, True)
     assert loaded.dynamic_img_size
@@ -69,10 +76,21 @@ def test_a_checkpoint_of_another_size_is_converted_and_judged_at_the_size_asked_
     folder = make_folder(tmp_path / "images", 1, 3)
     headless = timm.create_model("test_vit", num_classes=0, img_size=96)
     save_file(headless.state_dict(), tmp_path / "weights.safetensors")
-    main([
-        "advise", "test_vit", "--checkpoint", str(tmp_path / "weights.safetensors"), "--image_size", "128",
-        "--images", str(folder), "--output", str(tmp_path / "advice"), *more,
-    ])  # fmt: skip
+    main(
+        [
+            "advise",
+            "test_vit",
+            "--checkpoint",
+            str(tmp_path / "weights.safetensors"),
+            "--image_size",
+            "128",
+            "--images",
+            str(folder),
+            "--output",
+            str(tmp_path / "advice"),
+            *more,
+        ]
+    )
     shown = capsys.readouterr().out
     assert f" {measure} |" in shown
     assert "images of 112 px" in shown

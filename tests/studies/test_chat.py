@@ -29,10 +29,15 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ChatStudyConfig:
     fields["trainer"]["save_strategy"] = "no"
     (folder / "dense.yaml").write_text(yaml.safe_dump(fields))
     return ChatStudyConfig(
-        output=str(folder / "out"), dense=str(folder / "dense.yaml"), routers=ROUTERS,
-        finetune={"trainer": {"max_steps": 2}}, seeds=2,
-        latency_batch=2, timed_tokens=2, latency_rounds=2,
-    )  # fmt: skip
+        output=str(folder / "out"),
+        dense=str(folder / "dense.yaml"),
+        routers=ROUTERS,
+        finetune={"trainer": {"max_steps": 2}},
+        seeds=2,
+        latency_batch=2,
+        timed_tokens=2,
+        latency_rounds=2,
+    )
 
 
 def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:

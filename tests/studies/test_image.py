@@ -157,9 +157,15 @@ def test_models_are_named_by_the_budget_whose_fields_they_have(study: ImageStudy
 
 def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> None:
     plain = dataclasses.replace(
-        study, seeds=3, train_dense=False, tune=False, tune_dense=False, isoflop="none", rivals=PRUNE,
+        study,
+        seeds=3,
+        train_dense=False,
+        tune=False,
+        tune_dense=False,
+        isoflop="none",
+        rivals=PRUNE,
         then={"output": "tuned", "tune": True, "seeds": 2},
-    )  # fmt: skip
+    )
     assert {job.seed for job in ImageStudy(plain).plan()[1]} == {0}
     following = plain.following
     assert isinstance(following, ImageStudyConfig)

@@ -33,10 +33,17 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
     folder = tmp_path_factory.mktemp("study")
     (folder / "dense.yaml").write_text(yaml.safe_dump(DENSE))
     return ImageStudyConfig(
-        output=str(folder / "out"), dense=str(folder / "dense.yaml"), isoflop="none", maps=0,
-        changes={"data": {"root": str(SETS / "digits"), "val_split": "test"}}, rivals=RIVALS,
-        routers={"random": {"router": "random"}}, latency_batch=16, latency_batches=[1, 8], latency_rounds=2,
-    )  # fmt: skip
+        output=str(folder / "out"),
+        dense=str(folder / "dense.yaml"),
+        isoflop="none",
+        maps=0,
+        changes={"data": {"root": str(SETS / "digits"), "val_split": "test"}},
+        rivals=RIVALS,
+        routers={"random": {"router": "random"}},
+        latency_batch=16,
+        latency_batches=[1, 8],
+        latency_rounds=2,
+    )
 
 
 def test_rivals_are_tuned_costed_timed_and_compared(study: ImageStudyConfig) -> None:
@@ -71,16 +78,19 @@ def test_a_missing_checkpoint_of_a_rival_ends_the_study_before_its_first_run(stu
 def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
     tuned = {"preset": "mindskip", "depth": 4, "changes": {"trained": "routers", "optim": {"lr": 0.5}}}
     config = dataclasses.replace(
-        study, routers={"tuned": tuned, "still": {"router": "coin", "select": "threshold", "tune": False}},
+        study,
+        routers={"tuned": tuned, "still": {"router": "coin", "select": "threshold", "tune": False}},
         rivals={"small": {0.5: {"kind": "smaller", "args": {}, "changes": {"data": {"image_size": 24}}}}, **RIVALS},
-        controls={"tuned": "still", "still": None, "small": "recursions"}, tune_dense=False,
-    )  # fmt: skip
+        controls={"tuned": "still", "still": None, "small": "recursions"},
+        tune_dense=False,
+    )
     image_study = ImageStudy(config)
     candidates, jobs = image_study.plan()
     runs = {job.name: job.config for job in jobs}
     assert {candidate.name: candidate.control for candidate in candidates if candidate.control} == {
-        "tuned-0.5": "still-0.5", "small-0.5": "recursions-0.5",
-    }  # fmt: skip
+        "tuned-0.5": "still-0.5",
+        "small-0.5": "recursions-0.5",
+    }
     trained = ("tuned-0.5", "still-0.5", "small-0.5", "recursions-0.5", "merge-0.5")
     assert [image_study.epochs[name] for name in trained] == ["1 + 1 (routers)", "1", "2", "2", "1 + 1"]
     assert [job.name for job in jobs if not job.is_trained] == ["still-0.5"]

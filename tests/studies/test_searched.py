@@ -26,11 +26,20 @@ def image_study(folder: Path) -> tuple[Study, ImageStudyConfig]:
     """Return a study of two budgets, fine-tuned at one of two learning rates."""
     (folder / "dense.yaml").write_text(yaml.safe_dump(DENSE))
     config = ImageStudyConfig(
-        output=str(folder / "out"), dense=str(folder / "dense.yaml"), capacities=[0.8, 0.7], isoflop="none",
-        changes={"epoch_steps": 1, "data": {"root": str(SETS / "digits")}}, rates=[0.5, 1.0], rate_split="test",
-        routers={"searched": {"search": QUICK}}, controls={"searched": None}, latency_rounds=1, maps=0,
-        latency_batch=16, latency_batches=[],
-    )  # fmt: skip
+        output=str(folder / "out"),
+        dense=str(folder / "dense.yaml"),
+        capacities=[0.8, 0.7],
+        isoflop="none",
+        changes={"epoch_steps": 1, "data": {"root": str(SETS / "digits")}},
+        rates=[0.5, 1.0],
+        rate_split="test",
+        routers={"searched": {"search": QUICK}},
+        controls={"searched": None},
+        latency_rounds=1,
+        maps=0,
+        latency_batch=16,
+        latency_batches=[],
+    )
     return ImageStudy(config), config
 
 
@@ -42,10 +51,19 @@ def chat_study(folder: Path) -> tuple[Study, ChatStudyConfig]:
     (folder / "dense.yaml").write_text(yaml.safe_dump(fields))
     quick = {**QUICK, "options": [[0, "mlp", "kept"], [0, "block", "all"]]}
     config = ChatStudyConfig(
-        output=str(folder / "out"), dense=str(folder / "dense.yaml"), capacities=[0.9, 0.8], tune=False,
-        tune_dense=False, routers={"searched": {"search": quick}}, controls={"searched": None}, seeds=2,
-        latency_batch=2, timed_tokens=2, latency_rounds=2, maps=0,
-    )  # fmt: skip
+        output=str(folder / "out"),
+        dense=str(folder / "dense.yaml"),
+        capacities=[0.9, 0.8],
+        tune=False,
+        tune_dense=False,
+        routers={"searched": {"search": quick}},
+        controls={"searched": None},
+        seeds=2,
+        latency_batch=2,
+        timed_tokens=2,
+        latency_rounds=2,
+        maps=0,
+    )
     return ChatStudy(config), config
 
 

@@ -22,19 +22,37 @@ from tests.kit.vlm_zoo import JOINT, MERGED, PATCHES, make_joint, prompt
 ROOT = Path(__file__).parents[3]
 LLAMA = transformers.LlamaConfig(vocab_size=32064, max_position_embeddings=4096)  # Vicuna's sizes are the defaults
 CLIP = transformers.CLIPVisionConfig(
-    hidden_size=1024, intermediate_size=4096, num_hidden_layers=24, num_attention_heads=16, image_size=336,
-    patch_size=14, projection_dim=768, vocab_size=32000,
-)  # fmt: skip
+    hidden_size=1024,
+    intermediate_size=4096,
+    num_hidden_layers=24,
+    num_attention_heads=16,
+    image_size=336,
+    patch_size=14,
+    projection_dim=768,
+    vocab_size=32000,
+)
 SQUARE = {"height": 336, "width": 336}
 QWEN: dict[str, Any] = {
-    "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-    "num_key_value_heads": 4, "vocab_size": 152064, "max_position_embeddings": 128000,
+    "hidden_size": 3584,
+    "intermediate_size": 18944,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "vocab_size": 152064,
+    "max_position_embeddings": 128000,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
-}  # fmt: skip
+}
 QWEN_VISION = {
-    "depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16, "out_hidden_size": 3584,
-    "patch_size": 14, "spatial_merge_size": 2, "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31],
-}  # fmt: skip
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 3584,
+    "patch_size": 14,
+    "spatial_merge_size": 2,
+    "window_size": 112,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+}
 
 
 def write_model(folder: Path, recipe: str) -> None:
@@ -44,9 +62,12 @@ def write_model(folder: Path, recipe: str) -> None:
     if recipe.startswith("qwen"):
         words.add_tokens(["<|video_pad|>"], special_tokens=True)
         config: Any = transformers.Qwen2_5_VLConfig(
-            text_config=QWEN, vision_config=QWEN_VISION, image_token_id=words.image_token_id,
-            video_token_id=words.convert_tokens_to_ids("<|video_pad|>"), tie_word_embeddings=False,
-        )  # fmt: skip
+            text_config=QWEN,
+            vision_config=QWEN_VISION,
+            image_token_id=words.image_token_id,
+            video_token_id=words.convert_tokens_to_ids("<|video_pad|>"),
+            tie_word_embeddings=False,
+        )
         images, videos = transformers.Qwen2VLImageProcessor(), transformers.Qwen2VLVideoProcessor()
         processor = transformers.Qwen2_5_VLProcessor(images, words, videos, chat_template=processor.chat_template)
     elif recipe.startswith("llava-next"):
@@ -54,10 +75,13 @@ def write_model(folder: Path, recipe: str) -> None:
             text_config=LLAMA, vision_config=CLIP, image_token_index=words.image_token_id, vision_feature_layer=-2
         )
         processor = transformers.LlavaNextProcessor(
-            transformers.LlavaNextImageProcessor(size={"shortest_edge": 336}, crop_size=SQUARE), words, patch_size=14,
-            vision_feature_select_strategy="default", num_additional_image_tokens=1,
+            transformers.LlavaNextImageProcessor(size={"shortest_edge": 336}, crop_size=SQUARE),
+            words,
+            patch_size=14,
+            vision_feature_select_strategy="default",
+            num_additional_image_tokens=1,
             chat_template=processor.chat_template,
-        )  # fmt: skip
+        )
     else:
         config = transformers.LlavaConfig(
             text_config=LLAMA, vision_config=CLIP, image_token_index=words.image_token_id, vision_feature_layer=-2

@@ -49,9 +49,17 @@ def launch(options: dict[str, Any]) -> None:
     # With one store for all starts, a process may look for one that has ended.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", max_restarts=1,
-        monitor_interval=0.1, start_method="fork", local_addr="127.0.0.1", run_id="run",
-    )  # fmt: skip
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=2,
+        rdzv_backend="c10d",
+        rdzv_endpoint="127.0.0.1:0",
+        max_restarts=1,
+        monitor_interval=0.1,
+        start_method="fork",
+        local_addr="127.0.0.1",
+        run_id="run",
+    )
     elastic_launch(config, train_and_die_once)(options)
 
 

@@ -103,9 +103,12 @@ class Labels:
 
 @settings(max_examples=25, deadline=None)
 @given(
-    seed=st.integers(0, 2**32), images=st.integers(1, 7), patches=st.integers(2, 9), classes=st.integers(2, 6),
+    seed=st.integers(0, 2**32),
+    images=st.integers(1, 7),
+    patches=st.integers(2, 9),
+    classes=st.integers(2, 6),
     batch=st.integers(1, 7),
-)  # fmt: skip
+)
 def test_figures_are_those_of_all_patches_at_once(
     seed: int, images: int, patches: int, classes: int, batch: int
 ) -> None:
