@@ -247,23 +247,20 @@ class Passes(Generic[AnyPass]):
             self.hand_on(started, x)
         return started
 
-    def following(self, place: int) -> AnyPass | None:
-        """Return the unobserved pass that the host's own code leads to a place, if one does."""
-        latest: Any = self.calls.value.running.latest
-        if latest is None or latest.owner is not self or latest.busy or latest.place >= place:
-            return None
-        latest.place = place
-        following: AnyPass = latest
-        return following
-
     def find(self, x: Tensor, place: int) -> AnyPass | None:
         """Return the pass that the input of a later module belongs to; None if no pass reached it.
 
         Raises:
             RuntimeError: The input may belong to several passes, or is recomputed and was never seen.
         """
-        found = None
         call = self.calls.value.running
+        latest: Any = call.latest
+        if latest is not None and latest.owner is self and not latest.busy and latest.place < place:
+            # Nothing reads the tokens between modules: their order tells the pass, and no tensor is remembered.
+            latest.place = place
+            following: AnyPass = latest
+            return following
+        found = None
         if not torch.compiler.is_compiling():
             look = _look(x)
             match = self._by_address.get(look[0])
@@ -428,12 +425,11 @@ class Span(Passes[SpanPass]):
         if place == 0:
             found = self.begin(x)
         else:
-            # Where nothing reads the tokens between blocks, the order tells the pass, and no tensor is remembered.
-            found = None if self.calls.value.running.latest is None else self.following(place)
-            if found is None:
-                found = self.find(x, place)
-                if found is not None and not torch.compiler.is_compiling() and found.shape != x.shape[:2]:
-                    self._refuse_shape(x, found)
+            found = self.find(x, place)
+            # An unobserved pass may hand on rows instead of all tokens.
+            watched = found is not None and not found.unobserved and not torch.compiler.is_compiling()
+            if found is not None and watched and found.shape != x.shape[:2]:
+                self._refuse_shape(x, found)
         if found is not None:
             found.busy = True
             self.calls.value.entered = found

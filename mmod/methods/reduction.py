@@ -242,11 +242,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         """Return what the blocks share in this pass; the first block begins it, or one that is called directly."""
         state = self.mod_state
         passes = state.passes
-        passage = None
-        if state.place:
-            passage = passes.following(state.place)
-            if passage is None:
-                passage = passes.find(x, state.place)
+        passage = passes.find(x, state.place) if state.place else None
         if passage is None:
             passage = passes.begin(x)
             passage.tokens = x.shape[1]
