@@ -144,6 +144,7 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
     norm = getattr(block, name, None)
     return NamedArguments(
         names=tuple(parameters),
+        mask="shared_rel_pos_bias" if "shared_rel_pos_bias" in parameters else "attn_mask",
         rope_prefix=rope_prefix,
         fused=fused,
         draws_paths=True,
@@ -245,22 +246,23 @@ SPLIT: tuple[type[nn.Module], ...] = PRE_NORM + _POST_NORM
 """Blocks whose halves can run separately."""
 
 
-# Hosts have no hook between the halves of a block, so its residual sums are repeated here, with the host's modules.
-def attend(block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    """Return tokens (B, N, D) after a block's attention."""
-    if isinstance(block, _POST_NORM):
-        return x_BND + block.drop_path1(block.norm1(block.attn(x_BND, **arguments)))
-    return x_BND + block.drop_path1(_scaled(block, 1, block.attn(block.norm1(x_BND), **arguments)))
+class TimmHalves(Halves):
+    """The halves of timm's blocks, whose residual sums are repeated with the host's modules: nothing runs in vain."""
+
+    def attend(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Return tokens (B, N, D) after a block's attention."""
+        if isinstance(block, _POST_NORM):
+            return x_BND + block.drop_path1(block.norm1(block.attn(x_BND, **arguments)))
+        return x_BND + block.drop_path1(_scaled(block, 1, block.attn(block.norm1(x_BND), **arguments)))
+
+    def feed(self, block: Any, x_BND: Tensor) -> Tensor:
+        """Return tokens (B, N, D) after a block's MLP."""
+        if isinstance(block, _POST_NORM):
+            return x_BND + block.drop_path2(block.norm2(block.mlp(x_BND)))
+        return x_BND + block.drop_path2(_scaled(block, 2, block.mlp(block.norm2(x_BND))))
 
 
-def feed(block: Any, x_BND: Tensor) -> Tensor:
-    """Return tokens (B, N, D) after a block's MLP."""
-    if isinstance(block, _POST_NORM):
-        return x_BND + block.drop_path2(block.norm2(block.mlp(x_BND)))
-    return x_BND + block.drop_path2(_scaled(block, 2, block.mlp(block.norm2(x_BND))))
-
-
-HALVES = Halves(attend, feed)
+HALVES = TimmHalves()
 
 
 def _scaled(block: Any, half: int, update_BND: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from mmod.blocks.branches import Branch, OneBranch
+from mmod.blocks.branches import Branch, BranchState, OneBranch, make_branch, make_halves
 from mmod.blocks.call import BlockCall, DecoderCall
 from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import Inner, running_branch
@@ -273,7 +273,7 @@ class ImportanceBlock(ConvertedBlock):
 def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: type[RoutedBlock] = RoutedBlock) -> None:
     """Convert a dense block into a routed one."""
     call = state.call
-    convert(block, mixin, state)
+    convert(block, mixin, state, call.shell)
     block.router = router
     # The gather leaves alone a norm that another method has converted.
     if call.fused_norm and not is_converted(block.get_submodule(call.fused_norm)):
@@ -281,16 +281,18 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
     config = router.config
     operator = str(config.operator)
     if operator != "block":
-        convert(block.get_submodule(call.operators[operator]), Branch, state.inner)
+        make_branch(block, call.operators[operator], state.inner)
+    if config.merges_inside:
+        make_halves(block, call, state.inner)
     if config.language.gate_on != "update":
         for branch in cast(DecoderCall, call).branches(block, config.language.gate_on):
-            convert(branch, Branch, state.inner)
+            convert(branch, Branch, BranchState(state.inner, ""))
 
 
 def make_importance(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:
     """Convert a dense block into one that shares its importance."""
-    convert(block, mixin, state)
+    convert(block, mixin, state, state.call.shell)
     name = state.call.operators.get("attention")
     # An attention that another method has converted is observed from around the block.
     if name is not None and not is_converted(block.get_submodule(name)):
-        convert(block.get_submodule(name), Branch, state.inner)
+        make_branch(block, name, state.inner)
