@@ -34,6 +34,7 @@ from mmod.blocks import (
     Mixin,
     ModelHook,
     Passes,
+    ReadBlocks,
     RoutedBlock,
     Shell,
     StackCalls,
@@ -67,6 +68,7 @@ class BlockStack:
         hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
         host: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then
             pass on kept rows only; empty if none does.
+        read_blocks: See `StackCall`; None if the host's code reads nothing between blocks.
         grid: Where the host shows rows and columns of an image's patches; None for text, or if it does not.
         proof: What a trial showed of the blocks; None where the adapter knows them.
     """
@@ -88,6 +90,7 @@ class BlockStack:
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
     host: str = ""
+    read_blocks: ReadBlocks | None = None
     grid: GridSource | None = None
     proof: Any = None
 

@@ -6,15 +6,13 @@ Axes: B images, N tokens, K slots per image.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import inspect
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack, NamedArguments
@@ -26,6 +24,7 @@ from mmod.blocks import (
     Mixin,
     Shell,
     SilencedHalves,
+    SuffixBlock,
     TupleBlock,
     Unchanged,
     UntupledBlock,
@@ -33,7 +32,6 @@ from mmod.blocks import (
     grid_of_map,
     host_class,
 )
-from mmod.routing import Routing, TokenMarks
 
 # Implementations of attention that take a mask or bias of keys.
 _MASKED = ("sdpa", "eager")
@@ -113,27 +111,20 @@ class ProvenCall(NamedArguments):
 
     Args:
         required: The block's arguments without a default.
-        prefix: Leading tokens that are always kept.
-        suffix: Tokens at the end that are always kept.
+        suffix: Tokens at the end that are no patches, see `SuffixBlock`.
         attention_config: What names the implementation of attention, as configs of transformers do; None without.
     """
 
     required: tuple[str, ...] = ()
-    prefix: int = 0
     suffix: int = 0
     attention_config: Any = None
-
-    @property
-    def marks_always(self) -> bool:  # type: ignore[override]
-        """Whether tokens at the end are always kept."""
-        return self.suffix > 0
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments by name, without those that are None and not required; flags are passed on."""
         if len(args) > len(self.names):
             raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {self.names}")
         named = {**dict(zip(self.names, args)), **kwargs}
-        known = (*self.rows, self.mask, self.place)
+        known = () if self.suffix else (*self.rows, self.mask, self.place)
         for name, value in named.items():
             if isinstance(value, Tensor) and name not in known:
                 raise ValueError(
@@ -141,16 +132,6 @@ class ProvenCall(NamedArguments):
                     f"{', '.join(filter(None, known)) or 'none'}"
                 )
         return {name: value for name, value in named.items() if value is not None or name in self.required}
-
-    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMarks:
-        """Return padding from the mask, and which tokens are always kept."""
-        marks = super().marks(arguments, x_BND)
-        if not self.suffix:
-            return marks
-        tokens = x_BND.shape[1]
-        place_N = torch.arange(tokens, device=x_BND.device)
-        protect_N = (place_N < self.prefix) | (place_N >= tokens - self.suffix)
-        return marks._replace(protect_BN=protect_N.expand(x_BND.shape[:2]))
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether the block can run on packed rows: its attention is fused, and nothing but rows is passed."""
@@ -198,12 +179,17 @@ def call_of(proof: Proof, block: nn.Module) -> ProvenCall:
         operators={operator: name for operator, name in operators.items() if name},
         tuples=("attention",) if proof.attention_in_tuple else (),
         halves=SilencedHalves(silent_attention, silent_mlp, required) if proof.halves else None,
-        shell=Shell(TupleBlock if proof.in_tuple else None, _inner(proof)),
+        shell=Shell(_outer(proof), _inner(proof)),
         required=required,
-        prefix=proof.prefix,
         suffix=proof.suffix,
         attention_config=next((config for config in configs if hasattr(config, "_attn_implementation")), None),
     )
+
+
+def _outer(proof: Proof) -> type[Mixin] | None:
+    if proof.suffix:
+        return SuffixBlock
+    return TupleBlock if proof.in_tuple else None
 
 
 def _inner(proof: Proof) -> type[Mixin]:
@@ -231,7 +217,8 @@ def stack_of(proof: Proof, model: nn.Module, library: str, host: str) -> BlockSt
         dim=proof.dim,
         call_of=lambda block, config: call_of(proof, block),
         class_token=proof.prefix > 0,
-        host=host,
+        # Tokens at the end are brought to the front around each block, so blocks cannot pass on rows.
+        host="" if proof.suffix else host,
         grid=grid,
         proof=proof,
     )

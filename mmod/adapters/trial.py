@@ -101,6 +101,8 @@ def _prove_block(seen: Seen, blocks: str, block: nn.Module) -> Proof:
     base = Proof(blocks, seen.projection, seen.prefix, seen.suffix, dim=seen.x_BND.shape[-1])
     base = dataclasses.replace(base, place=next((name for name in PLACES if name in signature), ""))
     rows, rope_prefix = _rows(seen)
+    if seen.suffix and (rows or base.in_tuple):
+        raise _Refused(f"has {seen.suffix} tokens at the end that are no patches, beside {', '.join(rows) or 'a tuple'}")
     base = dataclasses.replace(base, rows=rows, rope_prefix=rope_prefix)
     calls = _AttentionCalls()
     with calls, torch.no_grad():

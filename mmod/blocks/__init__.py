@@ -25,8 +25,8 @@ from mmod.blocks.inner import BranchRunner
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, RoutedState, make_importance, make_routed
 from mmod.blocks.rows import Execution, Rows
-from mmod.blocks.shell import KEY_BIAS, FlatBlock, InterceptedBlock, TupleBlock, UntupledBlock
-from mmod.blocks.span import Pass, Passes, Span, SpanPass, StackCalls, recomputing
+from mmod.blocks.shell import KEY_BIAS, FlatBlock, InterceptedBlock, SuffixBlock, TupleBlock, UntupledBlock
+from mmod.blocks.span import Pass, Passes, ReadBlocks, Span, SpanPass, StackCalls, recomputing
 
 
 def __getattr__(name: str) -> _Any:

@@ -45,6 +45,7 @@ class RoutedState:
         execution: How the block runs on the rows of a decision.
         span: The span that the block is part of; None if it shares nothing.
         place: The block's place in its span.
+        number: The block's number in its stack.
         passes_rows: The next block shares the span's scores, and can take rows instead of all tokens.
         observes: The span reads importance from this block's attention, after which the block decides.
     """
@@ -53,6 +54,7 @@ class RoutedState:
     execution: Execution
     span: Span | None = None
     place: int = 0
+    number: int = 0
     passes_rows: bool = False
     observes: bool = False
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)

@@ -70,3 +70,16 @@ class TupleBlock(Mixin):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the tokens in a tuple."""
         return super().forward(x, *args, **kwargs), None
+
+
+class SuffixBlock(Mixin):
+    """Outer mixin of a block whose last tokens are no patches: the method's mixin gets them in front of all others.
+
+    Blocks do not depend on the order of tokens, so that such tokens need no other treatment than class tokens.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return all tokens in the host's order."""
+        count = self.mod_state.call.suffix
+        y = super().forward(x.roll(count, dims=1), *args, **kwargs)
+        return y.roll(-count, dims=1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from fractions import Fraction
 from types import FrameType
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
@@ -36,6 +36,10 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+ReadBlocks = Callable[[], Collection[int] | None]
+"""Returns the numbers of the blocks whose output the running call of a host collects; None for all blocks."""
+
+
 class StackCall:
     """A call of the module that holds a stack of blocks; the root, without `outer`, stands for code outside any.
 
@@ -45,6 +49,7 @@ class StackCall:
             then pass on rows, and tensors are not remembered.
         host: Package of the host's code.
         frame: The frame of the call; None for the root and while compiling.
+        read_blocks: Returns the numbers of the blocks whose output the host collects in the running call; None for all.
 
     Attributes:
         passes: Observed passes that began in it, or came from a call around it, oldest first.
@@ -58,11 +63,13 @@ class StackCall:
         unobserved: bool = False,
         host: str = "",
         frame: FrameType | None = None,
+        read_blocks: ReadBlocks | None = None,
     ) -> None:
         self.outer = outer
         self.unobserved = unobserved
         self.host = host
         self.frame = frame
+        self.read_blocks = read_blocks
         self.passes: list[Pass] = []
         self.latest: Pass | None = None
         # A thread may meet a stack for the first time inside a backward pass: the root began before it.
@@ -153,6 +160,7 @@ class Pass:
         grid: Rows and columns of the images' patches, where a score reads them; else None.
         unobserved: See `StackCall`.
         by_host: The host's own code runs the modules, in a call of the model.
+        read_blocks: Numbers of the blocks whose output the host collects in an unobserved pass.
         busy: A module was entered and not left: it runs, or it failed.
     """
 
@@ -163,6 +171,7 @@ class Pass:
         self.grid: Grid | None = None
         self.unobserved = False
         self.by_host = False
+        self.read_blocks: Collection[int] = ()
         self.busy = False
 
 
@@ -234,6 +243,11 @@ class Passes(Generic[AnyPass]):
             return started
         started.by_host = host_alone and call.outer is not None
         started.unobserved = host_alone and call.unobserved
+        if started.unobserved and call.read_blocks is not None:
+            # Known only now: hosts decide what to collect inside their forward.
+            read = call.read_blocks()
+            started.unobserved = read is not None
+            started.read_blocks = () if read is None else read
         if started.unobserved:
             call.latest = started
             return started
@@ -367,9 +381,12 @@ class Decision(NamedTuple):
 
 
 class InSpan(Protocol):
-    """What a span reads of a block's state: its place, and whether the next block can take rows."""
+    """What a span reads of a block's state: its place in the span, its number in the stack, whether the next block can
+    take rows.
+    """
 
     place: int
+    number: int
     passes_rows: bool
 
 
@@ -513,7 +530,8 @@ class Span(Passes[SpanPass]):
     def leave(self, y: Tensor, shared: SpanPass, rows: Rows, router: Router, state: InSpan) -> Tensor:
         """Return all tokens after a block (B, N, D), or its rows if the next block takes them."""
         shared.busy = False
-        if state.passes_rows and shared.unobserved and rows.shrinks and router.shares_decisions:
+        passes_on = state.passes_rows and shared.unobserved and state.number not in shared.read_blocks
+        if passes_on and rows.shrinks and router.shares_decisions:
             if rows.router is None:
                 rows.router = router
             shared.rows = rows

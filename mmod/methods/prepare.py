@@ -43,6 +43,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
                 execution=stack.mixins[0].choose_execution(calls[index], configs[index]),
                 span=span,
                 place=index - run[0] + (observer is not None),
+                number=index,
                 passes_rows=following is configs[index] and configs[index].passes_rows,
                 observes=span is not None and observer is None and not span.scored_by_first and index == run[0],
             )
