@@ -109,8 +109,8 @@ class NamedArguments(BlockCall):
             none, so that its attention is intercepted.
         rows: Arguments with one row per token, such as rotary embeddings: a tensor, or a tuple of them.
         rope_prefix: Number of leading tokens without such a row.
-        layout: How the block takes rows that differ by image: "heads" for (B, 1, K, E), "batch" for (B, K, E), or "flat"
-            for none, so that all images run as one sequence, see `FlatBlock`.
+        layout: How the block takes rows that differ by image: "heads" for (B, 1, K, E), "batch" for (B, K, E), or
+            "flat" if it takes none, so that all images run as one sequence, see `FlatBlock`.
         place: The argument that takes the places (B, K) of tokens that are not all of them; empty if there is none.
         fused: Attention is computed by `scaled_dot_product_attention`.
         projections: Names of the weights of linear layers before attention, each with its number of leading features

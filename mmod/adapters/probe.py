@@ -5,6 +5,7 @@ Axes: B images, N tokens, D channels.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
@@ -120,10 +121,8 @@ def _see(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen | Non
                 module.register_forward_hook(_keep_shape(projections, name))
         positional = inputs.get("")
         named = {name: value for name, value in inputs.items() if name}
-        try:
+        with contextlib.suppress(_Reached):
             dense(*(() if positional is None else (positional,)), **named)
-        except _Reached:
-            pass
     x = first.x
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[0] != 2 or not x.is_floating_point():
         return None

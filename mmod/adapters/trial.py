@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,7 +102,9 @@ def _prove_block(seen: Seen, blocks: str, block: nn.Module) -> Proof:
     base = dataclasses.replace(base, place=next((name for name in PLACES if name in signature), ""))
     rows, rope_prefix = _rows(seen)
     if seen.suffix and (rows or base.in_tuple):
-        raise _Refused(f"has {seen.suffix} tokens at the end that are no patches, beside {', '.join(rows) or 'a tuple'}")
+        raise _Refused(
+            f"has {seen.suffix} tokens at the end that are no patches, beside {', '.join(rows) or 'a tuple'}"
+        )
     base = dataclasses.replace(base, rows=rows, rope_prefix=rope_prefix)
     calls = _AttentionCalls()
     with calls, torch.no_grad():

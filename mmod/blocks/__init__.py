@@ -5,7 +5,7 @@
 import warnings as _warnings
 from typing import Any as _Any
 
-from mmod.blocks.branches import Branch, SilencedHalves, Unchanged, Zero, make_halves
+from mmod.blocks.branches import Branch, SilencedHalves, Unchanged, Zero, make_halves, make_watched
 from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import (
     NO_SHELL,

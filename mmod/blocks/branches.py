@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mmod.blocks.call import BlockCall, Halves
-from mmod.blocks.conversion import Mixin, convert
+from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import BranchRunner, Inner, running_branch, silencing
 from mmod.blocks.rows import Block, Execution, Host, Rows, gather, in_order, write_back
 from mmod.routing import Routing
@@ -98,6 +98,13 @@ def make_branch(block: nn.Module, name: str, inner: PerThread[Inner]) -> None:
     module = block.get_submodule(name)
     if not isinstance(module, Branch):
         convert(module, Branch, BranchState(inner, name))
+
+
+def make_watched(block: nn.Module, call: BlockCall, inner: PerThread[Inner]) -> None:
+    """Let the attention of a block be read alone; one that another method has changed is read from around the block."""
+    name = call.operators.get("attention")
+    if name is not None and not is_converted(block.get_submodule(name)):
+        make_branch(block, name, inner)
 
 
 def make_halves(block: nn.Module, call: BlockCall, inner: PerThread[Inner]) -> None:

@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from mmod.blocks.branches import Branch, BranchState, OneBranch, make_branch, make_halves
+from mmod.blocks.branches import Branch, BranchState, OneBranch, make_branch, make_halves, make_watched
 from mmod.blocks.call import BlockCall, DecoderCall
 from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import Inner, running_branch
@@ -25,6 +25,7 @@ from mmod.blocks.span import Span, SpanPass
 from mmod.blocks.symbolic import trace_as_node
 from mmod.config import RoutingConfig, Threshold
 from mmod.ops import capture_importance
+from mmod.ops.intercept import AttentionIntercept
 from mmod.routing import Router, Routing, TokenMarks
 from mmod.threads import PerThread
 
@@ -96,22 +97,27 @@ class ConvertedBlock(Mixin):
 
     def observe(self, run: Callable[[], Tensor], valid_BN: Tensor | None, average: str) -> tuple[Tensor, Tensor]:
         """Run what contains the host's attention; return its result, and the importance of its tokens (B, N)."""
-        state = self.mod_state
         captured = capture_importance(valid_BN, average)
-        attention = getattr(self, state.call.operators.get("attention", ""), None)
-        # Each call of torch inside the mode costs time, so the attention alone runs in it, unless its forward was
-        # replaced.
-        if isinstance(attention, Branch) and "forward" not in vars(attention):
-            with running_branch(state.inner, captured):
-                y = run()
-        else:
-            y = captured.run(run, (), {})
+        y = self.run_watched(run, captured)
         if captured.importance_BN is None:
             raise RuntimeError(
                 f"no attention was seen in this {type(self).__name__}: it calls neither scaled_dot_product_attention "
                 "nor softmax over (B, H, N, N), so importance cannot be read from it"
             )
         return y, captured.importance_BN
+
+    def run_watched(self, run: Callable[[], Tensor], watch: AttentionIntercept) -> Tensor:
+        """Run what contains the host's attention, inside a mode that reads it."""
+        state = self.mod_state
+        name = state.call.operators.get("attention")
+        attention = None if name is None else self.get_submodule(name)
+        # Each call of torch inside the mode costs time, so the attention alone runs in it, unless its forward was
+        # replaced.
+        if isinstance(attention, Branch) and "forward" not in vars(attention):
+            with running_branch(state.inner, watch):
+                return run()
+        y: Tensor = watch.run(run, (), {})
+        return y
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Refuse TorchScript."""
@@ -294,7 +300,4 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
 def make_importance(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:
     """Convert a dense block into one that shares its importance."""
     convert(block, mixin, state, state.call.shell)
-    name = state.call.operators.get("attention")
-    # An attention that another method has converted is observed from around the block.
-    if name is not None and not is_converted(block.get_submodule(name)):
-        make_branch(block, name, state.inner)
+    make_watched(block, state.call, state.inner)

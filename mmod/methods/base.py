@@ -163,7 +163,9 @@ class Method(Checked, ABC, group="method"):
         """Return what the method changes in a model: by default, its single stack of blocks."""
         stack = find_stack(model)
         if stack.language and not self.decoders:
-            raise ValueError(f"method {self.kind!r} supports image models, got the language model {type(model).__name__}")
+            raise ValueError(
+                f"method {self.kind!r} supports image models, got the language model {type(model).__name__}"
+            )
         return stack
 
     @abstractmethod

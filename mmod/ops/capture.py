@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from mmod.ops.casting import cast_alike
-from mmod.ops.importance import attention_with_importance, class_token_importance, importance_of_map
+from mmod.ops.importance import (
+    attention_with_importance,
+    class_token_attention,
+    class_token_importance,
+    importance_of_map,
+)
 from mmod.ops.intercept import SOFTMAX, AttentionCall, AttentionIntercept
 from mmod.ops.views import count_views
+
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.einsum)
 
 
 class capture_importance(AttentionIntercept):
@@ -118,32 +125,62 @@ def _row(values: Tensor, place_B: Tensor) -> Tensor:
 
 
 class capture_inputs(AttentionIntercept):
-    """Context manager that keeps queries and keys of the last attention call inside it, as attention gets them.
+    """Context manager that keeps what the last attention inside it reads: its keys, and the class token's attention.
+
+    Where a host writes attention out, they are read from the product of queries and keys and from its softmax.
 
     Attributes:
-        query: Queries (B, H, N, E) after norms and rotary embeddings; None before a call.
-        key: Keys of every head, likewise.
+        key: Keys of every head (B, H, N, E), after norms and rotary embeddings; None before an attention.
 
     Example:
         >>> q = k = v = torch.zeros(1, 1, 2, 8)
         >>> with capture_inputs() as captured:
         ...     _ = torch.nn.functional.scaled_dot_product_attention(q, k, v)
-        >>> captured.key is k
-        True
+        >>> captured.key is k, captured.class_attention()
+        (True, tensor([[0.5000, 0.5000]]))
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.query: Tensor | None = None
         self.key: Tensor | None = None
+        self._call: AttentionCall | None = None
+        self._row: Tensor | None = None
+
+    def class_attention(self) -> Tensor:
+        """Return the attention of the first token to all tokens (B, N), averaged over heads, with its gradient."""
+        if self._call is not None:
+            call = self._call
+            return class_token_attention(call.query, call.key, call.attn_mask, scale=call.scale)
+        assert self._row is not None
+        return self._row
+
+    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Read products of queries and keys too."""
+        return partial(self._multiply, func) if func in _PRODUCTS else super().replace(func)
 
     def attend(self, call: AttentionCall) -> Tensor:
-        """Attend, and keep queries and keys."""
-        self.query = call.query
+        """Attend, and keep what attention reads."""
+        self._call = call
         self.key = call.key
         if call.key.shape[1] != call.query.shape[1]:
             self.key = call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
         return call.run()
+
+    def observe(self, score: Tensor, attention: Tensor) -> None:
+        """Keep the class token's row of a map."""
+        self._row = attention[:, :, 0].mean(dim=1)
+
+    def _multiply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Keep the keys of a product (B, H, N, N) of queries (B, H, N, E) and keys, transposed except in `einsum`."""
+        result = func(*args, **kwargs)
+        operands = [value for value in args if isinstance(value, Tensor)]
+        if (
+            isinstance(result, Tensor)
+            and result.ndim == 4
+            and result.shape[-1] == result.shape[-2] == operands[0].shape[2]
+        ):
+            self.key = operands[1] if func is torch.einsum else operands[1].transpose(-2, -1)
+        return result
 
 
 class add_key_bias(AttentionIntercept):
