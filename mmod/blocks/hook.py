@@ -145,7 +145,7 @@ class SpanHook(ModelHook):
 
 
 def _is_known(hook: object) -> bool:
-    """Return whether `StackCall.read_blocks` tells what a hook reads: transformers leaves hooks that collect outputs."""
+    """Return whether `StackCall.read_blocks` tells what a hook reads: transformers keeps its collecting hooks."""
     return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 

@@ -96,8 +96,8 @@ Reduction = Callable[[Grid, AttentionInputs, int], tuple[Grid, Restore] | None]
 class Reducing(Method):
     """A method after whose blocks fewer tokens remain.
 
-    Blocks pass on the remaining tokens only where the host's own code runs them in a call of the model, see `SpanHook`. All
-    other code, such as `forward_features`, `forward_intermediates`, hooks and subclasses, gets the full grid from each
+    Blocks pass on the remaining tokens only where the host's own code runs them in a call of the model, see `SpanHook`.
+    All other code, such as `forward_features`, `forward_intermediates`, hooks and subclasses, gets the full grid from each
     block: a merged token at each of its places, and a pruned one as it was when dropped.
     """
 

@@ -173,13 +173,9 @@ class capture_inputs(AttentionIntercept):
     def _multiply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Keep the keys of a product (B, H, N, N) of queries (B, H, N, E) and keys, transposed except in `einsum`."""
         result = func(*args, **kwargs)
-        operands = [value for value in args if isinstance(value, Tensor)]
-        if (
-            isinstance(result, Tensor)
-            and result.ndim == 4
-            and result.shape[-1] == result.shape[-2] == operands[0].shape[2]
-        ):
-            self.key = operands[1] if func is torch.einsum else operands[1].transpose(-2, -1)
+        query, *others = [value for value in args if isinstance(value, Tensor)]
+        if result.ndim == 4 and others and query.shape[2] == result.shape[2] == result.shape[3]:
+            self.key = others[0] if func is torch.einsum else others[0].transpose(-2, -1)
         return result
 
 
