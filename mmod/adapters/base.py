@@ -9,7 +9,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -111,7 +112,7 @@ class NamedArguments(BlockCall):
         rope_prefix: Number of leading tokens without such a row.
         layout: How the block takes rows that differ by image: "heads" for (B, 1, K, E), "batch" for (B, K, E), or
             "flat" if it takes none, so that all images run as one sequence, see `FlatBlock`.
-        place: The argument that takes the places (B, K) of tokens that are not all of them; empty if there is none.
+        places: The argument that takes the places (B, K) of tokens that are not all of them; empty if there is none.
         fused: Attention is computed by `scaled_dot_product_attention`.
         projections: Names of the weights of linear layers before attention, each with its number of leading features
             that are not keys or values.
@@ -124,7 +125,7 @@ class NamedArguments(BlockCall):
     rows: tuple[str, ...] = ("rope",)
     rope_prefix: int = 0
     layout: str = "heads"
-    place: str = ""
+    places: str = ""
     fused: bool = False
     projections: tuple[tuple[str, int], ...] = ()
     attention_calls: int = 1
@@ -173,7 +174,7 @@ class NamedArguments(BlockCall):
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether the block can run on packed rows: not with masks, nor with per-batch stochastic depth."""
-        if not self.fused or self.place or not arguments.keys() <= {*self.rows, "is_causal"}:
+        if not self.fused or self.places or not arguments.keys() <= {*self.rows, "is_causal"}:
             return False
         drops = block.training and any(getattr(module, "drop_prob", 0) for module in block.modules())
         return self.draws_paths or not drops
@@ -212,9 +213,9 @@ class NamedArguments(BlockCall):
         for name in self.rows:
             if name in narrowed:
                 narrowed[name] = _map_rows(self._narrow_rows, narrowed[name], index_BK)
-        if self.place:
-            before_BN = narrowed.get(self.place)
-            narrowed[self.place] = index_BK if before_BN is None else before_BN.gather(1, index_BK)
+        if self.places:
+            before_BN = narrowed.get(self.places)
+            narrowed[self.places] = index_BK if before_BN is None else before_BN.gather(1, index_BK)
         return narrowed
 
     def _narrow_rows(self, rows: Tensor, index_BK: Tensor) -> Tensor:
@@ -272,6 +273,18 @@ def _map_rows(narrow: Callable[..., Tensor], value: Any, *args: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(narrow(item, *args) for item in value)
     return narrow(value, *args)
+
+
+class Changes(NamedTuple):
+    """How a saved model was changed, as plain values of an untrusted file.
+
+    Args:
+        methods: Its methods, in order.
+        proofs: How blocks of unknown classes are called, by the name of their list, see `Proof`.
+    """
+
+    methods: Sequence[Mapping[str, Any]]
+    proofs: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,7 @@ class Proof:
         prefix: Leading tokens that are no patches.
         suffix: Tokens at the end that are no patches.
         dim: Channels of a token.
-        mask: See `NamedArguments`; so are `rows`, `rope_prefix`, `layout`, `place`, `fused`, `attention_calls`.
+        mask: See `NamedArguments`; so are `rows`, `rope_prefix`, `layout`, `places`, `fused`, `attention_calls`.
         in_tuple: The block returns a tuple that begins with the tokens.
         attention: Name of the attention branch; empty if no module is silent alone.
         attention_in_tuple: Number of values in the tuple that the attention branch returns; 0 for the update alone.
@@ -68,7 +68,7 @@ class Proof:
     rows: tuple[str, ...] = ()
     rope_prefix: int = 0
     layout: str = "heads"
-    place: str = ""
+    places: str = ""
     fused: bool = False
     attention_calls: int = 1
     in_tuple: bool = False
@@ -97,7 +97,7 @@ def read_proof(values: Any) -> Proof:
     if not isinstance(values, Mapping) or set(values) != set(fields):
         got = sorted(map(str, values)) if isinstance(values, Mapping) else repr(values)
         raise ValueError(f"the proof of a saved model must have the fields {', '.join(fields)}, got {got}")
-    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     for name, value in plain.items():
         wanted = tuple if isinstance(fields[name], types.GenericAlias) else fields[name]
         if type(value) is not wanted or (wanted is tuple and not all(type(item) is str for item in value)):
@@ -124,7 +124,7 @@ class ProvenCall(NamedArguments):
         if len(args) > len(self.names):
             raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {self.names}")
         named = {**dict(zip(self.names, args)), **kwargs}
-        known = () if self.suffix else (*self.rows, self.mask, self.place)
+        known = () if self.suffix else (*self.rows, self.mask, self.places)
         for name, value in named.items():
             if isinstance(value, Tensor) and name not in known:
                 raise ValueError(
@@ -173,7 +173,7 @@ def call_of(proof: Proof, block: nn.Module) -> ProvenCall:
         rows=proof.rows,
         rope_prefix=proof.rope_prefix,
         layout=proof.layout,
-        place=proof.place,
+        places=proof.places,
         fused=proof.fused,
         attention_calls=proof.attention_calls,
         operators={operator: name for operator, name in operators.items() if name},

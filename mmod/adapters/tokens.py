@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,7 @@ from mmod.adapters.proven import Proof, read_proof, stack_of
 from mmod.adapters.trial import prove
 from mmod.blocks import host_class
 
-# Attributes that store, on a list of blocks, how they are called, and on a model, what its user says of it.
+# Attributes that store, on a list of blocks, how they are called, and on a model, what its user just said of it.
 _PROOF = "mod_proof"
 _TOKENS = "mod_tokens"
 
@@ -52,13 +53,17 @@ class Tokens:
     example: Tensor | None = None
 
 
-def declare(model: nn.Module, tokens: Tokens | None) -> None:
-    """Store what a user says of a model; None forgets it."""
-    vars(model).pop(_TOKENS, None)
+@contextmanager
+def declared(model: nn.Module, tokens: Tokens | None) -> Iterator[None]:
+    """Context in which `find_blocks` knows what a user says of a model; None says nothing."""
+    if tokens is not None and not isinstance(tokens, Tokens):
+        raise TypeError(f"tokens must be a mmod.Tokens, got {tokens!r}")
     if tokens is not None:
-        if not isinstance(tokens, Tokens):
-            raise TypeError(f"tokens must be a mmod.Tokens, got {tokens!r}")
         vars(model)[_TOKENS] = tokens
+    try:
+        yield
+    finally:
+        vars(model).pop(_TOKENS, None)
 
 
 def find_blocks(model: nn.Module, library: str = "", host: str = "") -> BlockStack:
@@ -102,15 +107,15 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
 
 
 def _lists(model: nn.Module) -> list[str]:
-    """Return the lists of blocks of one class, those with the most weights first, without lists inside blocks."""
+    """Return the lists of blocks, those with the most weights first, without lists inside blocks."""
     found: dict[str, int] = {}
     for name, module in model.named_modules():
         if not name or not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
             continue
         if any(name.startswith(f"{outer}.") for outer in found):
             continue
-        matrices = [weight for weight in module[0].parameters() if weight.ndim > 1]
-        if len({host_class(block) for block in module}) == 1 and len(matrices) > 1:
+        matrices = [sum(weight.ndim > 1 for weight in block.parameters()) for block in module]
+        if min(matrices) > 1:
             found[name] = sum(weight.numel() for weight in module.parameters())
     return sorted(found, key=found.__getitem__, reverse=True)
 
@@ -125,7 +130,6 @@ def forget(model: nn.Module) -> None:
     """Forget how the blocks of a model are called, when no method changes it any more."""
     for module in model.modules():
         vars(module).pop(_PROOF, None)
-        vars(module).pop(_TOKENS, None)
 
 
 def proofs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
@@ -145,4 +149,4 @@ def restore_proofs(model: nn.Module, proofs: Any) -> None:
     for name, values in proofs.items():
         if not isinstance(lists.get(name), (nn.ModuleList, nn.Sequential)):
             raise ValueError(f"the saved model has no list of blocks {name!r}")
-        vars(lists[name])[_PROOF] = read_proof(values)
+        setattr(lists[name], _PROOF, read_proof(values))

@@ -99,7 +99,7 @@ def _prove_block(seen: Seen, blocks: str, block: nn.Module) -> Proof:
     trial = random_copy(block)
     signature = inspect.signature(host_class(block).forward).parameters
     base = Proof(blocks, seen.projection, seen.prefix, seen.suffix, dim=seen.x_BND.shape[-1])
-    base = dataclasses.replace(base, place=next((name for name in PLACES if name in signature), ""))
+    base = dataclasses.replace(base, places=next((name for name in PLACES if name in signature), ""))
     rows, rope_prefix = _rows(seen)
     if seen.suffix and (rows or base.in_tuple):
         raise _Refused(
@@ -282,7 +282,7 @@ class _Trial:
         """Raise `_Refused` with the property that the block lacks."""
         index_BK = self.index_BK
         y_BKD = self.run(index_BK)
-        if self.proof.place:
+        if self.proof.places:
             self._check_places()
         prefix = self.seen.prefix
         order = torch.randperm(index_BK.shape[1] - prefix, generator=torch.Generator().manual_seed(2)) + prefix
@@ -316,7 +316,7 @@ class _Trial:
         with torch.no_grad():
             y_BND = self.block.run_host(self.x_BND, **self.arguments)
         if not _close(self.run(index_BN), y_BND):
-            raise _Refused(f"does not take the places of its tokens as {self.proof.place}")
+            raise _Refused(f"does not take the places of its tokens as {self.proof.places}")
 
     def _why(self) -> str:
         """Return the likely reason for a dependence on places."""

@@ -136,8 +136,8 @@ class SpanHook(ModelHook):
         if any(getattr(hooks, f"_global_{name}") for name in names):
             return True
         for block in self.blocks:
-            hooks = chain.from_iterable(getattr(block, f"_{name}").values() for name in names)
-            if any(not _is_known(hook) for hook in hooks):
+            readers = chain.from_iterable(getattr(block, f"_{name}").values() for name in names)
+            if any(not _is_known(hook) for hook in readers):
                 return True
             if "mod_state" in vars(block) and not runs_code_of("mmod", block, "forward"):
                 return True

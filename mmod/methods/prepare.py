@@ -176,7 +176,7 @@ def _refusals(
     yield config.joins and reads_text, f"skipped={spelled(config.skipped)!r}", reason
     merges = isinstance(config.skipped, Merged) and not call.weighs_keys
     yield merges, "skipped='merge'", "whose attention takes no bias for group sizes"
-    reason = "as only timm blocks with the MLP after attention support it; use before='block'"
+    reason = "whose attention and MLP cannot run separately; use before='block'"
     yield config.merges_inside and call.halves is None, "skipped.before='mlp'", reason
     # Modules of other methods in the block, such as a mixture of experts.
     others = [module for module in block.modules() if isinstance(module, Mixin)]

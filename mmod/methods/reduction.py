@@ -97,8 +97,8 @@ class Reducing(Method):
     """A method after whose blocks fewer tokens remain.
 
     Blocks pass on the remaining tokens only where the host's own code runs them in a call of the model, see `SpanHook`.
-    All other code, such as `forward_features`, `forward_intermediates`, hooks and subclasses, gets the full grid from each
-    block: a merged token at each of its places, and a pruned one as it was when dropped.
+    All other code, such as `forward_features`, `forward_intermediates`, hooks and subclasses, gets the full grid from
+    each block: a merged token at each of its places, and a pruned one as it was when dropped.
     """
 
     def restore(self, model: nn.Module) -> None:
@@ -265,7 +265,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
     def _narrowed(self, arguments: dict[str, Any], passage: Passage) -> dict[str, Any]:
         """Return the block's arguments for the remaining tokens."""
         call = self.mod_state.call
-        known = {*call.rows, call.place}
+        known = {*call.rows, call.places}
         unknown = sorted(name for name, value in arguments.items() if name not in known and isinstance(value, Tensor))
         if unknown or arguments.get("is_causal"):
             raise ValueError(f"pruning and merging do not support the arguments {', '.join(unknown) or 'is_causal'}")
@@ -292,7 +292,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
             x = self.run_watched(attend, captured)
             inputs = AttentionInputs(captured.key, captured.class_attention)
         place_BN = passage.place_BN
-        needs_place = call.place or any(name in arguments for name in call.rows)
+        needs_place = call.places or any(name in arguments for name in call.rows)
         if place_BN is None and (not passage.unobserved or needs_place or self.record.traced):
             place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         reduced = state.reduction(Grid(x, place_BN, passage.size_BN), inputs, state.prefix)
@@ -438,7 +438,7 @@ def _spread(y_BKD: Tensor, slot_BN: Tensor, base_BND: Tensor | None) -> Tensor:
 def check_halves(stack: BlockStack, index: int) -> None:
     """Raise a ValueError that says why a block's halves cannot run separately."""
     block = stack.blocks[index]
-    call = stack.call_of(block, None)
+    call: Any = stack.call_of(block, None)
     title = f"{stack.names[index]} is a {host_class(block).__name__}"
     if call.halves is None:
         raise ValueError(f"{title}, whose attention and MLP cannot run separately")

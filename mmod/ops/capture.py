@@ -143,13 +143,13 @@ class capture_inputs(AttentionIntercept):
     def __init__(self) -> None:
         super().__init__()
         self.key: Tensor | None = None
-        self._call: AttentionCall | None = None
+        self._last: AttentionCall | None = None
         self._row: Tensor | None = None
 
     def class_attention(self) -> Tensor:
         """Return the attention of the first token to all tokens (B, N), averaged over heads, with its gradient."""
-        if self._call is not None:
-            call = self._call
+        if self._last is not None:
+            call = self._last
             return class_token_attention(call.query, call.key, call.attn_mask, scale=call.scale)
         assert self._row is not None
         return self._row
@@ -160,7 +160,7 @@ class capture_inputs(AttentionIntercept):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend, and keep what attention reads."""
-        self._call = call
+        self._last = call
         self.key = call.key
         if call.key.shape[1] != call.query.shape[1]:
             self.key = call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
