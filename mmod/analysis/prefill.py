@@ -10,6 +10,7 @@ from torch import nn
 from mmod.adapters import find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.blocks import ImportanceBlock, Mixin, RoutedBlock, model_hooks
+from mmod.config import CHANGE
 from mmod.methods.base import deciding_together
 from mmod.methods.route import Route
 from mmod.routing.decoder import Predictor
@@ -145,7 +146,7 @@ class _Counter:
             operator = str(block.router.config.operator)
             context = str(block.router.config.context)
         elif isinstance(block, ImportanceBlock) and not block.mod_state.span.training_only:
-            viewers = 1 if block.mod_state.average == "last_token" else tokens
+            viewers = {CHANGE: 0, "last_token": 1}.get(block.mod_state.importance, tokens)
             importance = 2 * viewers * tokens * width
         sizes = _sizes_of_host(block)
         in_attention = sum(size for place, size in sizes.items() if place.startswith("self_attn"))

@@ -23,9 +23,9 @@ from mmod.blocks.record import Deciding, Records
 from mmod.blocks.rows import Execution, FusedNorm, KeptTokens, MlpOfKept, Rows
 from mmod.blocks.span import Span, SpanPass
 from mmod.blocks.symbolic import trace_as_node
-from mmod.config import RoutingConfig, Threshold
+from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.ops import capture_importance
-from mmod.routing import Router, Routing, TokenMarks
+from mmod.routing import Router, Routing, TokenMarks, token_change
 from mmod.threads import PerThread
 
 _EXPORT = "Use torch.export, torch.onnx.export(dynamo=True) or torch.compile, which replace TorchScript"
@@ -46,7 +46,8 @@ class RoutedState:
         span: The span that the block is part of; None if it shares nothing.
         place: The block's place in its span.
         passes_rows: The next block shares the span's scores, and can take rows instead of all tokens.
-        observes: The span reads importance from this block's attention, after which the block decides.
+        observes: The span reads importance from this block's attention, or from what it changes, after which the block
+            decides.
     """
 
     call: BlockCall
@@ -70,13 +71,13 @@ class ImportanceState:
 
     Args:
         routers: The routers of the span.
-        average: See `mmod.config.WithImportance`.
+        importance: What importance is, see `RoutingConfig.importance`.
     """
 
     call: BlockCall
     span: Span
     routers: Sequence[Router]
-    average: str
+    importance: str
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
 
     @property
@@ -92,10 +93,15 @@ class ConvertedBlock(Mixin):
         """Return tokens after the host's forward."""
         return super().forward(z, **arguments)
 
-    def observe(self, run: Callable[[], Tensor], valid_BN: Tensor | None, average: str) -> tuple[Tensor, Tensor]:
-        """Run what contains the host's attention; return its result, and the importance of its tokens (B, N)."""
+    def observe(
+        self, run: Callable[[], Tensor], x: Tensor, valid_BN: Tensor | None, importance: str
+    ) -> tuple[Tensor, Tensor]:
+        """Run what contains the host's attention on tokens x; return its result, and the importance of x (B, N)."""
+        if importance == CHANGE:
+            y = run()
+            return y, token_change(x, y)
         state = self.mod_state
-        captured = capture_importance(valid_BN, average)
+        captured = capture_importance(valid_BN, importance)
         attention = getattr(self, state.call.operators.get("attention", ""), None)
         # Each call of torch inside the mode costs time, so the attention alone runs in it, unless its forward was
         # replaced.
@@ -240,7 +246,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         if state.observes:
             assert shared is not None
             valid_BN = call.marks(arguments, z).valid_BN
-            y, shared.score_BN = self.observe(attend, valid_BN, self.router.config.importance)
+            y, shared.score_BN = self.observe(attend, z, valid_BN, self.router.config.importance)
         else:
             y = attend()
         if rows is held or rows is None:
@@ -249,7 +255,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
 
 class ImportanceBlock(ConvertedBlock):
-    """Mixin that shares the importance in a dense block's attention with the routed blocks after it."""
+    """Mixin that shares the importance of a dense block's tokens with the routed blocks after it."""
 
     mod_state: ImportanceState
 
@@ -263,7 +269,8 @@ class ImportanceBlock(ConvertedBlock):
         shared = state.span.begin(x)
         shared.busy = True
         valid_BN = state.call.marks(state.call.bind(args, kwargs), x).valid_BN
-        y, shared.score_BN = self.observe(partial(super().forward, x, *args, **kwargs), valid_BN, state.average)
+        run = partial(super().forward, x, *args, **kwargs)
+        y, shared.score_BN = self.observe(run, x, valid_BN, state.importance)
         shared.busy = False
         if not shared.unobserved:
             state.span.hand_on(shared, y)
@@ -291,6 +298,7 @@ def make_importance(block: nn.Module, state: ImportanceState, mixin: type[Import
     """Convert a dense block into one that shares its importance."""
     convert(block, mixin, state)
     name = state.call.operators.get("attention")
+    watched = state.importance != CHANGE and name is not None
     # An attention that another method has converted is observed from around the block.
-    if name is not None and not is_converted(block.get_submodule(name)):
+    if watched and not is_converted(block.get_submodule(name)):
         convert(block.get_submodule(name), Branch, state.inner)

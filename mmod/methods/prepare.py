@@ -94,7 +94,7 @@ def _make_span(
         return span, None
     # The last block before the routed ones, in which every token attends.
     call = stack.call_of(stack.blocks[start], None)
-    return span, ImportanceState(call=call, span=span, routers=routers, average=config.importance)
+    return span, ImportanceState(call=call, span=span, routers=routers, importance=config.importance)
 
 
 def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:

@@ -73,7 +73,7 @@ class DecoderRouter(Router):
                 importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
             elif wanted and groups.importance is not None:
                 importance_BN = groups.importance().to(x_BND.device)
-        elif groups.segments is not None and not self.draws:
+        elif groups.segments is not None and self.config.reads_attention(self.training):
             # A mean over the queries of the row becomes one over those of the sample.
             importance_BN = importance_BN / groups.segments.share_BN.to(importance_BN.device)
         score_BN = self._score(x_BND, self.config.router, importance_BN, groups)

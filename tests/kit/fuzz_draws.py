@@ -170,6 +170,7 @@ ROUTERS = (
     "important_diversity",
     "redundancy",
     "cells",
+    "change",
     "coin",
     "function",
 )
@@ -263,9 +264,9 @@ def _fields(random: Random, part: str, depth: int, joint: bool) -> dict[str, Any
         router = _router(random, wild or part == "language")
     name, options = (router["name"], router) if isinstance(router, dict) else (router, {})
     learns, per_image = name == "linear" or callable(router), name == "coin" or options.get("per") == "sequence"
-    shared = name in ("attention", "random", "stride", "diversity", "redundancy", "cells")
+    shared = name in ("attention", "change", "random", "stride", "diversity", "redundancy", "cells")
     blocks: Any = random.choice(["every_other", "late", "all", None])
-    from_before = name in ("attention", "important_diversity") and not wild
+    from_before = name in ("attention", "change", "important_diversity") and not wild
     if blocks is None or (blocks == "all" and from_before):
         blocks = sorted(random.sample(range(0 if wild else 1, depth), random.randint(1, depth - 1)))
     count = len(mmod.RoutingConfig(blocks=blocks).plan(depth).blocks)

@@ -22,7 +22,7 @@ from mmod.adapters.transformers.layers import GROUPS, CompactRotary, DecoderLaye
 from mmod.adapters.transformers.structure import Structure, read_structure, source_of
 from mmod.adapters.transformers.vision import TowerImportance
 from mmod.blocks import ImportanceDecoderBlock, ModelHook, RoutedDecoderBlock, host_class
-from mmod.config import RoutingConfig, Threshold
+from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.routing import DecoderRouter, TokenGroups, assign_groups, decoded_groups
 
 # Class of a decoder layer -> its positions are plain: one number per token, with one rotary embedding for all layers.
@@ -146,7 +146,7 @@ class GroupHook(ModelHook):
         if self.language.positions == "compact" and not plain:
             raise ValueError(f"positions='compact' is not possible in {type(text).__name__}: it has several per token")
         split = any(hasattr(weight, "device_mesh") for weight in text.parameters())
-        if split and config.wants_importance(training=True):
+        if split and config.importance != CHANGE and config.wants_importance(training=True):
             raise ValueError(
                 "tensor parallelism leaves each process the attention of its own heads, so that processes would keep "
                 "different tokens: choose a router and losses that read no importance, such as router='linear'"
@@ -250,7 +250,7 @@ class GroupHook(ModelHook):
     def _check_complete(self, module: nn.Module, cache: Any, past: int) -> None:
         """Refuse to generate from a prompt of which only the cached part gave importance to its image tokens."""
         prompt = self.generations.prompt
-        if prompt is None or past >= prompt.tokens or not self.config.reads_importance(module.training):
+        if prompt is None or past >= prompt.tokens or not self.config.reads_attention(module.training):
             return
         chosen_B = chosen_samples(cache)
         if chosen_B is not None and bool(chosen_B.any()):
@@ -264,7 +264,7 @@ class GroupHook(ModelHook):
     def _check_apart(self, module: nn.Module, groups: TokenGroups, frames: Frames | None, cache: Any) -> None:
         """Refuse image tokens after a cache if they must be chosen jointly with cached ones."""
         advice = "route by a threshold on a score that learns, such as router='linear' with select='threshold'"
-        if self.config.reads_importance(module.training):
+        if self.config.reads_attention(module.training):
             problem = "importance needs the attention of all queries of the prompt"
         elif frames is not None:
             problem = "" if frames.complete else "the first one may belong to a partly cached frame"
