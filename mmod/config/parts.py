@@ -222,6 +222,9 @@ class Score(Checked, group="router"):
         relative: A threshold is compared with the score over its mean in the image, so that 1 means average.
         tied: All routed layers score with one weight, stored once.
         reads_grid: The score reads the grid of patches, `Placement.grid`.
+        reads_frames: The score reads which token stands at the same place one frame earlier. First frames are never
+            skipped.
+        images: Successive images count as frames.
         compares: The score multiplies all pairs of tokens.
         channels: Sums of channels by which tokens are compared; None compares all channels.
         same_everywhere: The score is the same for every image and block.
@@ -236,6 +239,8 @@ class Score(Checked, group="router"):
     relative: ClassVar[bool] = False
     tied: ClassVar[bool] = False
     reads_grid: ClassVar[bool] = False
+    reads_frames: ClassVar[bool] = False
+    images: ClassVar[bool] = False
     compares: ClassVar[bool] = False
     channels: ClassVar[int | None] = None
     same_everywhere: ClassVar[bool] = False

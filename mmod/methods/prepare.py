@@ -123,6 +123,10 @@ def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
                 raise ValueError(
                     "protect_prefix must be True: rotary positions need the prefix tokens first in every block"
                 )
+    if config.router.reads_frames and not stack.language:
+        raise ValueError(
+            f"router {config.router.name!r} compares frames of videos in language models: {first} is no layer of one"
+        )
     if config.router.reads_grid and stack.grid is None:
         raise ValueError(
             f"router {config.router.name!r} needs the rows and columns of an image's patches, which {first} does not "

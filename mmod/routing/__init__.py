@@ -14,4 +14,5 @@ from mmod.routing.score.diversity import DiversityScore
 from mmod.routing.score.function import FunctionScore
 from mmod.routing.score.linear import LinearScore
 from mmod.routing.score.redundancy import RedundancyScore
+from mmod.routing.score.temporal import TemporalScore
 from mmod.routing.shared import BorrowedScore, share_score, unshare_score

@@ -103,6 +103,11 @@ class DecoderRouter(Router):
     ) -> Tensor:
         segments = tokens.segments
         is_shared = score.shared and importance_BN is not None
+        if score.reads_frames and not is_shared:
+            assert self.score is not None
+            # In packed rows too, the frame before stands in the same row.
+            scored: Tensor = self.score(x_BND, tokens.free_BN, earlier_BN=tokens.earlier_BN)
+            return scored
         # Shared scores are ready, and a linear score reads each token alone.
         if segments is None or is_shared or isinstance(self.score, LinearScore):
             return self._score_rows(x_BND, score, importance_BN, tokens.free_BN)
