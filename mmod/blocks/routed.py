@@ -297,8 +297,8 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
 def make_importance(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:
     """Convert a dense block into one that shares its importance."""
     convert(block, mixin, state)
-    name = state.call.operators.get("attention")
-    watched = state.importance != CHANGE and name is not None
+    # The change of a token is measured around the block.
+    name = None if state.importance == CHANGE else state.call.operators.get("attention")
     # An attention that another method has converted is observed from around the block.
-    if watched and not is_converted(block.get_submodule(name)):
+    if name is not None and not is_converted(block.get_submodule(name)):
         convert(block.get_submodule(name), Branch, state.inner)

@@ -228,7 +228,7 @@ def presets() -> PresetList:
 
     Example:
         >>> [entry.name for entry in presets() if entry.for_images and not entry.needs_training]
-        ['a-mod', 'gradual']
+        ['a-mod', 'gradual', 'ipcv']
     """
     return PresetList(_entries())
 
