@@ -23,10 +23,10 @@ from mmod.blocks.record import Deciding, Records
 from mmod.blocks.rows import Execution, FusedNorm, KeptTokens, MlpOfKept, Rows
 from mmod.blocks.span import Span, SpanPass
 from mmod.blocks.symbolic import trace_as_node
-from mmod.config import RoutingConfig, Threshold
+from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.ops import capture_importance
 from mmod.ops.intercept import AttentionIntercept
-from mmod.routing import Router, Routing, TokenMarks
+from mmod.routing import Router, Routing, TokenMarks, token_change
 from mmod.threads import PerThread
 
 _EXPORT = "Use torch.export, torch.onnx.export(dynamo=True) or torch.compile, which replace TorchScript"
@@ -48,7 +48,8 @@ class RoutedState:
         place: The block's place in its span.
         number: The block's number in its stack.
         passes_rows: The next block shares the span's scores, and can take rows instead of all tokens.
-        observes: The span reads importance from this block's attention, after which the block decides.
+        observes: The span reads importance from this block's attention, or from what it changes, after which the block
+            decides.
     """
 
     call: BlockCall
@@ -73,13 +74,13 @@ class ImportanceState:
 
     Args:
         routers: The routers of the span.
-        average: See `mmod.config.WithImportance`.
+        importance: What importance is, see `RoutingConfig.importance`.
     """
 
     call: BlockCall
     span: Span
     routers: Sequence[Router]
-    average: str
+    importance: str
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
 
     @property
@@ -95,9 +96,14 @@ class ConvertedBlock(Mixin):
         """Return tokens after the host's forward."""
         return super().forward(z, **arguments)
 
-    def observe(self, run: Callable[[], Tensor], valid_BN: Tensor | None, average: str) -> tuple[Tensor, Tensor]:
-        """Run what contains the host's attention; return its result, and the importance of its tokens (B, N)."""
-        captured = capture_importance(valid_BN, average)
+    def observe(
+        self, run: Callable[[], Tensor], x: Tensor, valid_BN: Tensor | None, importance: str
+    ) -> tuple[Tensor, Tensor]:
+        """Run what contains the host's attention on tokens x; return its result, and the importance of x (B, N)."""
+        if importance == CHANGE:
+            y = run()
+            return y, token_change(x, y)
+        captured = capture_importance(valid_BN, importance)
         y = self.run_watched(run, captured)
         if captured.importance_BN is None:
             raise RuntimeError(
@@ -248,7 +254,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         if state.observes:
             assert shared is not None
             valid_BN = call.marks(arguments, z).valid_BN
-            y, shared.score_BN = self.observe(attend, valid_BN, self.router.config.importance)
+            y, shared.score_BN = self.observe(attend, z, valid_BN, self.router.config.importance)
         else:
             y = attend()
         if rows is held or rows is None:
@@ -257,7 +263,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
 
 class ImportanceBlock(ConvertedBlock):
-    """Mixin that shares the importance in a dense block's attention with the routed blocks after it."""
+    """Mixin that shares the importance of a dense block's tokens with the routed blocks after it."""
 
     mod_state: ImportanceState
 
@@ -271,7 +277,8 @@ class ImportanceBlock(ConvertedBlock):
         shared = state.span.begin(x)
         shared.busy = True
         valid_BN = state.call.marks(state.call.bind(args, kwargs), x).valid_BN
-        y, shared.score_BN = self.observe(partial(super().forward, x, *args, **kwargs), valid_BN, state.average)
+        run = partial(super().forward, x, *args, **kwargs)
+        y, shared.score_BN = self.observe(run, x, valid_BN, state.importance)
         shared.busy = False
         if not shared.unobserved:
             state.span.hand_on(shared, y)
@@ -300,4 +307,6 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
 def make_importance(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:
     """Convert a dense block into one that shares its importance."""
     convert(block, mixin, state, state.call.shell)
-    make_watched(block, state.call, state.inner)
+    if state.importance != CHANGE:
+        # The change of a token is measured around the block.
+        make_watched(block, state.call, state.inner)

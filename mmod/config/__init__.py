@@ -4,6 +4,7 @@
 # ruff: noqa: F401
 from mmod.config.audit import AuditConfig
 from mmod.config.parts import (
+    CHANGE,
     GATES,
     IMPORTANCE,
     Gate,

@@ -95,7 +95,7 @@ def _make_span(
         return span, None
     # The last block before the routed ones, in which every token attends.
     call = stack.call_of(stack.blocks[start], None)
-    return span, ImportanceState(call=call, span=span, routers=routers, average=config.importance)
+    return span, ImportanceState(call=call, span=span, routers=routers, importance=config.importance)
 
 
 def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
@@ -124,6 +124,10 @@ def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
                 raise ValueError(
                     "protect_prefix must be True: rotary positions need the prefix tokens first in every block"
                 )
+    if config.router.reads_frames and not stack.language:
+        raise ValueError(
+            f"router {config.router.name!r} compares frames of videos in language models: {first} is no layer of one"
+        )
     if config.router.reads_grid and stack.grid is None:
         raise ValueError(
             f"router {config.router.name!r} needs the rows and columns of an image's patches, which {first} does not "

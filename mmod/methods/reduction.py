@@ -285,7 +285,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         assert call.halves is not None
         attend = partial(call.halves.attend, self, x, arguments)
         if state.reads_importance(state.owner):
-            x, importance_BN = self.observe(attend, None, "mean")
+            x, importance_BN = self.observe(attend, x, None, "mean")
             inputs = AttentionInputs(None, no_attention, importance_BN)
         else:
             captured = capture_inputs()

@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from mmod.adapters.base import Changes
 from mmod.adapters.tokens import proofs_of
 from mmod.adapters.transformers.generation import Prompt
-from mmod.adapters.transformers.images import IMAGES, checked_mask
+from mmod.adapters.transformers.images import IMAGES, LAYOUT, checked_mask
 from mmod.adapters.transformers.language import GroupHook
 from mmod.blocks import (
     Deciding,
@@ -147,7 +147,9 @@ def _generate(
         image_BN = hook.images.kinds(model, {"input_ids": ids_BN}, None)
     drafts = getattr(options.get("generation_config"), "is_assistant", None)
     tokens = 0 if drafts else max((value.shape[1] for value in given), default=1)
-    with hook.generations.of(Prompt(tokens, image_BN)):
+    layout = {name: options[name] for name in LAYOUT if options.get(name) is not None}
+    samples = given[0].shape[0] if given else 1
+    with hook.generations.of(Prompt(tokens, image_BN, layout, samples)):
         return host_generate(inputs, *args, **options)
 
 
