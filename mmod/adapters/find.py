@@ -24,6 +24,12 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     check_module(model)
     library = find_library(model)
     inner = adapted_model(model)
+    if library is None and _is_of_torch(inner):
+        raise ValueError(
+            f"cannot route a {type(model).__module__}.{type(model).__qualname__}: supported are models of "
+            f"{', '.join(ADAPTERS)}, and classes of your own with a list of blocks. Route a model before it is wrapped "
+            "(DistributedDataParallel) or compiled"
+        )
     if library is None:
         parts: dict[str, Part] = {"image": functools.partial(find_blocks, inner)}
     else:
@@ -51,6 +57,11 @@ def adapted_model(model: nn.Module) -> nn.Module:
         inner: Any = model
         model = inner.get_base_model() if hasattr(inner, "get_base_model") else inner.model
     return model
+
+
+def _is_of_torch(model: nn.Module) -> bool:
+    """Return whether a model is a wrapper or a layer of torch."""
+    return type(model).__module__.partition(".")[0] == "torch" and not isinstance(model, nn.Sequential)
 
 
 def _packages(model: nn.Module) -> list[str]:

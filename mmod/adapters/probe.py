@@ -93,15 +93,17 @@ def see(model: nn.Module, blocks: str, example: Tensor | None = None) -> Seen:
     """
     title = host_class(model).__name__
     reasons: list[str] = []
-    for inputs in _inputs(model, example):
-        try:
-            seen = _see(model, blocks, inputs)
-        # A model may raise anything for an input that it was not made for.
-        except Exception as error:
-            reasons.append(f"{_shapes(inputs)}: {error}")
-            continue
-        if seen is not None:
-            return seen
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        for inputs in _inputs(model, example):
+            try:
+                seen = _see(model, blocks, inputs)
+            # A model may raise anything for an input that it was not made for.
+            except Exception as error:
+                reasons.append(f"{_shapes(inputs)}: {error}")
+                continue
+            if seen is not None:
+                return seen
     tried = "; ".join(reasons[:2]) or "nothing that it takes is known"
     raise ValueError(
         f"cannot route {title}: no input reached the first of its {blocks} ({tried}). Pass mmod.Tokens({blocks!r}, "
@@ -113,16 +115,14 @@ def _see(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen | Non
     block_list: Any = model.get_submodule(blocks)
     first = _FirstBlock(block_list[0])
     projections: dict[str, tuple[int, ...]] = {}
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
-        dense = _light_copy(model, {id(block_list[0]): first}, block_list)
-        for name, module in dense.named_modules():
-            if isinstance(module, (nn.Conv2d, nn.Conv3d)):
-                module.register_forward_hook(_keep_shape(projections, name))
-        positional = inputs.get("")
-        named = {name: value for name, value in inputs.items() if name}
-        with contextlib.suppress(_Reached):
-            dense(*(() if positional is None else (positional,)), **named)
+    dense = _light_copy(model, {id(block_list[0]): first}, block_list)
+    for name, module in dense.named_modules():
+        if isinstance(module, (nn.Conv2d, nn.Conv3d)):
+            module.register_forward_hook(_keep_shape(projections, name))
+    positional = inputs.get("")
+    named = {name: value for name, value in inputs.items() if name}
+    with contextlib.suppress(_Reached):
+        dense(*(() if positional is None else (positional,)), **named)
     x = first.x
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[0] != 2 or not x.is_floating_point():
         return None
@@ -191,7 +191,7 @@ def _inputs(model: nn.Module, example: Tensor | None) -> Iterator[dict[str, Any]
         yield _packed_patches(model)
         return
     channels = _setting(model, ("num_channels", "in_chans", "in_channels"), 3)
-    for height, width in _sides(model):
+    for height, width in dict.fromkeys(_sides(model)):
         image = (channels, height, width)
         frames = _setting(model, ("num_frames", "frames_per_clip"), 0)
         if frames:

@@ -34,7 +34,7 @@ from mmod.blocks import (
 )
 
 # Implementations of attention that take a mask or bias of keys.
-_MASKED = ("sdpa", "eager")
+MASKED = ("sdpa", "eager")
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,11 @@ class ProvenCall(NamedArguments):
     suffix: int = 0
     attention_config: Any = None
 
+    @property
+    def narrows_always(self) -> bool:  # type: ignore[override]
+        """Whether the block takes the places of kept tokens."""
+        return bool(self.places)
+
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments by name, without those that are None and not required; flags are passed on."""
         if len(args) > len(self.names):
@@ -142,8 +147,8 @@ class ProvenCall(NamedArguments):
 
     def with_mask(self, arguments: Mapping[str, Any], mask: Tensor | None) -> dict[str, Any]:
         """Return the arguments with a mask or bias of keys."""
-        implementation = getattr(self.attention_config, "_attn_implementation", _MASKED[0])
-        if mask is not None and implementation not in _MASKED:
+        implementation = getattr(self.attention_config, "_attn_implementation", MASKED[0])
+        if mask is not None and implementation not in MASKED:
             raise ValueError(
                 f"attention by {implementation!r} takes no bias of keys, which this routing needs: load the model with "
                 "attn_implementation='sdpa'"

@@ -58,12 +58,14 @@ def declared(model: nn.Module, tokens: Tokens | None) -> Iterator[None]:
     """Context in which `find_blocks` knows what a user says of a model; None says nothing."""
     if tokens is not None and not isinstance(tokens, Tokens):
         raise TypeError(f"tokens must be a mmod.Tokens, got {tokens!r}")
-    if tokens is not None:
-        vars(model)[_TOKENS] = tokens
+    if tokens is None:
+        yield
+        return
+    vars(model)[_TOKENS] = tokens
     try:
         yield
     finally:
-        vars(model).pop(_TOKENS, None)
+        del vars(model)[_TOKENS]
 
 
 def find_blocks(model: nn.Module, library: str = "", host: str = "") -> BlockStack:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.halves import find_branches
 from mmod.adapters.probe import Seen, runnable, without_hooks
-from mmod.adapters.proven import Proof, ProvenCall, call_of
+from mmod.adapters.proven import MASKED, Proof, ProvenCall, call_of
 from mmod.blocks import Shell, convert, host_class
 from mmod.blocks.inner import Inner
 from mmod.blocks.routed import ConvertedBlock
@@ -168,6 +168,11 @@ def random_copy(block: nn.Module) -> Any:
             memo[id(weight)] = nn.Parameter(drawn, requires_grad=False)
     trial = copy.deepcopy(block, memo)
     without_hooks(trial)
+    for module in trial.modules():
+        config = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) not in (None, *MASKED):
+            # Flash attention does not run on a CPU; the copy has a config of its own.
+            config._attn_implementation = MASKED[0]
     return trial.eval()
 
 

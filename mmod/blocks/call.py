@@ -43,6 +43,7 @@ class BlockCall(Protocol):
         fused_norm: Name of the block's first norm if it can be fused with gathering rows, else empty.
         caches: The block has a cache, which is told what its next update receives.
         marks_always: `marks` says something even if the block gets the tokens alone.
+        narrows_always: `select_tokens` is needed for kept tokens even if the block gets the tokens alone.
         shell: Classes around a method's mixin that give the host's block the interface that methods expect.
     """
 
@@ -52,6 +53,7 @@ class BlockCall(Protocol):
     fused_norm: str = ""
     caches: bool = False
     marks_always: bool = False
+    narrows_always: bool = False
     shell: Shell = NO_SHELL
 
     @property
@@ -85,7 +87,7 @@ class BlockCall(Protocol):
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
         """Return the arguments for the kept tokens, or for all tokens of a block with a cache without a decision.
 
-        Not called for a block without a cache if it has no arguments and every slot is filled.
+        Called for a block without a cache if it has arguments, `narrows_always`, or a slot is empty or a group.
         """
 
     def attend_to_all(

@@ -442,7 +442,9 @@ def check_halves(stack: BlockStack, index: int) -> None:
     title = f"{stack.names[index]} is a {host_class(block).__name__}"
     if call.halves is None:
         raise ValueError(f"{title}, whose attention and MLP cannot run separately")
+    if call.mask == "shared_rel_pos_bias":
+        raise ValueError(f"{title}, which gets a bias for each pair of positions, so its keys cannot be read")
     if getattr(call, "attention_calls", 1) != 1:
-        raise ValueError(f"{title}, which attends {call.attention_calls} times, so its keys are not those of one map")
+        raise ValueError(f"{title}, which attends {call.attention_calls} times, so its keys are those of several maps")
     if not call.weighs_keys:
         raise ValueError(f"{title}, whose attention takes no bias for group sizes")
