@@ -39,22 +39,12 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return list(mmod.adapters.find_stack(model).blocks)
 
 
-def tokens_of(model: Any, inputs: dict[str, Any]) -> int:
-    routed = mmod.route_(copy.deepcopy(model), mmod.RoutingConfig(blocks=(1,)))
-    with mmod.trace(routed) as decisions:
-        run(routed, inputs)
-    (routing,) = decisions.values()
-    return routing.score_BN.shape[1]
-
-
-def configs_of(name: str, tokens: int) -> dict[str, Any]:
+def configs_of(name: str) -> dict[str, Any]:
     """Return configs that every model takes, by name; parallel branches have no halves."""
     several = {"blocks": (1, 2, 3), "capacity": 0.5}
-    # The mean attention that a token receives.
-    select = mmod.Threshold(1 / tokens)
     configs: dict[str, Any] = {
         "attention": mmod.RoutingConfig(router="attention", **several),
-        "threshold": mmod.RoutingConfig(router="attention", select=select, blocks=(1, 2)),
+        "threshold": mmod.RoutingConfig(router="linear", select=mmod.Threshold(0.5), blocks=(1, 2)),
         "all keys": mmod.RoutingConfig(router="random", operator="mlp", **several),
         "gradual": mmod.preset("gradual"),
     }
@@ -88,7 +78,7 @@ def test_a_proven_model_routed_at_capacity_1_is_dense_and_undone_to_the_last_bit
 def test_the_result_for_an_image_does_not_depend_on_the_batch(name: str) -> None:
     dense = make(name)
     inputs = inputs_of(name, 3)
-    for title, config in configs_of(name, tokens_of(dense, inputs)).items():
+    for title, config in configs_of(name).items():
         model = mmod.route_(copy.deepcopy(dense), config)
         together = run(model, inputs)
         assert not torch.equal(together, run(dense, inputs)), title
