@@ -188,7 +188,10 @@ class NamedArguments(BlockCall):
         return packed
 
     def _pack_rows(self, rows: Tensor, row_T: Tensor, tokens: int) -> Tensor:
-        return pack_rope(rows, row_T, tokens, self.rope_prefix)
+        packed = pack_rope(rows, row_T, tokens, self.rope_prefix)
+        if self.layout == "heads":
+            return packed
+        return packed[0, 0] if self.layout == "flat" else packed[:, 0]
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
         """Return the arguments for the kept tokens, or for all tokens of the kept images."""

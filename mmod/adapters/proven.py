@@ -142,6 +142,9 @@ class ProvenCall(NamedArguments):
         """Return whether the block can run on packed rows: its attention is fused, and nothing but rows is passed."""
         if self.attention_config is not None and self.attention_config._attn_implementation != "sdpa":
             return False
+        if self.rope_prefix:
+            # Prefix tokens of the second image on need rows that rotate nothing, and which rows do is unknown.
+            return False
         tensors = {name: value for name, value in arguments.items() if isinstance(value, (Tensor, tuple, list))}
         return super().can_pack(block, tensors)
 
