@@ -47,8 +47,8 @@ def find_branches(block: nn.Module, x_BND: Tensor, arguments: Mapping[str, Any])
     nothing: dict[str, Any] = {}
     for attention in search.attention_candidates():
         for mlp in search.mlp_candidates(attention):
-            both = search.zeros(attention) | search.zeros(mlp)
-            if not _close(search.run(both), search.x_BND):
+            silenced = search.attempt(search.zeros(attention) | search.zeros(mlp))
+            if silenced is None or not _close(silenced, search.x_BND):
                 continue
             found = search.describe(attention, mlp)
             if found["halves"]:
@@ -86,6 +86,14 @@ class _Search:
             output = self.block(self.x_BND if x_BND is None else x_BND, **arguments)
         tokens: Tensor = output[0] if isinstance(output, tuple) else output
         return tokens
+
+    def attempt(self, replaced: Mapping[str, _Replacement]) -> Tensor | None:
+        """Return the block's tokens with some modules replaced; None if the block does not run so."""
+        try:
+            return self.run(replaced)
+        # A host may raise anything on an output that its module would not return.
+        except Exception:
+            return None
 
     def _record(self) -> None:
         """Run the block once, and note what its modules return and which of them contain its attention."""
@@ -167,12 +175,8 @@ class _Search:
             if _overlap(name, silent) or _overlap(name, other):
                 continue
             idle = {**modules, name: False}
-            try:
-                actual = self.run(self._replacements(idle))
-            # The block may not run on what another module expects.
-            except Exception:
-                continue
-            if torch.equal(actual, expected):
+            actual = self.attempt(self._replacements(idle))
+            if actual is not None and torch.equal(actual, expected):
                 modules = idle
         return modules
 

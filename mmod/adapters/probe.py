@@ -97,13 +97,12 @@ def see(model: nn.Module, blocks: str, example: Tensor | None = None) -> Seen:
         torch.manual_seed(0)
         for inputs in _inputs(model, example):
             try:
-                seen = _see(model, blocks, inputs)
+                return _see(model, blocks, inputs)
+            except _NoTokens as refusal:
+                raise ValueError(f"cannot route {title}: the first of its {blocks} gets {refusal}") from None
             # A model may raise anything for an input that it was not made for.
             except Exception as error:
                 reasons.append(f"{_shapes(inputs)}: {error}")
-                continue
-            if seen is not None:
-                return seen
     tried = "; ".join(reasons[:2]) or "nothing that it takes is known"
     raise ValueError(
         f"cannot route {title}: no input reached the first of its {blocks} ({tried}). Pass mmod.Tokens({blocks!r}, "
@@ -111,7 +110,11 @@ def see(model: nn.Module, blocks: str, example: Tensor | None = None) -> Seen:
     )
 
 
-def _see(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen | None:
+class _NoTokens(Exception):
+    """Says what a block gets instead of tokens."""
+
+
+def _see(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen:
     block_list: Any = model.get_submodule(blocks)
     first = _FirstBlock(block_list[0])
     projections: dict[str, tuple[int, ...]] = {}
@@ -124,12 +127,15 @@ def _see(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen | Non
     with contextlib.suppress(_Reached):
         dense(*(() if positional is None else (positional,)), **named)
     x = first.x
+    if x is None:
+        raise ValueError("the first block was not called")
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[0] != 2 or not x.is_floating_point():
-        return None
+        got = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+        raise _NoTokens(f"{got} for two images: blocks must get tokens (images, tokens, channels)")
     tokens = x.shape[1]
     same_N = (x[0] == x[1]).all(dim=-1)
     if bool(same_N.all()):
-        raise ValueError("all tokens of two different images are equal")
+        raise _NoTokens("equal tokens for two different images: are the model's weights loaded?")
     changed = same_N.logical_not().nonzero().flatten()
     prefix = int(changed[0])
     suffix = tokens - 1 - int(changed[-1])

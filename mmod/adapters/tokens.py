@@ -89,13 +89,7 @@ def find_blocks(model: nn.Module, library: str = "", host: str = "") -> BlockSta
             f"cannot route {title}: it has no list of blocks, a ModuleList or Sequential of modules with weights whose "
             "first argument is the tokens (B, N, D)"
         )
-    refusals: list[ValueError] = []
-    for name in names[:3]:
-        try:
-            return stack_of(_prove(model, name, tokens, title), model, library, host)
-        except ValueError as refusal:
-            refusals.append(refusal)
-    raise refusals[0]
+    return stack_of(_prove(model, names[0], tokens, title), model, library, host)
 
 
 def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:

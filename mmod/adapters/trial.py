@@ -169,7 +169,7 @@ def random_copy(block: nn.Module) -> Any:
     trial = copy.deepcopy(block, memo)
     without_hooks(trial)
     for module in trial.modules():
-        config = getattr(module, "config", None)
+        config: Any = getattr(module, "config", None)
         if getattr(config, "_attn_implementation", None) not in (None, *MASKED):
             # Flash attention does not run on a CPU; the copy has a config of its own.
             config._attn_implementation = MASKED[0]
