@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
 from torch import Tensor, nn
@@ -336,3 +337,60 @@ def test_gradient_checkpointing_of_transformers_gives_the_same_gradients(name: s
 def test_channels_of_the_kit_are_those_of_its_blocks() -> None:
     (proof,) = proofs_of(mmod.route_(make("einsum"), mmod.RoutingConfig(blocks=(1,)))).values()
     assert (proof["dim"], proof["attention"], proof["mlp"]) == (DIM, "mixer", "channels")
+
+
+@pytest.mark.parametrize("routed_first", [True, False])
+@pytest.mark.parametrize("name", ["dinov2", "siglip"])
+def test_lora_goes_before_and_after_routing(name: str, routed_first: bool) -> None:
+    model = make(name)
+    inputs = inputs_of(name, 2)
+    config = mmod.RoutingConfig(router="norm", capacity=0.5, blocks=(1, 2, 3))
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "fc1"], init_lora_weights=False)
+    if routed_first:
+        expected = run(mmod.route_(copy.deepcopy(model), config), inputs)
+        adapted = peft.get_peft_model(mmod.route_(model, config), options)
+    else:
+        expected = run(mmod.route_(copy.deepcopy(model), config), inputs)
+        adapted = mmod.route_(peft.get_peft_model(model, options), config)
+    assert not torch.allclose(run(adapted, inputs), expected, atol=1e-4)
+    with adapted.disable_adapter():
+        torch.testing.assert_close(run(adapted, inputs), expected, atol=1e-6, rtol=1e-5)
+    output_of(adapted(**inputs)).square().mean().backward()
+    assert all(weight.grad is not None for key, weight in adapted.named_parameters() if "lora" in key and ".1." in key)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov3", "mlcd", "videomae", "own softmax"])
+def test_autocast_and_half_precision_at_capacity_1_are_those_of_the_dense_model(name: str) -> None:
+    model = make(name)
+    inputs = inputs_of(name, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(model, inputs)
+    mmod.route_(model, mmod.RoutingConfig(router="attention", capacity=1.0, blocks=(1, 2, 3)))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(model, inputs)
+    torch.testing.assert_close(actual, expected, atol=0.05 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["vit", "clip", "dinov3"])
+def test_implementations_of_attention_give_the_same_and_can_change(name: str, attention: str) -> None:
+    model = make(name)
+    model.set_attn_implementation(attention)
+    inputs = inputs_of(name, 2)
+    outputs = []
+    for config in (mmod.preset("gradual"), mmod.RoutingConfig(router="norm", select=mmod.Threshold(0.9), blocks=(2,))):
+        mmod.route_(model, config)
+        outputs.append(run(model, inputs))
+        model.set_attn_implementation("eager" if attention == "sdpa" else "sdpa")
+        torch.testing.assert_close(run(model, inputs), outputs[-1], atol=1e-5, rtol=1e-4)
+        mmod.undo_(model)
+        model.set_attn_implementation(attention)
+
+
+def test_an_attention_without_masks_says_so_where_a_mask_is_needed() -> None:
+    model = mmod.route_(make("vit"), "gradual")
+    call = mmod.routed_blocks(model)["vit.layers.2"].mod_state.call
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"'flash_attention_2' takes no bias of keys.*attn_implementation='sdpa'"):
+        call.with_mask({}, torch.zeros(1, 1, 1, 4))
+    assert call.with_mask({}, None) == {}
