@@ -1,7 +1,7 @@
-"""Run transformers' own loading and saving tests on dense and on routed models.
+"""Run transformers' own tests on dense and on routed models: those of loading and saving, or with --all every one.
 
     pip install parameterized
-    python tools/run_transformers_tests.py [--routed] [--sdist FILE] [PYTEST ARGUMENTS]
+    python tools/run_transformers_tests.py [--routed] [--all] [--sdist FILE] [PYTEST ARGUMENTS]
 
 Downloads the source distribution of the installed transformers with pip. It carries the tests that all models share,
 not those of single models, so the small models that are tested are those of `tools/transformers_families.py`.
@@ -75,6 +75,7 @@ def main() -> int:
     """Parse the command line, run the tests, return pytest's exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--routed", action="store_true", help="route every model that is made")
+    parser.add_argument("--all", action="store_true", help="every test that models share, not loading and saving alone")
     parser.add_argument("--sdist", type=Path, help="transformers-X.Y.Z.tar.gz that is there already")
     arguments, pytest_arguments = parser.parse_known_args()
     with tempfile.TemporaryDirectory() as name:
@@ -84,7 +85,7 @@ def main() -> int:
         search = os.pathsep.join(filter(None, [name, os.environ.get("PYTHONPATH")]))
         environment = {**os.environ, "PYTHONPATH": search, "MMOD_ROUTED": str(int(arguments.routed))}
         command = [sys.executable, "-m", "pytest", "test_families.py", "-q", "-rfs", "--import-mode=importlib"]
-        selection = ["-k", " or ".join(TESTS), *pytest_arguments]
+        selection = [*([] if arguments.all else ["-k", " or ".join(TESTS)]), *pytest_arguments]
         return subprocess.run([*command, *selection], cwd=folder, env=environment).returncode
 
 

@@ -13,6 +13,8 @@ from mmod.registry.transformers import open_routed_folders
 
 ROUTED = os.environ.get("MMOD_ROUTED") == "1"
 LINEAR = mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(1,))
+# Equal to the dense model, so that tests of what a model computes should pass too.
+EVERY_TOKEN = mmod.RoutingConfig(router="attention", capacity=1.0, blocks=(1,))
 TEXT = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -109,6 +111,65 @@ class TestClipVision(Family, unittest.TestCase):
     all_model_classes = (made("CLIPVisionModel", {"vision": LINEAR}),)
     make_config = staticmethod(lambda: transformers.CLIPVisionConfig(**VISION))
     make_inputs = staticmethod(lambda: {"pixel_values": torch.randn(2, 3, 12, 12)})
+
+
+def images_of(kind: str, names: tuple[str, ...], changes: dict[str, Any]) -> type:
+    """Return the tests of a vision model."""
+    members = {
+        "all_model_classes": tuple(made(name, {"vision": EVERY_TOKEN}) for name in names),
+        "make_config": staticmethod(lambda: getattr(transformers, f"{kind}Config")(**{**VISION, **changes})),
+        "make_inputs": staticmethod(lambda: {"pixel_values": torch.randn(2, 3, 12, 12)}),
+    }
+    return type(f"Test{kind}", (Family, unittest.TestCase), members)
+
+
+TestViT = images_of(
+    "ViT", ("ViTModel", "ViTForImageClassification", "ViTForMaskedImageModeling"), {"encoder_stride": 4}
+)
+TestDeiT = images_of("DeiT", ("DeiTModel", "DeiTForImageClassification"), {})
+TestDinov2 = images_of("Dinov2", ("Dinov2Model", "Dinov2ForImageClassification", "Dinov2Backbone"), {})
+
+
+class TestSiglip2Vision(Family, unittest.TestCase):
+    """A tower that takes patches in rows."""
+
+    all_model_classes = (made("Siglip2VisionModel", {"vision": EVERY_TOKEN}),)
+
+    @staticmethod
+    def make_config() -> Any:
+        """Return a config of nine patches."""
+        values = {name: value for name, value in VISION.items() if name != "image_size"}
+        return transformers.Siglip2VisionConfig(**values, num_patches=9)
+
+    @staticmethod
+    def make_inputs() -> dict[str, Any]:
+        """Return two images of three by three patches."""
+        mask = torch.ones(2, 9, dtype=torch.long)
+        shapes = torch.tensor([[3, 3], [3, 3]])
+        return {"pixel_values": torch.randn(2, 9, 48), "pixel_attention_mask": mask, "spatial_shapes": shapes}
+
+
+class TestQwen2VL(Family, unittest.TestCase):
+    """A vision-language model whose language model runs on every token."""
+
+    all_model_classes = tuple(
+        made(name, {"language": EVERY_TOKEN.replace(language={"tokens": "all"})})
+        for name in ("Qwen2VLModel", "Qwen2VLForConditionalGeneration")
+    )
+
+    @staticmethod
+    def make_config() -> Any:
+        """Return a config with a small tower."""
+        tower = {"depth": 2, "embed_dim": 32, "num_heads": 4, "patch_size": 4, "hidden_size": 32, "mlp_ratio": 2}
+        rope = {"rope_type": "default", "mrope_section": [2, 1, 1]}
+        return transformers.Qwen2VLConfig(
+            text_config={**TEXT, "rope_parameters": rope}, vision_config=tower, image_token_id=98, video_token_id=97
+        )
+
+    @staticmethod
+    def make_inputs() -> dict[str, Any]:
+        """Return two texts."""
+        return text()
 
 
 class TestLlava(Family, unittest.TestCase):

@@ -63,7 +63,7 @@ class _Search:
     def __init__(self, block: nn.Module, x_BND: Tensor, arguments: Mapping[str, Any]) -> None:
         self.block = block
         generator = torch.Generator().manual_seed(3)
-        self.x_BND = torch.randn(x_BND.shape, generator=generator)
+        self.x_BND = torch.randn(x_BND.shape, generator=generator, dtype=torch.float32)
         self.arguments = arguments
         self.outputs: dict[str, _Output] = {}
         self.order: list[str] = []

@@ -172,7 +172,7 @@ def runnable(tensor: Tensor) -> Tensor:
     if tensor.is_meta:
         if not tensor.is_floating_point():
             return torch.zeros(tensor.shape, dtype=tensor.dtype)
-        return torch.randn(tensor.shape)
+        return torch.randn(tensor.shape, dtype=torch.float32)
     plain = tensor.detach().cpu()
     return plain.float() if plain.is_floating_point() else plain
 
@@ -191,7 +191,7 @@ def _inputs(model: nn.Module, example: Tensor | None) -> Iterator[dict[str, Any]
     names = inspect.signature(host_class(model).forward).parameters
     pixels = next((name for name in _PIXELS if name in names), "")
     if example is not None:
-        yield {pixels: torch.randn(2, *example.shape[1:])}
+        yield {pixels: _draw(*example.shape[1:])}
         return
     if {"pixel_values", "spatial_shapes"} <= names.keys():
         yield _packed_patches(model)
@@ -201,15 +201,20 @@ def _inputs(model: nn.Module, example: Tensor | None) -> Iterator[dict[str, Any]
         image = (channels, height, width)
         frames = _setting(model, ("num_frames", "frames_per_clip"), 0)
         if frames:
-            yield {pixels: torch.randn(2, frames, *image)}
-        yield {pixels: torch.randn(2, *image)}
+            yield {pixels: _draw(frames, *image)}
+        yield {pixels: _draw(*image)}
+
+
+def _draw(*shape: int) -> Tensor:
+    """Return two random images; the default dtype may be another while a model is loaded."""
+    return torch.randn(2, *shape, dtype=torch.float32)
 
 
 def _packed_patches(model: Any) -> dict[str, Any]:
     """Return patches in rows, with their grid beside them, as SigLIP 2 takes images of any shape."""
     config = model.config
     side = int(config.num_patches**0.5)
-    values = torch.randn(2, side * side, config.num_channels * config.patch_size**2)
+    values = _draw(side * side, config.num_channels * config.patch_size**2)
     mask = torch.ones(2, side * side, dtype=torch.long)
     shapes = torch.tensor([[side, side]] * 2)
     arguments = {"pixel_values": values, "spatial_shapes": shapes}

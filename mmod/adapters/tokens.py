@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
@@ -96,10 +97,12 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
     block_list: Any = dict(model.named_modules()).get(name)
     if not isinstance(block_list, (nn.ModuleList, nn.Sequential)) or not len(block_list):
         raise ValueError(f"cannot route {title}: {name!r} is no ModuleList or Sequential of blocks")
-    seen = see(model, name, tokens.example)
-    if tokens.prefix is not None:
-        seen = dataclasses.replace(seen, prefix=tokens.prefix)
-    return prove(seen, name, list(block_list), title)
+    # Libraries build models on the meta device, where nothing could be compared.
+    with torch.device("cpu"):
+        seen = see(model, name, tokens.example)
+        if tokens.prefix is not None:
+            seen = dataclasses.replace(seen, prefix=tokens.prefix)
+        return prove(seen, name, list(block_list), title)
 
 
 def _lists(model: nn.Module) -> list[str]:
@@ -136,13 +139,15 @@ def proofs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
 def restore_proofs(model: nn.Module, proofs: Any) -> None:
     """Store how blocks are called on a model that is built from a saved folder, without a trial.
 
+    The blocks of a model without such a list are tried anew, as those of a base model from a classifier's folder.
+
     Raises:
-        ValueError: The values are no proofs, or the model has no such lists.
+        ValueError: The values are no proofs.
     """
     if not isinstance(proofs, Mapping):
         raise ValueError(f"the proofs of a saved model must be a mapping by list of blocks, got {proofs!r}")
     lists = dict(model.named_modules())
     for name, values in proofs.items():
-        if not isinstance(lists.get(name), (nn.ModuleList, nn.Sequential)):
-            raise ValueError(f"the saved model has no list of blocks {name!r}")
-        setattr(lists[name], _PROOF, read_proof(values))
+        proof = read_proof(values)
+        if isinstance(lists.get(name), (nn.ModuleList, nn.Sequential)):
+            setattr(lists[name], _PROOF, proof)

@@ -162,7 +162,7 @@ def random_copy(block: nn.Module) -> Any:
         memo[id(buffer)] = runnable(buffer).clone()
     for weight in block.parameters():
         if weight.is_floating_point() and type(weight.data) is Tensor:
-            drawn = torch.randn(weight.shape, generator=generator)
+            drawn = torch.randn(weight.shape, generator=generator, dtype=torch.float32)
             # Outputs of linear layers keep the size of their inputs.
             drawn = drawn / weight.shape[1:].numel() ** 0.5 if weight.ndim > 1 else 0.5 + drawn / 2
             memo[id(weight)] = nn.Parameter(drawn, requires_grad=False)
@@ -266,7 +266,7 @@ class _Trial:
         first = torch.arange(seen.prefix)
         self.index_BK = torch.stack([torch.cat([first, patches_K]) for patches_K in chosen])
         # What a model passes on may be small, or equal for many tokens.
-        self.x_BND = torch.randn(seen.x_BND.shape, generator=generator)
+        self.x_BND = torch.randn(seen.x_BND.shape, generator=generator, dtype=torch.float32)
 
     @torch.no_grad()
     def run(self, index_BK: Tensor, valid_BK: Tensor | None = None) -> Tensor:

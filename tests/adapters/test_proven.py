@@ -17,7 +17,7 @@ from mmod.adapters.proven import read_proof
 from mmod.adapters.tokens import proofs_of
 from mmod.blocks.rows import Rows
 from tests.kit.own_vits import DIM, REFUSED, ROUTED, Mlp, OwnBlock, OwnViT, make_own, make_own_images
-from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of
+from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of, table
 
 ALL = [*VISION_ZOO, *ROUTED]
 
@@ -394,3 +394,8 @@ def test_an_attention_without_masks_says_so_where_a_mask_is_needed() -> None:
     with pytest.raises(ValueError, match=r"'flash_attention_2' takes no bias of keys.*attn_implementation='sdpa'"):
         call.with_mask({}, torch.zeros(1, 1, 1, 4))
     assert call.with_mask({}, None) == {}
+
+
+def test_the_page_shows_what_the_trials_show() -> None:
+    page = (Path(__file__).parents[2] / "docs/your_model.md").read_text()
+    assert f"tests.kit.vision_zoo -->\n{table()}\n<!-- end" in page

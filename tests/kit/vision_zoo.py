@@ -9,6 +9,8 @@ import torch
 import transformers
 from torch import Tensor
 
+import mmod
+
 SIDE, PATCH, DIM = 64, 8, 32
 _SMALL: dict[str, Any] = {
     "hidden_size": DIM,
@@ -120,3 +122,19 @@ def output_of(outputs: Any) -> Tensor:
         if value is not None:
             return value.flatten(1)
     raise AssertionError(f"no output in {list(outputs)}")
+
+
+def table() -> str:
+    """Return the table of `docs/your_model.md`: what a trial showed of each model."""
+    rows = ["| model | tokens that are no patches | halves | different numbers of tokens |", "|---|---|---|---|"]
+    for name in VISION_ZOO:
+        stack = next(iter(mmod.adapters.find_stacks(make_vision(name)).values()))
+        proof = stack.proof
+        special = f"{proof.prefix}" + (f" in front, {proof.suffix} behind" if proof.suffix else "")
+        packs = proof.fused and not proof.rope_prefix and not proof.places
+        rows.append(f"| {name} | {special} | {'yes' if proof.halves else 'no'} | {'packed' if packs else 'padded'} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())
