@@ -191,8 +191,8 @@ def find_conversations(config: ConversationsConfig) -> None:
             expand_pattern(source)
         elif not Path(source).is_file():
             raise FileNotFoundError(f"no file of conversations at {source!r}")
-    if config.images is not None and not Path(config.images).is_dir():
-        raise FileNotFoundError(f"no folder of images at {config.images!r}, which data.images names")
+        elif config.images is not None and not Path(config.images).is_dir():
+            raise FileNotFoundError(f"no folder of images at {config.images!r}, which data.images names")
 
 
 def open_conversations(source: str, config: ConversationsConfig | None = None, progress: bool = False) -> ChatDataset:

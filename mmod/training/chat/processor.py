@@ -41,7 +41,9 @@ def create_processor(config: TrainConfig) -> Any:
             f"processor {model.processor!r} needs model.config.vision_config with image_size and patch_size"
         )
     sides = model.image_size or vision["image_size"], vision["patch_size"]
-    return create_bpe_processor(_texts(config.data), *sides) if model.processor == BPE else create_word_processor(*sides)
+    if model.processor == BPE:
+        return create_bpe_processor(_texts(config.data), *sides)
+    return create_word_processor(*sides)
 
 
 def _texts(data: ConversationsConfig) -> Iterator[str]:

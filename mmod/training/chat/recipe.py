@@ -31,7 +31,14 @@ from mmod.training.chat.evaluate import EvalResult, check_enough, evaluate
 from mmod.training.chat.model import create_model
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
-from mmod.training.chat.trainer import CHECKPOINTS, RoutedTrainer, RunCallback, hidden_bars, last_checkpoint, training_arguments
+from mmod.training.chat.trainer import (
+    CHECKPOINTS,
+    RoutedTrainer,
+    RunCallback,
+    hidden_bars,
+    last_checkpoint,
+    training_arguments,
+)
 from mmod.training.engine.distributed import stop_signals, together, wait_for_all
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.recipe import Reading, Recipe, Tick
@@ -85,7 +92,9 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
             arguments.logging_steps = min(arguments.logging_steps, steps_of(arguments, len(train))[1])
         model, processor = create_model(config)
         with stop_signals() as stop, hidden_bars():
-            callback = RunCallback(claim if arguments.should_save else None, stop, progress and arguments.disable_tqdm, folder)
+            callback = RunCallback(
+                claim if arguments.should_save else None, stop, progress and arguments.disable_tqdm, folder
+            )
             trainer = RoutedTrainer(
                 config.optim,
                 model=model,

@@ -296,7 +296,7 @@ class LoopConfig(RunConfig):
         checkpoint_every: Optimiser steps between checkpoints, besides the one after each epoch; None for the latter
             only.
         eval_every: Epochs between evaluations; the last epoch is always evaluated.
-        log_every: Optimiser steps between updates of the displayed figures, which the last step of an epoch updates too.
+        log_every: Optimiser steps between updates of the displayed figures; the last step of an epoch updates them too.
         tensorboard: Also write TensorBoard logs into the run folder.
     """
 

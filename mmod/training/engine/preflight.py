@@ -1,7 +1,7 @@
 """Checks before the first step: settings with which a run would train to its end in vain.
 
-Each function takes plain facts of config and data. It raises a ValueError that says what to set, or warns where training
-may be meant so. The loop, the trainer of conversations and the estimates of their costs call them.
+Each function takes plain facts of config and data. It raises a ValueError that says what to set, or warns where a user
+may want to train so. The loop, the trainer of conversations and the estimates of their costs call them.
 """
 
 from __future__ import annotations
