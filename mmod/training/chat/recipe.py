@@ -88,8 +88,8 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
             check_enough(val, arguments.world_size)
         check_start(config, arguments, collator.processor.tokenizer, train)
         if arguments.logging_steps >= 1:
-            # A loss for each epoch, however short.
-            arguments.logging_steps = min(arguments.logging_steps, steps_of(arguments, len(train))[1])
+            # A loss for each epoch, and for a run of fewer steps.
+            arguments.logging_steps = min(arguments.logging_steps, *steps_of(arguments, len(train)))
         model, processor = create_model(config)
         with stop_signals() as stop, hidden_bars():
             callback = RunCallback(
