@@ -130,8 +130,8 @@ class StudyConfig(Checked):
             actual = spelled(getattr(routing, option))
             if actual != expected:
                 raise ValueError(
-                    f"routers.{series} is named after a preset with {option}={expected!r}, and has {option}={actual!r}: "
-                    f"give the series another name, or set `preset: {series}`"
+                    f"routers.{series} is named after a preset with {option}={expected!r}, and has "
+                    f"{option}={actual!r}: give the series another name, or set `preset: {series}`"
                 )
 
     def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, Any]:

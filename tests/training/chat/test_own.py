@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-import yaml
 from PIL import Image
 
 from mmod.data.readers.conversations import open_conversations
@@ -50,13 +49,6 @@ def test_the_guide_leads_to_an_answer_about_a_new_picture(inside: Path, capsys: 
     capsys.readouterr()
     exec(compile(code, "docs/finetuning_vlm.md", "exec"), {})
     assert capsys.readouterr().out.endswith("\n")
-
-
-def test_the_complete_config_of_the_guide_is_read() -> None:
-    page = (ROOT / "docs/finetuning_vlm.md").read_text()
-    (text,) = re.findall(r"```yaml\n(kind: chat.*?)```", page, re.DOTALL)
-    config = TrainConfig.from_dict(yaml.safe_load(text))
-    assert config.model.checkpoint == "Qwen/Qwen2.5-VL-3B-Instruct"
 
 
 def test_a_tokenizer_of_the_conversations_knows_every_text_and_is_the_same_each_time(inside: Path) -> None:
