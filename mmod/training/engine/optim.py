@@ -38,7 +38,7 @@ def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: in
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise
-        raise ValueError(f"optim.args does not fit {config.opt!r}: {error}") from error
+        raise TypeError(f"optim.args does not fit {config.opt!r}: {error}") from error
     return single_precision(optimizer)
 
 

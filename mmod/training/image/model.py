@@ -27,7 +27,7 @@ def create_dense_model(config: ModelConfig) -> nn.Module:
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise
-        raise ValueError(f"model.args does not fit {config.name!r}: {error}") from error
+        raise TypeError(f"model.args does not fit {config.name!r}: {error}") from error
 
 
 def check_published(config: ModelConfig) -> None:
