@@ -14,7 +14,6 @@ from PIL import Image, ImageOps
 from torchvision.transforms.functional import to_tensor
 
 import mmod
-from mmod.analysis.plots import draw_routing_maps
 
 
 def main() -> None:
@@ -42,7 +41,7 @@ def main() -> None:
     print("kept:", {name: round(share, 2) for name, share in routing.kept_shares().items()})
     print(mmod.flops(model, size))
 
-    draw_routing_maps(image.unsqueeze(0), routing).savefig(options.output)
+    routing.plot(image.unsqueeze(0)).savefig(options.output)
     print(f"maps: {options.output}")
 
 

@@ -116,7 +116,8 @@ def _refuse_parts(available: Iterable[str], config: HowToRoute, parts: Mapping[s
     if isinstance(name, str) and set(fields) <= set(preset_arguments(name)):
         call = f"mmod.preset({name!r}, {arguments})" if arguments else repr(name)
         advice = f". To route by a preset, call mmod.route_(model, {call})"
-    elif config is None and set(unknown) <= set(ROUTING_FIELDS):
+    elif config is None and set(unknown) <= set(ROUTING_FIELDS) and str(parts.get("language")) not in PRESETS:
+        # A preset for the part "language" is no value of the field "language".
         advice = f". Fields of a config go into one: mmod.route_(model, mmod.RoutingConfig({arguments}))"
     raise ValueError(f"this model has no part {', '.join(unknown)}; it has {', '.join(available)}{advice}")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections.abc
 import dataclasses
+import difflib
 import functools
 import inspect
 import math
@@ -34,6 +35,8 @@ Limit = str | tuple[str, ...]
 """Valid values within a type: an interval such as "[0, 1)" for numbers, or the valid strings."""
 
 _FINITE = "(-inf, inf)"
+# More names than these are no help in a message.
+_MANY = 20
 
 
 def one_of(name: str, value: object, valid: Sequence[str]) -> None:
@@ -51,15 +54,22 @@ def near_names(name: str, known: Iterable[str], listing: str) -> str:
         >>> near_names("x", ["resnet18", "vit_tiny"], "timm.list_models()")
         'timm.list_models() lists the known ones'
     """
-    import difflib
-
     near = difflib.get_close_matches(name, known, n=5, cutoff=0.5)
     return f"near ones: {', '.join(near)}" if near else f"{listing} lists the known ones"
 
 
 def refuse_unknown(noun: str, names: Iterable[str], valid: Sequence[str]) -> None:
-    """Raise a ValueError unless all `names` are among `valid`."""
+    """Raise a ValueError unless all `names` are among `valid`; of many valid names, it lists those near an unknown one.
+
+    Example:
+        >>> refuse_unknown("argument", ["learning_rat"], [*map(str, range(30)), "learning_rate"])
+        Traceback (most recent call last):
+        ValueError: unknown argument learning_rat; near ones: learning_rate
+    """
     unknown = sorted(map(str, set(names) - set(valid)))
+    near = difflib.get_close_matches(unknown[0], valid) if len(valid) > _MANY and unknown else []
+    if near:
+        raise ValueError(f"unknown {noun} {', '.join(unknown)}; near ones: {', '.join(near)}")
     if unknown:
         raise ValueError(f"unknown {noun} {', '.join(unknown)}; valid ones are {', '.join(valid)}")
 

@@ -24,6 +24,7 @@ from mmod.benchmarks.report import BenchmarkReport
 from mmod.planning import comparison
 from mmod.studies.study import Study
 from tests.kit import pages
+from tests.kit.conversations import write_own
 from tests.kit.prompts import make_prompts
 from tests.kit.sets import SETS
 
@@ -52,8 +53,10 @@ SMALL = {
     "train pairs configs/clip/vit-b-32": "--print_config",
     "train chat": f"{QUESTIONS} {CHAT_STEPS}",
     "train chat configs/vlm/llava": "--print_config",
+    "train chat configs/vlm/own": CHAT_STEPS,
     "train text": f"{TEXT} --epochs 1 --epoch_steps 1 --eval_every 1 --schedule.warmup_epochs 0",
     "data": "--difficulty tiny",
+    "data conversations": "",
     "evaluate": IMAGES,
     "audit": f"{IMAGES} {AUDIT}",
     "audit runs/text": f"{TEXT} {AUDIT} --audit.generation 64",
@@ -201,6 +204,8 @@ def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mmod.benchmarks, "benchmark_suite", lambda config: report)
     for output, command in RUNS.get(group, {}).items():
         run(f"{command} --output {output}")
+    if group in ("chat", "data"):
+        write_own(Path())
     if group == "image":
         for folder in (f"runs/tradeoff/{study}/seed0" for study in ("digits-quarter", "digits-exit")):
             for name, made in STUDIED.items():

@@ -21,6 +21,7 @@ import yaml
 
 import mmod
 from mmod import cli
+from mmod.training.kinds import CONFIGS
 from scripts import doc_tables
 from tests.kit.pages import COMPLETE, DOWNLOADS, FENCE, FOLDERS, FOREIGN, NAMED, NESTED, PAGES, commands_of
 from tests.kit.scripts import ROOT, run_script
@@ -138,6 +139,14 @@ def test_the_picture_of_the_readme_is_drawn_from_the_table_of_a_study(tmp_path: 
     done = run_script("scripts/readme_picture.py", str(tmp_path), str(tmp_path / "picture.png"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "picture.png").stat().st_size > 10_000
+
+
+def test_complete_configs_of_pages_are_read() -> None:
+    texts = [body for text in PAGES.values() for language, body in FENCE.findall(text) if language == "yaml"]
+    complete = [fields for fields in map(yaml.safe_load, texts) if "kind" in fields and "model" in fields]
+    assert {fields["kind"] for fields in complete} == {"chat", "image"}
+    for fields in complete:
+        CONFIGS[fields["kind"]].from_dict(fields)
 
 
 def test_every_picture_is_shown_on_a_page() -> None:

@@ -21,6 +21,7 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_(m, image="gradul"), ValueError, "got 'gradul'; near ones: 'gradual'"),
     (lambda m: mmod.route_(m, preset="gradual"), ValueError, r"no part preset; .*mmod.route_\(model, 'gradual'\)"),
     (lambda m: mmod.route_(m, "gamma-mod"), ValueError, "no layer of a language model: .* for images are 'a-mod', "),
+    (lambda m: mmod.route_(m, language="gamma-mod"), ValueError, "no part language; it has image$"),
     (lambda m: mmod.route_(m, text=mmod.RoutingConfig()), ValueError, "no part text; it has image"),
     (lambda m: mmod.route_(m, mmod.RoutingConfig(blocks=(99,))), ValueError, r"from 0 to 5, each once, got \[99"),
     (lambda m: mmod.route_(m, mmod.RoutingConfig(capacity=(0.5, 0.2))), ValueError, "as many capacities, got 2"),

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from mmod.adapters import SeenGrid, image_stack, watch_grid
+from mmod.analysis.maps import draw_maps
 from mmod.blocks import Deciding, Grid, deciding_modules
 from mmod.io.tables import markdown_table
 from mmod.methods.base import method_owners, methods_of
 from mmod.routing import Routing
 from mmod.values import check_module
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _HEADER = ("decision", "tokens", "kept")
 
@@ -140,6 +145,38 @@ class Trace(Mapping[str, Routing]):
         if kept.shape[-1] != grid[0] * grid[1]:
             raise ValueError(f"a grid of {grid[0]} x {grid[1]} does not hold {kept.shape[-1]} patches")
         return kept.unflatten(-1, grid)
+
+    def plot(
+        self,
+        images: Tensor,
+        labels: Sequence[str] | None = None,
+        *,
+        prefix: int | None = None,
+        grid: tuple[int, int] | None = None,
+        image_BN: Tensor | None = None,
+    ) -> Figure:
+        """Draw which patches each routed block kept: kept ones as they are, skipped ones under a veil.
+
+        Adjoining blocks that kept the same patches, as those of one decision do, share a map.
+
+        Args:
+            images: What the traced pass saw (B, 1 or 3 channels, height, width). Images outside [0, 1], as normalised
+                ones, are shown from their lowest value, black, to their highest, white.
+            labels: Text beside each image.
+            prefix: See `maps`, which also describes `grid` and `image_BN`.
+
+        Raises:
+            ValueError: Images of another number of channels, or decisions or labels for another number of images.
+
+        Example:
+            >>> import timm, mmod
+            >>> model, images = mmod.route_(timm.create_model("test_vit").eval()), torch.randn(2, 3, 160, 160)
+            >>> with mmod.trace(model) as decisions:
+            ...     _ = model(images)
+            >>> len(decisions.plot(images).axes)
+            8
+        """
+        return draw_maps(images, list(self), self.maps(prefix, grid, image_BN).cpu(), labels)
 
     def __str__(self) -> str:
         shares = self.kept_shares()

@@ -20,13 +20,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, TextConfig
+from mmod.data.config import EMBEDDED, FOLDERS, DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.labels import Classes, ModelClasses, read_classes
 from mmod.data.readers.hf_datasets import ClassColumn, StreamedSource, documents, is_streamed
-from mmod.data.readers.images import ImageSource, MapSource, Subset, UnreadableSampleError, spread
-from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, label_map
-from mmod.data.readers.timm import TimmSource
+from mmod.data.readers.images import ImageSource, MapSource, Subset, UnreadableSampleError, map_folders, spread
+from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, expand_pattern, label_map
+from mmod.data.readers.timm import TimmSource, split_folder
 from mmod.data.stream import Batch, BatchStream, ImageReader, MemoryReader
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.crowds import CROWDS
@@ -37,6 +37,24 @@ _SETS: dict[str, SyntheticSet[Any]] = {"digits": DIGITS, "crowds": CROWDS}
 # Mean and standard deviation of the embedded sets' grey values; approximate, for all difficulties.
 _DIGITS_MEAN = 0.094
 _DIGITS_STD = 0.22
+
+
+def find_images(config: DataConfig) -> None:
+    """Raise a ValueError if the files of a split are missing, before anything is read; sets that are built never are.
+
+    Example:
+        >>> find_images(DataConfig("folder", root="nowhere"))
+        Traceback (most recent call last):
+        ValueError: root='nowhere' is no folder: name one by data.root, or by images in a study
+    """
+    reader, _, argument = config.source.partition(":")
+    for split in (config.train_split, config.val_split):
+        if config.source in FOLDERS:
+            split_folder(config.root, split)
+        elif reader == "maps":
+            map_folders(str(config.root), split)
+        elif reader == "shards":
+            expand_pattern(argument.replace("{split}", split))
 
 
 def image_stream(
@@ -78,7 +96,7 @@ def image_stream(
         complete = _create_source(config, split, report, model)
         classes = complete.classes if isinstance(complete, TimmSource) else None
         source = complete if limit is None else Subset(complete, spread(complete.labels(), limit))
-    if not training or config.augment is None:
+    if rank == 0 and (not training or config.augment is None):
         _warn_of_cropping(config, source)
     mean, std = normalisation(config)
     mode = "L" if config.channels == 1 else "RGB"
@@ -184,6 +202,13 @@ Transform = Callable[..., Tensor]
 Tokenizer = Callable[[list[str]], Tensor]
 
 
+def find_pairs(config: PairsConfig) -> None:
+    """Raise a ValueError if no shard is where the config names some, before anything is read."""
+    for pattern in (config.train, config.val):
+        if not is_streamed(pattern) and not (isinstance(pattern, str) and pattern.startswith("scenes:")):
+            expand_pattern(pattern)
+
+
 def pairs_stream(
     config: PairsConfig,
     transform: Transform,
@@ -230,6 +255,12 @@ END = 0
 """The byte that ends a file."""
 # Folders of the standard library with data, tests or third-party packages.
 _NOT_READ = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages"}
+
+
+def find_text(config: TextConfig) -> None:
+    """Raise a ValueError if the pattern matches no file, before anything is read."""
+    if not is_streamed(config.source) and next(_paths(config.source), None) is None:
+        raise ValueError(f"data.source={config.source!r} matches no file")
 
 
 def text_stream(config: TextConfig, seed: int | None = None, rank: int = 0, world: int = 1) -> BatchStream:

@@ -141,7 +141,8 @@ class BatchStream:
         self.report = report
         self.classes = classes
         self.workers = config.workers
-        self.pin_memory = config.pin_memory
+        # Without an accelerator there is none, and torch warns.
+        self.pin_memory = config.pin_memory and torch.accelerator.is_available()
         self.seed = seed
         self.num_samples = len(reader)
         # Of streamed data: each training batch is read from one lane, in place of a permutation.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Iterable, Mapping
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,8 @@ def differences(existing: Mapping[str, Any], record: Mapping[str, Any], free_key
     Example:
         >>> differences({"optim": {"lr": 0.1}}, {"optim": {"lr": 0.2}, "limit": None, "methods": []})
         'optim.lr: 0.1 there, 0.2 now'
+        >>> differences({"args": {"depth": 4}}, {"args": {"depth": 4, "deph": 6}})
+        'args.deph: not set there, 6 now (is args.depth meant?)'
     """
     before = flatten(_plain(existing))
     now = flatten(_plain(record))
@@ -86,8 +89,20 @@ def differences(existing: Mapping[str, Any], record: Mapping[str, Any], free_key
         new = now.get(key)
         both_empty = old in (None, [], {}) and new in (None, [], {})
         if old != new and not both_empty:
-            changes.append(f"{key}: {old!r} there, {new!r} now")
+            changes.append(f"{key}: {_shown(key, before)} there, {_shown(key, now)} now{_near(key, before, now)}")
     return "; ".join(changes)
+
+
+def _shown(key: str, values: Mapping[str, Any]) -> str:
+    return repr(values[key]) if key in values else "not set"
+
+
+def _near(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Return a question for a key of one record that looks like a misspelt one of both."""
+    if key in before and key in now:
+        return ""
+    near = get_close_matches(key, before.keys() & now.keys(), 1, cutoff=0.9)
+    return f" (is {near[0]} meant?)" if near else ""
 
 
 def flatten(tree: Mapping[str, Any], separator: str = ".") -> dict[str, Any]:

@@ -17,7 +17,6 @@ from torch import nn
 
 from mmod import is_routed, trace
 from mmod.adapters import watch_grid
-from mmod.analysis.plots import draw_routing_maps, in_range
 from mmod.analysis.prefill import prefill_flops
 from mmod.analysis.style import FAINT, INK, new_figure
 from mmod.data.readers.chat import ChatCollator
@@ -182,7 +181,7 @@ def draw_kept(model: Any, collator: ChatCollator, talks: Sequence[ChatSample]) -
         model(**{key: value.to(model.device) for key, value in prompts.items()}, logits_to_keep=1)
     if seen.grid is None or int(image_BN.sum()) != len(pixels) * math.prod(seen.grid) or len(pixels) != len(talks):
         return None
-    return draw_routing_maps(in_range(pixels), decisions, 0, seen.grid, labels, image_BN)
+    return decisions.plot(pixels, labels, prefix=0, grid=seen.grid, image_BN=image_BN)
 
 
 def draw_answers(right: Mapping[str, Mapping[str, float]], shares: Mapping[str, float]) -> Figure:

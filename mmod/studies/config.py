@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from mmod.config import rational
+from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning.options import PlanOptions
 from mmod.values import Checked, check_distinct, from_plain, one_of, refuse_unknown
@@ -82,6 +82,9 @@ class StudyConfig(Checked):
         refuse_unknown("series in controls", [*self.controls, *filter(None, self.controls.values())], self.series)
         for name in self.routers:
             self.search_of(name, None)
+        for series, budget, fields in self.routed_models():
+            if series in PRESETS and self.search_of(series, budget) is None and "plan" not in fields:
+                self.check_named(series, fields)
         refuse_set_by_study("changes", self.changes)
         refuse_set_by_study("finetune", self.finetune)
         if self.then is not None and not self.then.get("output"):
@@ -114,6 +117,22 @@ class StudyConfig(Checked):
 
     def check(self, dense: Any, tuned: Any) -> None:
         """Raise a ValueError unless the training configs of the dense model and of fine-tuning it fit the study."""
+
+    def check_named(self, series: str, fields: Mapping[str, Any]) -> None:
+        """Raise a ValueError if a series is named after a preset and decides in another way.
+
+        Blocks, capacities, gates, losses and options for language models may differ.
+        """
+        named = preset(series)
+        routing = read_routing({key: value for key, value in fields.items() if key not in (*RUN_FIELDS, "depth")})
+        for option in ("router", "select", "skipped", "operator", "context"):
+            expected = spelled(getattr(named, option))
+            actual = spelled(getattr(routing, option))
+            if actual != expected:
+                raise ValueError(
+                    f"routers.{series} is named after a preset with {option}={expected!r}, and has "
+                    f"{option}={actual!r}: give the series another name, or set `preset: {series}`"
+                )
 
     def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, Any]:
         """Return a run's `routing` from that of a series and a capacity, None for its own."""
@@ -282,6 +301,11 @@ class PairsStudyConfig(StudyConfig):
         super().__post_init__()
         for name, towers in self.routers.items():
             refuse_unknown(f"tower in routers.{name}", towers, ("image", "text"))
+
+    def check_named(self, series: str, fields: Mapping[str, Any]) -> None:
+        """Check the routing of each tower; see `StudyConfig.check_named`."""
+        for routing in fields.values():
+            super().check_named(series, routing)
 
     def routing_at(self, fields: Mapping[str, Any], capacity: float | None) -> dict[str, Any]:
         """Return the routing of both towers at a capacity."""

@@ -1,6 +1,7 @@
 """Training: image classifiers, image-text pairs, conversations and text.
 
-`engine` has what the kinds share: run folder, checkpoints, logs, processes, command lines and the training loop.
+`engine` has what the kinds share: run folder, checkpoints, logs, processes, command lines, checks before the first step
+(`preflight.py`) and the training loop.
 Conversations run in transformers' Trainer and share everything else; the other kinds run in the loop.
 
 Every kind is a folder with the same files:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -134,6 +135,28 @@ def finished_run(config: Any, folder: Path) -> Any:
 _DRY = "--dry-run"
 
 
+def is_first_process() -> bool:
+    """Return whether this process is the first, or the only one, that `torchrun` or Slurm started."""
+    from timm.utils.distributed import world_info_from_env
+
+    return world_info_from_env()[1] == 0
+
+
+def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
+    """Return the commands that a finished run may be followed by, and where its model is."""
+    folder = shlex.quote(result.folder)
+    lines = [f"next: the final model is in {folder}/{'ema' if result.average is not None else 'model'}"]
+    commands = {}
+    if result.evaluation is not None:
+        commands[f"mmod evaluate {folder}"] = "score, FLOPs and time of the final model"
+        if config.routing is not None:
+            commands[f"mmod audit {folder}"] = "what its routers learned"
+        elif not config.methods:
+            commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"
+    width = max(map(len, commands), default=0)
+    return "\n".join([*lines, *(f"  {command:<{width}}  # {purpose}" for command, purpose in commands.items())])
+
+
 def main(arguments: Sequence[str], kind: str) -> None:
     """Train as the command line says and print the result, or what the run would cost.
 
@@ -143,7 +166,9 @@ def main(arguments: Sequence[str], kind: str) -> None:
     dry = [word for word in arguments if word.partition("=")[0] == _DRY]
     config = parse_config([word for word in arguments if word not in dry], CONFIGS[kind])
     if not dry:
-        print(recipe_of(config).fit())
+        result = recipe_of(config).fit()
+        if is_first_process():
+            print(f"{result}\n{next_commands(config, result)}")
         return
     rate = parse_option(dry[-1].partition("=")[2])
     # Before the model is made.

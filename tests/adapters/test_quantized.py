@@ -19,7 +19,8 @@ from mmod.data.readers.conversations import open_conversations
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
-from mmod.training.chat.model import create_model, create_processor, create_word_processor, router_parameters
+from mmod.training.chat.model import create_model, router_parameters
+from mmod.training.chat.processor import create_processor, create_word_processor
 from tests.kit.chat_configs import MODEL, vlm_config
 from tests.kit.vlm_zoo import make_joint, make_language, prompt
 
@@ -124,7 +125,7 @@ def test_adapters_and_routers_of_a_quantized_model_train(tmp_path: Path, checkpo
     ]
     assert moved
     val = open_conversations("questions:tiny/val", config.data)
-    batch = ChatCollator(create_processor(config.model))([val[0], val[1]])
+    batch = ChatCollator(create_processor(config))([val[0], val[1]])
     assert bool(torch.isfinite(model(**batch).loss))
 
 

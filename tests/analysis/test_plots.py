@@ -11,7 +11,8 @@ import timm
 import torch
 
 import mmod
-from mmod.analysis.plots import VEIL_OPACITY, draw_routing_maps, draw_sample_maps, draw_tradeoff, in_range
+from mmod.analysis.maps import VEIL_OPACITY
+from mmod.analysis.plots import draw_sample_maps, draw_tradeoff
 from tests.kit.vlm_zoo import IMAGE, make_joint, prompt
 
 
@@ -26,7 +27,7 @@ def traced() -> tuple[torch.Tensor, mmod.Trace]:
 
 def test_maps_keep_kept_patches_and_veil_the_rest(traced: tuple[torch.Tensor, mmod.Trace]) -> None:
     images, decisions = traced
-    figure = draw_routing_maps(images, decisions, prefix=1, grid=(4, 4), labels=["cat", "dog"])
+    figure = decisions.plot(images, ["cat", "dog"])
     axes = np.array(figure.axes).reshape(2, 4)
     kept = decisions.maps(1, (4, 4))
     for row in range(2):
@@ -52,25 +53,32 @@ def test_blocks_of_one_decision_share_a_map() -> None:
     names = list(decisions)
     assert len(names) > 1
     first, last = (name.split(".")[1] for name in (names[0], names[-1]))
-    axes = draw_routing_maps(images, decisions, prefix=1, grid=(4, 4)).axes
+    axes = decisions.plot(images).axes
     assert [axis.get_title().split("\n")[0] for axis in axes[:2]] == ["image", f"blocks {first} to {last}"]
     assert len(axes) == 4
 
 
 def test_maps_take_grey_images(traced: tuple[torch.Tensor, mmod.Trace]) -> None:
-    assert len(draw_routing_maps(traced[0][:, :1], traced[1], 1, (4, 4)).axes) == 8
+    assert len(traced[1].plot(traced[0][:, :1]).axes) == 8
+
+
+def test_normalised_images_are_shown_from_their_lowest_value_to_their_highest(
+    traced: tuple[torch.Tensor, mmod.Trace],
+) -> None:
+    images, decisions = traced
+    shown = decisions.plot(images * 4 - 2).axes[0].images[0].get_array()
+    expected = (images - images.min()) / (images.max() - images.min())
+    assert np.allclose(shown, expected[0].permute(1, 2, 0), atol=1e-6)
 
 
 def test_maps_refuse_what_they_cannot_show(traced: tuple[torch.Tensor, mmod.Trace]) -> None:
     images, decisions = traced
-    with pytest.raises(ValueError, match="undo the normalisation"):
-        draw_routing_maps(images * 4 - 2, decisions, 1, (4, 4))
     with pytest.raises(ValueError, match="decisions for 2 images, got 1"):
-        draw_routing_maps(images[:1], decisions, 1, (4, 4))
+        decisions.plot(images[:1])
     with pytest.raises(ValueError, match="3 x 4 does not hold 16"):
-        draw_routing_maps(images, decisions, 1, (3, 4))
+        decisions.plot(images, grid=(3, 4))
     with pytest.raises(ValueError, match="2 images need as many labels, got 1"):
-        draw_routing_maps(images, decisions, 1, (4, 4), labels=["one"])
+        decisions.plot(images, ["one"])
 
 
 def rows(seeds: int = 3, **times: float) -> list[dict[str, Any]]:
@@ -168,7 +176,6 @@ def test_samples_have_a_map_for_each_block() -> None:
     blocks = [f"block {name.rpartition('.')[2]}" for name in mmod.routed_blocks(model)]
     assert [axis.get_title().partition("\n")[0] for axis in axes[: 1 + len(blocks)]] == ["image", *blocks]
     assert len(axes) == 2 * (1 + len(blocks))
-    assert (in_range(images).min(), in_range(images).max()) == (0, 1)
 
 
 def test_maps_of_images_among_text() -> None:
@@ -185,7 +192,7 @@ def test_maps_of_images_among_text() -> None:
         assert torch.equal(kept.flatten(), routing.keep_BN[image_BN])
         # A third of the first sample's 9 image tokens, and of the last one's 18.
         assert [int(kept[:1].sum()), int(kept[1:].sum())] == [3, 6]
-    figure = draw_routing_maps(torch.rand(3, 3, 12, 12), decisions, 0, (3, 3), image_BN=image_BN)
+    figure = decisions.plot(torch.rand(3, 3, 12, 12), prefix=0, grid=(3, 3), image_BN=image_BN)
     assert figure.axes[1].get_title().endswith("33% kept")
     with pytest.raises(ValueError, match="grids of 2 x 5 do not hold 27 image tokens"):
         decisions.maps(0, (2, 5), image_BN)

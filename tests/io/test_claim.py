@@ -20,7 +20,7 @@ def test_a_record_claims_its_folder_once(tmp_path: Path, file: str) -> None:
     with pytest.raises(FolderTakenError) as error:
         claim(lr=0.1, data={"name": "2020-01-01", "seed": 4}, extra=None, args={"x": 1})
     assert str(error.value).endswith(
-        "Differing keys: args.x: None there, 1 now; data.seed: 3 there, 4 now; lr: 0.0001 there, 0.1 now"
+        "Differing keys: args.x: not set there, 1 now; data.seed: 3 there, 4 now; lr: 0.0001 there, 0.1 now"
     )
     assert (tmp_path / "run" / file).read_bytes() == written
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from PIL import Image
 from transformers import LlavaConfig, LlavaForConditionalGeneration
 
-from mmod.training.chat.model import create_word_processor
+from mmod.training.chat.processor import create_word_processor
 
 
 def make_prompts(root: Path) -> None:

@@ -182,6 +182,19 @@ class ReplacingChats(ChatDataset):
         raise CorruptDataError(f"no conversation with an image can be read; the last: {faults[-1]}")
 
 
+def find_conversations(config: ConversationsConfig) -> None:
+    """Raise if a file or shard, or the folder of images, is missing, before anything is read."""
+    for source in (config.train, config.val):
+        if source is None or source.startswith("questions:"):
+            continue
+        if source.endswith(".tar"):
+            expand_pattern(source)
+        elif not Path(source).is_file():
+            raise FileNotFoundError(f"no file of conversations at {source!r}")
+        elif config.images is not None and not Path(config.images).is_dir():
+            raise FileNotFoundError(f"no folder of images at {config.images!r}, which data.images names")
+
+
 def open_conversations(source: str, config: ConversationsConfig | None = None, progress: bool = False) -> ChatDataset:
     """Open a source, and check every record and the existence of every image file.
 

@@ -222,6 +222,18 @@ def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:
     return np.sort(turns[:count])
 
 
+def map_folders(root: str | Path, split: str) -> tuple[Path, Path]:
+    """Return the folders of images and label maps of a split; a ValueError if one is missing."""
+    folders = Path(root) / "images" / split, Path(root) / "labels" / split
+    for folder in folders:
+        if not folder.is_dir():
+            raise ValueError(
+                f"label maps need the folder {folder}, which does not exist: name its root by data.root, or by images "
+                "in a study"
+            )
+    return folders
+
+
 class MapSource:
     """The images of `ROOT/images/SPLIT`, each with a map of the same name and size in `ROOT/labels/SPLIT`.
 
@@ -232,14 +244,7 @@ class MapSource:
     def __init__(self, root: str | Path, split: str, side: int, patch: int) -> None:
         self.side = side
         self.patch = patch
-        images = Path(root) / "images" / split
-        labels = Path(root) / "labels" / split
-        for folder in (images, labels):
-            if not folder.is_dir():
-                raise ValueError(
-                    f"label maps need the folder {folder}, which does not exist: name its root by data.root, or by "
-                    "images in a study"
-                )
+        images, labels = map_folders(root, split)
         known = {f".{extension}" for extension in IMAGE_EXTENSIONS}
         paths = sorted(path for path in images.iterdir() if path.suffix.lower() in known)
         if not paths:

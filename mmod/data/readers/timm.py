@@ -47,7 +47,7 @@ class TimmSource:
         check_name(name)
         options = dict(options or {})
         is_folder = name.lower() in FOLDERS
-        folder = _split_folder(root, split) if is_folder else None
+        folder = split_folder(root, split) if is_folder else None
         self._dataset = _open(name, folder or root, split, options)
         self._reader = getattr(self._dataset, "reader", None)
         self._owner = self._reader or self._dataset
@@ -173,7 +173,7 @@ def _load(path: str) -> Image.Image:
     return open_image(read_image(path))
 
 
-def _split_folder(root: str | None, split: str) -> str:
+def split_folder(root: str | None, split: str) -> str:
     """Return the split's folder. timm would read all of `root` if it is missing; here that is an error."""
     if root is None or not os.path.isdir(root):
         raise ValueError(f"root={root!r} is no folder: name one by data.root, or by images in a study")

@@ -16,6 +16,10 @@ from mmod.values import Checked, check_value
 TOWERS = ("vision", "projector", "language")
 WITHOUT_WEIGHTS = ("dtype", "attn_implementation")
 """Arguments of `from_pretrained` that a model with random weights takes too."""
+WORDS = "words"
+BPE = "bpe"
+BUILT = (WORDS, BPE)
+"""Processors that are built for a run."""
 MODEL = "model"
 """Folder of the final model in the run folder."""
 # Set by the run.
@@ -44,8 +48,9 @@ class ModelConfig(Checked, group="model"):
     Args:
         checkpoint: Folder, or name on the hub, of a transformers model, dense or routed.
         config: Instead of a checkpoint, fields of a transformers config with its `model_type`: random weights.
-        processor: Folder or name of the processor; None is the checkpoint's. "words" is that of the embedded questions,
-            which also sets the vocabulary and special tokens of `config`.
+        processor: Folder or name of the processor; None is the checkpoint's. For small models with random weights,
+            "bpe" trains a byte-level tokenizer on the training conversations, and "words" knows the words of the
+            embedded questions; both also set the vocabulary and special tokens of `config`.
         args: Further arguments of `from_pretrained`, such as `dtype`, `attn_implementation` or `quantization_config`;
             with `config` only the first two.
         image_size: Side in pixels of the images of a LLaVA-like model, which determines the number of image tokens;
@@ -63,7 +68,7 @@ class ModelConfig(Checked, group="model"):
         if (self.checkpoint is None) == (self.config is None):
             raise ValueError("give either model.checkpoint or model.config")
         if self.config is not None and self.processor is None:
-            raise ValueError("model.config needs model.processor: a folder, a name, or 'words'")
+            raise ValueError("model.config needs model.processor: a folder, a name, 'bpe' or 'words'")
         if self.config is None:
             return
         check_described(self.config)

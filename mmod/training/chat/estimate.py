@@ -18,10 +18,11 @@ from mmod import capacities, is_routed, routed_blocks
 from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis import PrefillFlops, prefill_flops
 from mmod.data.readers.chat import IGNORED, ChatCollator
-from mmod.data.readers.conversations import ReplacingChats
+from mmod.data.readers.conversations import ReplacingChats, find_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import create_model, router_parameters
+from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.trainer import training_arguments
 from mmod.training.engine.estimate import RunEstimate, bytes_of
 
@@ -74,9 +75,11 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     """Count what a run would cost from shapes and some of the data, without weights."""
     trainer = {name: value for name, value in config.trainer.items() if name not in _DEVICES}
     arguments = training_arguments(replace(config, trainer=trainer))
+    find_conversations(config.data)
     model, processor = create_model(config, on_meta=True)
     collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
     train = ReplacingChats(open_checked(config.data.train, config.data, collator))
+    check_start(config, arguments, processor.tokenizer, train)
     places = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
     batches = [collator([train[int(place)]]) for place in places]
     lengths = [batch["input_ids"].shape[1] for batch in batches]
@@ -86,8 +89,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     protected = min(round(mean(float(mask.sum()) for mask in masks)) if masks else 0, tokens - image_tokens)
     patches = round(mean(count_patches(model, entry) for entry in batches))
     batch = arguments.train_batch_size * arguments.gradient_accumulation_steps * arguments.world_size
-    epoch_steps = math.ceil(len(train) / batch)
-    steps = arguments.max_steps if arguments.max_steps > 0 else math.ceil(arguments.num_train_epochs * epoch_steps)
+    steps, epoch_steps = steps_of(arguments, len(train))
     blocks = routed_blocks(model) if is_routed(model) else {}
     shares = dict(capacities(model)) if blocks else {}
     stacks = find_stacks(model)

@@ -64,7 +64,10 @@ class EvalResult(RoutedResult):
     def baseline(self) -> str:
         """The language-only prior."""
         kinds = ", ".join(f"{kind} {share:.2f} %" for kind, share in self.prior.items())
-        return kinds and f"language-only prior {mean_over_kinds(self.prior):.2f} %: {kinds}"
+        return kinds and (
+            f"language-only prior {mean_over_kinds(self.prior):.2f} %: {kinds} (right answers without looking at an "
+            "image: always the most frequent training answer to the question. A model that sees does better)"
+        )
 
 
 def mean_over_kinds(figures: Mapping[str, float]) -> float:

@@ -16,17 +16,15 @@ from mmod import is_routed, routed_blocks
 from mmod.adapters import find_parts
 from mmod.adapters.transformers.saving import take_description
 from mmod.blocks import RoutedBlock, model_hooks
-from mmod.data.records import IMAGE
-from mmod.data.synthetic.questions import WORDS
 from mmod.io.tensors import check_complete
 from mmod.planning.resolve import resolve_methods
 from mmod.pretrained import apply_again, load_pretrained
 from mmod.routing import BorrowedScore
-from mmod.training.chat.config import WITHOUT_WEIGHTS, ModelConfig, TrainConfig
+from mmod.training.chat.config import BUILT, WITHOUT_WEIGHTS, TrainConfig
+from mmod.training.chat.processor import create_processor
 from mmod.training.engine.model import described
 from mmod.values import refuse_unknown
 
-_WORDS = "words"
 # Names of the parts of LLaVA-like models in transformers.
 _PREFIXES = {
     "vision": ("vision_tower", "vision_model", "visual"),
@@ -40,7 +38,7 @@ _PREFIXES = {
 
 def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
     """Create the model to train, in training mode, and its processor: weights, methods, frozen parts, then adapters."""
-    processor = create_processor(config.model)
+    processor = create_processor(config)
     model = _create_dense(config, processor, on_meta)
     if config.model.image_size is not None:
         resize_images(model, config.model.image_size)
@@ -67,36 +65,6 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
         parameter.requires_grad_(True)
     check_routers_learn(model)
     return model.train(), processor
-
-
-def create_processor(config: ModelConfig) -> Any:
-    """Create the processor of a model."""
-    from transformers import AutoProcessor
-
-    if config.processor != _WORDS:
-        source = config.processor or config.checkpoint
-        try:
-            processor = AutoProcessor.from_pretrained(source)
-        except OSError as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"{source!r} is no folder of a processor, nor a model of the hub: {reason}") from error
-        return processor if config.image_size is None else _at_size(processor, config.image_size)
-    vision = (config.config or {}).get("vision_config", {})
-    if not {"image_size", "patch_size"} <= set(vision):
-        raise ValueError("processor 'words' needs model.config.vision_config with image_size and patch_size")
-    return create_word_processor(config.image_size or vision["image_size"], vision["patch_size"])
-
-
-def _at_size(processor: Any, side: int) -> Any:
-    """Make a processor return images of another size."""
-    images = processor.image_processor
-    for name in ("size", "crop_size"):
-        current = dict(getattr(images, name, None) or {})
-        changed = {key: side for key in ("height", "width", "shortest_edge") if current.get(key) is not None}
-        if name == "size" and not changed:
-            raise ValueError(f"model.image_size: {type(images).__name__} takes images of any size, with size={current}")
-        setattr(images, name, changed or current)
-    return processor
 
 
 def resize_images(model: Any, side: int) -> None:
@@ -163,7 +131,7 @@ def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     source = config.model
     routed = False
     if source.config is not None:
-        fields = _with_words(source.config, processor) if source.processor == _WORDS else source.config
+        fields = _with_vocabulary(source.config, processor) if source.processor in BUILT else source.config
         model_config = described(fields)
     else:
         assert source.checkpoint is not None
@@ -188,7 +156,7 @@ def _was_routed(folder: str) -> bool:
     return path.is_file() and "mmod" in json.loads(path.read_text())
 
 
-def _with_words(fields: Mapping[str, Any], processor: Any) -> dict[str, Any]:
+def _with_vocabulary(fields: Mapping[str, Any], processor: Any) -> dict[str, Any]:
     """Return a model's config with the tokenizer's vocabulary and special tokens."""
     tokenizer = processor.tokenizer
     text = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
@@ -212,49 +180,3 @@ def _owner(name: str) -> str:
     matches = [part for part, prefixes in _PREFIXES.items() if any(f"{prefix}." in f"{name}." for prefix in prefixes)]
     # A projector can lie inside the tower.
     return "projector" if "projector" in matches else next(iter(matches), "language")
-
-
-_ROLES = ("<user>", "<assistant>")
-_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}{{ '<' + message['role'] + '> ' }}{% for part in message['content'] %}"
-    "{% if part['type'] == 'image' %}{{ '<image> ' }}{% else %}{{ part['text'] + ' ' }}{% endif %}{% endfor %}"
-    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
-)
-
-
-def create_word_processor(image_size: int, patch_size: int) -> Any:
-    """Create a `LlavaProcessor` of the embedded questions: a token per word and per patch of images; sides in pixels.
-
-    Example:
-        >>> processor = create_word_processor(image_size=12, patch_size=6)
-        >>> processor.tokenizer.decode(processor(text="which digit is left of the 7 ?")["input_ids"])
-        ['which digit is left of the 7 ?']
-    """
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
-
-    special = ["<pad>", "<s>", "</s>", "<unk>", IMAGE, *_ROLES]
-    words = [*special, *map(str, range(10)), *WORDS]
-    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token="<pad>",
-        bos_token="<s>",
-        eos_token="</s>",
-        unk_token="<unk>",
-        extra_special_tokens={"image_token": IMAGE, "user_token": _ROLES[0], "assistant_token": _ROLES[1]},
-    )
-    size = {"height": image_size, "width": image_size}
-    images = CLIPImageProcessor(
-        size=size, crop_size=size, do_center_crop=False, image_mean=[0.13] * 3, image_std=[0.28] * 3
-    )
-    return LlavaProcessor(
-        image_processor=images,
-        tokenizer=tokenizer,
-        patch_size=patch_size,
-        vision_feature_select_strategy="full",
-        num_additional_image_tokens=0,
-        chat_template=_TEMPLATE,
-    )

@@ -21,15 +21,24 @@ from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import prefill_flops
 from mmod.analysis.audit.judges import judge_answers
 from mmod.data.readers.chat import ChatCollator
-from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats
+from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, find_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing
 from mmod.training.chat.config import MODEL, TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
 from mmod.training.chat.evaluate import EvalResult, check_enough, evaluate
-from mmod.training.chat.model import create_model, create_processor
-from mmod.training.chat.trainer import CHECKPOINTS, RoutedTrainer, RunCallback, last_checkpoint, training_arguments
+from mmod.training.chat.model import create_model
+from mmod.training.chat.preflight import check_start, steps_of
+from mmod.training.chat.processor import create_processor
+from mmod.training.chat.trainer import (
+    CHECKPOINTS,
+    RoutedTrainer,
+    RunCallback,
+    hidden_bars,
+    last_checkpoint,
+    training_arguments,
+)
 from mmod.training.engine.distributed import stop_signals, together, wait_for_all
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.recipe import Reading, Recipe, Tick
@@ -68,16 +77,24 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         """Train, evaluate and write the result, in a locked folder."""
         config = self.config
         folder = Path(self.config.output)
-        arguments = training_arguments(self.config)
         data = config.data
-        collator = ChatCollator(create_processor(config.model), data.max_length, data.packed, data.protected)
+        find_conversations(data)
+        arguments = training_arguments(self.config)
+        progress = progress and arguments.process_index == 0
+        collator = ChatCollator(create_processor(config), data.max_length, data.packed, data.protected)
         train = open_checked(data.train, data, collator, progress)
         val = None if data.val is None else open_checked(data.val, data, collator, progress, prompts=True)
         if val is not None:
             check_enough(val, arguments.world_size)
+        check_start(config, arguments, collator.processor.tokenizer, train)
+        if arguments.logging_steps >= 1:
+            # A loss for each epoch, and for a run of fewer steps.
+            arguments.logging_steps = min(arguments.logging_steps, *steps_of(arguments, len(train)))
         model, processor = create_model(config)
-        with stop_signals() as stop:
-            callback = RunCallback(claim if arguments.should_save else None, stop, progress and arguments.disable_tqdm)
+        with stop_signals() as stop, hidden_bars():
+            callback = RunCallback(
+                claim if arguments.should_save else None, stop, progress and arguments.disable_tqdm, folder
+            )
             trainer = RoutedTrainer(
                 config.optim,
                 model=model,
@@ -95,7 +112,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         model = _save(trainer, folder / MODEL, config)
         evaluation = None
         if val is not None:
-            evaluation = self._ask(model, collator, val, progress and arguments.should_save)
+            evaluation = self._ask(model, collator, val, progress)
             prior = {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
             evaluation = dataclasses.replace(evaluation, prior=prior)
         state = trainer.state
@@ -163,7 +180,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
     @property
     def collator(self) -> ChatCollator:
         """The encoder of conversations for this model."""
-        return ChatCollator(create_processor(self.config.model), self.config.data.max_length)
+        return ChatCollator(create_processor(self.config), self.config.data.max_length)
 
     @property
     def questions(self) -> ChatDataset:
@@ -210,7 +227,7 @@ def _save(trainer: RoutedTrainer, folder: Path, config: TrainConfig) -> Any:
     if trainer.args.should_save:
         # An earlier start may have ended between weights and result.
         shutil.rmtree(folder, ignore_errors=True)
-        with replacing(folder) as partial_folder:
+        with hidden_bars(), replacing(folder) as partial_folder:
             model.save_pretrained(partial_folder)
             trainer.processing_class.save_pretrained(partial_folder)  # type: ignore[union-attr]
     wait_for_all()

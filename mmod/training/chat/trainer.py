@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import functools
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.utils import logging as hf_logging
 
 from mmod import auxiliary_loss
 from mmod.adapters import find_stacks
@@ -33,6 +35,7 @@ from mmod.training.engine.checkpoint import check_sums, newest_first, read_newes
 from mmod.training.engine.config import OptimConfig
 from mmod.training.engine.distributed import StopRequest, wait_for_all
 from mmod.training.engine.health import RouterHealth, named, rows_of_logs, write_rows
+from mmod.training.engine.logging import note_resumed
 from mmod.training.engine.optim import complete_states, create_optimizer
 from mmod.values import refuse_unknown
 
@@ -56,7 +59,14 @@ def training_arguments(config: TrainConfig) -> Any:
     refuse_unknown("argument of the trainer", config.trainer, known)
     # A copy, because the trainer changes the options of fsdp and deepspeed in place.
     options = copy.deepcopy(config.trainer)
-    chosen = {"report_to": "none", "disable_tqdm": True, "logging_nan_inf_filter": False, **options}
+    defaults = {
+        "report_to": "none",
+        "disable_tqdm": True,
+        "logging_nan_inf_filter": False,
+        # Without an accelerator, torch warns of it.
+        "dataloader_pin_memory": torch.accelerator.is_available(),
+    }
+    chosen = {**defaults, **options}
     # YAML reads the word no as False.
     chosen |= {name: "no" for name, value in chosen.items() if name.endswith("_strategy") and value is False}
     arguments = TrainingArguments(
@@ -283,16 +293,22 @@ class RunCallback(TrainerCallback):
     claim: Callable[[], object] | None
     stop: StopRequest
     progress: bool
+    folder: Path
     stopped: bool = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Show the bar."""
+        """Show the bar, and where the run resumes."""
+        if self.progress and state.global_step:
+            note_resumed(self.folder, state.global_step, state.max_steps)
         steps = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
         self._bar = progress_bar(desc="train", shown=self.progress and state.is_world_process_zero, **steps)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
-        """Show the logged values."""
-        self._bar.set_postfix(logs, refresh=False)
+        """Show loss and learning rate; the summary at the end has neither."""
+        named_logs = {"loss": "loss", "lr": "learning_rate", "epoch": "epoch"}
+        if logs is not None and "loss" in logs:
+            shown = {name: f"{logs[key]:.4g}" for name, key in named_logs.items() if key in logs}
+            self._bar.set_postfix(shown, refresh=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close the bar."""
@@ -311,6 +327,18 @@ class RunCallback(TrainerCallback):
         """Write `routers.csv` into the run folder."""
         if args.should_save:
             write_rows(Path(args.output_dir).parent, rows_of_logs(state.log_history))
+
+
+@contextmanager
+def hidden_bars() -> Iterator[None]:
+    """Context without the bars of transformers, which a file or pipe shows as raw characters."""
+    shown = hf_logging.is_progress_bar_enabled()
+    hf_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            hf_logging.enable_progress_bar()
 
 
 def last_checkpoint(folder: Path) -> str | None:

@@ -53,6 +53,10 @@ class OptimConfig(Checked, group="optim"):
     layer_decay: Annotated[float | None, "(0, 1]"] = None
     args: dict[str, Any] = field(default_factory=dict)
 
+    def rate(self, step_samples: int) -> float:
+        """Return the learning rate for so many samples per optimiser step."""
+        return self.lr if self.lr_per is None else self.lr * step_samples / self.lr_per
+
 
 @dataclass(frozen=True)
 class ScheduleConfig(Checked, group="schedule"):
@@ -77,12 +81,26 @@ class ScheduleConfig(Checked, group="schedule"):
             raise ValueError("schedule.sched='plateau' depends on metrics; choose a function of the step")
         super().__post_init__()
 
-    def check_rate(self, lr: float) -> None:
-        """Raise a ValueError if the schedule would not end below `lr`, its peak learning rate."""
-        if self.sched not in ("constant", "none") and self.min_lr > lr:
-            raise ValueError(f"schedule.min_lr must be at most the learning rate, {lr:g}, got {self.min_lr:g}")
-        if self.warmup_epochs and self.warmup_lr > lr:
-            raise ValueError(f"schedule.warmup_lr must be at most the learning rate, {lr:g}, got {self.warmup_lr:g}")
+    def check_rate(self, optim: OptimConfig, step_samples: int) -> None:
+        """Raise a ValueError if the learning rate for so many samples per step is below that of warm-up or end."""
+        rate = optim.rate(step_samples)
+        bounds = {}
+        if self.sched not in ("constant", "none"):
+            bounds["min_lr"] = self.min_lr
+        if self.warmup_epochs:
+            bounds["warmup_lr"] = self.warmup_lr
+        scaled = ""
+        advice = ""
+        if optim.lr_per is not None:
+            scaled = f": optim.lr={optim.lr:g} is for optim.lr_per={optim.lr_per} samples a step, and a step has "
+            scaled += f"{step_samples}"
+            advice = f". Set optim.lr_per to null to train at optim.lr={optim.lr:g}, or schedule.{{}} to 0"
+        for name, bound in bounds.items():
+            if bound > rate:
+                raise ValueError(
+                    f"schedule.{name} must be at most the learning rate, {rate:g}, got {bound:g}{scaled}"
+                    f"{advice.format(name)}"
+                )
 
 
 @dataclass(frozen=True)
@@ -278,7 +296,7 @@ class LoopConfig(RunConfig):
         checkpoint_every: Optimiser steps between checkpoints, besides the one after each epoch; None for the latter
             only.
         eval_every: Epochs between evaluations; the last epoch is always evaluated.
-        log_every: Optimiser steps between updates of the displayed figures.
+        log_every: Optimiser steps between updates of the displayed figures; the last step of an epoch updates them too.
         tensorboard: Also write TensorBoard logs into the run folder.
     """
 
@@ -309,7 +327,7 @@ class LoopConfig(RunConfig):
     def __post_init__(self) -> None:
         self.check()
         if self.optim.lr_per is None:
-            self.schedule.check_rate(self.optim.lr)
+            self.schedule.check_rate(self.optim, 1)
         if self.distill.teacher == "dense" and not self.model.has_weights:
             raise ValueError("distill.teacher='dense' needs trained weights: set model.checkpoint or model.pretrained")
         others = [method.kind for method in self.applied if not method.recomputes]

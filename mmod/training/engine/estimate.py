@@ -78,11 +78,13 @@ def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
     """
     config = recipe.config
     world = int(os.environ.get("WORLD_SIZE", 1))
+    recipe.check(world)
     torch.manual_seed(config.seed)
     model, teacher = recipe.create_models()
     model.to(recipe.device)
     stream = recipe.create_stream(Process(0, world, recipe.device), model, config.seed)
-    batch = config.data.batch_size * config.accumulate * world
+    recipe.check_samples(model, stream)
+    batch = recipe.step_samples(world)
     epoch_steps = steps_of_epoch(config, stream)
     epochs = create_schedule(config, create_optimizer(config.optim, model, batch), epoch_steps)[1]
 

@@ -14,7 +14,18 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from mmod.io.progress import say
 from mmod.training.engine.distributed import sum_over_processes
+
+
+def note(line: str) -> None:
+    """Print a line beside the bars, which are on the standard error stream."""
+    say(line, file=sys.stderr)
+
+
+def note_resumed(folder: Path, step: int, steps: int) -> None:
+    """Print that a run resumes after so many of its steps."""
+    note(f"{folder}: resumed at step {step} of {steps}")
 
 
 class Meters:

@@ -45,7 +45,7 @@ from mmod.training.engine.distributed import (
 )
 from mmod.training.engine.estimate import RunEstimate, estimate
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
-from mmod.training.engine.logging import Meters, TensorBoard, Usage
+from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
 from mmod.training.engine.recipe import InLoop, LoopParts, Streams, Tick, seed_draws, steps_of_epoch
@@ -112,6 +112,9 @@ class _Trainer(Generic[Result]):
         self.stop: StopRequest
         self.folder = Path(config.output)
         self.usage = Usage(process.device)
+        self.step_samples = recipe.step_samples(process.world)
+        if streams is None:
+            recipe.check(process.world)
         seed_draws(config.seed, 0, 0)
         self.model, teacher = recipe.create_models()
         train, test = streams or recipe.create_streams(process, self.model)
@@ -121,6 +124,8 @@ class _Trainer(Generic[Result]):
         self.classes: Classes | None = getattr(train, "classes", None)
         if self.classes is not None:
             check_recorded(self.folder, self.classes.numbers)
+        if streams is None:
+            recipe.check_samples(self.model, train)
         sharded = config.distributed.sharded
         if not sharded:
             # Blocks with shards are moved one by one: together they may not fit.
@@ -137,7 +142,6 @@ class _Trainer(Generic[Result]):
         self.steps_per_epoch = steps_of_epoch(config, train)
         if not self.steps_per_epoch:
             raise ValueError(f"the training data gives no batch of {config.data.batch_size} samples")
-        self.step_samples = config.data.batch_size * config.accumulate * process.world
         self.optimizer = create_optimizer(config.optim, self.model, self.step_samples)
         self.scheduler, self.epochs = create_schedule(config, self.optimizer, self.steps_per_epoch)
         self.scaler = torch.amp.GradScaler("cuda", enabled=config.precision == "fp16")
@@ -152,6 +156,8 @@ class _Trainer(Generic[Result]):
     def run(self) -> FitResult[Result]:
         """Train the remaining epochs and write the result."""
         evaluation = average = None
+        if self.step and self.progress:
+            note_resumed(self.folder, self.step, self.epochs * self.steps_per_epoch)
         while self.epoch < self.epochs:
             self.recipe.start_epoch(self.parallel.models, self.epoch)
             self._train_epoch()
@@ -162,6 +168,7 @@ class _Trainer(Generic[Result]):
                 evaluation, average = self._evaluate()
                 for data, result in (("val", evaluation), ("ema", average)):
                     if result is not None:
+                        self._note_validation(data, result)
                         prefix = "" if data == "val" else "ema_"
                         row |= {f"{prefix}{name}": value for name, value in result.columns().items()}
                         self.routers += evaluated(self.step, data, result.kept)
@@ -198,7 +205,8 @@ class _Trainer(Generic[Result]):
             # The last group of an epoch may be shorter.
             groups = iter(lambda: list(islice(batches, config.accumulate)), [])
             for group in islice(groups, self.steps_per_epoch - done):
-                logged = (self.step + 1) % config.log_every == 0
+                is_last = self.step + 1 == (self.epoch + 1) * self.steps_per_epoch
+                logged = is_last or (self.step + 1) % config.log_every == 0
                 samples = sum(len(targets) for _, targets in group) * self.process.world
                 with self.usage.step(samples):
                     self._step(group, logged=logged)
@@ -216,6 +224,11 @@ class _Trainer(Generic[Result]):
                 if self.stop.agreed():
                     self._save()
                     self._leave()
+
+    def _note_validation(self, data: str, result: Result) -> None:
+        if self.progress:
+            weights = "validation" if data == "val" else "validation of the moving average"
+            note(f"epoch {self.epoch + 1}/{self.epochs}: {weights} {result}")
 
     def _leave(self) -> None:
         self.board.close()

@@ -25,16 +25,20 @@ def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: in
     if config.opt.lower().split("_")[-1] not in names:
         hint = near_names(config.opt, names, "timm.optim.list_optimizers()")
         raise ValueError(f"timm knows no optimiser {config.opt!r}; {hint}")
-    scale = 1.0 if config.lr_per is None else samples_per_step / config.lr_per
-    optimizer: torch.optim.Optimizer = create_optimizer_v2(
-        model,
-        opt=config.opt,
-        lr=config.lr * scale,
-        weight_decay=config.weight_decay,
-        momentum=config.momentum,
-        layer_decay=config.layer_decay,
-        **config.args,
-    )
+    try:
+        optimizer: torch.optim.Optimizer = create_optimizer_v2(
+            model,
+            opt=config.opt,
+            lr=config.rate(samples_per_step),
+            weight_decay=config.weight_decay,
+            momentum=config.momentum,
+            layer_decay=config.layer_decay,
+            **config.args,
+        )
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise TypeError(f"optim.args does not fit {config.opt!r}: {error}") from error
     return single_precision(optimizer)
 
 
@@ -43,7 +47,6 @@ def create_schedule(
 ) -> tuple[Scheduler | None, int]:
     """Create timm's schedule (None for "none"); also return the epochs to train, those of a cool-down included."""
     schedule = config.schedule
-    schedule.check_rate(max(float(group["lr"]) for group in optimizer.param_groups))
     scheduler, epochs = create_scheduler_v2(
         optimizer,
         sched=schedule.sched,

@@ -24,6 +24,7 @@ from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.config import LoopConfig, RunConfig
 from mmod.training.engine.distributed import Process, choose_device
 from mmod.training.engine.model import load_weights, some
+from mmod.training.engine.preflight import check_schedule
 from mmod.training.engine.run_folder import Result
 from mmod.training.engine.task import Task
 
@@ -155,6 +156,26 @@ class LoopParts(Recipe[InLoop, Result]):
         """Evaluate a model on the full evaluation set; see `Recipe.assess`."""
         process = Process(0, 1, self.device)
         return self.evaluate(model, self.create_stream(process, model), process, progress)
+
+    def check(self, world: int) -> None:
+        """Check what needs neither weights nor samples, for so many processes: the schedule, and that data are there.
+
+        Raises:
+            ValueError: The run would train in vain, or data are missing.
+        """
+        check_schedule(self.config, self.step_samples(world))
+        self.find_data()
+
+    def check_samples(self, model: nn.Module, train: BatchStream) -> None:
+        """Raise a ValueError if the model does not fit the training data; by default it does."""
+
+    def step_samples(self, world: int) -> int:
+        """Return the samples of an optimiser step over so many processes."""
+        return self.config.data.batch_size * self.config.accumulate * world
+
+    @abstractmethod
+    def find_data(self) -> None:
+        """Raise a ValueError if files of the training or evaluation data are missing."""
 
     def create_models(self) -> tuple[nn.Module, nn.Module | None]:
         """Create the model to train, on the CPU, and its frozen teacher in evaluation mode, if any.

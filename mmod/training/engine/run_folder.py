@@ -135,7 +135,8 @@ def _refuse_length(config: RunConfig, there: Mapping[str, Any], here: Mapping[st
     except ValueError as error:
         raise FolderTakenError(f"{start} It is finished: choose another folder. Not continued: {error}") from error
     # A group that becomes null has keys of its own there.
-    groups = {key.rpartition(".")[0] for key in there} | {key.partition(".")[0] for key in there}
+    nested = [key for key in there if "." in key]
+    groups = {key.rpartition(".")[0] for key in nested} | {key.partition(".")[0] for key in nested}
     options = {key: value for key, value in continued.items() if value != there.get(key) or key in groups}
     words = " ".join(f"--{key} {shlex.quote(_word(value))}" for key, value in options.items())
     raise FolderTakenError(

@@ -22,7 +22,12 @@ def create_dense_model(config: ModelConfig) -> nn.Module:
         hint = near_names(config.name.split(".")[0], timm.list_models(), "timm.list_models()")
         raise ValueError(f"timm knows no model {config.name!r}; {hint}")
     check_published(config)
-    return timm.create_model(config.name, pretrained=config.pretrained, **config.args)
+    try:
+        return timm.create_model(config.name, pretrained=config.pretrained, **config.args)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise TypeError(f"model.args does not fit {config.name!r}: {error}") from error
 
 
 def check_published(config: ModelConfig) -> None:

@@ -17,7 +17,7 @@ from mmod import flops, freeze_dense_, learn_capacity_, routing_config, set_capa
 from mmod.analysis import FlopReport
 from mmod.analysis.audit.judges import judge_classes
 from mmod.data.labels import ModelClasses
-from mmod.data.loader import BatchStream, image_stream, normalisation
+from mmod.data.loader import BatchStream, find_images, image_stream, normalisation
 from mmod.methods import methods_of
 from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
@@ -25,6 +25,7 @@ from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.model import classifier_names, converted, load_weights
+from mmod.training.engine.preflight import check_outputs
 from mmod.training.engine.recipe import Reading, Streams, needed_shares
 from mmod.training.image.classes import check_same_classes, model_classes, run_classes
 from mmod.training.image.config import ModelConfig, TrainConfig
@@ -93,6 +94,10 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
             raise ValueError(f"teacher {name!r} has {classes} classes and the model {expected}")
         return teacher
 
+    def find_data(self) -> None:
+        """Raise if folders or shards of images are missing; see `LoopParts.find_data`."""
+        find_images(self.config.data)
+
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training images, whose classes are those of the model by name.
 
@@ -103,6 +108,12 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         if seed is None and stream.classes is not None:
             stream.classes.check_outputs(getattr(model, "num_classes", None))
         return stream
+
+    def check_samples(self, model: nn.Module, train: BatchStream) -> None:
+        """Raise if the model has another number of outputs than the training data has classes."""
+        start = self.config.model
+        outputs = getattr(model, "num_classes", None)
+        check_outputs(train.classes, outputs, from_checkpoint=start.checkpoint is not None and start.head is None)
 
     def create_streams(self, process: Process, model: nn.Module) -> Streams:
         """Create the streams of training and evaluation images; those of evaluation have the classes of training."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmod import is_routed
 from mmod.analysis import FlopReport, flops
-from mmod.data.loader import BatchStream, pairs_stream
+from mmod.data.loader import BatchStream, find_pairs, pairs_stream
 from mmod.io.tensors import write_tensors
 from mmod.methods import Method
 from mmod.methods.read import is_added
@@ -72,6 +72,10 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
             return super().load_dense(model, checkpoint, methods)
         load_clip(model, checkpoint, state)
         return {}
+
+    def find_data(self) -> None:
+        """Raise if shards are missing; see `LoopParts.find_data`."""
+        find_pairs(self.config.data)
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training pairs, for the model's image size and context length."""

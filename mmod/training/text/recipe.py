@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mmod.data.loader import BatchStream, text_stream
+from mmod.data.loader import BatchStream, find_text, text_stream
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.recipe import Reading, needed_shares
@@ -43,6 +43,10 @@ class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
     def plain(self) -> TrainConfig:
         """Return the config without what training alone needs."""
         return dataclasses.replace(super().plain(), elastic=False)
+
+    def find_data(self) -> None:
+        """Raise if text is missing; see `LoopParts.find_data`."""
+        find_text(self.config.data)
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training windows."""

@@ -47,7 +47,7 @@ def test_progress_of_another_audit_is_refused(tmp_path: Path) -> None:
         mmod.audit(**options(), judge=stopping(12), progress_file=file)
     for change, differing in (
         ({"config": mmod.AuditConfig(leave_one_out=1, draws=2, resamples=100)}, "draws: 1 there, 2 now"),
-        ({"others": {}}, "batches.audit of other: 2 there, None now"),
+        ({"others": {}}, "batches.audit of other: 2 there, not set now"),
         (
             {"batches": [tuple(torch.cat(part) for part in zip(*batches(8, seed=0)))]},
             "batches.audit: 3 there, 1 now; beside.random: .*; model and data: .*; reference: .*",

@@ -18,7 +18,7 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ConversationsConfig, open_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.training import fit
-from mmod.training.chat.model import create_word_processor
+from mmod.training.chat.processor import create_word_processor
 from mmod.training.chat.recipe import ChatRecipe
 from tests.kit.chat_configs import vlm_config
 from tests.kit.conversations import said

@@ -15,7 +15,8 @@ from PIL import Image
 import mmod
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, count_patches, estimate
-from mmod.training.chat.model import create_model, create_word_processor
+from mmod.training.chat.model import create_model
+from mmod.training.chat.processor import create_word_processor
 from tests.kit.chat_configs import MASKED, P_MOD, vlm_config
 from tests.kit.vlm_zoo import JOINT, MERGED, PATCHES, make_joint, prompt
 
@@ -96,7 +97,7 @@ def estimate_of(folder: Path, recipe: str, text_tokens: int) -> tuple[TrainConfi
     Image.new("RGB", (640, 480)).save(folder / "a.png")
     # Two marks of roles, a first and a last token, and an answer of one word.
     question = " ".join(["<image>", *["what"] * (text_tokens - 5)])
-    said = [{"from": "human", "value": question}, {"from": "gpt", "value": "yes"}]
+    said = [{"from": "human", "value": question}, {"from": "gpt", "value": "7"}]
     (folder / "all.json").write_text(json.dumps([{"id": "1", "image": "a.png", "conversations": said}] * 3))
     config = TrainConfig.load(ROOT / "configs" / "vlm" / f"{recipe}.yaml")
     model = replace(config.model, checkpoint=str(folder))

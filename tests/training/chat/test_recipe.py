@@ -28,7 +28,8 @@ from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
 from mmod.training.chat.evaluate import evaluate, mean_over_kinds
-from mmod.training.chat.model import create_model, create_processor, router_parameters
+from mmod.training.chat.model import create_model, router_parameters
+from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RoutedTrainer, RunCallback, last_checkpoint
 from mmod.training.engine.health import FIGURES
 from mmod.training.engine.parse import parse_config
@@ -191,7 +192,7 @@ def test_text_protected_in_training_is_left_to_the_threshold_afterwards(folder: 
     data = replace(vlm_config(folder).data, protected="question")
     result = fit(vlm_config(folder, "masked", data=data, routing=MASKED), progress=False)
     assert result.evaluation is not None
-    model, processor = mmod.load_pretrained(folder / "masked" / "model"), create_processor(vlm_config(folder).model)
+    model, processor = mmod.load_pretrained(folder / "masked" / "model"), create_processor(vlm_config(folder))
     val = open_conversations(data.val, data)
     batch = ChatCollator(processor).prompts([val[0], val[1]])
     with mmod.trace(model) as decisions:
@@ -219,7 +220,7 @@ def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"trainer": {"learning_rat": 1}}, "unknown argument of the trainer learning_rat; valid ones are"),
+        ({"trainer": {"learning_rat": 1}}, "unknown argument of the trainer learning_rat; near ones: learning_rate"),
         ({"lora": {"rank": 2}}, "unknown option of LoRA rank"),
         ({"routing": {"text": {}}}, "no part text; it has"),
         ({"routing": {"language": {"capacty": 1}}}, "unknown routing option capacty"),

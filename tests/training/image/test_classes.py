@@ -108,7 +108,10 @@ def test_classes_that_the_run_does_not_know_are_refused_and_a_new_classifier_tak
         assessed(config)
     with pytest.raises(ValueError, match=r"does not name: elk.*model\.head='fresh'"):
         fit(replace(config, output=str(tmp_path / "run")), progress=False)
-    fresh = replace(config, output=str(tmp_path / "run"), model=replace(config.model, head="fresh"))
+    with pytest.raises(ValueError, match=r"has 2 classes and the model 6 outputs: .*num_classes to 2; or"):
+        fit(replace(config, output=str(tmp_path / "run"), model=replace(config.model, head="fresh")), progress=False)
+    model = replace(config.model, head="fresh", args={**ARGS, "num_classes": 2})
+    fresh = replace(config, output=str(tmp_path / "run"), model=model)
     assert fit(fresh, progress=False).steps == 1
     assert read_classes(tmp_path / "run" / "classes.json") == {"ant": 0, "elk": 1}
     assert assessed(ImageRecipe(fresh).finished(str(tmp_path / "run")))[0].classes is None

@@ -1,0 +1,124 @@
+"""Processors of vision-language models: those of checkpoints, and small ones that are built for the conversations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from mmod.data.records import IMAGE
+from mmod.data.synthetic.questions import WORDS
+from mmod.training.chat.config import BPE, BUILT, TrainConfig
+
+# Tokens of the built BPE vocabulary, 256 of which are bytes.
+_TOKENS = 1024
+_ROLES = ("<user>", "<assistant>")
+_SPECIAL = ("<pad>", "<s>", "</s>", IMAGE, *_ROLES)
+_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ '<' + message['role'] + '> ' }}{% for part in message['content'] %}"
+    "{% if part['type'] == 'image' %}{{ '<image> ' }}{% else %}{{ part['text'] + ' ' }}{% endif %}{% endfor %}"
+    "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant> ' }}{% endif %}"
+)
+
+
+def create_processor(config: TrainConfig) -> Any:
+    """Create the processor of a run's model; "bpe" reads the training conversations."""
+    from transformers import AutoProcessor
+
+    model = config.model
+    if model.processor not in BUILT:
+        source = model.processor or model.checkpoint
+        try:
+            processor = AutoProcessor.from_pretrained(source)
+        except OSError as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{source!r} is no folder of a processor, nor a model of the hub: {reason}") from error
+        return processor if model.image_size is None else _at_size(processor, model.image_size)
+    vision = (model.config or {}).get("vision_config", {})
+    if not {"image_size", "patch_size"} <= set(vision):
+        raise ValueError(
+            f"processor {model.processor!r} needs model.config.vision_config with image_size and patch_size"
+        )
+    sides = model.image_size or vision["image_size"], vision["patch_size"]
+    if model.processor == BPE:
+        return create_bpe_processor(_texts(config.data), *sides)
+    return create_word_processor(*sides)
+
+
+def _texts(data: ConversationsConfig) -> Iterator[str]:
+    """Yield all questions and answers of the training conversations."""
+    for _, question, answer in open_conversations(data.train, data).turns():
+        yield from (question, answer)
+
+
+def _at_size(processor: Any, side: int) -> Any:
+    """Make a processor return images of another size."""
+    images = processor.image_processor
+    for name in ("size", "crop_size"):
+        current = dict(getattr(images, name, None) or {})
+        changed = {key: side for key in ("height", "width", "shortest_edge") if current.get(key) is not None}
+        if name == "size" and not changed:
+            raise ValueError(f"model.image_size: {type(images).__name__} takes images of any size, with size={current}")
+        setattr(images, name, changed or current)
+    return processor
+
+
+def create_word_processor(image_size: int, patch_size: int) -> Any:
+    """Create a `LlavaProcessor` of the embedded questions: a token per word and per patch of images; sides in pixels.
+
+    Example:
+        >>> processor = create_word_processor(image_size=12, patch_size=6)
+        >>> processor.tokenizer.decode(processor(text="which digit is left of the 7 ?")["input_ids"])
+        ['which digit is left of the 7 ?']
+    """
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = [*_SPECIAL[:3], "<unk>", *_SPECIAL[3:], *map(str, range(10)), *WORDS]
+    backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    # Mean and standard deviation of the digits' grey values.
+    return _create(backend, image_size, patch_size, {"image_mean": [0.13] * 3, "image_std": [0.28] * 3}, "<unk>")
+
+
+def create_bpe_processor(texts: Iterable[str], image_size: int, patch_size: int) -> Any:
+    """Create a `LlavaProcessor` with a byte-level BPE vocabulary of these texts; it knows every text, however rare.
+
+    Example:
+        >>> processor = create_bpe_processor(["A tench.", "A red fox."], image_size=12, patch_size=6)
+        >>> processor.tokenizer.decode(processor(text="A naïve fox!")["input_ids"])
+        ['A naïve fox!']
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=_TOKENS, special_tokens=list(_SPECIAL), initial_alphabet=sorted(alphabet), show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return _create(backend, image_size, patch_size, {}, None)
+
+
+def _create(backend: Any, image_size: int, patch_size: int, scale: dict[str, Any], unknown: str | None) -> Any:
+    from transformers import CLIPImageProcessor, LlavaProcessor, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token=unknown,
+        extra_special_tokens={"image_token": IMAGE, "user_token": _ROLES[0], "assistant_token": _ROLES[1]},
+    )
+    size = {"height": image_size, "width": image_size}
+    return LlavaProcessor(
+        image_processor=CLIPImageProcessor(size=size, crop_size=size, do_center_crop=False, **scale),
+        tokenizer=tokenizer,
+        patch_size=patch_size,
+        vision_feature_select_strategy="full",
+        num_additional_image_tokens=0,
+        chat_template=_TEMPLATE,
+    )

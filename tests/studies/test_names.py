@@ -1,0 +1,58 @@
+"""A series is named after a preset only if it decides as the preset does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmod.io.yaml import read_yaml
+from mmod.studies.command import CONFIGS
+from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig, StudyConfig
+from mmod.values import from_plain
+
+ROOT = Path(__file__).parents[2]
+
+
+def study(routers: dict[str, Any], kind: type[StudyConfig] = ImageStudyConfig) -> StudyConfig:
+    return from_plain(kind, {"output": "study", "dense": "dense.yaml", "routers": routers})
+
+
+@pytest.mark.parametrize(
+    ("fields", "option"),
+    [
+        ({"preset": "gradual", "router": "random"}, "router='random'"),
+        ({"router": "attention", "skipped": "merge"}, "router='attention'"),
+        ({"preset": "gradual", "skipped": "pass"}, "skipped='pass'"),
+        ({"preset": "gradual", "budgets": {0.5: {"operator": "mlp", "skipped": "pass"}}}, "skipped='pass'"),
+    ],
+)
+def test_a_series_with_another_rule_is_refused_under_the_name_of_a_preset(fields: dict[str, Any], option: str) -> None:
+    with pytest.raises(ValueError, match=rf"routers\.gradual is named after a preset with .* has {option}: give"):
+        study({"gradual": fields})
+    study({"mine": fields})
+    with pytest.raises(ValueError, match=r"routers\.gradual is named after a preset"):
+        study({"gradual": {"image": {"preset": "gradual"}, "text": {"router": "norm"}}}, PairsStudyConfig)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"preset": "a-mod"},
+        {"preset": "a-mod", "blocks": "late", "capacity": 0.3},
+        {"router": "attention"},
+        {"preset": "a-mod", "budgets": {0.5: {"capacity": 0.4}}},
+        {"plan": "plan.json", "router": "norm"},
+        {"search": {"router": "norm"}},
+    ],
+)
+def test_other_blocks_and_capacities_are_still_the_preset(fields: dict[str, Any]) -> None:
+    study({"a-mod": fields})
+    study({"a-mod": fields}, ChatStudyConfig)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "configs/tradeoff").glob("*.yaml")), ids=lambda path: path.stem)
+def test_the_studies_of_the_package_name_their_series_rightly(path: Path) -> None:
+    fields = read_yaml(path)
+    from_plain(CONFIGS[fields.get("kind", "image")], fields)

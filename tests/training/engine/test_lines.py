@@ -1,0 +1,108 @@
+"""What a run prints in a file or pipe: loss, learning rate and validation of each epoch, and what to run next."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from mmod.cli import main
+from mmod.training import TrainConfig, fit
+from tests.kit.engine_worker import MODEL
+from tests.kit.sets import SETS
+
+ROUTED = {"router": "attention", "blocks": [1], "capacity": 0.5}
+
+ARGS = {**MODEL, "img_size": 32, "patch_size": 8, "num_classes": 10}
+
+
+def digits_config(folder: Path, **changes: Any) -> TrainConfig:
+    fields: dict[str, Any] = {
+        "output": str(folder),
+        "model": {"name": "vit_tiny_patch16_224", "args": ARGS},
+        "data": {"source": "digits:tiny", "root": str(SETS / "digits"), "batch_size": 64},
+        "device": "cpu",
+    }
+    return TrainConfig.from_dict({**fields, **changes})
+
+
+def lines_of(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().err.splitlines() if line]
+
+
+def test_each_epoch_has_a_line_with_its_loss_and_one_with_its_validation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # More steps than an epoch has.
+    config = digits_config(tmp_path / "run", epochs=2, log_every=1000, ema={"decay": 0.5})
+    result = fit(config)
+    epochs = [line for line in lines_of(capsys) if line.startswith("epoch ")]
+    assert len(epochs) == 6
+    for number, (trained, validated, averaged) in enumerate((epochs[:3], epochs[3:]), 1):
+        assert re.match(rf"epoch {number}/2: (\d+) of \1 sample, .*loss=[\d.]+, top1=[\d.]+, lr=[\d.e-]+", trained)
+        assert validated.startswith(f"epoch {number}/2: validation top-1 ")
+        assert averaged.startswith(f"epoch {number}/2: validation of the moving average top-1 ")
+    assert str(result.evaluation) in epochs[4]
+    assert str(result.average) in epochs[5]
+    assert fit(config, progress=False).reused
+    assert not lines_of(capsys)
+
+
+def test_a_resumed_run_names_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = digits_config(tmp_path / "run", epochs=2, checkpoint_every=1)
+    steps = fit(config, progress=False).steps
+    folder = tmp_path / "run"
+    assert not list(folder.glob("checkpoints/step-*"))
+    whole = replace(config, output=str(tmp_path / "other"))
+
+    class LeavingError(Exception):
+        pass
+
+    def leave(*_: Any) -> None:
+        raise LeavingError
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mmod.training.engine.loop.write_csv", leave)
+        with pytest.raises(LeavingError):
+            fit(whole, progress=False)
+    fit(whole)
+    assert f"{whole.output}: resumed at step {steps // 2} of {steps}" in lines_of(capsys)
+
+
+@pytest.mark.parametrize("routing", [None, ROUTED], ids=["dense", "routed"])
+def test_a_finished_run_names_commands_that_can_follow(
+    tmp_path: Path, routing: dict[str, Any] | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = digits_config(tmp_path / "a run", epochs=1, routing=routing)
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config.to_dict()))
+    main(["train", "image", str(file)])
+    printed = capsys.readouterr().out.splitlines()
+    place = next(number for number, line in enumerate(printed) if line.startswith("next: the final model is in "))
+    assert Path(*shlex.split(printed[place])[-1:]).is_dir()
+    commands = [shlex.split(line, comments=True) for line in printed[place + 1 :]]
+    assert [words[1] for words in commands] == ["evaluate", "plan" if routing is None else "audit"]
+    small = {"plan": ["--plan.batches", "1"], "audit": ["--audit.draws", "1", "--audit.maps", "0"]}
+    for words in commands:
+        main([*words[1:], *small.get(words[1], []), "--device", "cpu"])
+        assert capsys.readouterr().out
+
+
+def test_other_processes_print_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = digits_config(tmp_path / "run", epochs=1)
+    fit(config, progress=False)
+    file = tmp_path / "run" / "config.yaml"
+    shutil.copy(file, tmp_path / "config.yaml")
+    main(["train", "image", str(tmp_path / "config.yaml")])
+    assert "had finished before" in capsys.readouterr().out
+    monkeypatch.setattr("mmod.training.kinds.is_first_process", lambda: False)
+    main(["train", "image", str(tmp_path / "config.yaml")])
+    assert not capsys.readouterr().out
