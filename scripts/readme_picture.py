@@ -7,7 +7,7 @@ import argparse
 import csv
 from pathlib import Path
 
-from mmod.analysis.plots import draw_tradeoff
+from mmod.analysis.fronts import draw_tradeoff
 
 SERIES = ("dense", "gradual", "a-mod", "random", "prune", "shallow")
 COSTS = {"gflops": "GFLOPs per image", "latency_ms": "ms per image, batch 32"}

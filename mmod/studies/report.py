@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmod.analysis.plots import draw_tradeoff
+from mmod.analysis.fronts import draw_tradeoff
 from mmod.io.tables import table_of
 from mmod.planning.candidate import Candidate
 from mmod.planning.comparison import Scores

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from matplotlib.figure import Figure
 
-from mmod.analysis.plots import draw_tradeoff
+from mmod.analysis.fronts import draw_tradeoff
 from mmod.io import jobs
 from mmod.io.yaml import read_yaml
 from mmod.studies.config import ImageStudyConfig
