@@ -161,6 +161,9 @@ def test_configs_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pyte
 
 def test_a_file_of_the_user_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    # A folder is no config.
+    (tmp_path / "digits-large").mkdir()
+    assert find_config("digits-large") == ROOT / "configs/tradeoff/digits-large.yaml"
     (tmp_path / "digits-smallest").write_text("seeds: 3\n")
     assert find_config("digits-smallest") == Path("digits-smallest")
     assert find_config("missing.yaml") == Path("missing.yaml")

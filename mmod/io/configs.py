@@ -19,10 +19,10 @@ def config_names() -> list[str]:
 def find_config(path: str | Path) -> Path:
     """Return the config file for a path or a name, such as `tradeoff/digits`, or `digits` where only one has that name.
 
-    An unknown path is returned unchanged.
+    An unknown path is returned unchanged. A folder is no config, so one of a config's name hides nothing.
     """
     path = Path(path)
-    if path.exists():
+    if path.is_file():
         return path
     return shipped_config(path) or path
 

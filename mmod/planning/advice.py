@@ -19,7 +19,7 @@ AGREEMENT = "agreement"
 ACCURACY = "accuracy"
 # Samples that the intervals of shares and changes count beside the real ones (Agresti and Coull, 1998).
 _PSEUDO = 4
-# Series of pictures to which recipes belong by their first word, where it is another one.
+# Series of pictures to which recipes belong by their first word, where that is not their name.
 _SERIES = {"images": "smaller-image", "ToMe": "tome"}
 # A speed-up below this is within the noise of a machine.
 LEAST_SPEEDUP = 1.03
@@ -253,7 +253,7 @@ class Advice:
         marks = [Mark("dense", "dense", 1.0, *[factor * lossless] * 3)]
         for row in self.rows:
             score = factor * (row.score if row.accuracy is None else row.accuracy)
-            first = row.name.partition(" ")[0]
+            first = row.name.removeprefix("as ").partition(" ")[0]
             series = _SERIES.get(first, first)
             marks.append(Mark(row.name, series, row.speedup.median, score.value, score.low, score.high, row.code))
         styles = looks({mark.series for mark in marks})

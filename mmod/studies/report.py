@@ -55,6 +55,14 @@ class Report(Generic[AnyStudyConfig, AnyCosts]):
         """Say which models are significantly better."""
         return scores.verdict()
 
+    def recommended(self, scores: Scores, costs: ByModel) -> list[str]:
+        """Return the models that the text recommends."""
+        return []
+
+    def code(self, candidates: Sequence[Candidate]) -> str:
+        """Return the lines that apply recommended models, as Markdown; empty where there are none."""
+        return ""
+
     def facts(self) -> dict[str, Any]:
         """Return further entries of the JSON file."""
         return {}

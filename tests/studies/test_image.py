@@ -9,12 +9,15 @@ from statistics import mean
 from typing import Any
 
 import pytest
+import timm
 import yaml
 from matplotlib.figure import Figure
 
+import mmod
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.io import jobs
 from mmod.io.yaml import read_yaml
+from mmod.planning import Candidate
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
 from mmod.studies.results import SeedScores
@@ -175,21 +178,39 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
     changed = ImageStudy(dataclasses.replace(study, latency_batch=16))
-    changed.costs.caption, changed.costs.chance = ["Images: some"], 2.0
+    changed.costs.caption = ["Images: some"]
+    changed.costs.images = 1000
+    changed.costs.chance = 2.0
     scores = {"dense": {0: 90.0}, "a": {0: 88.0}, "b": {0: 89.0}, "c": {0: 85.0}}
     costs = {name: {"latency_ms": ms} for name, ms in (("dense", 3.0), ("a", 1.9), ("b", 2.2), ("c", 1.8))}
     text = changed.report.text(SeedScores(scores), costs)
     assert text.splitlines() == [
-        "Images: some",
-        "",
         "What to use, in batches of 16:",
         "",
         "- 1.25 times the dense speed: b, -1.0 points; no clear difference from a",
         "- 1.5 times the dense speed: a, -2.0 points",
         "- 2 times the dense speed: nothing measured is that fast",
         "",
-        "Differences below 2.0 points may be chance. One seed: `--seeds 5` gives confidence intervals over runs.",
+        "Images: some",
+        "",
+        "1,000 test images: differences below 2.0 points may be chance. About 4,000 would tell one point. One seed: "
+        "`--seeds 5` gives confidence intervals over runs.",
     ]
+    assert changed.report.recommended(SeedScores(scores), costs) == ["b", "a"]
+    assert changed.report.recommended(SeedScores(scores), {name: {} for name in scores}) == []
+    # What is recommended can be copied.
+    prune = Candidate("prune", methods=({"kind": "prune", "keep": 0.5, "blocks": [1]},))
+    gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
+    small = Candidate("small", image_size=24, changes={"model": {"args": {"depth": 3}}})
+    code = changed.report.code([prune, gradual, small])
+    routed, size = re.findall(r"```\w+\n(.*?)\n```", code, re.DOTALL)[1:]
+    assert f"mmod.load_pretrained('{changed.config.output}/seed0/prune/model')" in code
+    assert yaml.safe_load(size) == {"model": {"args": {"depth": 3, "img_size": 24}}, "data": {"image_size": 24}}
+    model = timm.create_model("test_vit")
+    changed.costs.depth = len(model.blocks)
+    (routed,) = re.findall(r"```\w+\n(.*?)\n```", changed.report.code([gradual]), re.DOTALL)
+    exec(routed, {"model": model})
+    assert mmod.is_routed(model)
     # Seeds say nothing where nothing is trained, nor of other dense models.
     fixed = ImageStudy(
         dataclasses.replace(changed.config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
