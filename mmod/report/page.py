@@ -209,7 +209,7 @@ def _pictures(study: str, texts: Mapping[Path, str]) -> str:
     shown = ""
     for path, text in texts.items():
         svg = inline_svg(path.read_text(), f"{study}-{path.parent.name}-{path.stem}", text)
-        shown += f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>"
+        shown += f'<figure><div class="wide">{svg}</div><figcaption>{escape(text)}</figcaption></figure>'
     return shown
 
 
