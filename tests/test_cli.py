@@ -174,6 +174,9 @@ def test_configs_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.split() == config_names()
     main(["configs", "tradeoff/digits"])
     assert capsys.readouterr().out.strip() == (ROOT / "configs/tradeoff/digits.yaml").read_text().strip()
+    for words in (["configs", "my-model"], ["configs", "show", "my-model"], ["configs", "show"]):
+        main(words)
+        assert capsys.readouterr().out.strip() == (ROOT / "configs/tradeoff/my-model.yaml").read_text().strip()
 
 
 EACH_MISSING = """

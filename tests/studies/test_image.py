@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import timm
+import torch
 import yaml
 from matplotlib.figure import Figure
+from PIL import Image
+from safetensors.torch import save_file
 
 import mmod
 from mmod.analysis.fronts import draw_tradeoff
@@ -21,6 +24,7 @@ from mmod.planning import Candidate
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
 from mmod.studies.results import SeedScores
+from mmod.training.engine.parse import read_config
 from tests.kit.image_study import DENSE
 from tests.kit.processes import FORKING, run_processes
 from tests.kit.sets import SETS
@@ -286,3 +290,53 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     assert all(job.config.model.has_weights and job.config.image_routing for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
     assert re.search(rf"mmod tradeoff ({path}|{path.stem})\b", path.read_text())
+
+
+def test_budgets_of_the_smallest_study_are_shares_of_the_dense_flops() -> None:
+    config = ImageStudyConfig(**read_yaml("my-model"))
+    study = ImageStudy(dataclasses.replace(config, dense={**dense_of(config), "model": {"name": SMALL, "args": {}}}))
+    shares = {}
+    for job in study.plan()[1]:
+        with torch.device("meta"):
+            model = study.scorer.recipe(job.config).create()
+        shares[job.name] = mmod.flops(model, job.config.data.image_size).routed
+    for name, flops in shares.items():
+        budget = float(name.rpartition("-")[2]) if name != "dense" else 1.0
+        assert flops / shares["dense"] == pytest.approx(budget, abs=0.06), name
+
+
+SMALL = "vit_small_patch16_224"
+
+
+def dense_of(config: ImageStudyConfig) -> dict[str, Any]:
+    assert isinstance(config.dense, dict)
+    return config.dense
+
+
+def test_the_smallest_study_runs_on_ones_own_weights_and_folder(tmp_path: Path) -> None:
+    for label in range(3):
+        (tmp_path / f"images/val/{label}").mkdir(parents=True)
+        for number in range(4):
+            Image.effect_noise((40, 40), 80 * label + number).save(tmp_path / f"images/val/{label}/{number}.png")
+    size = {"img_size": 32, "patch_size": 4, "in_chans": 1, "embed_dim": 24, "depth": 4, "num_heads": 2}
+    args = {**size, "num_classes": 3}
+    save_file(timm.create_model(SMALL, **args).state_dict(), tmp_path / "weights.safetensors")
+    options = {
+        "output": tmp_path / "study",
+        "dense.model.args": args,
+        "dense.model.checkpoint": tmp_path / "weights.safetensors",
+        "dense.data.root": tmp_path / "images",
+        "dense.data.image_size": 32,
+        "dense.data.channels": 1,
+        "rivals": {
+            "tome": {0.7: {"kind": "merge", "r": 3}},
+            "smaller-image": {0.5: {"kind": "resolution", "image_size": 24}},
+        },
+        "latency_rounds": 1,
+        "maps": 0,
+    }
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    result = ImageStudy(read_config(["my-model", *words], ImageStudyConfig)).run(progress=False)
+    series = {point.series for point in result.points}
+    assert series == {"dense", "gradual", "a-mod", "random", "tome", "smaller-image"}
+    assert "12 test images: differences below" in result.table
