@@ -226,7 +226,7 @@ def finish(
     faster: bool = False,
 ) -> None:
     """Name the front of each panel, and the other series in a legend below them, as wide as the figure."""
-    columns = max(1, math.floor(figure.get_figwidth() / 1.6))
+    columns = max(1, math.floor(figure.get_figwidth() / 1.5))
     # Space for all series: which of them the panels name is known when the panels have their size.
     every = legend_of((), marks[0], styles)
     add_legend(figure, every, columns)
