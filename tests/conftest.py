@@ -83,7 +83,7 @@ def _quick_figures(request: pytest.FixtureRequest) -> Iterator[None]:
             patched.setattr(Figure, "savefig", draw_once)
             patched.setattr(ConstrainedLayoutEngine, "execute", lambda *_: None)
             patched.setattr(Figure, "draw_without_rendering", lambda *_: None)
-            patched.setattr("mmod.analysis.plots.place_labels", lambda *_: None)
+            patched.setattr("mmod.analysis.fronts.place_labels", lambda *_: None)
         yield
 
 

@@ -161,6 +161,9 @@ def test_configs_are_found_by_path_and_by_name(tmp_path: Path, monkeypatch: pyte
 
 def test_a_file_of_the_user_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    # A folder is no config.
+    (tmp_path / "digits-large").mkdir()
+    assert find_config("digits-large") == ROOT / "configs/tradeoff/digits-large.yaml"
     (tmp_path / "digits-smallest").write_text("seeds: 3\n")
     assert find_config("digits-smallest") == Path("digits-smallest")
     assert find_config("missing.yaml") == Path("missing.yaml")
@@ -171,6 +174,9 @@ def test_configs_are_listed_and_printed(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.split() == config_names()
     main(["configs", "tradeoff/digits"])
     assert capsys.readouterr().out.strip() == (ROOT / "configs/tradeoff/digits.yaml").read_text().strip()
+    for words in (["configs", "my-model"], ["configs", "show", "my-model"], ["configs", "show"]):
+        main(words)
+        assert capsys.readouterr().out.strip() == (ROOT / "configs/tradeoff/my-model.yaml").read_text().strip()
 
 
 EACH_MISSING = """

@@ -51,7 +51,7 @@ def test_every_operation_of_the_recipes_augmentation_runs_at_every_magnitude() -
         if data.augment is not None and data.augment.auto_augment is not None
     }
     for data in policies.values():
-        steps: list[Any] = _transform(data, True, torch.zeros(3), torch.ones(3)).transforms
+        steps: list[Any] = _transform(data, True).transforms
         operations = [operation for step in steps for operation in getattr(step, "ops", [])]
         counts.append(len(operations))
         for operation in operations:

@@ -18,6 +18,7 @@ from urllib.parse import unquote
 import pytest
 import timm
 import yaml
+from PIL import Image
 
 import mmod
 from mmod import cli
@@ -29,7 +30,9 @@ from tests.kit.scripts import ROOT, run_script
 
 # Complete commands are run in tests/test_doc_commands.py.
 @pytest.mark.parametrize(
-    "command", sorted({command for _, command in NAMED} - set(COMPLETE)), ids=lambda name: name[:60]
+    "command",
+    sorted({command for _, command in NAMED} - {command for _, command in COMPLETE}),
+    ids=lambda name: name[:60],
 )
 def test_commands_are_valid(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
@@ -128,14 +131,15 @@ def test_every_table_of_figures_names_its_command(path: Path, tables: dict[str, 
             assert any(command in text for text in stated), f"{name}: {command}"
 
 
-def test_the_picture_of_the_readme_is_drawn_from_the_table_of_a_study(tmp_path: Path) -> None:
-    series = runpy.run_path(str(ROOT / "scripts/readme_picture.py"))["SERIES"]
+def test_the_picture_of_the_readme_is_drawn_from_the_table_of_the_docs(tmp_path: Path) -> None:
+    script = runpy.run_path(str(ROOT / "scripts/readme_picture.py"))
     (shown,) = (
         table for path, tables in doc_tables.pages() for name, table in tables.items() if name == "the-main-job"
     )
-    assert set(series) < {row[0].rpartition("-")[0] or row[0] for row in shown["rows"]}
-    rows = [f"{name},{name},0.5,1,{90 - number},0.1,{1 + number}" for number, name in enumerate((*series, "left out"))]
-    (tmp_path / "tradeoff.csv").write_text("\n".join(["name,series,capacity,seeds,top1,gflops,latency_ms", *rows]))
+    marks = script["marks"]()
+    assert [mark.name for mark in marks] == [row[0] for row in shown["rows"]]
+    assert {mark.score for mark in marks} == {row[4] for row in shown["rows"]}
+    Image.new("RGB", (60, 30)).save(tmp_path / script["MAPS"])
     done = run_script("scripts/readme_picture.py", str(tmp_path), str(tmp_path / "picture.png"))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import itertools
 import re
@@ -90,14 +91,27 @@ def looks(names: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 @name_missing_extra()
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure with a constrained layout."""
-    # A figure of its own rather than pyplot's, which would keep every figure alive and choose a window system.
+    """Return an empty figure with a constrained layout, which a notebook shows as a picture."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
+    figure = _figure_class()(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure
+
+
+@functools.cache
+def _figure_class() -> type[Figure]:
+    # Figures of their own rather than pyplot's, which would keep every figure alive and choose a window system.
+    # Notebooks draw those of pyplot alone, unless a figure says how.
+    from matplotlib.figure import Figure
+
+    class ShownFigure(Figure):
+        def _repr_png_(self) -> bytes:
+            file = io.BytesIO()
+            self.savefig(file, format="png", dpi=100)
+            return file.getvalue()
+
+    return ShownFigure
 
 
 def tidy(axis: Axes, grid: Literal["x", "y", "both"] = "y") -> None:

@@ -102,7 +102,7 @@ def image_stream(
     mode = "L" if config.channels == 1 else "RGB"
     reader: ImageReader | MemoryReader
     if config.in_memory or (config.in_memory is None and _is_embedded(config) and config.augment is None):
-        unscaled = ImageReader(source, mode, _transform(config, training, mean, std, normalise=False))
+        unscaled = ImageReader(source, mode, _transform(config, training, normalise=False))
         samples = unscaled.read(np.arange(len(source)), None)
         report.add(samples.faults)
         if not len(samples.labels):
@@ -110,7 +110,7 @@ def image_stream(
         reader = MemoryReader(samples, mean, std)
     else:
         # Training replaces corrupt samples, so that all processes keep the same number of full batches.
-        reader = ImageReader(source, mode, _transform(config, training, mean, std), replace=training)
+        reader = ImageReader(source, mode, _transform(config, training), replace=training)
     name = f"the split {split!r} of {config.source!r}"
     return BatchStream(reader, report, config, (rank, world), seed, name, classes)
 
@@ -173,21 +173,28 @@ def normalisation(config: DataConfig) -> tuple[Tensor, Tensor]:
     return torch.tensor(config.mean or mean), torch.tensor(config.std or std)
 
 
-def _transform(config: DataConfig, training: bool, mean: Tensor, std: Tensor, normalise: bool = True) -> Any:
-    from timm.data import create_transform
-
-    common: dict[str, Any] = {
+def evaluation_fields(config: DataConfig) -> dict[str, Any]:
+    """Return the arguments of timm's `create_transform` that prepare images for evaluation."""
+    mean, std = normalisation(config)
+    return {
         "input_size": (config.channels, config.image_size, config.image_size),
         "mean": tuple(mean.tolist()),
         "std": tuple(std.tolist()),
-        "normalize": normalise,
+        "crop_pct": _crop_pct(config),
+        "interpolation": config.interpolation,
     }
+
+
+def _transform(config: DataConfig, training: bool, normalise: bool = True) -> Any:
+    from timm.data import create_transform
+
+    fields = evaluation_fields(config)
     augment = config.augment if training else None
-    chosen: dict[str, Any] = {"crop_pct": _crop_pct(config), "interpolation": config.interpolation}
+    chosen: dict[str, Any] = {name: fields.pop(name) for name in ("crop_pct", "interpolation")}
     if augment is not None:
         chosen = asdict(augment)
     try:
-        return create_transform(is_training=augment is not None, **common, **chosen)
+        return create_transform(is_training=augment is not None, normalize=normalise, **fields, **chosen)
     except (KeyError, AssertionError, ValueError) as error:
         texts = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if isinstance(value, str))
         raise ValueError(f"timm creates no transform with {texts}: {type(error).__name__}: {error}") from error

@@ -8,6 +8,8 @@ from pathlib import Path
 from mmod.values import near_names
 
 _PACKAGE = Path(__file__).parents[1]
+_SHOW = "show"
+_SMALLEST = "tradeoff/my-model"
 
 
 def config_names() -> list[str]:
@@ -19,10 +21,10 @@ def config_names() -> list[str]:
 def find_config(path: str | Path) -> Path:
     """Return the config file for a path or a name, such as `tradeoff/digits`, or `digits` where only one has that name.
 
-    An unknown path is returned unchanged.
+    An unknown path is returned unchanged. A folder is no config, so one of a config's name hides nothing.
     """
     path = Path(path)
-    if path.exists():
+    if path.is_file():
         return path
     return shipped_config(path) or path
 
@@ -63,12 +65,16 @@ def existing_config(path: str | Path) -> Path:
 def main(arguments: Sequence[str]) -> None:
     """Print the names of the shipped configs, or the config named on the command line."""
     if {"-h", "--help"} & set(arguments):
-        print("usage: mmod configs [NAME]\n\nList the configs that come with mmod, or print the one called NAME.")
+        print(
+            "usage: mmod configs [show] [NAME]\n\nList the configs that come with mmod, or print the one called NAME; "
+            f"`show` alone prints {_SMALLEST}, the smallest study of your own model and images."
+        )
         return
     if not arguments:
         print("\n".join(config_names()))
         return
-    print(existing_config(arguments[0]).read_text(encoding="utf-8").rstrip())
+    names = [*arguments[1:], _SMALLEST] if arguments[0] == _SHOW else arguments
+    print(existing_config(names[0]).read_text(encoding="utf-8").rstrip())
 
 
 def _folder() -> Path:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -15,6 +16,11 @@ from mmod.io.tables import Table, table_of
 from mmod.lazy import name_missing_extra
 
 AGREEMENT = "agreement"
+ACCURACY = "accuracy"
+# Samples that the intervals of shares and changes count beside the real ones (Agresti and Coull, 1998).
+_PSEUDO = 4
+# Series of pictures to which recipes belong by their first word, where that is not their name.
+_SERIES = {"images": "smaller-image", "ToMe": "tome"}
 # A speed-up below this is within the noise of a machine.
 LEAST_SPEEDUP = 1.03
 
@@ -27,10 +33,11 @@ class RecipeResult:
         speedup: Time of the dense model over the recipe's, over the rounds: median and quartiles.
         score: Share of images with the dense model's top class, mean cosine of features, or share of next tokens that
             are the dense model's; 95 % interval over images or prompts.
-        accuracy: Difference of top-1 accuracy to the dense model's, where images have labels; 95 % interval.
+        accuracy: Difference of top-1 accuracy to the dense model's, where images have labels; 95 % interval. It
+            replaces the score in every comparison.
         images: Number of images; few for recipes that were far from the front.
         code: The line of Python that applies it; `config` the key of a training config that does.
-        on_front: No other row is faster and agrees more.
+        on_front: No other row is faster and loses less.
         cache: Bytes of the KV cache of a prompt of mean length; None for image models.
     """
 
@@ -66,6 +73,7 @@ class Advice:
         redundancy: Redundancy of the images at the model's patch size; None where that is unknown.
         note: Further facts about the data.
         cache: Bytes of the dense model's KV cache of a prompt of mean length; None for image models.
+        title: Title of the page, which names the model.
     """
 
     rows: tuple[RecipeResult, ...]
@@ -79,6 +87,12 @@ class Advice:
     redundancy: RedundancyReport | None = None
     note: str = ""
     cache: int | None = None
+    title: str = "Advice"
+
+    @property
+    def metric(self) -> str:
+        """What decides: "accuracy" where there are labels, else the `measure`."""
+        return self.measure if self.accuracy is None else ACCURACY
 
     @property
     def samples(self) -> str:
@@ -102,27 +116,58 @@ class Advice:
     def _faster(self) -> list[RecipeResult]:
         return [row for row in self.rows if row.speedup.low >= LEAST_SPEEDUP]
 
+    def is_decided(self, row: RecipeResult) -> bool:
+        """Whether the interval of a recipe's loss lies on one side of the tolerance."""
+        return row.loss.high <= self.tolerance or row.loss.low > self.tolerance
+
+    def missing_samples(self, row: RecipeResult) -> int | None:
+        """Return about how many more samples would decide about a recipe, if its loss stays as it is.
+
+        None where the loss is within a quarter of the tolerance from it, which no practical number decides.
+        """
+        loss = row.loss
+        margin = abs(self.tolerance - loss.value)
+        if margin == 0 or margin < self.tolerance / 4:
+            return None
+        counted = row.images + _PSEUDO
+        # An interval shrinks with the square root of the samples; one end of it without any loss, with the samples.
+        grown = loss.high / margin if loss.value == 0 else ((loss.high - loss.low) / 2 / margin) ** 2
+        missing = counted * grown - counted
+        digits = max(0, len(str(round(missing))) - 2)
+        return max(1, math.ceil(missing / 10**digits) * 10**digits)
+
     @property
     def sentence(self) -> str:
         """The advice in one sentence, and which recipes so few samples leave undecided."""
         limit = f"{100 * self.tolerance:g} %"
         row = self.best
+        others = [other for other in self.undecided if other is not row]
+        names = ", ".join(f"{other.name} ({other.speedup.median:.2f} times as fast)" for other in others)
+        lost = f"whether more than {limit} is lost"
+        open_ones = f" Undecided: {self._missing(others)} {lost} by {names}." if others else ""
         if row is None:
-            text = f"Nothing here pays at a tolerance of {limit}: keep the dense model."
-        else:
-            action = row.advice or f"use `{row.code}`"
-            text = f"{action[0].upper()}{action[1:]}: {row.speedup.median:.2f} times as fast at "
-            if self.measure == AGREEMENT:
-                text += f"{100 * row.score} % agreement with the dense model"
-            else:
-                text += f"a {self.measure} of {row.score:.3f} with the dense model"
-            if row.accuracy is not None:
-                text += f", accuracy {100 * row.accuracy.value:+.1f} points"
-            text += "."
-        if self.undecided:
-            names = ", ".join(f"{row.name} ({row.speedup.median:.2f} times as fast)" for row in self.undecided)
-            text += f" {self.images} {self.samples} are too few to tell whether more than {limit} is lost by {names}."
-        return text
+            return f"Nothing here pays at a tolerance of {limit}: keep the dense model.{open_ones}"
+        action = row.advice or f"use `{row.code}`"
+        measured = f"{row.speedup.median:.2f} times as fast at {self._measured(row)}."
+        if self.is_decided(row):
+            return f"{action[0].upper()}{action[1:]}: {measured}{open_ones}"
+        text = f"Undecided: {self._missing([row])} {lost}. Best so far: {action}, {measured}"
+        return f"{text} Undecided too: {names}." if others else text
+
+    def _missing(self, rows: Sequence[RecipeResult]) -> str:
+        """Return how many samples decide about all of some recipes, as the beginning of a clause."""
+        counts = [count for count in map(self.missing_samples, rows) if count is not None]
+        if not counts:
+            return f"{self.images:,} {self.samples} do not tell, nor would a few more,"
+        return f"{max(counts):,} more {self.samples} would tell"
+
+    def _measured(self, row: RecipeResult) -> str:
+        """Return what a recipe scores by the `metric`, in words."""
+        if row.accuracy is not None:
+            return f"{100 * row.accuracy:+.1f} points of accuracy"
+        if self.measure == AGREEMENT:
+            return f"{100 * row.score} % agreement with the dense model"
+        return f"a {self.measure} of {row.score:.3f} with the dense model"
 
     @property
     def code(self) -> str:
@@ -136,7 +181,7 @@ class Advice:
             "recipe": ("recipe", ""),
             "speedup": ("speed-up", "[.2f"),
             "score": (self.measure, ".1f" if in_percent else ".3f"),
-            "accuracy": ("accuracy", "+.1f"),
+            "accuracy": ("change of accuracy", "+.1f"),
             "cache": ("cache", ".2f"),
             "images": (self.samples, ""),
         }
@@ -153,27 +198,33 @@ class Advice:
         return table_of(columns, rows)
 
     def __str__(self) -> str:
-        unit = f"{'%, ' if self.measure == AGREEMENT else ''}95 % interval over {self.samples}"
-        facts = f"The dense model takes {self.milliseconds:.1f} ms for {self.batch_size} {self.samples}"
-        if self.cache is not None:
-            facts += f", whose KV caches have {self.cache / 2**20:.3g} MiB each on average,"
-        if self.accuracy is not None:
-            facts += f" and has an accuracy of {100 * self.accuracy:.1f} %"
-        facts += ". Rows with * are on the Pareto front. Speed-up: median and quartiles over rounds; "
-        facts += f"{self.measure} with the dense model: {unit}."
-        if self.redundancy is not None:
-            facts += f" The images: {self.redundancy}."
-        if self.note:
-            facts += f" {self.note}"
-        lines = [
-            str(self.table()),
-            f"\n{facts}",
-            *[f"\nLeft out: {name}: {reason}" for name, reason in self.refused.items()],
-            f"\n**{self.sentence}**",
-        ]
+        lines = [str(self.table()), f"\n**{self.sentence}**\n", *[f"- {fact}" for fact in self.facts]]
         if self.best:
             lines.append(f"\n```python\n{self.code}\n```\n\nIn a training config:\n\n```yaml\n{self.best.config}\n```")
         return "\n".join(lines)
+
+    @property
+    def facts(self) -> list[str]:
+        """What the figures are of, a sentence or two each."""
+        dense = f"The dense model takes {self.milliseconds:.1f} ms for {self.batch_size} {self.samples}"
+        if self.cache is not None:
+            dense += f", whose KV caches have {self.cache / 2**20:.3g} MiB each on average"
+        if self.accuracy is not None:
+            dense += f", and has an accuracy of {100 * self.accuracy:.1f} %"
+        unit = f"{'in %, ' if self.measure == AGREEMENT else ''}with a 95 % interval over {self.samples}"
+        columns = (
+            f"Speed-up: median and quartiles over rounds. The {self.measure} is that with the dense model, {unit}."
+        )
+        if self.accuracy is not None:
+            columns += " The change of accuracy, in points, decides."
+        redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}. {self.redundancy.suggestion}"]
+        return [
+            f"{dense}.",
+            f"Rows with * are on the Pareto front: none is faster and loses less. {columns}",
+            *redundancy,
+            *filter(None, [self.note]),
+            *[f"Left out: {name}: {reason}" for name, reason in self.refused.items()],
+        ]
 
     _repr_markdown_ = __str__  # Notebooks show it.
 
@@ -186,28 +237,37 @@ class Advice:
         values = {**asdict(self), "sentence": self.sentence, "code": self.code}
         write_atomically(folder / "advice.json", json.dumps(values, indent=2) + "\n")
         write_atomically(
-            folder / "advice.md", f"# {self.sentence}\n\n{self}\n\n![{self.measure} over speed-up](advice.png)\n"
+            folder / "advice.md", f"# {self.title}\n\n{self}\n\n![{self.metric} over speed-up](advice.png)\n"
         )
         self.plot(folder / "advice.png", overwrite)
 
     @name_missing_extra()
     def plot(self, path: str | Path, overwrite: bool = False) -> None:
-        """Draw agreement over speed-up; a line joins the rows on the front."""
-        from mmod.analysis.style import FAINT, INK, looks, new_figure, save_figure, tidy
+        """Draw the `metric` over speed-up; a line joins the recipes on the front, which alone are named."""
+        from mmod.analysis.fronts import Mark, draw_marks, finish, lost_marks
+        from mmod.analysis.style import FAINT, looks, new_figure, save_figure, tidy
 
-        figure = new_figure(7, 4.5)
-        axis = figure.subplots()
+        is_share = self.metric in (ACCURACY, AGREEMENT)
+        factor = 100 if is_share else 1
+        lossless = 1.0 if self.accuracy is None else 0.0
+        marks = [Mark("dense", "dense", 1.0, *[factor * lossless] * 3)]
         for row in self.rows:
-            look = looks([row.name])[row.name] | {"linestyle": "", "alpha": 1.0 if row.on_front else 0.5}
-            bars = [[row.score.value - row.score.low], [row.score.high - row.score.value]]
-            axis.errorbar(row.speedup.median, row.score.value, yerr=bars, elinewidth=0.8, **look)
-            axis.annotate(
-                row.name, (row.speedup.median, row.score.value), (5, 4), textcoords="offset points", fontsize=7
-            )
-        front = sorted((row.speedup.median, row.score.value) for row in self.rows if row.on_front)
-        axis.plot(*zip((1.0, 1.0), *front), color=FAINT, linewidth=1, zorder=0)
-        axis.plot(1.0, 1.0, color=INK, marker="*", markersize=12)
-        axis.axhline(1 - self.tolerance, color=FAINT, linewidth=0.7, linestyle=":")
-        axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=f"{self.measure} with the dense model")
+            score = factor * (row.score if row.accuracy is None else row.accuracy)
+            first = row.name.removeprefix("as ").partition(" ")[0]
+            series = _SERIES.get(first, first)
+            marks.append(Mark(row.name, series, row.speedup.median, score.value, score.low, score.high, row.code))
+        styles = looks({mark.series for mark in marks})
+        figure = new_figure(7, 4.8)
+        axis = figure.subplots()
+        draw_marks(axis, marks, styles, faster=True)
+        axis.axhline(factor * (lossless - self.tolerance), color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
+        title = f"{self.measure} with the dense model{', in %' if is_share else ''}"
+        if self.accuracy is not None:
+            title = "change of accuracy in points"
+        axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=title)
         tidy(axis, "both")
+        lost = lost_marks(marks, faster=True)
+        note = f"dotted: tolerance of {100 * self.tolerance:g} %{f'; below the axis: {lost}' if lost else ''}"
+        figure.suptitle(note, fontsize=9, color=FAINT, x=0.99, ha="right")
+        finish(figure, [axis], [marks], styles, faster=True)
         save_figure(figure, path, overwrite, dpi=150)

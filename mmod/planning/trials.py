@@ -44,6 +44,7 @@ def advise(
     candidates: Sequence[Candidate] | None = None,
     folder: str | Path | None = None,
     note: str = "",
+    title: str | None = None,
     progress: bool = True,
     recipes: Sequence[Candidate] | None = None,
 ) -> Advice:
@@ -71,6 +72,7 @@ def advise(
         folder: Write `advice.json`, `advice.md` and `advice.png` here, and `journal.jsonl`, with which the same call
             resumes. None writes nothing.
         note: A sentence about the data, for the report.
+        title: Title of `advice.md`; None names the model.
         progress: Show a bar.
         recipes: Earlier name of `candidates`.
 
@@ -129,10 +131,16 @@ def advise(
         samples.redundancy,
         note,
         samples.cache_bytes(model),
+        f"Advice for {_name_of(model)}" if title is None else title,
     )
     if folder is not None:
         advice.save(folder, overwrite=True)
     return advice
+
+
+def _name_of(model: nn.Module) -> str:
+    described: Mapping[str, Any] = getattr(model, "pretrained_cfg", None) or {}
+    return str(described.get("architecture") or type(model).__name__)
 
 
 def _check_candidates(candidates: Sequence[Candidate] | None) -> None:
@@ -215,8 +223,8 @@ class _Trial:
 
     @property
     def score(self) -> float:
-        """The mean agreement."""
-        return float(self.scores.mean())
+        """The accuracy where there are labels, else the mean agreement."""
+        return float((self.correct if len(self.correct) else self.scores).mean())
 
     def judge(self, samples: Samples, stop: int, journal: Journal) -> None:
         """Score the samples before `stop`, or read their scores from the journal."""
@@ -269,9 +277,24 @@ def _run(trials: Mapping[str, _Trial], samples: Samples, journal: Journal, progr
         bar.update()
         # Judged before any gets more samples: a score of more would not compare.
         first = {name: trial.score for name, trial in trials.items()}
-        for name in unbeaten(_costs(trials), lambda one, other: first[one] > first[other] + SLACK, tolerance=1.0):
-            trials[name].judge(samples, len(samples), journal)
-            bar.update()
+        near = unbeaten(_costs(trials), lambda one, other: first[one] > first[other] + SLACK, tolerance=1.0)
+        while near:
+            for name in near:
+                trials[name].judge(samples, len(samples), journal)
+                bar.update()
+            # More samples may have taken from the front what had beaten others on few.
+            near = [name for name in _front(trials) if len(trials[name].scores) < len(samples)]
+
+
+def _front(trials: Mapping[str, _Trial]) -> list[str]:
+    """Return the candidates than which none that is as fast scores more, or as much in less time."""
+    costs = _costs(trials)
+
+    def is_better(one: str, other: str) -> bool:
+        gain = trials[one].score - trials[other].score
+        return gain > 0 or (gain == 0 and costs[one] < costs[other])
+
+    return unbeaten(costs, is_better, tolerance=1.0)
 
 
 def _costs(trials: Mapping[str, _Trial]) -> dict[str, float]:
@@ -284,12 +307,7 @@ def _rows(trials: Mapping[str, _Trial], samples: Samples, part: str, depth: int)
     dense = trials[DENSE]
     costs = _costs(trials)
 
-    def is_better(one: str, other: str) -> bool:
-        """Return whether a model that is as fast scores more, or as much in less time."""
-        gain = trials[one].score - trials[other].score
-        return gain > 0 or (gain == 0 and costs[one] < costs[other])
-
-    front = unbeaten(costs, is_better, tolerance=1.0)
+    front = _front(trials)
     for name in sorted(costs, key=costs.__getitem__):
         trial = trials[name]
         count = len(trial.scores)

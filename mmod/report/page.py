@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -24,7 +26,7 @@ _STYLE = """
 @media (prefers-color-scheme: dark) {
   :root { --ink: #e8eaed; --faint: #a3abb5; --paper: #16181b; --line: #3a3f45; --link: #7ab8ff; }
 }
-body { margin: 0 auto; padding: 1rem; max-width: 60rem; font: 1rem/1.5 system-ui, sans-serif; color: var(--ink);
+body { margin: 0 auto; padding: 1rem; max-width: 66rem; font: 1rem/1.5 system-ui, sans-serif; color: var(--ink);
   background: var(--paper); }
 a { color: var(--link); }
 .skip { position: absolute; left: -99rem; }
@@ -32,7 +34,7 @@ a { color: var(--link); }
 :focus-visible { outline: 3px solid var(--link); outline-offset: 2px; }
 h1 { font-size: 1.6rem; }
 h2 { font-size: 1.25rem; margin-top: 2.5rem; border-top: 1px solid var(--line); padding-top: 1rem; }
-.finding { white-space: pre-line; }
+nav > ul { list-style: none; padding: 0; } .finding p, .finding ul { margin: .4rem 0; }
 figure { margin: 1.5rem 0; } .chart { overflow-x: auto; } .chart svg { max-width: 100%; height: auto; }
 g:has(> title):hover { stroke-width: 4; filter: brightness(1.25); }
 figcaption { color: var(--faint); font-size: .9rem; }
@@ -41,12 +43,12 @@ code, pre { font: .8rem/1.4 ui-monospace, monospace; } figcaption code { display
 pre { overflow-x: auto; border: 1px solid var(--line); padding: .5rem; }
 .wide { overflow-x: auto; margin: 1rem 0; } table { border-collapse: collapse; font-size: .85rem; }
 caption { text-align: left; color: var(--faint); } th, td { padding: .2rem .6rem; border-bottom: 1px solid var(--line);
-  text-align: right; white-space: nowrap; } th:first-child { text-align: left; }
-nav ul { margin: 0; padding-left: 1.2rem; }
+  text-align: right; white-space: nowrap; } th:first-child { text-align: left; } thead th { white-space: normal; }
 img { max-width: 100%; height: auto; }
 """
-# Figures of runs that are not folded away.
+# Figures of runs that are not folded away, and routing maps of studies without a recommended model.
 _OPEN_RUNS = 3
+_OPEN_MAPS = 2
 _MAPS = "Patches that routed blocks of {} keep"
 _PLAN = (
     "Plan of {}, {}, searched for the first seed: the divergence that each option adds in each block, with chosen "
@@ -110,6 +112,11 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
     searches = sorted(study.folder.glob("seed0/*.plans/*.svg"))
     plans = {path: _PLAN.format(path.parent.stem, path.stem) for path in searches}
     tables = "".join(_table(rows, f"Models of {study.name}") for rows in study.tables)
+    if study.summary:
+        tables = _table(study.summary, f"Models of {study.name}") + _folded("All columns", tables)
+    shown = {path: text for path, text in maps.items() if path.stem.removeprefix("maps-") in study.recommended}
+    shown = shown or dict(itertools.islice(maps.items(), _OPEN_MAPS))
+    further = {path: text for path, text in maps.items() if path not in shown}
     text = f"{len(study.rows)} models of the study {study.name}, whose numbers are in the table below."
     command = f"mmod {study.kind} study.yaml  # the config below, saved as study.yaml"
     drawn = Chart(f"{study.name}-{study.kind}", study.title, text, study.rows, study.svg, command)
@@ -117,9 +124,11 @@ def _study_section(study: StudyRecord, figure: _Draw) -> _Section:
         f"Study {study.name}",
         study.verdict,
         figure(drawn)
+        + _pictures(study.name, shown)
+        + _rich(study.code)
         + tables
-        + _pictures(study.name, "Routing maps of single models", maps)
-        + _pictures(study.name, "Plans that were searched", plans)
+        + _folded("Routing maps of further models", _pictures(study.name, further))
+        + _folded("Plans that were searched", _pictures(study.name, plans))
         + _details("Config", json.dumps(study.config, indent=2))
         + _details("Environment", _lines(study.environment)),
     )
@@ -143,7 +152,7 @@ def _audit_section(record: AuditRecord, figure: _Draw) -> _Section:
         first
         + "".join(map(_part, parts))
         + "".join(others)
-        + _pictures(record.name, "Routing maps", maps)
+        + _pictures(record.name, maps)
         + _details("Environment", _lines(record.environment)),
     )
 
@@ -160,8 +169,7 @@ def _runs_section(runs: Sequence[RunRecord], figure: _Draw) -> list[_Section]:
         return []
     content = "".join(drawn[:_OPEN_RUNS])
     further = "".join(drawn[_OPEN_RUNS:])
-    if further:
-        content += f"<details><summary>Further runs</summary>{further}</details>"
+    content += _folded("Further runs", further)
     return [_Section("Routers while training", "", content)]
 
 
@@ -196,17 +204,50 @@ def _table(rows: Sequence[Sequence[str]], caption: str) -> str:
     )
 
 
-def _pictures(study: str, title: str, texts: Mapping[Path, str]) -> str:
-    """Return a study's SVG files with their texts, folded away; nothing without any."""
+def _pictures(study: str, texts: Mapping[Path, str]) -> str:
+    """Return a study's SVG files with their texts."""
     shown = ""
     for path, text in texts.items():
         svg = inline_svg(path.read_text(), f"{study}-{path.parent.name}-{path.stem}", text)
-        shown += f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>"
-    return f"<details><summary>{escape(title)}</summary>{shown}</details>" if shown else ""
+        shown += f'<figure><div class="wide">{svg}</div><figcaption>{escape(text)}</figcaption></figure>'
+    return shown
+
+
+def _folded(title: str, content: str) -> str:
+    """Return content that a click unfolds; nothing without any."""
+    return f"<details><summary>{escape(title)}</summary>{content}</details>" if content else ""
 
 
 def _details(title: str, text: str) -> str:
-    return f"<details><summary>{escape(title)}</summary><pre>{escape(text)}</pre></details>"
+    return _folded(title, f"<pre>{escape(text)}</pre>")
+
+
+def _rich(text: str) -> str:
+    """Return Markdown of paragraphs, lists and fenced code as HTML.
+
+    Example:
+        >>> print(_rich("What to use:\\n\\n- a < b\\n\\n```python\\nimport mmod\\n\\nx\\n```"))
+        <p>What to use:</p><ul><li>a &lt; b</li></ul><pre>import mmod
+        <BLANKLINE>
+        x</pre>
+    """
+
+    def inline(words: str) -> str:
+        return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(words))
+
+    parts = re.split(r"^```\w*\n(.*?)\n```$", text, flags=re.MULTILINE | re.DOTALL)
+    content = ""
+    for number, part in enumerate(parts):
+        if number % 2:
+            content += f"<pre>{escape(part)}</pre>"
+            continue
+        for block in filter(None, part.strip().split("\n\n")):
+            items = block.split("\n")
+            if all(item.startswith("- ") for item in items):
+                content += f"<ul>{''.join(f'<li>{inline(item[2:])}</li>' for item in items)}</ul>"
+            else:
+                content += f"<p>{inline(block)}</p>"
+    return content
 
 
 def _lines(values: Mapping[str, Any]) -> str:
@@ -219,7 +260,7 @@ def _frame(sections: Sequence[_Section]) -> str:
     body = ""
     for number, (title, finding, content) in enumerate(sections, 1):
         name = f"section-{number}"
-        links += f'<li><a href="#{name}">{escape(title)}</a><div class="finding">{escape(finding)}</div></li>'
+        links += f'<li><a href="#{name}">{escape(title)}</a><div class="finding">{_rich(finding)}</div></li>'
         body += f'<section aria-labelledby="{name}"><h2 id="{name}">{escape(title)}</h2>{content}</section>'
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'

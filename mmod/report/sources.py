@@ -26,7 +26,8 @@ Table = Sequence[Sequence[str]]
 class StudyRecord:
     """A study: its picture, its models as `rows`, its tables as rows of cells with the header first, its finding.
 
-    `kind` is the command that made it, "tradeoff" or "isoflop".
+    `kind` is the command that made it, "tradeoff" or "isoflop"; `summary` is the table that fits a page, empty where
+    the only one does; `recommended` are the models that the finding recommends, and `code` how to apply them.
     """
 
     name: str
@@ -39,6 +40,9 @@ class StudyRecord:
     tables: Sequence[Table]
     verdict: str
     environment: Mapping[str, Any]
+    summary: Table = ()
+    recommended: Sequence[str] = ()
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -105,13 +109,13 @@ def _read_study(path: Path) -> StudyRecord:
         title = record["title"]
         rows = _read_table(path.with_suffix(".csv"))
         svg = path.with_suffix(".svg").read_text()
-        blocks = path.with_suffix(".md").read_text().strip().split("\n\n")
+        code = record.get("code", "")
+        blocks = path.with_suffix(".md").read_text().strip().removesuffix(code).strip().split("\n\n")
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise ValueError(
             f"{str(path)!r} is no study with its table and picture beside it ({type(error).__name__}: {error}); the "
             "command of the study, run again, writes them"
         ) from error
-    tables = [[_cells(line) for line in block.splitlines()] for block in blocks if block.startswith("|")]
     return StudyRecord(
         name=path.parent.name,
         folder=path.parent,
@@ -120,11 +124,20 @@ def _read_study(path: Path) -> StudyRecord:
         title=title,
         svg=svg,
         rows=rows,
-        # The second line of a Markdown table is its rule.
-        tables=[[header, *lines] for header, _, *lines in tables],
+        tables=[_table(block) for block in blocks if block.startswith("|")],
         verdict="\n\n".join(block for block in blocks if not block.startswith("|")),
         environment={name: record[name] for name in ("torch", "threads", "cores", "cpu_seconds") if name in record},
+        summary=_table(record["summary"]) if record.get("summary") else (),
+        recommended=record.get("recommended", ()),
+        code=code,
     )
+
+
+def _table(text: str) -> Table:
+    """Return the cells of a Markdown table, the header first."""
+    # The second line is its rule.
+    header, _, *lines = text.splitlines()
+    return [_cells(line) for line in (header, *lines)]
 
 
 def _cells(line: str) -> list[str]:

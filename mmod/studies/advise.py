@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ from mmod.values import check_value
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-OPEN_CLIP = "open_clip:"
+    from mmod.studies.advised import AdvisedModel, Preprocessing
+
 MEASURES = ("top1", "features", "patches")
 
 
@@ -38,16 +40,21 @@ def main(arguments: Sequence[str]) -> None:
         torch.set_num_threads(options.threads)
     batches: Iterable[Any]
     if options.prompts is None:
-        model, transform = load_model(
-            options.model, options.checkpoint, options.pretrained, options.image_size, options.measure
-        )
-        batch, note = read_images(
-            options.images, transform, options.number, options.on_corrupt, model, options.checkpoint
-        )
+        from mmod.studies.advised import open_model
+
+        found = open_model(options.model, options.checkpoint, options.pretrained, options.image_size, options.measure)
+        advised = found._replace(preprocessing=_checked(found.preprocessing, options))
+        how = " ".join(filter(None, [str(advised.preprocessing), advised.note]))
+        # Before the model runs: another mean than that of training explains a low accuracy.
+        print(how)
+        batch, facts = read_images(options.images, advised, options.number, options.on_corrupt)
+        note = f"{how} {facts}".rstrip()
+        model = advised.model
         batches = [batch]
     else:
-        model, batches = read_prompts(options)
+        model, batches, facts = read_prompts(options)
         note = "Plans were searched on a fifth of the prompts, and all candidates judged on the others."
+        note = " ".join(filter(None, [facts, note]))
     name = options.model.removeprefix("/").replace("/", "-").replace(":", "-")
     folder = Path(options.output or f"runs/advise/{name}")
     advice = mmod.advise(
@@ -58,6 +65,7 @@ def main(arguments: Sequence[str]) -> None:
         tolerance=options.tolerance,
         folder=folder,
         note=note,
+        title=f"Advice for {options.model}",
     )
     print(f"{advice}\n\nTable, figures and picture: {folder}")
 
@@ -70,8 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a name of timm, open_clip:ARCHITECTURE or open_clip:ARCHITECTURE:WEIGHTS, or a folder that timm saved; "
-        "with --prompts a folder of a LLaVA-style model and its processor",
+        help="a name of timm, open_clip:ARCHITECTURE or open_clip:ARCHITECTURE:WEIGHTS, the folder of a run, or one "
+        "that mmod.save_pretrained or timm saved; with --prompts a run, or a LLaVA-style model with its processor",
     )
     parser.add_argument("--images", metavar="FOLDER", help="images, perhaps in a folder for each class")
     parser.add_argument(
@@ -82,6 +90,14 @@ def _parser() -> argparse.ArgumentParser:
         "--no_pretrained", dest="pretrained", action="store_false", help="random weights: for tests of the command"
     )
     parser.add_argument("--image_size", type=int, metavar="PIXELS", help="side of images; the model's unless given")
+    for name in ("mean", "std"):
+        parser.add_argument(
+            f"--{name}",
+            type=float,
+            nargs="+",
+            metavar="VALUE",
+            help=f"{name} by which each channel is normalised; the model's unless given",
+        )
     parser.add_argument(
         "--measure",
         choices=MEASURES,
@@ -99,117 +115,50 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any]]:
-    """Load a vision-language model from a folder, and read prompts for it."""
+def _checked(preprocessing: Preprocessing, options: argparse.Namespace) -> Preprocessing:
+    """Return the preprocessing with mean and standard deviation of the command line."""
+    channels = len(preprocessing.fields["mean"])
+    for name in ("mean", "std"):
+        values = getattr(options, name)
+        if values is not None and len(values) != channels:
+            raise ValueError(f"--{name} needs {channels} values, one for each channel, got {len(values)}")
+    return preprocessing.changed(mean=options.mean, std=options.std)
+
+
+def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any], str]:
+    """Load a vision-language model from a folder, read prompts for it, and say how the model was made dense."""
     from mmod.data.readers.conversations import ConversationsConfig
+    from mmod.studies.advised import dense, run_folder
     from mmod.training.chat.config import ModelConfig, TrainConfig
     from mmod.training.chat.recipe import ChatRecipe
+    from mmod.training.kinds import CONFIGS, parse_kind
 
-    unusable = [name for name in ("checkpoint", "image_size", "measure") if getattr(options, name) is not None]
+    unusable = [name for name in ("checkpoint", "image_size", "measure", "mean", "std") if getattr(options, name)]
     if unusable or not options.pretrained:
         raise ValueError(
             f"with --prompts the model is that of a folder: leave out --{(unusable or ['no_pretrained'])[0]}"
         )
     data = ConversationsConfig(options.prompts, None, options.images, on_corrupt=options.on_corrupt)
-    config = TrainConfig(output=options.output or "runs/advise", model=ModelConfig(options.model), data=data)
+    run = run_folder(options.model)
+    if run is None:
+        config = TrainConfig(output=options.output or "runs/advise", model=ModelConfig(options.model), data=data)
+    else:
+        config = parse_kind([str(run)], CONFIGS.__getitem__)
+        if config.kind != "chat":
+            raise ValueError(f"--prompts are for runs of kind 'chat', and {str(run)!r} is one of kind {config.kind!r}")
+        config = dataclasses.replace(config, data=data)
     recipe = ChatRecipe(config)
-    model = recipe.load()
-    return model, recipe.calibration(model, -(-options.number // options.batch_size), options.batch_size)
-
-
-def load_model(
-    name: str,
-    checkpoint: str | None = None,
-    pretrained: bool = True,
-    image_size: int | None = None,
-    measure: str | None = None,
-) -> tuple[nn.Module, Callable[[Any], Tensor]]:
-    """Make a dense model and the transform of its images.
-
-    Args:
-        name: A name of timm, a folder that timm saved, or an architecture of open_clip, see `--help`.
-        image_size: Side of images in pixels; None takes the model's.
-        measure: One of `MEASURES`, for models of timm: "features" and "patches" take off the head.
-    """
-    if name.startswith(OPEN_CLIP):
-        import open_clip
-
-        architecture, _, weights = name.removeprefix(OPEN_CLIP).partition(":")
-        if architecture not in open_clip.list_models():
-            raise ValueError(f"open_clip knows no model {architecture!r}; open_clip.list_models() lists the known ones")
-        if measure not in (None, "features"):
-            raise ValueError(f"a model of open_clip is judged by its image features, got --measure {measure}")
-        tower, _, transform = open_clip.create_model_and_transforms(
-            architecture,
-            pretrained=None if checkpoint else weights or None,
-            require_pretrained=pretrained and checkpoint is None,
-            force_image_size=image_size,
-        )
-        if checkpoint is not None:
-            from mmod.training.pairs.model import load_clip
-
-            load_clip(tower, checkpoint)
-        return tower, transform
-    from timm.data import create_transform, resolve_data_config
-
-    from mmod.training.engine.checkpoint import read_weights
-    from mmod.training.engine.model import classifier_names, converted, load_weights
-
-    sizes = {} if image_size is None else {"img_size": image_size}
-    host: Any = _create(name, pretrained and checkpoint is None, sizes)
-    if checkpoint is not None:
-        state = read_weights(checkpoint)
-        weight = next(
-            (state[key] for key in state if key.startswith(classifier_names(host)) and state[key].ndim > 1), None
-        )
-        host.reset_classifier(0 if weight is None else len(weight))
-        load_weights(host, converted(state, host), checkpoint)
-    if measure == "top1" and not host.num_classes:
-        raise ValueError(f"{name} has no classes: use --measure features or --measure patches")
-    if measure in ("features", "patches"):
-        host.reset_classifier(0, *([""] if measure == "patches" else []))
-    side = getattr(getattr(host, "patch_embed", None), "img_size", None)
-    if side is not None and any(length % patch for length, patch in zip(side, host.patch_embed.patch_size)):
-        raise ValueError(f"--image_size must be a multiple of the model's patches, {host.patch_embed.patch_size[0]} px")
-    data = resolve_data_config(
-        {} if side is None else {"input_size": (host.patch_embed.proj.in_channels, *side)}, model=host
-    )
-    return host, create_transform(**data, is_training=False)
-
-
-def _create(name: str, pretrained: bool, arguments: dict[str, Any]) -> nn.Module:
-    """Make a model of timm that takes images of any size if it can: smaller images are among the candidates."""
-    from mmod.training.image.config import ModelConfig
-    from mmod.training.image.model import create_dense_model
-
-    if Path(name).is_dir():
-        name = f"local-dir:{Path(name).resolve()}"
-        pretrained = True
-    elif "/" in name and ":" not in name:
-        raise FileNotFoundError(f"no folder of a model at {name!r}; a model of a hub is hf-hub:OWNER/NAME")
-    try:
-        flexible = {**arguments, "dynamic_img_size": True}
-        return create_dense_model(ModelConfig(name=name, pretrained=pretrained, args=flexible))
-    except TypeError:
-        pass
-    try:
-        return create_dense_model(ModelConfig(name=name, pretrained=pretrained, args=arguments))
-    except TypeError as error:
-        raise ValueError(f"{name} takes no {' or '.join(arguments)}: {error}") from error
+    model, note = dense(recipe.load(), f"The model in {options.model}")
+    return model, recipe.calibration(model, -(-options.number // options.batch_size), options.batch_size), note
 
 
 def read_images(
-    folder: str,
-    transform: Callable[[Any], Tensor],
-    number: int,
-    on_corrupt: str,
-    model: nn.Module,
-    checkpoint: str | None = None,
+    folder: str, advised: AdvisedModel, number: int, on_corrupt: str
 ) -> tuple[Tensor | tuple[Tensor, Tensor], str]:
     """Read up to `number` images (N, C, H, W), spread evenly over a folder, and a sentence about them.
 
-    The images come with labels (N,) where the model knows the folders' names, from the run of its checkpoint or from
-    timm, or else where there are as many folders as classes of the model.
+    The images come with labels (N,) where the model knows the folders' names, or else where there are as many folders
+    as classes of the model.
     """
     import numpy as np
 
@@ -217,30 +166,29 @@ def read_images(
     from mmod.data.labels import ModelClasses
     from mmod.data.readers.timm import TimmSource
     from mmod.data.stream import ImageReader
-    from mmod.training.image.classes import published_classes, run_classes
 
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no folder of images at {folder!r}")
-    own = run_classes(checkpoint)
-    named = published_classes(model) if own is None else own
+    named = advised.classes
     names = None if named is None else ModelClasses(named, "the model", required=False)
     source = TimmSource("folder", folder, "", train_split="", model=names, labelled=False)
     report = CorruptReport(on_corrupt)  # type: ignore[arg-type]
     places = np.arange(min(number, len(source))) * max(1.0, len(source) / number)
-    images, labels, faults = ImageReader(source, "RGB", transform).read(places.astype(int), None)
+    reader = ImageReader(source, advised.preprocessing.mode, advised.preprocessing.transform())
+    images, labels, faults = reader.read(places.astype(int), None)
     report.add(faults)
     if not len(labels):
         raise ValueError(f"{folder!r} holds no image that can be read: {report}")
     classes = len(set(source.labels()))
-    known = getattr(model, "num_classes", 0)
+    known = getattr(advised.model, "num_classes", 0)
     notes = [f"{len(report.faults)} broken images were skipped."] if report.faults else []
     if classes > 1 and known and source.classes is not None and source.classes.given:
         notes.append("" if source.classes.is_plain else f"{source.classes}.")
         return (images, labels), " ".join(filter(None, notes))
-    if classes > 1 and classes == known and own is None:
+    if classes > 1 and classes == known and not advised.is_run:
         return (images, labels), " ".join(notes)
     if classes > 1 and known:
-        others = "" if own is None else " of other names"
+        others = " of other names" if advised.is_run else ""
         notes.append(
             f"Labels are not used: the images are in {classes} folders, and the model has {known} classes{others}."
         )

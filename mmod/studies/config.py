@@ -23,7 +23,8 @@ class StudyConfig(Checked):
 
     Args:
         output: Folder of runs, table and pictures. A stopped study resumes there.
-        dense: Training config of the dense model, a YAML file; the study sets its `output`, `seed` and `routing`.
+        dense: Training config of the dense model: a YAML file, or its fields. The study sets its `output`, `seed` and
+            `routing`.
         routers: Names of series to their routing: fields of `RoutingConfig`, or `preset: NAME` with changes, or
             `plan: FILE` with other fields; or `search` with fields of `PlanOptions`, which searches a plan in the dense
             model of every seed. All run at every capacity, the budget of a search. A series may also have `changes`,
@@ -50,7 +51,7 @@ class StudyConfig(Checked):
     """
 
     output: str
-    dense: str
+    dense: str | dict[str, Any]
     routers: dict[str, dict[str, Any]] = field(default_factory=dict)
     kind: str
     changes: dict[str, Any] = field(default_factory=dict)
@@ -108,7 +109,8 @@ class StudyConfig(Checked):
     @property
     def dense_fields(self) -> dict[str, Any]:
         """Fields of the dense model's training config."""
-        return {**merged(read_yaml(self.dense), self.changes), "output": self.output}
+        fields = read_yaml(self.dense) if isinstance(self.dense, str) else self.dense
+        return {**merged(fields, self.changes), "output": self.output}
 
     @property
     def tuned_fields(self) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from mmod.planning.comparison import Scores
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.image import TimmCosts, TimmReport
 from mmod.studies.jobs import Run
+from mmod.studies.results import listed
 from mmod.studies.scorer import Findings, Outcome, Scorer, evaluate_once
 from mmod.studies.study import Study
 from mmod.training.engine.evaluate import RoutedResult
@@ -229,7 +230,8 @@ class FeatureScores(Scores):
         for figure, title in self.evaluations[DENSE].measures.items():
             gaps = {name: self.gap_in(figure, name, DENSE) for name in self.evaluations}
             close = [name for name, gap in gaps.items() if gap is not None and not gap.is_clear]
-            sentences.append(f"No significant difference to dense by the {title}: {', '.join(close) or 'none'}.")
+            names = listed(close, most=6) or "none"
+            sentences.append(f"No significant difference to dense by the {title}: {names}.")
         return " ".join(sentences)
 
 

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import yaml
 from torch import nn
 
+from mmod.adapters import find_stack
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.redundancy import redundancy
 from mmod.io.tables import Column, table_of
+from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
-from mmod.planning.candidate import DENSE, Candidate
+from mmod.planning.candidate import DENSE, ONLY, Candidate
 from mmod.planning.comparison import Scores, as_fast, unbeaten
 from mmod.studies.config import ImageStudyConfig, TimmStudyConfig
 from mmod.studies.costs import ByModel, Costs
 from mmod.studies.jobs import Run
 from mmod.studies.report import Report, Rows
-from mmod.studies.results import COLUMNS, quoted, save_picture
+from mmod.studies.results import COLUMNS, listed, save_picture
 from mmod.studies.scorer import Scorer
 from mmod.studies.study import Study
 from mmod.training.engine.distributed import choose_device
@@ -59,6 +62,8 @@ class TimmCosts(Costs[TimmStudyConfig]):
 
     Attributes:
         caption: Source, size and redundancy of the images; empty before the dense model is counted.
+        images: Number of test images.
+        depth: Number of blocks of the dense model.
         chance: Points of accuracy that the choice of the test images may add to a difference between two models.
     """
 
@@ -67,7 +72,9 @@ class TimmCosts(Costs[TimmStudyConfig]):
     def __init__(self, config: TimmStudyConfig) -> None:
         super().__init__(config)
         self.caption: list[str] = []
+        self.images = 0
         self.chance = 0.0
+        self.depth = 0
 
     @property
     def axes(self) -> dict[str, str]:
@@ -79,7 +86,9 @@ class TimmCosts(Costs[TimmStudyConfig]):
         """Count the FLOPs of one image and the memory of a batch, and draw what a routed model keeps."""
         if run.name == DENSE:
             self.caption = [_caption(run.config, model)]
+            self.depth = len(find_stack(model).blocks)
             if isinstance(evaluation, EvalResult):
+                self.images = evaluation.samples
                 right = evaluation.columns()[self.config.score] / 100
                 # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
                 self.chance = 196 * math.sqrt(2 * right * (1 - right) / evaluation.samples)
@@ -137,18 +146,18 @@ class TimmReport(Report[TimmStudyConfig, TimmCosts]):
                 return False
             return gap.is_clear if has_intervals else gap.value > chance
 
-        texts = [*note, *self.costs.caption]
-        texts += [self._advice(scores, ms, size, is_better) for size, ms in times.items()]
+        texts = [self._advice(scores, ms, size, is_better) for size, ms in times.items()]
+        texts += [*note, *self.costs.caption]
         if has_intervals:
             for size, ms in times.items():
-                names = ", ".join(map(quoted, unbeaten(ms, is_better)))
+                fastest = sorted(unbeaten(ms, is_better), key=ms.__getitem__)
                 texts.append(
                     f"At batch {size}, no entrant that is as fast is significantly better (95 % interval of the paired "
-                    f"difference) than any of these, which are not ranked: {names}."
+                    f"difference) than any of these, the fastest first: {listed(fastest)}."
                 )
         limits = []
         if not has_intervals:
-            limits.append(f"Differences below {chance:.1f} points may be chance.")
+            limits.append(_of_chance(chance, self.costs.images))
         if not self.config.train_dense:
             limits.append("All models start from one dense model; another may rank them differently.")
         if is_repeated and not has_intervals:
@@ -157,19 +166,53 @@ class TimmReport(Report[TimmStudyConfig, TimmCosts]):
             texts.append(" ".join(limits))
         return "\n\n".join(texts)
 
+    def recommended(self, scores: Scores, costs: ByModel) -> list[str]:
+        """Return the best models at some speeds, in the largest batches."""
+        by_size = self.costs.known_times(costs, costs)
+        if not by_size:
+            return []
+        best = self._best(scores, by_size[max(by_size)]).values()
+        return [name for name in dict.fromkeys(best) if name is not None]
+
+    def code(self, candidates: Sequence[Candidate]) -> str:
+        """Return the lines of Python, or the keys of a training config, that apply models."""
+        blocks = []
+        for candidate in candidates:
+            lines = candidate.code(ONLY, self.costs.depth)
+            if lines and self.config.tune and candidate.is_trained:
+                lines = f"model = mmod.load_pretrained({f'{self.config.output}/seed0/{candidate.name}/model'!r})"
+            if lines:
+                blocks.append(f"{candidate.name} in Python:\n\n```python\nimport mmod\n\n{lines}\n```")
+                continue
+            side = candidate.image_size
+            size = {} if side is None else {"data": {"image_size": side}, "model": {"args": {"img_size": side}}}
+            keys = yaml.safe_dump(merged(candidate.changes, size), default_flow_style=None, sort_keys=False).rstrip()
+            blocks.append(f"{candidate.name} in a training config:\n\n```yaml\n{keys}\n```")
+        return "\n\n".join(blocks)
+
+    def _best(self, scores: Scores, ms: Mapping[str, float]) -> dict[float, str | None]:
+        """Return the best model by speed, up to the first speed that none reaches."""
+        best: dict[float, str | None] = {}
+        for speed in _SPEEDS:
+            fast = [name for name in ms if name != DENSE and ms[DENSE] >= speed * ms[name]]
+            best[speed] = scores.best(fast)
+            if not fast:
+                break
+        return best
+
     def _advice(self, scores: Scores, ms: Mapping[str, float], size: int, is_better: Callable[[str, str], bool]) -> str:
         """Name the best model at some speeds, and those that may be as good."""
         lines = [f"What to use, in batches of {size}:\n"]
-        for speed in _SPEEDS:
-            fast = [name for name in ms if name != DENSE and ms[DENSE] >= speed * ms[name]]
-            best = scores.best(fast)
+        for speed, best in self._best(scores, ms).items():
             if best is None:
                 lines.append(f"- {speed:g} times the dense speed: nothing measured is that fast")
-                break
-            close = ", ".join(quoted(name) for name in fast if name != best and not is_better(best, name))
-            line = f"- {speed:g} times the dense speed: {quoted(best)}, "
+                continue
+            fast = [name for name in ms if name != DENSE and ms[DENSE] >= speed * ms[name]]
+            close = [name for name in fast if name != best and not is_better(best, name)]
+            close.sort(key=scores.mean, reverse=True)
+            line = f"- {speed:g} times the dense speed: {listed([best])}, "
             line += f"{scores.mean(best) - scores.mean(DENSE):+.1f} points"
-            lines.append(f"{line}; no clear difference from {close}" if close else line)
+            lines.append(f"{line}; no clear difference from {listed(close)}" if close else line)
         return "\n".join(lines)
 
     def summary(self, rows: Rows) -> str:
@@ -216,4 +259,17 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     data = config.data
     images = f"Images: {data.source}, {data.image_size} px"
     patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-    return images if patch is None else f"{images}; {redundancy(timed_images(config, _MEASURED), patch[0])}"
+    if patch is None:
+        return images
+    report = redundancy(timed_images(config, _MEASURED), patch[0])
+    return f"{images}; {report}. {report.suggestion}"
+
+
+def _of_chance(points: float, images: int) -> str:
+    """Say which differences so many test images cannot tell, and how many images would tell one point."""
+    text = f"{images:,} test images: differences below {points:.1f} points may be chance."
+    if points <= 1:
+        return text
+    needed = images * points**2
+    digits = len(str(round(needed))) - 2
+    return f"{text} About {math.ceil(needed / 10**digits) * 10**digits:,} would tell one point."

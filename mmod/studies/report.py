@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from mmod.analysis.plots import draw_tradeoff
+from mmod.analysis.fronts import draw_tradeoff
 from mmod.io.tables import table_of
 from mmod.planning.candidate import Candidate
 from mmod.planning.comparison import Scores
@@ -54,6 +54,14 @@ class Report(Generic[AnyStudyConfig, AnyCosts]):
     def text(self, scores: Scores, costs: ByModel) -> str:
         """Say which models are significantly better."""
         return scores.verdict()
+
+    def recommended(self, scores: Scores, costs: ByModel) -> list[str]:
+        """Return the models that the text recommends."""
+        return []
+
+    def code(self, candidates: Sequence[Candidate]) -> str:
+        """Return the lines that apply recommended models, as Markdown; empty where there are none."""
+        return ""
 
     def facts(self) -> dict[str, Any]:
         """Return further entries of the JSON file."""

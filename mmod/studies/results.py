@@ -21,6 +21,8 @@ from mmod.planning.comparison import Scores
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+# Groups of models without significant differences that a sentence names.
+_GROUPS = 3
 COLUMNS: dict[str, Column] = {
     "name": ("model", ""),
     "capacity": ("capacity", "g"),
@@ -214,9 +216,10 @@ class SeedScores(Scores):
         seeds = max((len(values) for values in self.by_seed.values()), default=0)
         if seeds < 2:
             return "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
-        lists = ([quoted(name) for name in group] for group in self._close_groups())
-        groups = "; ".join(f"{', '.join(names[:-1])} and {names[-1]}" for names in lists)
-        differing = f"no significant difference between {groups}" if groups else "all differences are significant"
+        groups = self._close_groups()
+        text = "; ".join(listed(group, most=6) for group in groups[:_GROUPS])
+        further = f"; {len(groups) - _GROUPS} more groups are as close" if len(groups) > _GROUPS else ""
+        differing = f"no significant difference between {text}{further}" if text else "all differences are significant"
         return f"Paired over {seeds} seeds (95 % intervals), {differing}."
 
     def _close_groups(self) -> list[list[str]]:
@@ -237,6 +240,14 @@ class SeedScores(Scores):
         return groups
 
 
-def quoted(name: str) -> str:
-    """Return a name for a list of names: in quotes where it has a comma."""
-    return f"'{name}'" if "," in name else name
+def listed(names: Sequence[str], most: int = 3) -> str:
+    """Return the first few names as a list, those with a comma in quotes, and how many follow.
+
+    Example:
+        >>> listed(["a", "b, merged", "c", "d", "e"]), listed(["a", "b"])
+        ("a, 'b, merged', c and 2 more", 'a and b')
+    """
+    shown = [f"'{name}'" if "," in name else name for name in names[:most]]
+    if len(names) > most:
+        return f"{', '.join(shown)} and {len(names) - most} more"
+    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else "".join(shown)

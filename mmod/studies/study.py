@@ -171,15 +171,20 @@ class Study:
             rows = [{**row, "epochs": self.epochs[row["name"]]} for row in rows]
         rows = self.scorer.complete(rows, findings)
         report = self.report
+        costs = {name: findings.costs[name] for name in shown}
+        recommended = report.recommended(scores, costs)
         record = {
             "config": dataclasses.asdict(self.config),
             **runner.facts,
             "rates": self.rates,
             **report.facts(),
+            "recommended": recommended,
+            "summary": report.summary(rows),
+            "code": report.code([shown[name] for name in recommended]),
             "title": report.title,
             "points": [dataclasses.asdict(point, dict_factory=published) for point in points],
         }
-        text = report.text(scores, {name: findings.costs[name] for name in shown})
+        text = "\n\n".join(filter(None, [report.text(scores, costs), record["code"]]))
         table = f"{report.table(rows)}\n\n{text}"
         summary = f"{report.summary(rows)}\n\n{text}"
         drawn = report.pictures([{**row, "note": hint(shown[row["name"]], row)} for row in rows])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 
 import mmod
 from mmod.analysis.maps import VEIL_OPACITY
-from mmod.analysis.plots import draw_sample_maps, draw_tradeoff
+from mmod.analysis.plots import draw_sample_maps
 from tests.kit.vlm_zoo import IMAGE, make_joint, prompt
 
 
@@ -79,93 +78,6 @@ def test_maps_refuse_what_they_cannot_show(traced: tuple[torch.Tensor, mmod.Trac
         decisions.plot(images, grid=(3, 4))
     with pytest.raises(ValueError, match="2 images need as many labels, got 1"):
         decisions.plot(images, ["one"])
-
-
-def rows(seeds: int = 3, **times: float) -> list[dict[str, Any]]:
-    """Return eight models; times are milliseconds for each GFLOP by column."""
-    return [
-        {
-            "name": series if series == "dense" else f"{series}-{capacity}",
-            "series": series,
-            "capacity": capacity,
-            "gflops": 0.5 + capacity / 2,
-            "top1": score,
-            "top1_std": 0.5 if seeds > 1 else None,
-            "seeds": seeds,
-            **{column: (0.5 + capacity / 2) * factor for column, factor in times.items()},
-        }
-        for series, capacity, score in [
-            ("dense", 1.0, 93.0),
-            ("a-mod", 0.25, 91.0),
-            ("a-mod", 0.5, 92.0),
-            ("mod", 0.25, 90.0),
-            ("mod", 0.5, 92.0),
-            ("random", 0.25, 80.0),
-            ("random", 0.5, 88.0),
-            ("shallow", 0.55, 87.0),
-        ]
-    ]
-
-
-TIMES = {"gflops": "GFLOPs per image", "latency_ms": "ms per image, batch 1", "latency_ms_b8": "ms per image, batch 8"}
-
-
-def marks_of(axis: Any) -> list[Any]:
-    return [line for line in axis.lines if (line.get_gid() or "").startswith("hint ")]
-
-
-def test_tradeoff_has_a_panel_for_each_cost_that_was_measured() -> None:
-    figure = draw_tradeoff(rows(latency_ms=10), costs=TIMES)
-    assert [axis.get_xlabel() for axis in figure.axes] == ["GFLOPs per image", "ms per image, batch 1"]
-    assert figure.axes[0].get_ylabel() == "top-1 accuracy in %"
-    (legend,) = figure.legends
-    assert {text.get_text() for text in legend.get_texts()} == {"dense", "a-mod", "mod", "random", "shallow"}
-    assert "3 seeds" in figure.get_suptitle()
-    assert "one seed" in draw_tradeoff(rows(seeds=1)).get_suptitle()
-
-
-def test_tradeoff_names_all_models_and_no_name_lies_on_another_or_on_a_point() -> None:
-    figure = draw_tradeoff(rows(latency_ms=10, latency_ms_b8=4), costs=TIMES)
-    figure.draw_without_rendering()
-    assert len(figure.axes) == 3
-    for axis in figure.axes:
-        texts = [text for text in axis.texts if text.get_text()]
-        assert {text.get_text() for text in texts} == {row["name"] for row in rows()}
-        names = [text.get_window_extent() for text in texts]
-        points = [mark.get_window_extent() for mark in marks_of(axis)]
-        assert len(points) == 8
-        assert not any(one.overlaps(two) for one, two in itertools.combinations(names, 2))
-        assert not any(name.overlaps(point) for name in names for point in points)
-        room = axis.get_window_extent()
-        assert all(room.x0 <= name.x0 and name.x1 <= room.x1 for name in names)
-
-
-def test_series_have_one_colour_and_marker_in_all_panels_and_figures() -> None:
-    figures = [draw_tradeoff(rows(latency_ms=10), costs=TIMES), draw_tradeoff(rows()[:3])]
-    styles_of: dict[str, set[tuple[str, str]]] = {}
-    for figure in figures:
-        for axis in figure.axes:
-            for mark in marks_of(axis):
-                name = mark.get_gid().removeprefix("hint ").partition(":")[0].rpartition("-")[0] or "dense"
-                styles_of.setdefault(name, set()).add((mark.get_color(), mark.get_marker()))
-    assert set(styles_of) == {"dense", "a-mod", "mod", "random", "shallow"}
-    assert all(len(styles) == 1 for styles in styles_of.values())
-
-
-def test_many_models_are_named_where_one_points_at_them() -> None:
-    many = rows() + [{**row, "name": f"{row['name']} {number}"} for row in rows() for number in range(2)]
-    axis = draw_tradeoff(many).axes[0]
-    assert not axis.texts
-    assert len(marks_of(axis)) == 24
-
-
-def test_tradeoff_names_what_is_missing() -> None:
-    with pytest.raises(ValueError, match="at least one row"):
-        draw_tradeoff([])
-    with pytest.raises(ValueError, match="row 'dense' lacks top1"):
-        draw_tradeoff([{"name": "dense", "series": "dense", "gflops": 1.0, "right": 3.0}])
-    with pytest.raises(ValueError, match="no cost that all rows have: prefill_ms"):
-        draw_tradeoff(rows(), costs={"prefill_ms": "ms"})
 
 
 def test_samples_have_a_map_for_each_block() -> None:

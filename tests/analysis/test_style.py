@@ -53,6 +53,12 @@ def test_a_label_without_room_is_left_out() -> None:
     assert not any(one.overlaps(two) for one, two in itertools.combinations(boxes, 2))
 
 
+def test_a_notebook_shows_a_figure_as_a_picture() -> None:
+    figure: Any = new_figure(2, 1)
+    figure.subplots().plot([1, 2])
+    assert figure._repr_png_().startswith(b"\x89PNG")
+
+
 def test_svg_holds_texts_hints_and_the_colours_of_the_page() -> None:
     figure = new_figure(3, 2)
     axis = figure.subplots()

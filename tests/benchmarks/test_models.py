@@ -149,6 +149,13 @@ def test_wrong_compilation_is_refused(step: str) -> None:
             check_compiled("linear", compiled, eager, images)
 
 
+def test_an_exported_step_is_the_eager_one() -> None:
+    model, images = routed(), torch.randn(2, 3, 64, 64)
+    exported = Step(model, "forward", "exported")
+    check_compiled("linear", exported, Step(model, "forward", "eager"), images)
+    assert isinstance(exported.forward.program, torch.fx.GraphModule)  # type: ignore[attr-defined]
+
+
 def test_unclear_images_are_left_out() -> None:
     model = timm.create_model("test_vit", img_size=64).eval()
     mmod.route_(model, mmod.RoutingConfig(router=lambda x: torch.ones(x.shape[:2]), gate="identity"))
@@ -315,6 +322,8 @@ def test_memory_is_watched_inside_ops_and_held_by_blocks() -> None:
 def test_config_names_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="'cudagraphs' needs device 'cuda', got 'cpu'"):
         BenchmarkConfig(execution=["eager", "cudagraphs"])
+    with pytest.raises(ValueError, match="'exported' is inference alone: set step to \\['forward'\\]"):
+        BenchmarkConfig(execution=["exported"])
     with pytest.raises(ValueError, match="routers must name at least one value"):
         BenchmarkConfig(routers=[])
     with pytest.raises(ValueError, match=r"batch_sizes .* of at least 1, got \[0\]"):

@@ -3,71 +3,19 @@
 from __future__ import annotations
 
 import csv
-import io
 import json
-import tarfile
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from PIL import Image
-from scipy.io import savemat
 
 from mmod.data import DataConfig, image_stream
 from mmod.data.convert import imagenet
 from mmod.data.convert.imagenet import ARCHIVES, DEVKIT, ImageNetConversion, convert_imagenet
 from mmod.data.corrupt import CorruptDataError
+from tests.kit.imagenet_archives import SYNSETS, TRAIN, TRUTH, VAL, jpeg, tar_of
+from tests.kit.imagenet_archives import write_archives as write
 from tests.kit.scripts import run_script
-
-SYNSETS = ("n00000007", "n00000003", "n00000005")
-# Numbers of classes of the validation images, from 1.
-TRUTH = (2, 1, 3, 3, 2, 1, 2)
-
-
-def jpeg(value: int) -> bytes:
-    file = io.BytesIO()
-    Image.new("RGB", (20, 16), (value, 255 - value, 9)).save(file, format="JPEG")
-    return file.getvalue()
-
-
-def tar_of(members: dict[str, bytes], mode: str = "w") -> bytes:
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode=mode) as archive:
-        for name, data in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(data)
-            archive.addfile(info, io.BytesIO(data))
-    return file.getvalue()
-
-
-TRAIN = {
-    synset: {f"{synset}_{number}.JPEG": jpeg(50 * place + number) for number in range(4 + place)}
-    for place, synset in enumerate(SYNSETS)
-}
-VAL = {f"ILSVRC2012_val_{number:08d}.JPEG": jpeg(200 + number) for number in range(1, len(TRUTH) + 1)}
-
-
-def devkit() -> bytes:
-    synsets = np.array(
-        [(number, synset, f"word {number}", 0) for number, synset in enumerate((*SYNSETS, "n00000009"), 1)],
-        dtype=[("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")],
-    )
-    meta = io.BytesIO()
-    savemat(meta, {"synsets": synsets})
-    folder = "ILSVRC2012_devkit_t12/data"
-    truth = "\n".join(map(str, TRUTH)).encode()
-    members = {f"{folder}/meta.mat": meta.getvalue(), f"{folder}/ILSVRC2012_validation_ground_truth.txt": truth}
-    return tar_of(members, "w:gz")
-
-
-def write(folder: Path, train: dict[str, dict[str, bytes]] = TRAIN, val: dict[str, bytes] = VAL) -> Path:
-    folder.mkdir(exist_ok=True)
-    classes = {f"{synset}.tar": tar_of(images) for synset, images in train.items()}
-    (folder / ARCHIVES["train"]).write_bytes(tar_of(classes))
-    (folder / ARCHIVES["val"]).write_bytes(tar_of(val))
-    (folder / DEVKIT).write_bytes(devkit())
-    return folder
 
 
 def files_of(folder: Path) -> dict[str, bytes]:

@@ -23,6 +23,8 @@ FOREIGN = (
     "pip ",
     "python -m venv ",
     "source ",
+    "git clone ",
+    "cd ",
     "lmms_eval ",
     "tensorboard ",
     "wandb ",
@@ -64,4 +66,4 @@ def is_complete(command: str) -> bool:
     return is_run and command.split()[1:] not in [*names, ["advise"], ["report"]]
 
 
-COMPLETE = sorted({command for _, command in NAMED if is_complete(command)})
+COMPLETE = [(page, command) for page, command in NAMED if is_complete(command)]

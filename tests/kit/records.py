@@ -11,7 +11,8 @@ import torch
 
 import mmod
 from mmod.analysis import LabelledBatch
-from mmod.analysis.plots import draw_sample_maps, draw_tradeoff
+from mmod.analysis.fronts import draw_tradeoff
+from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.style import new_figure, svg_of
 from mmod.studies.isoflop.report import draw, table, verdict
 from mmod.studies.results import write_outcome

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.adapters.grids import resized_to_labels
-from mmod.analysis.statistics import Estimate
+from mmod.analysis.statistics import Estimate, share_of
 from mmod.analysis.timing import Spread
 from mmod.methods import methods_of, read_method
 from mmod.planning import comparison, samples
@@ -62,9 +64,9 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     advice = mmod.advise(model, [pictures(12, flat=True)], batch_size=3, folder=tmp_path, progress=False)
     assert advice.best is not None
     assert advice.best.name == "images of 96 px"
-    assert advice.sentence.startswith("Use images of 96 px: 2.00 times as fast at 100.0 [75.8, 100.0] % agreement")
-    assert advice.sentence.endswith(
-        "12 images are too few to tell whether more than 2 % is lost by images of 96 px (2.00 times as fast)."
+    assert advice.sentence == (
+        "Undecided: 180 more images would tell whether more than 2 % is lost. Best so far: use images of 96 px, 2.00 "
+        "times as fast at 100.0 [75.8, 100.0] % agreement with the dense model."
     )
     assert advice.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=96))"
     assert advice.rows[0].on_front
@@ -73,7 +75,9 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     saved = json.loads((tmp_path / "advice.json").read_text())
     assert saved["sentence"] == advice.sentence
     assert [row["name"] for row in saved["rows"]] == [row.name for row in advice.rows]
-    assert advice.sentence in (tmp_path / "advice.md").read_text()
+    page = (tmp_path / "advice.md").read_text()
+    assert page.startswith("# Advice for test_vit\n")
+    assert advice.sentence in page
     assert (tmp_path / "advice.png").stat().st_size
 
 
@@ -92,15 +96,21 @@ def test_nothing_is_advised_where_nothing_pays(clock: Callable[..., None]) -> No
     assert slow.code == ""
 
 
+def advice_of(rows: list[tuple[str, float, Estimate, Estimate | None]]) -> Advice:
+    """Return advice by 64 images from names, speeds, agreement and change of accuracy."""
+    results = tuple(
+        RecipeResult(name, Spread(speed, speed, speed), score, change, 64, "", "", f"use {name}", True)
+        for name, speed, score, change in rows
+    )
+    accuracy = None if rows[0][3] is None else 0.9
+    return Advice(results, {}, "agreement", accuracy, 10.0, 8, 64, 0.02)
+
+
 def test_what_the_images_leave_open_is_named() -> None:
     def advice(*rows: tuple[str, float, float, float]) -> Advice:
-        results = tuple(
-            RecipeResult(
-                name, Spread(speed, speed, speed), Estimate((low + high) / 2, low, high), None, 64, "", "", "", True
-            )
-            for name, speed, low, high in rows
+        return advice_of(
+            [(name, speed, Estimate((low + high) / 2, low, high), None) for name, speed, low, high in rows]
         )
-        return Advice(results, {}, "agreement", None, 10.0, 8, 64, 0.02)
 
     clear, lost = ("clear", 1.5, 0.99, 1.0), ("lost", 2.0, 0.90, 0.95)
     for rows, best, open_ones in (
@@ -117,7 +127,43 @@ def test_what_the_images_leave_open_is_named() -> None:
         named = advice(*rows)
         assert (named.best.name if named.best else None) == best
         assert [row.name for row in named.undecided] == open_ones
-        assert ("64 images are too few" in named.sentence) == bool(open_ones)
+        assert ("Undecided" in named.sentence) == bool(open_ones)
+
+
+def test_samples_that_are_missing_would_decide() -> None:
+    rng = np.random.default_rng(0)
+    for rate in (0.0, 0.01, 0.05, 0.08):
+        is_equal = rng.random(64) >= rate
+        row = advice_of([("a", 2.0, share_of(is_equal), None)]).rows[0]
+        advice = advice_of([("a", 2.0, share_of(is_equal), None)])
+        missing = advice.missing_samples(row)
+        if advice.is_decided(row) or missing is None:
+            continue
+        # As many samples more, of which as large a share is equal.
+        share = is_equal.mean()
+        count = 64 + missing
+        more = (np.arange(count) < round(share * count)).astype(float)
+        assert advice.is_decided(dataclasses.replace(row, score=share_of(more), images=count)), rate
+    at_tolerance = advice_of([("a", 2.0, Estimate(0.98, 0.9, 1.0), None)])
+    assert at_tolerance.missing_samples(at_tolerance.rows[0]) is None
+    assert "64 images do not tell, nor would a few more," in at_tolerance.sentence
+
+
+def test_accuracy_decides_where_there_are_labels(tmp_path: Path) -> None:
+    same = Estimate(1.0, 0.99, 1.0)
+    other = Estimate(0.6, 0.5, 0.7)
+    # The first agrees with the dense model and is wrong more often, the second differs and is right as often.
+    wrong = ("wrong", 2.0, same, Estimate(-0.05, -0.06, -0.04))
+    right = ("right", 1.5, other, Estimate(0.001, -0.005, 0.007))
+    advice = advice_of([wrong, right])
+    assert advice.metric == "accuracy"
+    assert advice.sentence == "Use right: 1.50 times as fast at +0.1 [-0.5, +0.7] points of accuracy."
+    assert "and has an accuracy of 90.0 %" in str(advice)
+    advice.save(tmp_path / "with")
+    assert "![accuracy over speed-up]" in (tmp_path / "with/advice.md").read_text()
+    without = advice_of([(*row[:3], None) for row in (wrong, right)])
+    assert without.metric == "agreement"
+    assert without.sentence.startswith("Use wrong: 2.00 times as fast at 100.0 [99.0, 100.0] % agreement")
 
 
 @pytest.mark.parametrize("options", [{}, {"num_classes": 0}], ids=["classes", "features"])
@@ -133,7 +179,7 @@ def test_figures_are_those_of_models_changed_by_the_printed_lines(
     labels = dense.argmax(-1)
     advice = mmod.advise(make(**options), [(images[:6], labels[:6]), (images[6:], labels[6:])], progress=False)
     assert {row.images for row in advice.rows} <= {4, 10}
-    assert any(row.images == 10 for row in advice.rows)
+    assert {row.images for row in advice.rows if row.on_front} == {10}
     assert not advice.refused
     for row in advice.rows:
         model = make(**options)

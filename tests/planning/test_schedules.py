@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 
 import pytest
 
 import mmod
-from mmod.planning import falling, ratio_decay
+from mmod.planning import drop_once, falling, ratio_decay
+from tests.kit.scripts import ROOT
 
 
 def test_the_published_decay() -> None:
@@ -24,6 +26,19 @@ def test_capacity_never_rises_with_depth(shape: str, depth: int) -> None:
     plan = ratio_decay(depth, shape=shape)
     assert all(a >= b for a, b in zip(plan.capacities, plan.capacities[1:]))
     assert all(0.15 <= c <= 0.85 for c in plan.capacities)
+
+
+def test_settings_of_papers_keep_as_many_tokens_as_their_columns() -> None:
+    page = (ROOT / "docs/planning.md").read_text()
+    rows = re.findall(r"^\| .*?([\d.]+) % \| `drop_once\((\d+), keep=([\d.]+)\)` \|(.*)\|$", page, re.MULTILINE)
+    assert len(rows) == 6
+    for share, depth, keep, smaller in rows:
+        plan = drop_once(int(depth), keep=float(keep))
+        mean = (int(depth) - len(plan.blocks) + sum(plan.capacities)) / int(depth)
+        assert mean == pytest.approx(float(share) / 100, abs=1e-3)
+        for side, tokens in re.findall(r"image_size: (\d+)` \((\d+) tokens", smaller):
+            assert (int(side) // 14) ** 2 == int(tokens)
+            assert int(tokens) / 576 == pytest.approx(mean, abs=0.02)
 
 
 def test_the_shift_is_the_mean_before_clipping() -> None:

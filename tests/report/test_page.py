@@ -98,13 +98,13 @@ def test_every_figure_is_drawn_with_its_words_its_command_and_its_files(report: 
         with (report.parent / f"{name}.csv").open() as file:
             assert list(csv.DictReader(file))
     words = [attributes["aria-label"] for tag, attributes in page.elements if tag == "svg"]
-    # Maps and plans are folded away.
+    # Maps and plans.
     assert len(words) == len(names) + 2 + 2
     assert all(len(text) > 30 for text in words)
     assert report.read_text().count("mmod audit ") >= 10
     assert not [tag for tag, _ in page.elements if tag == "img"]
-    folded = [text.partition(",")[0] for text in words]
-    assert {"Patches that routed blocks of a keep", "Plan of searched"} <= set(folded)
+    titles = [text.partition(",")[0] for text in words]
+    assert {"Patches that routed blocks of a keep", "Plan of searched"} <= set(titles)
     ids = [values["id"] for _, values in page.elements if "id" in values]
     assert len(ids) == len(set(ids))
     headings = [tag for tag, _ in page.elements if tag in ("h1", "h2")]
@@ -124,6 +124,35 @@ def test_the_page_shows_the_pictures_of_the_study(report: Path, folders: list[Pa
     assert (report.parent / "study-tradeoff.svg").read_text() == drawn
     hints = re.findall("<title>([^<]*)</title>", report.read_text())
     assert {"a &lt;b&gt;&amp; b&lt;/b&gt;-0.5: 89.00 at 0.03\nrouter: norm"} <= set(hints)
+
+
+def test_a_page_opens_what_is_recommended_and_folds_the_rest(tmp_path: Path) -> None:
+    study = write_study(tmp_path / "study")
+    for name in "bcd":
+        (study / f"maps-{name}.svg").write_text((study / "maps-a.svg").read_text())
+
+    def parts() -> tuple[str, str]:
+        """Return a new page without and with what is folded."""
+        text = write_report([study]).read_text()
+        return re.sub(r"<details>.*?</details>", "", text, flags=re.DOTALL), text
+
+    opened, text = parts()
+    assert [f"blocks of {name} keep<" in opened for name in "abcd"] == [True, True, False, False]
+    assert all(f"blocks of {name} keep<" in text for name in "abcd")
+    assert "early exit</th><td></td>" in opened
+    code = "c in Python:\n\n```python\nimport mmod\n\nmmod.route_(model)\n```"
+    summary = "| model | speed |\n|:--|--:|\n| dense | 1.0 |"
+    record = json.loads((study / "tradeoff.json").read_text())
+    (study / "tradeoff.json").write_text(json.dumps({**record, "summary": summary, "recommended": ["c"], "code": code}))
+    (study / "tradeoff.md").write_text((study / "tradeoff.md").read_text() + f"\n{code}\n")
+    opened, text = parts()
+    assert [f"blocks of {name} keep<" in opened for name in "abcd"] == [False, False, True, False]
+    assert "<p>c in Python:</p><pre>import mmod\n\nmmod.route_(model)</pre>" in opened[opened.index("<figure") :]
+    assert "mmod.route_" not in opened[: opened.index("<figure")]
+    # The table that fits is open, that of all columns is not.
+    assert '<th scope="row">dense</th><td>1.0</td>' in opened
+    assert "early exit</th><td></td>" not in opened
+    assert "early exit</th><td></td>" in text
 
 
 def test_a_report_is_renewed_and_another_one_refused(report: Path, folders: list[Path], tmp_path: Path) -> None:

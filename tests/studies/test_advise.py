@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
 import torch
+from open_clip.model import set_model_preprocess_cfg
 from PIL import Image
 from safetensors.torch import save_file
 
+import mmod
 from mmod.cli import main
+from mmod.data import DataConfig
+from mmod.methods import methods_of
 from mmod.planning import comparison
-from mmod.studies.advise import load_model
+from mmod.studies.advised import open_model
+from mmod.training import fit
+from mmod.training.engine.config import ScheduleConfig
+from mmod.training.image.config import ModelConfig, TrainConfig
+from mmod.training.kinds import recipe_of
+from tests.kit.clip_zoo import make_clip, small_config
 from tests.kit.prompts import make_prompts
 
 
@@ -60,9 +70,10 @@ def test_a_checkpoint_of_as_many_classes_is_judged_by_accuracy(
         ]
     )
     assert "and has an accuracy of" in capsys.readouterr().out
-    loaded, transform = load_model(str(tmp_path / "saved"), None, True)
+    advised = open_model(str(tmp_path / "saved"))
+    loaded: Any = advised.model
     assert loaded.dynamic_img_size
-    pixels = transform(Image.new("RGB", (30, 30)))[None]
+    pixels = advised.preprocessing.transform()(Image.new("RGB", (30, 30)))[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded.eval()(pixels), model.eval()(pixels))
 
@@ -95,25 +106,95 @@ def test_a_checkpoint_of_another_size_is_converted_and_judged_at_the_size_asked_
     assert f" {measure} |" in shown
     assert "images of 112 px" in shown
     assert "images of 128 px" not in shown
-    model, transform = load_model("test_vit", str(tmp_path / "weights.safetensors"))
-    assert transform(Image.new("RGB", (30, 30))).shape[1:] == (160, 160)
-    assert model.num_classes == 0
+    advised = open_model("test_vit", str(tmp_path / "weights.safetensors"))
+    assert advised.preprocessing.transform()(Image.new("RGB", (30, 30))).shape[1:] == (160, 160)
+    assert advised.model.num_classes == 0
 
 
 def test_a_saved_model_of_another_size_gets_images_of_its_size(tmp_path: Path) -> None:
     model = timm.create_model("test_vit", img_size=96, dynamic_img_size=True, num_classes=3)
     timm.models.save_for_hf(model, str(tmp_path / "saved"), safe_serialization=True)
-    _, transform = load_model(str(tmp_path / "saved"))
+    transform = open_model(str(tmp_path / "saved")).preprocessing.transform()
     assert transform(Image.new("RGB", (30, 30))).shape == (3, 96, 96)
+
+
+def test_a_run_is_advised_with_the_preprocessing_of_its_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_folder(tmp_path / "images", 3, 4)
+    monkeypatch.chdir(tmp_path)
+    size = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 24, "depth": 2, "num_heads": 2}
+    config = TrainConfig(
+        output="run",
+        model=ModelConfig("vit_tiny_patch16_224", {**size, "num_classes": 3}),
+        data=DataConfig("folder", "images", "", "", image_size=32, channels=1, mean=[0.1], std=[0.3], batch_size=4),
+        methods=[{"kind": "merge", "r": 2}],
+        epochs=1,
+        schedule=ScheduleConfig(warmup_epochs=0),
+    )
+    fit(config, progress=False)
+    expected = recipe_of(config).finished("run")
+    for name in ("run", "run/model"):
+        main(["advise", name, "--images", str(folder), "--output", name.replace("/", "-") + "-advice"])
+        shown = capsys.readouterr().out
+        assert shown.startswith("Preprocessing of the run: 32 x 32 px, bicubic, crop_pct ")
+        assert "mean (0.1), std (0.3)." in shown
+        assert "The model of run is changed by merge: advice undoes that and starts from its dense weights." in shown
+        # Its classes are known by name.
+        assert "and has an accuracy of" in shown
+    advised = open_model("run")
+    assert not methods_of(advised.model)
+    pixels = torch.stack([advised.preprocessing.transform()(Image.new("L", (50, 40), 9 * n)) for n in range(3)])
+    dense = mmod.undo_(recipe_of(expected).load())
+    with torch.no_grad():
+        torch.testing.assert_close(advised.model.eval()(pixels), dense(pixels))
+    main(["advise", "run", "--images", str(folder), "--output", "other", "--mean", "0.5", "--std", "0.2"])
+    assert "mean (0.5), std (0.2)." in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="--mean needs 1 values, one for each channel, got 3"):
+        main(["advise", "run", "--images", str(folder), "--mean", "0.5", "0.5", "0.5"])
+    with pytest.raises(SystemExit, match="'run' has its own weights and size of images: leave out --image_size"):
+        main(["advise", "run", "--images", str(folder), "--image_size", "64"])
+
+
+def test_folders_that_mmod_saved_are_advised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_folder(tmp_path / "images", 3, 2)
+    model = timm.create_model("test_vit", num_classes=3)
+    mmod.save_pretrained(mmod.route_(model, mmod.RoutingConfig(router="linear")), tmp_path / "timm")
+    main(["advise", str(tmp_path / "timm"), "--images", str(folder), "--output", str(tmp_path / "advice")])
+    assert "is changed by routing: advice undoes that" in capsys.readouterr().out
+    clip = mmod.route_(make_clip("ViT-B-32"), image=mmod.RoutingConfig(router="norm"))
+    mmod.save_pretrained(clip, tmp_path / "bare", architecture=small_config("ViT-B-32"))
+    with pytest.raises(
+        ValueError, match=r"does not say how its images are prepared: make it by open_clip\.create_model"
+    ):
+        open_model(str(tmp_path / "bare"))
+    set_model_preprocess_cfg(clip, {"size": 64, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.2)})
+    mmod.save_pretrained(clip, tmp_path / "clip", architecture=small_config("ViT-B-32"))
+    advised = open_model(str(tmp_path / "clip"))
+    assert not methods_of(advised.model)
+    assert str(advised.preprocessing) == (
+        "Preprocessing of the saved model: 64 x 64 px, mean (0.5, 0.4, 0.3), std (0.2, 0.2, 0.2)."
+    )
+    assert advised.preprocessing.transform()(Image.new("RGB", (50, 40))).shape == (3, 64, 64)
+
+
+def test_folders_that_hold_no_dense_model_are_refused(tmp_path: Path) -> None:
+    folder = make_folder(tmp_path / "images", 1, 1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit, match=r"holds neither a run \(config\.yaml\) nor a model saved by mmod\.save_pre"):
+        main(["advise", str(tmp_path / "empty"), "--images", str(folder)])
+    mmod.save_pretrained(mmod.apply_(timm.create_model("test_vit"), mmod.methods.Recursions()), tmp_path / "shared")
+    with pytest.raises(SystemExit, match="is changed by recursions, which replaced dense weights"):
+        main(["advise", str(tmp_path / "shared"), "--images", str(folder)])
 
 
 def test_measures_that_a_model_cannot_have_are_refused(tmp_path: Path) -> None:
     headless = timm.create_model("test_vit", num_classes=0)
     save_file(headless.state_dict(), tmp_path / "weights.safetensors")
     with pytest.raises(ValueError, match="has no classes: use --measure features"):
-        load_model("test_vit", str(tmp_path / "weights.safetensors"), measure="top1")
+        open_model("test_vit", str(tmp_path / "weights.safetensors"), measure="top1")
     with pytest.raises(ValueError, match="judged by its image features, got --measure patches"):
-        load_model("open_clip:ViT-B-32", measure="patches")
+        open_model("open_clip:ViT-B-32", measure="patches")
 
 
 def test_broken_images_are_named_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

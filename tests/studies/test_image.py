@@ -9,15 +9,22 @@ from statistics import mean
 from typing import Any
 
 import pytest
+import timm
+import torch
 import yaml
 from matplotlib.figure import Figure
+from PIL import Image
+from safetensors.torch import save_file
 
-from mmod.analysis.plots import draw_tradeoff
+import mmod
+from mmod.analysis.fronts import draw_tradeoff
 from mmod.io import jobs
 from mmod.io.yaml import read_yaml
+from mmod.planning import Candidate
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
 from mmod.studies.results import SeedScores
+from mmod.training.engine.parse import read_config
 from tests.kit.image_study import DENSE
 from tests.kit.processes import FORKING, run_processes
 from tests.kit.sets import SETS
@@ -175,21 +182,39 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
     changed = ImageStudy(dataclasses.replace(study, latency_batch=16))
-    changed.costs.caption, changed.costs.chance = ["Images: some"], 2.0
+    changed.costs.caption = ["Images: some"]
+    changed.costs.images = 1000
+    changed.costs.chance = 2.0
     scores = {"dense": {0: 90.0}, "a": {0: 88.0}, "b": {0: 89.0}, "c": {0: 85.0}}
     costs = {name: {"latency_ms": ms} for name, ms in (("dense", 3.0), ("a", 1.9), ("b", 2.2), ("c", 1.8))}
     text = changed.report.text(SeedScores(scores), costs)
     assert text.splitlines() == [
-        "Images: some",
-        "",
         "What to use, in batches of 16:",
         "",
         "- 1.25 times the dense speed: b, -1.0 points; no clear difference from a",
         "- 1.5 times the dense speed: a, -2.0 points",
         "- 2 times the dense speed: nothing measured is that fast",
         "",
-        "Differences below 2.0 points may be chance. One seed: `--seeds 5` gives confidence intervals over runs.",
+        "Images: some",
+        "",
+        "1,000 test images: differences below 2.0 points may be chance. About 4,000 would tell one point. One seed: "
+        "`--seeds 5` gives confidence intervals over runs.",
     ]
+    assert changed.report.recommended(SeedScores(scores), costs) == ["b", "a"]
+    assert changed.report.recommended(SeedScores(scores), {name: {} for name in scores}) == []
+    # What is recommended can be copied.
+    prune = Candidate("prune", methods=({"kind": "prune", "keep": 0.5, "blocks": [1]},))
+    gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
+    small = Candidate("small", image_size=24, changes={"model": {"args": {"depth": 3}}})
+    code = changed.report.code([prune, gradual, small])
+    routed, size = re.findall(r"```\w+\n(.*?)\n```", code, re.DOTALL)[1:]
+    assert f"mmod.load_pretrained('{changed.config.output}/seed0/prune/model')" in code
+    assert yaml.safe_load(size) == {"model": {"args": {"depth": 3, "img_size": 24}}, "data": {"image_size": 24}}
+    model = timm.create_model("test_vit")
+    changed.costs.depth = len(model.blocks)
+    (routed,) = re.findall(r"```\w+\n(.*?)\n```", changed.report.code([gradual]), re.DOTALL)
+    exec(routed, {"model": model})
+    assert mmod.is_routed(model)
     # Seeds say nothing where nothing is trained, nor of other dense models.
     fixed = ImageStudy(
         dataclasses.replace(changed.config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
@@ -265,3 +290,53 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     assert all(job.config.model.has_weights and job.config.image_routing for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
     assert re.search(rf"mmod tradeoff ({path}|{path.stem})\b", path.read_text())
+
+
+def test_budgets_of_the_smallest_study_are_shares_of_the_dense_flops() -> None:
+    config = ImageStudyConfig(**read_yaml("my-model"))
+    study = ImageStudy(dataclasses.replace(config, dense={**dense_of(config), "model": {"name": SMALL, "args": {}}}))
+    shares = {}
+    for job in study.plan()[1]:
+        with torch.device("meta"):
+            model = study.scorer.recipe(job.config).create()
+        shares[job.name] = mmod.flops(model, job.config.data.image_size).routed
+    for name, flops in shares.items():
+        budget = float(name.rpartition("-")[2]) if name != "dense" else 1.0
+        assert flops / shares["dense"] == pytest.approx(budget, abs=0.06), name
+
+
+SMALL = "vit_small_patch16_224"
+
+
+def dense_of(config: ImageStudyConfig) -> dict[str, Any]:
+    assert isinstance(config.dense, dict)
+    return config.dense
+
+
+def test_the_smallest_study_runs_on_ones_own_weights_and_folder(tmp_path: Path) -> None:
+    for label in range(3):
+        (tmp_path / f"images/val/{label}").mkdir(parents=True)
+        for number in range(4):
+            Image.effect_noise((40, 40), 80 * label + number).save(tmp_path / f"images/val/{label}/{number}.png")
+    size = {"img_size": 32, "patch_size": 4, "in_chans": 1, "embed_dim": 24, "depth": 4, "num_heads": 2}
+    args = {**size, "num_classes": 3}
+    save_file(timm.create_model(SMALL, **args).state_dict(), tmp_path / "weights.safetensors")
+    options = {
+        "output": tmp_path / "study",
+        "dense.model.args": args,
+        "dense.model.checkpoint": tmp_path / "weights.safetensors",
+        "dense.data.root": tmp_path / "images",
+        "dense.data.image_size": 32,
+        "dense.data.channels": 1,
+        "rivals": {
+            "tome": {0.7: {"kind": "merge", "r": 3}},
+            "smaller-image": {0.5: {"kind": "resolution", "image_size": 24}},
+        },
+        "latency_rounds": 1,
+        "maps": 0,
+    }
+    words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
+    result = ImageStudy(read_config(["my-model", *words], ImageStudyConfig)).run(progress=False)
+    series = {point.series for point in result.points}
+    assert series == {"dense", "gradual", "a-mod", "random", "tome", "smaller-image"}
+    assert "12 test images: differences below" in result.table

@@ -21,6 +21,8 @@ from mmod.io.tables import Column
 from mmod.planning.resolve import resolve_routing
 from mmod.values import check_distinct
 
+Execution = Literal["eager", "compiled", "exported", "cudagraphs"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkConfig(TimedOptions):
@@ -40,9 +42,10 @@ class BenchmarkConfig(TimedOptions):
         controls: Also time other implementations of the first router's decisions: "loop" (image by image), "masked"
             (every token computed), "removed" (the routed blocks left out).
         batch_sizes: Images per call.
-        execution: "eager", "compiled" (`torch.compile` with `fullgraph=True`), "cudagraphs" (the same with
-            `mode="reduce-overhead"`, on a GPU only), or several of them. Threshold routing is compiled with
-            `max_tokens` set to the largest number of tokens that it keeps of an image.
+        execution: "eager", "compiled" (`torch.compile` with `fullgraph=True`), "exported" (the program of
+            `torch.export`, inference only), "cudagraphs" (compiled with `mode="reduce-overhead"`, on a GPU only), or
+            several of them. Threshold routing is compiled and exported with `max_tokens` set to the largest number of
+            tokens that it keeps of an image.
         step: "forward" (inference), "train" (forward, loss and backward, without the optimiser), or both.
         image_size: Side of the image in pixels; None for the model's default.
         dtype: Type of weights and images. Outputs are checked in float32 first, then in this type.
@@ -58,7 +61,7 @@ class BenchmarkConfig(TimedOptions):
     blocks: str | list[int] = "every_other"
     controls: list[Literal["loop", "masked", "removed"]] = field(default_factory=list)
     batch_sizes: Annotated[list[int], "[1, inf)"] = field(default_factory=lambda: [1, 8, 32])
-    execution: list[Literal["eager", "compiled", "cudagraphs"]] = field(default_factory=lambda: ["eager", "compiled"])
+    execution: list[Execution] = field(default_factory=lambda: ["eager", "compiled"])
     step: list[Literal["forward", "train"]] = field(default_factory=lambda: ["forward", "train"])
     image_size: int | None = None
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
@@ -71,6 +74,8 @@ class BenchmarkConfig(TimedOptions):
         check_distinct(self, "capacities", "select", "context", "batch_sizes", "execution", "step")
         if "cudagraphs" in self.execution and torch.device(self.device).type != "cuda":
             raise ValueError(f"execution 'cudagraphs' needs device 'cuda', got {self.device!r}")
+        if "exported" in self.execution and "train" in self.step:
+            raise ValueError("execution 'exported' is inference alone: set step to ['forward']")
 
     def routing(self, variant: Variant) -> RoutingConfig:
         """Return the routing config of one of the timed models."""

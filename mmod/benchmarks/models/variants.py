@@ -216,7 +216,11 @@ class Step:
         self.model = model
         self.trains = step == "train"
         self.replays = execution == "cudagraphs"
-        self.forward: Callable[[Tensor], Tensor] = model if execution == "eager" else _compiled(model, self.replays)
+        self.forward: Callable[[Tensor], Tensor] = model
+        if execution == "exported":
+            self.forward = _Exported(model)
+        elif execution != "eager":
+            self.forward = _compiled(model, self.replays)
 
     def __call__(self, images: Tensor) -> Tensor:
         """Run the step on images (B, C, height, width) and return the model's output."""
@@ -242,6 +246,20 @@ class Step:
         """Return a copy of the gradients that the last call left."""
         gradients = {name: parameter.grad for name, parameter in self.model.named_parameters()}
         return {name: gradient.clone() for name, gradient in gradients.items() if gradient is not None}
+
+
+class _Exported:
+    """A model whose exported program runs, of the shape of the first images."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.program: nn.Module | None = None
+
+    def __call__(self, images: Tensor) -> Tensor:
+        if self.program is None:
+            self.program = torch.export.export(self.model, (images,)).module()
+        output: Tensor = self.program(images)
+        return output
 
 
 def _compiled(model: nn.Module, replays: bool) -> Callable[[Tensor], Tensor]:

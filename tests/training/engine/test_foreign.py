@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mmod.data.config import DataConfig
-from mmod.studies.advise import load_model
+from mmod.studies.advised import open_model
 from mmod.training import ModelConfig, TrainConfig
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.image.recipe import ImageRecipe
@@ -186,5 +186,5 @@ def test_every_reader_of_open_clip_models_reads_them_alike(layout: str, clip: st
     other: Any = open_clip.create_model(clip)
     load_clip(other, str(tmp_path / "epoch_3.pt"))
     same(other.state_dict(), expected)
-    advised, _ = load_model(f"open_clip:{clip}", str(tmp_path / "epoch_3.pt"))
+    advised = open_model(f"open_clip:{clip}", str(tmp_path / "epoch_3.pt")).model
     same(advised.state_dict(), expected)

@@ -19,8 +19,10 @@ from mmod.audits.subjects import subject_of
 from mmod.data.config import DataConfig
 from mmod.data.labels import read_classes
 from mmod.studies.advise import read_images
+from mmod.studies.advised import AdvisedModel, Preprocessing
 from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
 from mmod.training.engine.distributed import Process
+from mmod.training.image.classes import published_classes, run_classes
 from mmod.training.image.recipe import ImageRecipe
 from tests.kit.processes import run_processes
 
@@ -174,26 +176,27 @@ def test_published_weights_know_imagenet_by_name(tmp_path: Path) -> None:
     chosen = [synsets[number] for number in (7, 500, 999)]
     write_images(tmp_path, chosen)
     model = timm.create_model("test_vit", num_classes=1000)
-    to_tensor = _tensor_of
-    batch, note = read_images(str(tmp_path), to_tensor, 9, "raise", model)
+    batch, note = read_images(str(tmp_path), advised(model), 9, "raise")
     assert batch[1].tolist() == [7] * 3 + [500] * 3 + [999] * 3  # type: ignore[union-attr]
     assert note == "3 of 1000 classes, matched by name."
-    _, note = read_images(str(tmp_path), to_tensor, 9, "raise", timm.create_model("test_vit", num_classes=7))
+    _, note = read_images(str(tmp_path), advised(timm.create_model("test_vit", num_classes=7)), 9, "raise")
     assert note == "Labels are not used: the images are in 3 folders, and the model has 7 classes."
 
 
-def _tensor_of(image: Image.Image) -> torch.Tensor:
-    return torch.zeros(3, 8, 8)
+def advised(model: torch.nn.Module, classes: dict[str, int] | None = None) -> AdvisedModel:
+    """Return a model with the classes of a run, or those of its weights."""
+    preprocessing = Preprocessing({"input_size": (3, 16, 16)}, "of a test")
+    return AdvisedModel(model, preprocessing, classes or published_classes(model), is_run=classes is not None)
 
 
 def test_advice_uses_labels_of_a_run_only_by_name(trained: Path, tmp_path: Path) -> None:
     model = timm.create_model("test_vit", num_classes=6)
-    weights = str(trained / "run" / "model" / "model.safetensors")
+    classes = run_classes(trained / "run" / "model" / "model.safetensors")
     write_images(tmp_path / "some", ["dog", "ant"])
-    batch, _ = read_images(str(tmp_path / "some"), _tensor_of, 6, "raise", model, weights)
+    batch, _ = read_images(str(tmp_path / "some"), advised(model, classes), 6, "raise")
     assert batch[1].tolist() == [2] * 3 + [5] * 3  # type: ignore[union-attr]
     write_images(tmp_path / "others", ["a", "b", "c", "d", "e", "f"])
-    batch, note = read_images(str(tmp_path / "others"), _tensor_of, 6, "raise", model, weights)
+    batch, note = read_images(str(tmp_path / "others"), advised(model, classes), 6, "raise")
     assert isinstance(batch, torch.Tensor)
     assert note.endswith("the images are in 6 folders, and the model has 6 classes of other names.")
 

@@ -1,0 +1,244 @@
+"""Figures of scores against costs, with the Pareto front as a line; functions write nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from mmod.analysis.style import FAINT, INK, PAPER, add_hint, add_legend, looks, new_figure, place_labels, tidy
+from mmod.lazy import name_missing_extra
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.transforms import Bbox
+
+# Width in inches of all panels of a figure together, which a page shows without shrinking them, and of one panel.
+_WIDTH = 10.4
+_PANEL = 4.8
+_FRONT = "Pareto front"
+# A triangle of matplotlib with its tip, which points down, at the point.
+_ARROW = 7
+# Measurements repeat to within 2 %.
+_AS_CHEAP = 1.02
+
+
+class Mark(NamedTuple):
+    """A model in a panel.
+
+    Attributes:
+        low: Lower end of the bar at its score, `high` the upper one.
+        note: What a browser shows of it besides name and figures.
+    """
+
+    name: str
+    series: str
+    cost: float
+    score: float
+    low: float
+    high: float
+    note: str = ""
+
+
+def front_of(marks: Sequence[Mark], faster: bool = False) -> list[Mark]:
+    """Return the marks than which none that is as cheap, within 2 %, scores more, the cheapest first.
+
+    Args:
+        faster: The cost is a speed, of which more is better.
+
+    Example:
+        >>> costs = {"a": (1.0, 5), "b": (2.0, 4), "c": (0.99, 3)}
+        >>> marks = [Mark(name, name, cost, score, score, score) for name, (cost, score) in costs.items()]
+        >>> [mark.name for mark in front_of(marks)], [mark.name for mark in front_of(marks, faster=True)]
+        (['a'], ['b', 'a'])
+    """
+
+    def cost(mark: Mark) -> float:
+        return 1 / mark.cost if faster else mark.cost
+
+    def is_beaten(mark: Mark, other: Mark) -> bool:
+        is_better = other.score > mark.score or (other.score == mark.score and cost(other) < cost(mark))
+        return is_better and cost(other) <= _AS_CHEAP * cost(mark)
+
+    front = [mark for mark in marks if not any(is_beaten(mark, other) for other in marks)]
+    return sorted(front, key=cost)
+
+
+def floor_of(marks: Sequence[Mark], faster: bool = False) -> float:
+    """Return a score that no mark of interest lies below: those below it would flatten the picture of all others.
+
+    Lost are marks more than 1.5 interquartile ranges below the first quartile, unless they are on the front.
+
+    Source: Tukey, Exploratory Data Analysis (1977): the inner fence.
+
+    Example:
+        >>> scores = (90, 89, 88, 86, 36)
+        >>> floor_of([Mark(str(score), "a", score, score, score, score) for score in scores], faster=True)
+        86
+    """
+    scores = [mark.score for mark in marks]
+    first, third = np.percentile(scores, (25, 75))
+    fence = first - 1.5 * (third - first)
+    front = [mark.score for mark in front_of(marks, faster)]
+    return min(*front, *(score for score in scores if score >= fence))
+
+
+def draw_marks(
+    axis: Axes, marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]], faster: bool = False
+) -> None:
+    """Draw models, their front as a line with bars, and lost ones as arrows at the lower edge; see `floor_of`."""
+    front = front_of(marks, faster)
+    floor = floor_of(marks, faster)
+    shown = [mark for mark in marks if mark.score >= floor]
+    bottom = min(floor, *(mark.low for mark in front))
+    top = max(mark.high if mark in front else mark.score for mark in shown)
+    margin = 0.08 * (top - bottom) or 1.0
+    axis.plot([mark.cost for mark in front], [mark.score for mark in front], color=INK, linewidth=2.2, alpha=0.35)
+    for name, style in styles.items():
+        points = sorted((mark for mark in shown if mark.series == name), key=lambda mark: mark.cost)
+        line = {**style, "marker": "", "linewidth": 0.8, "alpha": 0.6}
+        axis.plot([mark.cost for mark in points], [mark.score for mark in points], **line)
+    for mark in marks:
+        style = {**styles[mark.series], "linestyle": ""}
+        if mark in front:
+            axis.vlines(mark.cost, mark.low, mark.high, color=style["color"], linewidth=0.8)
+        elif mark in shown and mark.series != "dense":
+            style |= {"markersize": 0.75 * style["markersize"], "alpha": 0.7}
+        if mark not in shown:
+            style |= {"marker": _ARROW}
+        (drawn,) = axis.plot(mark.cost, mark.score if mark in shown else bottom - margin, **style)
+        note = f"\n{mark.note}" if mark.note else ""
+        add_hint(drawn, f"{mark.name}: {mark.score:.2f} at {mark.cost:.4g}{note}")
+    axis.margins(x=0.12)
+    axis.set_ylim(bottom - margin, top + 2 * margin)
+
+
+def lost_marks(marks: Sequence[Mark], faster: bool = False) -> str:
+    """Return the marks below the axis with their scores, the best first; empty where there are none."""
+    floor = floor_of(marks, faster)
+    lost = sorted((mark for mark in marks if mark.score < floor), key=lambda mark: -mark.score)
+    return ", ".join(f"{mark.name} {mark.score:.1f}" for mark in lost)
+
+
+def name_front(
+    axis: Axes, marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]], faster: bool = False
+) -> None:
+    """Name the dense model and those on the front beside their marks; the figure must be laid out already."""
+    from matplotlib.transforms import Bbox
+
+    bottom = axis.get_ylim()[0]
+    places = axis.transData.transform([(mark.cost, max(bottom, mark.score)) for mark in marks])
+    boxes: list[Bbox] = []
+    for mark, (x, y) in zip(marks, places):
+        half = styles[mark.series]["markersize"] / 144 * axis.figure.dpi
+        boxes.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
+    front = front_of(marks, faster)
+    line = axis.transData.transform([(mark.cost, mark.score) for mark in front])
+    for start, end in itertools.pairwise(line):
+        for share in np.linspace(0, 1, 2 + int(np.hypot(*(end - start)) // 8)):
+            x, y = start + share * (end - start)
+            boxes.append(Bbox.from_extents(x - 1, y - 1, x + 1, y + 1))
+    texts = []
+    for mark in [*front, *(mark for mark in marks if mark.series == "dense" and mark not in front)]:
+        look = {"color": styles[mark.series]["color"], "fontsize": 9, "fontweight": "bold"}
+        look["bbox"] = {"facecolor": PAPER, "edgecolor": "none", "alpha": 0.8, "pad": 0.5}
+        texts.append(axis.text(mark.cost, mark.score, mark.name, ha="center", va="center", **look))
+    place_labels(axis, texts, boxes)
+
+
+def legend_of(axes: Sequence[Axes], marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the handles of the series without a model that is named in the panels, and of the front."""
+    from matplotlib.lines import Line2D
+
+    named = {text.get_text() for axis in axes for text in axis.texts}
+    known = {mark.series for mark in marks if mark.name in named}
+    handles = {_FRONT: Line2D([], [], color=INK, linewidth=2.2, alpha=0.35)}
+    for name in dict.fromkeys(mark.series for mark in marks):
+        if name not in known:
+            handles[name] = Line2D([], [], **styles[name])
+    return handles
+
+
+@name_missing_extra()
+def draw_tradeoff(
+    rows: Sequence[Mapping[str, Any]],
+    score: str = "top1",
+    measure: str = "top-1 accuracy",
+    costs: Mapping[str, str] | None = None,
+) -> Figure:
+    """Draw the score of models against each cost that was measured, in panels side by side.
+
+    A line joins the models of the Pareto front, which alone are named; a legend names the other series, and a browser
+    the model that one points at. Models that lost so much that they would flatten the picture are arrows at its lower
+    edge. Controls are grey; the dense model is a star.
+
+    Args:
+        rows: One mapping for each model with "name", "series" ("dense", "shallow" for a dense model of fewer blocks,
+            or a name of its own), the score in percent, and costs. `SCORE_std`, where there is one, is its standard
+            deviation over "seeds" runs; "note" is added to what a browser shows of the point.
+        score: Key of the score, and `measure` its name.
+        costs: Key of each cost to the title of its axis; None for FLOPs alone. One that a row lacks is not drawn.
+
+    Raises:
+        ValueError: No rows, a key is missing, or no row has a cost.
+
+    Example:
+        >>> rows = [dict(name="dense", series="dense", gflops=2.5, top1=91.0)]
+        >>> draw_tradeoff(rows).axes[0].get_xlabel()
+        'GFLOPs per image'
+    """
+    if not rows:
+        raise ValueError("a trade-off needs at least one row")
+    for row in rows:
+        missing = [key for key in ("name", "series", score) if key not in row]
+        if missing:
+            raise ValueError(f"row {row.get('name', row)!r} lacks {', '.join(missing)}")
+    titles = {"gflops": "GFLOPs per image"} if costs is None else costs
+    panels = {key: title for key, title in titles.items() if all(row.get(key) is not None for row in rows)}
+    if not panels:
+        raise ValueError(f"no cost that all rows have: {', '.join(titles)}")
+    marks = {key: [_mark(row, key, score) for row in rows] for key in panels}
+    styles = looks({row["series"] for row in rows})
+    figure = new_figure(max(_PANEL, len(panels) * min(_PANEL, _WIDTH / len(panels))), 4.2)
+    axes = list(figure.subplots(1, len(panels), sharey=True, squeeze=False).flatten())
+    for axis, (key, title) in zip(axes, panels.items()):
+        draw_marks(axis, marks[key], styles)
+        axis.set_xlabel(title)
+        tidy(axis)
+    axes[0].set_ylabel(f"{measure} in %", color=INK)
+    seeds = max(int(row.get("seeds") or 1) for row in rows)
+    note = f"bars: standard deviation over {seeds} seeds" if seeds > 1 else "one seed"
+    lost = lost_marks(next(iter(marks.values())))
+    figure.suptitle(f"{note}; below the axis: {lost}" if lost else note, fontsize=9, color=FAINT, x=0.99, ha="right")
+    finish(figure, axes, list(marks.values()), styles)
+    return figure
+
+
+def finish(
+    figure: Figure,
+    axes: Sequence[Axes],
+    marks: Sequence[Sequence[Mark]],
+    styles: Mapping[str, Mapping[str, Any]],
+    faster: bool = False,
+) -> None:
+    """Name the front of each panel, and the other series in a legend below them, as wide as the figure."""
+    columns = max(1, math.floor(figure.get_figwidth() / 1.5))
+    # Space for all series: which of them the panels name is known when the panels have their size.
+    every = legend_of((), marks[0], styles)
+    add_legend(figure, every, columns)
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axis, of_panel in zip(axes, marks):
+        name_front(axis, of_panel, styles, faster)
+    figure.legends[0].remove()
+    add_legend(figure, legend_of(axes, marks[0], styles), columns)
+
+
+def _mark(row: Mapping[str, Any], cost: str, score: str) -> Mark:
+    std = row.get(f"{score}_std") or 0.0
+    note = "\n".join(filter(None, [f"± {std:.2f}" if std else "", row.get("note") or ""]))
+    return Mark(row["name"], row["series"], row[cost], row[score], row[score] - std, row[score] + std, note)

@@ -1,0 +1,132 @@
+"""The pages on one's own data work from the first line to the last, in their order, on files as a user has them."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import timm
+from PIL import Image
+
+from mmod import cli
+from mmod.planning import comparison
+from mmod.studies.study import Study
+from tests.kit.imagenet_archives import write_archives
+from tests.kit.pages import FENCE, NAMED, PAGES, commands_of, is_command
+from tests.kit.prompts import make_prompts
+from tests.kit.scripts import ROOT
+
+CLASSES = ("daisy", "rose", "tulip")
+SMALL_VIT = (
+    "{num_classes: 3, embed_dim: 24, num_heads: 2, depth: 3, img_size: 32, patch_size: 8, dynamic_img_size: true}"
+)
+FAST = "--schedule.warmup_epochs 0 --epochs 1 --device cpu"
+# Options that make a command small, by its beginning.
+SMALL = {
+    "": "",
+    "advise deit": "--number 4 --batch_size 2 --no_pretrained",
+    "advise": "--number 4 --batch_size 2 --device cpu",
+    "train image": f"--model.pretrained false --model.args '{SMALL_VIT}' --data.image_size 32 --data.batch_size 4 "
+    f"{FAST}",
+    "train pairs": "--model.name tiny-scenes --model.config configs/clip/tiny-scenes.json --model.pretrained null "
+    f"--data.batch_size 4 {FAST}",
+    "tradeoff my-model": f"--dense.model.args '{SMALL_VIT}' --dense.data.image_size 32",
+}
+
+
+def write_photos(folder: Path, number: int) -> list[str]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for place in range(number):
+        Image.effect_noise((48, 40), 40 + 9 * place).convert("RGB").save(folder / f"{place}.jpg")
+    return [f"{place}.jpg" for place in range(number)]
+
+
+def write_table(path: Path, folder: str, number: int) -> None:
+    rows = [(f"{folder}/{name}", f"a photo of {name}") for name in write_photos(path.parent / folder, number)]
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([("file", "caption"), *rows])
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with everything that the pages start from, and a small DeiT without published weights."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(comparison, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+    create = timm.create_model
+
+    def create_small(name: str, *, pretrained: bool = False, **options: Any) -> Any:
+        narrow = {"embed_dim": 24, "num_heads": 2, "depth": 3} if name.startswith("deit") else {}
+        return create(name, **{**narrow, **options})
+
+    monkeypatch.setattr(timm, "create_model", create_small)
+    for name in CLASSES:
+        write_photos(tmp_path / f"data/flowers/{name}", 20)
+    write_archives(tmp_path / "downloads")
+    write_table(tmp_path / "captions.csv", "pictures", 12)
+    write_table(tmp_path / "held_out.csv", "others", 4)
+    make_prompts(tmp_path)
+    (tmp_path / "photos").mkdir()
+    shutil.copy(tmp_path / "one.png", tmp_path / "photos")
+    (tmp_path / "questions.json").rename(tmp_path / "talks.json")
+    return tmp_path
+
+
+def run(command: str) -> str:
+    """Run a command in small, write what it prints to the file that it names, and return it."""
+    line, _, target = command.removeprefix("mmod ").partition(" > ")
+    small = SMALL[max((start for start in SMALL if line.startswith(start)), key=len)]
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        try:
+            cli.main([*shlex.split(line), *shlex.split(small)])
+        except SystemExit as end:
+            if end.code:
+                pytest.fail(f"{command} ended with {end.code}")
+    if target:
+        Path(target.strip()).write_text(printed.getvalue())
+    return printed.getvalue()
+
+
+@pytest.mark.parametrize("name", ["images", "pairs", "conversations", "study"])
+def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = PAGES[f"docs/own_{name}.md"]
+    planned: list[list[str]] = []
+    monkeypatch.setattr(Study, "run", lambda study, **_: planned.append([run.name for run in study.plan()[1]]) or study)
+    monkeypatch.setattr("mmod.studies.command._shown", lambda study: Path(study.config.output))
+    monkeypatch.setattr("mmod.report.command.report_on", lambda folder: None)
+    ran = []
+    for language, body in FENCE.findall(page):
+        if language == "python":
+            exec(body, {})
+        elif language == "json":
+            assert set(json.loads(body)[0]) == {"id", "image", "conversations"}
+        elif language == "yaml" and (file := re.match(r"# (\S+\.yaml)\n", body)):
+            (folder / file[1]).write_text(body)
+        elif language == "sh":
+            for command in filter(is_command, commands_of(f"```sh\n{body}```")):
+                ran.append(command)
+                assert run(command) or command.startswith("mmod tradeoff"), command
+    assert len(ran) >= 2
+    if name == "images":
+        assert sorted(path.name for path in (folder / "data/flowers").iterdir()) == ["train", "val"]
+        assert len(list((folder / "data/flowers/val").rglob("*.jpg"))) == 2 * len(CLASSES)
+        assert len(list((folder / "data/imagenet/val").iterdir())) == 3
+    if name == "study":
+        assert len(planned) == 2
+        assert planned[0] == planned[1]
+        assert "gradual-0.7" in planned[0]
+
+
+def test_every_page_on_own_data_is_linked_where_data_are_prepared() -> None:
+    pages = [page for page in PAGES if page.startswith("docs/own_")]
+    assert len(pages) == 4
+    for text in ((ROOT / "README.md").read_text(), (ROOT / "datasets/README.md").read_text()):
+        assert all(page in text for page in pages), text[:80]
+    assert {page for page, _ in NAMED} >= set(pages)
