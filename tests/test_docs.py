@@ -148,7 +148,7 @@ def test_the_picture_of_the_readme_is_drawn_from_the_table_of_the_docs(tmp_path:
 def test_complete_configs_of_pages_are_read() -> None:
     texts = [body for text in PAGES.values() for language, body in FENCE.findall(text) if language == "yaml"]
     complete = [fields for fields in map(yaml.safe_load, texts) if "kind" in fields and "model" in fields]
-    assert {fields["kind"] for fields in complete} == {"chat", "image"}
+    assert {fields["kind"] for fields in complete} == {"chat", "image", "pairs"}
     for fields in complete:
         CONFIGS[fields["kind"]].from_dict(fields)
 

@@ -250,7 +250,8 @@ class Advice:
         is_share = self.metric in (ACCURACY, AGREEMENT)
         factor = 100 if is_share else 1
         lossless = 1.0 if self.accuracy is None else 0.0
-        marks = [Mark("dense", "dense", 1.0, *[factor * lossless] * 3)]
+        baseline = factor * lossless
+        marks = [Mark("dense", "dense", cost=1.0, score=baseline, low=baseline, high=baseline)]
         for row in self.rows:
             score = factor * (row.score if row.accuracy is None else row.accuracy)
             first = row.name.removeprefix("as ").partition(" ")[0]
