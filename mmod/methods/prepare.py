@@ -94,6 +94,12 @@ def _make_span(
         return span, None
     # The last block before the routed ones, in which every token attends.
     call = stack.call_of(stack.blocks[start], None)
+    if stack.language and "attention" not in call.operators:
+        raise ValueError(
+            f"block {first} needs the importance of the block before it, but the linear attention of "
+            f"{stack.names[start]} has no map: choose a router and losses that read no importance, such as "
+            "router='linear'"
+        )
     return span, ImportanceState(call=call, span=span, routers=routers, average=config.importance)
 
 

@@ -7,7 +7,8 @@ import functools
 from torch import nn
 
 from mmod.adapters.base import Part
-from mmod.adapters.transformers.language import find_language, is_decoder_layer
+from mmod.adapters.transformers.families import is_decoder_layer
+from mmod.adapters.transformers.language import find_language
 from mmod.adapters.transformers.saving import (
     describe_methods,  # noqa: F401
     load,  # noqa: F401

@@ -16,7 +16,9 @@ IMAGES = "image_mask"
 TEXT, IMAGE, VIDEO = 0, 1, 2
 _KINDS = {"image": IMAGE, "video": VIDEO}
 # Arguments with the features of all images, so that no frame is split between calls.
-_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+_PIXELS = {"image": ("pixel_values", "pixel_values_images"), "video": ("pixel_values_videos",)}
+# Types of models that put one more token behind the frames of a video.
+_ENDING_VIDEOS = ("llava_onevision",)
 
 
 def checked_mask(name: str, mask_BN: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -47,7 +49,8 @@ class ImageTokens:
         tokens = {kind: getattr(config, f"{name}_token_id", None) for name, kind in _KINDS.items()}
         self.ids = {kind: int(token) for kind, token in tokens.items() if token is not None}
         vision = getattr(config, "vision_config", None)
-        self.merged = int(getattr(vision, "spatial_merge_size", 1)) ** 2
+        self.merged = int(getattr(vision, "spatial_merge_size", 1))
+        self.ends = int(getattr(config, "model_type", "") in _ENDING_VIDEOS)
 
     def kinds(self, module: nn.Module, arguments: Mapping[str, Any], mask_BN: Tensor | None) -> Tensor:
         """Return the modality of every token: 0 text, 1 image, 2 video (B, N).
@@ -106,31 +109,49 @@ class ImageTokens:
         first_BN = first_BN | (loose_BN & changes_BN)
         # A run at the beginning may continue a cached frame, unless the features of all images are passed.
         begins_BN = loose_BN & valid_BN & (valid_BN.cumsum(1) == 1)
-        complete = any(arguments.get(name) is not None for name in _PIXELS.values()) or not bool(begins_BN.any())
+        complete = any(_pixels(arguments, name) is not None for name in _PIXELS) or not bool(begins_BN.any())
         return Frames(first_BN, apart_BN, complete)
 
     def _sizes(self, arguments: Mapping[str, Any], name: str, tokens: int) -> list[int] | None:
         """Return the number of tokens of every frame, negative for tokens outside frames; None if unknown."""
-        grid = arguments.get(f"{name}_grid_thw")
-        pixels = arguments.get(_PIXELS[name])
-        if grid is not None:
-            sizes: list[int] = []
-            for time, height, width in grid.tolist():
-                sizes += [height * width // self.merged] * time
-            if sum(sizes) != tokens:
-                raise ValueError(f"{name}_grid_thw describes {sum(sizes)} tokens, the prompt has {tokens}")
-            return sizes
+        pixels = _pixels(arguments, name)
+        if arguments.get(f"{name}_grid_thw") is not None:
+            return self._sizes_of_grid(arguments, name, tokens)
         if name == "image" and pixels is not None and pixels.ndim == 4 and arguments.get("image_sizes") is None:
             # LLaVA: images of one size.
             return None if tokens % len(pixels) else [tokens // len(pixels)] * len(pixels)
         if name == "video" and pixels is not None and pixels.ndim == 5:
-            # LLaVA-OneVision: frames of one size, and a newline after every video.
+            # Frames of one size.
             videos, frames = pixels.shape[:2]
-            size = (tokens // videos - 1) // frames
-            if videos * (frames * size + 1) != tokens:
+            size = (tokens // videos - self.ends) // frames
+            if videos * (frames * size + self.ends) != tokens:
                 raise ValueError(f"{videos} videos of {frames} frames each do not make {tokens} tokens")
-            return [*[size] * frames, -1] * videos
+            return [*[size] * frames, *[-1] * self.ends] * videos
         return None
+
+    def _sizes_of_grid(self, arguments: Mapping[str, Any], name: str, tokens: int) -> list[int] | None:
+        grid = arguments[f"{name}_grid_thw"].tolist()
+        # VideoLLaMA 3 merges the patches of each image or video by a number of its own, and drops tokens of videos.
+        merged = arguments.get(f"{name}_merge_sizes")
+        sides = [self.merged] * len(grid) if merged is None else merged.tolist()
+        sizes: list[int] = []
+        for (time, height, width), side in zip(grid, sides, strict=True):
+            sizes += [height * width // side**2] * time
+        remains = arguments.get(f"{name}_compression_mask")
+        if remains is not None:
+            counts = [int(frame.sum()) for frame in remains.split(sizes)]
+            sizes = [count for count in counts if count]
+        if sum(sizes) == tokens:
+            return sizes
+        if name == "image" and arguments.get("video_grid_thw") is not None:
+            # GLM-4.1V gives tokens of images and videos one id; text stands between frames.
+            return None
+        raise ValueError(f"{name}_grid_thw describes {sum(sizes)} tokens, the prompt has {tokens}")
+
+
+def _pixels(arguments: Mapping[str, Any], name: str) -> Tensor | None:
+    """Return the pixels of images or videos; None without any."""
+    return next((arguments[key] for key in _PIXELS[name] if arguments.get(key) is not None), None)
 
 
 def _marks(sizes: list[int], tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:

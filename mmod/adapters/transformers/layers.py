@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
 from mmod.adapters.transformers.cache_base import KeptTokens, cache_of, with_cache
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_all, attend_to_captured
+from mmod.adapters.transformers.families import branch_ends
 from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
 from mmod.adapters.transformers.structure import read_structure, sees_both_ways
 from mmod.blocks.call import DecoderCall
@@ -135,10 +137,8 @@ class DecoderLayerCall(DecoderCall):
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
         """Return the modules whose outputs are added to the residual stream."""
-        attention, mlp = "self_attn", "mlp"
-        if is_sandwich(layer):
-            # A norm after the branch would undo a weight.
-            attention, mlp = "post_attention_layernorm", "post_feedforward_layernorm"
+        # A norm after the branch would undo a weight.
+        attention, mlp = branch_ends(layer) or ("self_attn", "mlp")
         return [layer.get_submodule(name) for name in ([mlp] if which == "mlp" else [attention, mlp])]
 
     def first_norm(self, layer: nn.Module) -> nn.Module:
@@ -309,9 +309,35 @@ class DecoderLayerCall(DecoderCall):
         return "flash" in self.config._attn_implementation
 
 
-def is_sandwich(layer: nn.Module) -> bool:
-    """Return whether norms follow the branches, as in Gemma 2 and 3."""
-    return hasattr(layer, "pre_feedforward_layernorm")
+class RecurrentLayerCall(DecoderLayerCall):
+    """How transformers calls a layer with linear attention: its state needs every token, so only its MLP is routed."""
+
+    operators = MappingProxyType({"mlp": OPERATORS["mlp"]})
+    tuples = ()
+    caches = False
+    contexts = ("kept",)
+
+    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+        """Return False: all tokens run through the layer."""
+        return False
+
+    def hides_nothing(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether all tokens run."""
+        return arguments.get(GROUPS, _UNKNOWN) is None
+
+    def has_static_cache(self, arguments: Mapping[str, Any]) -> bool:
+        """Return False: a state has no slots."""
+        return False
+
+    def open_cache(self, arguments: Mapping[str, Any]) -> None:
+        """Leave the state to the host."""
+
+    def begin_update(self, arguments: Mapping[str, Any], x_BND: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the next update receives all tokens."""
+
+    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
+        """Return the arguments, which are those of all tokens."""
+        return arguments
 
 
 def _packed(rows: Tensor, place_T: Tensor, slots: int) -> Tensor:
