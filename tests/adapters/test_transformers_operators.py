@@ -145,11 +145,19 @@ def test_image_tokens_by_the_dense_layer_in_every_family(name: str, way: tuple[s
         check_definition(model, doubled(prompt(name, images)), way, definition=defined_by_masks)
 
 
-@pytest.mark.parametrize("window", [9, 64])
-@pytest.mark.parametrize("name", ["gemma3-vision", "paligemma", "llava-mistral-window"])
-def test_tokens_of_an_image_see_each_other_where_samples_keep_different_numbers(name: str, window: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma3-vision", {"sliding_window": 9}),
+        ("gemma3-vision", {"sliding_window": 64}),
+        ("paligemma", {}),
+        ("llava-mistral-window", {"sliding_window": 64}),
+    ],
+    ids=str,
+)
+def test_samples_that_keep_different_numbers_attend_as_their_model_does(name: str, changes: dict[str, Any]) -> None:
     config = LINEAR.replace(select="threshold", gate="sigmoid")
-    model = mmod.route_(make_joint(name, sliding_window=window).double(), language=config)
+    model = mmod.route_(make_joint(name, **changes).double(), language=config)
     check_definition(model, doubled(prompt(name, (1, 0, 2))), ("block", "kept"), definition=defined_by_masks)
 
 
