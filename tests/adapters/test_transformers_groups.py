@@ -257,9 +257,33 @@ def test_unknown_families_are_refused() -> None:
     config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=IMAGE)
     with pytest.raises(ValueError, match="cannot route GPT2LMHeadModel: supported are"):
         mmod.route_(transformers.GPT2LMHeadModel(config))
-    text = transformers.Gemma4TextConfig(**{**SMALL, "num_hidden_layers": 2, "vocab_size_per_layer_input": 8})
-    with pytest.raises(ValueError, match=r"Gemma4TextDecoderLayer: it takes per_layer_input, shared_kv_states, whose"):
-        mmod.route_(transformers.Gemma4ForCausalLM(text), language=LINEAR.replace(blocks=(1,)))
+    text = transformers.Llama4TextConfig(**SMALL)
+    with pytest.raises(ValueError, match="cannot route Llama4ForCausalLM: supported are"):
+        mmod.route_(transformers.Llama4ForCausalLM(text), language=LINEAR)
+
+
+@torch.no_grad()
+def test_layers_that_share_keys_are_refused() -> None:
+    model, batch = make_joint("gemma4", num_kv_shared_layers=1), prompt("gemma4", (1, 2))
+    expected = model(**batch).logits
+    # The last layer takes the keys of the second.
+    for block in (1, 3):
+        with pytest.raises(ValueError, match="Gemma4TextDecoderLayer: it takes shared_kv_states, whose part for kept"):
+            mmod.route_(model, language=LINEAR.replace(blocks=(block,)))
+    mmod.route_(model, language=mmod.RoutingConfig(router="stride", blocks=(0,), capacity=1.0))
+    torch.testing.assert_close(model(**batch).logits, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_attention_that_counts_positions_is_refused() -> None:
+    class Counting(transformers.models.llama.modeling_llama.LlamaAttention):
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+            place = torch.arange(hidden_states.shape[1])
+            return super().forward(hidden_states * torch.log1p(place)[:, None], **kwargs)
+
+    model: Any = make_language("llama")
+    model.model.layers[1].self_attn.__class__ = Counting
+    with pytest.raises(ValueError, match="its attention counts positions itself, and would count among kept tokens"):
+        mmod.route_(model, language=LINEAR)
 
 
 class Mixing(nn.Module):

@@ -22,7 +22,7 @@ from tests.kit.vlm_zoo import JOINT, LANGUAGE, LINEAR, OTHERS, SLIDING, make_joi
 
 SIDES = ("left", "right")
 # What stays padded: a window shorter than the prompt hides more than padding, and tokens of images see each other.
-PADDED = (*SLIDING, "paligemma")
+PADDED = (*SLIDING, "paligemma", "molmo2")
 
 
 class Counted:

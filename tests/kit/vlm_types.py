@@ -36,6 +36,9 @@ _HYBRID = {
     "linear_value_head_dim": 8,
 }
 _EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_PER_LAYER = {**WINDOWS, "hidden_size_per_layer_input": 4, "vocab_size_per_layer_input": VOCABULARY}
+_AUDIO = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "encoder_ffn_dim": 24, "num_mel_bins": 8}
+_AUDIO |= {"output_dim": 32}
 
 _TOWER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 _PLAIN = {**_TOWER, "image_size": 12, "patch_size": 4}
@@ -45,6 +48,7 @@ _CLIP = {**_PLAIN, "num_hidden_layers": 4, "model_type": "clip_vision_model"}
 _SIGLIP = {**_CLIP, "model_type": "siglip_vision_model"}
 _PIXTRAL = {**_MERGED, "model_type": "pixtral", **HEAD}
 _INTERN = {**_TOWER, "image_size": [24, 24], "patch_size": [4, 4]}
+_GEMMA = {**_TOWER, "model_type": "gemma4_vision", "num_key_value_heads": 2, **HEAD, "patch_size": 4}
 _SAM = {"num_hidden_layers": 2, "patch_size": 4, "mlp_dim": 24, "output_channels": 8, "global_attn_indexes": [1]}
 _SAM |= {"hidden_size": 16, "num_attention_heads": 2, "window_size": 2}
 _PATCHES = {"depth": 2, "num_heads": 2, "patch_size": 4, "spatial_merge_size": 1, "temporal_patch_size": 1}
@@ -67,8 +71,8 @@ class Pictures(NamedTuple):
     Args:
         pixels: Shape of its pixels.
         tokens: Its image tokens.
-        form: How images are joined: "images" stacks them, "rows" concatenates their patches, "one sample" stacks them
-            as the images of one sample.
+        rows: Arguments of all images whose rows are concatenated instead of stacked.
+        together: Images of all samples are passed as those of one.
         given: Other arguments of an image; a tuple is the shape of random values.
         kinds: Argument that marks image tokens, and its values at text and at image tokens.
         name: Argument of the pixels.
@@ -76,7 +80,8 @@ class Pictures(NamedTuple):
 
     pixels: tuple[int, ...] = (3, 12, 12)
     tokens: int = 9
-    form: str = "images"
+    rows: tuple[str, ...] = ()
+    together: bool = False
     given: dict[str, Any] | None = None
     kinds: tuple[str, int, int] | None = None
     name: str = "pixel_values"
@@ -97,8 +102,8 @@ _TILES = Pictures((3, 3, 12, 12), 9 + 3 * 7, given={"image_sizes": [12, 24]})
 _ONE_TILE = Pictures((2, 3, 12, 12), 9 + 3 * 4, given={"image_sizes": [12, 12]})
 _LARGE = Pictures((3, 24, 24))
 _SIZED = Pictures((3, 24, 24), given={"image_sizes": [24, 24]})
-_ONE_SAMPLE = Pictures((3, 24, 24), form="one sample")
-_ROWS = Pictures((9, 48), form="rows", given={"image_grid_thw": [1, 3, 3]})
+_ONE_SAMPLE = Pictures((3, 24, 24), together=True)
+_ROWS = Pictures((9, 48), rows=("pixel_values",), given={"image_grid_thw": [1, 3, 3]})
 _TYPED = _ROWS._replace(kinds=("mm_token_type_ids", 0, 1))
 # Image tokens see each other in Gemma 3, all tokens of type 0 in PaliGemma.
 _BLOCKS = Pictures(kinds=("token_type_ids", 0, 1))
@@ -130,6 +135,92 @@ FAMILIES: dict[str, Family] = {
         Pictures((3, 96, 96)),
     ),
     "gemma3": Family(WINDOWS, _SIGLIP, {"image_token_index": IMAGE, "mm_tokens_per_image": 9}, _BLOCKS),
+    "gemma4": Family(
+        {**_PER_LAYER, "global_head_dim": 16, "use_bidirectional_attention": "vision"},
+        {**_GEMMA, "pooling_kernel_size": 2},
+        _IDS,
+        Pictures(
+            (36, 48),
+            given={"image_position_ids": [[place // 6, place % 6] for place in range(36)]},
+            kinds=("mm_token_type_ids", 0, 1),
+        ),
+    ),
+    "gemma4_unified": Family(
+        _PER_LAYER,
+        {
+            **_TOWER,
+            "model_type": "gemma4_vision",
+            "num_key_value_heads": 2,
+            **HEAD,
+            "patch_size": 4,
+            "pooling_kernel_size": 1,
+        },
+        _IDS,
+        Pictures((9, 48), given={"image_position_ids": [[place // 3, place % 3] for place in range(9)]}),
+    ),
+    "kimi_k25": Family(
+        {
+            **_EXPERTS,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "kv_lora_rank": 8,
+            "q_lora_rank": 8,
+            "qk_rope_head_dim": 4,
+            "qk_nope_head_dim": 4,
+            "head_dim": 4,
+            "v_head_dim": 8,
+            "num_key_value_heads": 4,
+        },
+        {**_TOWER, "patch_size": 4, "merge_kernel_size": [1, 1], "pos_emb_height": 4, "pos_emb_width": 4},
+        {**_MARKED, "projection_hidden_size": 16},
+        _ROWS._replace(pixels=(9, 3, 4, 4)),
+    ),
+    "molmo2": Family(
+        {"additional_vocab_size": 4},
+        {**_PLAIN, "image_size": [12, 12], **HEAD, "num_key_value_heads": 2},
+        {
+            "image_patch_id": IMAGE,
+            "adapter_config": {
+                "vision_feature_layer": [1, 0],
+                "hidden_size": 16,
+                "num_attention_heads": 2,
+                "num_key_value_heads": 2,
+                "head_dim": 8,
+                "intermediate_size": 24,
+                "text_hidden_size": 32,
+            },
+        },
+        Pictures(
+            (9, 48),
+            4,
+            rows=("image_token_pooling",),
+            given={
+                "image_token_pooling": [[0, 1], [2, 3], [4, 5], [6, 7]],
+                "image_grids": [2, 2, 0, 0],
+                "image_num_crops": 1,
+            },
+            kinds=("mm_token_type_ids", 0, 1),
+        ),
+    ),
+    "qwen2_5_omni_thinker": Family(
+        _SECTIONS,
+        _WINDOWED,
+        {
+            **_MARKED,
+            "image_token_index": IMAGE,
+            "video_token_index": VIDEO,
+            "audio_token_index": 94,
+            "audio_config": _AUDIO,
+        },
+        _ROWS,
+    ),
+    "qwen3_omni_moe_thinker": Family(
+        {**_SECTIONS, **_EXPERTS, "num_experts": 4},
+        _DEEP,
+        {**_MARKED, "audio_token_id": 94, "audio_config": {**_AUDIO, "downsample_hidden_size": 8}},
+        _ROWS,
+    ),
     "glm46v": Family(_SECTIONS, {**_GRID, "image_size": 12}, _MARKED, _TYPED),
     "glm4v": Family(_SECTIONS, {**_GRID, "image_size": 12}, _MARKED, _TYPED),
     "glm4v_moe": Family(
@@ -162,7 +253,7 @@ FAMILIES: dict[str, Family] = {
                 "num_key_value_heads": 1,
             },
         },
-        Pictures(tokens=3, form="one sample"),
+        Pictures(tokens=3, together=True),
     ),
     "idefics3": Family({}, _MERGED, _IMAGE, _ONE_SAMPLE),
     "internvl": Family({}, _INTERN, _IMAGE, _LARGE),
@@ -265,7 +356,7 @@ def config_of(kind: str, text: Any = None, **changes: Any) -> Any:
     default: Any = host()
     if text is None:
         text = {"model_type": default.text_config.model_type, **SMALL, **HEAD, **family.text, **changes}
-    vision = {"model_type": default.vision_config.model_type, **family.vision}
+    vision = {"model_type": getattr(default.vision_config, "model_type", None), **family.vision}
     return host(text_config=text, vision_config=vision, **family.fields)
 
 
@@ -279,8 +370,6 @@ def pictures_of(kind: str, images: int, generator: torch.Generator) -> dict[str,
             batch[name] = torch.randn(images, *value, generator=generator)
         else:
             batch[name] = torch.tensor([value] * images)
-    if pictures.form == "one sample":
-        return {name: value[None] for name, value in batch.items()}
-    if pictures.form == "rows":
-        batch[pictures.name] = pixels.flatten(0, 1)
-    return batch
+    for name in pictures.rows:
+        batch[name] = batch[name].flatten(0, 1)
+    return {name: value[None] for name, value in batch.items()} if pictures.together else batch

@@ -53,7 +53,16 @@ JOINT: dict[str, tuple[str, str | None]] = {
 # Types of transformers that stand for no name above.
 OTHERS = tuple(kind for kind in FAMILIES if kind not in [kind for kind, _ in JOINT.values()])
 # Names of models whose layers slide over fewer tokens than a prompt has.
-SLIDING = ("-window", "gemma3", "gemma3-vision", "aya_vision", "cohere2_vision", "exaone4_5")
+SLIDING = (
+    "-window",
+    "gemma3",
+    "gemma3-vision",
+    "aya_vision",
+    "cohere2_vision",
+    "exaone4_5",
+    "gemma4",
+    "gemma4_unified",
+)
 MERGED = ("internvl", "smolvlm", "mistral3")  # 6 x 6 patches, of which 2 x 2 become one image token
 PATCHES = 9  # image tokens of one image, in every joint model but LLaVA-NeXT
 # Tokens of a frame of a video.
@@ -64,6 +73,17 @@ FRAME = {
     "llava_next_video": 9,
     "video_llava": 10,
     "video_llama_3": 9,
+}
+# Changes that give Mistral 3 the text model of Ministral 3, which scales queries by their positions.
+MINISTRAL: dict[str, Any] = {
+    "model_type": "ministral3",
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 2.0,
+        "original_max_position_embeddings": 4,
+        "llama_4_scaling_beta": 0.7,
+    },
 }
 LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), capacity=0.5, blocks=(1, 3))
 
@@ -88,7 +108,7 @@ def make_joint(name: str, seed: int = 0, attention: str = "sdpa", **changes: Any
     """Return a small vision-language model whose every parameter matters, by its name or its type of transformers."""
     torch.manual_seed(seed)
     kind, language = _kind_of(name)
-    text = None if language is None else _text_config(language, changes)
+    text = None if language is None or "model_type" in changes else _text_config(language, changes)
     config = config_of(kind, text, **changes)
     config._attn_implementation = {"": "eager", "text_config": attention} if kind in EAGER else attention
     # The grouped product of experts takes no float64.

@@ -14,10 +14,15 @@ from torch import nn
 from mmod.adapters.transformers.cache_base import CACHE_NAMES
 from mmod.blocks import host_class
 
-# Arguments of a layer whose values for kept tokens are known, or that are the same for all tokens.
-_NARROWED = {"attention_mask", "position_ids", "position_embeddings", "use_cache", *CACHE_NAMES}
-# Modules of attention that treat each token alone: projections, gates, and norms of heads.
-_PROJECTIONS = {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "g_proj", "gate_proj"}
+# Arguments of a layer that have a row for each token, and those whose value for kept tokens is known else.
+BY_TOKEN = ("per_layer_input",)
+_NARROWED = {"attention_mask", "position_ids", "position_embeddings", "use_cache", *BY_TOKEN, *CACHE_NAMES}
+# Modules of a layer beside norms: branches, and a mixture of experts beside the MLP.
+_BRANCHES = {"self_attn", "linear_attn", "mlp", "router", "experts"}
+# Attributes of attention that passes keys and values to other layers, or gets them, as in Gemma 4.
+_SHARING = ("store_full_length_kv", "is_kv_shared_layer")
+# What attention calls that computes positions instead of getting them, as in Llama 4.
+_COUNTING = {"arange", "get_seq_length"}
 # Pairs of norms that end the two branches.
 _ENDS = (
     ("post_self_attn_layernorm", "post_mlp_layernorm"),
@@ -50,24 +55,48 @@ def reason_against(layer: nn.Module) -> str | None:
 
 
 def _reasons(layer: nn.Module) -> Iterator[str]:
+    attention = layer._modules.get("self_attn")
+    known = _NARROWED if shares_keys(attention) else {*_NARROWED, "shared_kv_states"}
     named = list(parameters_of(layer).items())[1:]
-    others = [name for name, p in named if p.kind is p.POSITIONAL_OR_KEYWORD and name not in _NARROWED]
+    others = [name for name, p in named if p.kind is p.POSITIONAL_OR_KEYWORD and name not in known]
     if others:
         yield f"it takes {', '.join(others)}, whose part for kept tokens is unknown"
     for name, module in layer.named_children():
-        if name not in ("self_attn", "linear_attn", "mlp") and not _treats_tokens_alone(module):
+        if name not in _BRANCHES and not _treats_tokens_alone(module):
             yield f"it has the module {name}, which may mix tokens"
-    attention = layer._modules.get("self_attn")
     if attention is None:
         return
+    if not _COUNTING.isdisjoint(inspect.unwrap(host_class(attention).forward).__code__.co_names):
+        yield "its attention counts positions itself, and would count among kept tokens"
     for name, module in attention.named_children():
-        if name not in _PROJECTIONS and not _treats_tokens_alone(module):
+        if not _treats_tokens_alone(module):
             yield f"its attention has the module {name}, which may mix tokens"
 
 
+def shares_keys(attention: nn.Module | None) -> bool:
+    """Return whether attention passes keys and values to other layers, or gets theirs."""
+    shared = getattr(getattr(attention, "config", None), "num_kv_shared_layers", 0)
+    return bool(shared) and any(getattr(attention, name, False) for name in _SHARING)
+
+
 def _treats_tokens_alone(module: nn.Module) -> bool:
-    """Return whether a module is a norm, a scale or a dropout, whose weights have at most one axis."""
-    return all(weight.ndim <= 1 for weight in module.parameters())
+    """Return whether a module is a linear layer, or a norm, scale or dropout, whose weights have at most one axis."""
+    # Linear layers in 4 or 8 bits, or with LoRA, have classes of their own.
+    linear = hasattr(module, "in_features") and hasattr(module, "out_features")
+    return linear or all(weight.ndim <= 1 for weight in module.parameters())
+
+
+def has_projections(layer: nn.Module) -> bool:
+    """Return whether queries, keys and values are linear layers of the tokens, apart or in one."""
+    modules = layer.get_submodule("self_attn")._modules
+    apart = all(modules.get(name) is not None for name in ("q_proj", "k_proj", "v_proj"))
+    return apart or modules.get("qkv_proj") is not None
+
+
+def reads_positions(layer: nn.Module) -> bool:
+    """Return whether attention gets the position of each token, besides rotary embeddings of it."""
+    attention = layer._modules.get("self_attn")
+    return attention is not None and "position_ids" in parameters_of(attention)
 
 
 def branch_ends(layer: nn.Module) -> tuple[str, str] | None:
@@ -78,7 +107,7 @@ def branch_ends(layer: nn.Module) -> tuple[str, str] | None:
 def inserts_images(module: nn.Module) -> bool:
     """Return whether a model takes ids and pixels, which it inserts as features into the embedded tokens."""
     names = parameters_of(module)
-    return "input_ids" in names and any("pixel_values" in name for name in names)
+    return "input_ids" in names and any(kind in name for name in names for kind in ("pixel_values", "image_patches"))
 
 
 def entry_of(model: nn.Module, name: str) -> nn.Module:

@@ -16,12 +16,15 @@ from torch import Tensor, nn
 from mmod.adapters.base import BlockStack
 from mmod.adapters.transformers.cache_base import CACHE, cache_of, chosen_samples
 from mmod.adapters.transformers.families import (
+    BY_TOKEN,
     branch_ends,
     entry_of,
     has_plain_positions,
+    has_projections,
     is_recurrent,
     parameters_of,
     passes_keywords,
+    reads_positions,
     reason_against,
 )
 from mmod.adapters.transformers.generation import Generations
@@ -47,7 +50,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
             "layers learn which tokens are an image's"
         )
     config: Any = text.config
-    plain = has_plain_positions(text)
+    plain = has_plain_positions(text) and not any(map(reads_positions, layers))
     # Compact positions need plain ones.
     rotary = CompactRotary(text.get_submodule("rotary_emb")) if plain else None
     attending = [index for index, layer in enumerate(layers) if not is_recurrent(layer)]
@@ -108,7 +111,16 @@ def _call_of(
             "weight away"
         )
     compact = rotary if config is not None and config.language.positions == "compact" else None
-    return DecoderLayerCall(names, int(attention.layer_idx), attention.config, compact, window)
+    return DecoderLayerCall(
+        names,
+        int(attention.layer_idx),
+        attention.config,
+        compact,
+        window,
+        places=reads_positions(layer),
+        projected=has_projections(layer),
+        by_token=tuple(name for name in BY_TOKEN if name in names and (config is None or config.operator == "block")),
+    )
 
 
 class MaskHook(ModelHook):

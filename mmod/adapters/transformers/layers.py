@@ -44,6 +44,9 @@ class DecoderLayerCall(DecoderCall):
         config: The config that its attention reads.
         compact: Rotary embeddings of compact positions; None for the original positions.
         window: Size of the sliding window, or None.
+        places: Attention reads the positions of tokens, as Ministral 3 does to scale queries.
+        projected: Queries, keys and values are projections of tokens, whose parts can be computed alone.
+        by_token: Names of arguments with a row for each token, if the whole layer runs on the kept tokens.
     """
 
     names: tuple[str, ...]
@@ -51,6 +54,9 @@ class DecoderLayerCall(DecoderCall):
     config: Any
     compact: CompactRotary | None = None
     window: int | None = None
+    places: bool = False
+    projected: bool = True
+    by_token: tuple[str, ...] = ()
 
     operators = OPERATORS
     tuples = TUPLES
@@ -59,7 +65,7 @@ class DecoderLayerCall(DecoderCall):
     @property
     def contexts(self) -> tuple[str, ...]:
         """What kept tokens can attend to; flash attention has no mask between some queries and all keys."""
-        return ("kept",) if self._is_flash else ("kept", "all")
+        return ("kept",) if self._is_flash or not self.projected else ("kept", "all")
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, including those that the layer only passes on."""
@@ -102,7 +108,13 @@ class DecoderLayerCall(DecoderCall):
             embeddings = self._compact_positions(x_BND[:1], slots, None)["position_embeddings"]
         if embeddings is not None:
             embeddings = tuple(_packed(rows, place_T, slots) for rows in embeddings)
-        return {**arguments, "attention_mask": None, "position_ids": None, "position_embeddings": embeddings}
+        position_BN = self._positions(arguments)
+        position_1T = None if position_BN is None else _packed(position_BN, packing.row_T, x_BND.shape[1])
+        packed = {"position_ids": position_1T, "position_embeddings": embeddings}
+        for name in self.by_token:
+            if arguments.get(name) is not None:
+                packed[name] = _packed(arguments[name], packing.row_T, x_BND.shape[1])
+        return {**arguments, "attention_mask": None, **packed}
 
     def attend_to_all(
         self,
@@ -275,12 +287,25 @@ class DecoderLayerCall(DecoderCall):
 
     def _rows_of(self, arguments: Mapping[str, Any], routing: Routing | None) -> dict[str, Any]:
         """Return the arguments with the positions of the kept tokens."""
-        # Attention reads position_ids only to find the boundaries of packed samples.
-        narrowed = {**arguments, "position_ids": None}
+        position_BN = self._positions(arguments)
+        if position_BN is not None and routing is not None:
+            index_BK = routing.kept.index_BK
+            position_BN = position_BN.expand(len(index_BK), -1).gather(1, index_BK)
+        narrowed = {**arguments, "position_ids": position_BN}
+        for name in self.by_token if routing is not None else ():
+            if arguments.get(name) is not None:
+                narrowed[name] = _rows(arguments[name], routing.kept.index_BK)
         embeddings = arguments.get("position_embeddings")
         if routing is not None and embeddings is not None and self.compact is None:
             narrowed["position_embeddings"] = tuple(_rows(embedding, routing.kept.index_BK) for embedding in embeddings)
         return narrowed
+
+    def _positions(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        """Return the positions of all tokens (1 or B, N), if attention reads them for more than to separate samples."""
+        position_BN: Tensor | None = arguments.get("position_ids")
+        # Flash attention would find boundaries of samples where positions leap.
+        known = self.places and not self._is_flash and position_BN is not None and position_BN.ndim == 2
+        return position_BN if known else None
 
     def _check_window(self, window: int, tokens: int, cache: KeptTokens | None, complete: bool) -> None:
         """Refuse flash attention with a sliding window if tokens are missing, now or in the cache."""
