@@ -16,7 +16,7 @@ from mmod.adapters.transformers.saving import (
 from mmod.adapters.transformers.vision import find_vision, is_encoder_layer
 
 SUPPORTED = (
-    "language models of decoder layers with `self_attn`, `mlp` and a cache, such as Llama, Mistral, Qwen, Phi-3 and Gemma, "
+    "language models of layers with `self_attn`, `mlp` and a cache, such as Llama, Mistral, Qwen, Phi-3 and Gemma, "
     "alone or in a vision-language model; CLIP and SigLIP vision towers"
 )
 # transformers saves models, with their routing in config.json.
