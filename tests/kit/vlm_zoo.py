@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mmod
 from tests.kit.vlm_types import (
@@ -50,8 +51,8 @@ JOINT: dict[str, tuple[str, str | None]] = {
     "gemma3-vision": ("gemma3", None),
     "paligemma": ("paligemma", None),
 }
-# Types of transformers that stand for no name above.
-OTHERS = tuple(kind for kind in FAMILIES if kind not in [kind for kind, _ in JOINT.values()])
+# Types of transformers that stand for no name above, and that the installed version knows.
+OTHERS = tuple(kind for kind in FAMILIES if kind in CONFIG_MAPPING and kind not in [kind for kind, _ in JOINT.values()])
 # Names of models whose layers slide over fewer tokens than a prompt has.
 SLIDING = (
     "-window",

@@ -107,7 +107,7 @@ def branch_ends(layer: nn.Module) -> tuple[str, str] | None:
 def inserts_images(module: nn.Module) -> bool:
     """Return whether a model takes ids and pixels, which it inserts as features into the embedded tokens."""
     names = parameters_of(module)
-    return "input_ids" in names and any(kind in name for name in names for kind in ("pixel_values", "image_patches"))
+    return "input_ids" in names and any("pixel_values" in name or "image_patches" in name for name in names)
 
 
 def entry_of(model: nn.Module, name: str) -> nn.Module:

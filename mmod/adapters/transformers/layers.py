@@ -290,7 +290,7 @@ class DecoderLayerCall(DecoderCall):
         position_BN = self._positions(arguments)
         if position_BN is not None and routing is not None:
             index_BK = routing.kept.index_BK
-            position_BN = position_BN.expand(len(index_BK), -1).gather(1, index_BK)
+            position_BN = position_BN.expand(index_BK.shape[0], -1).gather(1, index_BK)
         narrowed = {**arguments, "position_ids": position_BN}
         for name in self.by_token if routing is not None else ():
             if arguments.get(name) is not None:
