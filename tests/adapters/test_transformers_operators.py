@@ -8,14 +8,28 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mmod
 from mmod.adapters.transformers.cache_base import KeptTokens, cache_of
 from mmod.adapters.transformers.families import parameters_of
 from tests.kit.cover import in_turn
 from tests.kit.generation import NO_IMAGES, check_cache_changes_nothing
-from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, MINISTRAL, OTHERS, make_joint, make_language, prompt, words
+from tests.kit.vlm_types import SMALL
+from tests.kit.vlm_zoo import (
+    IMAGE,
+    JOINT,
+    LANGUAGE,
+    MINISTRAL,
+    OTHERS,
+    lively,
+    make_joint,
+    make_language,
+    prompt,
+    words,
+)
 
 WAYS = [("block", "all"), ("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
 LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), blocks=(1, 3), capacity=0.5)
@@ -149,6 +163,25 @@ def test_image_tokens_by_the_dense_layer_in_every_family(name: str, way: tuple[s
     for images in ((1, 0, 2), (2,)):
         mmod.route_(model, language=config)
         check_definition(model, doubled(prompt(name, images)), way, definition=defined_by_masks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    in_turn(["cohere2", "granite", "mixtral", "olmo2", "ministral3", "glm4"], [("block", "kept"), *WAYS]),
+)
+def test_text_by_the_dense_layer_in_other_families(kind: str, way: tuple[str, str]) -> None:
+    config = CONFIG_MAPPING[kind](**SMALL)
+    config._experts_implementation = "eager"
+    model = lively(transformers.AutoModelForCausalLM.from_config(config)).double()
+    gate = "sigmoid" if way[0] == "block" else "identity"
+    mmod.route_(model, language=LINEAR.replace(operator=way[0], context=way[1], gate=gate))
+    check_definition(model, words(3), way, definition=defined_by_masks)
+
+
+def test_layers_without_a_norm_in_front_score_no_norm() -> None:
+    model = lively(transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SMALL)))
+    with pytest.raises(ValueError, match="scored='norm' is not possible in a Olmo2DecoderLayer, which begins with no"):
+        mmod.route_(model, language=LINEAR.replace(language={"scored": "norm"}))
 
 
 @pytest.mark.parametrize(

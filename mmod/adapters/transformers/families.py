@@ -38,9 +38,9 @@ def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
 
 
 def is_decoder_layer(layer: nn.Module) -> bool:
-    """Return whether a module is a layer of a language model, with a cache and a gated MLP."""
+    """Return whether a module is a layer of a language model, with attention, an MLP and a cache."""
     names = list(parameters_of(layer))
-    cached = names[0] == "hidden_states" and "attention_mask" in names and any(name in names for name in CACHE_NAMES)
+    cached = names[:1] == ["hidden_states"] and "attention_mask" in names and any(name in names for name in CACHE_NAMES)
     return cached and hasattr(layer, "mlp") and (hasattr(layer, "self_attn") or is_recurrent(layer))
 
 
@@ -66,6 +66,8 @@ def _reasons(layer: nn.Module) -> Iterator[str]:
             yield f"it has the module {name}, which may mix tokens"
     if attention is None:
         return
+    if not hasattr(attention, "config"):
+        yield "its attention has no config, which says how it is computed"
     if not _COUNTING.isdisjoint(inspect.unwrap(host_class(attention).forward).__code__.co_names):
         yield "its attention counts positions itself, and would count among kept tokens"
     for name, module in attention.named_children():

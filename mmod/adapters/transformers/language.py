@@ -49,7 +49,9 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
             f"cannot route the language model of a {type(entry).__name__}: its forward passes no keywords on, by which "
             "layers learn which tokens are an image's"
         )
-    config: Any = text.config
+    config: Any = getattr(text, "config", None)
+    if config is None:
+        raise ValueError(f"cannot route the layers of a {type(text).__name__}: it has no config")
     plain = has_plain_positions(text) and not any(map(reads_positions, layers))
     # Compact positions need plain ones.
     rotary = CompactRotary(text.get_submodule("rotary_emb")) if plain else None
@@ -104,13 +106,20 @@ def _call_of(
         return RecurrentLayerCall(names, int(layer.linear_attn.layer_idx), None)  # type: ignore[union-attr,arg-type]
     attention: Any = layer.self_attn
     window = getattr(attention.config, "sliding_window", None)
-    weighs = config is not None and config.operator != "block" and config.gate.name != "identity"
-    if weighs and branch_ends(layer) is not None:
+    if (
+        config is not None
+        and config.operator != "block"
+        and config.gate.name != "identity"
+        and branch_ends(layer) is not None
+    ):
         raise ValueError(
             f"operator={config.operator!r} needs gate='identity' in a {kind}: a norm after the branch takes its "
             "weight away"
         )
+    if config is not None and config.language.scored == "norm" and "input_layernorm" not in layer._modules:
+        raise ValueError(f"language.scored='norm' is not possible in a {kind}, which begins with no norm: use 'input'")
     compact = rotary if config is not None and config.language.positions == "compact" else None
+    whole = config is None or config.operator == "block"
     return DecoderLayerCall(
         names,
         int(attention.layer_idx),
@@ -119,7 +128,7 @@ def _call_of(
         window,
         places=reads_positions(layer),
         projected=has_projections(layer),
-        by_token=tuple(name for name in BY_TOKEN if name in names and (config is None or config.operator == "block")),
+        by_token=tuple(name for name in BY_TOKEN if whole and name in names),
     )
 
 

@@ -27,8 +27,8 @@ from mmod.ops import Packing, gather_rows
 from mmod.routing import Routing, TokenGroups, TokenMarks
 
 # Names of the residual branches of a decoder layer, and of a vision tower's.
-OPERATORS = {"attention": "self_attn", "mlp": "mlp"}
-TUPLES = ("attention",)
+OPERATORS: Mapping[str, str] = {"attention": "self_attn", "mlp": "mlp"}
+TUPLES: tuple[str, ...] = ("attention",)
 # The keyword that passes groups from a model's entry to its layers.
 GROUPS = "mmod_groups"
 _UNKNOWN = object()
@@ -288,16 +288,18 @@ class DecoderLayerCall(DecoderCall):
     def _rows_of(self, arguments: Mapping[str, Any], routing: Routing | None) -> dict[str, Any]:
         """Return the arguments with the positions of the kept tokens."""
         position_BN = self._positions(arguments)
-        if position_BN is not None and routing is not None:
-            index_BK = routing.kept.index_BK
-            position_BN = position_BN.expand(index_BK.shape[0], -1).gather(1, index_BK)
         narrowed = {**arguments, "position_ids": position_BN}
-        for name in self.by_token if routing is not None else ():
+        if routing is None:
+            return narrowed
+        index_BK = routing.kept.index_BK
+        if position_BN is not None:
+            narrowed["position_ids"] = position_BN.expand(index_BK.shape[0], -1).gather(1, index_BK)
+        for name in self.by_token:
             if arguments.get(name) is not None:
-                narrowed[name] = _rows(arguments[name], routing.kept.index_BK)
+                narrowed[name] = _rows(arguments[name], index_BK)
         embeddings = arguments.get("position_embeddings")
-        if routing is not None and embeddings is not None and self.compact is None:
-            narrowed["position_embeddings"] = tuple(_rows(embedding, routing.kept.index_BK) for embedding in embeddings)
+        if embeddings is not None and self.compact is None:
+            narrowed["position_embeddings"] = tuple(_rows(embedding, index_BK) for embedding in embeddings)
         return narrowed
 
     def _positions(self, arguments: Mapping[str, Any]) -> Tensor | None:
