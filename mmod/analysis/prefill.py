@@ -116,8 +116,6 @@ class _Counter:
 
     def count(self) -> PrefillFlops:
         """Return the FLOPs of all layers, and of the logits of one token."""
-        for name, block in zip(self.stack.names, self.stack.blocks):
-            _check_countable(name, block)
         rows = tuple(map(self._row, self.stack.names, self.stack.blocks))
         # All causal language models of transformers name their output layer so.
         heads = [module for name, module in self.model.named_modules() if name.rpartition(".")[2] == "lm_head"]
@@ -138,6 +136,7 @@ class _Counter:
         others = {place: module for place, module in others.items() if module.mod_method != Route.kind}
         if "" in others:
             raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
+        _check_countable(name, block)
         attention: Any = block.get_submodule("self_attn")
         width = int(attention.config.num_attention_heads) * int(attention.head_dim)
         tokens = self.tokens
