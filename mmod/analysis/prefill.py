@@ -128,7 +128,13 @@ class _Counter:
         head = sum(self.cost.weights * self.stack.dim * int(module.out_features) for module in heads)
         block = self.stack.blocks[0]
         weight = next(weight for weight in block.parameters() if weight.is_floating_point())
-        cached = 2 * _key_width(block.get_submodule("self_attn")) * weight.element_size()
+        widths = {_key_width(layer.get_submodule("self_attn")) for layer in self.stack.blocks}
+        if len(widths) > 1:
+            raise ValueError(
+                f"layers of this {type(self.model).__name__} cache keys of different widths, {sorted(widths)}: count a "
+                "batch by mmod.flops(model, batch)"
+            )
+        cached = 2 * widths.pop() * weight.element_size()
         return PrefillFlops(rows, BlockFlops(REST, 0, 0, head, head), self.tokens, sum(self.images), cached)
 
     def _row(self, name: str, block: nn.Module) -> BlockFlops:
@@ -136,6 +142,7 @@ class _Counter:
         others = {place: module for place, module in others.items() if module.mod_method != Route.kind}
         if "" in others:
             raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
+        _check_countable(name, block)
         attention: Any = block.get_submodule("self_attn")
         width = int(attention.config.num_attention_heads) * int(attention.head_dim)
         tokens = self.tokens
@@ -218,19 +225,47 @@ class _Counter:
         return flops
 
 
-def _sizes_of_host(block: nn.Module) -> dict[str, int]:
-    """Return the weights of each linear layer in a block by its place, without those that methods added."""
+def _modules_of_host(block: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules in a block by their place, without those that methods added."""
     added: list[str] = []
     for place, module in block.named_modules():
         if isinstance(module, Mixin):
             added += [f"{place}.{name}".lstrip(".") for name in module.added_modules]
-    sizes = {}
-    for place, module in block.named_modules():
-        if isinstance(module, nn.Linear) and not place.startswith(tuple(added)):
-            sizes[place] = module.in_features * module.out_features
-    return sizes
+    return {place: module for place, module in block.named_modules() if not place.startswith(tuple(added))}
+
+
+def _sizes_of_host(block: nn.Module) -> dict[str, int]:
+    """Return the weights of each linear layer in a block by its place, without those that methods added."""
+    modules = _modules_of_host(block).items()
+    return {place: m.in_features * m.out_features for place, m in modules if isinstance(m, nn.Linear)}
+
+
+def _check_countable(name: str, block: nn.Module) -> None:
+    """Raise a ValueError if a layer multiplies tokens by more than linear layers and pairs of queries and keys."""
+    reason = _reason_against(block)
+    if reason:
+        raise ValueError(
+            f"{name} {reason}, which counts of tokens do not cover: count a batch by mmod.flops(model, batch)"
+        )
+
+
+def _reason_against(block: nn.Module) -> str:
+    """Return why counts of tokens do not cover a layer, or nothing if they do."""
+    attention = block._modules.get("self_attn")
+    if attention is None:
+        return "has linear attention"
+    if not any(hasattr(attention, keys) for keys in ("k_proj", "qkv_proj")):
+        return "does not compute keys by one linear layer"
+    for place, module in _modules_of_host(block).items():
+        axes = max((weight.ndim for weight in module.parameters(recurse=False)), default=0)
+        if axes > 1 and not isinstance(module, nn.Linear):
+            return f"has weights in {place}, which is no linear layer"
+    return ""
 
 
 def _key_width(attention: Any) -> int:
     """Return the features of a token's keys in one layer, as many as those of its values."""
+    keys = attention._modules.get("k_proj")
+    if keys is not None:
+        return int(keys.out_features)
     return int(attention.config.num_key_value_heads) * int(attention.head_dim)

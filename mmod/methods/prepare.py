@@ -10,7 +10,7 @@ from torch import nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import BlockCall, GridOfPass, ImportanceState, Mixin, RoutedState, Span, is_converted
-from mmod.config import Merged, Plan, RoutingConfig, presets, spelled
+from mmod.config import CHANGE, Merged, Plan, RoutingConfig, presets, spelled
 from mmod.routing import Router
 
 # A block, its router, and its state; blocks that compute importance have no router.
@@ -95,6 +95,12 @@ def _make_span(
         return span, None
     # The last block before the routed ones, in which every token attends.
     call = stack.call_of(stack.blocks[start], None)
+    if stack.language and config.importance != CHANGE and "attention" not in call.operators:
+        raise ValueError(
+            f"block {first} needs the importance of the block before it, but the linear attention of "
+            f"{stack.names[start]} has no map: choose a router and losses that read no importance, such as "
+            "router='linear'"
+        )
     return span, ImportanceState(call=call, span=span, routers=routers, importance=config.importance)
 
 

@@ -16,7 +16,7 @@ import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from tests.kit.generation import EVERYTHING, IMAGES_ONLY, SCORE, check_cache_changes_nothing, generate, routed
-from tests.kit.vlm_zoo import IMAGE, JOINT, PATCHES, make_joint, make_language, pad, prompt
+from tests.kit.vlm_zoo import IMAGE, JOINT, OTHERS, PATCHES, make_joint, make_language, pad, prompt
 
 
 # Importance counts the attention of all text, also of text that a generated answer adds.
@@ -26,7 +26,7 @@ def test_prefill_and_decode_equal_one_pass(method: str) -> None:
     check_cache_changes_nothing(model, prompt("llava", (1, 0, 2)))
 
 
-@pytest.mark.parametrize("name", JOINT)
+@pytest.mark.parametrize("name", [*JOINT, *OTHERS])
 def test_prefill_and_decode_equal_one_pass_in_every_family(name: str) -> None:
     check_cache_changes_nothing(routed(name, IMAGES_ONLY["linear"]), prompt(name, (2, 1)))
 

@@ -9,10 +9,11 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import mmod
 from mmod.routing import DecoderRouter, assign_groups, select_within
+from tests.kit.vlm_types import SMALL
 from tests.kit.vlm_zoo import (
     IMAGE,
     LANGUAGE,
@@ -256,12 +257,89 @@ def test_unknown_families_are_refused() -> None:
     config = transformers.GPT2Config(n_embd=16, n_layer=2, n_head=2, vocab_size=IMAGE)
     with pytest.raises(ValueError, match="cannot route GPT2LMHeadModel: supported are"):
         mmod.route_(transformers.GPT2LMHeadModel(config))
-    vision = make_joint("llava-onevision").config.vision_config
-    text = {"model_type": "gemma", "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    text |= {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 100}
-    other = transformers.PaliGemmaConfig(text_config=text, vision_config=vision, projection_dim=16)
-    with pytest.raises(ValueError, match="its image tokens are found in LlavaModel"):
-        mmod.route_(transformers.PaliGemmaForConditionalGeneration(other), language=LINEAR)
+    text = transformers.Llama4TextConfig(**SMALL)
+    with pytest.raises(ValueError, match="cannot route Llama4ForCausalLM: supported are"):
+        mmod.route_(transformers.Llama4ForCausalLM(text), language=LINEAR)
+
+
+@torch.no_grad()
+def test_layers_that_share_keys_are_refused() -> None:
+    model, batch = make_joint("gemma4", num_kv_shared_layers=1), prompt("gemma4", (1, 2))
+    valid = batch["attention_mask"].bool()
+    expected = model(**batch).logits[valid]
+    # The last layer takes the keys of the second.
+    for block in (1, 3):
+        with pytest.raises(ValueError, match="Gemma4TextDecoderLayer: it takes shared_kv_states, whose part for kept"):
+            mmod.route_(model, language=LINEAR.replace(blocks=(block,)))
+    mmod.route_(model, language=mmod.RoutingConfig(router="stride", blocks=(0,), capacity=1.0))
+    torch.testing.assert_close(model(**batch).logits[valid], expected, atol=1e-5, rtol=1e-4)
+
+
+def test_attention_that_counts_positions_is_refused() -> None:
+    class Counting(transformers.models.llama.modeling_llama.LlamaAttention):
+        def forward(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+            place = torch.arange(hidden_states.shape[1])
+            return super().forward(hidden_states * torch.log1p(place)[:, None], **kwargs)
+
+    model: Any = make_language("llama")
+    model.model.layers[1].self_attn.__class__ = Counting
+    with pytest.raises(ValueError, match="its attention counts positions itself, and would count among kept tokens"):
+        mmod.route_(model, language=LINEAR)
+
+
+class Mixing(nn.Module):
+    """A module that mixes tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kernel = nn.Parameter(torch.ones(8, 1, 3))
+
+
+@pytest.mark.parametrize("place", ["", "self_attn"])
+def test_layers_with_modules_of_their_own_are_refused(place: str) -> None:
+    model: Any = make_language("llama")
+    model.model.layers[3].get_submodule(place).add_module("conv", Mixing())
+    reason = "its attention has the module conv" if place else "it has the module conv"
+    with pytest.raises(ValueError, match=f"cannot route a LlamaDecoderLayer: {reason}, which may mix tokens"):
+        mmod.route_(model, language=LINEAR)
+    mmod.route_(model, language=LINEAR.replace(blocks=(1,)))
+
+
+def test_models_that_keep_keywords_to_themselves_are_refused() -> None:
+    class Closed(type(make_joint("llava").model)):  # type: ignore[misc]
+        def forward(self, input_ids: Any, pixel_values: Any = None, attention_mask: Any = None) -> Any:
+            return super().forward(input_ids=input_ids, pixel_values=pixel_values, attention_mask=attention_mask)
+
+    model: Any = make_joint("llava")
+    model.model.__class__ = Closed
+    with pytest.raises(ValueError, match="language model of a Closed: its forward passes no keywords on"):
+        mmod.route_(model, language=LINEAR)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe"])
+def test_linear_attention_sees_every_token(name: str) -> None:
+    model: Any = make_joint(name)
+    for operator in ("block", "attention"):
+        config = LINEAR.replace(blocks=(1, 2), operator=operator)
+        with pytest.raises(ValueError, match=r"layers with attention, which are blocks=\(0, 1, 3\)"):
+            mmod.route_(model, language=config)
+    attention = mmod.RoutingConfig(router="attention", blocks=(3,))
+    with pytest.raises(ValueError, match=r"the linear attention of \S+layers\.2 has no map"):
+        mmod.route_(model, language=attention)
+    mmod.route_(model, language=LINEAR.replace(blocks=(2,), operator="mlp", gate="identity"))
+    layer: Any = model.model.language_model.layers[2]
+    recorded: dict[str, Tensor] = {}
+    layer.linear_attn.register_forward_hook(lambda module, args, update: recorded.update(update=update))
+    layer.register_forward_hook(lambda module, args, output: recorded.update(x=args[0], y=output))
+    with mmod.trace(model) as decisions:
+        model(**prompt(name, (1, 2)))
+    (routing,) = decisions.values()
+    middle = recorded["x"] + recorded["update"]
+    mmod.unroute_(model)
+    updated = middle + layer.mlp(layer.post_attention_layernorm(middle))
+    expected = torch.where(routing.keep_BN.unsqueeze(-1), updated, middle)
+    torch.testing.assert_close(recorded["y"], expected, atol=1e-5, rtol=1e-4)
 
 
 def test_unmasked_attention_implementations_are_refused() -> None:

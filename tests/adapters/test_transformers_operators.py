@@ -8,17 +8,34 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mmod
 from mmod.adapters.transformers.cache_base import KeptTokens, cache_of
+from mmod.adapters.transformers.families import parameters_of
 from tests.kit.cover import in_turn
 from tests.kit.generation import NO_IMAGES, check_cache_changes_nothing
-from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, make_joint, make_language, prompt, words
+from tests.kit.vlm_types import SMALL
+from tests.kit.vlm_zoo import (
+    IMAGE,
+    JOINT,
+    LANGUAGE,
+    MINISTRAL,
+    OTHERS,
+    lively,
+    make_joint,
+    make_language,
+    prompt,
+    words,
+)
 
 WAYS = [("block", "all"), ("attention", "kept"), ("attention", "all"), ("mlp", "kept")]
 LINEAR = mmod.RoutingConfig(router=mmod.score("linear", init_std=0.2), blocks=(1, 3), capacity=0.5)
 FROZEN = mmod.RoutingConfig(router="stride", blocks=(1, 2, 3), capacity=0, context="all")
+# Their image tokens see each other.
+SEEING = ("gemma3-vision", "paligemma")
 # Of gates, Gemma's norms behind the branches leave the identity alone.
 NORMED = ("gemma2", "gemma3")
 
@@ -33,7 +50,8 @@ class Layers:
 
     def _of(self, name: str) -> Any:
         def record(module: nn.Module, args: Any, kwargs: dict[str, Any], out: Tensor) -> None:
-            self.recorded[name] = args[0].detach(), kwargs, out.detach()
+            named = dict(zip(list(parameters_of(module))[1:], args[1:]))
+            self.recorded[name] = args[0].detach(), {**named, **kwargs}, out.detach()
 
         return record
 
@@ -72,7 +90,42 @@ def defined(layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], 
     return middle + (torch.where(chosen, gate * update, 0) if operator == "mlp" else update)
 
 
-def check_definition(model: Any, batch: dict[str, Any], way: tuple[str, str], error: float = 1e-9) -> None:
+def defined_by_masks(
+    layer: Any, x: Tensor, routing: mmod.Routing, way: tuple[str, str], arguments: dict[str, Any]
+) -> Tensor:
+    """Return a routed layer's output by the definition: the dense layer with its mask, and a hook on a branch."""
+    operator, context = way
+    keep, tokens = routing.keep_BN, x.shape[1]
+    mask = arguments["attention_mask"]
+    if mask is None:
+        mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool).tril()
+    pairs = mask if mask.dtype == torch.bool else mask == 0
+    pairs = pairs & (routing.evidence.tokens.group_BN >= 0)[:, None, None, :]
+    if context == "kept" and operator != "mlp":
+        pairs = pairs & keep[:, None, None, :]
+    bias = torch.zeros_like(pairs, dtype=x.dtype).masked_fill(~pairs, torch.finfo(x.dtype).min)
+    chosen = keep.unsqueeze(-1)
+    gate = torch.ones_like(x[..., :1])
+    if routing.weights.gate_BK is not None:
+        gate = gate.squeeze(-1).scatter(1, routing.kept.index_BK, routing.weights.gate_BK.to(x.dtype)).unsqueeze(-1)
+
+    def weigh(module: nn.Module, args: Any, output: Any) -> Any:
+        update = output[0] if isinstance(output, tuple) else output
+        update = torch.where(chosen, gate * update, 0)
+        return (update, *output[1:]) if isinstance(output, tuple) else update
+
+    arguments = {**arguments, "attention_mask": bias}
+    if operator == "block":
+        return torch.where(chosen, x + gate * (layer(x, **arguments) - x), x)
+    handle = layer.get_submodule({"attention": "self_attn"}.get(operator, operator)).register_forward_hook(weigh)
+    y: Tensor = layer(x, **arguments)
+    handle.remove()
+    return y
+
+
+def check_definition(
+    model: Any, batch: dict[str, Any], way: tuple[str, str], error: float = 1e-9, definition: Any = defined
+) -> None:
     layers = Layers(model)
     with torch.no_grad(), mmod.trace(model) as decisions:
         model(**batch, use_cache=False)
@@ -80,7 +133,7 @@ def check_definition(model: Any, batch: dict[str, Any], way: tuple[str, str], er
     valid = batch["attention_mask"].bool()
     for name, (x, arguments, out) in layers.recorded.items():
         with torch.no_grad():
-            expected = defined(model.get_submodule(name), x, decisions[name], way, arguments)
+            expected = definition(model.get_submodule(name), x, decisions[name], way, arguments)
         torch.testing.assert_close(out[valid], expected[valid], rtol=100 * error, atol=error)
 
 
@@ -88,7 +141,7 @@ def doubled(batch: dict[str, Any]) -> dict[str, Any]:
     return {name: value.double() if value.is_floating_point() else value for name, value in batch.items()}
 
 
-@pytest.mark.parametrize(("name", "way"), in_turn(JOINT, WAYS, times=2))
+@pytest.mark.parametrize(("name", "way"), in_turn([name for name in JOINT if name not in SEEING], WAYS, times=2))
 def test_image_tokens_by_the_definition_in_every_family(name: str, way: tuple[str, str]) -> None:
     for capacity in (0.5, 0):
         config = LINEAR.replace(operator=way[0], context=way[1], capacity=capacity)
@@ -96,6 +149,59 @@ def test_image_tokens_by_the_definition_in_every_family(name: str, way: tuple[st
         for images in ((1, 0, 2), (2,)):
             check_definition(model, doubled(prompt(name, images)), way)
             mmod.route_(model, language=config)
+
+
+@pytest.mark.parametrize(("name", "way"), in_turn([*SEEING, *OTHERS], [("block", "kept"), *WAYS], times=2))
+def test_image_tokens_by_the_dense_layer_in_every_family(name: str, way: tuple[str, str]) -> None:
+    model = make_joint(name).double()
+    gate = "sigmoid" if way[0] == "block" else "identity"
+    config = LINEAR.replace(operator=way[0], context=way[1], gate=gate)
+    if name == "kimi_k25" and way[1] == "all":
+        with pytest.raises(ValueError, match=r"context='all' is not possible in \S+layers\.1, which supports kept"):
+            mmod.route_(model, language=config)
+        return
+    for images in ((1, 0, 2), (2,)):
+        mmod.route_(model, language=config)
+        check_definition(model, doubled(prompt(name, images)), way, definition=defined_by_masks)
+
+
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    in_turn(["cohere2", "granite", "mixtral", "olmo2", "ministral3", "glm4"], [("block", "kept"), *WAYS]),
+)
+def test_text_by_the_dense_layer_in_other_families(kind: str, way: tuple[str, str]) -> None:
+    config = CONFIG_MAPPING[kind](**SMALL)
+    config._experts_implementation = "eager"
+    model = lively(transformers.AutoModelForCausalLM.from_config(config)).double()
+    gate = "sigmoid" if way[0] == "block" else "identity"
+    mmod.route_(model, language=LINEAR.replace(operator=way[0], context=way[1], gate=gate))
+    check_definition(model, words(3), way, definition=defined_by_masks)
+
+
+def test_layers_without_a_norm_in_front_score_no_norm() -> None:
+    model = lively(transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SMALL)))
+    with pytest.raises(ValueError, match="scored='norm' is not possible in a Olmo2DecoderLayer, which begins with no"):
+        mmod.route_(model, language=LINEAR.replace(language={"scored": "norm"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("gemma3-vision", {"sliding_window": 9}),
+        ("gemma3-vision", {"sliding_window": 64}),
+        ("paligemma", {}),
+        ("llava-mistral-window", {"sliding_window": 64}),
+        ("mistral3", MINISTRAL),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("context", ["kept", "all"])
+def test_samples_that_keep_different_numbers_attend_as_their_model_does(
+    name: str, changes: dict[str, Any], context: str
+) -> None:
+    config = LINEAR.replace(select="threshold", gate="sigmoid", context=context)
+    model = mmod.route_(make_joint(name, **changes).double(), language=config)
+    check_definition(model, doubled(prompt(name, (1, 0, 2))), ("block", context), definition=defined_by_masks)
 
 
 @pytest.mark.parametrize(("name", "way"), in_turn(LANGUAGE, WAYS, times=2))
@@ -133,7 +239,8 @@ def test_capacity_one_and_text_alone_are_the_dense_model(attention: str, way: tu
     in_turn(JOINT, [FROZEN, *(LINEAR.replace(operator=o, context=c) for o, c in WAYS)], times=3),
 )
 def test_prefill_and_decode_equal_one_pass(name: str, config: mmod.RoutingConfig) -> None:
-    model = mmod.route_(make_joint(name), language=config)
+    gate = config.gate if config.operator == "block" or name != "gemma3-vision" else "identity"
+    model = mmod.route_(make_joint(name), language=config.replace(gate=gate))
     for images in ((1, 0, 2), (1,)):
         check_cache_changes_nothing(model, prompt(name, images))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 from typing import Any
 
@@ -17,8 +18,9 @@ from transformers.cache_utils import StaticLayer
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
+from tests.kit.cover import in_turn
 from tests.kit.generation import EVERYTHING, IMAGES_ONLY, NO_IMAGES, routed
-from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, PATCHES, make_joint, make_language, pad, prompt
+from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, OTHERS, PATCHES, make_joint, make_language, pad, prompt
 
 PRESETS = {
     "p-mod": mmod.preset("p-mod", blocks=(1, 2), capacity=(0.8, 0.3), router={"init_std": 0.2}),
@@ -35,6 +37,7 @@ PRESETS = {
     ),
 }
 ROOM = 48
+IMAGES = ((2, 1), (0, 0), (1,))
 
 
 def words(batch: dict[str, Any], steps: int) -> Tensor:
@@ -99,8 +102,7 @@ def test_static_caches_change_nothing(method: str, side: str) -> None:
             assert torch.equal(generated(model, batch, cache_implementation="static", **options), ids)
 
 
-@pytest.mark.parametrize("images", [(2, 1), (0, 0), (1,)], ids=str)
-@pytest.mark.parametrize("name", JOINT)
+@pytest.mark.parametrize(("name", "images"), [*itertools.product(JOINT, IMAGES), *in_turn(OTHERS, IMAGES)], ids=str)
 def test_static_caches_change_nothing_in_every_family(name: str, images: tuple[int, ...]) -> None:
     model, batch = routed(name, IMAGES_ONLY["linear"]), prompt(name, images)
     ids = generated(model, batch, num_beams=2)

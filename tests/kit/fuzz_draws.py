@@ -73,7 +73,7 @@ def _of_tower(kind: str, config: str, **changes: Any) -> Host:
     def make() -> nn.Module:
         torch.manual_seed(0)
         made = getattr(transformers, kind)(getattr(transformers, config)(**options))
-        model: nn.Module = vlm_zoo._lively(made)
+        model: nn.Module = vlm_zoo.lively(made)
         return model
 
     def samples(number: int) -> list[Sample]:

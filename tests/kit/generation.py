@@ -80,24 +80,31 @@ def check_cache_changes_nothing(model: Any, batch: dict[str, Any], steps: int = 
     out = model(**batch, use_cache=True)
     cache, logits = cache_of(out), [out.logits]
     ids, mask = batch["input_ids"], batch["attention_mask"]
-    kinds = batch.get("mm_token_type_ids")
+    # The arguments that mark image tokens grow with the prompt.
+    marks = {name: batch[name] for name in ("mm_token_type_ids", "token_type_ids") if name in batch}
+    sectioned = getattr(model.model, "rope_deltas", None) is not None
     last = mask.cumsum(1).argmax(1)
     generator = torch.Generator().manual_seed(3)
     for _ in range(steps):
         word = torch.randint(3, IMAGE, (len(ids), 1), generator=generator)
         ids, mask = torch.cat([ids, word], 1), torch.cat([mask, torch.ones_like(word)], 1)
         place = {}
-        if kinds is not None:
-            kinds = torch.cat([kinds, torch.zeros_like(word)], 1)
+        marks = {name: torch.cat([kinds, _kind_of_words(model, name, word)], 1) for name, kinds in marks.items()}
+        if sectioned:
             # As `generate` does: time, height and width of a word are its place after the images' own.
             place = {"position_ids": (mask.sum(1, keepdim=True) - 1 + model.model.rope_deltas).expand(3, -1, -1)}
         out = model(input_ids=word, attention_mask=mask, **{CACHE: cache}, use_cache=True, **place)
         logits.append(out.logits)
-    remaining = {k: v for k, v in batch.items() if k not in ("input_ids", "attention_mask", "mm_token_type_ids")}
-    kinds_now = {} if kinds is None else {"mm_token_type_ids": kinds}
-    full = model(input_ids=ids, attention_mask=mask, use_cache=False, **remaining, **kinds_now).logits
+    whole = {**batch, "input_ids": ids, "attention_mask": mask, **marks}
+    full = model(**whole, use_cache=False).logits
     stepwise = torch.cat(logits[1:], 1)
     torch.testing.assert_close(stepwise, full[:, -steps:], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(
         logits[0][torch.arange(len(last)), last], full[torch.arange(len(last)), last], atol=1e-5, rtol=1e-4
     )
+
+
+def _kind_of_words(model: Any, name: str, word: Tensor) -> Tensor:
+    """Return what marks generated words: PaliGemma's prompt, of type 0, sees both ways, and its answer is of type 1."""
+    answers = name == "token_type_ids" and model.config.model_type == "paligemma"
+    return torch.full_like(word, int(answers))

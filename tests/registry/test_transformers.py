@@ -21,7 +21,7 @@ from mmod.blocks import host_class
 from mmod.methods.route import routing_configs
 from mmod.registry.transformers import open_routed_folders
 from tests.kit.processes import run_processes
-from tests.kit.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, prompt, words
+from tests.kit.vlm_zoo import JOINT, LANGUAGE, LINEAR, OTHERS, make_joint, make_language, prompt, words
 
 ROOT = Path(__file__).parents[2]
 NAMES = sorted({name.removesuffix("-window") for name in (*LANGUAGE, *JOINT)} - {"llava-mistral"})
@@ -38,8 +38,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def save(name: str, folder: Path) -> Any:
-    model = make_joint(name) if name in JOINT else make_language(name)
-    mmod.route_(model, language=LINEAR if name in JOINT else TEXT).save_pretrained(folder)
+    model = make_language(name) if name in LANGUAGE else make_joint(name)
+    mmod.route_(model, language=TEXT if name in LANGUAGE else LINEAR).save_pretrained(folder)
     return model
 
 
@@ -50,13 +50,13 @@ def same(again: Any, model: Any, batch: dict[str, Any]) -> bool:
 
 
 def auto_of(name: str) -> Any:
-    return transformers.AutoModelForImageTextToText if name in JOINT else transformers.AutoModelForCausalLM
+    return transformers.AutoModelForCausalLM if name in LANGUAGE else transformers.AutoModelForImageTextToText
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, *OTHERS])
 def test_routed_folders_give_routed_models(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path)
-    batch = prompt(name, (1, 2)) if name in JOINT else words()
+    batch = words() if name in LANGUAGE else prompt(name, (1, 2))
     auto, kind = auto_of(name), host_class(model)
     for again in (mmod.load_pretrained(tmp_path), auto.from_pretrained(tmp_path, trust_remote_code=True)):
         assert type(again) is type(model)
@@ -216,7 +216,7 @@ def test_a_description_of_nothing_is_refused(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("opened")
 def test_every_class_opens_routed_folders_where_a_program_asks(name: str, tmp_path: Path) -> None:
     model = save(name, tmp_path)
-    batch = prompt(name, (1, 2)) if name in JOINT else words()
+    batch = words() if name in LANGUAGE else prompt(name, (1, 2))
     config = transformers.AutoConfig.from_pretrained(tmp_path)
     for made_by in (auto_of(name), host_class(model), type(model)):
         for options in ({}, {"config": config}, {"config": str(tmp_path)}):
@@ -236,7 +236,7 @@ def test_dense_models_are_what_they_were(
     if asked:
         request.getfixturevalue("opened")
     assert inspect.signature(transformers.PreTrainedModel.from_pretrained) == plain
-    model = make_joint(name) if name in JOINT else make_language(name)
+    model = make_language(name) if name in LANGUAGE else make_joint(name)
     model.save_pretrained(tmp_path)
     for again in (
         auto_of(name).from_pretrained(pretrained_model_name_or_path=tmp_path),

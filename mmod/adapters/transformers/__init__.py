@@ -7,7 +7,8 @@ import functools
 from torch import nn
 
 from mmod.adapters.base import Part
-from mmod.adapters.transformers.language import find_language, is_decoder_layer
+from mmod.adapters.transformers.families import is_decoder_layer
+from mmod.adapters.transformers.language import find_language
 from mmod.adapters.transformers.saving import (
     describe_methods,  # noqa: F401
     load,  # noqa: F401
@@ -15,9 +16,8 @@ from mmod.adapters.transformers.saving import (
 from mmod.adapters.transformers.vision import find_tower, find_vision, find_wrapped
 
 SUPPORTED = (
-    "causal language models of the families Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Phi-3, Gemma, Gemma 2 and Gemma 3; "
-    "LLaVA, LLaVA-NeXT, LLaVA-OneVision, InternVL, Idefics3, SmolVLM and Mistral 3 with them; Qwen2-VL, Qwen2.5-VL and "
-    "Qwen3-VL; CLIP and SigLIP vision towers"
+    "language models of layers with `self_attn`, `mlp` and a cache, such as Llama, Mistral, Qwen, Phi-3 and Gemma, "
+    "alone or in a vision-language model; CLIP and SigLIP vision towers"
 )
 # transformers saves models, with their routing in config.json.
 SAVING = None

@@ -16,17 +16,17 @@ from mmod.routing import TokenGroups, TokenMarks
 
 # transformers 5.24 renamed the cache of models and layers, and takes the old keyword until 5.40.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__annotations__ else "past_key_values"
-_NAMES = (CACHE, "past_key_values")
+CACHE_NAMES = (CACHE, "past_key_values")
 
 
 def cache_of(arguments: Mapping[str, Any]) -> Any:
     """Return the cache among a model's or layer's arguments or outputs, or None."""
-    return next((arguments[name] for name in _NAMES if arguments.get(name) is not None), None)
+    return next((arguments[name] for name in CACHE_NAMES if arguments.get(name) is not None), None)
 
 
 def with_cache(arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
     """Return the arguments of a model or layer with another cache."""
-    return {**{name: value for name, value in arguments.items() if name not in _NAMES}, CACHE: cache}
+    return {**{name: value for name, value in arguments.items() if name not in CACHE_NAMES}, CACHE: cache}
 
 
 class KeptTokens:

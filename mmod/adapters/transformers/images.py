@@ -6,6 +6,7 @@ Axes: B samples, N tokens, T image tokens or video tokens of the batch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +17,15 @@ IMAGES = "image_mask"
 TEXT, IMAGE, VIDEO = 0, 1, 2
 _KINDS = {"image": IMAGE, "video": VIDEO}
 # Arguments with the features of all images, so that no frame is split between calls.
-_PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+_PIXELS = {"image": ("pixel_values", "pixel_values_images"), "video": ("pixel_values_videos",)}
 # All arguments that describe frames.
-LAYOUT = (*_PIXELS.values(), *(f"{name}_grid_thw" for name in _KINDS), "image_sizes")
+LAYOUT = (
+    *(key for keys in _PIXELS.values() for key in keys),
+    *(f"{name}_{key}" for name in _KINDS for key in ("grid_thw", "merge_sizes", "compression_mask")),
+    "image_sizes",
+)
+# Types of models that put one more token behind the frames of a video.
+_ENDING_VIDEOS = ("llava_onevision",)
 
 
 def checked_mask(name: str, mask_BN: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -66,7 +73,8 @@ class ImageTokens:
         tokens = {kind: getattr(config, f"{name}_token_id", None) for name, kind in _KINDS.items()}
         self.ids = {kind: int(token) for kind, token in tokens.items() if token is not None}
         vision = getattr(config, "vision_config", None)
-        self.merged = int(getattr(vision, "spatial_merge_size", 1)) ** 2
+        self.merged = int(getattr(vision, "spatial_merge_size", 1))
+        self.ends = int(getattr(config, "model_type", "") in _ENDING_VIDEOS)
 
     def kinds(self, module: nn.Module, arguments: Mapping[str, Any], mask_BN: Tensor | None) -> Tensor:
         """Return the modality of every token: 0 text, 1 image, 2 video (B, N).
@@ -127,7 +135,7 @@ class ImageTokens:
         first_BN = first_BN | (loose_BN & _begins(kind_BN, segment_BN))
         # A run at the beginning may continue a cached frame, unless the features of all images are passed.
         begins_BN = loose_BN & valid_BN & (valid_BN.cumsum(1) == 1)
-        complete = any(arguments.get(name) is not None for name in _PIXELS.values()) or not bool(begins_BN.any())
+        complete = any(_pixels(arguments, name) is not None for name in _PIXELS) or not bool(begins_BN.any())
         return Frames(first_BN, apart_BN, complete)
 
     def earlier(
@@ -151,6 +159,11 @@ class ImageTokens:
             row_T, place_T = modality_BN.nonzero(as_tuple=True)
             if not len(row_T) or (kind == IMAGE and not images):
                 continue
+            if arguments.get(f"{name}_compression_mask") is not None:
+                raise ValueError(
+                    f"{name}_compression_mask dropped tokens, so the same place one frame earlier is unknown: pass all "
+                    "tokens of a video, or choose another router"
+                )
             clips = self._clips(arguments, name, modality_BN, copies)
             if clips is None and kind == VIDEO:
                 raise ValueError("the frames of a video are unknown: pass video_grid_thw or pixel_values_videos")
@@ -184,25 +197,44 @@ class ImageTokens:
 
     def _described(self, arguments: Mapping[str, Any], name: str, tokens: int) -> list[Clip] | None:
         """Return the images, or the videos, that arguments describe, in order; None if unknown."""
-        grid = arguments.get(f"{name}_grid_thw")
-        pixels = arguments.get(_PIXELS[name])
-        if grid is not None:
-            clips = [Clip(time, height * width // self.merged) for time, height, width in grid.tolist()]
-            described = sum(clip.total for clip in clips)
-            if described != tokens:
-                raise ValueError(f"{name}_grid_thw describes {described} tokens, the prompt has {tokens}")
-            return clips
+        pixels = _pixels(arguments, name)
+        if arguments.get(f"{name}_grid_thw") is not None:
+            return self._clips_of_grid(arguments, name, tokens)
         if name == "image" and pixels is not None and pixels.ndim == 4 and arguments.get("image_sizes") is None:
             # LLaVA: images of one size.
             return None if tokens % len(pixels) else [Clip(1, tokens // len(pixels))] * len(pixels)
         if name == "video" and pixels is not None and pixels.ndim == 5:
-            # LLaVA-OneVision: frames of one size, and a newline after every video.
+            # Frames of one size.
             videos, frames = pixels.shape[:2]
-            size = (tokens // videos - 1) // frames
-            if videos * (frames * size + 1) != tokens:
+            size = (tokens // videos - self.ends) // frames
+            if videos * (frames * size + self.ends) != tokens:
                 raise ValueError(f"{videos} videos of {frames} frames each do not make {tokens} tokens")
-            return [Clip(frames, size), Clip(0, 1)] * videos
+            return [Clip(frames, size), *[Clip(0, 1)] * self.ends] * videos
         return None
+
+    def _clips_of_grid(self, arguments: Mapping[str, Any], name: str, tokens: int) -> list[Clip] | None:
+        grid = arguments[f"{name}_grid_thw"].tolist()
+        # VideoLLaMA 3 merges the patches of each image or video by a number of its own, and drops tokens of videos.
+        merged = arguments.get(f"{name}_merge_sizes")
+        sides = [self.merged] * len(grid) if merged is None else merged.tolist()
+        clips = [Clip(time, height * width // side**2) for (time, height, width), side in zip(grid, sides, strict=True)]
+        remains = arguments.get(f"{name}_compression_mask")
+        if remains is not None:
+            sizes = chain.from_iterable([clip.tokens] * clip.frames for clip in clips)
+            counts = [int(frame.sum()) for frame in remains.split(list(sizes))]
+            clips = [Clip(1, count) for count in counts if count]
+        described = sum(clip.total for clip in clips)
+        if described == tokens:
+            return clips
+        if name == "image" and arguments.get("video_grid_thw") is not None:
+            # GLM-4.1V gives tokens of images and videos one id; text stands between frames.
+            return None
+        raise ValueError(f"{name}_grid_thw describes {described} tokens, the prompt has {tokens}")
+
+
+def _pixels(arguments: Mapping[str, Any], name: str) -> Tensor | None:
+    """Return the pixels of images or videos; None without any."""
+    return next((arguments[key] for key in _PIXELS[name] if arguments.get(key) is not None), None)
 
 
 def _begins(kind_BN: Tensor, segment_BN: Tensor | None) -> Tensor:

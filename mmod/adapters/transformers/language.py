@@ -6,8 +6,7 @@ Axes: B samples, N tokens, D channels.
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,101 +15,139 @@ from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.transformers.cache_base import CACHE, cache_of, chosen_samples
+from mmod.adapters.transformers.families import (
+    BY_TOKEN,
+    branch_ends,
+    entry_of,
+    has_plain_positions,
+    has_projections,
+    is_recurrent,
+    parameters_of,
+    passes_keywords,
+    reads_positions,
+    reason_against,
+)
 from mmod.adapters.transformers.generation import Generations
 from mmod.adapters.transformers.images import IMAGE, IMAGES, LAYOUT, VIDEO, Frames, ImageTokens, checked_mask
-from mmod.adapters.transformers.layers import GROUPS, CompactRotary, DecoderLayerCall, is_sandwich
-from mmod.adapters.transformers.structure import Structure, read_structure, source_of
+from mmod.adapters.transformers.layers import GROUPS, CompactRotary, DecoderLayerCall, RecurrentLayerCall
+from mmod.adapters.transformers.structure import Structure, pads_only, read_structure, source_of
 from mmod.adapters.transformers.vision import TowerImportance
-from mmod.blocks import ImportanceDecoderBlock, ModelHook, RoutedDecoderBlock, host_class
+from mmod.blocks import ImportanceDecoderBlock, Mixin, ModelHook, RoutedDecoderBlock, host_class
 from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.routing import DecoderRouter, TokenGroups, assign_groups, decoded_groups
 
-# Class of a decoder layer -> its positions are plain: one number per token, with one rotary embedding for all layers.
-LAYERS = {
-    "LlamaDecoderLayer": True,
-    "MistralDecoderLayer": True,
-    "Qwen2DecoderLayer": True,
-    "Qwen3DecoderLayer": True,
-    "Phi3DecoderLayer": True,
-    "GemmaDecoderLayer": True,
-    "Gemma2DecoderLayer": True,
-    "Gemma3DecoderLayer": False,
-    "Qwen2VLDecoderLayer": False,
-    "Qwen2_5_VLDecoderLayer": False,
-    "Qwen3VLTextDecoderLayer": False,
-}
-# Models that insert image features into the embedded tokens and pass keywords on to their language model.
-JOINT = (
-    "LlavaModel",
-    "LlavaNextModel",
-    "LlavaOnevisionModel",
-    "InternVLModel",
-    "Idefics3Model",
-    "SmolVLMModel",
-    "Mistral3Model",
-    "Qwen2VLModel",
-    "Qwen2_5_VLModel",
-    "Qwen3VLModel",
-)
 PROTECTED = "protected_mask"
-
-
-def is_decoder_layer(layer: nn.Module) -> bool:
-    """Return whether a layer belongs to a supported language model."""
-    return host_class(layer).__name__ in LAYERS
 
 
 def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStack:
     """Return the decoder layers of a language model."""
     owner = name.rpartition(".")[0]
     text = model.get_submodule(owner)
-    outer, _, place = owner.rpartition(".")
-    entry = model.get_submodule(outer) if place in ("language_model", "text_model") else text
-    if entry is not text and type(entry).__name__ not in JOINT:
+    entry = entry_of(model, owner)
+    if not passes_keywords(entry):
         raise ValueError(
-            f"cannot route the language model of a {type(entry).__name__}: its image tokens are found in "
-            f"{', '.join(JOINT)} only"
+            f"cannot route the language model of a {type(entry).__name__}: its forward passes no keywords on, by which "
+            "layers learn which tokens are an image's"
         )
-    config: Any = text.config
+    config: Any = getattr(text, "config", None)
+    if config is None:
+        raise ValueError(f"cannot route the layers of a {type(text).__name__}: it has no config")
+    plain = has_plain_positions(text) and not any(map(reads_positions, layers))
     # Compact positions need plain ones.
-    plain = LAYERS[host_class(layers[0]).__name__]
     rotary = CompactRotary(text.get_submodule("rotary_emb")) if plain else None
+    attending = [index for index, layer in enumerate(layers) if not is_recurrent(layer)]
     return BlockStack(
         library="transformers",
         names=tuple(f"{name}.{index}" for index in range(len(layers))),
         blocks=tuple(layers),
         prefix=0,
         dim=int(config.hidden_size),
-        call_of=functools.partial(_call_of, rotary=rotary),
+        call_of=functools.partial(_call_of, rotary=rotary, attending=attending),
         language=True,
         reads_images=entry is not text or bool(ImageTokens(config).ids),
         router=DecoderRouter,
         mixins=(RoutedDecoderBlock, ImportanceDecoderBlock),
-        hooks=lambda routing: _hooks(GroupHook(entry, text, routing, plain), entry),
+        hooks=lambda routing: _hooks(GroupHook(entry, text, routing, plain), entry, text),
     )
 
 
-def _hooks(groups: GroupHook, entry: nn.Module) -> list[tuple[nn.Module, ModelHook]]:
-    return [(entry, groups), *(groups.tower.hooks if groups.tower is not None else ())]
+def _hooks(groups: GroupHook, entry: nn.Module, text: nn.Module) -> list[tuple[nn.Module, ModelHook]]:
+    hooks: list[tuple[nn.Module, ModelHook]] = [(entry, groups)]
+    if entry is not text:
+        hooks.append((text, MaskHook(text)))
+    return [*hooks, *(groups.tower.hooks if groups.tower is not None else ())]
 
 
-def _call_of(layer: nn.Module, config: RoutingConfig | None, rotary: CompactRotary | None) -> DecoderLayerCall:
-    signature = inspect.signature(host_class(layer).forward).parameters
-    names = tuple(n for n, p in signature.items() if p.kind is p.POSITIONAL_OR_KEYWORD)[2:]
+def _call_of(
+    layer: nn.Module, config: RoutingConfig | None, rotary: CompactRotary | None, attending: Sequence[int]
+) -> DecoderLayerCall:
+    """Return how transformers calls a layer.
+
+    Args:
+        attending: Indices of the layers that have attention instead of a recurrent state.
+    """
+    kind = host_class(layer).__name__
+    reason = None if isinstance(layer, Mixin) else reason_against(layer)
+    if reason is not None:
+        raise ValueError(f"cannot route a {kind}: {reason}")
+    names = tuple(n for n, p in parameters_of(layer).items() if p.kind is p.POSITIONAL_OR_KEYWORD)[1:]
     if CACHE not in names:
         raise NotImplementedError(
-            f"{host_class(layer).__name__} of transformers {transformers.__version__} takes no {CACHE!r}, only "
-            f"{names}: install a version that pip chooses for mmod[vlm]"
+            f"{kind} of transformers {transformers.__version__} takes no {CACHE!r}, only {names}: install a version "
+            "that pip chooses for mmod[vlm]"
         )
+    if is_recurrent(layer):
+        if config is not None and config.operator != "mlp":
+            raise ValueError(
+                f"operator={config.operator!r} is not possible in a {kind} with linear attention: skipped tokens would "
+                f"be missing in its state. Route its MLP by operator='mlp', or layers with attention, which are "
+                f"blocks={tuple(attending)}"
+            )
+        return RecurrentLayerCall(names, int(layer.linear_attn.layer_idx), None)  # type: ignore[union-attr,arg-type]
     attention: Any = layer.self_attn
     window = getattr(attention.config, "sliding_window", None)
-    if config is not None and config.operator != "block" and config.gate.name != "identity" and is_sandwich(layer):
+    if (
+        config is not None
+        and config.operator != "block"
+        and config.gate.name != "identity"
+        and branch_ends(layer) is not None
+    ):
         raise ValueError(
-            f"operator={config.operator!r} needs gate='identity' in a {host_class(layer).__name__}: a norm after the "
-            "branch takes its weight away"
+            f"operator={config.operator!r} needs gate='identity' in a {kind}: a norm after the branch takes its "
+            "weight away"
         )
+    if config is not None and config.language.scored == "norm" and "input_layernorm" not in layer._modules:
+        raise ValueError(f"language.scored='norm' is not possible in a {kind}, which begins with no norm: use 'input'")
     compact = rotary if config is not None and config.language.positions == "compact" else None
-    return DecoderLayerCall(names, int(attention.layer_idx), attention.config, compact, window)
+    whole = config is None or config.operator == "block"
+    return DecoderLayerCall(
+        names,
+        int(attention.layer_idx),
+        attention.config,
+        compact,
+        window,
+        places=reads_positions(layer),
+        projected=has_projections(layer),
+        by_token=tuple(name for name in BY_TOKEN if whole and name in names),
+    )
+
+
+class MaskHook(ModelHook):
+    """Tells layers whether the model around a language model replaces causal attention by a mask of pairs.
+
+    Gemma 3 and PaliGemma let the tokens of an image see each other.
+    """
+
+    def __init__(self, text: nn.Module) -> None:
+        self.names = tuple(parameters_of(text))
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Mark the groups as not causal if the language model gets a mask of pairs."""
+        groups: TokenGroups | None = kwargs.get(GROUPS)
+        mask = {**dict(zip(self.names, args)), **kwargs}.get("attention_mask")
+        if groups is not None and groups.causal and not pads_only(mask):
+            kwargs[GROUPS] = groups._replace(causal=False)
+        return args, kwargs
 
 
 class GroupHook(ModelHook):
@@ -132,7 +169,7 @@ class GroupHook(ModelHook):
         tokens = self.language.tokens or ("image" if images_only else "all")
         self.tokens = "all" if tokens == "all" else "image"
         self.text_config: Any = text.config
-        self.names = tuple(inspect.signature(type(entry).forward).parameters)[1:]
+        self.names = tuple(parameters_of(entry))
         if self.tokens == "image" and not self.images.ids:
             raise ValueError(
                 f"only image tokens may be skipped, but the config of this {type(entry).__name__} names no image "

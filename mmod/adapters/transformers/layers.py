@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
 from mmod.adapters.transformers.cache_base import KeptTokens, cache_of, with_cache
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_all, attend_to_captured
+from mmod.adapters.transformers.families import branch_ends
 from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, valid_tokens
 from mmod.adapters.transformers.structure import read_structure, sees_both_ways
 from mmod.blocks.call import DecoderCall
@@ -25,8 +27,8 @@ from mmod.ops import Packing, gather_rows
 from mmod.routing import Routing, TokenGroups, TokenMarks
 
 # Names of the residual branches of a decoder layer, and of a vision tower's.
-OPERATORS = {"attention": "self_attn", "mlp": "mlp"}
-TUPLES = ("attention",)
+OPERATORS: Mapping[str, str] = {"attention": "self_attn", "mlp": "mlp"}
+TUPLES: tuple[str, ...] = ("attention",)
 # The keyword that passes groups from a model's entry to its layers.
 GROUPS = "mmod_groups"
 _UNKNOWN = object()
@@ -42,6 +44,9 @@ class DecoderLayerCall(DecoderCall):
         config: The config that its attention reads.
         compact: Rotary embeddings of compact positions; None for the original positions.
         window: Size of the sliding window, or None.
+        places: Attention reads the positions of tokens, as Ministral 3 does to scale queries.
+        projected: Queries, keys and values are projections of tokens, whose parts can be computed alone.
+        by_token: Names of arguments with a row for each token, if the whole layer runs on the kept tokens.
     """
 
     names: tuple[str, ...]
@@ -49,6 +54,9 @@ class DecoderLayerCall(DecoderCall):
     config: Any
     compact: CompactRotary | None = None
     window: int | None = None
+    places: bool = False
+    projected: bool = True
+    by_token: tuple[str, ...] = ()
 
     operators = OPERATORS
     tuples = TUPLES
@@ -57,7 +65,7 @@ class DecoderLayerCall(DecoderCall):
     @property
     def contexts(self) -> tuple[str, ...]:
         """What kept tokens can attend to; flash attention has no mask between some queries and all keys."""
-        return ("kept",) if self._is_flash else ("kept", "all")
+        return ("kept",) if self._is_flash or not self.projected else ("kept", "all")
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments by name, including those that the layer only passes on."""
@@ -100,7 +108,13 @@ class DecoderLayerCall(DecoderCall):
             embeddings = self._compact_positions(x_BND[:1], slots, None)["position_embeddings"]
         if embeddings is not None:
             embeddings = tuple(_packed(rows, place_T, slots) for rows in embeddings)
-        return {**arguments, "attention_mask": None, "position_ids": None, "position_embeddings": embeddings}
+        position_BN = self._positions(arguments)
+        position_1T = None if position_BN is None else _packed(position_BN, packing.row_T, x_BND.shape[1])
+        packed = {"position_ids": position_1T, "position_embeddings": embeddings}
+        for name in self.by_token:
+            if arguments.get(name) is not None:
+                packed[name] = _packed(arguments[name], packing.row_T, x_BND.shape[1])
+        return {**arguments, "attention_mask": None, **packed}
 
     def attend_to_all(
         self,
@@ -135,10 +149,8 @@ class DecoderLayerCall(DecoderCall):
 
     def branches(self, layer: nn.Module, which: str) -> Sequence[nn.Module]:
         """Return the modules whose outputs are added to the residual stream."""
-        attention, mlp = "self_attn", "mlp"
-        if is_sandwich(layer):
-            # A norm after the branch would undo a weight.
-            attention, mlp = "post_attention_layernorm", "post_feedforward_layernorm"
+        # A norm after the branch would undo a weight.
+        attention, mlp = branch_ends(layer) or ("self_attn", "mlp")
         return [layer.get_submodule(name) for name in ([mlp] if which == "mlp" else [attention, mlp])]
 
     def first_norm(self, layer: nn.Module) -> nn.Module:
@@ -275,12 +287,27 @@ class DecoderLayerCall(DecoderCall):
 
     def _rows_of(self, arguments: Mapping[str, Any], routing: Routing | None) -> dict[str, Any]:
         """Return the arguments with the positions of the kept tokens."""
-        # Attention reads position_ids only to find the boundaries of packed samples.
-        narrowed = {**arguments, "position_ids": None}
+        position_BN = self._positions(arguments)
+        narrowed = {**arguments, "position_ids": position_BN}
+        if routing is None:
+            return narrowed
+        index_BK = routing.kept.index_BK
+        if position_BN is not None:
+            narrowed["position_ids"] = position_BN.expand(index_BK.shape[0], -1).gather(1, index_BK)
+        for name in self.by_token:
+            if arguments.get(name) is not None:
+                narrowed[name] = _rows(arguments[name], index_BK)
         embeddings = arguments.get("position_embeddings")
-        if routing is not None and embeddings is not None and self.compact is None:
-            narrowed["position_embeddings"] = tuple(_rows(embedding, routing.kept.index_BK) for embedding in embeddings)
+        if embeddings is not None and self.compact is None:
+            narrowed["position_embeddings"] = tuple(_rows(embedding, index_BK) for embedding in embeddings)
         return narrowed
+
+    def _positions(self, arguments: Mapping[str, Any]) -> Tensor | None:
+        """Return the positions of all tokens (1 or B, N), if attention reads them for more than to separate samples."""
+        position_BN: Tensor | None = arguments.get("position_ids")
+        # Flash attention would find boundaries of samples where positions leap.
+        known = self.places and not self._is_flash and position_BN is not None and position_BN.ndim == 2
+        return position_BN if known else None
 
     def _check_window(self, window: int, tokens: int, cache: KeptTokens | None, complete: bool) -> None:
         """Refuse flash attention with a sliding window if tokens are missing, now or in the cache."""
@@ -309,9 +336,35 @@ class DecoderLayerCall(DecoderCall):
         return "flash" in self.config._attn_implementation
 
 
-def is_sandwich(layer: nn.Module) -> bool:
-    """Return whether norms follow the branches, as in Gemma 2 and 3."""
-    return hasattr(layer, "pre_feedforward_layernorm")
+class RecurrentLayerCall(DecoderLayerCall):
+    """How transformers calls a layer with linear attention: its state needs every token, so only its MLP is routed."""
+
+    operators = MappingProxyType({"mlp": OPERATORS["mlp"]})
+    tuples = ()
+    caches = False
+    contexts = ("kept",)
+
+    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
+        """Return False: all tokens run through the layer."""
+        return False
+
+    def hides_nothing(self, arguments: Mapping[str, Any]) -> bool:
+        """Return whether all tokens run."""
+        return arguments.get(GROUPS, _UNKNOWN) is None
+
+    def has_static_cache(self, arguments: Mapping[str, Any]) -> bool:
+        """Return False: a state has no slots."""
+        return False
+
+    def open_cache(self, arguments: Mapping[str, Any]) -> None:
+        """Leave the state to the host."""
+
+    def begin_update(self, arguments: Mapping[str, Any], x_BND: Tensor, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the next update receives all tokens."""
+
+    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
+        """Return the arguments, which are those of all tokens."""
+        return arguments
 
 
 def _packed(rows: Tensor, place_T: Tensor, slots: int) -> Tensor:

@@ -43,7 +43,9 @@ def source_of(arguments: Mapping[str, Any]) -> Tensor:
 
 def sees_both_ways(config: Any) -> bool:
     """Return whether a config makes the attention of a language model bidirectional."""
-    return bool(getattr(config, "use_bidirectional_attention", False)) or not getattr(config, "is_causal", True)
+    # Gemma 4 lets "vision" tokens alone see both ways, by its own mask.
+    both_ways = getattr(config, "use_bidirectional_attention", False) in (True, "all")
+    return both_ways or not getattr(config, "is_causal", True)
 
 
 def read_structure(arguments: Mapping[str, Any], source: Tensor, past: Tensor | int, config: Any) -> Structure:
@@ -78,9 +80,13 @@ def read_structure(arguments: Mapping[str, Any], source: Tensor, past: Tensor | 
 
 def _is_causal(mask: Any, tokens: int, config: Any) -> bool:
     """Return whether attention over this many tokens masks only padding and future tokens."""
-    pads_only = mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
     window = getattr(config, "sliding_window", None)
-    return pads_only and not sees_both_ways(config) and (window is None or tokens <= window)
+    return pads_only(mask) and not sees_both_ways(config) and (window is None or tokens <= window)
+
+
+def pads_only(mask: Any) -> bool:
+    """Return whether a mask hides nothing but padding."""
+    return mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)
 
 
 def _segments_of_mask(mask: Tensor, valid_BN: Tensor, past: Tensor | int) -> Tensor | None:

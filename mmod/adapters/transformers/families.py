@@ -1,0 +1,143 @@
+"""Decoder layers and the models around them, told by their signatures and modules instead of names of classes.
+
+Axes: D channels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from mmod.adapters.transformers.cache_base import CACHE_NAMES
+from mmod.blocks import host_class
+
+# Arguments of a layer that have a row for each token, and those whose value for kept tokens is known else.
+BY_TOKEN = ("per_layer_input",)
+_NARROWED = {"attention_mask", "position_ids", "position_embeddings", "use_cache", *BY_TOKEN, *CACHE_NAMES}
+# Modules of a layer beside norms: branches, and a mixture of experts beside the MLP.
+_BRANCHES = {"self_attn", "linear_attn", "mlp", "router", "experts"}
+# Attributes of attention that passes keys and values to other layers, or gets them, as in Gemma 4.
+_SHARING = ("store_full_length_kv", "is_kv_shared_layer")
+# What attention calls that computes positions instead of getting them, as in Llama 4.
+_COUNTING = {"arange", "get_seq_length"}
+# Pairs of norms that end the two branches.
+_ENDS = (
+    ("post_self_attn_layernorm", "post_mlp_layernorm"),
+    ("post_attention_layernorm", "post_feedforward_layernorm"),
+    ("post_norm1", "post_norm2"),
+)
+
+
+def parameters_of(module: nn.Module) -> dict[str, inspect.Parameter]:
+    """Return the parameters of a module's forward, without `self`."""
+    named = inspect.signature(host_class(module).forward).parameters
+    return dict(list(named.items())[1:])
+
+
+def is_decoder_layer(layer: nn.Module) -> bool:
+    """Return whether a module is a layer of a language model, with attention, an MLP and a cache."""
+    names = list(parameters_of(layer))
+    cached = names[:1] == ["hidden_states"] and "attention_mask" in names and any(name in names for name in CACHE_NAMES)
+    return cached and hasattr(layer, "mlp") and (hasattr(layer, "self_attn") or is_recurrent(layer))
+
+
+def is_recurrent(layer: nn.Module) -> bool:
+    """Return whether a layer has linear attention, which sums up earlier tokens in a state, instead of a cache."""
+    return hasattr(layer, "linear_attn")
+
+
+def reason_against(layer: nn.Module) -> str | None:
+    """Return why a decoder layer cannot run on some of its tokens, or None if it can."""
+    return next(_reasons(layer), None)
+
+
+def _reasons(layer: nn.Module) -> Iterator[str]:
+    attention = layer._modules.get("self_attn")
+    known = _NARROWED if shares_keys(attention) else {*_NARROWED, "shared_kv_states"}
+    named = list(parameters_of(layer).items())[1:]
+    others = [name for name, p in named if p.kind is p.POSITIONAL_OR_KEYWORD and name not in known]
+    if others:
+        yield f"it takes {', '.join(others)}, whose part for kept tokens is unknown"
+    for name, module in layer.named_children():
+        if name not in _BRANCHES and not _treats_tokens_alone(module):
+            yield f"it has the module {name}, which may mix tokens"
+    if attention is None:
+        return
+    if not hasattr(attention, "config"):
+        yield "its attention has no config, which says how it is computed"
+    if not _COUNTING.isdisjoint(inspect.unwrap(host_class(attention).forward).__code__.co_names):
+        yield "its attention counts positions itself, and would count among kept tokens"
+    for name, module in attention.named_children():
+        if not _treats_tokens_alone(module):
+            yield f"its attention has the module {name}, which may mix tokens"
+
+
+def shares_keys(attention: nn.Module | None) -> bool:
+    """Return whether attention passes keys and values to other layers, or gets theirs."""
+    shared = getattr(getattr(attention, "config", None), "num_kv_shared_layers", 0)
+    return bool(shared) and any(getattr(attention, name, False) for name in _SHARING)
+
+
+def _treats_tokens_alone(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer, or a norm, scale or dropout, whose weights have at most one axis."""
+    # Linear layers in 4 or 8 bits, or with LoRA, have classes of their own.
+    linear = hasattr(module, "in_features") and hasattr(module, "out_features")
+    return linear or all(weight.ndim <= 1 for weight in module.parameters())
+
+
+def has_projections(layer: nn.Module) -> bool:
+    """Return whether queries, keys and values are linear layers of the tokens, apart or in one."""
+    modules = layer.get_submodule("self_attn")._modules
+    apart = all(modules.get(name) is not None for name in ("q_proj", "k_proj", "v_proj"))
+    return apart or modules.get("qkv_proj") is not None
+
+
+def reads_positions(layer: nn.Module) -> bool:
+    """Return whether attention gets the position of each token, besides rotary embeddings of it."""
+    attention = layer._modules.get("self_attn")
+    return attention is not None and "position_ids" in parameters_of(attention)
+
+
+def branch_ends(layer: nn.Module) -> tuple[str, str] | None:
+    """Return the norms after attention and MLP whose outputs are added to the tokens; None where branches end bare."""
+    return next((ends for ends in _ENDS if all(name in layer._modules for name in ends)), None)
+
+
+def inserts_images(module: nn.Module) -> bool:
+    """Return whether a model takes ids and pixels, which it inserts as features into the embedded tokens."""
+    names = parameters_of(module)
+    return "input_ids" in names and any("pixel_values" in name or "image_patches" in name for name in names)
+
+
+def entry_of(model: nn.Module, name: str) -> nn.Module:
+    """Return the innermost module around a language model that inserts images, or the language model itself.
+
+    Args:
+        model: The full model.
+        name: Name of the language model in it.
+    """
+    outer = name
+    while outer:
+        outer = outer.rpartition(".")[0]
+        if inserts_images(model.get_submodule(outer)):
+            return model.get_submodule(outer)
+    return model.get_submodule(name)
+
+
+def passes_keywords(module: nn.Module) -> bool:
+    """Return whether a module's forward takes keywords that it does not name."""
+    return any(p.kind is p.VAR_KEYWORD for p in parameters_of(module).values())
+
+
+def has_plain_positions(text: nn.Module) -> bool:
+    """Return whether positions are one number per token, with one rotary embedding for all layers."""
+    rotary: Any = text._modules.get("rotary_emb")
+    return rotary is not None and list(parameters_of(rotary)) == ["x", "position_ids"] and not _sections(rotary)
+
+
+def _sections(rotary: Any) -> Any:
+    """Return how a rotary embedding divides its channels among time, height and width."""
+    return getattr(rotary, "mrope_section", None)
