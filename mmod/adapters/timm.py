@@ -10,6 +10,7 @@ import functools
 import inspect
 import operator
 from collections.abc import Mapping
+from itertools import chain
 from typing import Any
 
 import timm
@@ -62,11 +63,11 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
 def find_blocks(model: nn.Module) -> BlockStack:
     """Return the residual blocks of a timm model."""
     lists = _block_lists(model)
-    known = [isinstance(block, BLOCKS) for _, blocks in lists for block in blocks]
+    known = all(isinstance(block, BLOCKS) for block in chain.from_iterable(blocks for _, blocks in lists))
     owner = model.get_submodule(lists[0][0].rpartition(".")[0]) if lists else model
     prefix = getattr(owner, "num_prefix_tokens", None)
     dim = getattr(owner, "embed_dim", None)
-    if len(lists) != 1 or not all(known) or prefix is None or dim is None:
+    if len(lists) != 1 or not known or prefix is None or dim is None:
         # Blocks of another class may run on some of their tokens too.
         return tokens.find_blocks(model, "timm", "timm")
     name, container = lists[0]

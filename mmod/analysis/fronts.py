@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -154,7 +155,7 @@ def legend_of(axes: Sequence[Axes], marks: Sequence[Mark], styles: Mapping[str, 
     """Return the handles of the series without a model that is named in the panels, and of the front."""
     from matplotlib.lines import Line2D
 
-    named = {text.get_text() for axis in axes for text in axis.texts}
+    named = {text.get_text() for text in chain.from_iterable(axis.texts for axis in axes)}
     known = {mark.series for mark in marks if mark.name in named}
     handles = {_FRONT: Line2D([], [], color=INK, linewidth=2.2, alpha=0.35)}
     for name in dict.fromkeys(mark.series for mark in marks):
