@@ -20,8 +20,10 @@ _KINDS = {"image": IMAGE, "video": VIDEO}
 _PIXELS = {"image": ("pixel_values", "pixel_values_images"), "video": ("pixel_values_videos",)}
 # All arguments that describe frames.
 LAYOUT = (
-    *(key for keys in _PIXELS.values() for key in keys),
-    *(f"{name}_{key}" for name in _KINDS for key in ("grid_thw", "merge_sizes", "compression_mask")),
+    *chain.from_iterable(_PIXELS.values()),
+    *(f"{name}_grid_thw" for name in _KINDS),
+    *(f"{name}_merge_sizes" for name in _KINDS),
+    *(f"{name}_compression_mask" for name in _KINDS),
     "image_sizes",
 )
 # Types of models that put one more token behind the frames of a video.
