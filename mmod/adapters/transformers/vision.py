@@ -57,8 +57,8 @@ def read_blocks() -> Collection[int] | None:
     if not collected or "hidden_states" not in collected:
         return ()
     selected = collected.get("_hidden_states_layers")
-    # The first hidden state is the embedding in most models.
-    return None if selected is None else {index - before for index in selected for before in (0, 1)}
+    # The first hidden state is the embedding in most models, so that number i is the output of layer i - 1.
+    return None if selected is None else {*selected, *(index - 1 for index in selected)}
 
 
 def find_wrapped(path: str, inner: nn.Module) -> BlockStack:
