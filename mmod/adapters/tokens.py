@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +15,16 @@ from torch import Tensor, nn
 from mmod.adapters.base import BlockStack
 from mmod.adapters.probe import see
 from mmod.adapters.proven import Proof, read_proof, stack_of
-from mmod.adapters.trial import prove
+from mmod.adapters.trial import prove, settings_of
 from mmod.blocks import host_class
 
 # Attributes that store, on a list of blocks, how they are called, and on a model, what its user just said of it.
 _PROOF = "mod_proof"
 _TOKENS = "mod_tokens"
+
+
+# The last proof of a list of dense blocks, and what it holds for: many functions ask for the blocks of a model.
+_PROVEN: WeakKeyDictionary[nn.Module, tuple[tuple[object, ...], Proof]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -97,12 +102,17 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
     block_list: Any = dict(model.named_modules()).get(name)
     if not isinstance(block_list, (nn.ModuleList, nn.Sequential)) or not len(block_list):
         raise ValueError(f"cannot route {title}: {name!r} is no ModuleList or Sequential of blocks")
+    settings = (name, tokens, *map(settings_of, block_list))
+    if block_list in _PROVEN and _PROVEN[block_list][0] == settings:
+        return _PROVEN[block_list][1]
     # Libraries build models on the meta device, where nothing could be compared.
     with torch.device("cpu"):
         seen = see(model, name, tokens.example)
         if tokens.prefix is not None:
             seen = dataclasses.replace(seen, prefix=tokens.prefix)
-        return prove(seen, name, list(block_list), title)
+        proof = prove(seen, name, list(block_list), title)
+    _PROVEN[block_list] = settings, proof
+    return proof
 
 
 def _lists(model: nn.Module) -> list[str]:

@@ -46,7 +46,7 @@ def prove(seen: Seen, blocks: str, block_list: Sequence[nn.Module], title: str) 
     proofs: dict[Proof, str] = {}
     tried: set[tuple[object, ...]] = set()
     for index, block in enumerate(block_list):
-        settings = _settings(block)
+        settings = settings_of(block)
         if settings in tried:
             continue
         tried.add(settings)
@@ -77,7 +77,14 @@ class _Refused(ValueError):
         self.passed = passed
 
 
-def _settings(block: nn.Module) -> tuple[object, ...]:
+def _comparable(value: object) -> object:
+    """Return a value that equals that of another block with the same behaviour; other objects are themselves alone."""
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_comparable, value))
+    return value if isinstance(value, (str, int, float, bool, type(None), type)) else id(value)
+
+
+def settings_of(block: nn.Module) -> tuple[object, ...]:
     """Return what two blocks with the same behaviour share: classes, attributes, shapes of weights, and buffers."""
     settings: list[object] = []
     for name, module in block.named_modules():
@@ -86,12 +93,13 @@ def _settings(block: nn.Module) -> tuple[object, ...]:
             # The rate of stochastic depth grows with depth.
             if key[0] == "_" or key in ("training", "mod_state", "drop_prob"):
                 continue
-            plain = isinstance(value, (str, int, float, bool, type(None)))
-            settings += [key, value if plain else id(value)]
+            settings += [key, _comparable(value)]
     for name, weight in block.named_parameters():
         settings += [name, tuple(weight.shape)]
     for name, buffer in block.named_buffers():
-        settings += [name, tuple(buffer.shape), None if buffer.is_meta else buffer.cpu().numpy().tobytes()]
+        # Values on the meta device are unknown.
+        raw = None if buffer.is_meta else buffer.cpu().flatten().view(torch.uint8).numpy().tobytes()
+        settings += [name, tuple(buffer.shape), raw]
     return tuple(settings)
 
 
