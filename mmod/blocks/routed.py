@@ -47,6 +47,10 @@ class RoutedState:
         place: The block's place in its span.
         passes_rows: The next block shares the span's scores, and can take rows instead of all tokens.
         observes: The span reads importance from this block's attention, after which the block decides.
+
+    Attributes:
+        begins: The block is the first module of its span.
+        ends: The block is the last module of its span.
     """
 
     call: BlockCall
@@ -57,6 +61,12 @@ class RoutedState:
     observes: bool = False
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
     records: Records = field(default_factory=Records, init=False, repr=False)
+    begins: bool = field(init=False)
+    ends: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begins = self.place == 0
+        self.ends = self.span is None or self.place == self.span.last
 
     @property
     def routing(self) -> Routing | None:
@@ -181,7 +191,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         shared = None
         rows = None
         if span is not None and (not call.caches or self.shares(arguments)):
-            shared = span.enter(x, state.place, router, self.training)
+            shared = span.enter(x, state, router, self.training)
         if span is not None and shared is not None and shared.rows is not None:
             x, rows = span.take_rows(x, shared, router)
         if execution.between_halves:
@@ -194,11 +204,11 @@ class RoutedBlock(Deciding, ConvertedBlock):
         else:
             routing = None
             if shared.rows is not None or shared.decisions:
-                routing = span.decided(scored, shared, state.place, router, tokens)
+                routing = span.decided(scored, shared, state, router, tokens)
             if routing is None:
                 routing = router(scored, shared.score_BN, tokens)
-            if state.place < span.last:
-                span.remember(routing, shared, state.place, router, tokens)
+            if not state.ends:
+                span.remember(routing, shared, state, router, tokens)
         record = state.records.value
         if self.training or record.traced:
             record.keep("", routing)

@@ -208,6 +208,8 @@ class Passes(Generic[AnyPass]):
         self.calls = calls
         self.make = make
         self.last = last
+        # As a fact of its own: compilers guard on numbers that they read, and runs of other lengths share a graph.
+        self.goes_on = last > 0
         self._by_address: dict[int, _Remembered] = {}
         # The pass that a backward pass recomputes in a thread, with the number of that backward pass.
         self._recomputed: PerThread[list[tuple[int, AnyPass]]] = PerThread(list)
@@ -240,24 +242,29 @@ class Passes(Generic[AnyPass]):
         if call.outer is None:
             # Outside calls nothing says when a pass was given up, so the oldest are forgotten.
             del call.passes[: 1 - UNFINISHED]
-        if self.last > 0:
+        if self.goes_on:
             call.passes.append(started)
         if started.grid is not None:
             # A recomputed first block finds the grid by its input.
             self.hand_on(started, x)
         return started
 
-    def find(self, x: Tensor, place: int) -> AnyPass | None:
+    def find(self, x: Tensor, place: int | None) -> AnyPass | None:
         """Return the pass that the input of a later module belongs to; None if no pass reached it.
+
+        Args:
+            place: The module's place; None in a compiled call of the model, whose modules run in order: a graph that
+                reads no place serves several modules.
 
         Raises:
             RuntimeError: The input may belong to several passes, or is recomputed and was never seen.
         """
         call = self.calls.value.running
         latest: Any = call.latest
-        if latest is not None and latest.owner is self and not latest.busy and latest.place < place:
+        if latest is not None and latest.owner is self and _can_reach(latest, place):
             # Nothing reads the tokens between modules: their order tells the pass, and no tensor is remembered.
-            latest.place = place
+            if place is not None:
+                latest.place = place
             following: AnyPass = latest
             return following
         found = None
@@ -278,9 +285,10 @@ class Passes(Generic[AnyPass]):
             if torch.compiler.is_compiling() or not x.is_inference():
                 # To be found again where it is recomputed. A buffer of inference mode may hold another batch later.
                 self.hand_on(found, x)
-        found.place = place
-        if place >= self.last and call.outer is None:
-            call.passes = [other for other in call.passes if other is not found]
+        if place is not None:
+            found.place = place
+            if place >= self.last and call.outer is None:
+                call.passes = [other for other in call.passes if other is not found]
         return found
 
     def hand_on(self, current: AnyPass, y: Tensor) -> None:
@@ -302,13 +310,11 @@ class Passes(Generic[AnyPass]):
         kept = y if y._base is None else y._base
         remembered[address] = _Remembered(weakref.ref(kept, forget), kept.data_ptr(), look, current)
 
-    def _only_unfinished(self, x: Tensor, place: int, call: StackCall) -> Any:
+    def _only_unfinished(self, x: Tensor, place: int | None, call: StackCall) -> Any:
         """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""
         level: StackCall | None = call
         while level is not None:
-            reachable = [
-                other for other in level.passes if other.owner is self and other.place < place and not other.busy
-            ]
+            reachable = [other for other in level.passes if other.owner is self and _can_reach(other, place)]
             if len(reachable) > 1:
                 reachable = [other for other in reachable if other.shape == x.shape[:2]]
             if len(reachable) > 1:
@@ -345,6 +351,11 @@ class Passes(Generic[AnyPass]):
         )
 
 
+def _can_reach(unfinished: Pass, place: int | None) -> bool:
+    """Return whether a pass may enter a module at a place next."""
+    return not unfinished.busy and (place is None or unfinished.place < place)
+
+
 def _look(x: Tensor) -> tuple[int, ...]:
     """Return what a tensor is told by: where its values lie, how often they were changed in place, and their layout.
 
@@ -367,9 +378,15 @@ class Decision(NamedTuple):
 
 
 class InSpan(Protocol):
-    """What a span reads of a block's state: its place, and whether the next block can take rows."""
+    """What a span reads of a block's state.
+
+    Compilers guard on every number that they read. A graph that reads `place` serves one block; one that reads only
+    `begins` and `ends` serves all blocks between the first and the last.
+    """
 
     place: int
+    begins: bool
+    ends: bool
     passes_rows: bool
 
 
@@ -410,7 +427,7 @@ class Span(Passes[SpanPass]):
         self.scored_by_first = scored_by_first
         self.training_only = training_only
 
-    def enter(self, x: Tensor, place: int, router: Router, training: bool) -> SpanPass | None:
+    def enter(self, x: Tensor, state: InSpan, router: Router, training: bool) -> SpanPass | None:
         """Return the pass of a block's input (B, N, D), or of rows that were passed on (B, K, D); None without one.
 
         The first block begins it.
@@ -422,12 +439,15 @@ class Span(Passes[SpanPass]):
         if self.training_only and not training:
             return None
         found: SpanPass | None
-        if place == 0:
+        compiling = torch.compiler.is_compiling()
+        if state.begins:
             found = self.begin(x)
         else:
-            found = self.find(x, place)
+            # Outside calls of the model, where batches may be in flight in stages, places tell them apart.
+            in_order = compiling and self.calls.value.running.outer is not None
+            found = self.find(x, None if in_order else state.place)
             # An unobserved pass may hand on rows instead of all tokens.
-            watched = found is not None and not found.unobserved and not torch.compiler.is_compiling()
+            watched = found is not None and not found.unobserved and not compiling
             if found is not None and watched and found.shape != x.shape[:2]:
                 self._refuse_shape(x, found)
         if found is not None:
@@ -439,7 +459,7 @@ class Span(Passes[SpanPass]):
         score = router.config.router
         if self.scored_by_first and not score.learns and not score.same_everywhere:
             raise ValueError(
-                f"{self.names[place]} decides by the scores that {self.names[0]} computes, and its input comes from no "
+                f"{self.names[state.place]} decides by the scores that {self.names[0]} computes, and its input comes from no "
                 f"pass through that block: run the whole model, or begin at {self.names[0]}"
             )
         return None
@@ -452,7 +472,7 @@ class Span(Passes[SpanPass]):
         )
 
     def decided(
-        self, x_BND: Tensor, shared: SpanPass, place: int, router: Router, tokens: TokenMarks | TokenGroups
+        self, x_BND: Tensor, shared: SpanPass, state: InSpan, router: Router, tokens: TokenMarks | TokenGroups
     ) -> Routing | None:
         """Return a block's decision if the span knows it, or makes it among the tokens kept before; else None.
 
@@ -469,10 +489,10 @@ class Span(Passes[SpanPass]):
             )
         if not self._reuses(router):
             return None
-        known = self._same_rule(shared, place, router, x_BND.device, tokens)
+        known = self._same_rule(shared, state.place, router, x_BND.device, tokens)
         if known is not None or not joins:
             return known
-        earlier = self.before(shared, place, x_BND.device)
+        earlier = self.before(shared, state.place, x_BND.device)
         if earlier is None:
             return None
         # Scores that are shared where tokens join never learn.
@@ -482,7 +502,7 @@ class Span(Passes[SpanPass]):
         return narrowed
 
     def remember(
-        self, routing: Routing, shared: SpanPass, place: int, router: Router, tokens: TokenMarks | TokenGroups
+        self, routing: Routing, shared: SpanPass, state: InSpan, router: Router, tokens: TokenMarks | TokenGroups
     ) -> None:
         """Keep a block's decision, and the scores if it is the first to compute them, for the blocks after it."""
         if shared.score_BN is None and self.scored_by_first:
@@ -491,7 +511,7 @@ class Span(Passes[SpanPass]):
             shared.trains = learns and any(weight.requires_grad for weight in router.parameters())
         if self._reuses(router):
             rule = router.rule
-            shared.decisions[place] = Decision(rule.config, rule.capacity, tokens, routing)
+            shared.decisions[state.place] = Decision(rule.config, rule.capacity, tokens, routing)
 
     def before(self, shared: SpanPass, place: int, device: torch.device) -> Routing | None:
         """Return the decision of the block before, if skipped tokens joined others in it; None for all tokens."""
@@ -520,7 +540,7 @@ class Span(Passes[SpanPass]):
             return y
         shared.rows = None
         y = rows.write_back(y)
-        if state.place < self.last and not shared.unobserved:
+        if not state.ends and not shared.unobserved:
             self.hand_on(shared, y)
         return y
 
