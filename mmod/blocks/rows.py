@@ -30,7 +30,7 @@ from mmod.ops import (
     pack_rows,
 )
 from mmod.ops.casting import autocasts
-from mmod.routing import Router, Routing
+from mmod.routing import Routing, Rule
 from mmod.threads import PerThread
 
 
@@ -117,7 +117,7 @@ class Rows:
 
     Attributes:
         routing: The last decision.
-        router: The router of the first block, if blocks pass on the rows.
+        rule: The rule of the first block, if blocks pass on the rows.
         packing: Sources of packed rows; None for padded ones.
     """
 
@@ -125,7 +125,7 @@ class Rows:
     norm: nn.Module | None = None
     weighs: bool = True
     routing: Routing = field(init=False)
-    router: Router | None = field(default=None, init=False)
+    rule: Rule | None = field(default=None, init=False)
     packing: Packing | None = field(default=None, init=False)
     _steps: list[_Step] = field(default_factory=list, init=False)
 
@@ -139,10 +139,10 @@ class Rows:
         """Whether there are fewer rows than tokens, and no empty ones."""
         return self.routing.kept.valid_BK is None and self.slots < self.x_BND.shape[1]
 
-    def serves(self, router: Router) -> bool:
+    def serves(self, rule: Rule) -> bool:
         """Return whether a block can select among the rows, or keeps all of them."""
-        assert self.router is not None
-        return router.config.joins or router.capacity == self.router.capacity
+        assert self.rule is not None
+        return rule.config.joins or rule.matches(self.rule)
 
     def gather(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the rows of a decision about all tokens, from all of them or from rows of the previous decision."""

@@ -13,7 +13,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
-from fractions import Fraction
 from types import FrameType
 from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
 
@@ -21,8 +20,7 @@ import torch
 from torch import Tensor
 
 from mmod.blocks.rows import Rows, gather
-from mmod.config import RoutingConfig
-from mmod.routing import Router, Routing, TokenGroups, TokenMarks
+from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMarks
 from mmod.threads import PerThread
 
 # How many unfinished passes, and grids that wait for one, a thread remembers of a stack outside calls of the model.
@@ -371,8 +369,7 @@ def _look(x: Tensor) -> tuple[int, ...]:
 class Decision(NamedTuple):
     """A decision of one block of a span, and what it was made by."""
 
-    config: RoutingConfig
-    capacity: Fraction
+    rule: Rule
     tokens: TokenMarks | TokenGroups
     routing: Routing
 
@@ -459,8 +456,8 @@ class Span(Passes[SpanPass]):
         score = router.config.router
         if self.scored_by_first and not score.learns and not score.same_everywhere:
             raise ValueError(
-                f"{self.names[state.place]} decides by the scores that {self.names[0]} computes, and its input comes from no "
-                f"pass through that block: run the whole model, or begin at {self.names[0]}"
+                f"{self.names[state.place]} decides by the scores that {self.names[0]} computes, and its input comes "
+                f"from no pass through that block: run the whole model, or begin at {self.names[0]}"
             )
         return None
 
@@ -510,8 +507,7 @@ class Span(Passes[SpanPass]):
             learns = router.config.router.learns
             shared.trains = learns and any(weight.requires_grad for weight in router.parameters())
         if self._reuses(router):
-            rule = router.rule
-            shared.decisions[state.place] = Decision(rule.config, rule.capacity, tokens, routing)
+            shared.decisions[state.place] = Decision(router.rule, tokens, routing)
 
     def before(self, shared: SpanPass, place: int, device: torch.device) -> Routing | None:
         """Return the decision of the block before, if skipped tokens joined others in it; None for all tokens."""
@@ -525,7 +521,7 @@ class Span(Passes[SpanPass]):
     def take_rows(self, x: Tensor, shared: SpanPass, router: Router) -> tuple[Tensor, Rows | None]:
         """Return x and the rows passed on, if the block can run on them; else all tokens and None."""
         rows = shared.rows
-        if rows is None or rows.serves(router):
+        if rows is None or rows.serves(router.rule):
             return x, rows
         shared.rows = None
         return rows.write_back(x), None
@@ -534,8 +530,8 @@ class Span(Passes[SpanPass]):
         """Return all tokens after a block (B, N, D), or its rows if the next block takes them."""
         shared.busy = False
         if state.passes_rows and shared.unobserved and rows.shrinks and router.shares_decisions:
-            if rows.router is None:
-                rows.router = router
+            if rows.rule is None:
+                rows.rule = router.rule
             shared.rows = rows
             return y
         shared.rows = None
@@ -556,7 +552,7 @@ class Span(Passes[SpanPass]):
         rule = router.rule
         for number in range(place, -1, -1):
             made = shared.decisions.get(number)
-            if made is None or made.config is not rule.config or made.capacity != rule.capacity:
+            if made is None or not made.rule.matches(rule):
                 continue
             if rule.config.joins:
                 return made.routing.to(device)

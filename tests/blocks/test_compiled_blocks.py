@@ -1,4 +1,4 @@
-"""Blocks that are compiled one by one share graphs: a graph reads nothing that only one block has, such as its place."""
+"""Blocks that are compiled one by one share graphs, which read nothing that one block alone has, such as its place."""
 
 from __future__ import annotations
 
