@@ -45,7 +45,7 @@ def p_mod(depth: int) -> dict[str, Any]:
         "gate": Gate("tanh", scale=0.2),
         "skipped": "scale",
         "blocks": plan.blocks,
-        "capacity": plan.capacities,
+        "capacity": plan.capacity,
     }
 
 
@@ -94,7 +94,7 @@ def gradual(depth: int, mean: float = 0.6) -> dict[str, Any]:
         "router": score("redundancy", channels=64),
         "skipped": Merged("mlp"),
         "blocks": plan.blocks,
-        "capacity": plan.capacities,
+        "capacity": plan.capacity,
     }
 
 

@@ -202,11 +202,11 @@ def test_blocks_of_one_model_may_differ() -> None:
     assert mmod.RoutingConfig.from_dict(config.to_dict()) == config
     model = mmod.route_(make_joint("llava").double(), language=config)
     batch = doubled(prompt("llava", (1, 2)))
-    layers, valid, plan = Layers(model), batch["attention_mask"].bool(), config.plan(4)
+    layers, valid, plan = Layers(model), batch["attention_mask"].bool(), config.resolved(4)
     with torch.no_grad(), mmod.trace(model) as decisions:
         model(**batch, use_cache=False)
     mmod.unroute_(model)
-    for (name, (x, arguments, out)), *way in zip(layers.recorded.items(), plan.operators, plan.contexts):
+    for (name, (x, arguments, out)), *way in zip(layers.recorded.items(), *list(zip(*plan.rows))[2:]):
         with torch.no_grad():
             expected = defined(model.get_submodule(name), x, decisions[name], (way[0], way[1]), arguments)
         torch.testing.assert_close(out[valid], expected[valid], rtol=1e-7, atol=1e-9)
@@ -232,7 +232,7 @@ def test_what_a_model_cannot_do_is_refused_before_it_is_changed() -> None:
     for name, changes, message in (
         ("gemma3", {"operator": "mlp"}, "norm after"),
         ("llama", {"capacity": 0}, "leaves|image tokens"),
-        ("llama", {"operator": ("mlp", "block", "block")}, "as many operators"),
+        ("llama", {"operator": ("mlp", "block", "block")}, "one operator or as many"),
     ):
         model = make_language(name)
         with pytest.raises(ValueError, match=message):

@@ -83,7 +83,7 @@ def test_what_was_uploaded_comes_back(make: Callable[[], Any], tmp_path: Path, m
     card = huggingface_hub.ModelCard.load(tmp_path / "me/small/README.md")
     assert {"mmod", "mixture-of-depths"} <= set(card.data.tags)
     config = mmod.routing_config(model)
-    plan = config.plan(len(flops.blocks))
+    plan = config.resolved(len(flops.blocks))
     described = json.dumps(config.to_dict(), indent=2)
     for said in ("Trained on nothing.", str(flops), str(plan), described, "Counted, not timed"):
         assert said in card.text
