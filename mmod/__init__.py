@@ -7,7 +7,7 @@ from mmod.lazy import lazy_names
 # For type checkers; at run time, lazy_names imports the same names on first use.
 # ruff: noqa: F401
 if TYPE_CHECKING:
-    from mmod.analysis import Trace, audit, flops, prefill_flops, redundancy, to_all_tokens, trace
+    from mmod.analysis import Prompt, Trace, audit, flops, prefill_flops, redundancy, to_all_tokens, trace
     from mmod.config import (
         AuditConfig,
         Gate,
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
-        "mmod.analysis": ["Trace", "audit", "flops", "prefill_flops", "redundancy", "to_all_tokens", "trace"],
+        "mmod.analysis": ["Prompt", "Trace", "audit", "flops", "prefill_flops", "redundancy", "to_all_tokens", "trace"],
         "mmod.config": [
             "AuditConfig",
             "Gate",

@@ -161,7 +161,7 @@ class TestRoute:
             lambda model: mmod.set_capacity_(model, 0.5),
             lambda model: mmod.trace(model).__enter__(),
             lambda model: mmod.flops(model, 64),
-            lambda model: mmod.prefill_flops(model, 4),
+            lambda model: mmod.flops(model, mmod.Prompt(4)),
             lambda model: mmod.search_plan(model, [], 0.5),
             lambda model: mmod.attention_ranks(model, []),
             lambda model: mmod.save_pretrained(model, "folder"),

@@ -23,7 +23,11 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_(m, "gamma-mod"), ValueError, "no layer of a language model: .* for images are 'a-mod', "),
     (lambda m: mmod.route_(m, text=mmod.RoutingConfig()), ValueError, "no part text; it has image"),
     (lambda m: mmod.route_(m, mmod.RoutingConfig(blocks=(99,))), ValueError, r"from 0 to 5, each once, got \[99"),
-    (lambda m: mmod.route_(m, mmod.RoutingConfig(capacity=(0.5, 0.2))), ValueError, "need one capacity or as many, got 2"),
+    (
+        lambda m: mmod.route_(m, mmod.RoutingConfig(capacity=(0.5, 0.2))),
+        ValueError,
+        "need one capacity or as many, got 2",
+    ),
     (
         lambda m: mmod.route_(m, mmod.RoutingConfig(blocks=(1,), depth=3, router="norm")),
         ValueError,

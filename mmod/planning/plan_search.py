@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.analysis.flop_report import FlopCounts
 from mmod.analysis.flops import flops
-from mmod.analysis.prefill import prefill_flops
+from mmod.analysis.prefill import Prompt
 from mmod.analysis.timing import interleave, relative_times
 from mmod.config import RoutingConfig, Score
 from mmod.io.tables import markdown_table
@@ -113,7 +113,7 @@ def block_costs(
     columns: list[list[float]] = []
     for config in configs:
         with routed(model, part, config):
-            report = prefill_flops(model, *lengths) if stack.language else _counted(model, batch)
+            report = flops(model, Prompt(*lengths)) if stack.language else _counted(model, batch)
         blocks = [row for row in report.blocks if row.name in stack.names]
         # How many blocks read importance depends on the plan, so its cost is left out.
         columns.append([float(row.cached if cost == "cache" else row.routed - row.importance) for row in blocks])
@@ -122,7 +122,7 @@ def block_costs(
     if cost != "image_flops":
         return costs
     # What image tokens add is the cost minus that of the prompt's text alone.
-    text = prefill_flops(model, lengths[0])
+    text = flops(model, Prompt(lengths[0]))
     text_costs = [row.dense for row in text.blocks]
     added = tuple(tuple(share - less for share in row) for row, less in zip(costs.options, text_costs))
     dense = tuple(share - less for share, less in zip(costs.dense, text_costs))

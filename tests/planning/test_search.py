@@ -71,7 +71,7 @@ def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
     text, images = round(tokens / 4) - round(images / 4), round(images / 4)
     for budget in (0.9, 0.7, search.costs.least_share):
         plan = search.plan_for(budget)
-        report = mmod.prefill_flops(mmod.route_(model, language=plan), text, images)
+        report = mmod.flops(mmod.route_(model, language=plan), mmod.Prompt(text, images))
         mmod.unroute_(model)
         assert report.share == pytest.approx(search.share(plan))
         assert report.share <= budget + 1e-9
@@ -97,16 +97,18 @@ def test_a_budget_of_the_cache() -> None:
     model, batches = make_joint("llava"), prompts()
     search = mmod.search_plan(model, batches, 0.6, part="language", cost="cache")
     assert search.plan.context == "kept"
-    assert mmod.prefill_flops(mmod.route_(model, language=search.plan), *(found_lengths(batches))).cache_share <= 0.6
+    assert (
+        mmod.flops(mmod.route_(model, language=search.plan), mmod.Prompt(*(found_lengths(batches)))).cache_share <= 0.6
+    )
 
 
 def test_a_budget_of_what_image_tokens_add() -> None:
     model, batches = make_joint("llava"), prompts()
     search = mmod.search_plan(model, batches, 0.5, part="language", cost="image_flops")
     text, images = found_lengths(batches)
-    alone = mmod.prefill_flops(model, text).dense
-    dense = mmod.prefill_flops(model, text, images).dense
-    routed = mmod.prefill_flops(mmod.route_(model, language=search.plan), text, images).routed
+    alone = mmod.flops(model, mmod.Prompt(text)).dense
+    dense = mmod.flops(model, mmod.Prompt(text, images)).dense
+    routed = mmod.flops(mmod.route_(model, language=search.plan), mmod.Prompt(text, images)).routed
     assert (routed - alone) / (dense - alone) == pytest.approx(search.share(search.plan))
     assert search.share(search.plan) <= 0.5
 

@@ -63,7 +63,7 @@ def clip_model() -> tuple[nn.Module, Any, dict[str, Any]]:
 
 def causal_model() -> tuple[nn.Module, Any, dict[str, Any]]:
     model = mmod.route_(make_language("llama"), LINEAR.replace(language={"tokens": "all"}))
-    return model, mmod.prefill_flops(model, 20), dict(words())
+    return model, mmod.flops(model, mmod.Prompt(20)), dict(words())
 
 
 def answers(model: nn.Module, batch: dict[str, Any]) -> Any:
