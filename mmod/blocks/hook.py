@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from mmod.blocks.conversion import host_class
-from mmod.blocks.span import StackCall, StackCalls
+from mmod.blocks.passes import StackCall, StackCalls
 from mmod.threads import PerThread
 from mmod.values import check_module
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from mmod.blocks.conversion import Mixin
-from mmod.blocks.span import recomputing
+from mmod.blocks.passes import recomputing
 from mmod.routing import Routing
 from mmod.threads import PerThread
 

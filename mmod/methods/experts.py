@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Record, Records, convert, detach_hooks
-from mmod.blocks.span import recomputing
+from mmod.blocks.passes import recomputing
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
 from mmod.blocks import Deciding, Records
+from mmod.blocks.passes import recomputing
 from mmod.blocks.rows import write_back
-from mmod.blocks.span import recomputing
 from mmod.methods.base import register_method
 from mmod.methods.mixture import (
     Mixture,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.adapters.transformers.cache_base import KeptTokens, cache_of
+from mmod.adapters.transformers.cache_base import CachedTokens, cache_of
 from tests.kit.cover import in_turn
 from tests.kit.generation import NO_IMAGES, check_cache_changes_nothing
 from tests.kit.vlm_zoo import IMAGE, JOINT, LANGUAGE, make_joint, make_language, prompt, words
@@ -160,7 +160,7 @@ def test_a_cache_holds_what_later_tokens_may_read(way: tuple[str, str]) -> None:
         cache = cache_of(model(**batch, use_cache=True))
     for index in config.blocks:
         layer = cache.layers[index]
-        assert isinstance(layer, KeptTokens)
+        assert isinstance(layer, CachedTokens)
         assert layer.keys.shape[2] == (text if way[1] == "kept" and way[0] != "mlp" else batch["input_ids"].shape[1])
         assert layer.get_seq_length() == batch["input_ids"].shape[1]
 

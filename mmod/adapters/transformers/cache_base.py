@@ -29,7 +29,7 @@ def with_cache(arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
     return {**{name: value for name, value in arguments.items() if name not in _NAMES}, CACHE: cache}
 
 
-class KeptTokens:
+class CachedTokens:
     """Mixin of a transformers cache layer that holds the keys and values of kept tokens only.
 
     Attributes:
@@ -91,5 +91,5 @@ def check_cropping(tokens_to_remove: int) -> None:
 
 def chosen_samples(cache: Any) -> Tensor | None:
     """Return in which samples cached tokens competed for selection (B); None for none."""
-    chosen = [layer.chosen_B1 for layer in getattr(cache, "layers", ()) if isinstance(layer, KeptTokens)]
+    chosen = [layer.chosen_B1 for layer in getattr(cache, "layers", ()) if isinstance(layer, CachedTokens)]
     return next((chosen_B1[:, 0] for chosen_B1 in chosen if chosen_B1 is not None), None)

@@ -15,7 +15,7 @@ from mmod.adapters.base import BlockStack, NamedArguments
 from mmod.adapters.masks import hide_empty_slots
 from mmod.adapters.transformers.layers import OPERATORS, TUPLES
 from mmod.blocks import GridSource, ModelHook, grid_of_map, host_class
-from mmod.blocks.span import recomputing
+from mmod.blocks.passes import recomputing
 from mmod.ops import attention_with_importance, class_token_importance
 from mmod.routing import Routing
 from mmod.threads import PerThread
