@@ -211,6 +211,7 @@ class Passes(Generic[AnyPass]):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the passes out of copies and pickles."""
+        # A copy's tensors lie elsewhere, and a weak reference cannot be pickled.
         return {**vars(self), "_by_address": {}}
 
     def begin(self, x: Tensor) -> AnyPass:
@@ -292,6 +293,7 @@ class Passes(Generic[AnyPass]):
             return
         look = _look(y)
         address = look[0]
+        # Wrapped tensors and those on meta have no address to be told by.
         if not address:
             return
         remembered = self._by_address
@@ -311,6 +313,7 @@ class Passes(Generic[AnyPass]):
         while level is not None:
             reachable = [other for other in level.passes if other.owner is self and _can_reach(other, place)]
             if len(reachable) > 1:
+                # Batches of another size cannot be meant.
                 reachable = [other for other in reachable if other.shape == x.shape[:2]]
             if len(reachable) > 1:
                 # Passes that were given up should raise this error only once.

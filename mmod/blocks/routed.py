@@ -184,6 +184,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         state = self.mod_state
         call = state.call
         execution = state.execution
+        # Most hosts pass tokens alone, and binding takes time.
         arguments = call.bind(args, kwargs) if args or kwargs else {}
         router = self.router
         span = state.span
@@ -210,6 +211,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
             if not state.ends:
                 span.remember(routing, shared, state, router, tokens)
         record = state.records.value
+        # Elsewhere nobody reads the decision, which would keep its tensors alive.
         if self.training or record.traced:
             record.keep("", routing)
         # Gather, run and write back.
@@ -253,6 +255,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
             y, shared.score_BN = self.observe(attend, valid_BN, self.router.config.importance)
         else:
             y = attend()
+        # The decision that follows narrows rows which were passed on; rows of its own go back to all tokens.
         if rows is held or rows is None:
             return y
         return rows.write_back(y)
@@ -268,6 +271,7 @@ class ImportanceBlock(ConvertedBlock):
         if isinstance(x, fx.Proxy):
             return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
+        # A loss alone reads the importance, and only in training.
         if not state.wanted:
             return super().forward(x, *args, **kwargs)
         shared = state.span.begin(x)

@@ -62,6 +62,7 @@ class RoutedLayer(CachedTokens, DynamicLayer):
         self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int, slot_T: Tensor | None = None
     ) -> None:
         """Announce the tokens of the next `update`, see `CachedTokens`; `slot_T` are the slots of a packed prompt."""
+        # The rows of a packed prompt stand in one sequence, and the cache stores them by sample.
         self.slot_T = slot_T
         self.position_BL, self.valid_BL = self.joined(position_BK, valid_BK)
         self.implicit = 0
@@ -73,6 +74,8 @@ class RoutedLayer(CachedTokens, DynamicLayer):
         """Announce that the next `update` receives all tokens of this step, see `CachedTokens`."""
         tokens = x_BND.shape[1]
         self.kept_B1 = self.kept_B1 + tokens
+        # Positions of a step in which all tokens run are consecutive: writing them out would cost each step of
+        # decoding.
         self.implicit += tokens
         self.length += tokens
 
@@ -105,6 +108,7 @@ class RoutedLayer(CachedTokens, DynamicLayer):
             return key_states, value_states
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         announced = self.implicit + (0 if self.position_BL is None else self.position_BL.shape[1])
+        # Keys without positions would be masked as other tokens are.
         if keys.shape[2] != announced:
             raise RuntimeError(f"a routed layer's cache expected {announced} tokens, got {keys.shape[2]}")
         if self.sliding_window is not None and not self.record_past and keys.shape[2] >= self.sliding_window:
@@ -197,6 +201,7 @@ def open_routed_layer(cache: Any, layer: int) -> None:
         raise ValueError(
             f"a routed model caches in a transformers DynamicCache or StaticCache, got {type(cache).__name__}"
         )
+    # A dynamic cache makes its layers when they are first written, and earlier ones may be dense.
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= layer:
             cache.layers.append(cache.layer_class_to_replicate())

@@ -61,6 +61,7 @@ class CachedTokens:
         """Store in which samples tokens competed for selection, for later tokens."""
         # Where text may be skipped too, tokens are decided independently of earlier ones.
         if isinstance(tokens, TokenGroups) and tokens.strict and tokens.skips:
+            # By sample, because beams and batches are reordered.
             new_B1 = torch.tensor([[any(sizes)] for sizes in tokens.sizes], device=tokens.group_BN.device)
             self.chosen_B1 = new_B1 if self.chosen_B1 is None else self.chosen_B1 | new_B1
 

@@ -59,6 +59,7 @@ class StaticRoutedLayer(CachedTokens, StaticLayer):
     def begin_update(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
         """Announce the tokens of the next `update`, see `CachedTokens`."""
         self._announced = position_BK, valid_BK, tokens
+        # A layer that keeps no token calls no attention, so no `update` would count the step.
         if not position_BK.shape[1]:
             self._count(position_BK, tokens)
 
@@ -113,6 +114,7 @@ class StaticRoutedLayer(CachedTokens, StaticLayer):
             self.kept_B1 = torch.zeros(position_BK.shape[0], 1, dtype=torch.long, device=device)
             self.cumulative_length = self.cumulative_length.to(device)
             self._written = self._written.to(device)
+            # Captured graphs hold their addresses, so they are updated in place from here on.
             _mark_static(self.position_BS, self.kept_B1, self.cumulative_length, self._written)
         assert isinstance(self.kept_B1, Tensor)
         self.kept_B1.add_((position_BK != EMPTY).sum(1, keepdim=True))

@@ -81,12 +81,14 @@ class DecoderLayerCall(DecoderCall):
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether rows can be packed: in prefill, with causal attention only."""
+        # The lengths of packed rows depend on the data, which breaks graphs.
         if self.config._attn_implementation != "sdpa" or torch.compiler.is_compiling():
             return False
         groups = self.groups(arguments)
         cache = self._cache(arguments)
         if groups is None or not (groups.causal or arguments.get("attention_mask") is None):
             return False
+        # Packed rows attend to each other only, not to what a cache holds.
         return cache is None or (isinstance(cache, RoutedLayer) and not cache.length)
 
     def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
@@ -97,6 +99,7 @@ class DecoderLayerCall(DecoderCall):
         if self.compact is not None:
             place_T = packing.slot_T
             slots = packing.max_seqlen
+            # Compact positions count kept tokens, so all samples share one table.
             embeddings = self._compact_positions(x_BND[:1], slots, None)["position_embeddings"]
         if embeddings is not None:
             embeddings = tuple(_packed(rows, place_T, slots) for rows in embeddings)
@@ -197,6 +200,7 @@ class DecoderLayerCall(DecoderCall):
         elif packing is not None and isinstance(cache, RoutedLayer):
             cache.begin_update(routing.kept.index_BK, routing.kept.valid_BK, x_BND.shape[1], packing.slot_T)
         else:
+            # Positions count all tokens so far, kept or not, as the host counts them.
             cache.begin_update(cache.length + routing.kept.index_BK, routing.kept.valid_BK, x_BND.shape[1])
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
@@ -230,6 +234,7 @@ class DecoderLayerCall(DecoderCall):
         """Return the arguments for kept tokens of a repeated layer, whose cache index is `places` higher."""
         if not places:
             return arguments
+        # Each run of a shared layer has keys and values of its own.
         call = replace(self, index=self.index + places)
         call.open_cache(arguments)
         selected = dict(call.select_tokens(arguments, x_BND, routing)) if routing.kept.index_BK.shape[1] else {}

@@ -63,6 +63,7 @@ def mask_of_kept(
     else:
         pairs = _narrow(mask, index_BK, key_BL, past + x_BND.shape[1])
     pairs = _hide(pairs, ~valid_BL[:, None, None, :])
+    # A row that sees no key would be NaN; nobody reads what an empty slot computes.
     return pairs if valid_BK is None else show_all_keys(pairs, valid_BK)
 
 
