@@ -7,6 +7,7 @@ from mmod.lazy import lazy_names
 # For type checkers; at run time, lazy_names imports the same names on first use.
 # ruff: noqa: F401
 if TYPE_CHECKING:
+    from mmod.adapters.tokens import Tokens
     from mmod.analysis import Prompt, Trace, audit, flops, prefill_flops, redundancy, to_all_tokens, trace
     from mmod.config import (
         AuditConfig,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
+        "mmod.adapters.tokens": ["Tokens"],
         "mmod.analysis": ["Prompt", "Trace", "audit", "flops", "prefill_flops", "redundancy", "to_all_tokens", "trace"],
         "mmod.config": [
             "AuditConfig",

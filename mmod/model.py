@@ -8,6 +8,7 @@ from typing import Any
 
 from mmod.adapters import adapted_model, find_parts
 from mmod.adapters.base import Part
+from mmod.adapters.tokens import Tokens, declared
 from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig, preset, preset_arguments
 from mmod.methods.base import Method, Model, method_owners, methods_of, undo_last_
 from mmod.methods.prepare import check_budget
@@ -16,7 +17,9 @@ from mmod.methods.route import Route, assign_capacities, exact_capacities, route
 HowToRoute = RoutingConfig | str | None
 
 
-def apply_(model: Model, method: Method | RoutingConfig | str | Mapping[str, Any]) -> Model:
+def apply_(
+    model: Model, method: Method | RoutingConfig | str | Mapping[str, Any], *, tokens: Tokens | None = None
+) -> Model:
     """Apply a method to a model in place, which makes it cheaper; `mmod.undo_` undoes it.
 
     The classes of single modules change and nothing is wrapped, so weights keep their names in the state dict unless
@@ -26,6 +29,7 @@ def apply_(model: Model, method: Method | RoutingConfig | str | Mapping[str, Any
         model: A model of a supported library, not yet wrapped or compiled; it may be a peft model, or become one later.
         method: A method of `mmod.methods`; a `RoutingConfig` or the name of a preset for every part of the model;
             or the plain values of a method as in configs, `{"kind": "merge", "r": 8}`.
+        tokens: For a model that no adapter knows, where its structure is not enough: its blocks and its prefix.
 
     Raises:
         TypeError: Not a module, or no method.
@@ -39,7 +43,7 @@ def apply_(model: Model, method: Method | RoutingConfig | str | Mapping[str, Any
         ['prune']
     """
     if isinstance(method, (RoutingConfig, str)):
-        return route_(model, method)
+        return route_(model, method, tokens=tokens)
     if isinstance(method, Mapping):
         # Reading imports every method, some of which need timm.
         from mmod.methods.read import read_method
@@ -47,11 +51,13 @@ def apply_(model: Model, method: Method | RoutingConfig | str | Mapping[str, Any
         method = read_method(method)
     if not isinstance(method, Method):
         raise TypeError(f"method must be a method of mmod.methods or a RoutingConfig, got {method!r}")
-    method.apply_(adapted_model(model))
+    inner = adapted_model(model)
+    with declared(inner, tokens):
+        method.apply_(inner)
     return model
 
 
-def route_(model: Model, config: HowToRoute = None, **parts: HowToRoute) -> Model:
+def route_(model: Model, config: HowToRoute = None, *, tokens: Tokens | None = None, **parts: HowToRoute) -> Model:
     """Route a model in place: planned blocks run on the tokens that their routers keep; see also `apply_`.
 
     The classes of single blocks change and nothing is wrapped: all weights keep their names in the state dict, and a
@@ -61,6 +67,7 @@ def route_(model: Model, config: HowToRoute = None, **parts: HowToRoute) -> Mode
         model: A model of a supported library, not yet wrapped or compiled; it may be a peft model, or become one later.
         config: How to route every part of the model; or the name of a preset, see `mmod.presets`. None means
             `RoutingConfig()`, attention routing at capacity 0.5 in every other block, unless `parts` are passed.
+        tokens: For a model that no adapter knows, where its structure is not enough: its blocks and its prefix.
         parts: Configs by part, such as `image` and `text` of a CLIP model, which override `config`; None leaves a part
             dense. Without `config`, all other parts stay dense.
 
@@ -80,7 +87,8 @@ def route_(model: Model, config: HowToRoute = None, **parts: HowToRoute) -> Mode
         5
     """
     inner = adapted_model(model)
-    Route(_configs_by_part(find_parts(inner), config, parts)).apply_(inner)
+    with declared(inner, tokens):
+        Route(_configs_by_part(find_parts(inner), config, parts)).apply_(inner)
     return model
 
 

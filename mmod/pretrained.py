@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import ADAPTERS, find_library, load_adapter
-from mmod.adapters.base import Saving
+from mmod.adapters.base import Changes, Saving
+from mmod.adapters.tokens import proofs_of, restore_proofs
+from mmod.blocks import host_class
 from mmod.io.files import parse_json, replacing, write_atomically
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.methods.base import methods_of
-from mmod.values import brief
+from mmod.values import brief, check_module
 
 FORMAT_VERSION = 4
 WEIGHTS = "model.safetensors"
@@ -25,7 +27,9 @@ HUB = "hf-hub:"
 # Attributes that change with use, and not what the model computes.
 _PASSING = ("training", "grad_checkpointing", "drawn", "fused_attn", "distilled_training")
 _PLAIN = (str, bool, int, float, type(None))
-_KEYS = ("format_version", "versions", "library", "model", "methods")
+_KEYS = ("format_version", "versions", "library", "model", "methods", "proofs")
+# The library of a model that the user's own code builds.
+OWN = "own"
 
 
 def save_pretrained(
@@ -62,7 +66,8 @@ def save_pretrained(
     config = _describe(model, architecture)
     state = model.state_dict()
     _check_plain(state)
-    _check_rebuilds(config, model, state)
+    if config["library"] != OWN:
+        _check_rebuilds(config, model, state)
     existing = [name for name in (WEIGHTS, CONFIG) if (folder / name).exists()]
     if existing and not overwrite:
         raise FileExistsError(f"{str(folder)!r} holds {' and '.join(existing)}; pass overwrite=True to replace them")
@@ -73,13 +78,19 @@ def save_pretrained(
         write_atomically(folder / CONFIG, text + "\n")
 
 
-def load_pretrained(folder: str | Path, device: torch.device | str | None = None, **options: Any) -> nn.Module:
+def load_pretrained(
+    folder: str | Path,
+    device: torch.device | str | None = None,
+    model: nn.Module | None = None,
+    **options: Any,
+) -> nn.Module:
     """Build, route and load a model that `save_pretrained` saved, or a transformers model that saved itself.
 
     Args:
         folder: The folder, or "hf-hub:owner/name" of the Hugging Face hub, with "@revision" behind it for another one
             than the latest.
         device: Where the model goes; None means the CPU.
+        model: For a class of your own, a dense model as it was built for training; it is changed in place.
         options: For a transformers model, what its `from_pretrained` takes: `dtype`, `device_map`,
             `quantization_config` ... With `device_map`, leave `device` alone.
 
@@ -93,8 +104,9 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
     """
     folder = _local(folder)
     if (folder / "config.json").is_file() and not (folder / CONFIG).is_file():
-        model: nn.Module = load_adapter("transformers").load(folder, apply_again, **options)
-        return model.eval() if device is None else model.to(device).eval()
+        _refuse_model(model, "transformers")
+        loaded: nn.Module = load_adapter("transformers").load(folder, apply_again, **options)
+        return loaded.eval() if device is None else loaded.to(device).eval()
     if options:
         raise TypeError(f"{', '.join(options)} are for transformers models, which have a config.json")
     for name in (CONFIG, WEIGHTS):
@@ -107,14 +119,13 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
             f"{WEIGHTS} and {CONFIG} in {str(folder)!r} do not belong together: one was edited or replaced. Load with "
             "what the weights were saved with, then change it with mmod.set_capacity_ or unroute_ and route_"
         )
-    try:
-        with torch.device("meta"):
-            # Compare shapes first: a model of another size than its weights takes no memory.
-            shapes = _build(config).state_dict()
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"{str(folder / CONFIG)!r} describes no model that can be built: {error}") from error
-    _check_fits(state, shapes, folder)
-    model = _build(config)
+    if config["library"] == OWN and model is not None:
+        _check_class(model, config["model"])
+        apply_again(model, _changes(config))
+        _check_fits(state, model.state_dict(), folder)
+    else:
+        _refuse_model(model, config["library"])
+        model = _build_that_fits(config, state, folder)
     dtypes = {value.dtype for value in state.values() if value.is_floating_point()}
     if len(dtypes) == 1:
         model.to(dtypes.pop())
@@ -123,6 +134,32 @@ def load_pretrained(folder: str | Path, device: torch.device | str | None = None
             value.data = value.data.to(state[name].dtype)
     model.load_state_dict(state)
     return model.to(device or "cpu").eval()
+
+
+def _refuse_model(model: nn.Module | None, library: str) -> None:
+    if model is not None:
+        raise TypeError(f"model is for classes of your own: this folder holds a model of {library}, which mmod builds")
+
+
+def _check_class(model: nn.Module, description: Mapping[str, Any]) -> None:
+    """Raise a ValueError unless a dense model is of the class that was saved."""
+    check_module(model)
+    _OWN_SAVING.check_description(description)
+    actual = _describe_own(model, None)["class"]
+    if actual != description["class"]:
+        raise ValueError(f"the folder holds weights of the class {description['class']}, got a {actual}")
+
+
+def _build_that_fits(config: dict[str, Any], state: dict[str, Tensor], folder: Path) -> nn.Module:
+    """Return the model of a description, whose weights have the shapes of saved ones."""
+    try:
+        with torch.device("meta"):
+            # Compare shapes first: a model of another size than its weights takes no memory.
+            shapes = _build(config).state_dict()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{str(folder / CONFIG)!r} describes no model that can be built: {error}") from error
+    _check_fits(state, shapes, folder)
+    return _build(config)
 
 
 def _local(folder: str | Path) -> Path:
@@ -135,13 +172,15 @@ def _local(folder: str | Path) -> Path:
     return Path(snapshot_download(repo, revision=revision or None, allow_patterns=["*.json", "*.safetensors"]))
 
 
-def apply_again(model: nn.Module, methods: Sequence[Mapping[str, Any]]) -> None:
+def apply_again(model: nn.Module, changes: Changes) -> None:
     """Change a model as another one was."""
+    methods = changes.methods
     if not isinstance(methods, Sequence) or not all(isinstance(values, Mapping) for values in methods):
         raise ValueError(f"methods must be a list of mappings, got {methods!r}")
     # Reading methods imports timm, whose models some of them change.
     from mmod.methods.read import read_method
 
+    restore_proofs(model, changes.proofs)
     for values in methods:
         read_method(values).apply_(model)
 
@@ -151,11 +190,11 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
     methods = methods_of(model)
     if not methods:
         raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
-    library = find_library(model)
-    if library is None:
+    library = find_library(model) or OWN
+    if library == OWN and "mod_methods" not in vars(model):
         raise ValueError(
-            f"cannot save this {type(model).__name__}, which is no model of a supported library. Save the model "
-            "itself, not what wraps, compiles or extracts features from it"
+            f"cannot save this {type(model).__name__}: it is not the model that mmod changed, but holds it. Save the "
+            "model itself, not what wraps, compiles or extracts features from it"
         )
     saving = _saving(library)
     described = {
@@ -164,6 +203,7 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
         "library": library,
         "model": saving.describe(model, architecture),
         "methods": [method.settled(model).to_dict() for method in methods],
+        "proofs": proofs_of(model),
     }
     try:
         plain: dict[str, Any] = json.loads(json.dumps(described))
@@ -174,7 +214,32 @@ def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) ->
     return plain
 
 
+def _describe_own(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the class of a user's own model, which only the user can build."""
+    if architecture is not None:
+        raise ValueError("architecture is for open_clip: a model of your own class is built by you, leave it out")
+    host = host_class(model)
+    return {"class": f"{host.__module__}.{host.__qualname__}"}
+
+
+def _check_own(description: Mapping[str, Any]) -> None:
+    if not isinstance(description["class"], str):
+        raise ValueError(f"class in a saved folder must be a string, got {description['class']!r}")
+
+
+def _build_own(description: Mapping[str, Any]) -> nn.Module:
+    raise ValueError(
+        f"the folder holds weights of the class {description['class']}, which mmod cannot build: build the dense model "
+        "and pass it, mmod.load_pretrained(folder, model=dense)"
+    )
+
+
+_OWN_SAVING = Saving("torch", ("class",), _describe_own, _check_own, _build_own)
+
+
 def _saving(library: str) -> Saving:
+    if library == OWN:
+        return _OWN_SAVING
     saving: Saving | None = load_adapter(library).SAVING
     if saving is None:
         raise ValueError(f"models of {library} are saved by their own save_pretrained, which keeps the routing too")
@@ -183,8 +248,12 @@ def _saving(library: str) -> Saving:
 
 def _build(config: dict[str, Any]) -> nn.Module:
     model = _build_dense(config)
-    apply_again(model, config["methods"])
+    apply_again(model, _changes(config))
     return model
+
+
+def _changes(config: Mapping[str, Any]) -> Changes:
+    return Changes(config["methods"], config.get("proofs", {}))
 
 
 def _build_dense(config: dict[str, Any]) -> nn.Module:
@@ -215,7 +284,7 @@ def _check_rebuilds(config: dict[str, Any], model: nn.Module, state: dict[str, T
     with torch.device("meta"):
         rebuilt = _build_dense(config)
         try:
-            apply_again(rebuilt, config["methods"])
+            apply_again(rebuilt, _changes(config))
         except ValueError as error:
             raise ValueError(f"{refusal}: {error}") from error
     shapes = {name: value.shape for name, value in rebuilt.state_dict().items()}
@@ -272,9 +341,11 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{str(path)!r} has format version {format_version!r}; this mmod ({_version('mmod')}) reads version "
             f"{FORMAT_VERSION}"
         )
-    if set(config) != set(_KEYS) or config["library"] not in ADAPTERS:
+    libraries = (*ADAPTERS, OWN)
+    # Folders saved before there were proofs have none.
+    if {*config, "proofs"} != set(_KEYS) or config["library"] not in libraries:
         raise ValueError(
-            f"{str(path)!r} must hold {', '.join(_KEYS)} with library {' or '.join(ADAPTERS)}, got {sorted(config)}"
+            f"{str(path)!r} must hold {', '.join(_KEYS)} with library {' or '.join(libraries)}, got {sorted(config)}"
         )
     return dict(config)
 

@@ -55,7 +55,7 @@ def full_pass(model: Model) -> Model:
     configs = {part: _all_kept(config) for part, config in routing_configs(model).items()}
     # A deep copy takes from this mapping what it shall not copy.
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
-    full = route_(unroute_(copy.deepcopy(model, shared)), **configs)
+    full = route_(unroute_(copy.deepcopy(model, shared)), tokens=None, **configs)
     # It has no predictor of the kept mask, so loading is not strict.
     full.load_state_dict(model.state_dict(keep_vars=True), strict=False, assign=True)
     return full.train(model.training)

@@ -22,6 +22,7 @@ ROUTINGS = {
     "linear": RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.3),
     "stride": RoutingConfig(router="stride", capacity=(0.5, 0.25), blocks="all"),
     "norm": RoutingConfig(router="norm", capacity=0.5),
+    "change": RoutingConfig(router="change", capacity=0.5),
     "distilled": mmod.preset("distilled", router={"init_std": 0.3}),
     "p-mod": mmod.preset("p-mod", depth=2, router={"init_std": 0.3}),
     "threshold": RoutingConfig(router="attention", select=mmod.Threshold(1.0, max_tokens=7)),
@@ -47,7 +48,7 @@ def images(batch: int, size: int = 64) -> Tensor:
     return torch.randn(batch, 3, size, size)
 
 
-@pytest.mark.parametrize("routing", ["stride", "p-mod", "threshold", "context"])
+@pytest.mark.parametrize("routing", ["stride", "change", "p-mod", "threshold", "context"])
 def test_compiles_without_a_break_for_any_batch(routing: str) -> None:
     model = routed(routing)
     compiled = torch.compile(copy.deepcopy(model), fullgraph=True, dynamic=True, backend="eager")

@@ -35,6 +35,7 @@ ROUTERS = {
     "random": RoutingConfig(router="random", capacity=0.4),
     "stride": RoutingConfig(router="stride", capacity=0.4),
     "norm": RoutingConfig(router="norm", capacity=0.4),
+    "change": RoutingConfig(router="change", capacity=0.4),
     "context": RoutingConfig(capacity=0.4, context="all"),
     "learned context": RoutingConfig(router=mmod.score("linear", init_std=0.3), capacity=0.4, context="all"),
     "threshold context": RoutingConfig(router=mmod.score("linear", init_std=0.3), select="threshold", context="all"),

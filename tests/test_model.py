@@ -117,21 +117,23 @@ class TestRoute:
         ("name", "why"),
         [
             ("beit_base_patch16_224", "every block builds a relative position bias"),
-            ("vit_relpos_small_patch16_224", r"RelPosBlock, which are not known to run"),
-            ("swin_tiny_patch4_window7_224", "4 lists of blocks"),
-            ("cait_xxs24_224", "LayerScaleBlock, which are not known"),
-            ("hiera_tiny_224", "HieraBlock, which are not known"),
-            ("convnext_atto", "lists of blocks"),
-            ("resnet18", "no lists of blocks"),
-            ("samvit_base_patch16", "vision_transformer_sam.Block, which are not known"),
+            (
+                "vit_relpos_small_patch16_224",
+                "RelPosBlock.*relative_position_index on the meta device: load its weights",
+            ),
+            ("swin_tiny_patch4_window7_224", r"gets a tensor \(2, 56, 56, 96\)"),
+            ("cait_xxs24_224", "LayerScaleBlock.*by another way than attention"),
+            ("hiera_tiny_224", "HieraBlock.*does not run on 12 of its 3136 tokens.*a window"),
+            ("convnext_atto", r"gets a tensor \(2, 40, 56, 56\)"),
+            ("resnet18", "blocks must get tokens"),
+            ("samvit_base_patch16", r"gets a tensor \(2, 64, 64, 768\)"),
         ],
     )
-    def test_what_cannot_be_routed_says_why_and_what_can(self, name: str, why: str) -> None:
+    def test_what_cannot_be_routed_says_why(self, name: str, why: str) -> None:
         with torch.device("meta"):
             model = timm.create_model(name)
-        with pytest.raises(ValueError, match=why) as error:
+        with pytest.raises(ValueError, match=f"(?s)cannot route.*{why}"):
             mmod.route_(model)
-        assert "Supported: timm families vit, deit" in str(error.value)
 
     @pytest.mark.parametrize("name", [n for n in timm.list_models("vit_*") if re.search(r"_r\d*_|resnet", n)])
     def test_stages_of_a_convolutional_stem_are_no_blocks(self, name: str) -> None:
@@ -140,7 +142,7 @@ class TestRoute:
         assert set(mmod.routed_blocks(model)) == {f"blocks.{i}" for i in range(1, len(model.blocks), 2)}
 
     def test_models_of_no_supported_library(self) -> None:
-        with pytest.raises(ValueError, match=r"Linear: supported are models of open_clip, timm, transformers\. Route"):
+        with pytest.raises(ValueError, match=r"Linear: supported are models of open_clip, timm, transformers, and"):
             mmod.route_(torch.nn.Linear(2, 2))
         with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got 'deit_small_patch16_224'"):
             mmod.route_("deit_small_patch16_224")

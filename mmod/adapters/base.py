@@ -9,7 +9,8 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +26,8 @@ from mmod.adapters.masks import (
     weigh_groups,
 )
 from mmod.blocks import (
+    KEY_BIAS,
+    NO_SHELL,
     BlockCall,
     GridSource,
     Halves,
@@ -32,7 +35,9 @@ from mmod.blocks import (
     Mixin,
     ModelHook,
     Passes,
+    ReadBlocks,
     RoutedBlock,
+    Shell,
     StackCalls,
 )
 from mmod.config import RoutingConfig
@@ -64,7 +69,9 @@ class BlockStack:
         hooks: Returns forward pre-hooks, as pairs of module and hook, for a config.
         host: Package whose code runs the blocks in sequence and reads nothing between them: blocks of a span then
             pass on kept rows only; empty if none does.
+        read_blocks: See `StackCall`; None if the host's code reads nothing between blocks.
         grid: Where the host shows rows and columns of an image's patches; None for text, or if it does not.
+        proof: What a trial showed of the blocks; None where the adapter knows them.
     """
 
     library: str
@@ -84,7 +91,9 @@ class BlockStack:
     mixins: tuple[type[RoutedBlock], type[ImportanceBlock]] = (RoutedBlock, ImportanceBlock)
     hooks: Callable[[RoutingConfig], Sequence[tuple[nn.Module, ModelHook]]] = lambda routing: ()
     host: str = ""
+    read_blocks: ReadBlocks | None = None
     grid: GridSource | None = None
+    proof: Any = None
 
 
 # Returns the blocks of a part, or raises a ValueError that says why the part cannot be routed.
@@ -93,11 +102,17 @@ Part = Callable[[], BlockStack]
 
 @dataclass(frozen=True)
 class NamedArguments(BlockCall):
-    """A `BlockCall` for blocks that take tokens and named masks; it narrows arguments by name.
+    """A `BlockCall` for blocks that take tokens and named arguments; it narrows each argument by its role.
 
     Args:
         names: The block's parameters after the tokens, in order.
-        rope_prefix: Number of leading tokens without rotary embeddings.
+        mask: The argument that hides or weighs keys, as a mask or bias of pairs of tokens; empty if the block takes
+            none, so that its attention is intercepted.
+        rows: Arguments with one row per token, such as rotary embeddings: a tensor, or a tuple of them.
+        rope_prefix: Number of leading tokens without such a row.
+        layout: How the block takes rows that differ by image: "heads" for (B, 1, K, E), "batch" for (B, K, E), or
+            "flat" if it takes none, so that all images run as one sequence, see `FlatBlock`.
+        places: The argument that takes the places (B, K) of tokens that are not all of them; empty if there is none.
         fused: Attention is computed by `scaled_dot_product_attention`.
         projections: Names of the weights of linear layers before attention, each with its number of leading features
             that are not keys or values.
@@ -106,7 +121,11 @@ class NamedArguments(BlockCall):
     """
 
     names: tuple[str, ...]
+    mask: str = "attn_mask"
+    rows: tuple[str, ...] = ("rope",)
     rope_prefix: int = 0
+    layout: str = "heads"
+    places: str = ""
     fused: bool = False
     projections: tuple[tuple[str, int], ...] = ()
     attention_calls: int = 1
@@ -115,6 +134,7 @@ class NamedArguments(BlockCall):
     operators: Mapping[str, str] = field(default_factory=dict)
     tuples: tuple[str, ...] = ()
     halves: Halves | None = None
+    shell: Shell = NO_SHELL
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -123,13 +143,13 @@ class NamedArguments(BlockCall):
 
     @property
     def weighs_keys(self) -> bool:
-        """Whether the block takes a mask or bias of pairs of tokens."""
-        return "attn_mask" in self.names or "shared_rel_pos_bias" in self.names
+        """Whether the block takes a mask or bias of pairs of tokens, or its attention can be intercepted."""
+        return self.mask in self.names or bool(self.shell.inner)
 
     @property
     def needs_prefix(self) -> bool:
         """Whether prefix tokens must stay first, because rotary positions leave them out."""
-        return "rope" in self.names
+        return self.rope_prefix > 0 and any(name in self.names for name in self.rows)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return arguments by name, without those that are None or False."""
@@ -145,14 +165,16 @@ class NamedArguments(BlockCall):
 
     def marks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMarks:
         """Return padding from the attention mask: tokens that no query may attend to."""
-        if (mask := arguments.get("attn_mask")) is None or mask.ndim != 4:
+        mask = arguments.get(self.mask)
+        # A bias of pairs that is no mask hides nothing.
+        if mask is None or mask.ndim != 4 or self.mask == "shared_rel_pos_bias":
             return TokenMarks()
         valid_BN = is_visible(mask).any(dim=1).any(dim=1)
         return TokenMarks(valid_BN.expand(x_BND.shape[0], -1))
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether the block can run on packed rows: not with masks, nor with per-batch stochastic depth."""
-        if not self.fused or not arguments.keys() <= {"rope", "is_causal"}:
+        if not self.fused or self.places or not arguments.keys() <= {*self.rows, "is_causal"}:
             return False
         drops = block.training and any(getattr(module, "drop_prob", 0) for module in block.modules())
         return self.draws_paths or not drops
@@ -160,9 +182,16 @@ class NamedArguments(BlockCall):
     def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
         """Return the arguments for the packed rows of many images."""
         packed = dict(arguments)
-        if "rope" in packed:
-            packed["rope"] = pack_rope(packed["rope"], packing.row_T, x_BND.shape[1], self.rope_prefix)
+        for name in self.rows:
+            if name in packed:
+                packed[name] = _map_rows(self._pack_rows, packed[name], packing.row_T, x_BND.shape[1])
         return packed
+
+    def _pack_rows(self, rows: Tensor, row_T: Tensor, tokens: int) -> Tensor:
+        packed = pack_rope(rows, row_T, tokens, self.rope_prefix)
+        if self.layout == "heads":
+            return packed
+        return packed[0, 0] if self.layout == "flat" else packed[:, 0]
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
         """Return the arguments for the kept tokens, or for all tokens of the kept images."""
@@ -173,20 +202,36 @@ class NamedArguments(BlockCall):
             # One mask for all images has no rows to select.
             kept = {key: mask.index_select(0, routing.kept.image_S) for key, mask in batched.items() if len(mask) > 1}
             return {**arguments, **kept}
-        narrowed = dict(arguments)
-        index_BK = routing.kept.index_BK
-        if "rope" in narrowed:
-            narrowed["rope"] = narrow_rope(narrowed["rope"], index_BK, self.rope_prefix)
-        name = "shared_rel_pos_bias" if "shared_rel_pos_bias" in self.names else "attn_mask"
-        mask = narrowed.get(name)
+        narrowed = self.narrow_rows(arguments, routing.kept.index_BK)
+        mask = narrowed.pop(self.mask, None)
         if mask is not None:
-            mask = narrow_pairs(mask, index_BK, x_BND.shape[1])
+            mask = narrow_pairs(mask, routing.kept.index_BK, x_BND.shape[1])
         mask = hide_empty_slots(mask, routing.kept.valid_BK, x_BND.dtype)
         if routing.kept.valid_BK is not None and narrowed.pop("is_causal", False):
             mask = add_causal(mask, x_BND.dtype)
         # Last, because a bias turns a mask of truth values into numbers.
-        mask = weigh_groups(mask, routing.joined.bias, x_BND.dtype)
-        return narrowed if mask is None else {**narrowed, name: mask}
+        return self.with_mask(narrowed, weigh_groups(mask, routing.joined.bias, x_BND.dtype))
+
+    def narrow_rows(self, arguments: Mapping[str, Any], index_BK: Tensor) -> dict[str, Any]:
+        """Return the arguments with the rows of some tokens, and their places if the block takes them."""
+        narrowed = dict(arguments)
+        for name in self.rows:
+            if name in narrowed:
+                narrowed[name] = _map_rows(self._narrow_rows, narrowed[name], index_BK)
+        if self.places:
+            before_BN = narrowed.get(self.places)
+            narrowed[self.places] = index_BK if before_BN is None else before_BN.gather(1, index_BK)
+        return narrowed
+
+    def _narrow_rows(self, rows: Tensor, index_BK: Tensor) -> Tensor:
+        narrowed = narrow_rope(rows, index_BK, self.rope_prefix)
+        return narrowed if self.layout == "heads" else narrowed[:, 0]
+
+    def with_mask(self, arguments: Mapping[str, Any], mask: Tensor | None) -> dict[str, Any]:
+        """Return the arguments with a mask or bias of keys."""
+        if mask is None:
+            return dict(arguments)
+        return {**arguments, self.mask or KEY_BIAS: mask}
 
     def attend_to_all(
         self,
@@ -214,10 +259,8 @@ class NamedArguments(BlockCall):
 
     def _narrow_queries(self, arguments: Mapping[str, Any], tokens: int, routing: Routing) -> dict[str, Any]:
         """Return the arguments for kept queries and all keys."""
-        narrowed = dict(arguments)
         index_BK = routing.kept.index_BK
-        if "rope" in narrowed:
-            narrowed["rope"] = narrow_rope(narrowed["rope"], index_BK, self.rope_prefix)
+        narrowed = self.narrow_rows(arguments, index_BK)
         for name in ("attn_mask", "shared_rel_pos_bias"):
             if name in narrowed:
                 narrowed[name] = narrow_queries(narrowed[name], index_BK, tokens)
@@ -229,6 +272,25 @@ class NamedArguments(BlockCall):
             position = torch.arange(tokens, device=index_BK.device)
             narrowed["attn_mask"] = (position <= index_BK.unsqueeze(-1)).unsqueeze(1)
         return narrowed
+
+
+def _map_rows(narrow: Callable[..., Tensor], value: Any, *args: Any) -> Any:
+    """Apply a function to a tensor, or to each of a tuple."""
+    if isinstance(value, (tuple, list)):
+        return tuple(narrow(item, *args) for item in value)
+    return narrow(value, *args)
+
+
+class Changes(NamedTuple):
+    """How a saved model was changed, as plain values of an untrusted file.
+
+    Args:
+        methods: Its methods, in order.
+        proofs: How blocks of unknown classes are called, by the name of their list, see `Proof`.
+    """
+
+    methods: Sequence[Mapping[str, Any]]
+    proofs: Mapping[str, Any] = MappingProxyType({})
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from mmod.adapters.base import BlockStack, Part
+from mmod.adapters.tokens import find_blocks
 from mmod.values import check_module
 
 # Top-level packages of the host libraries. The adapter is the module of that name in this folder. It defines
@@ -22,13 +23,17 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     """Return the parts of a model that can be routed separately, by name: "image", "text", "language", ..."""
     check_module(model)
     library = find_library(model)
-    if library is None:
+    inner = adapted_model(model)
+    if library is None and _is_of_torch(inner):
         raise ValueError(
             f"cannot route a {type(model).__module__}.{type(model).__qualname__}: supported are models of "
-            f"{', '.join(ADAPTERS)}. Route a model before it is wrapped (DistributedDataParallel) or compiled"
+            f"{', '.join(ADAPTERS)}, and classes of your own with a list of blocks. Route a model before it is wrapped "
+            "(DistributedDataParallel) or compiled"
         )
-    inner = adapted_model(model)
-    parts: dict[str, Part] = load_adapter(library).find_parts(inner)
+    if library is None:
+        parts: dict[str, Part] = {"image": functools.partial(find_blocks, inner)}
+    else:
+        parts = load_adapter(library).find_parts(inner)
     if inner is model:
         return parts
     path = next(name for name, module in model.named_modules() if module is inner)
@@ -52,6 +57,11 @@ def adapted_model(model: nn.Module) -> nn.Module:
         inner: Any = model
         model = inner.get_base_model() if hasattr(inner, "get_base_model") else inner.model
     return model
+
+
+def _is_of_torch(model: nn.Module) -> bool:
+    """Return whether a model is a wrapper or a layer of torch."""
+    return type(model).__module__.partition(".")[0] == "torch" and not isinstance(model, nn.Sequential)
 
 
 def _packages(model: nn.Module) -> list[str]:

@@ -27,6 +27,7 @@ from timm.models import (
 )
 from torch import Tensor, nn
 
+from mmod.adapters import tokens
 from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters
 from mmod.blocks import GridSource, Halves, grid_of_map, host_class
 from mmod.config import ROUTING_FIELDS
@@ -61,21 +62,18 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
 def find_blocks(model: nn.Module) -> BlockStack:
     """Return the residual blocks of a timm model."""
     lists = _block_lists(model)
-    title = type(model).__name__
-    if len(lists) != 1:
-        raise ValueError(
-            f"cannot route {title}: it has {len(lists) or 'no'} lists of blocks. Routing needs one, whose blocks keep "
-            f"the number and order of tokens. Supported: {SUPPORTED}"
-        )
-    name, container = lists[0]
-    blocks = tuple(container)
-    for block in blocks:
-        _check_block(block, title)
-    owner = model.get_submodule(name.rpartition(".")[0])
+    known = [isinstance(block, BLOCKS) for _, blocks in lists for block in blocks]
+    owner = model.get_submodule(lists[0][0].rpartition(".")[0]) if lists else model
     prefix = getattr(owner, "num_prefix_tokens", None)
     dim = getattr(owner, "embed_dim", None)
-    if prefix is None or dim is None:
-        raise ValueError(f"cannot route {title}: its number of prefix tokens is unknown. Supported: {SUPPORTED}")
+    if len(lists) != 1 or not all(known) or prefix is None or dim is None:
+        # Blocks of another class may run on some of their tokens too.
+        return tokens.find_blocks(model, "timm", "timm")
+    name, container = lists[0]
+    blocks = tuple(container)
+    title = type(model).__name__
+    for block in blocks:
+        _check_block(block, title)
     return BlockStack(
         library="timm",
         names=tuple(f"{name}.{index}" for index in range(len(blocks))),
@@ -111,12 +109,6 @@ def _block_lists(model: nn.Module) -> list[tuple[str, nn.Sequential | nn.ModuleL
 
 
 def _check_block(block: nn.Module, title: str) -> None:
-    if not isinstance(block, BLOCKS):
-        host = host_class(block)
-        raise ValueError(
-            f"cannot route {title}: its blocks are {host.__module__}.{host.__qualname__}, which are not known to run "
-            f"on some of their tokens. Supported: {SUPPORTED}"
-        )
     if getattr(getattr(block, "attn", None), "relative_position_bias_table", None) is not None:
         raise ValueError(
             f"cannot route {title}: every block builds a relative position bias for all pairs of tokens inside its "
@@ -144,6 +136,7 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
     norm = getattr(block, name, None)
     return NamedArguments(
         names=tuple(parameters),
+        mask="shared_rel_pos_bias" if "shared_rel_pos_bias" in parameters else "attn_mask",
         rope_prefix=rope_prefix,
         fused=fused,
         draws_paths=True,
@@ -245,22 +238,23 @@ SPLIT: tuple[type[nn.Module], ...] = PRE_NORM + _POST_NORM
 """Blocks whose halves can run separately."""
 
 
-# Hosts have no hook between the halves of a block, so its residual sums are repeated here, with the host's modules.
-def attend(block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
-    """Return tokens (B, N, D) after a block's attention."""
-    if isinstance(block, _POST_NORM):
-        return x_BND + block.drop_path1(block.norm1(block.attn(x_BND, **arguments)))
-    return x_BND + block.drop_path1(_scaled(block, 1, block.attn(block.norm1(x_BND), **arguments)))
+class TimmHalves(Halves):
+    """The halves of timm's blocks, whose residual sums are repeated with the host's modules: nothing runs in vain."""
+
+    def attend(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Return tokens (B, N, D) after a block's attention."""
+        if isinstance(block, _POST_NORM):
+            return x_BND + block.drop_path1(block.norm1(block.attn(x_BND, **arguments)))
+        return x_BND + block.drop_path1(_scaled(block, 1, block.attn(block.norm1(x_BND), **arguments)))
+
+    def feed(self, block: Any, x_BND: Tensor) -> Tensor:
+        """Return tokens (B, N, D) after a block's MLP."""
+        if isinstance(block, _POST_NORM):
+            return x_BND + block.drop_path2(block.norm2(block.mlp(x_BND)))
+        return x_BND + block.drop_path2(_scaled(block, 2, block.mlp(block.norm2(x_BND))))
 
 
-def feed(block: Any, x_BND: Tensor) -> Tensor:
-    """Return tokens (B, N, D) after a block's MLP."""
-    if isinstance(block, _POST_NORM):
-        return x_BND + block.drop_path2(block.norm2(block.mlp(x_BND)))
-    return x_BND + block.drop_path2(_scaled(block, 2, block.mlp(block.norm2(x_BND))))
-
-
-HALVES = Halves(attend, feed)
+HALVES = TimmHalves()
 
 
 def _scaled(block: Any, half: int, update_BND: Tensor) -> Tensor:

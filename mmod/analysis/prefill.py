@@ -11,6 +11,7 @@ from torch import nn
 from mmod.adapters import find_stacks
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.blocks import ImportanceBlock, Mixin, RoutedBlock, model_hooks
+from mmod.config import CHANGE, RoutingConfig
 from mmod.methods.base import deciding_together
 from mmod.methods.route import Route
 from mmod.routing.decoder import Predictor
@@ -29,9 +30,10 @@ class _Cost(NamedTuple):
 
 @runtime_checkable
 class _Groups(Protocol):
-    """A hook of a language model that says which tokens may be skipped: "image" or "all"."""
+    """A hook of a language model that says which tokens may be skipped, "image" or "all", and how it is routed."""
 
     tokens: str
+    config: RoutingConfig
 
 
 _FORWARD = _Cost(2, 2, 2)
@@ -48,7 +50,8 @@ class Prompt:
 
     Args:
         text_tokens: Text tokens.
-        image_tokens: Image tokens, or those of each image.
+        image_tokens: Image tokens, or those of each image or frame. The router "temporal" takes them as frames of one
+            video.
         protected_tokens: Text tokens that `protected_mask` keeps where text may be skipped.
 
     Example:
@@ -126,6 +129,9 @@ class _Counter:
         # Tokens that may be skipped: those of each image, or all of the prompt.
         text_is_free = bool(groups) and groups[0].tokens == "all"
         self.free = (self.tokens - prompt.protected_tokens,) if text_is_free else prompt.images
+        if groups and groups[0].config.router.reads_frames:
+            # The first frame is never skipped.
+            self.free = prompt.images[1:]
 
     def count(self) -> PrefillFlops:
         """Return the FLOPs of all layers, and of the logits of one token."""
@@ -158,7 +164,7 @@ class _Counter:
             operator = str(block.router.config.operator)
             context = str(block.router.config.context)
         elif isinstance(block, ImportanceBlock) and not block.mod_state.span.training_only:
-            viewers = 1 if block.mod_state.average == "last_token" else tokens
+            viewers = {CHANGE: 0, "last_token": 1}.get(block.mod_state.importance, tokens)
             importance = 2 * viewers * tokens * width
         sizes = _sizes_of_host(block)
         in_attention = sum(size for place, size in sizes.items() if place.startswith("self_attn"))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from mmod.adapters import find_stack
 from mmod.analysis.trace import trace
 from mmod.benchmarks.models.paths import sharing_copy
 from mmod.blocks import host_class
-from mmod.config import RoutingConfig, Threshold
+from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.methods.route import routed_blocks
 from mmod.model import unroute_
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
@@ -157,11 +157,11 @@ class ImageLoop:
         self.model = sharing_copy(model)
         stack = find_stack(self.model)
         routed = routed_blocks(self.model)
-        scores = [block.router.config.router for block in routed.values()]
-        with_maps = any(score.reads_importance for score in scores)
+        configs = [block.router.config for block in routed.values()]
+        observed = {config.importance for config in configs if config.router.reads_importance}
         self._decided: Mapping[str, list[int]] | None = None
         self._scores: dict[str, Tensor] = {}
-        # Importance in the last dense block, and random scores of the first of consecutive routed blocks (N).
+        # Importance in the last dense block, and scores of the first of consecutive routed blocks (N).
         self._importance: Tensor | None = None
         self._drawn: Tensor | None = None
         block: Any
@@ -170,7 +170,7 @@ class ImageLoop:
             if name in routed:
                 block.forward = partial(self._routed, name, block, run)
             else:
-                block.forward = partial(self._dense, run, with_maps)
+                block.forward = partial(self._dense, run, observed)
 
     def run(self, image: Tensor, decided: Mapping[str, list[int]] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the output and every block's scores (N), for decisions by these scores or those of the caller."""
@@ -178,10 +178,14 @@ class ImageLoop:
         self._scores = {}
         return self.model(image), self._scores
 
-    def _dense(self, run: Callable[..., Tensor], with_maps: bool, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def _dense(self, run: Callable[..., Tensor], observed: Set[str], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._drawn = None
-        if not with_maps:
+        if not observed:
             return run(x, *args, **kwargs)
+        if CHANGE in observed:
+            y = run(x, *args, **kwargs)
+            self._importance = (y - x)[0].double().square().sum(dim=-1).sqrt()
+            return y
         with _FullMaps() as maps:
             y = run(x, *args, **kwargs)
         if maps.maps:

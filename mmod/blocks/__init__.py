@@ -5,16 +5,28 @@
 import warnings as _warnings
 from typing import Any as _Any
 
-from mmod.blocks.branches import Branch
+from mmod.blocks.branches import Branch, SilencedHalves, Unchanged, Zero, make_halves, make_watched
 from mmod.blocks.call import BlockCall, Halves
-from mmod.blocks.conversion import Mixin, convert, host_class, host_of, is_converted, make_dense, modules_of
+from mmod.blocks.conversion import (
+    NO_SHELL,
+    Mixin,
+    Shell,
+    convert,
+    host_class,
+    host_of,
+    is_converted,
+    make_dense,
+    modules_of,
+)
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
 from mmod.blocks.grid import Grid, GridHook, GridOfPass, GridSource, grid_of_map
 from mmod.blocks.hook import ModelHook, SpanHook, attach, detach_hooks, model_hooks
-from mmod.blocks.passes import Pass, Passes, StackCalls, recomputing
+from mmod.blocks.inner import BranchRunner
+from mmod.blocks.passes import Pass, Passes, ReadBlocks, StackCalls, recomputing
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, RoutedState, make_importance, make_routed
 from mmod.blocks.rows import Execution, Rows
+from mmod.blocks.shell import KEY_BIAS, FlatBlock, InterceptedBlock, SuffixBlock, TupleBlock, UntupledBlock
 from mmod.blocks.span import Span, SpanPass
 
 

@@ -6,13 +6,15 @@ Axes: B images or samples, N tokens, K slots per image or sample, D channels.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
-from mmod.blocks.conversion import Mixin
-from mmod.blocks.inner import Inner, running_branch
+from mmod.blocks.call import BlockCall, Halves
+from mmod.blocks.conversion import Mixin, convert, is_converted
+from mmod.blocks.inner import BranchRunner, Inner, running_branch, silencing
 from mmod.blocks.rows import Block, Execution, Host, Rows, gather, in_order, write_back
 from mmod.routing import Routing
 from mmod.threads import PerThread
@@ -35,7 +37,8 @@ class BranchRows(NamedTuple):
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Return the gated update of all tokens (B, N, D).
 
-        Every positional argument is the tokens; without any, they are the keyword `hidden_states`.
+        The tokens are the first argument, and all that are the same tensor, such as queries, keys and values; or the
+        keyword `hidden_states`.
         """
         routing = self.routing
         others = dict(kwargs)
@@ -43,7 +46,9 @@ class BranchRows(NamedTuple):
         z_BKD = gather(x_BND, routing)
 
         def run_on(rows: Tensor, **arguments: Any) -> Any:
-            return forward(*[rows] * len(args), **arguments) if args else forward(hidden_states=rows, **arguments)
+            if not args:
+                return forward(hidden_states=rows, **arguments)
+            return forward(*[rows if value is x_BND else value for value in args], **arguments)
 
         if self.attend_to_all is not None:
             output = self.attend_to_all(run_on, others, x_BND, z_BKD)
@@ -62,17 +67,120 @@ class BranchRows(NamedTuple):
         return (out_BND, *output[1:]) if isinstance(output, tuple) else out_BND
 
 
+class BranchState(NamedTuple):
+    """Plain state of a branch, or of another module of a block that can be silenced.
+
+    Args:
+        name: Name of the module in its block.
+        adds_update: Its output is added to the residual stream.
+    """
+
+    inner: PerThread[Inner]
+    name: str
+    adds_update: bool = True
+
+
 class Branch(Mixin):
     """Mixin of a residual branch, which runs as the running block wants; compilers cannot trace a hook for one call."""
 
-    mod_state: PerThread[Inner]
+    mod_state: BranchState
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the branch's output."""
-        branch = self.mod_state.value.branch
+        state = self.mod_state
+        inner = state.inner.value
+        branch = inner.branch if state.adds_update else None
+        if inner.silent:
+            branch = inner.silent.get(state.name, branch)
         if branch is None:
             return super().forward(*args, **kwargs)
         return branch.run(super().forward, args, kwargs)
+
+
+def make_branch(block: nn.Module, name: str, inner: PerThread[Inner]) -> None:
+    """Let a residual branch of a block run as the block wants; one that does already stays as it is."""
+    module = block.get_submodule(name)
+    if not isinstance(module, Branch):
+        convert(module, Branch, BranchState(inner, name))
+
+
+def make_watched(block: nn.Module, call: BlockCall, inner: PerThread[Inner]) -> None:
+    """Let the attention of a block be read alone; one that another method has changed is read from around the block."""
+    name = call.operators.get("attention")
+    if name is not None and not is_converted(block.get_submodule(name)):
+        make_branch(block, name, inner)
+
+
+def make_halves(block: nn.Module, call: BlockCall, inner: PerThread[Inner]) -> None:
+    """Let the halves of a block run separately."""
+    assert call.halves is not None
+    for name in call.halves.modules:
+        module = block.get_submodule(name)
+        if not isinstance(module, Branch):
+            convert(module, Branch, BranchState(inner, name, name in call.operators.values()))
+
+
+class Zero(NamedTuple):
+    """Returns zeros instead of an update of tokens.
+
+    Args:
+        channels: Number of channels of the update.
+        others: Number of further outputs in a tuple, all None; None if the module returns the update alone.
+    """
+
+    channels: int
+    others: int | None = None
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the zeros."""
+        x = _first_tensor(args, kwargs)
+        zeros = x.new_zeros((*x.shape[:-1], self.channels))
+        return zeros if self.others is None else (zeros, *[None] * self.others)
+
+
+class Unchanged(NamedTuple):
+    """Returns a module's input, where nothing reads the module's output."""
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the input."""
+        return _first_tensor(args, kwargs)
+
+
+def _first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    values = (*args, *kwargs.values())
+    return next(value for value in values if isinstance(value, Tensor))
+
+
+@dataclass(frozen=True)
+class SilencedHalves(Halves):
+    """The halves of a block whose host's forward runs with one residual branch silenced, so that nothing is copied.
+
+    Args:
+        attention: What runs in the place of modules, by name, to silence the attention.
+        mlp: The same for the MLP.
+        required: The block's arguments without a default, which a silenced attention does not read.
+    """
+
+    attention: Mapping[str, BranchRunner]
+    mlp: Mapping[str, BranchRunner]
+    required: tuple[str, ...] = ()
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules that can be silenced."""
+        return (*self.attention, *self.mlp)
+
+    def attend(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Return tokens (B, N, D) after the block's attention."""
+        with silencing(block.mod_state.inner, self.mlp):
+            y: Tensor = block.run_host(x_BND, **arguments)
+            return y
+
+    def feed(self, block: Any, x_BND: Tensor) -> Tensor:
+        """Return tokens (B, N, D) after the block's MLP."""
+        with silencing(block.mod_state.inner, self.attention):
+            y: Tensor = block.run_host(x_BND, **dict.fromkeys(self.required))
+            return y
 
 
 class OneBranch(Execution):

@@ -7,24 +7,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from mmod.blocks.conversion import NO_SHELL, Shell
 from mmod.ops import Packing
 from mmod.routing import Routing, TokenGroups, TokenMarks
 
 
-class Halves(NamedTuple):
-    """The two halves of a block, each with its residual sum.
+class Halves:
+    """The two halves of a block, each with its residual sum; adapters derive from it."""
 
-    Attributes:
-        attend: From a block, tokens (B, N, D) and the block's arguments by name to the tokens after its attention.
-        feed: From a block and what `attend` returned to the tokens after its MLP.
-    """
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the modules of a block that become a `Branch` where its halves run separately."""
+        return ()
 
-    attend: Callable[[nn.Module, Tensor, Mapping[str, Any]], Tensor]
-    feed: Callable[[nn.Module, Tensor], Tensor]
+    def attend(self, block: Any, x_BND: Tensor, arguments: Mapping[str, Any]) -> Tensor:
+        """Return tokens (B, N, D) after a block's attention, from the block's arguments by name."""
+        raise NotImplementedError
+
+    def feed(self, block: Any, x_BND: Tensor) -> Tensor:
+        """Return tokens (B, N, D) after a block's MLP, from those after its attention."""
+        raise NotImplementedError
 
 
 class BlockCall(Protocol):
@@ -37,6 +43,8 @@ class BlockCall(Protocol):
         fused_norm: Name of the block's first norm if it can be fused with gathering rows, else empty.
         caches: The block has a cache, which is told what its next update receives.
         marks_always: `marks` says something even if the block gets the tokens alone.
+        narrows_always: `select_tokens` is needed for kept tokens even if the block gets the tokens alone.
+        shell: Classes around a method's mixin that give the host's block the interface that methods expect.
     """
 
     operators: Mapping[str, str] = MappingProxyType({})
@@ -45,6 +53,8 @@ class BlockCall(Protocol):
     fused_norm: str = ""
     caches: bool = False
     marks_always: bool = False
+    narrows_always: bool = False
+    shell: Shell = NO_SHELL
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -77,7 +87,7 @@ class BlockCall(Protocol):
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
         """Return the arguments for the kept tokens, or for all tokens of a block with a cache without a decision.
 
-        Not called for a block without a cache if it has no arguments and every slot is filled.
+        Called for a block without a cache if it has arguments, `narrows_always`, or a slot is empty or a group.
         """
 
     def attend_to_all(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
 
@@ -38,29 +38,43 @@ class Mixin(nn.Module):
         return []
 
 
-_CLASSES: dict[tuple[type[Mixin], type[nn.Module]], type[nn.Module]] = {}
+class Shell(NamedTuple):
+    """Mixins around a method's mixin that adapt the interface of a host's block, for example one that returns a tuple.
+
+    Args:
+        outer: Stands in front of the method's mixin, and gives callers what the host's block would.
+        inner: Stands between the method's mixin and the host's class, and gives the mixin what it expects.
+    """
+
+    outer: type[Mixin] | None = None
+    inner: type[Mixin] | None = None
 
 
-def converted_class(mixin: type[Mixin], host: type[nn.Module]) -> type[nn.Module]:
-    """Return the subclass of a host's class with a mixin in front, created once per pair."""
-    if (mixin, host) in _CLASSES:
-        return _CLASSES[mixin, host]
+NO_SHELL = Shell()
+_CLASSES: dict[tuple[type[Mixin], type[nn.Module], Shell], type[nn.Module]] = {}
+
+
+def converted_class(mixin: type[Mixin], host: type[nn.Module], shell: Shell = NO_SHELL) -> type[nn.Module]:
+    """Return the subclass of a host's class with a mixin in front, created once for each combination."""
+    if (mixin, host, shell) in _CLASSES:
+        return _CLASSES[mixin, host, shell]
 
     def reduce(self: nn.Module, protocol: Any) -> Any:
         # A class created at run time cannot be pickled by name.
         reduced = host.__reduce_ex__(self, protocol)
-        return (_instance, (mixin, host), *reduced[2:])
+        return (_instance, (mixin, host, shell), *reduced[2:])
 
     # Libraries identify a model in a saved folder by the name of its class.
     prefix = "" if mixin.keeps_name else mixin.__name__.removesuffix("Block")
     # The host's module and text, so that tools which tell a class by them still know it.
     members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce, "mod_host": host}
     # Of two threads that make the class at once, both get the first one.
-    return _CLASSES.setdefault((mixin, host), type(prefix + host.__name__, (mixin, host), members))
+    bases = [base for base in (shell.outer, mixin, shell.inner, host) if base is not None]
+    return _CLASSES.setdefault((mixin, host, shell), type(prefix + host.__name__, tuple(bases), members))
 
 
-def _instance(mixin: type[Mixin], host: type[nn.Module]) -> nn.Module:
-    converted = converted_class(mixin, host)
+def _instance(mixin: type[Mixin], host: type[nn.Module], shell: Shell = NO_SHELL) -> nn.Module:
+    converted = converted_class(mixin, host, shell)
     return converted.__new__(converted)
 
 
@@ -83,7 +97,7 @@ def is_converted(module: nn.Module) -> bool:
     return hasattr(type(module), "mod_host")
 
 
-def convert(module: nn.Module, mixin: type[Mixin], state: object) -> None:
+def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell = NO_SHELL) -> None:
     """Put a mixin in front of a module's host class; the mixin reads its plain state as `mod_state`.
 
     Raises:
@@ -92,7 +106,7 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object) -> None:
     """
     if not issubclass(mixin, Mixin):
         raise TypeError(f"{mixin.__name__} must derive from mmod.blocks.Mixin to stand in front of a host's class")
-    converted = converted_class(mixin, host_class(module))
+    converted = converted_class(mixin, host_class(module), shell)
     if is_converted(module) and type(module) is not converted:
         raise ValueError(
             f"this {type(module).__name__} was converted by {_maker(module)}, so {mixin.__name__} cannot convert it: "

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
 from mmod.blocks.conversion import host_class
-from mmod.blocks.passes import StackCall, StackCalls
+from mmod.blocks.passes import ReadBlocks, StackCall, StackCalls
 from mmod.threads import PerThread
 from mmod.values import check_module
 
@@ -78,13 +79,22 @@ class SpanHook(ModelHook):
         calls: The calls of the stack, by thread.
         name: Name of the list of blocks in the module.
         host: Package whose code may run blocks that pass on rows; empty for none.
+        read_blocks: See `StackCall`.
     """
 
-    def __init__(self, calls: PerThread[StackCalls], name: str, blocks: Sequence[nn.Module], host: str) -> None:
+    def __init__(
+        self,
+        calls: PerThread[StackCalls],
+        name: str,
+        blocks: Sequence[nn.Module],
+        host: str,
+        read_blocks: ReadBlocks | None = None,
+    ) -> None:
         self.calls = calls
         self.name = name
         self.blocks = tuple(blocks)
         self.host = host
+        self.read_blocks = read_blocks
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a call; decide whether blocks pass on rows in it."""
@@ -92,13 +102,22 @@ class SpanHook(ModelHook):
         outer, _ = calls.current()
         # By its frame one tells later whether the call still runs, which an interrupt ends without a word.
         frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-        calls.begin(StackCall(outer, self.is_unobserved(module), self.host, frame))
+        calls.begin(StackCall(outer, self.is_unobserved(module), self.host, frame, self.read_blocks))
 
     def is_unobserved(self, module: nn.Module) -> bool:
         """Return whether the host's code runs the blocks in order, and nothing reads the tokens between them."""
-        # A segment that is recomputed begins with what its first block got, and would not know what rows stand for.
-        recomputes = torch.is_grad_enabled() and getattr(module, "grad_checkpointing", False)
-        return bool(self.host) and not recomputes and self._runs(module) and not self._is_watched()
+        return bool(self.host) and not self._recomputes(module) and self._runs(module) and not self._is_watched()
+
+    def _recomputes(self, module: nn.Module) -> bool:
+        """Return whether gradient checkpointing is on.
+
+        A segment that is recomputed begins with what its first block got, and would not know what rows stand for.
+        """
+        if not torch.is_grad_enabled():
+            return False
+        # timm sets the flag on the model, transformers on each layer, where training counts.
+        in_layers = any(getattr(block, "gradient_checkpointing", False) and block.training for block in self.blocks)
+        return in_layers or bool(getattr(module, "grad_checkpointing", False))
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """End the call, also if it failed."""
@@ -121,11 +140,17 @@ class SpanHook(ModelHook):
         if any(getattr(hooks, f"_global_{name}") for name in names):
             return True
         for block in self.blocks:
-            if any(getattr(block, f"_{name}") for name in names):
+            readers = chain.from_iterable(getattr(block, f"_{name}").values() for name in names)
+            if any(not _is_known(hook) for hook in readers):
                 return True
             if "mod_state" in vars(block) and not runs_code_of("mmod", block, "forward"):
                 return True
         return False
+
+
+def _is_known(hook: object) -> bool:
+    """Return whether `StackCall.read_blocks` tells what a hook reads: transformers keeps its collecting hooks."""
+    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
 
 
 # The functions of hosts between a call of the module that holds the blocks and those of the blocks.
@@ -138,5 +163,8 @@ def runs_code_of(package: str, module: nn.Module, name: str) -> bool:
         return False
     # A mixin of mmod in front of a host's class calls the host's method.
     code = getattr(type(module) if package == "mmod" else host_class(module), name)
+    if package == "mmod" and getattr(code, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
+        # Layers of transformers wrap the forward of every subclass, for gradient checkpointing.
+        code = code.__wrapped__
     # A decorator copies `__module__`, but not the globals.
     return getattr(code, "__globals__", {}).get("__name__", "").partition(".")[0] == package

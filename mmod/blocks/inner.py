@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -18,16 +19,21 @@ class BranchRunner(Protocol):
         """Return the output of the branch, from its host's forward and the arguments of the call."""
 
 
+NOTHING_SILENT: Mapping[str, BranchRunner] = MappingProxyType({})
+
+
 class Inner:
     """What a running block tells its modules, in one thread.
 
     Attributes:
         branch: Runs the block's branches; None as in the host.
+        silent: What runs in the place of modules while the other half of the block runs alone, by their names.
         normed: Rows and their first norm, if the kernel that gathered them computed it.
     """
 
     def __init__(self) -> None:
         self.branch: BranchRunner | None = None
+        self.silent = NOTHING_SILENT
         self.normed: tuple[Tensor, Tensor] | None = None
 
 
@@ -42,3 +48,15 @@ def running_branch(inner: PerThread[Inner], branch: BranchRunner) -> Iterator[No
         yield
     finally:
         current.branch = outer
+
+
+@contextmanager
+def silencing(inner: PerThread[Inner], silent: Mapping[str, BranchRunner]) -> Iterator[None]:
+    """Context in which some modules of a block do nothing."""
+    current = inner.value
+    outer = current.silent
+    current.silent = silent
+    try:
+        yield
+    finally:
+        current.silent = outer

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -31,6 +31,10 @@ def recomputing() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+ReadBlocks = Callable[[], Collection[int] | None]
+"""Returns the numbers of the blocks whose output the running call of a host collects; None for all blocks."""
+
+
 class StackCall:
     """A call of the module that holds a stack of blocks; the root, without `outer`, stands for code outside any.
 
@@ -40,6 +44,7 @@ class StackCall:
             then pass on rows, and tensors are not remembered.
         host: Package of the host's code.
         frame: The frame of the call; None for the root and while compiling.
+        read_blocks: Returns the numbers of the blocks whose output the host collects in the running call; None for all.
 
     Attributes:
         passes: Observed passes that began in it, or came from a call around it, oldest first.
@@ -53,11 +58,13 @@ class StackCall:
         unobserved: bool = False,
         host: str = "",
         frame: FrameType | None = None,
+        read_blocks: ReadBlocks | None = None,
     ) -> None:
         self.outer = outer
         self.unobserved = unobserved
         self.host = host
         self.frame = frame
+        self.read_blocks = read_blocks
         self.passes: list[Pass] = []
         self.latest: Pass | None = None
         # A thread may meet a stack for the first time inside a backward pass: the root began before it.
@@ -148,6 +155,7 @@ class Pass:
         grid: Rows and columns of the images' patches, where a score reads them; else None.
         unobserved: See `StackCall`.
         by_host: The host's own code runs the modules, in a call of the model.
+        read_blocks: Numbers of the blocks whose output the host collects in an unobserved pass.
         busy: A module was entered and not left: it runs, or it failed.
     """
 
@@ -158,6 +166,7 @@ class Pass:
         self.grid: Grid | None = None
         self.unobserved = False
         self.by_host = False
+        self.read_blocks: Collection[int] = ()
         self.busy = False
 
 
@@ -232,6 +241,11 @@ class Passes(Generic[AnyPass]):
             return started
         started.by_host = host_alone and call.outer is not None
         started.unobserved = host_alone and call.unobserved
+        if started.unobserved and call.read_blocks is not None:
+            # Known only now: hosts decide what to collect inside their forward.
+            read = call.read_blocks()
+            started.unobserved = read is not None
+            started.read_blocks = () if read is None else read
         if started.unobserved:
             call.latest = started
             return started

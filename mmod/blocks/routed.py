@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from mmod.blocks.branches import Branch, OneBranch
+from mmod.blocks.branches import Branch, BranchState, OneBranch, make_branch, make_halves, make_watched
 from mmod.blocks.call import BlockCall, DecoderCall
 from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import Inner, running_branch
@@ -23,9 +23,10 @@ from mmod.blocks.record import Deciding, Records
 from mmod.blocks.rows import Execution, FusedNorm, KeptTokens, MlpOfKept, Rows
 from mmod.blocks.span import Span, SpanPass
 from mmod.blocks.symbolic import trace_as_node
-from mmod.config import RoutingConfig, Threshold
+from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.ops import capture_importance
-from mmod.routing import Router, Routing, TokenMarks
+from mmod.ops.intercept import AttentionIntercept
+from mmod.routing import Router, Routing, TokenMarks, token_change
 from mmod.threads import PerThread
 
 _EXPORT = "Use torch.export, torch.onnx.export(dynamo=True) or torch.compile, which replace TorchScript"
@@ -45,8 +46,10 @@ class RoutedState:
         execution: How the block runs on the rows of a decision.
         span: The span that the block is part of; None if it shares nothing.
         place: The block's place in its span.
+        number: The block's number in its stack.
         passes_rows: The next block shares the span's scores, and can take rows instead of all tokens.
-        observes: The span reads importance from this block's attention, after which the block decides.
+        observes: The span reads importance from this block's attention, or from what it changes, after which the block
+            decides.
 
     Attributes:
         begins: The block is the first module of its span.
@@ -57,6 +60,7 @@ class RoutedState:
     execution: Execution
     span: Span | None = None
     place: int = 0
+    number: int = 0
     passes_rows: bool = False
     observes: bool = False
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
@@ -80,13 +84,13 @@ class ImportanceState:
 
     Args:
         routers: The routers of the span.
-        average: See `mmod.config.WithImportance`.
+        importance: What importance is, see `RoutingConfig.importance`.
     """
 
     call: BlockCall
     span: Span
     routers: Sequence[Router]
-    average: str
+    importance: str
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
 
     @property
@@ -102,24 +106,34 @@ class ConvertedBlock(Mixin):
         """Return tokens after the host's forward."""
         return super().forward(z, **arguments)
 
-    def observe(self, run: Callable[[], Tensor], valid_BN: Tensor | None, average: str) -> tuple[Tensor, Tensor]:
-        """Run what contains the host's attention; return its result, and the importance of its tokens (B, N)."""
-        state = self.mod_state
-        captured = capture_importance(valid_BN, average)
-        attention = getattr(self, state.call.operators.get("attention", ""), None)
-        # Each call of torch inside the mode costs time, so the attention alone runs in it, unless its forward was
-        # replaced.
-        if isinstance(attention, Branch) and "forward" not in vars(attention):
-            with running_branch(state.inner, captured):
-                y = run()
-        else:
-            y = captured.run(run, (), {})
+    def observe(
+        self, run: Callable[[], Tensor], x: Tensor, valid_BN: Tensor | None, importance: str
+    ) -> tuple[Tensor, Tensor]:
+        """Run what contains the host's attention on tokens x; return its result, and the importance of x (B, N)."""
+        if importance == CHANGE:
+            y = run()
+            return y, token_change(x, y)
+        captured = capture_importance(valid_BN, importance)
+        y = self.run_watched(run, captured)
         if captured.importance_BN is None:
             raise RuntimeError(
                 f"no attention was seen in this {type(self).__name__}: it calls neither scaled_dot_product_attention "
                 "nor softmax over (B, H, N, N), so importance cannot be read from it"
             )
         return y, captured.importance_BN
+
+    def run_watched(self, run: Callable[[], Tensor], watch: AttentionIntercept) -> Tensor:
+        """Run what contains the host's attention, inside a mode that reads it."""
+        state = self.mod_state
+        name = state.call.operators.get("attention")
+        attention = None if name is None else self.get_submodule(name)
+        # Each call of torch inside the mode costs time, so the attention alone runs in it, unless its forward was
+        # replaced.
+        if isinstance(attention, Branch) and "forward" not in vars(attention):
+            with running_branch(state.inner, watch):
+                return run()
+        y: Tensor = watch.run(run, (), {})
+        return y
 
     def __prepare_scriptable__(self) -> nn.Module:
         """Refuse TorchScript."""
@@ -252,7 +266,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         if state.observes:
             assert shared is not None
             valid_BN = call.marks(arguments, z).valid_BN
-            y, shared.score_BN = self.observe(attend, valid_BN, self.router.config.importance)
+            y, shared.score_BN = self.observe(attend, z, valid_BN, self.router.config.importance)
         else:
             y = attend()
         # The decision that follows narrows rows which were passed on; rows of its own go back to all tokens.
@@ -262,7 +276,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
 
 class ImportanceBlock(ConvertedBlock):
-    """Mixin that shares the importance in a dense block's attention with the routed blocks after it."""
+    """Mixin that shares the importance of a dense block's tokens with the routed blocks after it."""
 
     mod_state: ImportanceState
 
@@ -277,7 +291,8 @@ class ImportanceBlock(ConvertedBlock):
         shared = state.span.begin(x)
         shared.busy = True
         valid_BN = state.call.marks(state.call.bind(args, kwargs), x).valid_BN
-        y, shared.score_BN = self.observe(partial(super().forward, x, *args, **kwargs), valid_BN, state.average)
+        run = partial(super().forward, x, *args, **kwargs)
+        y, shared.score_BN = self.observe(run, x, valid_BN, state.importance)
         shared.busy = False
         if not shared.unobserved:
             state.span.hand_on(shared, y)
@@ -287,7 +302,7 @@ class ImportanceBlock(ConvertedBlock):
 def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: type[RoutedBlock] = RoutedBlock) -> None:
     """Convert a dense block into a routed one."""
     call = state.call
-    convert(block, mixin, state)
+    convert(block, mixin, state, call.shell)
     block.router = router
     # The gather leaves alone a norm that another method has converted.
     if call.fused_norm and not is_converted(block.get_submodule(call.fused_norm)):
@@ -295,16 +310,17 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
     config = router.config
     operator = str(config.operator)
     if operator != "block":
-        convert(block.get_submodule(call.operators[operator]), Branch, state.inner)
+        make_branch(block, call.operators[operator], state.inner)
+    if config.merges_inside:
+        make_halves(block, call, state.inner)
     if config.language.gate_on != "update":
         for branch in cast(DecoderCall, call).branches(block, config.language.gate_on):
-            convert(branch, Branch, state.inner)
+            convert(branch, Branch, BranchState(state.inner, ""))
 
 
 def make_importance(block: nn.Module, state: ImportanceState, mixin: type[ImportanceBlock] = ImportanceBlock) -> None:
     """Convert a dense block into one that shares its importance."""
-    convert(block, mixin, state)
-    name = state.call.operators.get("attention")
-    # An attention that another method has converted is observed from around the block.
-    if name is not None and not is_converted(block.get_submodule(name)):
-        convert(block.get_submodule(name), Branch, state.inner)
+    convert(block, mixin, state, state.call.shell)
+    if state.importance != CHANGE:
+        # The change of a token is measured around the block.
+        make_watched(block, state.call, state.inner)

@@ -370,7 +370,8 @@ class KeptTokens(Execution):
         if not routing.kept.index_BK.shape[1]:
             call.record_no_attention(rows.x_BND)
             return z
-        if not call.caches and (arguments or routing.kept.valid_BK is not None or routing.joined.size_BK is not None):
+        filled = routing.kept.valid_BK is None and routing.joined.size_BK is None
+        if not call.caches and (arguments or call.narrows_always or not filled):
             arguments = call.select_tokens(arguments, rows.x_BND, routing)
         # The ordinary case enters no context: at batch 1 each call is paid for.
         if self.weighs:

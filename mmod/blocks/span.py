@@ -31,11 +31,12 @@ class Decision(NamedTuple):
 class InSpan(Protocol):
     """What a span reads of a block's state.
 
-    Compilers guard on every number that they read. A graph that reads `place` serves one block; one that reads only
-    `begins` and `ends` serves all blocks between the first and the last.
+    Compilers guard on every number that they read. A graph that reads `place`, or the `number` in the stack, serves one
+    block; one that reads only `begins` and `ends` serves all blocks between the first and the last.
     """
 
     place: int
+    number: int
     begins: bool
     ends: bool
     passes_rows: bool
@@ -183,7 +184,10 @@ class Span(Passes[SpanPass]):
     def leave(self, y: Tensor, shared: SpanPass, rows: Rows, router: Router, state: InSpan) -> Tensor:
         """Return all tokens after a block (B, N, D), or its rows if the next block takes them."""
         shared.busy = False
-        if state.passes_rows and shared.unobserved and rows.shrinks and router.shares_decisions:
+        # The block's number is read only where there are some to compare, see `InSpan`.
+        is_read = bool(shared.read_blocks) and state.number in shared.read_blocks
+        passes_on = state.passes_rows and shared.unobserved and not is_read
+        if passes_on and rows.shrinks and router.shares_decisions:
             if rows.rule is None:
                 rows.rule = router.rule
             shared.rows = rows

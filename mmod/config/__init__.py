@@ -5,6 +5,7 @@
 from mmod.config.audit import AuditConfig
 from mmod.config.former import Plan
 from mmod.config.parts import (
+    CHANGE,
     GATES,
     IMPORTANCE,
     Gate,

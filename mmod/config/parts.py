@@ -180,6 +180,8 @@ def spelled(value: Any) -> Any:
 
 Importance = Literal["per_viewer", "mean", "class_token", "last_token", "vision_tower"]
 IMPORTANCE: tuple[str, ...] = get_args(Importance)
+# Importance that is no attention: how far the dense block before moved a token.
+CHANGE = "change"
 
 
 @dataclass(frozen=True)
@@ -215,10 +217,14 @@ class Score(Checked, group="router"):
         learns: The score may carry a gradient. It is then gated by "tanh" by default.
         shared: Consecutive routed blocks read one score, so that they keep the same tokens at equal capacity. The
             first of them computes it, unless it is importance.
-        reads_importance: The score is the importance of the tokens in the dense block before.
+        reads_importance: The score is, or reads, the importance of the tokens in the dense block before: the attention
+            that they receive there, or how far it moves them.
         relative: A threshold is compared with the score over its mean in the image, so that 1 means average.
         tied: All routed layers score with one weight, stored once.
         reads_grid: The score reads the grid of patches, `Placement.grid`.
+        reads_frames: The score reads which token stands at the same place one frame earlier. First frames are never
+            skipped.
+        images: Successive images count as frames.
         compares: The score multiplies all pairs of tokens.
         channels: Sums of channels by which tokens are compared; None compares all channels.
         same_everywhere: The score is the same for every image and block.
@@ -233,6 +239,8 @@ class Score(Checked, group="router"):
     relative: ClassVar[bool] = False
     tied: ClassVar[bool] = False
     reads_grid: ClassVar[bool] = False
+    reads_frames: ClassVar[bool] = False
+    images: ClassVar[bool] = False
     compares: ClassVar[bool] = False
     channels: ClassVar[int | None] = None
     same_everywhere: ClassVar[bool] = False

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.config.parts import (
+    CHANGE,
     IMPORTANCE,
     Gate,
     LanguageRouting,
@@ -145,7 +146,7 @@ class RoutingConfig:
 
     @property
     def importance(self) -> str:
-        """Which queries count in the importance that the score reads, or that a loss teaches it."""
+        """What importance is that the score reads, or that a loss teaches it: "change", or which queries count."""
         return getattr(self.router, "importance", IMPORTANCE[0])
 
     @property
@@ -165,6 +166,10 @@ class RoutingConfig:
     def reads_importance(self, training: bool) -> bool:
         """Return whether importance is computed in dense blocks before routed ones."""
         return self.importance != "vision_tower" and self.wants_importance(training)
+
+    def reads_attention(self, training: bool) -> bool:
+        """Return whether importance is computed from the attention in dense blocks before routed ones."""
+        return self.importance != CHANGE and self.reads_importance(training)
 
     @property
     def scored_by_first(self) -> bool:

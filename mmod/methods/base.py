@@ -17,6 +17,7 @@ from typing import Any, ClassVar, TypeVar
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_library, find_stack, load_adapter
+from mmod.adapters.tokens import forget, remember
 from mmod.blocks import Deciding, Mixin, is_converted, make_dense, modules_of
 from mmod.config.registry import Registry, check_frozen
 from mmod.methods.enclosed import watch_saving
@@ -85,6 +86,9 @@ class Method(Checked, ABC, group="method"):
         for module in model.modules():
             if isinstance(module, Mixin) and module not in earlier:
                 module.mod_method = self.kind
+        for stack in target.values() if isinstance(target, Mapping) else (target,):
+            if isinstance(stack, BlockStack):
+                remember(model, stack)
         _record(model, self.joined(vars(model).get("mod_methods", ())))
         return model
 
@@ -158,9 +162,9 @@ class Method(Checked, ABC, group="method"):
     def find(self, model: nn.Module) -> Any:
         """Return what the method changes in a model: by default, its single stack of blocks."""
         stack = find_stack(model)
-        if stack.library != "timm" and not (self.decoders and stack.language):
+        if stack.language and not self.decoders:
             raise ValueError(
-                f"method {self.kind!r} supports timm models, got a {type(model).__name__} of {stack.library}"
+                f"method {self.kind!r} supports image models, got the language model {type(model).__name__}"
             )
         return stack
 
@@ -219,6 +223,7 @@ def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:
     model.mod_methods = methods  # type: ignore[assignment]
     if not methods:
         del model.mod_methods
+        forget(model)
     watch_saving(model, bool(methods))
     library = find_library(model)
     describe = None if library is None else getattr(load_adapter(library), "describe_methods", None)

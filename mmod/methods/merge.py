@@ -52,7 +52,7 @@ class Merge(Reducing):
         if isinstance(self.r, tuple) and len(self.r) != len(stack.blocks):
             raise ValueError(f"r must have one number per block, {len(stack.blocks)}, got {len(self.r)}")
         for index in self._counts(stack):
-            check_halves(stack.names[index], stack.blocks[index])
+            check_halves(stack, index)
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Convert the blocks; where anything but the prefix is read, tokens are unmerged."""
@@ -76,6 +76,7 @@ def merge_tokens(count: int, grid: Grid, inputs: AttentionInputs, prefix: int) -
     merged = min(count, (tokens - prefix) // 2)
     if not merged:
         return None
+    assert inputs.key is not None
     stay_BK, gone_BR, into_BR = match(inputs.key, prefix, merged)
     if grid.size_BN is None:
         weighed_BND = x_BND

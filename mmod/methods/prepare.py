@@ -45,6 +45,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
                 execution=stack.mixins[0].choose_execution(calls[index], configs[index]),
                 span=span,
                 place=index - run[0] + (observer is not None),
+                number=index,
                 passes_rows=following is configs[index] and configs[index].passes_rows,
                 observes=span is not None and observer is None and not span.scored_by_first and index == run[0],
             )
@@ -96,7 +97,7 @@ def _make_span(
         return span, None
     # The last block before the routed ones, in which every token attends.
     call = stack.call_of(stack.blocks[start], None)
-    return span, ImportanceState(call=call, span=span, routers=routers, average=config.importance)
+    return span, ImportanceState(call=call, span=span, routers=routers, importance=config.importance)
 
 
 def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int]) -> None:
@@ -125,6 +126,10 @@ def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int])
                 raise ValueError(
                     "protect_prefix must be True: rotary positions need the prefix tokens first in every block"
                 )
+    if config.router.reads_frames and not stack.language:
+        raise ValueError(
+            f"router {config.router.name!r} compares frames of videos in language models: {first} is no layer of one"
+        )
     if config.router.reads_grid and stack.grid is None:
         raise ValueError(
             f"router {config.router.name!r} needs the rows and columns of an image's patches, which {first} does not "
@@ -177,7 +182,7 @@ def _refusals(
     yield config.joins and reads_text, f"skipped={spelled(config.skipped)!r}", reason
     merges = isinstance(config.skipped, Merged) and not call.weighs_keys
     yield merges, "skipped='merge'", "whose attention takes no bias for group sizes"
-    reason = "as only timm blocks with the MLP after attention support it; use before='block'"
+    reason = "whose attention and MLP cannot run separately; use before='block'"
     yield config.merges_inside and call.halves is None, "skipped.before='mlp'", reason
     # Modules of other methods in the block, such as a mixture of experts.
     others = [module for module in block.modules() if isinstance(module, Mixin)]

@@ -29,7 +29,6 @@ from mmod.methods.reduction import (
     reduce_,
 )
 from mmod.ops import gather_rows
-from mmod.ops.importance import class_token_attention
 from mmod.ops.select import best_first
 from mmod.threads import PerThread
 
@@ -74,7 +73,7 @@ class Prune(Reducing):
                 f"by='class_token': this {type(model).__name__} has no class token; valid are 'auto' and 'mean'"
             )
         for index in self.blocks:
-            check_halves(stack.names[index], stack.blocks[index])
+            check_halves(stack, index)
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Convert the blocks, and the model, whose head alone cannot tell which patches remain."""
@@ -82,7 +81,8 @@ class Prune(Reducing):
         reductions = dict.fromkeys(self.blocks, partial(prune_tokens, self.keep, self.fuse))
         reads_importance = partial(_reads_importance, self.by, stack.class_token)
         calls = reduce_(stack, owner, reductions, heads=("prefix", "patches"), reads_importance=reads_importance)
-        convert(owner, PrunedModel, calls)
+        if stack.host == "timm":
+            convert(owner, PrunedModel, calls)
 
 
 def _reads_importance(by: str, class_token: bool, model: nn.Module) -> bool:
@@ -117,8 +117,7 @@ def prune_tokens(
     kept = math.ceil(share * patches)
     if kept == patches:
         return None
-    # Without captured importance, the attention of the first query, the class token, counts.
-    score_BN = class_token_attention(inputs.query, inputs.key) if inputs.importance_BN is None else inputs.importance_BN
+    score_BN = inputs.class_attention() if inputs.importance_BN is None else inputs.importance_BN
     score_BN = score_BN[:, prefix:]
     order_BN = best_first(score_BN) + prefix
     index_BK = order_BN[:, :kept].sort(dim=1).values

@@ -6,26 +6,23 @@ Axes: B images, H heads, N tokens, K tokens after a reduction, D channels, E cha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from timm.layers import apply_rot_embed_cat
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
-from mmod.adapters.masks import narrow_rope
-from mmod.adapters.timm import SPLIT, attend, feed
 from mmod.blocks import (
     Deciding,
-    Mixin,
     Pass,
     Passes,
+    ReadBlocks,
     Records,
     SpanHook,
     StackCalls,
@@ -33,17 +30,17 @@ from mmod.blocks import (
     convert,
     detach_hooks,
     host_class,
+    make_halves,
+    make_watched,
 )
 from mmod.blocks.hook import runs_code_of
+from mmod.blocks.inner import Inner
 from mmod.blocks.passes import StackCall, recomputing
 from mmod.blocks.routed import ConvertedBlock
 from mmod.methods.base import Method
-from mmod.ops import capture_importance, gather_rows
+from mmod.ops import capture_inputs, gather_rows
 from mmod.routing import Evidence, Joined, Kept, Routing
 from mmod.threads import PerThread
-
-# The last modules that queries and keys pass before attention, in a block.
-_NORMS = ("attn.q_norm", "attn.k_norm")
 
 
 class Grid(NamedTuple):
@@ -78,10 +75,16 @@ class Restore:
 
 
 class AttentionInputs(NamedTuple):
-    """Rotated queries and keys of an attention (B, H, N, E), and the tokens' importance, if captured."""
+    """What an attention read: its keys (B, H, N, E), and the attention that tokens receive, where a reduction needs it.
 
-    query: Tensor
-    key: Tensor
+    Args:
+        key: Keys of every head, after norms and rotary embeddings; None where `importance_BN` was captured instead.
+        class_attention: Returns the class token's attention to all tokens (B, N), averaged over heads.
+        importance_BN: The mean attention that tokens receive, if captured.
+    """
+
+    key: Tensor | None
+    class_attention: Callable[[], Tensor]
     importance_BN: Tensor | None = None
 
 
@@ -93,9 +96,9 @@ Reduction = Callable[[Grid, AttentionInputs, int], tuple[Grid, Restore] | None]
 class Reducing(Method):
     """A method after whose blocks fewer tokens remain.
 
-    Blocks pass on the remaining tokens only where timm's own code runs them in a call of the model, see `SpanHook`. All
-    other code, such as `forward_features`, `forward_intermediates`, hooks and subclasses, gets the full grid from each
-    block: a merged token at each of its places, and a pruned one as it was when dropped.
+    Blocks pass on the remaining tokens only where the host's own code runs them in a call of the model, see `SpanHook`.
+    All other code, such as `forward_features`, `forward_intermediates`, hooks and subclasses, gets the full grid from
+    each block: a merged token at each of its places, and a pruned one as it was when dropped.
     """
 
     def restore(self, model: nn.Module) -> None:
@@ -115,9 +118,15 @@ class ReducedCall(StackCall):
     """
 
     def __init__(
-        self, outer: StackCall, unobserved: bool, host: str, frame: FrameType | None, is_reduced_for_head: bool
+        self,
+        outer: StackCall,
+        unobserved: bool,
+        host: str,
+        frame: FrameType | None,
+        read_blocks: ReadBlocks | None,
+        is_reduced_for_head: bool,
     ) -> None:
-        super().__init__(outer, unobserved, host, frame)
+        super().__init__(outer, unobserved, host, frame, read_blocks)
         self.is_reduced_for_head = is_reduced_for_head
         self.began = False
 
@@ -193,7 +202,7 @@ class _ReducedState(NamedTuple):
 
     call: NamedArguments
     passes: Passes[Passage]
-    outputs: PerThread[NormOutputs]
+    inner: PerThread[Inner]
     prefix: int
     owner: nn.Module
     reduction: Reduction | None
@@ -203,7 +212,7 @@ class _ReducedState(NamedTuple):
 
 
 class ReducedBlock(Deciding, ConvertedBlock):
-    """Mixin of a timm block that reduces tokens, or follows such a block."""
+    """Mixin of a block that reduces tokens, or follows such a block."""
 
     mod_state: _ReducedState
 
@@ -255,15 +264,16 @@ class ReducedBlock(Deciding, ConvertedBlock):
 
     def _narrowed(self, arguments: dict[str, Any], passage: Passage) -> dict[str, Any]:
         """Return the block's arguments for the remaining tokens."""
-        unknown = sorted(arguments.keys() - {"rope"})
-        if unknown:
-            raise ValueError(f"pruning and merging do not support the arguments {', '.join(unknown)}")
-        if "rope" in arguments and passage.place_BN is not None:
-            arguments["rope"] = narrow_rope(arguments["rope"], passage.place_BN, self.mod_state.call.rope_prefix)
-        if passage.size_BN is not None:
-            # Proportional attention: a merged token counts as the tokens that it represents.
-            arguments["attn_mask"] = passage.size_BN.log()[:, None, None, :]
-        return arguments
+        call = self.mod_state.call
+        known = {*call.rows, call.places}
+        unknown = sorted(name for name, value in arguments.items() if name not in known and isinstance(value, Tensor))
+        if unknown or arguments.get("is_causal"):
+            raise ValueError(f"pruning and merging do not support the arguments {', '.join(unknown) or 'is_causal'}")
+        if passage.place_BN is not None:
+            arguments = call.narrow_rows(arguments, passage.place_BN)
+        # Proportional attention: a merged token counts as the tokens that it represents.
+        bias = None if passage.size_BN is None else passage.size_BN.log()[:, None, None, :]
+        return call.with_mask(arguments, bias)
 
     def _reduce(
         self, x: Tensor, arguments: Mapping[str, Any], passage: Passage, grid_BND: Tensor
@@ -271,17 +281,20 @@ class ReducedBlock(Deciding, ConvertedBlock):
         """Return the remaining tokens after the block, and the full grid in which the others have their last state."""
         state = self.mod_state
         assert state.reduction is not None
-        # A hook inside the attention may call the model again.
-        outer = state.outputs.value
-        state.outputs.value = NormOutputs()
-        captured = capture_importance() if state.reads_importance(state.owner) else None
-        with captured or nullcontext():
-            x = attend(self, x, arguments)
+        call = state.call
+        assert call.halves is not None
+        attend = partial(call.halves.attend, self, x, arguments)
+        if state.reads_importance(state.owner):
+            x, importance_BN = self.observe(attend, x, None, "mean")
+            inputs = AttentionInputs(None, no_attention, importance_BN)
+        else:
+            captured = capture_inputs()
+            x = self.run_watched(attend, captured)
+            inputs = AttentionInputs(captured.key, captured.class_attention)
         place_BN = passage.place_BN
-        if place_BN is None and (not passage.unobserved or "rope" in arguments or self.record.traced):
+        needs_place = call.places or any(name in arguments for name in call.rows)
+        if place_BN is None and (not passage.unobserved or needs_place or self.record.traced):
             place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
-        inputs = _take_inputs(self, arguments, None if captured is None else captured.importance_BN)
-        state.outputs.value = outer
         reduced = state.reduction(Grid(x, place_BN, passage.size_BN), inputs, state.prefix)
         if reduced is not None:
             (x, passage.place_BN, passage.size_BN), restore = reduced
@@ -289,7 +302,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         if self.record.traced:
             # Without a reduction every token is at its place.
             self._trace(place_BN if reduced is None else passage.place_BN, passage)
-        return feed(self, x), grid_BND
+        return call.halves.feed(self, x), grid_BND
 
     def _trace(self, place_BN: Tensor | None, passage: Passage) -> None:
         """Record the remaining input tokens and their group sizes."""
@@ -314,20 +327,28 @@ class ReductionHook(SpanHook):
         blocks: Sequence[nn.Module],
         host: str,
         heads: tuple[str, ...],
+        read_blocks: ReadBlocks | None = None,
     ) -> None:
-        super().__init__(calls, name, blocks, host)
+        super().__init__(calls, name, blocks, host, None if read_blocks is None else partial(_all_or_none, read_blocks))
         self.heads = heads
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Decide for this call."""
         unobserved = self.is_unobserved(module)
-        reads = head_reads(module)
+        reads = head_reads(module) if self.host == "timm" else "all"
         # A hook on a block sees the grid; what is pooled does not depend on it.
         known = self._runs(module) if reads == "patches" else unobserved and not _is_watched(module, "norm")
         calls = self.calls.value
         outer, _ = calls.current()
         frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-        calls.begin(ReducedCall(outer, unobserved, self.host, frame, known and reads in self.heads))
+        reduced = known and reads in self.heads
+        calls.begin(ReducedCall(outer, unobserved, self.host, frame, self.read_blocks, reduced))
+
+
+def _all_or_none(read_blocks: ReadBlocks) -> Collection[int] | None:
+    """Return that all blocks are read if any is: then every block returns the full grid."""
+    read = read_blocks()
+    return () if read is not None and not read else None
 
 
 def _is_watched(module: nn.Module, name: str) -> bool:
@@ -352,18 +373,18 @@ def reduce_(
     first = min(reductions)
     last = len(stack.blocks) - 1
     passes = Passes(stack.calls, Passage, last - first)
-    outputs = PerThread(NormOutputs)
     for index in range(first, last + 1):
         block = stack.blocks[index]
         call = stack.call_of(block, None)
         assert isinstance(call, NamedArguments)
+        inner = PerThread(Inner)
         if index in reductions:
-            for norm in _NORMS:
-                convert(block.get_submodule(norm), _Watched, outputs)
+            make_halves(block, call, inner)
+            make_watched(block, call, inner)
         state = _ReducedState(
             call=call,
             passes=passes,
-            outputs=outputs,
+            inner=inner,
             prefix=stack.prefix,
             owner=owner,
             reduction=reductions.get(index),
@@ -371,9 +392,9 @@ def reduce_(
             place=index - first,
             records=Records(),
         )
-        convert(block, ReducedBlock, state)
+        convert(block, ReducedBlock, state, call.shell)
     block_list = stack.names[0].split(".")[-2]
-    attach(owner, ReductionHook(stack.calls, block_list, stack.blocks, stack.host, heads))
+    attach(owner, ReductionHook(stack.calls, block_list, stack.blocks, stack.host, heads, stack.read_blocks))
     return stack.calls
 
 
@@ -396,6 +417,11 @@ def pooling(model: nn.Module) -> str:
     return str(getattr(model, "global_pool", "token"))
 
 
+def no_attention() -> Tensor:
+    """Stand for the class token's attention where the mean attention was captured."""
+    raise AssertionError("importance was captured instead of the class token's attention")
+
+
 def never(model: nn.Module) -> bool:
     """Return False, for any model."""
     return False
@@ -409,45 +435,16 @@ def _spread(y_BKD: Tensor, slot_BN: Tensor, base_BND: Tensor | None) -> Tensor:
     return rows_BND if base_BND is None else torch.where((slot_BN >= 0).unsqueeze(-1), rows_BND, base_BND)
 
 
-class NormOutputs(dict[nn.Module, Tensor]):
-    """The last outputs of the watched modules of a stack, in one thread."""
-
-
-class _Watched(Mixin):
-    """Mixin of a module of `_NORMS` that stores its output."""
-
-    mod_state: PerThread[NormOutputs]
-
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = super().forward(x)
-        self.mod_state.value[self] = y
-        return y
-
-
-def check_halves(name: str, block: nn.Module) -> None:
+def check_halves(stack: BlockStack, index: int) -> None:
     """Raise a ValueError that says why a block's halves cannot run separately."""
-    if not isinstance(block, SPLIT):
-        raise ValueError(
-            f"{name} is a {host_class(block).__name__}, whose attention and MLP cannot run separately; supported are "
-            f"{', '.join(dict.fromkeys(block_type.__name__ for block_type in SPLIT))}"
-        )
-    attention = block.get_submodule("attn")
-    if not all(hasattr(attention, norm) for norm in ("q_norm", "k_norm")) or hasattr(attention, "lambda_init"):
-        raise ValueError(f"{name} has a {type(attention).__name__}, whose queries and keys cannot be read")
-
-
-def _take_inputs(block: ReducedBlock, arguments: Mapping[str, Any], importance_BN: Tensor | None) -> AttentionInputs:
-    """Return and drop the last queries and keys of a block's attention, with its importance if captured."""
-    outputs = block.mod_state.outputs.value
-    query, key = (outputs.pop(block.get_submodule(norm)) for norm in _NORMS)
-    if key.shape[1] != query.shape[1]:
-        key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    if "rope" in arguments:
-        query, key = (_rotated(x, arguments["rope"], block.get_submodule("attn")) for x in (query, key))
-    return AttentionInputs(query, key, importance_BN)
-
-
-def _rotated(x: Tensor, rope: Tensor, attention: Any) -> Tensor:
-    prefix = attention.num_prefix_tokens
-    rotated = apply_rot_embed_cat(x[:, :, prefix:], rope, half=getattr(attention, "rotate_half", False))
-    return torch.cat([x[:, :, :prefix], rotated], dim=2).type_as(x)
+    block = stack.blocks[index]
+    call: Any = stack.call_of(block, None)
+    title = f"{stack.names[index]} is a {host_class(block).__name__}"
+    if call.halves is None:
+        raise ValueError(f"{title}, whose attention and MLP cannot run separately")
+    if call.mask == "shared_rel_pos_bias":
+        raise ValueError(f"{title}, which gets a bias for each pair of positions, so its keys cannot be read")
+    if getattr(call, "attention_calls", 1) != 1:
+        raise ValueError(f"{title}, which attends {call.attention_calls} times, so its keys are those of several maps")
+    if not call.weighs_keys:
+        raise ValueError(f"{title}, whose attention takes no bias for group sizes")

@@ -1,14 +1,25 @@
-"""Capture of importance from a host's attention calls."""
+"""What is read from a host's attention calls, or added to them: importance, queries and keys, a bias of keys."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mmod.ops.casting import cast_alike
-from mmod.ops.importance import attention_with_importance, class_token_importance, importance_of_map
-from mmod.ops.intercept import AttentionCall, AttentionIntercept
+from mmod.ops.importance import (
+    attention_with_importance,
+    class_token_attention,
+    class_token_importance,
+    importance_of_map,
+)
+from mmod.ops.intercept import SOFTMAX, AttentionCall, AttentionIntercept
 from mmod.ops.views import count_views
+
+_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.einsum)
 
 
 class capture_importance(AttentionIntercept):
@@ -113,3 +124,148 @@ def _row(values: Tensor, place_B: Tensor) -> Tensor:
     """Return one row of each sample (B, H, 1, E) of values (B, H, N, E)."""
     index = place_B.view(-1, 1, 1, 1).expand(-1, values.shape[1], 1, values.shape[3])
     return values.gather(2, index)
+
+
+class capture_inputs(AttentionIntercept):
+    """Context manager that keeps what the last attention inside it reads: its keys, and the class token's attention.
+
+    Where a host writes attention out, they are read from the product of queries and keys and from its softmax.
+
+    Attributes:
+        key: Keys of every head (B, H, N, E), after norms and rotary embeddings; None before an attention.
+
+    Example:
+        >>> q = k = v = torch.zeros(1, 1, 2, 8)
+        >>> with capture_inputs() as captured:
+        ...     _ = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        >>> captured.key is k, captured.class_attention()
+        (True, tensor([[0.5000, 0.5000]]))
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key: Tensor | None = None
+        self._last: AttentionCall | None = None
+        self._row: Tensor | None = None
+
+    def class_attention(self) -> Tensor:
+        """Return the attention of the first token to all tokens (B, N), averaged over heads, with its gradient."""
+        if self._last is not None:
+            call = self._last
+            return class_token_attention(call.query, call.key, call.attn_mask, scale=call.scale)
+        assert self._row is not None
+        return self._row
+
+    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Read products of queries and keys too."""
+        return partial(self._multiply, func) if func in _PRODUCTS else super().replace(func)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend, and keep what attention reads."""
+        self._last = call
+        self.key = call.key
+        if call.key.shape[1] != call.query.shape[1]:
+            self.key = call.key.repeat_interleave(call.query.shape[1] // call.key.shape[1], dim=1)
+        return call.run()
+
+    def observe(self, score: Tensor, attention: Tensor) -> None:
+        """Keep the class token's row of a map."""
+        self._row = attention[:, :, 0].mean(dim=1)
+
+    def _multiply(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Keep the keys of a product (B, H, N, N) of queries (B, H, N, E) and keys, transposed except in `einsum`."""
+        result = func(*args, **kwargs)
+        query, *others = [value for value in args if isinstance(value, Tensor)]
+        if result.ndim == 4 and others and query.shape[2] == result.shape[2] == result.shape[3]:
+            self.key = others[0] if func is torch.einsum else others[0].transpose(-2, -1)
+        return result
+
+
+class add_key_bias(AttentionIntercept):
+    """Context manager that adds a bias of keys in every attention inside it, also in a host's own softmax.
+
+    Args:
+        bias: Bias (B, 1 or H, 1 or N, N) of logits.
+
+    Example:
+        >>> q = k = torch.zeros(1, 1, 2, 8)
+        >>> v = torch.tensor([1.0, 3.0]).view(1, 1, 2, 1)
+        >>> with add_key_bias(torch.tensor([0.0, -torch.inf]).view(1, 1, 1, 2)):
+        ...     torch.nn.functional.scaled_dot_product_attention(q, k, v).flatten()
+        tensor([1., 1.])
+    """
+
+    def __init__(self, bias: Tensor) -> None:
+        super().__init__()
+        self.bias = bias
+        self.calls = 0
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call a function inside the mode.
+
+        Raises:
+            RuntimeError: No attention was seen, so that the bias had no effect.
+        """
+        result = super().run(forward, args, kwargs)
+        if not self.calls:
+            raise RuntimeError(
+                "this block calls neither scaled_dot_product_attention nor softmax over (B, H, N, N), so tokens cannot "
+                "be hidden from its attention or weighed in it"
+            )
+        return result
+
+    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Replace softmax too."""
+        return partial(self._softmax, func) if func in SOFTMAX else super().replace(func)
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend with the bias."""
+        self.calls += 1
+        mask = call.attn_mask
+        bias = self.bias.to(call.query.dtype)
+        if mask is None:
+            return call._replace(attn_mask=bias).run()
+        if mask.dtype == torch.bool:
+            mask = torch.where(mask, 0.0, torch.finfo(bias.dtype).min / 2).to(bias.dtype)
+        return call._replace(attn_mask=mask + bias).run()
+
+    def _softmax(self, func: Callable[..., Any], score: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if score.ndim != 4 or score.shape[-1] != self.bias.shape[-1]:
+            result: Tensor = func(score, *args, **kwargs)
+            return result
+        self.calls += 1
+        biased: Tensor = func(score + self.bias.to(score.dtype), *args, **kwargs)
+        return biased
+
+
+class attend_by_image(AttentionIntercept):
+    """Context manager that splits the attention of one sequence of many images by image.
+
+    Args:
+        images: Number of images, of equally many tokens each.
+        bias: Bias of keys (B, 1 or H, 1 or K, K) of logits, or None.
+
+    Example:
+        >>> q = k = v = torch.randn(2, 3, 4, 8)
+        >>> together = [x.transpose(0, 1).flatten(1, 2).unsqueeze(0) for x in (q, k, v)]
+        >>> with attend_by_image(2):
+        ...     y = torch.nn.functional.scaled_dot_product_attention(*together)
+        >>> y.shape, bool(torch.allclose(y[0, :, :4], torch.nn.functional.scaled_dot_product_attention(q, k, v)[0]))
+        (torch.Size([1, 3, 8, 8]), True)
+    """
+
+    def __init__(self, images: int, bias: Tensor | None = None) -> None:
+        super().__init__()
+        self.images = images
+        self.bias = bias
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        """Attend image by image."""
+        query, key, value = (self._split(rows) for rows in (call.query, call.key, call.value))
+        mask = call.attn_mask if self.bias is None else self.bias.to(query.dtype)
+        y = call._replace(query=query, key=key, value=value, attn_mask=mask).run()
+        return y.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
+    def _split(self, rows: Tensor) -> Tensor:
+        """Return rows (B, H, K, E) of rows (1, H, B K, E)."""
+        return rows.squeeze(0).unflatten(1, (self.images, -1)).transpose(0, 1)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from mmod.ops.multihead import multihead_attention
 
-_SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
+SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
 
 
 class AttentionCall(NamedTuple):
@@ -67,7 +67,7 @@ class AttentionIntercept(TorchFunctionMode):
         if replacement is not None:
             return replacement(*args, **(kwargs or {}))
         result = func(*args, **kwargs) if kwargs else func(*args)
-        if func in _SOFTMAX and result.ndim == 4:
+        if func in SOFTMAX and result.ndim == 4:
             self.observe(args[0], result)
         return result
 

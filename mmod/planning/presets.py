@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from mmod.config import Gate, LanguageRouting, Merged, Threshold, register_preset, score
-from mmod.planning.schedules import falling, ratio_decay
+from mmod.planning.schedules import drop_once, falling, ratio_decay
 
 
 @register_preset("mod")
@@ -95,6 +96,58 @@ def gradual(depth: int, mean: float = 0.6) -> dict[str, Any]:
         "skipped": Merged("mlp"),
         "blocks": plan.blocks,
         "capacity": plan.capacity,
+    }
+
+
+@register_preset("ipcv")
+def ipcv(depth: int) -> dict[str, Any]:
+    """IPCV, arXiv 2512.18747, in a vision tower: from the fourth block on, 0.35 of the tokens, those that the third one
+    moved farthest.
+
+    Skipped tokens get the update of the most similar kept token, which the source averages over the ten nearest. Two
+    differences: the source approximates keys and values of skipped tokens in the next blocks, and prunes the language
+    model too.
+    """
+    plan = drop_once(depth, after=3, keep=0.35)
+    return {"router": "change", "skipped": "follow", "blocks": plan.blocks, "capacity": plan.capacity}
+
+
+@register_preset("v2drop")
+def v2drop(depth: int) -> dict[str, Any]:
+    """V2Drop, Chen et al., arXiv 2509.01552, for language models: image tokens that the third layer moved farthest.
+
+    A half of them run from the fourth layer on, a quarter from 17/32 of the depth on and none from 22/32 on, as
+    released for LLaVA-1.5; the released code keeps one token there. Differences: tokens are ranked once instead of at
+    each stage, and skipped tokens remain in the output of the last layer.
+    """
+    stages = (3, math.ceil(depth * 17 / 32), math.ceil(depth * 22 / 32))
+    if stages[0] >= stages[1]:
+        raise ValueError(
+            f"preset 'v2drop' has three stages after the third layer: depth must be at least 6, got {depth}"
+        )
+    blocks = tuple(range(stages[0], depth))
+    return {
+        "router": "change",
+        "blocks": blocks,
+        "capacity": tuple((0.5, 0.25, 0.0)[(block >= stages[1]) + (block >= stages[2])] for block in blocks),
+        "language": LanguageRouting(tokens="image"),
+    }
+
+
+@register_preset("evs")
+def evs() -> dict[str, Any]:
+    """EVS, Bagrov et al., arXiv 2510.14624, for language models: a quarter of a video's tokens after its first frame,
+    those that differ most from the frame before.
+
+    The first layer compares embeddings by their cosine, as vLLM and SGLang do; the paper compares pixels. The share is
+    the paper's q = 0.75, of later frames as there; the engines count the first frame in. Skipped tokens remain in the
+    output of the last layer. For models that get videos as images, add `router={"images": True}`.
+    """
+    return {
+        "router": "temporal",
+        "blocks": "all",
+        "capacity": 0.25,
+        "language": LanguageRouting(tokens="image"),
     }
 
 

@@ -8,9 +8,11 @@ from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, 
 from mmod.routing.decoder import DecoderRouter, Predictor
 from mmod.routing.groups import assign_groups, decoded_groups, select_within
 from mmod.routing.router import Router, Rule
+from mmod.routing.score.change import token_change
 from mmod.routing.score.controls import NormScore, RandomScore, StrideScore
 from mmod.routing.score.diversity import DiversityScore
 from mmod.routing.score.function import FunctionScore
 from mmod.routing.score.linear import LinearScore
 from mmod.routing.score.redundancy import RedundancyScore
+from mmod.routing.score.temporal import TemporalScore
 from mmod.routing.shared import BorrowedScore, share_score, unshare_score

@@ -85,6 +85,8 @@ class TokenGroups(NamedTuple):
         causal: Attention is causal over the valid tokens, whatever the mask.
         importance: Returns importance (B, N) from outside the layers; None without.
         segments: The packed samples, if rows pack several; each is routed as if it were alone.
+        earlier_BN: Index in its row of the token at the same place one frame earlier, -1 for none (B, N); None if no
+            score reads frames.
     """
 
     group_BN: Tensor
@@ -97,6 +99,7 @@ class TokenGroups(NamedTuple):
     causal: bool = False
     importance: Callable[[], Tensor] | None = None
     segments: Segments | None = None
+    earlier_BN: Tensor | None = None
 
     @property
     def valid_BN(self) -> Tensor | None:

@@ -73,7 +73,7 @@ class DecoderRouter(Router):
                 importance_BN = x_BND.new_zeros(x_BND.shape[:2], dtype=torch.float32)
             elif wanted and groups.importance is not None:
                 importance_BN = groups.importance().to(x_BND.device)
-        elif groups.segments is not None and not self.draws:
+        elif groups.segments is not None and self.config.reads_attention(self.training):
             # A mean over the queries of the row becomes one over those of the sample.
             importance_BN = importance_BN / groups.segments.share_BN.to(importance_BN.device)
         score_BN = self._score(x_BND, self.config.router, importance_BN, groups)
@@ -103,6 +103,11 @@ class DecoderRouter(Router):
     ) -> Tensor:
         segments = tokens.segments
         is_shared = score.shared and importance_BN is not None
+        if score.reads_frames and not is_shared:
+            assert self.score is not None
+            # In packed rows too, the frame before stands in the same row.
+            scored: Tensor = self.score(x_BND, tokens.free_BN, earlier_BN=tokens.earlier_BN)
+            return scored
         # Shared scores are ready, and a linear score reads each token alone.
         if segments is None or is_shared or isinstance(self.score, LinearScore):
             return self._score_rows(x_BND, score, importance_BN, tokens.free_BN)

@@ -231,3 +231,15 @@ def test_a_second_turn_of_a_padded_chat_equals_its_samples(name: str, method: st
         said = turns["attention_mask"][row].bool()
         turn = {key: value[row : row + 1, said] for key, value in turns.items()}
         torch.testing.assert_close(together[row][said], chat(alone, turn)[0], atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("copies", [{}, {"num_beams": 2}, {"num_return_sequences": 2, "do_sample": True}])
+@pytest.mark.parametrize("name", FRAME)
+def test_generation_chooses_frame_by_frame_as_a_forward_pass_does(name: str, copies: dict[str, Any]) -> None:
+    model, batch = routed(name, BY_FRAME), video(name, (1, 2))
+    expected = kept(model, batch)
+    with mmod.trace(model) as decisions:
+        model.generate(**batch, max_new_tokens=1, pad_token_id=0, **copies)
+    for routing, keep in zip(decisions.values(), expected, strict=True):
+        assert torch.equal(routing.keep_BN, keep.repeat_interleave(2 if copies else 1, dim=0))

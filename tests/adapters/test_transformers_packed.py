@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mmod
+from mmod.adapters.proven import ProvenCall
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.layers import DecoderLayerCall
-from mmod.adapters.transformers.vision import EncoderLayerCall
 from tests.kit.generation import EVERYTHING, IMAGES_ONLY
 from tests.kit.vlm_zoo import JOINT, LANGUAGE, LINEAR, make_joint, make_language, pad, prompt, words
 
@@ -118,7 +118,7 @@ def test_images_of_a_tower_run_packed(name: str, attention: str, monkeypatch: py
     model = mmod.route_(make_joint(name, attention=attention), vision=config).double()
     batch = prompt(name, (3,))
     batch["pixel_values"] = batch["pixel_values"].double()
-    counted, results = Counted(monkeypatch, EncoderLayerCall), []
+    counted, results = Counted(monkeypatch, ProvenCall), []
     for counted.allowed in (True, False):
         logits = model(**batch, use_cache=False).logits
         parameters = [p for p in model.parameters() if p.requires_grad]

@@ -19,6 +19,7 @@ NAME = "vit_tiny_patch16_224"
 DEPTH = 6
 CONFIGS = {
     "attention": RoutingConfig(router="attention", capacity=0.4, blocks=(2, 3, 4, 5)),
+    "change": RoutingConfig(router="change", capacity=0.4, blocks=(2, 3, 4, 5)),
     "random": RoutingConfig(router="random", capacity=0.4, blocks=(1, 2, 3, 4, 5)),
     "stride": RoutingConfig(router="stride", capacity=0.4, blocks=(1, 2, 3, 4, 5)),
     "redundancy": RoutingConfig(

@@ -29,8 +29,8 @@ from tests.kit.vlm_zoo import make_joint
 from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
-BY_DEPTH = ("gamma-mod", "gradual", "mindskip", "p-mod")
-FOR_LANGUAGE = ("gamma-mod", "videollm-mod")
+BY_DEPTH = ("gamma-mod", "gradual", "ipcv", "mindskip", "p-mod", "v2drop")
+FOR_LANGUAGE = ("evs", "gamma-mod", "v2drop", "videollm-mod")
 FOR_IMAGES = tuple(name for name in sorted(PRESETS) if name not in (*FOR_LANGUAGE, "contrast-mod"))
 
 
@@ -306,7 +306,9 @@ def test_the_list_says_what_each_preset_is_for() -> None:
             learned = [name for name, _ in model.named_parameters() if ".router." in name]
             assert bool(learned) == entry.needs_training
         if entry.for_language:
-            mmod.route_(make_joint("llava", num_hidden_layers=7), language=entry.name)
+            # Frames need a model that gets videos.
+            model = make_joint("qwen2-vl" if entry.name == "evs" else "llava", num_hidden_layers=7)
+            mmod.route_(model, language=entry.name)
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in mmod.presets() if entry.for_images])

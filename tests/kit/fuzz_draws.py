@@ -170,9 +170,12 @@ ROUTERS = (
     "important_diversity",
     "redundancy",
     "cells",
+    "change",
     "coin",
     "function",
 )
+# Those of language models alone.
+LANGUAGE_ROUTERS = (*ROUTERS, "temporal")
 LOSSES = ("membership", "load", "capacity", "importance")
 
 
@@ -263,9 +266,9 @@ def _fields(random: Random, part: str, depth: int, joint: bool) -> dict[str, Any
         router = _router(random, wild or part == "language")
     name, options = (router["name"], router) if isinstance(router, dict) else (router, {})
     learns, per_image = name == "linear" or callable(router), name == "coin" or options.get("per") == "sequence"
-    shared = name in ("attention", "random", "stride", "diversity", "redundancy", "cells")
+    shared = name in ("attention", "change", "random", "stride", "diversity", "redundancy", "cells", "temporal")
     blocks: Any = random.choice(["every_other", "late", "all", None])
-    from_before = name in ("attention", "important_diversity") and not wild
+    from_before = name in ("attention", "change", "important_diversity") and not wild
     if blocks is None or (blocks == "all" and from_before):
         blocks = sorted(random.sample(range(0 if wild else 1, depth), random.randint(1, depth - 1)))
     count = len(mmod.RoutingConfig(blocks=blocks).resolved(depth).blocks)
@@ -324,7 +327,7 @@ def _fitting(random: Random, fields: dict[str, Any], part: str, learns: bool, pe
 
 def _router(random: Random, language: bool) -> Any:
     """Return a router; those of a language model may read importance in its ways."""
-    name = random.choice(["attention", "linear", *ROUTERS])
+    name = random.choice(["attention", "linear", *(LANGUAGE_ROUTERS if language else ROUTERS)])
     options: dict[str, Any] = {}
     if name == "function":
         return third_channel
@@ -342,6 +345,9 @@ def _router(random: Random, language: bool) -> Any:
         options["importance"] = _maybe(random, 0.3, lambda: random.choice(reads))
     if name in ("random", "coin"):
         options = {"seed": _maybe(random, 0.5, lambda: random.randint(-3, 10**6))}
+    elif name == "temporal":
+        # The hosts get images alone.
+        options = {"images": random.random() < 0.9}
     elif name == "redundancy":
         options = {"channels": _maybe(random, 0.5, lambda: random.choice([1, 8, 500]))}
     elif name == "cells":

@@ -27,7 +27,9 @@ IMAGES_ONLY = {
         router=SCORE, select="threshold", gate="sigmoid", language={"gate_on": "branches"}, blocks=(0, 2)
     ),
     "random": mmod.RoutingConfig(router="random", capacity=0.5, blocks=(1, 2)),
+    "change": mmod.RoutingConfig(router="change", capacity=(0.5, 0.34), blocks=(1, 2)),
     "stride": mmod.RoutingConfig(router="stride", capacity=0.25, blocks=(1, 3)),
+    "temporal": mmod.RoutingConfig(router=mmod.score("temporal", images=True), capacity=0.34, blocks=(0, 1, 3)),
 }
 EVERYTHING = {
     "threshold": mmod.RoutingConfig(

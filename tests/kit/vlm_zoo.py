@@ -232,7 +232,8 @@ def merged_embeddings(model: Any, batch: dict[str, Any]) -> Tensor:
     def look(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         captured.append(options["inputs_embeds"])
 
-    handle = model.model.language_model.register_forward_pre_hook(look, with_kwargs=True)
+    text = model.model.get_submodule("text_model" if hasattr(model.model, "text_model") else "language_model")
+    handle = text.register_forward_pre_hook(look, with_kwargs=True)
     with torch.no_grad():
         model(**batch)
     handle.remove()

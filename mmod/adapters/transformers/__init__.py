@@ -12,7 +12,7 @@ from mmod.adapters.transformers.saving import (
     describe_methods,  # noqa: F401
     load,  # noqa: F401
 )
-from mmod.adapters.transformers.vision import find_vision, is_encoder_layer
+from mmod.adapters.transformers.vision import find_tower, find_vision, find_wrapped
 
 SUPPORTED = (
     "causal language models of the families Llama, Mistral, Qwen2, Qwen2.5, Qwen3, Phi-3, Gemma, Gemma 2 and Gemma 3; "
@@ -21,18 +21,20 @@ SUPPORTED = (
 )
 # transformers saves models, with their routing in config.json.
 SAVING = None
-# Part -> predicate of its layers, and function that describes a list of layers.
-_PARTS = {"language": (is_decoder_layer, find_language), "vision": (is_encoder_layer, find_vision)}
 
 
 def find_parts(model: nn.Module) -> dict[str, Part]:
     """Return the parts of a transformers model, or of one that peft wraps: "language", "vision", or both."""
-    stacks = [(name, item) for name, item in model.named_modules() if isinstance(item, nn.ModuleList) and len(item)]
     parts: dict[str, Part] = {}
-    for part, (is_layer, find) in _PARTS.items():
-        stack = next(((name, layers) for name, layers in stacks if is_layer(layers[0])), None)
-        if stack is not None:
-            parts[part] = functools.partial(find, model, *stack)
+    for name, module in model.named_modules():
+        if module.__class__.__module__.startswith("timm.models.") and "vision" not in parts:
+            parts["vision"] = functools.partial(find_wrapped, name, module)
+        if not isinstance(module, nn.ModuleList) or not len(module):
+            continue
+        if is_decoder_layer(module[0]):
+            parts.setdefault("language", functools.partial(find_language, model, name, module))
+        elif "vision" not in parts and (tower := find_tower(model, name)) is not None:
+            parts["vision"] = functools.partial(find_vision, *tower)
     if not parts:
         raise ValueError(f"cannot route {type(model).__name__}: supported are {SUPPORTED}")
     return parts

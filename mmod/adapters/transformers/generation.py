@@ -5,8 +5,9 @@ Axes: B samples, N tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,11 +21,15 @@ class Prompt:
     Args:
         tokens: Number of its tokens, cached ones included; 0 for a draft, whose prompts grow from call to call.
         image_BN: True, or a modality's number, at its image tokens (B, N); None if they are not marked.
+        layout: Arguments of `generate` that describe the frames of images and videos.
+        samples: Number of samples B.
     """
 
-    def __init__(self, tokens: int, image_BN: Tensor | None) -> None:
+    def __init__(self, tokens: int, image_BN: Tensor | None, layout: Mapping[str, Any], samples: int) -> None:
         self.tokens = tokens
         self.image_BN = image_BN
+        self.layout = layout
+        self.samples = samples
         self._start: int | None = None
 
     def image_tokens(self, past: int, samples: int, tokens: int) -> Tensor | None:

@@ -17,6 +17,8 @@ TEXT, IMAGE, VIDEO = 0, 1, 2
 _KINDS = {"image": IMAGE, "video": VIDEO}
 # Arguments with the features of all images, so that no frame is split between calls.
 _PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
+# All arguments that describe frames.
+LAYOUT = (*_PIXELS.values(), *(f"{name}_grid_thw" for name in _KINDS), "image_sizes")
 
 
 def checked_mask(name: str, mask_BN: Tensor, shape: tuple[int, int]) -> Tensor:
@@ -24,6 +26,23 @@ def checked_mask(name: str, mask_BN: Tensor, shape: tuple[int, int]) -> Tensor:
     if mask_BN.shape != shape:
         raise ValueError(f"{name} has shape {tuple(mask_BN.shape)}, the tokens have {tuple(shape)}")
     return mask_BN
+
+
+class Clip(NamedTuple):
+    """An image, or a video frame by frame.
+
+    Args:
+        frames: Number of frames; 0 for tokens outside frames, such as newlines.
+        tokens: Tokens of each frame, or outside frames of all.
+    """
+
+    frames: int
+    tokens: int
+
+    @property
+    def total(self) -> int:
+        """Number of tokens."""
+        return max(self.frames, 1) * self.tokens
 
 
 class Frames(NamedTuple):
@@ -81,63 +100,150 @@ class ImageTokens:
         return kind_BN
 
     def frames(
-        self, arguments: Mapping[str, Any], kind_BN: Tensor, valid_BN: Tensor, segment_BN: Tensor | None = None
+        self,
+        arguments: Mapping[str, Any],
+        kind_BN: Tensor,
+        valid_BN: Tensor,
+        segment_BN: Tensor | None = None,
+        copies: int = 1,
     ) -> Frames:
         """Return the boundaries of frames: from the model's grids, else every run of image tokens is a frame.
 
         Args:
             segment_BN: Sample of each token in rows that pack several (B, N); a frame ends with its sample.
+            copies: How many samples in a row are copies of one that the arguments describe.
         """
         loose_BN = kind_BN != TEXT
         first_BN, apart_BN = torch.zeros(2, *kind_BN.shape, dtype=torch.bool, device=kind_BN.device)
         for name, kind in _KINDS.items():
             modality_BN = kind_BN == kind
             tokens = int(modality_BN.sum())
-            sizes = self._sizes(arguments, name, tokens) if tokens else None
-            if sizes is not None:
-                first_T, apart_T = _marks(sizes, tokens, kind_BN.device)
+            clips = self._clips(arguments, name, modality_BN, copies) if tokens else None
+            if clips is not None:
+                first_T, apart_T = _marks(clips, tokens, kind_BN.device)
                 first_BN = first_BN.masked_scatter(modality_BN, first_T)
                 apart_BN = apart_BN.masked_scatter(modality_BN, apart_T)
                 loose_BN = loose_BN & ~modality_BN
-        before_BN = nn.functional.pad(kind_BN, (1, 0))[:, :-1]
-        changes_BN = kind_BN != before_BN
-        if segment_BN is not None:
-            changes_BN = changes_BN | (segment_BN.diff(dim=1, prepend=segment_BN[:, :1]) != 0)
-        first_BN = first_BN | (loose_BN & changes_BN)
+        first_BN = first_BN | (loose_BN & _begins(kind_BN, segment_BN))
         # A run at the beginning may continue a cached frame, unless the features of all images are passed.
         begins_BN = loose_BN & valid_BN & (valid_BN.cumsum(1) == 1)
         complete = any(arguments.get(name) is not None for name in _PIXELS.values()) or not bool(begins_BN.any())
         return Frames(first_BN, apart_BN, complete)
 
-    def _sizes(self, arguments: Mapping[str, Any], name: str, tokens: int) -> list[int] | None:
-        """Return the number of tokens of every frame, negative for tokens outside frames; None if unknown."""
+    def earlier(
+        self,
+        arguments: Mapping[str, Any],
+        kind_BN: Tensor,
+        images: bool,
+        segment_BN: Tensor | None = None,
+        copies: int = 1,
+    ) -> Tensor:
+        """Return the index in its row of the token at the same place one frame earlier, -1 for none (B, N).
+
+        Args:
+            images: Successive images of a sample with equally many tokens are frames; otherwise those of videos alone.
+            segment_BN: Sample of each token in rows that pack several (B, N).
+            copies: See `frames`.
+        """
+        earlier_BN = torch.full_like(kind_BN, -1)
+        for name, kind in _KINDS.items():
+            modality_BN = kind_BN == kind
+            row_T, place_T = modality_BN.nonzero(as_tuple=True)
+            if not len(row_T) or (kind == IMAGE and not images):
+                continue
+            clips = self._clips(arguments, name, modality_BN, copies)
+            if clips is None and kind == VIDEO:
+                raise ValueError("the frames of a video are unknown: pass video_grid_thw or pixel_values_videos")
+            if clips is None:
+                begins_T = _begins(kind_BN, segment_BN)[modality_BN]
+                clips = [Clip(1, run) for run in (begins_T.cumsum(0) - 1).bincount().tolist()]
+            before_T = _frame_before(clips).to(kind_BN.device)
+            at_T = before_T.clamp(min=0)
+            same_T = (before_T >= 0) & (row_T[at_T] == row_T)
+            if segment_BN is not None:
+                same_T = same_T & (segment_BN[modality_BN][at_T] == segment_BN[modality_BN])
+            earlier_BN[modality_BN] = torch.where(same_T, place_T[at_T], -1)
+        return earlier_BN
+
+    def _clips(self, arguments: Mapping[str, Any], name: str, modality_BN: Tensor, copies: int) -> list[Clip] | None:
+        """Return the images, or the videos, of all samples in order; None if unknown."""
+        if copies == 1:
+            return self._described(arguments, name, int(modality_BN.sum()))
+        counts = modality_BN[::copies].sum(1).tolist()
+        clips = self._described(arguments, name, sum(counts))
+        if clips is None:
+            return None
+        rest = iter(clips)
+        repeated: list[Clip] = []
+        for count in counts:
+            own: list[Clip] = []
+            while sum(clip.total for clip in own) < count:
+                own.append(next(rest))
+            repeated += own * copies
+        return repeated
+
+    def _described(self, arguments: Mapping[str, Any], name: str, tokens: int) -> list[Clip] | None:
+        """Return the images, or the videos, that arguments describe, in order; None if unknown."""
         grid = arguments.get(f"{name}_grid_thw")
         pixels = arguments.get(_PIXELS[name])
         if grid is not None:
-            sizes: list[int] = []
-            for time, height, width in grid.tolist():
-                sizes += [height * width // self.merged] * time
-            if sum(sizes) != tokens:
-                raise ValueError(f"{name}_grid_thw describes {sum(sizes)} tokens, the prompt has {tokens}")
-            return sizes
+            clips = [Clip(time, height * width // self.merged) for time, height, width in grid.tolist()]
+            described = sum(clip.total for clip in clips)
+            if described != tokens:
+                raise ValueError(f"{name}_grid_thw describes {described} tokens, the prompt has {tokens}")
+            return clips
         if name == "image" and pixels is not None and pixels.ndim == 4 and arguments.get("image_sizes") is None:
             # LLaVA: images of one size.
-            return None if tokens % len(pixels) else [tokens // len(pixels)] * len(pixels)
+            return None if tokens % len(pixels) else [Clip(1, tokens // len(pixels))] * len(pixels)
         if name == "video" and pixels is not None and pixels.ndim == 5:
             # LLaVA-OneVision: frames of one size, and a newline after every video.
             videos, frames = pixels.shape[:2]
             size = (tokens // videos - 1) // frames
             if videos * (frames * size + 1) != tokens:
                 raise ValueError(f"{videos} videos of {frames} frames each do not make {tokens} tokens")
-            return [*[size] * frames, -1] * videos
+            return [Clip(frames, size), Clip(0, 1)] * videos
         return None
 
 
-def _marks(sizes: list[int], tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def _begins(kind_BN: Tensor, segment_BN: Tensor | None) -> Tensor:
+    """Return where the modality changes, or the sample (B, N)."""
+    before_BN = nn.functional.pad(kind_BN, (1, 0))[:, :-1]
+    changes_BN = kind_BN != before_BN
+    if segment_BN is not None:
+        changes_BN = changes_BN | (segment_BN.diff(dim=1, prepend=segment_BN[:, :1]) != 0)
+    return changes_BN
+
+
+def _frame_before(clips: list[Clip]) -> Tensor:
+    """Return the token at the same place one frame earlier (T), -1 for none.
+
+    An image follows the image before if it has as many tokens.
+
+    Example:
+        >>> _frame_before([Clip(2, 2), Clip(0, 1), Clip(1, 1), Clip(1, 1)]).tolist()
+        [-1, -1, 0, 1, -1, -1, 5]
+    """
+    before: list[Tensor] = []
+    start = 0
+    previous = Clip(0, 0)
+    for clip in clips:
+        place = torch.arange(start, start + clip.total) - clip.tokens
+        follows = previous == clip == Clip(1, clip.tokens)
+        before.append(place.masked_fill(place < start, -1) if not follows else place)
+        start += clip.total
+        previous = clip
+    return torch.cat(before)
+
+
+def _marks(clips: list[Clip], tokens: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return which tokens begin a frame, and which are outside frames (T)."""
     first_T, apart_T = torch.zeros(2, tokens, dtype=torch.bool)
     start = 0
-    for size in sizes:
-        (first_T if size > 0 else apart_T)[start] = True
-        start += abs(size)
+    for clip in clips:
+        end = start + clip.total
+        if clip.frames:
+            first_T[start : end : clip.tokens] = True
+        else:
+            apart_T[start:end] = True
+        start = end
     return first_T.to(device), apart_T.to(device)

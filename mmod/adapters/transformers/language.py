@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from mmod.adapters.base import BlockStack
 from mmod.adapters.transformers.cache_base import CACHE, cache_of, chosen_samples
 from mmod.adapters.transformers.generation import Generations
-from mmod.adapters.transformers.images import IMAGES, Frames, ImageTokens, checked_mask
+from mmod.adapters.transformers.images import IMAGE, IMAGES, LAYOUT, VIDEO, Frames, ImageTokens, checked_mask
 from mmod.adapters.transformers.layers import GROUPS, CompactRotary, DecoderLayerCall, is_sandwich
 from mmod.adapters.transformers.structure import Structure, read_structure, source_of
 from mmod.adapters.transformers.vision import TowerImportance
 from mmod.blocks import ImportanceDecoderBlock, ModelHook, RoutedDecoderBlock, host_class
-from mmod.config import RoutingConfig, Threshold
+from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.routing import DecoderRouter, TokenGroups, assign_groups, decoded_groups
 
 # Class of a decoder layer -> its positions are plain: one number per token, with one rotary embedding for all layers.
@@ -146,7 +146,7 @@ class GroupHook(ModelHook):
         if self.language.positions == "compact" and not plain:
             raise ValueError(f"positions='compact' is not possible in {type(text).__name__}: it has several per token")
         split = any(hasattr(weight, "device_mesh") for weight in text.parameters())
-        if split and config.wants_importance(training=True):
+        if split and config.importance != CHANGE and config.wants_importance(training=True):
             raise ValueError(
                 "tensor parallelism leaves each process the attention of its own heads, so that processes would keep "
                 "different tokens: choose a router and losses that read no importance, such as router='linear'"
@@ -155,6 +155,7 @@ class GroupHook(ModelHook):
         self.tower = TowerImportance(entry) if elsewhere else None
         if elsewhere and self.tokens != "image":
             raise ValueError("router.importance='vision_tower' is defined for image tokens: route with tokens='image'")
+        self._check_frames(config)
         if isinstance(config.select, Threshold) and config.select != Threshold(config.select.threshold):
             raise ValueError("min_tokens and max_tokens are for images; a language model's threshold takes neither")
 
@@ -208,14 +209,19 @@ class GroupHook(ModelHook):
         together = not self.config.decides_alone(module.training)
         shown_BN = self._shown(module, arguments, image_BN, past, structure)
         frames = None
+        layout, copies = self._layout(arguments, begun, samples)
         if self.tokens == "image" and self.language.frames is not None and together:
-            frames = self.images.frames(arguments, shown_BN, valid_BN, structure.segment_BN)
+            frames = self.images.frames(layout, shown_BN, valid_BN, structure.segment_BN, copies)
         gated_BN = shown_BN > 0
         if frames is not None:
             gated_BN = gated_BN & ~frames.apart_BN
         free_BN = gated_BN
         if protected_BN is not None:
             free_BN = gated_BN & ~checked_mask(PROTECTED, protected_BN, (samples, tokens)).bool()
+        earlier_BN = None
+        if self.config.router.reads_frames:
+            earlier_BN = self._earlier(layout, shown_BN, begun, structure, copies)
+            free_BN = free_BN & (earlier_BN >= 0)
         if structure.segment_BN is not None and self.config.importance == "last_token":
             raise ValueError(
                 "router.importance='last_token' reads the last token of a row, but rows are packed with several samples"
@@ -231,7 +237,7 @@ class GroupHook(ModelHook):
             None if frames is None else frames.first_BN,
         )
         importance = None if self.tower is None else functools.cache(functools.partial(self.tower.of, shown_BN > 0))
-        groups = groups._replace(causal=structure.causal, importance=importance)
+        groups = groups._replace(causal=structure.causal, importance=importance, earlier_BN=earlier_BN)
         if begun and not decodes and together:
             self._check_complete(module, cache, int(past))
         if begun and groups.skips and together:
@@ -251,10 +257,45 @@ class GroupHook(ModelHook):
             image_BN = prompt.image_tokens(past, *structure.valid_BN.shape)
         return self.images.kinds(module, arguments, image_BN)
 
+    def _check_frames(self, config: RoutingConfig) -> None:
+        """Raise a ValueError if the score reads frames, and no token that may be skipped belongs to one."""
+        router = config.router
+        if not router.reads_frames:
+            return
+        if self.tokens != "image":
+            raise ValueError(f"router {router.name!r} compares frames: route with language={{'tokens': 'image'}}")
+        if VIDEO not in self.images.ids and not router.images:
+            raise ValueError(
+                f"router {router.name!r} compares frames of videos, and this model gets none: set router.images=True "
+                "to compare successive images of a prompt"
+            )
+
+    def _layout(self, arguments: Mapping[str, Any], begun: bool, samples: int) -> tuple[Mapping[str, Any], int]:
+        """Return the arguments that describe frames, and how many samples in a row are copies of one described.
+
+        `generate` may keep them from the layers, if it computes the features of images before.
+        """
+        prompt = self.generations.prompt
+        if prompt is None or begun or any(arguments.get(name) is not None for name in LAYOUT):
+            return arguments, 1
+        return {**arguments, **prompt.layout}, samples // prompt.samples
+
+    def _earlier(
+        self, layout: Mapping[str, Any], kind_BN: Tensor, begun: bool, structure: Structure, copies: int
+    ) -> Tensor:
+        """Return the index of the token at the same place one frame earlier, -1 for none (B, N)."""
+        images = self.config.router.images
+        if begun and images and bool((kind_BN == IMAGE).any()):
+            raise ValueError(
+                "an image follows cached tokens, which may hold the frame before it: pass the full prompt at once, "
+                "without past_key_values or prefill_chunk_size"
+            )
+        return self.images.earlier(layout, kind_BN, images, structure.segment_BN, copies)
+
     def _check_complete(self, module: nn.Module, cache: Any, past: int) -> None:
         """Refuse to generate from a prompt of which only the cached part gave importance to its image tokens."""
         prompt = self.generations.prompt
-        if prompt is None or past >= prompt.tokens or not self.config.reads_importance(module.training):
+        if prompt is None or past >= prompt.tokens or not self.config.reads_attention(module.training):
             return
         chosen_B = chosen_samples(cache)
         if chosen_B is not None and bool(chosen_B.any()):
@@ -268,7 +309,7 @@ class GroupHook(ModelHook):
     def _check_apart(self, module: nn.Module, groups: TokenGroups, frames: Frames | None, cache: Any) -> None:
         """Refuse image tokens after a cache if they must be chosen jointly with cached ones."""
         advice = "route by a threshold on a score that learns, such as router='linear' with select='threshold'"
-        if self.config.reads_importance(module.training):
+        if self.config.reads_attention(module.training):
             problem = "importance needs the attention of all queries of the prompt"
         elif frames is not None:
             problem = "" if frames.complete else "the first one may belong to a partly cached frame"

@@ -17,8 +17,10 @@ import transformers
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from mmod.adapters.base import Changes
+from mmod.adapters.tokens import proofs_of
 from mmod.adapters.transformers.generation import Prompt
-from mmod.adapters.transformers.images import IMAGES, checked_mask
+from mmod.adapters.transformers.images import IMAGES, LAYOUT, checked_mask
 from mmod.adapters.transformers.language import GroupHook
 from mmod.blocks import (
     Deciding,
@@ -145,7 +147,9 @@ def _generate(
         image_BN = hook.images.kinds(model, {"input_ids": ids_BN}, None)
     drafts = getattr(options.get("generation_config"), "is_assistant", None)
     tokens = 0 if drafts else max((value.shape[1] for value in given), default=1)
-    with hook.generations.of(Prompt(tokens, image_BN)):
+    layout = {name: options[name] for name in LAYOUT if options.get(name) is not None}
+    samples = given[0].shape[0] if given else 1
+    with hook.generations.of(Prompt(tokens, image_BN, layout, samples)):
         return host_generate(inputs, *args, **options)
 
 
@@ -172,7 +176,8 @@ def describe(model: DescribedModel) -> dict[str, Any]:
             "layers may skip. Save the full model, or call mmod.unroute_ on that first"
         )
     _check_depth(model)
-    return {"version": FORMAT_VERSION, "methods": [method.settled(model).to_dict() for method in model.mod_state]}
+    methods = [method.settled(model).to_dict() for method in model.mod_state]
+    return {"version": FORMAT_VERSION, "methods": methods, "proofs": proofs_of(model)}
 
 
 def _check_depth(model: nn.Module) -> None:
@@ -183,8 +188,10 @@ def _check_depth(model: nn.Module) -> None:
         config = getattr(model.get_submodule(name.rpartition(".")[0]), "config", None)
         # A module that repeats layers stands for all that it replaces.
         count = sum(layer.dense_blocks if isinstance(layer, Deciding) else 1 for layer in layers)
-        wanted = getattr(config, "num_hidden_layers", count)
-        if count != wanted:
+        # A predictor behind an encoder, for one, has a field of its own.
+        fields = {key: value for key, value in vars(config or object).items() if key.endswith("num_hidden_layers")}
+        if fields and count not in fields.values():
+            wanted = fields.get("num_hidden_layers", count)
             raise ValueError(
                 f"cannot save this {type(model).__name__}: {name} has {count} layers, and its config says "
                 f"num_hidden_layers={wanted}, so it would be built with others. Call mmod.undo_, set "
@@ -229,14 +236,12 @@ def auto_classes(config_class: type) -> dict[str, Any]:
     return {name: classes[name] for name, mapping in mappings.items() if config_class in mapping}
 
 
-Methods = list[dict[str, Any]]
-"""The methods of a model, in order, as plain values."""
-Change = Callable[[Any, Methods], None]
-"""Applies methods to a model."""
+Change = Callable[[Any, Changes], None]
+"""Changes a model as a saved one was."""
 
 
-def take_description(config: Any, folder: str | Path) -> Methods:
-    """Remove and return the methods from a config; the config of the dense model remains."""
+def take_description(config: Any, folder: str | Path) -> Changes:
+    """Remove and return from a config how its model was changed; the config of the dense model remains."""
     described = getattr(config, KEY, None)
     file = f"{str(folder)!r}, config.json"
     if not isinstance(described, dict):
@@ -252,7 +257,7 @@ def take_description(config: Any, folder: str | Path) -> Methods:
             f"{file}: {KEY}.methods must list how the model was changed, got {methods!r}. Save the model again"
         )
     forget_description(config)
-    return methods
+    return Changes(methods, described.get("proofs", {}))
 
 
 def forget_description(config: Any) -> None:
@@ -281,7 +286,7 @@ def load(
         The model in evaluation mode, with `output_loading_info` as a tuple with the report.
     """
     dense: Any = _class_of(folder) if model_class is None else host_of(model_class)
-    descriptions: list[Methods] = []
+    descriptions: list[Changes] = []
     added: set[str] = set()
 
     class Configs:

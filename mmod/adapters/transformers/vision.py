@@ -5,70 +5,68 @@ Axes: B images or samples, I images, N tokens, K slots per image, H heads, E cha
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+import inspect
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers.utils.output_capturing import _active_collector
 
-from mmod.adapters.base import BlockStack, NamedArguments
-from mmod.adapters.masks import hide_empty_slots
-from mmod.adapters.transformers.layers import OPERATORS, TUPLES
-from mmod.blocks import GridSource, ModelHook, grid_of_map, host_class
+from mmod.adapters.base import BlockStack
+from mmod.adapters.tokens import find_blocks
+from mmod.blocks import ModelHook, host_class
 from mmod.blocks.passes import recomputing
 from mmod.ops import attention_with_importance, class_token_importance
-from mmod.routing import Routing
 from mmod.threads import PerThread
 
-# Class of an encoder layer -> number of prefix tokens.
-LAYERS = {"CLIPEncoderLayer": 1, "SiglipEncoderLayer": 0}
+# Arguments of models that read images or videos, and of those that read text too.
+_PIXELS = ("pixel_values", "pixel_values_videos")
+_TEXT = ("input_ids",)
 
 
-class EncoderLayerCall(NamedArguments):
-    """How transformers calls a layer of a vision tower: without a mask, and with keywords to pass on."""
-
-    def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments by name."""
-        arguments = {**dict(zip(self.names, args)), **kwargs}
-        if arguments.get("attention_mask") is not None:
-            raise ValueError("a routed vision tower takes no attention mask: remove attention_mask")
-        return arguments
-
-    def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
-        """Return whether attention is sdpa, the only implementation that supports packed rows."""
-        attention: Any = block.get_submodule("self_attn")
-        return bool(attention.config._attn_implementation == "sdpa")
-
-    def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
-        """Hide empty slots."""
-        assert routing is not None
-        if routing.kept.image_S is not None:
-            return dict(arguments)
-        return {**arguments, "attention_mask": hide_empty_slots(None, routing.kept.valid_BK, x_BND.dtype)}
+def find_tower(model: nn.Module, name: str) -> tuple[str, nn.Module] | None:
+    """Return the innermost model around a list of layers that takes images, by its name; None if it reads text too."""
+    path = name
+    while path:
+        path = path.rpartition(".")[0]
+        module = model.get_submodule(path)
+        arguments = inspect.signature(host_class(module).forward).parameters
+        if any(argument in arguments for argument in _TEXT):
+            return None
+        if any(argument in arguments for argument in _PIXELS):
+            return path, module
+    return None
 
 
-def is_encoder_layer(layer: nn.Module) -> bool:
-    """Return whether a layer belongs to a supported vision tower."""
-    config = getattr(getattr(layer, "self_attn", None), "config", None)
-    # Layers of a CLIP text tower have the same class.
-    return host_class(layer).__name__ in LAYERS and hasattr(config, "patch_size")
+def find_vision(path: str, tower: nn.Module) -> BlockStack:
+    """Return the layers of a vision tower, with their names in the model around it."""
+    stack = find_blocks(tower, "transformers", "transformers")
+    names = tuple(f"{path}.{name}" for name in stack.names) if path else stack.names
+    return dataclasses.replace(stack, names=names, read_blocks=read_blocks)
 
 
-def find_vision(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockStack:
-    """Return the layers of a vision tower."""
-    first = layers[0]
-    # The tower is around the list of layers, in its `encoder`.
-    tower = model.get_submodule(name.rpartition(".")[0].rpartition(".")[0])
-    patches = getattr(getattr(tower, "embeddings", None), "patch_embedding", None)
-    return BlockStack(
-        library="transformers",
-        names=tuple(f"{name}.{index}" for index in range(len(layers))),
-        blocks=tuple(layers),
-        prefix=LAYERS[host_class(first).__name__],
-        dim=int(first.self_attn.config.hidden_size),  # type: ignore[union-attr,arg-type]
-        call_of=lambda layer, config: EncoderLayerCall(("attention_mask",), operators=OPERATORS, tuples=TUPLES),
-        grid=None if patches is None else GridSource(patches, grid_of_map),
-    )
+def read_blocks() -> Collection[int] | None:
+    """Return the numbers of the layers whose output the running call collects; None for all.
+
+    transformers collects hidden states by hooks: those of all layers, or of some that a model reads features from.
+    """
+    compiles = torch.compiler.is_compiling()
+    collected = _active_collector.global_var if compiles else _active_collector.get()
+    if not collected or "hidden_states" not in collected:
+        return ()
+    selected = collected.get("_hidden_states_layers")
+    # The first hidden state is the embedding in most models.
+    return None if selected is None else {index - before for index in selected for before in (0, 1)}
+
+
+def find_wrapped(path: str, inner: nn.Module) -> BlockStack:
+    """Return the blocks of a timm model that a model of transformers wraps."""
+    from mmod.adapters import timm
+
+    stack = timm.find_blocks(inner)
+    return dataclasses.replace(stack, library="transformers", names=tuple(f"{path}.{name}" for name in stack.names))
 
 
 class Projected(ModelHook):
@@ -127,9 +125,9 @@ class TowerImportance:
 
     def __init__(self, entry: nn.Module) -> None:
         config: Any = getattr(entry, "config", None)
-        lists = [item for item in entry.modules() if isinstance(item, nn.ModuleList) and len(item)]
-        layers = next((item for item in lists if is_encoder_layer(item[0])), None)
-        if type(entry).__name__ != "LlavaModel" or layers is None:
+        lists = [name for name, item in entry.named_modules() if isinstance(item, nn.ModuleList) and len(item)]
+        tower = next(filter(None, (find_tower(entry, name) for name in lists)), None)
+        if type(entry).__name__ != "LlavaModel" or tower is None:
             raise ValueError(
                 "router.importance='vision_tower' needs a LLaVA whose image tokens are the patches of a CLIP or SigLIP "
                 f"tower: this is a {type(entry).__name__}"
@@ -137,8 +135,9 @@ class TowerImportance:
         chosen = config.vision_feature_layer
         last = chosen if isinstance(chosen, int) else chosen[-1]
         # Hidden states begin with the embeddings, before the first layer.
-        attention: Any = layers[last if last < 0 else max(last - 1, 0)].self_attn
-        self.class_token = bool(LAYERS[host_class(layers[0]).__name__])
+        stack = find_vision(*tower)
+        attention: Any = stack.blocks[last if last < 0 else max(last - 1, 0)].self_attn
+        self.class_token = stack.class_token
         self.dropped = int(config.vision_feature_select_strategy == "default")
         self.heads = int(attention.num_heads)
         self.scale = float(attention.scale)

@@ -12,7 +12,7 @@ from torch import Tensor
 from mmod.benchmarks.ops.case import Maker, OpCase, Work, register_case
 from mmod.config import Merged, RoutingConfig, score
 from mmod.methods.merge import merge_tokens
-from mmod.methods.reduction import AttentionInputs, Grid
+from mmod.methods.reduction import AttentionInputs, Grid, no_attention
 from mmod.routing import Router
 
 PREFIX = 1
@@ -29,7 +29,7 @@ def _decide(x_BND: Tensor, key_BHNE: Tensor, router: Router) -> tuple[Tensor, ..
 
 def _merge_once(x_BND: Tensor, key_BHNE: Tensor, router: Router, merged: int) -> tuple[Tensor, ...]:
     """Run a step of ToMe; it groups other tokens, so nothing is returned that could be compared."""
-    merge_tokens(merged, Grid(x_BND, None, None), AttentionInputs(key_BHNE, key_BHNE), PREFIX)
+    merge_tokens(merged, Grid(x_BND, None, None), AttentionInputs(key_BHNE, no_attention), PREFIX)
     return ()
 
 

@@ -1,0 +1,249 @@
+"""The residual branches of a block, found by silencing its modules one by one.
+
+A branch is silent if its module returns zeros and the block then adds nothing for it: no norm, scale or residual sum is
+guessed. Axes: B images, N tokens, D channels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mmod.ops.intercept import AttentionCall, AttentionIntercept
+
+TOLERANCE = 1e-4
+# From a module's arguments to what it returns instead of its output.
+_Replacement = Callable[..., Any]
+
+
+class _Output(NamedTuple):
+    """What a module of a block got and returned.
+
+    Args:
+        takes_tokens: Its first argument is of the tokens' shape.
+        others: Number of further values in the tuple that it returned; None if it returned no tuple.
+        channels: Channels of its output.
+    """
+
+    takes_tokens: bool
+    others: int | None
+    channels: int
+
+
+def find_branches(block: nn.Module, x_BND: Tensor, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a `Proof` that name a block's branches; empty ones where nothing silences them.
+
+    Args:
+        block: A dense copy with random weights.
+        x_BND: Tokens of a trial.
+        arguments: The block's further arguments for them.
+    """
+    search = _Search(block, x_BND, arguments)
+    nothing: dict[str, Any] = {}
+    for attention in search.attention_candidates():
+        for mlp in search.mlp_candidates(attention):
+            silenced = search.attempt(search.zeros(attention) | search.zeros(mlp))
+            if silenced is None or not _close(silenced, search.x_BND):
+                continue
+            found = search.describe(attention, mlp)
+            if found["halves"]:
+                return found
+            nothing = nothing or found
+    return nothing
+
+
+class _Search:
+    """Runs a block with some of its modules replaced."""
+
+    def __init__(self, block: nn.Module, x_BND: Tensor, arguments: Mapping[str, Any]) -> None:
+        self.block = block
+        generator = torch.Generator().manual_seed(3)
+        self.x_BND = torch.randn(x_BND.shape, generator=generator)
+        self.arguments = arguments
+        self.outputs: dict[str, _Output] = {}
+        self.order: list[str] = []
+        self.around_attention: list[str] = []
+        self._record()
+
+    @torch.no_grad()
+    def run(self, replaced: Mapping[str, _Replacement], x_BND: Tensor | None = None, alone: bool = False) -> Tensor:
+        """Return the block's tokens with some modules replaced.
+
+        Args:
+            alone: Without the arguments that only attention reads, see `SilencedHalves.feed`.
+        """
+        arguments: Mapping[str, Any] = self.arguments
+        if alone:
+            signature = list(inspect.signature(type(self.block).forward).parameters.values())[2:]
+            required = [value for value in signature if value.default is value.empty]
+            arguments = {value.name: None for value in required if value.kind is value.POSITIONAL_OR_KEYWORD}
+        with _replacing(self.block, replaced):
+            output = self.block(self.x_BND if x_BND is None else x_BND, **arguments)
+        tokens: Tensor = output[0] if isinstance(output, tuple) else output
+        return tokens
+
+    def attempt(self, replaced: Mapping[str, _Replacement]) -> Tensor | None:
+        """Return the block's tokens with some modules replaced; None if the block does not run so."""
+        try:
+            return self.run(replaced)
+        # A host may raise anything on an output that its module would not return.
+        except Exception:
+            return None
+
+    def _record(self) -> None:
+        """Run the block once, and note what its modules return and which of them contain its attention."""
+        stack: list[str] = []
+        seen = _AttentionPlace(stack)
+        handles = []
+        for name, module in self.block.named_modules():
+            if name:
+                handles.append(module.register_forward_pre_hook(lambda *_, name=name: stack.append(name)))
+                handles.append(module.register_forward_hook(self._keep(name, stack), with_kwargs=True))
+        with seen, torch.no_grad():
+            self.block(self.x_BND, **self.arguments)
+        for handle in handles:
+            handle.remove()
+        self.around_attention = seen.modules
+
+    def _keep(self, name: str, stack: list[str]) -> Callable[..., None]:
+        def keep(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+            stack.pop()
+            tokens = output[0] if isinstance(output, tuple) else output
+            first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+            if isinstance(tokens, Tensor) and tokens.ndim == 3 and first is not None:
+                others = len(output) - 1 if isinstance(output, tuple) else None
+                self.outputs[name] = _Output(first.shape == self.x_BND.shape, others, tokens.shape[-1])
+                self.order.append(name)
+
+        return keep
+
+    def _updates(self) -> list[str]:
+        """Return the modules whose output has the shape of tokens, the outermost first, in the order of their calls."""
+        channels = self.x_BND.shape[-1]
+        names = [name for name in self.order if self.outputs[name].channels == channels]
+        return sorted(names, key=lambda name: name.count("."))
+
+    def attention_candidates(self) -> Iterator[str]:
+        """Return modules that may be the attention branch: those around the attention, then all others."""
+        updates = self._updates()
+        yield from [name for name in updates if name in self.around_attention]
+        # A norm behind the attention, or its projection where the block itself attends.
+        yield from [name for name in updates if name not in self.around_attention]
+
+    def mlp_candidates(self, attention: str) -> Iterator[str]:
+        """Return modules that may be the MLP branch: those with the most weights first."""
+        updates = [name for name in self._updates() if name not in self.around_attention]
+        others = [name for name in updates if not _overlap(name, attention) and self._weights(name)]
+        # A branch that takes the tokens can run on some of them.
+        yield from sorted(others, key=lambda name: (self.outputs[name].takes_tokens, self._weights(name)), reverse=True)
+
+    def _weights(self, name: str) -> int:
+        return sum(weight.numel() for weight in self.block.get_submodule(name).parameters())
+
+    def zeros(self, name: str) -> dict[str, _Replacement]:
+        """Return what silences a module."""
+        return {name: _zeros(self.outputs[name])}
+
+    def describe(self, attention: str, mlp: str) -> dict[str, Any]:
+        """Return the fields of a `Proof` for two branches that are silent together."""
+        silent_attention = self._silent(attention, mlp)
+        silent_mlp = self._silent(mlp, attention)
+        attended = self.run(self._replacements(silent_mlp))
+        fed = self.run(self._replacements(silent_attention), attended, alone=True)
+        output = self.outputs[attention]
+        return {
+            "attention": attention if output.takes_tokens and attention in self.around_attention else "",
+            "attention_in_tuple": 0 if output.others is None else output.others + 1,
+            "mlp": mlp if self.outputs[mlp].takes_tokens else "",
+            "silent_attention": _named(silent_attention, zero=True),
+            "idle_attention": _named(silent_attention, zero=False),
+            "silent_mlp": _named(silent_mlp, zero=True),
+            "idle_mlp": _named(silent_mlp, zero=False),
+            "halves": _close(fed, self.run({})),
+        }
+
+    def _silent(self, silent: str, other: str) -> dict[str, bool]:
+        """Return the modules that need not run while one branch is silent: True for the one that returns zeros."""
+        expected = self.run(self.zeros(silent))
+        modules = {silent: True}
+        for name in [child for child, _ in self.block.named_children() if child in self.outputs]:
+            if _overlap(name, silent) or _overlap(name, other):
+                continue
+            idle = {**modules, name: False}
+            actual = self.attempt(self._replacements(idle))
+            if actual is not None and torch.equal(actual, expected):
+                modules = idle
+        return modules
+
+    def _replacements(self, modules: Mapping[str, bool]) -> dict[str, _Replacement]:
+        return {name: _zeros(self.outputs[name]) if zero else _other for name, zero in modules.items()}
+
+
+class _AttentionPlace(AttentionIntercept):
+    """Notes which modules run around an attention.
+
+    Args:
+        stack: Names of the modules that run.
+    """
+
+    def __init__(self, stack: list[str]) -> None:
+        super().__init__()
+        self.stack = stack
+        self.modules: list[str] = []
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.modules += self.stack
+        return call.run()
+
+    def observe(self, score: Tensor, attention: Tensor) -> None:
+        self.modules += self.stack
+
+
+def _named(modules: Mapping[str, bool], zero: bool) -> tuple[str, ...]:
+    return tuple(name for name, value in modules.items() if value is zero)
+
+
+def _zeros(output: _Output) -> _Replacement:
+    def zeros(*args: Any, **kwargs: Any) -> Any:
+        x = _first(*args, **kwargs)
+        update = x.new_zeros((*x.shape[:-1], output.channels))
+        return update if output.others is None else (update, *[None] * output.others)
+
+    return zeros
+
+
+def _other(*args: Any, **kwargs: Any) -> Tensor:
+    """Return what no module would: whoever reads it gives another result."""
+    return 2 * _first(*args, **kwargs) + 1
+
+
+def _first(*args: Any, **kwargs: Any) -> Tensor:
+    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+
+
+@contextmanager
+def _replacing(block: nn.Module, replaced: Mapping[str, _Replacement]) -> Iterator[None]:
+    modules = {name: block.get_submodule(name) for name in replaced}
+    for name, module in modules.items():
+        vars(module)["forward"] = replaced[name]
+    try:
+        yield
+    finally:
+        for module in modules.values():
+            del vars(module)["forward"]
+
+
+def _overlap(first: str, second: str) -> bool:
+    """Return whether one module contains the other."""
+    return f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}.")
+
+
+def _close(actual: Tensor, expected: Tensor) -> bool:
+    if actual.shape != expected.shape:
+        return False
+    return bool(torch.allclose(actual, expected, atol=TOLERANCE * float(expected.abs().max()), rtol=0.0))

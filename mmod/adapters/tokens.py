@@ -1,0 +1,148 @@
+"""Blocks of models that no adapter knows: the list is found by structure, and each block is tried."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from mmod.adapters.base import BlockStack
+from mmod.adapters.probe import see
+from mmod.adapters.proven import Proof, read_proof, stack_of
+from mmod.adapters.trial import prove
+from mmod.blocks import host_class
+
+# Attributes that store, on a list of blocks, how they are called, and on a model, what its user just said of it.
+_PROOF = "mod_proof"
+_TOKENS = "mod_tokens"
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What a user says of a model that no adapter knows, where its structure is not enough.
+
+    Args:
+        blocks: Name of the list of blocks, such as "encoder.layers"; empty for the list with the most weights.
+        prefix: Number of leading tokens that are always kept; None for those that no image changes.
+        example: A batch of images that the model takes, of which the shape counts; None tries common shapes.
+
+    Example:
+        >>> import torch, mmod
+        >>> class Model(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.patches = torch.nn.Conv2d(3, 16, 8, 8)
+        ...         layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
+        ...         self.layers = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).layers
+        ...     def forward(self, x):
+        ...         x = self.patches(x).flatten(2).transpose(1, 2)
+        ...         for layer in self.layers:
+        ...             x = layer(x)
+        ...         return x
+        >>> model = mmod.route_(Model().eval(), "a-mod", tokens=Tokens(example=torch.zeros(1, 3, 64, 64)))
+        >>> list(mmod.routed_blocks(model))
+        ['layers.1', 'layers.3']
+    """
+
+    blocks: str = ""
+    prefix: int | None = None
+    example: Tensor | None = None
+
+
+@contextmanager
+def declared(model: nn.Module, tokens: Tokens | None) -> Iterator[None]:
+    """Context in which `find_blocks` knows what a user says of a model; None says nothing."""
+    if tokens is not None and not isinstance(tokens, Tokens):
+        raise TypeError(f"tokens must be a mmod.Tokens, got {tokens!r}")
+    if tokens is None:
+        yield
+        return
+    vars(model)[_TOKENS] = tokens
+    try:
+        yield
+    finally:
+        del vars(model)[_TOKENS]
+
+
+def find_blocks(model: nn.Module, library: str = "", host: str = "") -> BlockStack:
+    """Return the blocks of a model as their structure shows, after a trial of each.
+
+    Args:
+        library: Name of the model's library; empty for none.
+        host: Package whose code runs the blocks, see `BlockStack`.
+
+    Raises:
+        ValueError: No list of blocks is found, or a block lacks a property that routing needs.
+    """
+    known = [name for name, module in model.named_modules() if _PROOF in vars(module)]
+    if known:
+        return stack_of(vars(model.get_submodule(known[0]))[_PROOF], model, library, host)
+    tokens: Tokens = vars(model).get(_TOKENS, Tokens())
+    names = [tokens.blocks] if tokens.blocks else _lists(model)
+    title = host_class(model).__name__
+    if not names:
+        raise ValueError(
+            f"cannot route {title}: it has no list of blocks, a ModuleList or Sequential of modules with weights whose "
+            "first argument is the tokens (B, N, D)"
+        )
+    return stack_of(_prove(model, names[0], tokens, title), model, library, host)
+
+
+def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
+    block_list: Any = dict(model.named_modules()).get(name)
+    if not isinstance(block_list, (nn.ModuleList, nn.Sequential)) or not len(block_list):
+        raise ValueError(f"cannot route {title}: {name!r} is no ModuleList or Sequential of blocks")
+    seen = see(model, name, tokens.example)
+    if tokens.prefix is not None:
+        seen = dataclasses.replace(seen, prefix=tokens.prefix)
+    return prove(seen, name, list(block_list), title)
+
+
+def _lists(model: nn.Module) -> list[str]:
+    """Return the lists of blocks, those with the most weights first, without lists inside blocks."""
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        if not name or not isinstance(module, (nn.ModuleList, nn.Sequential)) or not len(module):
+            continue
+        if any(name.startswith(f"{outer}.") for outer in found):
+            continue
+        matrices = [sum(weight.ndim > 1 for weight in block.parameters()) for block in module]
+        if min(matrices) > 1:
+            found[name] = sum(weight.numel() for weight in module.parameters())
+    return sorted(found, key=found.__getitem__, reverse=True)
+
+
+def remember(model: nn.Module, stack: BlockStack) -> None:
+    """Store how the blocks of a stack are called on their list, while methods change them."""
+    if stack.proof is not None:
+        vars(model.get_submodule(stack.names[0].rpartition(".")[0]))[_PROOF] = stack.proof
+
+
+def forget(model: nn.Module) -> None:
+    """Forget how the blocks of a model are called, when no method changes it any more."""
+    for module in model.modules():
+        vars(module).pop(_PROOF, None)
+
+
+def proofs_of(model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return how the blocks of a changed model are called, as plain values by the name of their list."""
+    return {name: vars(module)[_PROOF].to_dict() for name, module in model.named_modules() if _PROOF in vars(module)}
+
+
+def restore_proofs(model: nn.Module, proofs: Any) -> None:
+    """Store how blocks are called on a model that is built from a saved folder, without a trial.
+
+    Raises:
+        ValueError: The values are no proofs, or the model has no such lists.
+    """
+    if not isinstance(proofs, Mapping):
+        raise ValueError(f"the proofs of a saved model must be a mapping by list of blocks, got {proofs!r}")
+    lists = dict(model.named_modules())
+    for name, values in proofs.items():
+        if not isinstance(lists.get(name), (nn.ModuleList, nn.Sequential)):
+            raise ValueError(f"the saved model has no list of blocks {name!r}")
+        setattr(lists[name], _PROOF, read_proof(values))

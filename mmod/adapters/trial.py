@@ -1,0 +1,343 @@
+"""A proof by trial that blocks can run on some of their tokens, instead of a list of classes that do.
+
+A copy of every block with random weights runs in fp32 on the CPU. Nothing of the user's model runs or changes.
+
+Axes: B images, N tokens, K tokens of a trial, D channels.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmod.adapters.halves import find_branches
+from mmod.adapters.probe import Seen, runnable, without_hooks
+from mmod.adapters.proven import MASKED, Proof, ProvenCall, call_of
+from mmod.blocks import Shell, convert, host_class
+from mmod.blocks.inner import Inner
+from mmod.blocks.routed import ConvertedBlock
+from mmod.ops.intercept import AttentionCall, AttentionIntercept
+from mmod.routing import Evidence, Kept, Routing
+from mmod.threads import PerThread
+
+# Arguments that hide keys or weigh them, in hosts' words.
+MASKS = ("attention_mask", "attn_mask", "mask")
+# Arguments that take the places of tokens which are not all of them.
+PLACES = ("position_mask",)
+# Patches of a trial, of which some run alone.
+PATCHES = 12
+ALONE = 5
+TOLERANCE = 1e-4
+LAYOUTS = ("heads", "batch", "flat")
+
+
+def prove(seen: Seen, blocks: str, block_list: Sequence[nn.Module], title: str) -> Proof:
+    """Return how the blocks of a model are called, after a trial of each.
+
+    Raises:
+        ValueError: A block lacks a property, or blocks differ in how they are called.
+    """
+    proofs: dict[Proof, str] = {}
+    tried: set[tuple[object, ...]] = set()
+    for index, block in enumerate(block_list):
+        settings = _settings(block)
+        if settings in tried:
+            continue
+        tried.add(settings)
+        name = f"{blocks}.{index}"
+        try:
+            proof = _prove_block(seen, blocks, block)
+        except _Refused as refusal:
+            raise ValueError(f"cannot route {title}: {name} ({host_class(block).__name__}) {refusal}") from None
+        proofs.setdefault(proof, name)
+    if len(proofs) > 1:
+        first, second, *_ = proofs.values()
+        raise ValueError(
+            f"cannot route {title}: {first} and {second} differ in how they are called, so what a span shares would "
+            "not fit both"
+        )
+    return next(iter(proofs))
+
+
+class _Refused(ValueError):
+    """Says which property a block lacks.
+
+    Args:
+        passed: Number of properties that were shown before.
+    """
+
+    def __init__(self, message: str, passed: int = 0) -> None:
+        super().__init__(message)
+        self.passed = passed
+
+
+def _settings(block: nn.Module) -> tuple[object, ...]:
+    """Return what two blocks with the same behaviour share: classes, attributes, shapes of weights, and buffers."""
+    settings: list[object] = []
+    for name, module in block.named_modules():
+        settings += [name, host_class(module)]
+        for key, value in vars(module).items():
+            # The rate of stochastic depth grows with depth.
+            if key[0] == "_" or key in ("training", "mod_state", "drop_prob"):
+                continue
+            plain = isinstance(value, (str, int, float, bool, type(None)))
+            settings += [key, value if plain else id(value)]
+    for name, weight in block.named_parameters():
+        settings += [name, tuple(weight.shape)]
+    for name, buffer in block.named_buffers():
+        settings += [name, tuple(buffer.shape), None if buffer.is_meta else buffer.cpu().numpy().tobytes()]
+    return tuple(settings)
+
+
+def _prove_block(seen: Seen, blocks: str, block: nn.Module) -> Proof:
+    trial = random_copy(block)
+    signature = inspect.signature(host_class(block).forward).parameters
+    base = Proof(blocks, seen.projection, seen.prefix, seen.suffix, dim=seen.x_BND.shape[-1])
+    base = dataclasses.replace(base, places=next((name for name in PLACES if name in signature), ""))
+    rows, rope_prefix = _rows(seen)
+    if seen.suffix and (rows or base.in_tuple):
+        raise _Refused(
+            f"has {seen.suffix} tokens at the end that are no patches, beside {', '.join(rows) or 'a tuple'}"
+        )
+    base = dataclasses.replace(base, rows=rows, rope_prefix=rope_prefix)
+    calls = _AttentionCalls()
+    with calls, torch.no_grad():
+        output = trial(seen.x_BND, **_given(seen))
+    base = dataclasses.replace(
+        base,
+        fused=calls.fused > 0 and not calls.maps,
+        attention_calls=max(calls.fused, 1),
+        in_tuple=isinstance(output, tuple),
+    )
+    _check_output(output, seen.x_BND)
+    refusals = []
+    for candidate in _candidates(base, signature):
+        try:
+            _Trial(candidate, trial, seen, calls.biased).check()
+        except _Refused as refusal:
+            refusals.append(refusal)
+            continue
+        # Arguments with a row for each token fit all tokens only.
+        tokens = None if candidate.rows else seen.prefix + PATCHES
+        return dataclasses.replace(candidate, **find_branches(trial, seen.x_BND[:, :tokens], _given(seen)))
+    # The candidate that got furthest tells most.
+    raise max(refusals, key=lambda refusal: refusal.passed)
+
+
+def _check_output(output: Any, x_BND: Tensor) -> None:
+    tokens = output[0] if isinstance(output, tuple) and output else output
+    if not isinstance(tokens, Tensor) or tokens.shape != x_BND.shape:
+        shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
+        raise _Refused(f"returns {shape} for tokens {tuple(x_BND.shape)}: it must keep their number and their order")
+
+
+def _candidates(base: Proof, signature: Mapping[str, inspect.Parameter]) -> Iterator[Proof]:
+    """Return the ways in which a block may be called, the fastest first."""
+    masks = [name for name in MASKS if name in signature]
+    layouts = LAYOUTS if base.rows else LAYOUTS[:1]
+    for layout in layouts:
+        for mask in (*masks, ""):
+            yield dataclasses.replace(base, mask=mask, layout=layout)
+
+
+def random_copy(block: nn.Module) -> Any:
+    """Return a copy of a block on the CPU in fp32, dense and without hooks, with all of its weights drawn at random.
+
+    A trial of weights as they are would show nothing of a bias that begins at zero.
+
+    Raises:
+        ValueError: A buffer is on the meta device, so its values are unknown.
+    """
+    generator = torch.Generator().manual_seed(0)
+    memo: dict[int, Any] = {}
+    for name, buffer in block.named_buffers():
+        if buffer.is_meta:
+            raise _Refused(f"has its buffer {name} on the meta device: load its weights before it is routed")
+        memo[id(buffer)] = runnable(buffer).clone()
+    for weight in block.parameters():
+        if weight.is_floating_point() and type(weight.data) is Tensor:
+            drawn = torch.randn(weight.shape, generator=generator)
+            # Outputs of linear layers keep the size of their inputs.
+            drawn = drawn / weight.shape[1:].numel() ** 0.5 if weight.ndim > 1 else 0.5 + drawn / 2
+            memo[id(weight)] = nn.Parameter(drawn, requires_grad=False)
+    trial = copy.deepcopy(block, memo)
+    without_hooks(trial)
+    for module in trial.modules():
+        config: Any = getattr(module, "config", None)
+        if getattr(config, "_attn_implementation", None) not in (None, *MASKED):
+            # Flash attention does not run on a CPU; the copy has a config of its own.
+            config._attn_implementation = MASKED[0]
+    return trial.eval()
+
+
+class _AttentionCalls(AttentionIntercept):
+    """Counts the attention calls of a block, and says whether one has a bias that no argument brought.
+
+    Attributes:
+        fused: Calls of `scaled_dot_product_attention`.
+        maps: Maps of the host's own softmax.
+        biased: A call had a mask or bias.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fused = 0
+        self.maps = 0
+        self.biased = False
+
+    def attend(self, call: AttentionCall) -> Tensor:
+        self.fused += 1
+        self.biased = self.biased or call.attn_mask is not None
+        return call.run()
+
+    def observe(self, score: Tensor, attention: Tensor) -> None:
+        self.maps += 1
+
+
+def _given(seen: Seen) -> dict[str, Any]:
+    """Return the arguments of a block as its model passed them, as values that can run."""
+    return {name: _runnable(value) for name, value in seen.arguments.items()}
+
+
+def _runnable(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return runnable(value)
+    if isinstance(value, (tuple, list)):
+        return tuple(_runnable(item) for item in value)
+    return value
+
+
+def _rows(seen: Seen) -> tuple[tuple[str, ...], int]:
+    """Return the arguments that have a row for each token, and how many leading tokens have none."""
+    tokens = seen.x_BND.shape[1]
+    found: dict[str, int] = {}
+    for name, value in seen.arguments.items():
+        items = value if isinstance(value, (tuple, list)) else (value,)
+        tensors = [item for item in items if isinstance(item, Tensor)]
+        if not tensors or name in (*MASKS, *PLACES):
+            continue
+        lengths = {item.shape[-2] if item.ndim > 1 else -1 for item in tensors}
+        if len(tensors) != len(items) or lengths not in ({tokens}, {tokens - seen.prefix}):
+            shapes = [tuple(item.shape) for item in tensors]
+            raise _Refused(
+                f"takes the argument {name} of shape {shapes[0]} for {tokens} tokens, which cannot be narrowed to some "
+                "of them"
+            )
+        found[name] = tokens - lengths.pop()
+    if len(set(found.values())) > 1:
+        raise _Refused(f"takes the arguments {', '.join(found)}, whose rows begin at different tokens")
+    return tuple(found), next(iter(found.values()), 0)
+
+
+class _TrialState:
+    """Plain state of the block of a trial."""
+
+    def __init__(self, call: ProvenCall) -> None:
+        self.call = call
+        self.inner: PerThread[Inner] = PerThread(Inner)
+
+
+def _decision(index_BK: Tensor, x_BND: Tensor, valid_BK: Tensor | None = None) -> Routing:
+    return Routing(Kept(index_BK, valid_BK), Evidence(torch.zeros(x_BND.shape[:2])))
+
+
+class _Trial:
+    """Runs the copy of a block on some of the tokens that its model passes to it."""
+
+    def __init__(self, proof: Proof, block: nn.Module, seen: Seen, biased: bool) -> None:
+        self.proof = proof
+        self.seen = seen
+        self.biased = biased
+        self.call = call_of(proof, block)
+        self.block: Any = copy.copy(block)
+        convert(self.block, ConvertedBlock, _TrialState(self.call), Shell(inner=self.call.shell.inner))
+        self.arguments = self.call.bind((), _given(seen))
+        generator = torch.Generator().manual_seed(1)
+        patches = seen.x_BND.shape[1] - seen.prefix - seen.suffix
+        count = min(PATCHES, patches)
+        # Other patches for each image, not in their order.
+        chosen = [torch.randperm(patches, generator=generator)[:count] + seen.prefix for _ in range(2)]
+        first = torch.arange(seen.prefix)
+        self.index_BK = torch.stack([torch.cat([first, patches_K]) for patches_K in chosen])
+        # What a model passes on may be small, or equal for many tokens.
+        self.x_BND = torch.randn(seen.x_BND.shape, generator=generator)
+
+    @torch.no_grad()
+    def run(self, index_BK: Tensor, valid_BK: Tensor | None = None) -> Tensor:
+        """Return the block's output for some tokens; those that are not valid are hidden as keys."""
+        routing = _decision(index_BK, self.x_BND, valid_BK)
+        z_BKD = self.x_BND.gather(1, index_BK.unsqueeze(-1).expand(-1, -1, self.x_BND.shape[-1]))
+        arguments = dict(self.call.select_tokens(self.arguments, self.x_BND, routing))
+        try:
+            y: Tensor = self.block.run_host(z_BKD, **arguments)
+        # A host may raise anything on a number of tokens that it was not made for.
+        except Exception as error:
+            raise _Refused(
+                f"does not run on {index_BK.shape[1]} of its {self.x_BND.shape[1]} tokens{self._why()}: {error}"
+            ) from error
+        return y
+
+    def check(self) -> None:
+        """Raise `_Refused` with the property that the block lacks."""
+        index_BK = self.index_BK
+        y_BKD = self.run(index_BK)
+        if self.proof.places:
+            self._check_places()
+        prefix = self.seen.prefix
+        order = torch.randperm(index_BK.shape[1] - prefix, generator=torch.Generator().manual_seed(2)) + prefix
+        order = torch.cat([torch.arange(prefix), order])
+        if not _close(self.run(index_BK[:, order]), y_BKD[:, order]):
+            raise _Refused(f"gives tokens in another order another result{self._why()}", 1)
+        alone = prefix + ALONE
+        valid_BK = (torch.arange(index_BK.shape[1]) < alone).expand_as(index_BK)
+        if not _close(self.run(index_BK[:, :alone]), self.run(index_BK, valid_BK)[:, :alone]):
+            raise _Refused(
+                "gives some tokens another result where the others are hidden from attention than where they are left "
+                "out: tokens reach each other by another way than attention",
+                2,
+            )
+        images = [self._alone(image) for image in range(2)]
+        if not _close(torch.cat(images), y_BKD):
+            raise _Refused("gives an image another result in another batch", 3)
+
+    def _alone(self, image: int) -> Tensor:
+        """Return the output of one image alone."""
+        whole = (self.x_BND, self.arguments)
+        one = slice(image, image + 1)
+        self.x_BND = self.x_BND[one]
+        self.arguments = {name: _of_image(value, one) for name, value in self.arguments.items()}
+        y = self.run(self.index_BK[one])
+        self.x_BND, self.arguments = whole
+        return y
+
+    def _check_places(self) -> None:
+        index_BN = torch.arange(self.x_BND.shape[1]).expand(2, -1)
+        with torch.no_grad():
+            y_BND = self.block.run_host(self.x_BND, **self.arguments)
+        if not _close(self.run(index_BN), y_BND):
+            raise _Refused(f"does not take the places of its tokens as {self.proof.places}")
+
+    def _why(self) -> str:
+        """Return the likely reason for a dependence on places."""
+        if self.biased:
+            return ", because its attention adds a bias for each pair of positions, which does not know the kept tokens"
+        if any(isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for module in self.block.modules()):
+            return ", because it has a convolution between tokens"
+        return ", because it computes with their places: a window, a position bias, or rotary positions made inside"
+
+
+def _of_image(value: Any, one: slice) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_of_image(item, one) for item in value)
+    batched = isinstance(value, Tensor) and value.ndim > 2 and value.shape[0] == 2
+    return value[one] if batched else value
+
+
+def _close(actual: Tensor, expected: Tensor) -> bool:
+    return bool(torch.allclose(actual, expected, atol=TOLERANCE * float(expected.abs().max()), rtol=0.0))

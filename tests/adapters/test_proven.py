@@ -1,0 +1,396 @@
+"""Models that mmod knows by structure alone: routed after a trial of their blocks, or refused by a property."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+import mmod
+from mmod.adapters.proven import read_proof
+from mmod.adapters.tokens import proofs_of
+from mmod.blocks.rows import Rows
+from tests.kit.own_vits import DIM, REFUSED, ROUTED, Mlp, OwnBlock, OwnViT, make_own, make_own_images
+from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of
+
+ALL = [*VISION_ZOO, *ROUTED]
+
+
+def make(name: str) -> Any:
+    return make_own(name) if name in ROUTED else make_vision(name)
+
+
+def inputs_of(name: str, batch: int) -> dict[str, Any]:
+    return {"images": make_own_images(batch)} if name in ROUTED else make_pixels(name, batch)
+
+
+@torch.no_grad()
+def run(model: Any, inputs: dict[str, Any]) -> Tensor:
+    outputs = model(**inputs)
+    return outputs.flatten(1) if isinstance(outputs, Tensor) else output_of(outputs)
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    return list(mmod.adapters.find_stack(model).blocks)
+
+
+def configs_of(name: str) -> dict[str, Any]:
+    """Return configs that every model takes, by name; parallel branches have no halves."""
+    several = {"blocks": (1, 2, 3), "capacity": 0.5}
+    configs: dict[str, Any] = {
+        "attention": mmod.RoutingConfig(router="attention", **several),
+        "threshold": mmod.RoutingConfig(router="linear", select=mmod.Threshold(0.5), blocks=(1, 2)),
+        "all keys": mmod.RoutingConfig(router="random", operator="mlp", **several),
+        "gradual": mmod.preset("gradual"),
+    }
+    if name == "parallel branches":
+        del configs["gradual"]
+    if name in ("videomae", "yolos"):
+        # The residual sum stands inside the module that ends their MLP.
+        del configs["all keys"]
+    return configs
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_a_proven_model_routed_at_capacity_1_is_dense_and_undone_to_the_last_bit(name: str) -> None:
+    model = make(name)
+    inputs = inputs_of(name, 2)
+    expected = run(model, inputs)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    classes = [type(module) for module in model.modules()]
+    attributes = [set(vars(module)) for module in model.modules()]
+    mmod.route_(model, mmod.RoutingConfig(router="attention", capacity=1.0, blocks=(1, 2, 3)))
+    actual = run(model, inputs)
+    torch.testing.assert_close(actual, expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+    mmod.undo_(model)
+    assert [type(module) for module in model.modules()] == classes
+    assert [set(vars(module)) for module in model.modules()] == attributes
+    assert all(torch.equal(before[key], value) for key, value in model.state_dict().items())
+    assert torch.equal(run(model, inputs), expected)
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_the_result_for_an_image_does_not_depend_on_the_batch(name: str) -> None:
+    dense = make(name)
+    inputs = inputs_of(name, 3)
+    for title, config in configs_of(name).items():
+        model = mmod.route_(copy.deepcopy(dense), config)
+        together = run(model, inputs)
+        assert not torch.equal(together, run(dense, inputs)), title
+        for image in range(3):
+            alone = run(model, only(inputs, image))
+            torch.testing.assert_close(
+                together[image : image + 1], alone, atol=1e-5 * float(alone.abs().max()), rtol=0, msg=f"{name} {title}"
+            )
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov3", "mlcd", "videomae", "vjepa2", "own softmax", "sdpa, registers"])
+def test_kept_tokens_run_as_if_the_others_were_not_there(name: str) -> None:
+    """A slow definition: a block's copy on each image's kept rows alone."""
+    model = make(name)
+    inputs = inputs_of(name, 2)
+    seen: dict[str, Any] = {}
+    block = blocks_of(model)[2]
+
+    def keep(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        seen["x"], *seen["args"] = args
+        seen["kwargs"] = kwargs
+        seen["y"] = output[0] if isinstance(output, tuple) else output
+
+    dense = copy.deepcopy(block)
+    mmod.route_(model, mmod.RoutingConfig(router="norm", capacity=0.5, blocks=(2,)))
+    with mmod.trace(model) as decisions:
+        handle = block.register_forward_hook(keep, with_kwargs=True)
+        run(model, inputs)
+        handle.remove()
+    (routing,) = decisions.values()
+    call = block.mod_state.call
+    for image, index_K in enumerate(routing.kept.index_BK):
+        one = slice(image, image + 1)
+        arguments = call.bind(tuple(seen["args"]), seen["kwargs"])
+        narrowed = call.narrow_rows(arguments, index_K.unsqueeze(0))
+        if name == "mlcd":
+            narrowed["position_embeddings"] = tuple(rows[0] for rows in narrowed["position_embeddings"])
+        with torch.no_grad():
+            output = dense(seen["x"][one, index_K], **narrowed)
+        expected = output[0] if isinstance(output, tuple) else output
+        torch.testing.assert_close(seen["y"][one, index_K], expected, atol=1e-5, rtol=1e-4)
+        skipped = torch.ones(seen["x"].shape[1], dtype=torch.bool).index_fill(0, index_K, False)
+        assert torch.equal(seen["y"][image, skipped], seen["x"][image, skipped])
+
+
+@pytest.mark.parametrize("name", [name for name in ALL if name != "parallel branches"])
+def test_the_halves_of_a_block_are_the_block(name: str) -> None:
+    model = make(name)
+    inputs = inputs_of(name, 2)
+    expected = run(model, inputs)
+    mmod.route_(model, mmod.preset("gradual", capacity=1.0))
+    torch.testing.assert_close(run(model, inputs), expected, atol=2e-5 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "clip", "dinov3", "siglip"])
+def test_collected_hidden_states_are_full_grids_and_change_nothing(name: str) -> None:
+    model = mmod.route_(make(name), "gradual")
+    inputs = inputs_of(name, 2)
+    before = run(model, inputs)
+    with torch.no_grad():
+        every = model(**inputs, output_hidden_states=True)
+        again = model(**inputs, output_hidden_states=True)
+        # transformers leaves its hooks on the layers, and now collects one state alone.
+        one = model(**inputs, output_hidden_states=[3])
+    tokens = every.hidden_states[0].shape[1]
+    assert [state.shape[1] for state in every.hidden_states] == [tokens] * 6
+    assert all(torch.equal(a, b) for a, b in zip(every.hidden_states, again.hidden_states))
+    torch.testing.assert_close(one.hidden_states[3], every.hidden_states[3], atol=1e-5, rtol=1e-4)
+    for outputs in (every, one):
+        torch.testing.assert_close(output_of(outputs), before, atol=1e-5, rtol=1e-4)
+    assert torch.equal(run(model, inputs), before)
+
+
+def test_blocks_of_transformers_pass_on_rows_where_nothing_reads_between_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    write_back = Rows.write_back
+
+    def counted(self: Rows, y_BKD: Tensor) -> Tensor:
+        written.append(y_BKD.shape[1])
+        return write_back(self, y_BKD)
+
+    monkeypatch.setattr(Rows, "write_back", counted)
+    model = mmod.route_(make("clip"), "gradual")
+    inputs = inputs_of("clip", 2)
+    counts = []
+    for collected in (None, [2], True, None):
+        written.clear()
+        with torch.no_grad():
+            model(**inputs, **({} if collected is None else {"output_hidden_states": collected}))
+        counts.append(len(written))
+    nothing, one, every, again = counts
+    # Behind the last of four blocks alone; also behind one block that is read, before which its own attention writes.
+    assert nothing == again == 1
+    assert nothing < one < every
+
+
+@pytest.mark.parametrize("name", [*VISION_ZOO])
+def test_a_proven_model_is_saved_with_its_proof(name: str, tmp_path: Path) -> None:
+    model = mmod.route_(make(name), mmod.preset("gradual"))
+    inputs = inputs_of(name, 2)
+    expected = run(model, inputs)
+    model.save_pretrained(tmp_path)
+    loaded = mmod.load_pretrained(tmp_path)
+    assert torch.equal(run(loaded, inputs), expected)
+    assert proofs_of(loaded) == proofs_of(model)
+    mmod.undo_(loaded)
+    assert not proofs_of(loaded)
+
+
+def test_loading_reads_the_proof_instead_of_a_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mmod.route_(make("vit"), mmod.RoutingConfig(blocks=(2,))).save_pretrained(tmp_path)
+    monkeypatch.setattr("mmod.adapters.tokens.see", None)
+    assert list(mmod.routed_blocks(mmod.load_pretrained(tmp_path))) == ["vit.layers.2"]
+
+
+@pytest.mark.parametrize("name", ROUTED)
+def test_a_model_of_ones_own_class_is_saved_and_put_on_a_dense_one(name: str, tmp_path: Path) -> None:
+    model = mmod.route_(make(name), mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(1, 3)))
+    inputs = inputs_of(name, 2)
+    mmod.save_pretrained(model, tmp_path)
+    torch.manual_seed(7)
+    loaded = mmod.load_pretrained(tmp_path, model=ROUTED[name]())
+    assert torch.equal(run(loaded, inputs), run(model, inputs))
+
+
+def test_a_folder_of_ones_own_class_says_what_it_needs(tmp_path: Path) -> None:
+    model = mmod.route_(make("einsum"), mmod.RoutingConfig(blocks=(1,)))
+    mmod.save_pretrained(model, tmp_path)
+    with pytest.raises(ValueError, match=r"OwnViT, which mmod cannot build: build the dense model.*model=dense"):
+        mmod.load_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"class tests.kit.own_vits.OwnViT, got a torch.nn.modules.linear.Linear"):
+        mmod.load_pretrained(tmp_path, model=nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="do not fit"):
+        mmod.load_pretrained(tmp_path, model=OwnViT(lambda _: OwnBlock(), depth=4))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("prefix", "1"), ("rows", [1]), ("fused", 1), ("blocks", None), ("dim", True)]
+)
+def test_a_proof_of_a_file_is_checked(field: str, value: object) -> None:
+    model = mmod.route_(make("vit"), mmod.RoutingConfig(blocks=(1,)))
+    (proof,) = proofs_of(model).values()
+    assert read_proof(json.loads(json.dumps(proof))).to_dict() == proof
+    with pytest.raises(ValueError, match=f"{field} in the proof"):
+        read_proof({**proof, field: value})
+    with pytest.raises(ValueError, match="must have the fields"):
+        read_proof({key: item for key, item in proof.items() if key != field})
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_stack_that_cannot_be_routed_is_refused_by_its_property(name: str) -> None:
+    make_model, message = REFUSED[name]
+    torch.manual_seed(0)
+    model = make_model()
+    state = {key: value.clone() for key, value in model.state_dict().items()}
+    with pytest.raises(ValueError, match=message):
+        mmod.route_(model)
+    assert all(torch.equal(state[key], value) for key, value in model.state_dict().items())
+    assert model.training
+    assert not mmod.is_routed(model)
+
+
+def test_a_trial_leaves_model_modes_and_random_numbers_alone() -> None:
+    model = make("sdpa, registers").train()
+    model.stages[2].eval()
+    calls: list[object] = []
+    model.stages[1].register_forward_hook(lambda *_: calls.append(1))
+    modes = [module.training for module in model.modules()]
+    state = torch.random.get_rng_state()
+    mmod.route_(model, mmod.RoutingConfig(blocks=(2,)))
+    mmod.undo_(model)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert [module.training for module in model.modules()] == modes
+    assert not calls
+
+
+def test_blocks_of_weights_that_begin_at_zero_are_tried_with_others() -> None:
+    """LayerScale of zeros would hide everything that a block does."""
+    make_model, message = REFUSED["windows"]
+    model = make_model()
+    with torch.no_grad():
+        for block in model.stages:
+            block.scale.zero_()
+    with pytest.raises(ValueError, match=message):
+        mmod.route_(model)
+
+
+class TwoLists(OwnViT):
+    """A model with a second, smaller list, and images of a shape that nothing tells."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda _: OwnBlock())
+        self.heads = nn.ModuleList([Mlp() for _ in range(2)])
+
+    def forward(self, images: Tensor) -> Tensor:
+        if images.shape[-2:] != (40, 72):
+            raise ValueError(f"images of {tuple(images.shape[-2:])} pixels do not fit")
+        x = self.patchify(images).flatten(2).transpose(1, 2)
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+
+def test_a_user_says_what_structure_does_not() -> None:
+    model = TwoLists().eval()
+    with pytest.raises(ValueError, match=r"no input reached the first of its stages.*mmod.Tokens\('stages', example="):
+        mmod.route_(model)
+    images = torch.randn(2, 3, 40, 72)
+    config = mmod.RoutingConfig(router="norm", capacity=0.5, blocks=(1,))
+    for tokens, prefix in ((mmod.Tokens(example=images), 0), (mmod.Tokens("stages", 9, images), 9)):
+        mmod.route_(model, config, tokens=tokens)
+        with torch.no_grad(), mmod.trace(model) as decisions:
+            model(images)
+        (routing,) = decisions.values()
+        assert routing.kept.index_BK.shape == (2, 22)
+        assert routing.kept.index_BK[:, :prefix].tolist() == [list(range(prefix))] * 2
+        mmod.undo_(model)
+    with pytest.raises(ValueError, match="'stage' is no ModuleList"):
+        mmod.route_(model, tokens=mmod.Tokens("stage", example=images))
+    with pytest.raises(TypeError, match=r"tokens must be a mmod\.Tokens, got 'stages'"):
+        mmod.route_(model, tokens="stages")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov3", "own softmax", "sdpa, registers"])
+def test_proven_models_train_compile_and_export(name: str) -> None:
+    model = mmod.route_(make(name).train(), mmod.RoutingConfig(router="linear", capacity=0.5, blocks=(1, 2)))
+    inputs = inputs_of(name, 2)
+    outputs = model(**inputs)
+    loss = (outputs if isinstance(outputs, Tensor) else output_of(outputs)).square().mean() + mmod.auxiliary_loss(model)
+    loss.backward()
+    assert all(block.router.score.weight.grad is not None for block in mmod.routed_blocks(model).values())
+    model.eval()
+    expected = run(model, inputs)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(compiled, inputs), expected, atol=1e-5, rtol=1e-4)
+    with torch.no_grad():
+        exported = torch.export.export(model, (), inputs).module()
+        torch.testing.assert_close(run(exported, inputs), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "clip"])
+def test_gradient_checkpointing_of_transformers_gives_the_same_gradients(name: str) -> None:
+    gradients = []
+    for checkpointed in (False, True):
+        model = mmod.route_(make(name).train(), mmod.preset("gradual"))
+        if checkpointed:
+            model.gradient_checkpointing_enable()
+        loss = output_of(model(**inputs_of(name, 2))).square().mean()
+        loss.backward()
+        gradients.append([weight.grad for weight in model.parameters() if weight.grad is not None])
+    for actual, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_channels_of_the_kit_are_those_of_its_blocks() -> None:
+    (proof,) = proofs_of(mmod.route_(make("einsum"), mmod.RoutingConfig(blocks=(1,)))).values()
+    assert (proof["dim"], proof["attention"], proof["mlp"]) == (DIM, "mixer", "channels")
+
+
+@pytest.mark.parametrize("routed_first", [True, False])
+@pytest.mark.parametrize("name", ["dinov2", "siglip"])
+def test_lora_goes_before_and_after_routing(name: str, routed_first: bool) -> None:
+    model = make(name)
+    inputs = inputs_of(name, 2)
+    config = mmod.RoutingConfig(router="norm", capacity=0.5, blocks=(1, 2, 3))
+    options = peft.LoraConfig(r=2, target_modules=["q_proj", "fc1"], init_lora_weights=False)
+    if routed_first:
+        expected = run(mmod.route_(copy.deepcopy(model), config), inputs)
+        adapted = peft.get_peft_model(mmod.route_(model, config), options)
+    else:
+        expected = run(mmod.route_(copy.deepcopy(model), config), inputs)
+        adapted = mmod.route_(peft.get_peft_model(model, options), config)
+    assert not torch.allclose(run(adapted, inputs), expected, atol=1e-4)
+    with adapted.disable_adapter():
+        torch.testing.assert_close(run(adapted, inputs), expected, atol=1e-6, rtol=1e-5)
+    output_of(adapted(**inputs)).square().mean().backward()
+    assert all(weight.grad is not None for key, weight in adapted.named_parameters() if "lora" in key and ".1." in key)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov3", "mlcd", "videomae", "own softmax"])
+def test_autocast_and_half_precision_at_capacity_1_are_those_of_the_dense_model(name: str) -> None:
+    model = make(name)
+    inputs = inputs_of(name, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = run(model, inputs)
+    mmod.route_(model, mmod.RoutingConfig(router="attention", capacity=1.0, blocks=(1, 2, 3)))
+    with torch.autocast("cpu", torch.bfloat16):
+        actual = run(model, inputs)
+    torch.testing.assert_close(actual, expected, atol=0.05 * float(expected.abs().max()), rtol=0)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", ["vit", "clip", "dinov3"])
+def test_implementations_of_attention_give_the_same_and_can_change(name: str, attention: str) -> None:
+    model = make(name)
+    model.set_attn_implementation(attention)
+    inputs = inputs_of(name, 2)
+    outputs = []
+    for config in (mmod.preset("gradual"), mmod.RoutingConfig(router="norm", select=mmod.Threshold(0.9), blocks=(2,))):
+        mmod.route_(model, config)
+        outputs.append(run(model, inputs))
+        model.set_attn_implementation("eager" if attention == "sdpa" else "sdpa")
+        torch.testing.assert_close(run(model, inputs), outputs[-1], atol=1e-5, rtol=1e-4)
+        mmod.undo_(model)
+        model.set_attn_implementation(attention)
+
+
+def test_an_attention_without_masks_says_so_where_a_mask_is_needed() -> None:
+    model = mmod.route_(make("vit"), "gradual")
+    call = mmod.routed_blocks(model)["vit.layers.2"].mod_state.call
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match=r"'flash_attention_2' takes no bias of keys.*attn_implementation='sdpa'"):
+        call.with_mask({}, torch.zeros(1, 1, 1, 4))
+    assert call.with_mask({}, None) == {}

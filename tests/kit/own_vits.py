@@ -1,0 +1,215 @@
+"""Vision transformers as people write them for research: no class of theirs is known to mmod.
+
+Axes: B images, N tokens, H heads, E channels of a head, D channels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+DIM, HEADS, SIDE, PATCH = 32, 4, 64, 8
+GRID = SIDE // PATCH
+
+
+class FusedSoftmax(nn.Module):
+    """Queries, keys and values from one layer, attention written out, as in DINO's and MAE's repositories."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(DIM, 3 * DIM)
+        self.proj = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        attention = (q @ k.transpose(-2, -1) * (DIM // HEADS) ** -0.5).softmax(dim=-1)
+        return self.proj((attention @ v).transpose(1, 2).flatten(2))
+
+
+class Einsum(FusedSoftmax):
+    """Attention by einsum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        score = torch.einsum("bhie,bhje->bhij", q, k) * (DIM // HEADS) ** -0.5
+        return self.proj(torch.einsum("bhij,bhje->bihe", torch.softmax(score, dim=-1), v).flatten(2))
+
+
+class Sdpa(FusedSoftmax):
+    """Fused attention inside a module."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class RelativeBias(FusedSoftmax):
+    """Attention with a learned bias for each pair of positions."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.full((HEADS, GRID**2, GRID**2), value))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        score = q @ k.transpose(-2, -1) * (DIM // HEADS) ** -0.5 + self.bias[:, : x.shape[1], : x.shape[1]]
+        return self.proj((score.softmax(dim=-1) @ v).transpose(1, 2).flatten(2))
+
+
+class RotaryInside(Sdpa):
+    """Rotary positions that attention computes itself."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
+        angle = torch.arange(x.shape[1]).unsqueeze(1) * torch.logspace(0, -2, DIM // HEADS // 2)
+        q, k = (torch.cat([y[..., :4] * angle.cos() - y[..., 4:] * angle.sin(), y[..., 4:]], dim=-1) for y in (q, k))
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(DIM, 2 * DIM), nn.GELU(), nn.Linear(2 * DIM, DIM))
+
+
+class OwnBlock(nn.Module):
+    """A block with norms in front of its branches, and a scale behind each that begins near zero."""
+
+    def __init__(self, attention: type[nn.Module] = Sdpa) -> None:
+        super().__init__()
+        self.first = nn.LayerNorm(DIM)
+        self.mixer = attention()
+        self.second = nn.LayerNorm(DIM)
+        self.channels = Mlp()
+        self.scale = nn.Parameter(torch.full((DIM,), 1e-5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.scale * self.mixer(self.first(x))
+        return x + self.channels(self.second(x))
+
+
+class PostNormBlock(OwnBlock):
+    """Norms behind the branches, inside the residual sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.first(self.mixer(x))
+        return x + self.second(self.channels(x))
+
+
+class ParallelBlock(OwnBlock):
+    """Both branches on the same input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        return x + self.mixer(y) + self.channels(y)
+
+
+class WindowedBlock(OwnBlock):
+    """Attention within quarters of the sequence."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        windows = self.first(x).unflatten(1, (4, -1)).flatten(0, 1)
+        x = x + self.mixer(windows).unflatten(0, (-1, 4)).flatten(1, 2)
+        return x + self.channels(self.second(x))
+
+
+class ReorderingBlock(OwnBlock):
+    """Every second block of this kind would bring tokens back to their places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).flip(1)
+
+
+class ConvolvedBlock(OwnBlock):
+    """A convolution along the tokens beside attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.local = nn.Conv1d(DIM, DIM, 3, padding=1, groups=DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.local(x.transpose(1, 2)).transpose(1, 2))
+
+
+class PooledBlock(OwnBlock):
+    """Every token gets the mean of all tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x.mean(dim=1, keepdim=True))
+
+
+class BatchBlock(OwnBlock):
+    """Every image gets the mean of the batch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + x.mean(dim=0, keepdim=True))
+
+
+class OwnViT(nn.Module):
+    """A vision transformer with class and register tokens in front of its patches.
+
+    Args:
+        make: Makes a block, from its number.
+        prefix: Number of tokens in front of the patches.
+    """
+
+    def __init__(self, make: Callable[[int], nn.Module], prefix: int = 1, depth: int = 5) -> None:
+        super().__init__()
+        self.patchify = nn.Conv2d(3, DIM, PATCH, PATCH)
+        self.special = nn.Parameter(torch.randn(1, prefix, DIM))
+        self.places = nn.Parameter(torch.randn(1, GRID**2, DIM))
+        self.stages = nn.ModuleList([make(index) for index in range(depth)])
+        self.final = nn.LayerNorm(DIM)
+        self.classes = nn.Linear(DIM, 10)
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.patchify(images).flatten(2).transpose(1, 2) + self.places
+        x = torch.cat([self.special.expand(len(x), -1, -1), x], dim=1)
+        for stage in self.stages:
+            x = stage(x)
+        return self.classes(self.final(x).mean(dim=1))
+
+
+ROUTED: dict[str, Callable[[], OwnViT]] = {
+    "own softmax": lambda: OwnViT(lambda _: OwnBlock(FusedSoftmax)),
+    "einsum": lambda: OwnViT(lambda _: OwnBlock(Einsum)),
+    "sdpa, registers": lambda: OwnViT(lambda _: OwnBlock(Sdpa), prefix=5),
+    "no class token": lambda: OwnViT(lambda _: OwnBlock(Sdpa), prefix=0),
+    "norms behind": lambda: OwnViT(lambda _: PostNormBlock(Sdpa)),
+    "parallel branches": lambda: OwnViT(lambda _: ParallelBlock(Sdpa)),
+}
+# Model -> the property that it lacks.
+REFUSED: dict[str, tuple[Callable[[], OwnViT], str]] = {
+    "windows": (lambda: OwnViT(lambda _: WindowedBlock(), prefix=0), "computes with their places|does not run on"),
+    "relative bias of zeros": (lambda: OwnViT(lambda _: OwnBlock(RelativeBias), prefix=0), "in another order"),
+    "relative bias": (
+        lambda: OwnViT(lambda _: OwnBlock(lambda: RelativeBias(0.5)), prefix=0),  # type: ignore[arg-type]
+        "in another order",
+    ),
+    "rotary inside": (lambda: OwnViT(lambda _: OwnBlock(RotaryInside)), "in another order"),
+    "reordering": (lambda: OwnViT(lambda _: ReorderingBlock()), "in another order"),
+    "convolution": (lambda: OwnViT(lambda _: ConvolvedBlock()), "convolution between tokens"),
+    "pooling": (lambda: OwnViT(lambda _: PooledBlock()), "another way than attention"),
+    "batch": (lambda: OwnViT(lambda _: BatchBlock()), "another batch"),
+    "one windowed block": (
+        lambda: OwnViT(lambda index: WindowedBlock() if index == 3 else OwnBlock(), prefix=0),
+        "stages.3",
+    ),
+}
+
+
+def make_own(name: str, seed: int = 0) -> Any:
+    """Return a model of `ROUTED` whose every parameter matters."""
+    torch.manual_seed(seed)
+    model = ROUTED[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def make_own_images(batch: int) -> Tensor:
+    return torch.randn(batch, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1))
