@@ -38,7 +38,7 @@ def main() -> None:
     with torch.no_grad():
         _, cache = model(prompt, use_cache=True, return_dict=False)
     print("cached tokens per layer:", [layer.keys.shape[2] for layer in cache.layers])
-    print(mmod.prefill_flops(model, text_tokens=48, kept=0.5))
+    print(mmod.flops(model, mmod.Prompt(text_tokens=48), kept=0.5))
 
     words = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
     with tempfile.TemporaryDirectory() as folder:

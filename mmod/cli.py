@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from mmod.io.configs import config_names, existing_config
 from mmod.training.engine.command import one_line_errors
@@ -76,6 +77,13 @@ COMMANDS = {
 # Threads of GNU's and Intel's OpenMP that wait without running: on a machine with other work, waiting threads that spin
 # take the time that the working ones need.
 _WAITING = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": "0", "KMP_BLOCKTIME": "0"}
+_USAGE = "mmod COMMAND [--key value] | mmod --help | mmod --version"
+_NOTES = (
+    "CONFIG is a YAML file or the name of a config that comes with mmod; `mmod COMMAND --help` lists its keys.",
+    "RUN is the folder of a finished run, which stands for its final model.",
+    "Models are timed on one CPU thread unless OMP_NUM_THREADS is set. Threads wait without spinning, unless",
+    "OMP_WAIT_POLICY, GOMP_SPINCOUNT or KMP_BLOCKTIME is set.",
+)
 # Commands that end with pages of results; their `main` yields the folders.
 _REPORTED = ("tradeoff CONFIG", "isoflop CONFIG", "audit CONFIG_OR_RUN")
 
@@ -86,23 +94,49 @@ def main(arguments: Sequence[str] | None = None) -> None:
     It exits with code 2 if the command line is invalid, and with 1 if the command fails.
     """
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words == ["--version"]:
-        print(f"mmod {version('mmod')}")
-        return
+    # What a shell adds to this are the words that it completes, not a command.
     if words[:1] == ["--complete"]:
         print("\n".join(completions(os.environ.get("COMP_LINE", ""))))
         return
-    named = next((command for command in COMMANDS if words[: len(_words(command))] == _words(command)), None)
-    if named is None:
-        group = [command for command in COMMANDS if words and _words(command)[0] == words[0]]
-        if words and words[-1] in ("-h", "--help"):
-            print(_usage(group or COMMANDS))
-            return
-        unknown = f"error: unknown command {' '.join(words)!r}\n\n" if words[len(group[:1]) :] else ""
-        print(f"{unknown}{_usage(group or COMMANDS)}", file=sys.stderr)
-        sys.exit(2)
-    sys.argv[0] = " ".join(["mmod", *_words(named)])
-    run(named, words[len(_words(named)) :])
+    known, rest = make_parser().parse_known_args(words)
+    sys.argv[0] = " ".join(["mmod", *_words(known.command)])
+    run(known.command, rest)
+
+
+class CommandParser(argparse.ArgumentParser):
+    """Finds the command of a command line; what follows the command's words is for the command's own parser."""
+
+    def __init__(self, prog: str = "mmod", commands: Iterable[str] = (), **options: Any) -> None:
+        listing = argparse.RawDescriptionHelpFormatter
+        super().__init__(prog, _USAGE, _listing(commands), formatter_class=listing, allow_abbrev=False, **options)
+
+    def error(self, message: str) -> NoReturn:
+        """Name the fault and list the commands."""
+        self.exit(2, f"error: {message}\n\n{self.format_help()}")
+
+
+def make_parser() -> CommandParser:
+    """Return the parser of command lines; the rest of a line is unknown to it."""
+    parser = CommandParser(commands=COMMANDS)
+    parser.add_argument("--version", action="version", version=f"mmod {version('mmod')}")
+    choices = _choices_of(parser)
+    groups: dict[str, Any] = {}
+    for command in COMMANDS:
+        first, *others = _words(command)
+        level = choices
+        if others:
+            if first not in groups:
+                members = [name for name in COMMANDS if _words(name)[0] == first]
+                groups[first] = _choices_of(choices.add_parser(first, prog=f"mmod {first}", commands=members))
+            level = groups[first]
+        # A command shows its own help.
+        level.add_parser([first, *others][-1], add_help=False).set_defaults(command=command)
+    return parser
+
+
+def _choices_of(parser: CommandParser) -> Any:
+    # The description lists the commands, those of groups too.
+    return parser.add_subparsers(metavar="COMMAND", required=True, help=argparse.SUPPRESS)
 
 
 def completions(line: str) -> list[str]:
@@ -165,17 +199,6 @@ def _words(command: str) -> list[str]:
     return [word for word in command.split() if word.islower()]
 
 
-def _usage(commands: Iterable[str]) -> str:
+def _listing(commands: Iterable[str]) -> str:
     lines = [f"  mmod {command:<40}{COMMANDS[command].purpose}" for command in commands]
-    return "\n".join(
-        [
-            "usage: mmod COMMAND [--key value] | mmod --help | mmod --version",
-            "",
-            *lines,
-            "",
-            "CONFIG is a YAML file or the name of a config that comes with mmod; `mmod COMMAND --help` lists its keys.",
-            "RUN is the folder of a finished run, which stands for its final model.",
-            "Models are timed on one CPU thread unless OMP_NUM_THREADS is set. Threads wait without spinning, unless",
-            "OMP_WAIT_POLICY, GOMP_SPINCOUNT or KMP_BLOCKTIME is set.",
-        ]
-    )
+    return "\n".join([*lines, "", *_NOTES])

@@ -9,16 +9,16 @@ from typing import Any
 from mmod.adapters import adapted_model, find_parts
 from mmod.adapters.base import Part
 from mmod.adapters.tokens import Tokens, declared
-from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, Plan, RoutingConfig, preset, preset_arguments
+from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig, preset, preset_arguments
 from mmod.methods.base import Method, Model, method_owners, methods_of, undo_last_
 from mmod.methods.prepare import check_budget
 from mmod.methods.route import Route, assign_capacities, exact_capacities, routed_blocks
 
-HowToRoute = RoutingConfig | Plan | str | None
+HowToRoute = RoutingConfig | str | None
 
 
 def apply_(
-    model: Model, method: Method | RoutingConfig | Plan | str | Mapping[str, Any], *, tokens: Tokens | None = None
+    model: Model, method: Method | RoutingConfig | str | Mapping[str, Any], *, tokens: Tokens | None = None
 ) -> Model:
     """Apply a method to a model in place, which makes it cheaper; `mmod.undo_` undoes it.
 
@@ -27,7 +27,7 @@ def apply_(
 
     Args:
         model: A model of a supported library, not yet wrapped or compiled; it may be a peft model, or become one later.
-        method: A method of `mmod.methods`; a `RoutingConfig`, `Plan` or name of a preset for every part of the model;
+        method: A method of `mmod.methods`; a `RoutingConfig` or the name of a preset for every part of the model;
             or the plain values of a method as in configs, `{"kind": "merge", "r": 8}`.
         tokens: For a model that no adapter knows, where its structure is not enough: its blocks and its prefix.
 
@@ -42,7 +42,7 @@ def apply_(
         >>> [method.kind for method in mmod.methods.methods_of(model)]
         ['prune']
     """
-    if isinstance(method, (RoutingConfig, Plan, str)):
+    if isinstance(method, (RoutingConfig, str)):
         return route_(model, method, tokens=tokens)
     if isinstance(method, Mapping):
         # Reading imports every method, some of which need timm.
@@ -50,7 +50,7 @@ def apply_(
 
         method = read_method(method)
     if not isinstance(method, Method):
-        raise TypeError(f"method must be a method of mmod.methods, a RoutingConfig or a Plan, got {method!r}")
+        raise TypeError(f"method must be a method of mmod.methods or a RoutingConfig, got {method!r}")
     inner = adapted_model(model)
     with declared(inner, tokens):
         method.apply_(inner)
@@ -65,15 +65,14 @@ def route_(model: Model, config: HowToRoute = None, *, tokens: Tokens | None = N
 
     Args:
         model: A model of a supported library, not yet wrapped or compiled; it may be a peft model, or become one later.
-        config: How to route every part of the model; or the name of a preset, see `mmod.presets`; or a plan, see
-            `RoutingConfig.from_plan`. None means `RoutingConfig()`, attention routing at capacity 0.5 in every other
-            block, unless `parts` are passed.
+        config: How to route every part of the model; or the name of a preset, see `mmod.presets`. None means
+            `RoutingConfig()`, attention routing at capacity 0.5 in every other block, unless `parts` are passed.
         tokens: For a model that no adapter knows, where its structure is not enough: its blocks and its prefix.
         parts: Configs by part, such as `image` and `text` of a CLIP model, which override `config`; None leaves a part
             dense. Without `config`, all other parts stay dense.
 
     Raises:
-        TypeError: Not a module, or neither a `RoutingConfig` nor a `Plan` nor a name.
+        TypeError: Not a module, or neither a `RoutingConfig` nor a name.
         ValueError: The model is already routed, a part or preset does not exist or cannot be routed, or a plan does not
             fit it. The model is then unchanged.
 
@@ -91,17 +90,6 @@ def route_(model: Model, config: HowToRoute = None, *, tokens: Tokens | None = N
     with declared(inner, tokens):
         Route(_configs_by_part(find_parts(inner), config, parts)).apply_(inner)
     return model
-
-
-def _completed(config: RoutingConfig | Plan | str, part: Part) -> RoutingConfig:
-    if isinstance(config, RoutingConfig):
-        return config
-    if isinstance(config, str):
-        return preset(config)
-    depth = len(part().blocks)
-    if config.depth != depth:
-        raise ValueError(f"the plan is for {config.depth} blocks, the model has {depth}")
-    return RoutingConfig.from_plan(config)
 
 
 def _refuse_parts(available: Iterable[str], config: HowToRoute, parts: Mapping[str, object]) -> None:
@@ -130,18 +118,19 @@ def _configs_by_part(
         field = "blocks" if value in LAYOUTS else "router"
         if isinstance(value, str) and value in (*LAYOUTS, *SCORES) and value not in PRESETS:
             raise TypeError(
-                f"{name} must be a RoutingConfig or a Plan, got {value!r}, which is a value of {field}: pass "
+                f"{name} must be a RoutingConfig, got {value!r}, which is a value of {field}: pass "
                 f"mmod.RoutingConfig({field}={value!r})"
             )
-        if value is not None and not isinstance(value, (RoutingConfig, Plan, str)):
+        if value is not None and not isinstance(value, (RoutingConfig, str)):
             raise TypeError(
-                f"{name} must be a RoutingConfig or a Plan, got {value!r}, or the name of a preset, which "
-                "mmod.presets() lists"
+                f"{name} must be a RoutingConfig, got {value!r}, or the name of a preset, which mmod.presets() lists"
             )
     if config is None and not parts:
         config = RoutingConfig()
     by_part = {name: parts.get(name, config) for name in available}
-    routed = {name: _completed(value, available[name]) for name, value in by_part.items() if value is not None}
+    routed = {
+        name: preset(value) if isinstance(value, str) else value for name, value in by_part.items() if value is not None
+    }
     if not routed:
         raise ValueError(f"nothing to route: pass a config, or one for {' or '.join(available)}")
     return routed

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import mmod
-from mmod.cli import COMMANDS, main
+from mmod.cli import COMMANDS, main, make_parser
 from mmod.io.configs import config_names, existing_config, find_config
 from mmod.io.threads import on_timing_threads, timing_threads
 from mmod.lazy import EXTRAS, name_missing_extra
@@ -112,8 +112,10 @@ def test_help_and_version_import_nothing_heavy(lean: Lean) -> None:
     [
         ([], "usage: mmod COMMAND"),
         (["train"], "mmod train pairs CONFIG"),
-        (["trian", "image"], "unknown command 'trian image'"),
-        (["train", "images", "x.yaml"], "unknown command 'train images x.yaml'"),
+        (["--vers"], "usage: mmod COMMAND"),
+        (["trade", "digits"], "invalid choice: 'trade'"),
+        (["trian", "image"], "invalid choice: 'trian'"),
+        (["train", "images", "x.yaml"], "invalid choice: 'images'"),
     ],
 )
 def test_what_is_no_command_is_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,6 +123,13 @@ def test_what_is_no_command_is_refused(words: list[str], said: str, capsys: pyte
         main(words)
     assert end.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rest", [["--help"], ["x", "--a=1", "--b", "-3", "--", "--c", "--"], ["--version"], []])
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_follows_a_command_is_left_to_it(command: str, rest: list[str]) -> None:
+    known, left = make_parser().parse_known_args([*words_of(command), *rest])
+    assert (known.command, left) == (command, rest)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -23,9 +23,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mmod
 from mmod.adapters import find_stacks
-from mmod.analysis import Trace, flops
+from mmod.analysis import Prompt, Trace, flops
 from mmod.analysis.flop_report import FlopReport, PrefillFlops
-from mmod.analysis.prefill import prefill_flops
 from mmod.routing import Routing, TokenGroups
 from tests.kit.clip_zoo import small_trunks
 from tests.kit.counting import flop_counter
@@ -302,7 +301,7 @@ def _prefill(case: Case, sample: Sample, decisions: Trace) -> PrefillFlops:
         if isinstance(routing.evidence.tokens, TokenGroups)
     }
     images = [PATCHES] * len(sample.get("pixels", ()))
-    return prefill_flops(case.model, len(sample["ids"]) - sum(images), images, shares)
+    return flops(case.model, Prompt(len(sample["ids"]) - sum(images), images), shares)
 
 
 # What is checked of every draw, and what of every sixth.

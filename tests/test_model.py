@@ -12,7 +12,7 @@ import timm
 import torch
 
 import mmod
-from mmod import Plan, RoutingConfig
+from mmod import RoutingConfig
 from mmod.methods.base import undo_
 from mmod.methods.route import deciding_by
 from tests.kit.zoo import make_images, make_model
@@ -88,12 +88,12 @@ class TestConfig:
             ((), (), r"from 0 to 3, each once, got \[\]"),
             ((5,), (0.5,), r"from 0 to 3, each once, got \[5\]"),
             ((1, 1), (0.5, 0.5), r"ascending numbers from 0 to 3, each once, got \[1, 1\]"),
-            ((1, 3), (0.5,), "2 routed blocks need as many capacities, got 1"),
+            ((1, 3), (0.5,), "2 routed blocks need one capacity or as many, got 1"),
         ],
     )
     def test_plans_fit_the_model(self, blocks, capacities, message: str) -> None:
         with pytest.raises(ValueError, match=message):
-            Plan(blocks=blocks, capacities=capacities, depth=4)
+            RoutingConfig(blocks=blocks, capacity=capacities, depth=4)
 
 
 class TestRoute:
@@ -146,7 +146,7 @@ class TestRoute:
             mmod.route_(torch.nn.Linear(2, 2))
         with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got 'deit_small_patch16_224'"):
             mmod.route_("deit_small_patch16_224")
-        with pytest.raises(TypeError, match=r"config must be a RoutingConfig or a Plan, got 0\.5, or the name of"):
+        with pytest.raises(TypeError, match=r"config must be a RoutingConfig, got 0\.5, or the name of"):
             mmod.route_(make_model(NAME), 0.5)
 
     @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ class TestRoute:
             lambda model: mmod.set_capacity_(model, 0.5),
             lambda model: mmod.trace(model).__enter__(),
             lambda model: mmod.flops(model, 64),
-            lambda model: mmod.prefill_flops(model, 4),
+            lambda model: mmod.flops(model, mmod.Prompt(4)),
             lambda model: mmod.search_plan(model, [], 0.5),
             lambda model: mmod.attention_ranks(model, []),
             lambda model: mmod.save_pretrained(model, "folder"),

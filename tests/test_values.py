@@ -105,7 +105,7 @@ def test_configs_turn_numbers_of_numpy_into_numbers_that_files_hold() -> None:
     plain = json.loads(json.dumps(config.to_dict()))
     assert (plain["blocks"], plain["capacity"], plain["router"]["seed"]) == ([1, 2], [0.5, 0.25], 3)
     assert mmod.RoutingConfig.from_dict(plain) == config
-    plan = mmod.Plan((*np.arange(2),), (0.5, np.float64(0.5)), np.int32(4))
+    plan = mmod.RoutingConfig(blocks=(*np.arange(2),), capacity=(0.5, np.float64(0.5)), depth=np.int32(4))
     assert json.loads(json.dumps(plan.to_dict()))["depth"] == 4
 
 

@@ -16,7 +16,7 @@ from mmod.methods import Exit, Experts, Merge, Prune
 Call = Callable[[Any], object]
 CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_("vit"), TypeError, "must be a torch.nn.Module, got 'vit'"),
-    (lambda m: mmod.route_(m, "attention"), TypeError, "must be a RoutingConfig or a Plan, got 'attention'"),
+    (lambda m: mmod.route_(m, "attention"), TypeError, "must be a RoutingConfig, got 'attention'"),
     (lambda m: mmod.route_(m, "gradul"), ValueError, "got 'gradul'; near ones: 'gradual'"),
     (lambda m: mmod.route_(m, image="gradul"), ValueError, "got 'gradul'; near ones: 'gradual'"),
     (lambda m: mmod.route_(m, preset="gradual"), ValueError, r"no part preset; .*mmod.route_\(model, 'gradual'\)"),
@@ -24,8 +24,16 @@ CALLS: list[tuple[Call, type[Exception], str]] = [
     (lambda m: mmod.route_(m, language="gamma-mod"), ValueError, "no part language; it has image$"),
     (lambda m: mmod.route_(m, text=mmod.RoutingConfig()), ValueError, "no part text; it has image"),
     (lambda m: mmod.route_(m, mmod.RoutingConfig(blocks=(99,))), ValueError, r"from 0 to 5, each once, got \[99"),
-    (lambda m: mmod.route_(m, mmod.RoutingConfig(capacity=(0.5, 0.2))), ValueError, "as many capacities, got 2"),
-    (lambda m: mmod.route_(m, mmod.Plan((1,), (0.5,), 3, router="norm")), ValueError, "3 blocks, the model has"),
+    (
+        lambda m: mmod.route_(m, mmod.RoutingConfig(capacity=(0.5, 0.2))),
+        ValueError,
+        "need one capacity or as many, got 2",
+    ),
+    (
+        lambda m: mmod.route_(m, mmod.RoutingConfig(blocks=(1,), depth=3, router="norm")),
+        ValueError,
+        "3 blocks, the model has",
+    ),
     (lambda m: mmod.apply_(m, Merge), TypeError, "must be a method of mmod.methods.*Merge"),
     (lambda m: mmod.apply_(m, {"r": 8}), ValueError, "must be one of 'channels', .*, got None"),
     (lambda m: mmod.apply_(m, {"kind": "tome"}), ValueError, "'merge', .*, got 'tome'"),

@@ -199,6 +199,7 @@ class NamedArguments(BlockCall):
         if routing.kept.image_S is not None:
             # Values without a batch axis are unchanged.
             batched = {key: mask for key, mask in arguments.items() if isinstance(mask, Tensor) and mask.ndim == 4}
+            # One mask for all images has no rows to select.
             kept = {key: mask.index_select(0, routing.kept.image_S) for key, mask in batched.items() if len(mask) > 1}
             return {**arguments, **kept}
         narrowed = self.narrow_rows(arguments, routing.kept.index_BK)
@@ -208,6 +209,7 @@ class NamedArguments(BlockCall):
         mask = hide_empty_slots(mask, routing.kept.valid_BK, x_BND.dtype)
         if routing.kept.valid_BK is not None and narrowed.pop("is_causal", False):
             mask = add_causal(mask, x_BND.dtype)
+        # Last, because a bias turns a mask of truth values into numbers.
         return self.with_mask(narrowed, weigh_groups(mask, routing.joined.bias, x_BND.dtype))
 
     def narrow_rows(self, arguments: Mapping[str, Any], index_BK: Tensor) -> dict[str, Any]:
@@ -249,6 +251,7 @@ class NamedArguments(BlockCall):
         ]
         projections = known_projections(weights)
         cached = [] if cached is None else cached
+        # Repeated blocks compute keys and values of all tokens in the first run only.
         if not cached:
             cached += keys_and_values(lambda: forward(x_BND, **arguments), projections, self.attention_calls)
         with attend_to_all(projections, cached):

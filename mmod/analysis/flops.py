@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -12,19 +13,28 @@ from torch.overrides import TorchFunctionMode
 
 from mmod.adapters import BlockStack, find_parts, find_stacks
 from mmod.analysis.counting import PassCounts, count_pass
-from mmod.analysis.flop_report import REST, BlockFlops, FlopReport
+from mmod.analysis.flop_report import REST, BlockFlops, FlopReport, PrefillFlops
+from mmod.analysis.prefill import Prompt, count_prefill
 from mmod.analysis.trace import Trace
 from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
 from mmod.methods.base import methods_of, undo_
 from mmod.values import brief, check_module, check_value
 
+Size = int | tuple[int, int, int] | Mapping[str, Tensor]
 
+
+@overload
+def flops(model: nn.Module, input_size: Prompt, kept: float | Mapping[str, float] | None = None) -> PrefillFlops: ...
+
+
+@overload
 def flops(
-    model: nn.Module,
-    input_size: int | tuple[int, int, int] | Mapping[str, Tensor],
-    kept: float | Mapping[str, float] | Trace | None = None,
-) -> FlopReport:
-    """Count the FLOPs and activation memory of a model for one image (and one caption, for CLIP), without running it.
+    model: nn.Module, input_size: Size, kept: float | Mapping[str, float] | Trace | None = None
+) -> FlopReport: ...
+
+
+def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> FlopReport | PrefillFlops:
+    """Count the FLOPs and activation memory of a model for one image, caption or prompt, without running it.
 
     One FLOP is one multiplication or one addition: a matrix product of (n, k) and (k, m) has `2 n k m`. Norms,
     activations, softmax, sorting and row movement count nothing. The model runs on the meta device, with the formulas
@@ -37,18 +47,24 @@ def flops(
     Where images are kept or skipped as a whole, counts are means over images and memory is that of a kept image. Memory
     is that of activations in the parameters' dtype, with attention that stores no map.
 
+    For a `Prompt`, the language model of a transformers model is counted from its layers alone: neither vision tower
+    nor memory, and all pairs of queries and keys that are computed, as `torch.utils.flop_counter` does.
+
     Args:
         model: A model of a supported library, routed or dense; it stays unchanged. A model without blocks that can be
             routed, such as a ResNet, is counted as a whole.
         input_size: Channels, height and width of the image, or one number for a square RGB image. Or the model's
-            arguments by name: `{"text": ids}` counts the text tower of a CLIP model.
+            arguments by name: `{"text": ids}` counts the text tower of a CLIP model. Or the `Prompt` of a language
+            model, as numbers of tokens.
         kept: For threshold routing, whose cost depends on the data: share of tokens (or images) kept in [0, 1], for
             all routed blocks or by module name, or a trace over representative images. Counts are rounded down to
-            tokens. Blocks with `max_tokens` run that many slots, including empty ones.
+            tokens. Blocks with `max_tokens` run that many slots, including empty ones. For a `Prompt`, shares of the
+            tokens that may be skipped.
 
     Raises:
         ValueError: An unsupported model, threshold routing without `kept`, `kept` for a model without threshold
-            routing, a routed language model (see `prefill_flops`), or an operation that cannot be counted.
+            routing, a routed language model or shared layers without a `Prompt`, or an operation that cannot be
+            counted.
 
     Example:
         >>> import timm, mmod
@@ -57,6 +73,8 @@ def flops(
         1.42
     """
     check_module(model)
+    if isinstance(input_size, Prompt):
+        return count_prefill(model, input_size, kept)
     routed = _meta_copy(model)
     images = _fix_shares(routed, kept)
     dense = undo_(_meta_copy(routed)) if methods_of(routed) else routed
@@ -65,7 +83,7 @@ def flops(
         if stack.language and any(isinstance(block, RoutedBlock) for block in _blocks(routed, stack).values()):
             raise ValueError(
                 "which tokens a routed language model may skip follows from the ids, which are not read here: use "
-                "mmod.analysis.prefill_flops(model, text_tokens, image_tokens)"
+                "mmod.flops(model, mmod.Prompt(text_tokens, image_tokens))"
             )
     inputs = _inputs(dense, stacks, input_size)
 
@@ -101,6 +119,30 @@ def flops(
         dense_training_bytes=dense_count.training_bytes,
         training_bytes=routed_count.training_bytes,
     )
+
+
+def prefill_flops(
+    model: nn.Module,
+    text_tokens: int,
+    image_tokens: int | Sequence[int] = 0,
+    kept: float | Mapping[str, float] | None = None,
+    protected_tokens: int = 0,
+) -> PrefillFlops:
+    """Return `flops` of a prompt, as earlier versions named it.
+
+    Args:
+        text_tokens: See `Prompt`.
+        image_tokens: See `Prompt`.
+        kept: See `flops`.
+        protected_tokens: See `Prompt`.
+    """
+    warnings.warn(
+        "mmod.prefill_flops(model, text_tokens, ...) is now mmod.flops(model, mmod.Prompt(text_tokens, ...))",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    images = image_tokens if isinstance(image_tokens, int) else tuple(image_tokens)
+    return flops(model, Prompt(text_tokens, images, protected_tokens), kept)
 
 
 def _blocks(model: nn.Module, stack: BlockStack) -> dict[str, nn.Module]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -14,7 +15,7 @@ from mmod.config import CHANGE, RoutingConfig
 from mmod.methods.base import deciding_together
 from mmod.methods.route import Route
 from mmod.routing.decoder import Predictor
-from mmod.values import check_module, check_value
+from mmod.values import check_fields, check_module, check_value
 
 
 class _Cost(NamedTuple):
@@ -41,38 +42,55 @@ _FORWARD = _Cost(2, 2, 2)
 _STEP = _Cost(6, 7, 4)
 
 
-def prefill_flops(
-    model: nn.Module,
-    text_tokens: int,
-    image_tokens: int | Sequence[int] = 0,
-    kept: float | Mapping[str, float] | None = None,
-    protected_tokens: int = 0,
-) -> PrefillFlops:
-    """Count the FLOPs of one prefill in the language model of a transformers model, dense and routed.
+@dataclass(frozen=True)
+class Prompt:
+    """Numbers of tokens of a prompt, whose prefill `mmod.flops` counts in a language model.
 
-    One FLOP is one multiplication or one addition. Attention counts all computed pairs of queries and keys, as
-    `torch.utils.flop_counter` does; a kernel that skips the masked half spends less. Vision tower and projector are not
-    counted.
+    Which tokens a routed layer may skip follows from their kinds alone, so that no ids are needed.
 
     Args:
-        model: A model with a language part, routed or not.
-        text_tokens: Text tokens of the prompt.
-        image_tokens: Image tokens of the prompt, or those of each image or frame. The router "temporal" takes them as
-            frames of one video.
-        kept: For threshold routing, whose cost depends on the data: share kept of the tokens that may be skipped, for
-            all routed layers or by module name.
+        text_tokens: Text tokens.
+        image_tokens: Image tokens, or those of each image or frame. The router "temporal" takes them as frames of one
+            video.
         protected_tokens: Text tokens that `protected_mask` keeps where text may be skipped.
 
-    Raises:
-        ValueError: No language part, layers that are shared, no tokens, more protected tokens than text, or threshold
-            routing without `kept`.
+    Example:
+        >>> Prompt(text_tokens=40, image_tokens=(576, 576)).tokens
+        1192
     """
-    check_value("text_tokens", text_tokens, int, "[0, inf)")
-    check_value("image_tokens", image_tokens, int | list[int], "[0, inf)")
-    check_value("protected_tokens", protected_tokens, int)
+
+    text_tokens: Annotated[int, "[0, inf)"]
+    image_tokens: Annotated[int | tuple[int, ...], "[0, inf)"] = 0
+    protected_tokens: Annotated[int, "[0, inf)"] = 0
+
+    def __post_init__(self) -> None:
+        check_fields(self)
+        if self.tokens < 1:
+            raise ValueError("a prompt needs at least one token")
+        if self.protected_tokens > self.text_tokens:
+            raise ValueError(
+                f"protected_tokens={self.protected_tokens} must lie between 0 and text_tokens={self.text_tokens}"
+            )
+
+    @property
+    def images(self) -> tuple[int, ...]:
+        """Tokens of each image."""
+        return (self.image_tokens,) if isinstance(self.image_tokens, int) else self.image_tokens
+
+    @property
+    def tokens(self) -> int:
+        """Number of all tokens."""
+        return self.text_tokens + sum(self.images)
+
+
+def count_prefill(model: nn.Module, prompt: Prompt, kept: float | Mapping[str, float] | None = None) -> PrefillFlops:
+    """Count the FLOPs of one prefill in a language model, dense and routed, from its layers alone; see `mmod.flops`.
+
+    Nothing runs: attention counts all computed pairs of queries and keys, as `torch.utils.flop_counter` does, and a
+    kernel that skips the masked half spends less. Vision tower and projector are not counted.
+    """
     check_value("kept", kept, float | Mapping[str, float] | None, "[0, 1]")
-    images = [image_tokens] if isinstance(image_tokens, int) else list(image_tokens)
-    return _Counter(model, _FORWARD, text_tokens, images, kept, protected_tokens).count()
+    return _Counter(model, _FORWARD, prompt, kept).count()
 
 
 def training_flops(model: nn.Module, tokens: int) -> int:
@@ -83,7 +101,7 @@ def training_flops(model: nn.Module, tokens: int) -> int:
     """
     # Training takes the top-k, whatever decides in evaluation.
     with deciding_together(model):
-        counts = _Counter(model, _STEP, tokens).count()
+        counts = _Counter(model, _STEP, Prompt(tokens)).count()
     return counts.routed + (tokens - 1) * counts.rest.routed
 
 
@@ -94,10 +112,8 @@ class _Counter:
         self,
         model: nn.Module,
         cost: _Cost,
-        text: int,
-        images: Sequence[int] = (),
+        prompt: Prompt,
         kept: float | Mapping[str, float] | None = None,
-        protected: int = 0,
     ) -> None:
         check_module(model)
         stack = find_stacks(model).get("language")
@@ -106,19 +122,16 @@ class _Counter:
         self.model = model
         self.stack = stack
         self.cost = cost
-        self.images = images
+        self.images = prompt.images
         self.kept = kept
-        self.tokens = text + sum(images)
-        if self.tokens < 1:
-            raise ValueError("a prompt needs at least one token")
-        if not 0 <= protected <= text:
-            raise ValueError(f"protected_tokens={protected} must lie between 0 and text_tokens={text}")
+        self.tokens = prompt.tokens
         groups = [hook for hook in model_hooks(model) if isinstance(hook, _Groups)]
         # Tokens that may be skipped: those of each image, or all of the prompt.
-        self.free = [self.tokens - protected] if groups and groups[0].tokens == "all" else images
+        text_is_free = bool(groups) and groups[0].tokens == "all"
+        self.free = (self.tokens - prompt.protected_tokens,) if text_is_free else prompt.images
         if groups and groups[0].config.router.reads_frames:
             # The first frame is never skipped.
-            self.free = images[1:]
+            self.free = prompt.images[1:]
 
     def count(self) -> PrefillFlops:
         """Return the FLOPs of all layers, and of the logits of one token."""
@@ -192,9 +205,9 @@ class _Counter:
                 raise ValueError(f"what {name} keeps follows from the data: pass kept, the share of tokens it keeps")
             return int(sum(free) * share)
         if isinstance(config.language.frames, int):
-            free = [config.language.frames] * (sum(free) // config.language.frames)
+            free = (config.language.frames,) * (sum(free) // config.language.frames)
         elif config.language.frames is None:
-            free = [sum(free)]
+            free = (sum(free),)
         return sum(number * capacity.numerator // capacity.denominator for number in free)
 
     def _router_flops(self, block: RoutedBlock) -> int:

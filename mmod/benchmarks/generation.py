@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mmod.analysis.calibrate import between
-from mmod.analysis.prefill import prefill_flops
+from mmod.analysis.flops import flops
+from mmod.analysis.prefill import Prompt
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.analysis.trace import trace
 from mmod.benchmarks.oracle import WrongOutputError, check_close, ungated
@@ -242,7 +243,7 @@ class GenerationModels:
 
     def _flop_speedup(self, model: nn.Module, decisions: Mapping[str, Routing]) -> float:
         kept = {block: _share(routing) for block, routing in decisions.items()}
-        report = prefill_flops(model, self.config.text_tokens, self.image_tokens, kept)
+        report = flops(model, Prompt(self.config.text_tokens, self.image_tokens), kept)
         return report.dense / report.routed
 
     @torch.no_grad()

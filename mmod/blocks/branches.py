@@ -53,10 +53,14 @@ class BranchRows(NamedTuple):
         if self.attend_to_all is not None:
             output = self.attend_to_all(run_on, others, x_BND, z_BKD)
         else:
+            # Hosts take no empty sequence.
             output = run_on(z_BKD, **others) if routing.kept.index_BK.shape[1] else z_BKD
+        # What did not come from the host's branch is not in the tuple that the host's block unpacks.
         if self.in_tuple and not isinstance(output, tuple):
             output = output, None
         y_BKD = output[0] if isinstance(output, tuple) else output
+        # The host adds the result to all tokens: between zeros, the gate weighs the update alone, and skipped tokens
+        # get none.
         nothing_BND = y_BKD.new_zeros(x_BND.shape)
         nothing_BKD = y_BKD.new_zeros(y_BKD.shape)
         out_BND = write_back(nothing_BND, nothing_BKD, y_BKD, routing)
@@ -192,6 +196,7 @@ class OneBranch(Execution):
             selected = call.select_tokens(arguments, z, routing)
             call.begin_update(arguments, z, routing)
             if not rows.slots:
+                # Recorded attention maps keep the index of their layer.
                 call.record_no_attention(z)
         elif self.operator == "attention" and not (call.caches and in_order(z, routing)):
             attends = partial(call.attend_to_all, block, routing=routing)

@@ -66,7 +66,9 @@ def converted_class(mixin: type[Mixin], host: type[nn.Module], shell: Shell = NO
 
     # Libraries identify a model in a saved folder by the name of its class.
     prefix = "" if mixin.keeps_name else mixin.__name__.removesuffix("Block")
+    # The host's module and text, so that tools which tell a class by them still know it.
     members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce, "mod_host": host}
+    # Of two threads that make the class at once, both get the first one.
     bases = [base for base in (shell.outer, mixin, shell.inner, host) if base is not None]
     return _CLASSES.setdefault((mixin, host, shell), type(prefix + host.__name__, tuple(bases), members))
 
@@ -110,6 +112,7 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
             f"this {type(module).__name__} was converted by {_maker(module)}, so {mixin.__name__} cannot convert it: "
             "call mmod.undo_ first"
         )
+    # Nothing is wrapped: parameters keep their names, and hooks and all who hold the module their object.
     module.__class__ = converted
     module.mod_state = state  # type: ignore[assignment]
 
@@ -126,6 +129,7 @@ def modules_of(model: nn.Module, method: str) -> list[Mixin]:
 def make_dense(module: nn.Module) -> None:
     """Give a converted module its host's class back, and so those inside it that the same method converted."""
     assert isinstance(module, Mixin)
+    # Modules inside that another method converted stay converted.
     for inner in modules_of(module, module.mod_method):
         if is_converted(inner):
             _restore(inner)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from mmod.blocks.hook import ModelHook
-from mmod.blocks.span import Grid, StackCalls
+from mmod.blocks.passes import Grid, StackCalls
 from mmod.threads import PerThread
 
 

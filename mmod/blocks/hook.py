@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from mmod.blocks.conversion import host_class
-from mmod.blocks.span import ReadBlocks, StackCall, StackCalls
+from mmod.blocks.passes import ReadBlocks, StackCall, StackCalls
 from mmod.threads import PerThread
 from mmod.values import check_module
 
@@ -34,6 +34,7 @@ def attach(module: nn.Module, hook: ModelHook) -> None:
     """Call a hook before every forward pass of a module, and after it if it has an `after`."""
     module.register_forward_pre_hook(hook, with_kwargs=True)
     if type(hook).after is not ModelHook.after:
+        # A call that failed ends too: its passes must not stay open.
         module.register_forward_hook(hook.after, with_kwargs=True, always_call=True)
 
 
@@ -55,6 +56,7 @@ def detach_hooks(model: nn.Module, kind: type = ModelHook) -> None:
         for key, before in list(module._forward_pre_hooks.items()):
             if isinstance(before, kind):
                 del module._forward_pre_hooks[key]
+                # Torch notes in a table of its own which hooks take keywords.
                 module._forward_pre_hooks_with_kwargs.pop(key, None)
         for key, after in list(module._forward_hooks.items()):
             if isinstance(getattr(after, "__self__", None), kind):
@@ -98,6 +100,7 @@ class SpanHook(ModelHook):
         """Begin a call; decide whether blocks pass on rows in it."""
         calls = self.calls.value
         outer, _ = calls.current()
+        # By its frame one tells later whether the call still runs, which an interrupt ends without a word.
         frame = None if torch.compiler.is_compiling() else sys._getframe(1)
         calls.begin(StackCall(outer, self.is_unobserved(module), self.host, frame, self.read_blocks))
 
@@ -125,6 +128,7 @@ class SpanHook(ModelHook):
         if not all(runs_code_of(self.host, module, name) for name in _RUNNING if hasattr(type(module), name)):
             return False
         blocks: Any = module.get_submodule(self.name)
+        # A subclass may run its blocks in another way.
         if type(blocks) not in (nn.Sequential, nn.ModuleList) or "forward" in vars(blocks):
             return False
         return len(blocks) == len(self.blocks) and all(a is b for a, b in zip(blocks, self.blocks))

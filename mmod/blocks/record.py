@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 
 from mmod.blocks.conversion import Mixin
-from mmod.blocks.span import recomputing
+from mmod.blocks.passes import recomputing
 from mmod.routing import Routing
 from mmod.threads import PerThread
 
@@ -31,9 +31,14 @@ class Record:
 
     def keep(self, place: str, routing: Routing) -> None:
         """Record a decision, unless gradient checkpointing repeats it."""
-        if not recomputing():
+        if recomputing():
+            return
+        if place:
             self.decisions[place] = routing
-            self.fresh = True
+        else:
+            # A module that decides once: a compiler that reads the old decisions would guard on their number.
+            self.decisions = {"": routing}
+        self.fresh = True
 
 
 class Records(PerThread[Record]):

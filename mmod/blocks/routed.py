@@ -50,6 +50,10 @@ class RoutedState:
         passes_rows: The next block shares the span's scores, and can take rows instead of all tokens.
         observes: The span reads importance from this block's attention, or from what it changes, after which the block
             decides.
+
+    Attributes:
+        begins: The block is the first module of its span.
+        ends: The block is the last module of its span.
     """
 
     call: BlockCall
@@ -61,6 +65,12 @@ class RoutedState:
     observes: bool = False
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
     records: Records = field(default_factory=Records, init=False, repr=False)
+    begins: bool = field(init=False)
+    ends: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begins = self.place == 0
+        self.ends = self.span is None or self.place == self.span.last
 
     @property
     def routing(self) -> Routing | None:
@@ -188,6 +198,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         state = self.mod_state
         call = state.call
         execution = state.execution
+        # Most hosts pass tokens alone, and binding takes time.
         arguments = call.bind(args, kwargs) if args or kwargs else {}
         router = self.router
         span = state.span
@@ -195,7 +206,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         shared = None
         rows = None
         if span is not None and (not call.caches or self.shares(arguments)):
-            shared = span.enter(x, state.place, router, self.training)
+            shared = span.enter(x, state, router, self.training)
         if span is not None and shared is not None and shared.rows is not None:
             x, rows = span.take_rows(x, shared, router)
         if execution.between_halves:
@@ -208,12 +219,13 @@ class RoutedBlock(Deciding, ConvertedBlock):
         else:
             routing = None
             if shared.rows is not None or shared.decisions:
-                routing = span.decided(scored, shared, state.place, router, tokens)
+                routing = span.decided(scored, shared, state, router, tokens)
             if routing is None:
                 routing = router(scored, shared.score_BN, tokens)
-            if state.place < span.last:
-                span.remember(routing, shared, state.place, router, tokens)
+            if not state.ends:
+                span.remember(routing, shared, state, router, tokens)
         record = state.records.value
+        # Elsewhere nobody reads the decision, which would keep its tensors alive.
         if self.training or record.traced:
             record.keep("", routing)
         # Gather, run and write back.
@@ -257,6 +269,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
             y, shared.score_BN = self.observe(attend, z, valid_BN, self.router.config.importance)
         else:
             y = attend()
+        # The decision that follows narrows rows which were passed on; rows of its own go back to all tokens.
         if rows is held or rows is None:
             return y
         return rows.write_back(y)
@@ -272,6 +285,7 @@ class ImportanceBlock(ConvertedBlock):
         if isinstance(x, fx.Proxy):
             return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
+        # A loss alone reads the importance, and only in training.
         if not state.wanted:
             return super().forward(x, *args, **kwargs)
         shared = state.span.begin(x)

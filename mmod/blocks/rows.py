@@ -30,7 +30,7 @@ from mmod.ops import (
     pack_rows,
 )
 from mmod.ops.casting import autocasts
-from mmod.routing import Router, Routing
+from mmod.routing import Routing, Rule
 from mmod.threads import PerThread
 
 
@@ -88,8 +88,10 @@ def write_back(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) ->
     kept = routing.kept
     joined = routing.joined
     gate_BK, skipped_BN = routing.weights
+    # Under autocast a block may return half precision for tokens in fp32.
     y_BKD = y_BKD.to(x_BND.dtype)
     if joined.slot_BN is not None:
+        # Tokens of a group get the update of their row, not the row, so that they still differ.
         update_BKD = lerp_rows(z_BKD, y_BKD, gate_BK) - z_BKD
         return add_updates(x_BND, update_BKD, joined.slot_BN, all_join=joined.all)
     if skipped_BN is not None:
@@ -117,7 +119,7 @@ class Rows:
 
     Attributes:
         routing: The last decision.
-        router: The router of the first block, if blocks pass on the rows.
+        rule: The rule of the first block, if blocks pass on the rows.
         packing: Sources of packed rows; None for padded ones.
     """
 
@@ -125,7 +127,7 @@ class Rows:
     norm: nn.Module | None = None
     weighs: bool = True
     routing: Routing = field(init=False)
-    router: Router | None = field(default=None, init=False)
+    rule: Rule | None = field(default=None, init=False)
     packing: Packing | None = field(default=None, init=False)
     _steps: list[_Step] = field(default_factory=list, init=False)
 
@@ -139,10 +141,10 @@ class Rows:
         """Whether there are fewer rows than tokens, and no empty ones."""
         return self.routing.kept.valid_BK is None and self.slots < self.x_BND.shape[1]
 
-    def serves(self, router: Router) -> bool:
+    def serves(self, rule: Rule) -> bool:
         """Return whether a block can select among the rows, or keeps all of them."""
-        assert self.router is not None
-        return router.config.joins or router.capacity == self.router.capacity
+        assert self.rule is not None
+        return rule.config.joins or rule.matches(self.rule)
 
     def gather(self, rows_BND: Tensor, routing: Routing) -> Tensor:
         """Return the rows of a decision about all tokens, from all of them or from rows of the previous decision."""
@@ -160,6 +162,7 @@ class Rows:
     def write_back(self, y_BKD: Tensor) -> Tensor:
         """Return all tokens after the last block, from its rows."""
         for x_BND, z_BKD, routing in reversed(self._steps):
+            # Each narrowing is undone by its own decision, the last one first.
             y_BKD = write_back(x_BND, z_BKD, y_BKD, routing)
         return y_BKD
 
@@ -221,6 +224,7 @@ class RowsInPlace(AllTokens):
         routing = self.routing if self.weighs else without_gate(self.routing)
         if routing.kept.valid_BK is None:
             return write_back(x_BND, x_BND, y_BKD, routing)
+        # A skipped token of a decoding step ran too, which keeps shapes and addresses; its result is dropped here.
         new_B1D = lerp_rows(x_BND, y_BKD.to(x_BND.dtype), routing.weights.gate_BK)
         return torch.where(routing.kept.valid_BK.unsqueeze(-1), new_B1D, reweigh(x_BND, routing.weights.skipped_BN))
 
@@ -287,6 +291,7 @@ class WeighedBranch(NamedTuple):
         output = forward(*args, **kwargs)
         if self.gate_BK is None:
             return output
+        # Attention of a decoder layer also returns its map.
         first = output[0] if isinstance(output, tuple) else output
         first = first * self.gate_BK.unsqueeze(-1).to(first.dtype)
         return (first, *output[1:]) if isinstance(output, tuple) else first
@@ -330,6 +335,7 @@ class KeptTokens(Execution):
         """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
         kept = routing.kept
         call = self.call
+        # Without the total, packing would wait for the device to know its shapes.
         differ = kept.valid_BK is not None and kept.total and not self.among_all
         if differ and call.can_pack(cast(nn.Module, block), arguments):
             return PackedRows(x, weighs=self.weighs)
@@ -356,15 +362,18 @@ class KeptTokens(Execution):
             # With one token per sample, all kept, the arguments need no change.
             unchanged = isinstance(rows, RowsInPlace) and routing.kept.valid_BK is None
             narrowed_to = None if unchanged else routing
+            # The mask joins the cache's keys with the new ones, so it is narrowed before the cache hears of these.
             selected = call.select_tokens(arguments, rows.x_BND, narrowed_to)
             call.begin_update(arguments, rows.x_BND, narrowed_to)
             arguments = selected
+        # Hosts take no empty sequence.
         if not routing.kept.index_BK.shape[1]:
             call.record_no_attention(rows.x_BND)
             return z
         filled = routing.kept.valid_BK is None and routing.joined.size_BK is None
         if not call.caches and (arguments or call.narrows_always or not filled):
             arguments = call.select_tokens(arguments, rows.x_BND, routing)
+        # The ordinary case enters no context: at batch 1 each call is paid for.
         if self.weighs:
             return host(z, **arguments)
         with self.gated(block, routing.weights.gate_BK):
@@ -380,6 +389,7 @@ class KeptTokens(Execution):
         attention = attend_within(rows.packing)
         with self.gated(block, rows.gate_1T):
             y: Tensor = attention.run(host, (z,), packed)
+        # Otherwise the images of the sequence attended to each other.
         if not attention.calls:
             raise RuntimeError("packed rows need fused attention: this block called no scaled_dot_product_attention")
         return y

@@ -1,392 +1,44 @@
-"""Spans of routed blocks, and state that belongs to the tensors of a forward pass.
+"""Spans of routed blocks: runs of consecutive ones that share scores, decisions and rows.
 
-A span is a run of consecutive routed blocks that share scores, with the dense block in front of it if they read that
-block's importance. What the blocks of a span share in a forward pass is found by the tensor that one block returned and
-the next one got. A thread may therefore have several batches between two blocks: a pipeline, or a user's own loop. In a
-call in which nothing reads the tokens between blocks, the order of the blocks tells it.
+The dense block in front belongs to a span whose blocks read its importance. What the blocks share in a forward pass
+belongs to the tensors of the pass, see `mmod.blocks.passes`. A span of blocks is not `language.tokens="span"`, which is
+about runs of image tokens.
 
 Axes: B images or samples, N tokens.
 """
 
 from __future__ import annotations
 
-import sys
-import weakref
-from collections.abc import Callable, Collection
-from fractions import Fraction
-from types import FrameType
-from typing import Any, Generic, NamedTuple, NoReturn, Protocol, TypeVar
+from typing import NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from mmod.blocks.passes import Pass, Passes, StackCalls, recomputing
 from mmod.blocks.rows import Rows, gather
-from mmod.config import RoutingConfig
-from mmod.routing import Router, Routing, TokenGroups, TokenMarks
+from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMarks
 from mmod.threads import PerThread
-
-# How many unfinished passes, and grids that wait for one, a thread remembers of a stack outside calls of the model.
-UNFINISHED = 8
-
-
-def recomputing() -> bool:
-    """Return whether this code runs inside a backward pass, that is, recomputes a checkpointed forward."""
-    if torch.compiler.is_compiling():
-        return False
-    return torch._C._current_graph_task_id() != -1
-
-
-ReadBlocks = Callable[[], Collection[int] | None]
-"""Returns the numbers of the blocks whose output the running call of a host collects; None for all blocks."""
-
-
-class StackCall:
-    """A call of the module that holds a stack of blocks; the root, without `outer`, stands for code outside any.
-
-    Args:
-        outer: The call around it in this thread, if any.
-        unobserved: The host's own code runs the blocks in order, and nothing reads the tokens between them. Blocks may
-            then pass on rows, and tensors are not remembered.
-        host: Package of the host's code.
-        frame: The frame of the call; None for the root and while compiling.
-        read_blocks: Returns the numbers of the blocks whose output the host collects in the running call; None for all.
-
-    Attributes:
-        passes: Observed passes that began in it, or came from a call around it, oldest first.
-        latest: The unobserved pass that began last.
-        task: The backward pass in which the call began, which then recomputes the model as a whole; -1 for none.
-    """
-
-    def __init__(
-        self,
-        outer: StackCall | None = None,
-        unobserved: bool = False,
-        host: str = "",
-        frame: FrameType | None = None,
-        read_blocks: ReadBlocks | None = None,
-    ) -> None:
-        self.outer = outer
-        self.unobserved = unobserved
-        self.host = host
-        self.frame = frame
-        self.read_blocks = read_blocks
-        self.passes: list[Pass] = []
-        self.latest: Pass | None = None
-        # A thread may meet a stack for the first time inside a backward pass: the root began before it.
-        self.task = -1
-        if outer is not None and not torch.compiler.is_compiling():
-            self.task = torch._C._current_graph_task_id()
-
-
-Grid = tuple[int, int]
-"""Rows and columns of patches."""
-
-
-class StackCalls:
-    """The calls of a stack in one thread: the running one, inside those around it.
-
-    Attributes:
-        entered: The pass that entered a block last.
-    """
-
-    def __init__(self) -> None:
-        self.running = StackCall()
-        self.entered: Pass | None = None
-        self._grids: list[Grid | None] = []
-        self._began = False
-
-    def begin(self, call: StackCall) -> None:
-        """Begin a call of the module that holds the blocks, inside the running one."""
-        self.running = call
-
-    def end(self) -> None:
-        """End the running call, with its unfinished passes."""
-        if self.running.outer is not None:
-            self.running = self.running.outer
-        self.entered = None
-        self._grids = []
-
-    def current(self) -> tuple[StackCall, bool]:
-        """Return the call that this code runs in, and whether the host's code alone leads here from its beginning.
-
-        A KeyboardInterrupt ends a call without a word, because torch runs hooks after an `Exception` only; and a hook
-        inside a call may run the blocks by itself. Both show in the frames.
-        """
-        if torch.compiler.is_compiling():
-            return self.running, True
-        while self.running.frame is not None and self.running.outer is not None:
-            packages = _packages_since(self.running.frame)
-            if packages is not None:
-                return self.running, packages <= {self.running.host, "torch", "mmod"}
-            self.running = self.running.outer
-        return self.running, True
-
-    def show_grid(self, grid: Grid | None) -> None:
-        """Take the grid of patches that were made for the next pass."""
-        if self._began:
-            self._grids = []
-        self._began = False
-        self._grids = [*self._grids[1 - UNFINISHED :], grid]
-
-    def take_grid(self) -> Grid | None:
-        """Return the grid of a pass that begins; None where patches of several grids wait for their passes."""
-        self._began = True
-        if any(grid != self._grids[0] for grid in self._grids):
-            return None
-        return self._grids[0] if self._grids else None
-
-
-def _packages_since(beginning: FrameType) -> set[str] | None:
-    """Return the packages whose code runs between a frame and here; None if the frame does not run any more."""
-    packages = set()
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not beginning:
-        if frame is None:
-            return None
-        packages.add(str(frame.f_globals.get("__name__", "")).partition(".")[0])
-        frame = frame.f_back
-    return packages
-
-
-class Pass:
-    """What the modules of a run share in one forward pass; what they share in particular derives from it.
-
-    It must not hold a tensor that is handed on: the pass is kept while that tensor lives, so neither would be freed.
-
-    Attributes:
-        place: Place of the last module that the pass entered.
-        owner: The `Passes` that made it.
-        shape: Shape of the first module's input (B, N).
-        grid: Rows and columns of the images' patches, where a score reads them; else None.
-        unobserved: See `StackCall`.
-        by_host: The host's own code runs the modules, in a call of the model.
-        read_blocks: Numbers of the blocks whose output the host collects in an unobserved pass.
-        busy: A module was entered and not left: it runs, or it failed.
-    """
-
-    def __init__(self) -> None:
-        self.place = 0
-        self.owner: object = None
-        self.shape: tuple[int, ...] = ()
-        self.grid: Grid | None = None
-        self.unobserved = False
-        self.by_host = False
-        self.read_blocks: Collection[int] = ()
-        self.busy = False
-
-
-AnyPass = TypeVar("AnyPass", bound=Pass)
-
-
-class _Remembered(NamedTuple):
-    """A tensor between two modules, and the pass that it belongs to.
-
-    Args:
-        tensor: The tensor, or what it is a view of.
-        address: Where the values of `tensor` lie.
-        look: See `_look`.
-    """
-
-    tensor: weakref.ref[Tensor]
-    address: int
-    look: tuple[int, ...]
-    found: Any
-
-
-class Passes(Generic[AnyPass]):
-    """Finds the forward pass that an input of one of several consecutive modules belongs to.
-
-    - The first module begins a pass. A later one finds it by its input: the tensor that the module before returned.
-    - Code between two modules may make a new tensor (a hook, a move to another device), and compilers cannot compare
-      tensors. The input then belongs to the only unfinished pass of the running call, or outside calls to the only
-      one of the thread. If there are several, the module raises instead of guessing.
-    - A pass is unfinished until its last module is entered, or the call of the model in which it runs ends. After a
-      failure in a module, it goes on only if that module gets the same tensor again.
-    - Gradient checkpointing recomputes modules in a backward pass, perhaps in another thread. The first module of a
-      segment finds the pass by its input, which is the same tensor; those after it also by the running backward pass.
-
-    Copies and pickles know no pass.
-
-    Args:
-        calls: The calls of the stack, by thread.
-        make: Makes the state of a pass.
-        last: Place of the last module.
-    """
-
-    def __init__(self, calls: PerThread[StackCalls], make: Callable[[], AnyPass], last: int) -> None:
-        self.calls = calls
-        self.make = make
-        self.last = last
-        self._by_address: dict[int, _Remembered] = {}
-        # The pass that a backward pass recomputes in a thread, with the number of that backward pass.
-        self._recomputed: PerThread[list[tuple[int, AnyPass]]] = PerThread(list)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave the passes out of copies and pickles."""
-        return {**vars(self), "_by_address": {}}
-
-    def begin(self, x: Tensor) -> AnyPass:
-        """Begin a pass with the input of the first module."""
-        started = self.make()
-        started.owner = self
-        started.shape = tuple(x.shape[:2])
-        calls = self.calls.value
-        started.grid = calls.take_grid()
-        call, host_alone = calls.current()
-        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != call.task:
-            # A part of the model is recomputed.
-            self._recomputed.value[:] = [(torch._C._current_graph_task_id(), started)]
-            look = _look(x)
-            match = self._by_address.get(look[0])
-            if match is not None and match.look == look:
-                started.grid = match.found.grid
-            return started
-        started.by_host = host_alone and call.outer is not None
-        started.unobserved = host_alone and call.unobserved
-        if started.unobserved and call.read_blocks is not None:
-            # Known only now: hosts decide what to collect inside their forward.
-            read = call.read_blocks()
-            started.unobserved = read is not None
-            started.read_blocks = () if read is None else read
-        if started.unobserved:
-            call.latest = started
-            return started
-        if call.outer is None:
-            # Outside calls nothing says when a pass was given up, so the oldest are forgotten.
-            del call.passes[: 1 - UNFINISHED]
-        if self.last > 0:
-            call.passes.append(started)
-        if started.grid is not None:
-            # A recomputed first block finds the grid by its input.
-            self.hand_on(started, x)
-        return started
-
-    def find(self, x: Tensor, place: int) -> AnyPass | None:
-        """Return the pass that the input of a later module belongs to; None if no pass reached it.
-
-        Raises:
-            RuntimeError: The input may belong to several passes, or is recomputed and was never seen.
-        """
-        call = self.calls.value.running
-        latest: Any = call.latest
-        if latest is not None and latest.owner is self and not latest.busy and latest.place < place:
-            # Nothing reads the tokens between modules: their order tells the pass, and no tensor is remembered.
-            latest.place = place
-            following: AnyPass = latest
-            return following
-        found = None
-        if not torch.compiler.is_compiling():
-            look = _look(x)
-            match = self._by_address.get(look[0])
-            tensor = None if match is None or match.look != look else match.tensor()
-            # Memory may be given to another tensor while the first one lives.
-            if match is not None and tensor is not None and tensor.data_ptr() == match.address:
-                found = match.found
-            if torch._C._current_graph_task_id() != call.task:
-                return self._find_recomputed(found)
-        if found is None:
-            call, _ = self.calls.value.current()
-            found = self._only_unfinished(x, place, call)
-            if found is None:
-                return None
-            if torch.compiler.is_compiling() or not x.is_inference():
-                # To be found again where it is recomputed. A buffer of inference mode may hold another batch later.
-                self.hand_on(found, x)
-        found.place = place
-        if place >= self.last and call.outer is None:
-            call.passes = [other for other in call.passes if other is not found]
-        return found
-
-    def hand_on(self, current: AnyPass, y: Tensor) -> None:
-        """Remember that a tensor between two modules belongs to a pass."""
-        if torch.compiler.is_compiling():
-            return
-        look = _look(y)
-        address = look[0]
-        if not address:
-            return
-        remembered = self._by_address
-
-        def forget(tensor: weakref.ref[Tensor]) -> None:
-            # Another tensor may lie there by now.
-            if address in remembered and remembered[address].tensor is tensor:
-                del remembered[address]
-
-        # FSDP2 gives a block a view of the tensor that checkpointing keeps.
-        kept = y if y._base is None else y._base
-        remembered[address] = _Remembered(weakref.ref(kept, forget), kept.data_ptr(), look, current)
-
-    def _only_unfinished(self, x: Tensor, place: int, call: StackCall) -> Any:
-        """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""
-        level: StackCall | None = call
-        while level is not None:
-            reachable = [
-                other for other in level.passes if other.owner is self and other.place < place and not other.busy
-            ]
-            if len(reachable) > 1:
-                reachable = [other for other in reachable if other.shape == x.shape[:2]]
-            if len(reachable) > 1:
-                # Passes that were given up should raise this error only once.
-                level.passes = [other for other in level.passes if all(other is not item for item in reachable)]
-                raise RuntimeError(
-                    f"{len(reachable)} forward passes are unfinished at this routed block, and its input is none of "
-                    "the tensors that the block before returned, so the pass that it belongs to is unknown: pass the "
-                    "tensors on unchanged, or run one batch after the other, or call the whole model. The unfinished "
-                    "passes are forgotten now"
-                )
-            if reachable:
-                found = reachable[0]
-                if level is not call:
-                    # The embedding of captions, for one, stands in front of the module that holds the blocks.
-                    level.passes = [other for other in level.passes if other is not found]
-                    call.passes.append(found)
-                return found
-            level = level.outer
-        return None
-
-    def _find_recomputed(self, found: AnyPass | None) -> AnyPass | None:
-        """Return the pass that the running backward pass recomputes: the one found by the input, or the last such."""
-        task = torch._C._current_graph_task_id()
-        if found is not None:
-            self._recomputed.value[:] = [(task, found)]
-            return found
-        for number, current in self._recomputed.value:
-            if number == task:
-                return current
-        raise RuntimeError(
-            "gradient checkpointing runs a routed block again on an input that it never had: checkpointing that "
-            "moves or copies inputs in between cannot be combined with this router"
-        )
-
-
-def _look(x: Tensor) -> tuple[int, ...]:
-    """Return what a tensor is told by: where its values lie, how often they were changed in place, and their layout.
-
-    The first number is 0 for a tensor without values of its own.
-    """
-    if type(x) is not Tensor or x.is_meta or torch._C._functorch.is_functorch_wrapped_tensor(x):
-        return (0,)
-    # Tensors of inference mode do not count changes.
-    version = 0 if x.is_inference() else x._version
-    return (x.data_ptr(), version, *x.shape[:2], *x.stride())
 
 
 class Decision(NamedTuple):
     """A decision of one block of a span, and what it was made by."""
 
-    config: RoutingConfig
-    capacity: Fraction
+    rule: Rule
     tokens: TokenMarks | TokenGroups
     routing: Routing
 
 
 class InSpan(Protocol):
-    """What a span reads of a block's state: its place in the span, its number in the stack, whether the next block can
-    take rows.
+    """What a span reads of a block's state.
+
+    Compilers guard on every number that they read. A graph that reads `place`, or the `number` in the stack, serves one
+    block; one that reads only `begins` and `ends` serves all blocks between the first and the last.
     """
 
     place: int
     number: int
+    begins: bool
+    ends: bool
     passes_rows: bool
 
 
@@ -427,7 +79,7 @@ class Span(Passes[SpanPass]):
         self.scored_by_first = scored_by_first
         self.training_only = training_only
 
-    def enter(self, x: Tensor, place: int, router: Router, training: bool) -> SpanPass | None:
+    def enter(self, x: Tensor, state: InSpan, router: Router, training: bool) -> SpanPass | None:
         """Return the pass of a block's input (B, N, D), or of rows that were passed on (B, K, D); None without one.
 
         The first block begins it.
@@ -439,12 +91,15 @@ class Span(Passes[SpanPass]):
         if self.training_only and not training:
             return None
         found: SpanPass | None
-        if place == 0:
+        compiling = torch.compiler.is_compiling()
+        if state.begins:
             found = self.begin(x)
         else:
-            found = self.find(x, place)
+            # Outside calls of the model, where batches may be in flight in stages, places tell them apart.
+            in_order = compiling and self.calls.value.running.outer is not None
+            found = self.find(x, None if in_order else state.place)
             # An unobserved pass may hand on rows instead of all tokens.
-            watched = found is not None and not found.unobserved and not torch.compiler.is_compiling()
+            watched = found is not None and not found.unobserved and not compiling
             if found is not None and watched and found.shape != x.shape[:2]:
                 self._refuse_shape(x, found)
         if found is not None:
@@ -456,8 +111,8 @@ class Span(Passes[SpanPass]):
         score = router.config.router
         if self.scored_by_first and not score.learns and not score.same_everywhere:
             raise ValueError(
-                f"{self.names[place]} decides by the scores that {self.names[0]} computes, and its input comes from no "
-                f"pass through that block: run the whole model, or begin at {self.names[0]}"
+                f"{self.names[state.place]} decides by the scores that {self.names[0]} computes, and its input comes "
+                f"from no pass through that block: run the whole model, or begin at {self.names[0]}"
             )
         return None
 
@@ -469,7 +124,7 @@ class Span(Passes[SpanPass]):
         )
 
     def decided(
-        self, x_BND: Tensor, shared: SpanPass, place: int, router: Router, tokens: TokenMarks | TokenGroups
+        self, x_BND: Tensor, shared: SpanPass, state: InSpan, router: Router, tokens: TokenMarks | TokenGroups
     ) -> Routing | None:
         """Return a block's decision if the span knows it, or makes it among the tokens kept before; else None.
 
@@ -486,10 +141,10 @@ class Span(Passes[SpanPass]):
             )
         if not self._reuses(router):
             return None
-        known = self._same_rule(shared, place, router, x_BND.device, tokens)
+        known = self._same_rule(shared, state.place, router, x_BND.device, tokens)
         if known is not None or not joins:
             return known
-        earlier = self.before(shared, place, x_BND.device)
+        earlier = self.before(shared, state.place, x_BND.device)
         if earlier is None:
             return None
         # Scores that are shared where tokens join never learn.
@@ -499,7 +154,7 @@ class Span(Passes[SpanPass]):
         return narrowed
 
     def remember(
-        self, routing: Routing, shared: SpanPass, place: int, router: Router, tokens: TokenMarks | TokenGroups
+        self, routing: Routing, shared: SpanPass, state: InSpan, router: Router, tokens: TokenMarks | TokenGroups
     ) -> None:
         """Keep a block's decision, and the scores if it is the first to compute them, for the blocks after it."""
         if shared.score_BN is None and self.scored_by_first:
@@ -507,8 +162,7 @@ class Span(Passes[SpanPass]):
             learns = router.config.router.learns
             shared.trains = learns and any(weight.requires_grad for weight in router.parameters())
         if self._reuses(router):
-            rule = router.rule
-            shared.decisions[place] = Decision(rule.config, rule.capacity, tokens, routing)
+            shared.decisions[state.place] = Decision(router.rule, tokens, routing)
 
     def before(self, shared: SpanPass, place: int, device: torch.device) -> Routing | None:
         """Return the decision of the block before, if skipped tokens joined others in it; None for all tokens."""
@@ -522,7 +176,7 @@ class Span(Passes[SpanPass]):
     def take_rows(self, x: Tensor, shared: SpanPass, router: Router) -> tuple[Tensor, Rows | None]:
         """Return x and the rows passed on, if the block can run on them; else all tokens and None."""
         rows = shared.rows
-        if rows is None or rows.serves(router):
+        if rows is None or rows.serves(router.rule):
             return x, rows
         shared.rows = None
         return rows.write_back(x), None
@@ -530,15 +184,17 @@ class Span(Passes[SpanPass]):
     def leave(self, y: Tensor, shared: SpanPass, rows: Rows, router: Router, state: InSpan) -> Tensor:
         """Return all tokens after a block (B, N, D), or its rows if the next block takes them."""
         shared.busy = False
-        passes_on = state.passes_rows and shared.unobserved and state.number not in shared.read_blocks
+        # The block's number is read only where there are some to compare, see `InSpan`.
+        is_read = bool(shared.read_blocks) and state.number in shared.read_blocks
+        passes_on = state.passes_rows and shared.unobserved and not is_read
         if passes_on and rows.shrinks and router.shares_decisions:
-            if rows.router is None:
-                rows.router = router
+            if rows.rule is None:
+                rows.rule = router.rule
             shared.rows = rows
             return y
         shared.rows = None
         y = rows.write_back(y)
-        if state.place < self.last and not shared.unobserved:
+        if not state.ends and not shared.unobserved:
             self.hand_on(shared, y)
         return y
 
@@ -554,7 +210,7 @@ class Span(Passes[SpanPass]):
         rule = router.rule
         for number in range(place, -1, -1):
             made = shared.decisions.get(number)
-            if made is None or made.config is not rule.config or made.capacity != rule.capacity:
+            if made is None or not made.rule.matches(rule):
                 continue
             if rule.config.joins:
                 return made.routing.to(device)

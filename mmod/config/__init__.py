@@ -1,8 +1,9 @@
-"""Routing configs, plans and their parts; registries of scores, presets and losses."""
+"""Routing configs and their parts; registries of scores, presets and losses."""
 
 # The one list of this package's names.
 # ruff: noqa: F401
 from mmod.config.audit import AuditConfig
+from mmod.config.former import Plan
 from mmod.config.parts import (
     CHANGE,
     GATES,
@@ -16,7 +17,7 @@ from mmod.config.parts import (
     WithImportance,
     spelled,
 )
-from mmod.config.plan import Plan, rational, rescaled
+from mmod.config.plan import rational, rescaled
 from mmod.config.presets import Preset, preset, preset_arguments, presets, read_routing
 from mmod.config.registry import LOSSES, PRESETS, SCORES, register_loss, register_preset, register_score, revised, score
 from mmod.config.routing import LAYOUTS, ROUTING_FIELDS, RoutingConfig

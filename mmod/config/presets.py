@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mmod.config.parts import Score, spelled
-from mmod.config.plan import DEPTH, Plan, rescaled
+from mmod.config.plan import DEPTH, rescaled
 from mmod.config.registry import PARTS, PRESETS, revised
 from mmod.config.routing import ROUTING_FIELDS, RoutingConfig
 from mmod.io.tables import markdown_table
@@ -64,7 +64,7 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
         if "blocks" not in changes and isinstance(changes.get("capacity"), numbers.Real):
             changes["capacity"] = rescaled(planned, changes["capacity"])
         elif "blocks" in changes and "capacity" not in changes and depth is not None:
-            chosen = RoutingConfig(blocks=changes["blocks"]).plan(depth).blocks
+            chosen = RoutingConfig(blocks=changes["blocks"]).resolved(depth).blocks
             if len(chosen) != len(planned):
                 raise ValueError(
                     f"preset {name!r} plans capacities for {len(planned)} blocks, and blocks={changes['blocks']!r} are "
@@ -129,12 +129,9 @@ class Preset(RoutingConfig):
         """Return the routing config for a model of `depth` blocks."""
         return preset(self.preset, depth, **self.changes)
 
-    def plan(self, depth: int) -> Plan:
-        """Return the plan for a model of `depth` blocks."""
-        return self.at_depth(depth).plan(depth)
-
-    def resolved(self, depth: int) -> RoutingConfig:
+    def resolved(self, depth: int | None = None) -> RoutingConfig:
         """Return the routing config for a model of `depth` blocks, with every block written out."""
+        depth = self._known_depth() if depth is None else depth
         return self.at_depth(depth).resolved(depth)
 
     def replace(self, **changes: Any) -> RoutingConfig:

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from mmod.config.parts import CHANGE, IMPORTANCE, Gate, LanguageRouting, Merged, Score, Threshold, plain, spelled
-from mmod.config.plan import CONTEXTS, DEPTH, OPERATORS, Plan
+from mmod.config.parts import (
+    CHANGE,
+    IMPORTANCE,
+    Gate,
+    LanguageRouting,
+    Merged,
+    Score,
+    Threshold,
+    WithImportance,
+    plain,
+    spelled,
+)
+from mmod.config.plan import CONTEXTS, DEPTH, OPERATORS, Row, check_blocks, check_rows, table_of
 from mmod.config.registry import LOSSES, SCORES, read_parts, revised
+from mmod.io.files import check_free, check_regular, parse_json, write_atomically
 from mmod.values import check_fields, check_value, refuse_unknown
 
 if TYPE_CHECKING:
@@ -27,6 +42,9 @@ ScoreFunction = Callable[["Tensor"], "Tensor"]
 @dataclass(frozen=True, init=False)
 class RoutingConfig:
     """How a model is routed: which blocks, which tokens they keep, at what weight, and what skipped tokens do.
+
+    A config whose blocks are written out is a plan: `resolved` returns it, searches and schedules find it, and it
+    prints as a table.
 
     `router`, `select`, `gate`, `skipped` and `language` take a name where the defaults suffice, a value such as
     `mmod.Gate("tanh", scale=0.1)`, or the mapping that a file holds: `gate: {name: tanh, scale: 0.1}`. A config prints
@@ -59,6 +77,7 @@ class RoutingConfig:
             of the kept share from `capacity`, and "importance" is the binary cross-entropy between a learned score and
             the selection by importance. Others are registered losses.
         language: Options that only the layers of a language model have, see `LanguageRouting`.
+        depth: Number of blocks of the model that the blocks are chosen for, which routing checks; None for any.
 
     Attributes:
         joins: Whether skipped tokens join a kept one: they follow it or merge with it.
@@ -83,6 +102,7 @@ class RoutingConfig:
     protect_prefix: bool
     losses: Mapping[str, float]
     language: LanguageRouting
+    depth: Annotated[int | None, DEPTH]
     if TYPE_CHECKING:
         joins: bool
         merges_inside: bool
@@ -101,13 +121,14 @@ class RoutingConfig:
         protect_prefix: bool = True,
         losses: Mapping[str, float] | None = None,
         language: LanguageRouting | Mapping[str, Any] | None = None,
+        depth: int | None = None,
     ) -> None:
         parts = {"router": router, "select": select, "gate": gate, "skipped": skipped, "language": language}
         losses = {} if losses is None else losses
         check_value("losses", losses, Mapping[str, float], "(0, inf)")
         # A frozen dataclass refuses assignments.
         vars(self).update(read_parts(parts), capacity=capacity, context=context, operator=operator, blocks=blocks)
-        vars(self).update(protect_prefix=protect_prefix, losses=dict(losses))
+        vars(self).update(protect_prefix=protect_prefix, losses=dict(losses), depth=depth)
         # Read in every forward pass.
         vars(self)["joins"] = self.skipped not in ("pass", "scale")
         vars(self)["merges_inside"] = isinstance(self.skipped, Merged) and self.skipped.before == "mlp"
@@ -120,6 +141,8 @@ class RoutingConfig:
         self._check_score()
         self._check_skipped()
         self._check_language()
+        if self.depth is not None:
+            self._rows_at(self.depth)
 
     @property
     def importance(self) -> str:
@@ -238,96 +261,148 @@ class RoutingConfig:
                 "language.predictor needs the loss 'membership', which trains it: add it to losses, as with 0.01"
             )
 
-    def plan(self, depth: int) -> Plan:
-        """Return the plan for a model of `depth` blocks; selection, losses and language options are not part of it."""
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Index, capacity, operator and context of each routed block.
+
+        Raises:
+            ValueError: The depth is not known, see `resolved`.
+        """
+        return self._rows_at(self._known_depth())
+
+    @property
+    def mean_capacity(self) -> float:
+        """Share of all block-token pairs that are computed; raises as `rows` does."""
+        depth = self._known_depth()
+        return (depth - len(self.rows) + sum(capacity for _, capacity, _, _ in self.rows)) / depth
+
+    def _known_depth(self) -> int:
+        if self.depth is None:
+            raise ValueError(
+                "this config is for models of any depth: call config.resolved(number of blocks), which writes its "
+                "blocks out"
+            )
+        return self.depth
+
+    def _rows_at(self, depth: int) -> tuple[Row, ...]:
+        """Return the rows for a model of `depth` blocks."""
         check_value("depth", depth, int, DEPTH)
-        layouts = {"every_other": range(1, depth, 2), "late": range(max(1, depth // 3), depth), "all": range(depth)}
+        if self.depth not in (None, depth):
+            raise ValueError(f"this config is for {self.depth} blocks, the model has {depth}")
         if isinstance(self.blocks, str):
+            layouts = {"every_other": range(1, depth, 2), "late": range(max(1, depth // 3), depth), "all": range(depth)}
             blocks = tuple(layouts[self.blocks])
         else:
             blocks = tuple(sorted(int(block) for block in self.blocks))
-
-        def by_block(value: Any) -> tuple[Any, ...]:
-            return value if isinstance(value, tuple) else (value,) * len(blocks)
-
-        capacities, operators, contexts = map(by_block, (self.capacity, self.operator, self.context))
-        return Plan(blocks, capacities, depth, operators, contexts, self.router, self.gate, self.protect_prefix)
+        check_blocks(blocks, depth)
+        columns = []
+        for name in ("capacity", "operator", "context"):
+            value = getattr(self, name)
+            columns.append(value if isinstance(value, tuple) else (value,) * len(blocks))
+            if len(columns[-1]) != len(blocks):
+                raise ValueError(f"{len(blocks)} routed blocks need one {name} or as many, got {len(columns[-1])}")
+        rows = tuple(zip(blocks, *columns))
+        check_rows(rows)
+        return rows
 
     def at_depth(self, depth: int) -> RoutingConfig:
         """Return the config for a model of `depth` blocks; it differs only for a preset that depends on the depth."""
         check_value("depth", depth, int, DEPTH)
         return self
 
-    def resolved(self, depth: int) -> RoutingConfig:
+    def resolved(self, depth: int | None = None) -> RoutingConfig:
         """Return the config for a model of `depth` blocks, with every block and its capacity written out.
 
+        Args:
+            depth: Number of blocks; None for the config's own depth.
+
         Example:
-            >>> RoutingConfig(router="norm", blocks="late").resolved(4)
-            RoutingConfig(router='norm', capacity=(0.5, 0.5, 0.5), blocks=(1, 2, 3))
+            >>> plan = RoutingConfig(router="norm", capacity=(0.5, 0.5, 0.25), blocks="late").resolved(4)
+            >>> plan
+            RoutingConfig(router='norm', capacity=(0.5, 0.5, 0.25), blocks=(1, 2, 3), depth=4)
+            >>> print(plan)
+            3 of 4 blocks are routed by norm, mean capacity of all blocks 0.562
+            <BLANKLINE>
+            | blocks | capacity | operator | context |
+            | -----: | -------: | :------- | :------ |
+            |    1-2 |      0.5 | block    | kept    |
+            |      3 |     0.25 | block    | kept    |
         """
-        plan = self.plan(depth)
+        depth = self._known_depth() if depth is None else depth
+        blocks, capacities, operators, contexts = zip(*self._rows_at(depth))
         return self.replace(
-            blocks=plan.blocks,
-            capacity=plan.capacities,
-            operator=_shared_value(plan.operators),
-            context=_shared_value(plan.contexts),
+            blocks=blocks,
+            capacity=capacities,
+            operator=_shared_value(operators),
+            context=_shared_value(contexts),
+            depth=depth,
         )
+
+    def plan(self, depth: int) -> RoutingConfig:
+        """Return `resolved(depth)`, as earlier versions named it."""
+        warnings.warn("config.plan(depth) is now config.resolved(depth)", DeprecationWarning, stacklevel=2)
+        return self.resolved(depth)
 
     @classmethod
-    def from_plan(cls, plan: Plan, **fields: Any) -> RoutingConfig:
-        """Build the config that routes by a plan.
-
-        Args:
-            plan: The blocks, each with its capacity, operator and context, and the score that chooses tokens.
-            fields: Other fields. A router replaces the plan's router and gate, and a mapping without a name changes
-                options of the plan's router. A plan without a router takes "stride" where every capacity is 0 or 1,
-                since nothing is chosen there.
-
-        Example:
-            >>> RoutingConfig.from_plan(Plan((2, 3), (0.0, 0.0), 4, contexts=("all", "all"))).router.name
-            'stride'
-            >>> RoutingConfig.from_plan(Plan((2, 3), (0.0, 0.5), 4, router="norm")).router.name
-            'norm'
-        """
-        check_value("plan", plan, Plan)
-        fields = {"protect_prefix": plan.protect_prefix, **fields}
+    def from_plan(cls, plan: RoutingConfig, **fields: Any) -> RoutingConfig:
+        """Return `plan.replace(**fields)`, as earlier versions spelled it."""
+        warnings.warn("RoutingConfig.from_plan(plan, ...) is now plan.replace(...)", DeprecationWarning, stacklevel=2)
+        check_value("plan", plan, RoutingConfig)
         router = fields.get("router", {})
-        if plan.router is not None and isinstance(router, Mapping) and "name" not in router:
-            fields = revised({"router": plan.router, "gate": plan.gate}, fields)
-        if "router" not in fields:
-            if not set(plan.capacities) <= {0, 1}:
-                raise ValueError(
-                    "this plan has capacities between 0 and 1 and no router: pass one, such as "
-                    "mmod.RoutingConfig.from_plan(plan, router='attention') or mmod.Plan(..., router='attention'); "
-                    f"routers are {', '.join(map(repr, sorted(SCORES)))}"
-                )
-            fields["router"] = "stride"
-        # Blocks that agree share one value, and such blocks may hand on the tokens that they keep.
-        return cls(
-            blocks=plan.blocks,
-            capacity=plan.capacities,
-            operator=_shared_value(plan.operators),
-            context=_shared_value(plan.contexts),
-            **fields,
-        )
+        if not isinstance(router, Mapping) or "name" in router:
+            fields = {"gate": None, **fields}
+        return plan.replace(**fields)
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Return the values of all blocks by the names that plans had for them."""
+            if name not in _NAMES_OF_PLANS:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            field = _NAMES_OF_PLANS[name]
+            warnings.warn(f"{name} of a plan are now its {field}, and rows", DeprecationWarning, stacklevel=2)
+            return tuple(row[("capacity", "operator", "context").index(field) + 1] for row in self.rows)
 
     def replace(self, **changes: Any) -> RoutingConfig:
         """Return a copy with some fields changed; a mapping for a part changes some of its options.
 
+        A gate that is the router's default becomes the default of another router.
+
         Example:
             >>> RoutingConfig(router="linear").replace(gate={"scale": 0.1}).gate
             Gate(name='tanh', scale=0.1)
+            >>> RoutingConfig(router="attention").replace(router="linear").gate.name
+            'tanh'
         """
-        return RoutingConfig.from_dict(revised({name: getattr(self, name) for name in ROUTING_FIELDS}, changes))
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        # A score that learns would get no gradient through the gate of one that does not.
+        if "router" in changes and "gate" not in changes and self.gate == read_parts({"router": self.router})["gate"]:
+            del fields["gate"]
+        return RoutingConfig.from_dict(revised(fields, changes))
 
     def _differing(self) -> dict[str, Any]:
         signature = {name: item.default for name, item in inspect.signature(type(self)).parameters.items()}
         default = {**signature, "losses": {}, **read_parts({"router": self.router}), "router": SCORES["attention"]()}
-        return {name: getattr(self, name) for name in ROUTING_FIELDS if getattr(self, name) != default[name]}
+        return {name: getattr(self, name) for name in _FIELDS if getattr(self, name) != default[name]}
 
     def __repr__(self) -> str:
         """Return the call that makes the config, without fields that have their defaults."""
         return f"RoutingConfig({', '.join(f'{name}={spelled(value)!r}' for name, value in self._differing().items())})"
+
+    def __str__(self) -> str:
+        """Return the call that makes the config; where the depth is known, a sentence and a table of the blocks."""
+        if self.depth is None:
+            return repr(self)
+        rows = self.rows
+        by = self.router.name
+        if isinstance(self.router, WithImportance) and self.router.reads_importance:
+            by += f" ({self.router.importance})"
+        mean = f"mean capacity of all blocks {self.mean_capacity:.3g}"
+        return f"{len(rows)} of {self.depth} blocks are routed by {by}, {mean}\n\n{table_of(rows)}"
+
+    def _repr_markdown_(self) -> str | None:
+        # Notebooks show a table where there is one.
+        return None if self.depth is None else str(self)
 
     def to_dict(self, settled: bool = False) -> dict[str, Any]:
         """Return plain JSON values.
@@ -348,7 +423,7 @@ class RoutingConfig:
         # A score that JSON cannot hold raises here.
         router = self.router.to_dict()
         if settled:
-            return {name: plain(getattr(self, name)) for name in ROUTING_FIELDS}
+            return {name: plain(getattr(self, name)) for name in _FIELDS}
         values = {name: spelled(value) for name, value in self._differing().items()}
         if "router" in values:
             values["router"] = router
@@ -358,8 +433,25 @@ class RoutingConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> RoutingConfig:
         """Build a config from plain values; missing fields have their defaults."""
         check_value("a routing config", values, Mapping)
-        refuse_unknown("routing option", values, ROUTING_FIELDS)
+        refuse_unknown("routing option", values, _FIELDS)
         return cls(**values)
+
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
+        """Write the config as JSON, with all fields."""
+        check_free(path, overwrite)
+        write_atomically(path, json.dumps(self.to_dict(settled=True), indent=2) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> RoutingConfig:
+        """Read a config that `save` wrote, or a plan of an earlier version."""
+        check_regular(path)
+        values = parse_json(Path(path).read_bytes(), repr(str(path)))
+        try:
+            if isinstance(values, Mapping) and "capacities" in values:
+                return cls.from_dict(fields_of_plan(values)).resolved()
+            return cls.from_dict(values)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{str(path)!r} holds no routing config: {error}") from error
 
 
 def _shared_value(values: tuple[str, ...]) -> str | tuple[str, ...]:
@@ -370,4 +462,45 @@ def _shared_value(values: tuple[str, ...]) -> str | tuple[str, ...]:
     return values[0] if len(set(values)) == 1 else values
 
 
-ROUTING_FIELDS = tuple(item.name for item in dataclasses.fields(RoutingConfig))
+_LISTS_OF_PLANS = {
+    "blocks": tuple[int, ...],
+    "capacities": tuple[float, ...],
+    "operators": tuple[str, ...],
+    "contexts": tuple[str, ...],
+}
+_NAMES_OF_PLANS = {"capacities": "capacity", "operators": "operator", "contexts": "context"}
+
+
+def fields_of_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config from those of a plan, as earlier versions saved it.
+
+    A plan may leave its router open, and has then the default, or "stride" where every capacity is 0 or 1.
+
+    Example:
+        >>> fields_of_plan({"blocks": [1], "capacities": [0.0], "depth": 2, "router": None})
+        {'blocks': [1], 'capacity': [0.0], 'depth': 2, 'router': 'stride'}
+    """
+    check_value("a plan", plan, Mapping)
+    known = ("blocks", "capacities", "depth", "operators", "contexts", "router", "gate", "protect_prefix")
+    refuse_unknown("field of a plan", plan, known)
+    missing = [name for name in known[:3] if name not in plan]
+    if missing:
+        raise ValueError(f"a plan needs {', '.join(missing)}")
+    for name, kind in _LISTS_OF_PLANS.items():
+        check_value(name, plan.get(name, ()), kind)
+    if plan.get("router") is None and plan.get("gate") is not None:
+        raise ValueError(f"gate={spelled(plan['gate'])!r} weighs by the score of a plan's router: pass router too")
+    fields = {}
+    for name, value in plan.items():
+        # A plan leaves them empty where they have their defaults.
+        is_open = (name in ("router", "gate") and value is None) or (name in ("operators", "contexts") and not value)
+        if not is_open:
+            fields[_NAMES_OF_PLANS.get(name, name)] = value
+    if "router" not in fields and set(plan["capacities"]) <= {0, 1}:
+        fields["router"] = "stride"
+    return fields
+
+
+_FIELDS = tuple(item.name for item in dataclasses.fields(RoutingConfig))
+# Fields that say how to route; the depth says of which model, and is an argument of its own wherever these are options.
+ROUTING_FIELDS = tuple(name for name in _FIELDS if name != "depth")

@@ -94,6 +94,7 @@ class Channels(Method):
         for number, block in enumerate(stack.values()):
             narrow = _narrow(block, self.divisor)
             selector = _selector(block, self.squeeze)
+            # Layers without weights, such as activations, serve the narrow block as they are.
             wide = {name: child for name, child in block.named_children() if any(True for _ in child.parameters())}
             for name in wide:
                 setattr(block, name, getattr(narrow, name))
@@ -138,6 +139,7 @@ class ChannelBlock(Deciding):
             self.record.keep("", Routing(Kept(index_BK), Evidence(logit_BC), Weights(gate_BK)))
         z = gather_rows(flat, index_BK).unflatten(2, x_BCHW.shape[2:])
         y = super().forward(z)
+        # The narrow block added its shortcut already.
         added = (y - z if config.adds == "change" else y) * gate_BK.to(y.dtype)[..., None, None]
         if config.into == "own":
             return scatter_rows(flat, index_BK, (z + added).flatten(2)).view_as(x_BCHW)
@@ -175,6 +177,7 @@ def _narrow(block: Any, divisor: int) -> nn.Module:
     for module in narrow.modules():
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    # The block then begins as its shortcut, as in timm.
     narrow.zero_init_last()
     return narrow.train(block.training)
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Mixin, Pass, Passes, Records, convert, host_class, recomputing
+from mmod.blocks.passes import StackCall
 from mmod.blocks.routed import ConvertedBlock
-from mmod.blocks.span import StackCall
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import exporting

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Record, Records, convert, detach_hooks
-from mmod.blocks.span import recomputing
+from mmod.blocks.passes import recomputing
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
@@ -144,6 +144,7 @@ class Experts(Mixture):
             mlp: Any = stack.blocks[index].mlp
             weight = first_floating(stack.blocks[index])
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
+            # Copies were made before the MLP is converted, so that they are plain modules of the host.
             router = TokenRouter(stack.dim, self.experts + self.idle, weight)
             convert(mlp, ExpertMlp, ExpertState(self, Records(ExpertRecord)))
             mlp.router = router
@@ -272,6 +273,7 @@ class ExpertMlp(Deciding):
         prob_BNJ = logit_BNJ.softmax(dim=-1)
         valid_BN = self._take_valid(x_BND)
         learns = self.training and not recomputing()
+        # In training too: there they learn to predict the choice that experts make together.
         logit_EBN = self._alone(x_BND, logit_BNJ) if config.two_ways else None
         if x_BND.is_meta or self.chooses_together(self.training):
             slots = config.slots_of(x_BND.shape[1])
@@ -281,6 +283,7 @@ class ExpertMlp(Deciding):
             raise ValueError("experts without slots cannot be exported: the number of their tokens depends on the data")
         else:
             keep_EBN = chosen_expert(prob_BNJ, config.experts) if logit_EBN is None else logit_EBN >= 0
+            # No limit of slots: a token is decided by itself, so that text can be generated.
             rows = all_of(keep_EBN, prob_BNJ, config.normalize)
         record = self.record
         if record.traced:
@@ -320,6 +323,7 @@ class ExpertMlp(Deciding):
         record: Any = self.record
         if record.valid_BN is None:
             return None
+        # Read once: the mask must not serve another call of the MLP.
         valid_BN: Tensor = record.valid_BN
         record.valid_BN = None
         return valid_BN.expand(x_BND.shape[0], -1)

@@ -119,6 +119,7 @@ def choose_tokens(
         weight_EBN = torch.where(chosen_expert(prob_BNJ, experts), weight_EBN, 0.0)
     ranked_EBN = weight_EBN if valid_BN is None else weight_EBN.masked_fill(~valid_BN, -torch.inf)
     index_EBK = best_first(ranked_EBN, slots)
+    # Weights and not ranks: tokens that may take no slot were ranked at -inf, which would weigh as NaN.
     gate_EBK = weight_EBN.gather(-1, index_EBK)
     if slots_B is not None:
         gate_EBK = gate_EBK * (torch.arange(slots, device=slots_B.device) < slots_B.unsqueeze(1))
@@ -126,6 +127,7 @@ def choose_tokens(
         total_EBN = torch.zeros_like(weight_EBN).scatter(-1, index_EBK, gate_EBK).sum(dim=0, keepdim=True)
         gate_EBK = gate_EBK / total_EBN.expand_as(weight_EBN).gather(-1, index_EBK).clamp_min(1e-9)
     batch, tokens, _ = prob_BNJ.shape
+    # Rows are numbered over the batch, so that each expert runs once for all images.
     row_EBK = index_EBK + tokens * torch.arange(batch, device=prob_BNJ.device).unsqueeze(1)
     return ExpertRows(row_EBK.flatten(), gate_EBK.flatten(), [batch * slots] * experts)
 
@@ -204,6 +206,7 @@ def expert_decisions(rows: ExpertRows, prob_BNJ: Tensor, logit_EBN: Tensor | Non
     experts = len(rows.counts)
     batch, tokens, _ = prob_BNJ.shape
     if prob_BNJ.is_meta:
+        # FLOPs are counted on meta, where no number can be read: every slot counts as filled.
         index = torch.arange(rows.counts[0] // batch, device=prob_BNJ.device).expand(batch, -1)
         return [Routing(Kept(index), Evidence(prob_BNJ[..., number])) for number in range(experts)]
     keep_EBN = computed(rows, prob_BNJ)

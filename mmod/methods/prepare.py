@@ -10,7 +10,8 @@ from torch import nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import BlockCall, GridOfPass, ImportanceState, Mixin, RoutedState, Span, is_converted
-from mmod.config import CHANGE, Merged, Plan, RoutingConfig, presets, spelled
+from mmod.config import CHANGE, Merged, RoutingConfig, presets, spelled
+from mmod.config.plan import Row
 from mmod.routing import Router
 
 # A block, its router, and its state; blocks that compute importance have no router.
@@ -19,12 +20,13 @@ Conversion = tuple[nn.Module, Router | None, RoutedState | ImportanceState]
 
 def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
     """Return the conversions of a stack's blocks; on an error the model is unchanged."""
-    plan = config.plan(len(stack.blocks))
-    _check_part(stack, config, plan)
-    configs = _configs_by_block(config, plan)
-    capacities = dict(zip(plan.blocks, plan.capacities))
+    rows = config.resolved(len(stack.blocks)).rows
+    blocks = [block for block, *_ in rows]
+    _check_part(stack, config, blocks)
+    configs = _configs_by_block(config, rows)
+    capacities = {block: capacity for block, capacity, *_ in rows}
     conversions: list[Conversion] = []
-    for run in _runs(plan.blocks):
+    for run in _runs(blocks):
         routers = {}
         calls = {}
         for index in run:
@@ -50,9 +52,9 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
             conversions.append((stack.blocks[index], routers[index], state))
         if observer is not None:
             conversions.append((stack.blocks[run[0] - 1], None, observer))
-    if stack.captions is not None and plan.blocks:
+    if stack.captions is not None:
         # The embedding has place 0.
-        stack.captions.last = plan.blocks[-1] + 1
+        stack.captions.last = blocks[-1] + 1
     return conversions
 
 
@@ -85,7 +87,7 @@ def _make_span(
     if in_front and first == 0:
         raise ValueError(
             f"block {first} needs the importance of a dense block before it, but none precedes it: keep block 0 "
-            f"dense (routed are {list(config.plan(len(stack.blocks)).blocks)})"
+            f"dense (routed are {[block for block, *_ in config.resolved(len(stack.blocks)).rows]})"
         )
     start = first - 1 if in_front else first
     names = stack.names[start : run[-1] + 1]
@@ -104,7 +106,7 @@ def _make_span(
     return span, ImportanceState(call=call, span=span, routers=routers, importance=config.importance)
 
 
-def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
+def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int]) -> None:
     first = stack.names[0]
     if not stack.language and spelled(config.language):
         options = ", ".join(f"language.{name}" for name in spelled(config.language))
@@ -125,7 +127,7 @@ def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
             "token"
         )
     if not config.protect_prefix and not config.router.per_image:
-        for index in plan.blocks:
+        for index in blocks:
             if stack.prefix and stack.call_of(stack.blocks[index], None).needs_prefix:
                 raise ValueError(
                     "protect_prefix must be True: rotary positions need the prefix tokens first in every block"
@@ -151,14 +153,14 @@ def _check_part(stack: BlockStack, config: RoutingConfig, plan: Plan) -> None:
         raise ValueError(f"router.importance={importance!r} is for language models: {first} is no layer of one")
 
 
-def _configs_by_block(config: RoutingConfig, plan: Plan) -> dict[int, RoutingConfig]:
+def _configs_by_block(config: RoutingConfig, rows: Sequence[Row]) -> dict[int, RoutingConfig]:
     """Return the config of every routed block; blocks with equal configs share one object."""
     by_options = {(config.operator, config.context): config}
     configs = {}
-    for index, options in zip(plan.blocks, zip(plan.operators, plan.contexts)):
-        if options not in by_options:
-            by_options[options] = config.replace(operator=options[0], context=options[1])
-        configs[index] = by_options[options]
+    for index, _, operator, context in rows:
+        if (operator, context) not in by_options:
+            by_options[operator, context] = config.replace(operator=operator, context=context)
+        configs[index] = by_options[operator, context]
     return configs
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
 from mmod.blocks import Deciding, Records
+from mmod.blocks.passes import recomputing
 from mmod.blocks.rows import write_back
-from mmod.blocks.span import recomputing
 from mmod.methods.base import register_method
 from mmod.methods.mixture import (
     Mixture,
@@ -226,9 +226,11 @@ class Cycle(Deciding):
                     record.losses.append(config.membership * loss)
             else:
                 routing = self._follow(depths, recursion)
+            # The first recursion runs padding too, and later ones must not choose it.
             previous_BN = routing.keep_BN if recursion else valid_BN
             if recursion and record.traced:
                 record.keep(f"recursion{recursion + 1}", routing)
+            # z stays what the recursion began with: the change to it is what is weighed.
             z = y = gather_rows(x_BND, routing.kept.index_BK)
             for number, keys in enumerate(cached):
                 y = self._run(number, recursion, arguments, x_BND, y, routing, keys)
@@ -308,6 +310,7 @@ class Cycle(Deciding):
         config = self.mod_state.config
         prob_BNR = self.routers[0](x_BND).softmax(dim=-1)
         last_BN = prob_BNR.argmax(dim=-1)
+        # Prefix tokens run in all recursions, whatever their depth.
         last_BN = torch.cat([torch.full_like(last_BN[:, :prefix], prob_BNR.shape[2] - 1), last_BN[:, prefix:]], dim=1)
         if self.training and not recomputing() and config.balance:
             counted = prob_BNR[:, prefix:] if valid_BN is None else prob_BNR[valid_BN].unsqueeze(0)

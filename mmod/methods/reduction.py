@@ -35,8 +35,8 @@ from mmod.blocks import (
 )
 from mmod.blocks.hook import runs_code_of
 from mmod.blocks.inner import Inner
+from mmod.blocks.passes import StackCall, recomputing
 from mmod.blocks.routed import ConvertedBlock
-from mmod.blocks.span import StackCall, recomputing
 from mmod.methods.base import Method
 from mmod.ops import capture_inputs, gather_rows
 from mmod.routing import Evidence, Joined, Kept, Routing

@@ -96,7 +96,7 @@ class Route(Method):
         stacks = find_parts(model)
         sections = []
         for name, config in self.parts.items():
-            plan = config.plan(len(stacks[name]().blocks))
+            plan = config.resolved(len(stacks[name]().blocks))
             values = json.dumps(config.to_dict(), indent=2)
             sections.append(f"`{name}`:\n\n```\n{plan}\n```\n\n```json\n{values}\n```")
         kept = ", ".join(
@@ -217,7 +217,7 @@ def _check_plan(model: nn.Module, part: str, config: RoutingConfig) -> None:
     blocks = find_parts(model)[part]().blocks
     routed = [index for index, block in enumerate(blocks) if isinstance(block, RoutedBlock)]
     try:
-        planned: list[int] | None = list(config.plan(len(blocks)).blocks)
+        planned: list[int] | None = [block for block, *_ in config.resolved(len(blocks)).rows]
     except ValueError:
         # It names blocks that are gone.
         planned = None

@@ -51,6 +51,7 @@ class capture_importance(AttentionIntercept):
 
     def observe(self, score: Tensor, attention: Tensor) -> None:
         """Read a square map from a host's softmax."""
+        # Other softmaxes of a block, such as that of a gate, are no map of its tokens.
         if attention.shape[-1] == attention.shape[-2]:
             self._add(self._of_map(score, attention))
 
@@ -65,6 +66,7 @@ class capture_importance(AttentionIntercept):
             # It reads the first of the queries: the class token's, or the only one.
             self._add(class_token_importance(query, k, mask, scale=call.scale))
             return call._replace(query=q, key=k, value=v).run()
+        # One op for both, because they share the product of queries and keys.
         out, importance_BN = attention_with_importance(
             call.query,
             call.key,

@@ -80,6 +80,7 @@ class PartialProjections(AttentionIntercept):
 
     def _linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         for projection in self.projections:
+            # Adapters and hosts call the layer as they like; its weight is the same tensor.
             if weight is projection.weight:
                 return self._slice_of(projection, input, bias)
         return F.linear(input, weight, bias)
@@ -91,6 +92,7 @@ class PartialProjections(AttentionIntercept):
         wanted = slice(projection.query_features, features)
         if self.queries:
             wanted = slice(0, projection.query_features)
+        # A layer that has only queries, or none.
         if wanted.start == wanted.stop:
             return _zeros(input, weight)
         projected = F.linear(input, weight[wanted], None if bias is None else bias[wanted])
@@ -155,6 +157,7 @@ class attend_to_all(PartialProjections):
 
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend to all tokens; the mask covers kept queries and all keys."""
+        # A block may attend several times, in the order in which its keys were captured.
         key, value = self.remaining.pop(0)
         # The mask is causal where the host's call is: `is_causal` would align kept queries with the first keys.
         return call._replace(key=key, value=value, is_causal=False).run()

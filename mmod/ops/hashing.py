@@ -25,7 +25,7 @@ MULTIPLIERS = (
 MIX = 0x45D9F3B
 _random_scores = kernel_op(
     "hashing.random_scores",
-    "(Tensor x, SymInt salt, Tensor? valid) -> Tensor",
+    "(Tensor x, Tensor salt, Tensor? valid) -> Tensor",
     lambda x, *_: x.new_empty(x.shape[:2], dtype=torch.float32),
 )
 
@@ -46,7 +46,7 @@ def mix(value: Tensor) -> Tensor:
     ),
     how="about 40 torch operations",
 )
-def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None = None) -> Tensor:
+def random_scores(x_BND: Tensor, salt: Tensor, valid_BN: Tensor | None = None) -> Tensor:
     """Return a random number for every token, uniform in [0, 1).
 
     It is a hash of the salt, the position, and a coarse fingerprint of the image: the means of eight channels, in steps
@@ -55,7 +55,7 @@ def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None = None) -> T
 
     Args:
         x_BND: Tokens (B, N, D); they get no gradient.
-        salt: Chooses the draw; 32 bits.
+        salt: Chooses the draw: 32 bits, as an int64 tensor without axes, which may stay on the CPU.
         valid_BN: False where a token is padding (B, N), which leaves no fingerprint, or None.
 
     Returns:
@@ -63,7 +63,8 @@ def random_scores(x_BND: Tensor, salt: int, valid_BN: Tensor | None = None) -> T
 
     Example:
         >>> x = torch.randn(2, 6, 4)
-        >>> torch.equal(random_scores(x, 1)[1:], random_scores(x[1:], 1))
+        >>> salt = torch.tensor(1)
+        >>> torch.equal(random_scores(x, salt)[1:], random_scores(x[1:], salt))
         True
     """
     with torch.no_grad():

@@ -146,6 +146,7 @@ def class_token_attention(
     """Return `class_token_importance` with its gradient."""
     scale = 1 / math.sqrt(q_BHNE.shape[-1]) if scale is None else scale
     score_BH1N = (q_BHNE[:, :, :1] * scale) @ _keys(q_BHNE, k_BHNE).transpose(-2, -1)
+    # A softmax in half precision would round small shares to equal ones, and ties go by position.
     score_BH1N = score_BH1N.to(_accumulator(score_BH1N))
     if mask is not None:
         row = mask[..., :1, :] if mask.ndim > 1 else mask
@@ -208,6 +209,7 @@ class _Map(NamedTuple):
     def received(self, tile: Tile) -> Tensor:
         """Return the attention that keys receive from one tile of rows, summed (images of the tile, visible keys)."""
         images, heads, queries = tile
+        # No query of the tile sees later keys, so that half of a causal map is never computed.
         keys = slice(queries.stop) if self.is_causal else slice(None)
         score = (self.q_BHNE[images, heads, queries] * self.scale) @ self.k_BHNE[images, heads, keys].transpose(-2, -1)
         score = _masked(score.to(_accumulator(score)), self.mask, self.is_causal, (*tile, keys))

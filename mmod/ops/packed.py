@@ -209,6 +209,7 @@ def _by_xformers(
     is_causal: bool,
     scale: float,
 ) -> Tensor:
+    # Imported where it is chosen: the package is optional.
     from xformers.ops import fmha
 
     mask = fmha.attn_bias.BlockDiagonalMask.from_seqlens([n for n in cu_seqlens.diff().tolist() if n])
@@ -259,6 +260,7 @@ def _image_by_image(
     heads_first = (x.transpose(0, 1).unsqueeze(0).split(lengths, dim=2) for x in (q_THE, k_THE, v_THE))
     outs = []
     for q, k, v in zip(*heads_first):
+        # Fused attention takes no empty image.
         if not q.shape[2]:
             continue
         out = F.scaled_dot_product_attention(

@@ -115,6 +115,7 @@ def _merge_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if any(ctx.needs_input_grad[position] for position in (2, 3, 4)):
             grad_z, grad_y, grad_gate = _merge_rows_grad(grad, index, z, y, gate, valid)
     elif ctx.needs_input_grad[3]:
+        # Updates may be of another dtype than tokens under autocast.
         rows: Tensor = _gather_rows(grad, index, inverse).to(ctx.dtype)
         grad_y = rows if valid is None else rows.masked_fill(~valid.unsqueeze(-1), 0.0)
     return grad_x, None, grad_z, grad_y, grad_gate, None, None

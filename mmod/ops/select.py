@@ -168,6 +168,7 @@ def select_topk(
     if valid_BN is None:
         index_BK = torch.sort(index_BK, dim=1).values
     else:
+        # The budget is a share of the real tokens, so that padding changes no decision.
         number_B = valid_BN.sum(dim=1)
         count_B = (number_B * capacity.numerator // capacity.denominator).clamp(min=max(1, prefix))
         index_BK, valid_BK = ascending_valid(index_BK, torch.minimum(count_B, number_B), score_BN.shape[1])
@@ -254,6 +255,7 @@ def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tenso
         raise ValueError("routing of images cannot be exported: the number of images that run depends on the data")
     keep_B = level_B >= threshold
     image_S = keep_B.nonzero().squeeze(1)
+    # With gradients some image always runs, see `slots_for`.
     slots = tokens if image_S.shape[0] or torch.is_grad_enabled() else 0
     index_K = torch.arange(slots, device=level_B.device)
     return image_S, index_K.expand(keep_B.shape[0], -1), keep_B.unsqueeze(1).expand(-1, slots)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import find_part
-from mmod.config import Plan
+from mmod.config import RoutingConfig
 from mmod.io.progress import progress_bar
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
@@ -37,7 +37,7 @@ class LayerRanks:
     samples: int
     tolerance: float | None
 
-    def plan(self, capacity: float, *, below: float | None = None, budget: float | None = None) -> Plan:
+    def plan(self, capacity: float, *, below: float | None = None, budget: float | None = None) -> RoutingConfig:
         """Return the plan that routes layers of low rank.
 
         Args:
@@ -70,7 +70,7 @@ class LayerRanks:
                     f"between {capacity} and {1 - (1 - capacity) / depth:.4f}"
                 )
             chosen = order[:number]
-        return Plan(blocks=tuple(sorted(chosen)), capacities=(capacity,) * len(chosen), depth=depth)
+        return RoutingConfig(blocks=tuple(sorted(chosen)), capacity=(capacity,) * len(chosen), depth=depth)
 
     def __str__(self) -> str:
         rows = sorted(zip(self.names, self.ranks), key=lambda row: row[1])

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.config import Plan, RoutingConfig
+from mmod.config import RoutingConfig
 from mmod.model import route_, unroute_
 from mmod.values import check_finite, one_of
 
@@ -98,13 +98,13 @@ class Divergence(NamedTuple):
     part: str
     compare: Callable[[Tensor, Tensor], Tensor]
 
-    def added(self, config: Plan | RoutingConfig, batch: Any, dense_RF: Tensor) -> float:
+    def added(self, config: RoutingConfig, batch: Any, dense_RF: Tensor) -> float:
         """Return the divergence on a batch by routing, summed over rows."""
         with routed(self.model, self.part, config):
             changed_RF = outputs(self.model, batch, self.part)
         return float(self.compare(dense_RF, changed_RF).double().sum())
 
-    def mean(self, batches: Iterable[Any], config: Plan | RoutingConfig) -> float:
+    def mean(self, batches: Iterable[Any], config: RoutingConfig) -> float:
         """Return the mean divergence over the rows of batches."""
         total = 0.0
         rows = 0
@@ -117,7 +117,7 @@ class Divergence(NamedTuple):
 
 
 @contextmanager
-def routed(model: nn.Module, part: str, config: Plan | RoutingConfig) -> Iterator[None]:
+def routed(model: nn.Module, part: str, config: RoutingConfig) -> Iterator[None]:
     """Route a part of a dense model within the context."""
     route_(model, tokens=None, **{part: config})
     try:

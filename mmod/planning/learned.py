@@ -6,6 +6,7 @@ Axes: L routed blocks, G quarters, B images, N tokens, K slots per image, D chan
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis.flops import flops
 from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
-from mmod.config import Plan, RoutingConfig, spelled
+from mmod.config import RoutingConfig, spelled
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.methods.route import capacities, routed_blocks, routing_configs
@@ -299,12 +300,17 @@ class LearnedPlan:
 
     names: tuple[str, ...]
     learned: tuple[float, ...]
-    plan: Plan
-    config: RoutingConfig
+    plan: RoutingConfig
     shares: tuple[float, ...]
     fixed: float
     budget: float
     cost: str
+
+    @property
+    def config(self) -> RoutingConfig:
+        """The plan, as earlier versions named it."""
+        warnings.warn("config of a learned plan is now plan", DeprecationWarning, stacklevel=2)
+        return self.plan
 
     @property
     def share(self) -> float:
@@ -312,10 +318,11 @@ class LearnedPlan:
         return self.fixed + sum(self.shares)
 
     def __str__(self) -> str:
-        rows = zip(self.names, self.learned, self.plan.capacities, self.shares)
+        kept = [capacity for _, capacity, *_ in self.plan.rows]
+        rows = zip(self.names, self.learned, kept, self.shares)
         table = markdown_table(
             ["block", "learned", "capacity", "share of the cost"],
-            [(name, f"{capacity:.4f}", f"{kept:g}", f"{share:.4f}") for name, capacity, kept, share in rows],
+            [(name, f"{learned:.4f}", f"{capacity:g}", f"{share:.4f}") for name, learned, capacity, share in rows],
         )
         return (
             f"{table}\n\n{len(self.names)} of {self.plan.depth} blocks are routed, {self.share:.4f} of the "
@@ -329,9 +336,9 @@ class LearnedPlan:
 
         figure = new_figure(6, 3)
         axes = figure.subplots()
-        axes.bar(self.plan.blocks, self.plan.capacities, label="plan")
+        axes.bar(self.plan.blocks, self.plan.capacity, label="plan")
         axes.plot(self.plan.blocks, self.learned, "k_", markersize=14, label="learned")
-        axes.set(xlabel="block", ylabel="capacity", xlim=(-0.6, self.plan.depth - 0.4), ylim=(0, 1))
+        axes.set(xlabel="block", ylabel="capacity", xlim=(-0.6, (self.plan.depth or 0) - 0.4), ylim=(0, 1))
         axes.legend(fontsize="small")
         save_figure(figure, path, overwrite)
 
@@ -422,11 +429,10 @@ def settle_capacity_(model: nn.Module) -> LearnedPlan:
     learned = tuple(hook.learned())
     room = float(hook.module.room)
     shares = tuple(row[HUNDREDTHS.index(capacity)] for row, capacity in zip(hook.costs(), chosen))
-    config = config.replace(capacity=tuple(map(float, chosen)))
+    plan = config.replace(capacity=tuple(map(float, chosen))).resolved(len(stack.blocks))
     detach_hooks(model, CapacityHook)
     set_capacity_(model, list(map(float, chosen)))
-    plan = config.plan(len(stack.blocks))
-    return LearnedPlan(hook.names, learned, plan, config, shares, hook.budget - room, hook.budget, hook.cost)
+    return LearnedPlan(hook.names, learned, plan, shares, hook.budget - room, hook.budget, hook.cost)
 
 
 def capacity_hook(model: nn.Module) -> CapacityHook | None:

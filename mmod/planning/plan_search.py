@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -17,9 +18,9 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.analysis.flop_report import FlopCounts
 from mmod.analysis.flops import flops
-from mmod.analysis.prefill import prefill_flops
+from mmod.analysis.prefill import Prompt
 from mmod.analysis.timing import interleave, relative_times
-from mmod.config import Plan, RoutingConfig, Score
+from mmod.config import RoutingConfig, Score
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
 from mmod.planning.divergence import routed
@@ -112,7 +113,7 @@ def block_costs(
     columns: list[list[float]] = []
     for config in configs:
         with routed(model, part, config):
-            report = prefill_flops(model, *lengths) if stack.language else _counted(model, batch)
+            report = flops(model, Prompt(*lengths)) if stack.language else _counted(model, batch)
         blocks = [row for row in report.blocks if row.name in stack.names]
         # How many blocks read importance depends on the plan, so its cost is left out.
         columns.append([float(row.cached if cost == "cache" else row.routed - row.importance) for row in blocks])
@@ -121,7 +122,7 @@ def block_costs(
     if cost != "image_flops":
         return costs
     # What image tokens add is the cost minus that of the prompt's text alone.
-    text = prefill_flops(model, lengths[0])
+    text = flops(model, Prompt(lengths[0]))
     text_costs = [row.dense for row in text.blocks]
     added = tuple(tuple(share - less for share in row) for row, less in zip(costs.options, text_costs))
     dense = tuple(share - less for share, less in zip(costs.dense, text_costs))
@@ -227,34 +228,35 @@ class PlanSearch:
     cost: str
     rows: int
     router: Score
-    plan: Plan
+    plan: RoutingConfig
     divergence: float | None = None
     time: float | None = None
 
     @property
     def config(self) -> RoutingConfig:
-        """The config that routes by the plan."""
-        return RoutingConfig.from_plan(self.plan)
+        """The plan, as earlier versions named it."""
+        warnings.warn("search.config is now search.plan", DeprecationWarning, stacklevel=2)
+        return self.plan
 
-    def plan_for(self, budget: float) -> Plan:
+    def plan_for(self, budget: float) -> RoutingConfig:
         """Return the plan with the lowest sum of scores under another share of the cost, from the existing scores."""
         return best_plan(self.scores, self.costs, self.options, budget, self.router)
 
-    def share(self, plan: Plan) -> float:
+    def share(self, plan: RoutingConfig) -> float:
         """Return a plan's cost as a share of the dense model's."""
         option_of = self._option_of(plan).items()
         saved = sum(self.costs.dense[block] - self.costs.options[block][item] for block, item in option_of)
         return 1 - saved / self.costs.total
 
-    def score(self, plan: Plan) -> float:
+    def score(self, plan: RoutingConfig) -> float:
         """Return the sum of the scores of a plan's options."""
         return sum(self.scores[block][item] for block, item in self._option_of(plan).items())
 
-    def _option_of(self, plan: Plan) -> dict[int, int]:
+    def _option_of(self, plan: RoutingConfig) -> dict[int, int]:
         """Return the option's index by routed block of a plan."""
         options = {block: option for block, option in enumerate(choices_of(plan)) if option is not None}
         unknown = [f"{option} in block {block}" for block, option in options.items() if option not in self.options]
-        if plan.router not in (None, self.router):
+        if plan.router != self.router:
             raise ValueError(f"this search uses the router {self.router.name!r}, and the plan {plan.router.name!r}")
         if unknown or plan.depth != len(self.names):
             raise ValueError(f"this search has no {', '.join(unknown) or f'plan of {plan.depth} blocks'}")
@@ -306,7 +308,7 @@ class PlanSearch:
 
 def best_plan(
     scores: Sequence[Sequence[float]], costs: BlockCosts, options: Sequence[Option], budget: float, router: Score
-) -> Plan:
+) -> RoutingConfig:
     """Return the plan with the lowest sum of scores under a budget."""
     costs.check(budget)
     outside = costs.total - sum(costs.dense)
@@ -316,16 +318,25 @@ def best_plan(
     return plan_of(tuple(options[item - 1] if item else None for item in chosen), router)
 
 
-def plan_of(choices: Choices, router: Score) -> Plan:
+def plan_of(choices: Choices, router: Score) -> RoutingConfig:
     """Return the plan of the options of single blocks."""
     rows = [(block, *option) for block, option in enumerate(choices) if option is not None]
     blocks, capacities, operators, contexts = zip(*rows)
-    return Plan(blocks, capacities, len(choices), operators, contexts, router)
+    plan = RoutingConfig(
+        router=router,
+        blocks=blocks,
+        capacity=capacities,
+        operator=operators,
+        context=contexts,
+        depth=len(choices),
+    )
+    return plan.resolved()
 
 
-def choices_of(plan: Plan) -> Choices:
+def choices_of(plan: RoutingConfig) -> Choices:
     """Return the options of a plan."""
     option_of = {block: Option(capacity, operator, context) for block, capacity, operator, context in plan.rows}
+    assert plan.depth is not None
     return tuple(map(option_of.get, range(plan.depth)))
 
 
@@ -340,12 +351,13 @@ def in_time(search: PlanSearch, measure: Clock) -> PlanSearch:
     low = search.costs.least_share
     high = 1.0
     target = budget
-    shares: dict[Plan, float] = {}
+    shares: dict[Choices, float] = {}
     for _ in range(_CORRECTIONS):
         plan = search.plan_for(target)
-        if plan not in shares:
-            shares[plan] = measure([RoutingConfig.from_plan(plan)])[1][0]
-        share = shares[plan]
+        choices = choices_of(plan)
+        if choices not in shares:
+            shares[choices] = measure([plan])[1][0]
+        share = shares[choices]
         if abs(share / budget - 1) <= _TOLERANCE:
             break
         if share > budget:
@@ -356,12 +368,13 @@ def in_time(search: PlanSearch, measure: Clock) -> PlanSearch:
         target = 1 - (1 - target) * (1 - budget) / (1 - share) if share < 1 else low
         if not low < target < high:
             target = (low + high) / 2
-    fitting = [plan for plan, share in shares.items() if share <= budget * (1 + _TOLERANCE)]
+    fitting = [choices for choices, share in shares.items() if share <= budget * (1 + _TOLERANCE)]
     if not fitting:
         total = search.costs.total
         least = min(shares.values())
         raise ValueError(
             f"a budget of {budget * total:.4g} ms is out of reach: the fastest plan took {least * total:.4g} ms"
         )
-    best = min(fitting, key=search.score)
-    return dataclasses.replace(search, plan=best, divergence=None, time=shares[best] * search.costs.total)
+    best = min(fitting, key=lambda choices: search.score(plan_of(choices, search.router)))
+    plan = plan_of(best, search.router)
+    return dataclasses.replace(search, plan=plan, divergence=None, time=shares[best] * search.costs.total)

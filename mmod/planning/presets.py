@@ -46,7 +46,7 @@ def p_mod(depth: int) -> dict[str, Any]:
         "gate": Gate("tanh", scale=0.2),
         "skipped": "scale",
         "blocks": plan.blocks,
-        "capacity": plan.capacities,
+        "capacity": plan.capacity,
     }
 
 
@@ -95,7 +95,7 @@ def gradual(depth: int, mean: float = 0.6) -> dict[str, Any]:
         "router": score("redundancy", channels=64),
         "skipped": Merged("mlp"),
         "blocks": plan.blocks,
-        "capacity": plan.capacities,
+        "capacity": plan.capacity,
     }
 
 
@@ -109,7 +109,7 @@ def ipcv(depth: int) -> dict[str, Any]:
     model too.
     """
     plan = drop_once(depth, after=3, keep=0.35)
-    return {"router": "change", "skipped": "follow", "blocks": plan.blocks, "capacity": plan.capacities}
+    return {"router": "change", "skipped": "follow", "blocks": plan.blocks, "capacity": plan.capacity}
 
 
 @register_preset("v2drop")

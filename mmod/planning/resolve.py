@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mmod.config import Plan, RoutingConfig, read_routing
+from mmod.config import RoutingConfig, read_routing
 from mmod.values import check_value
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
 
     Args:
         fields: Fields of `RoutingConfig`; or `preset: NAME` with its arguments, `depth` only where no model tells it;
-            or `plan: FILE` with the fields that the plan leaves open.
+            or `plan: FILE`, which `RoutingConfig.save` wrote, with the fields to change.
     """
     check_value("a routing", fields, Mapping[str, Any])
     fields = dict(fields)
@@ -28,7 +28,7 @@ def resolve_routing(fields: Mapping[str, Any]) -> RoutingConfig:
     name = fields.pop("preset", None)
     if name is not None:
         raise ValueError(f"routing takes a preset or a plan, got {name!r} and {plan!r}")
-    return RoutingConfig.from_plan(Plan.load(plan), **fields)
+    return RoutingConfig.load(plan).replace(**fields)
 
 
 def resolve_methods(

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import patch_grid
-from mmod.analysis.prefill import prefill_flops
+from mmod.analysis.flops import flops
+from mmod.analysis.prefill import Prompt
 from mmod.analysis.redundancy import RedundancyReport, redundancy
 from mmod.ops.grids import resized
 from mmod.planning.advice import AGREEMENT
@@ -148,7 +149,7 @@ class Prompts:
         """Return the bytes of the KV cache of a prompt of mean length."""
         images = sum(int((batch["input_ids"] == self.image_token).sum()) for batch in self.batches) // len(self)
         tokens = sum(int(real_tokens(batch).sum()) for batch in self.batches) // len(self)
-        return prefill_flops(model, tokens - images, images).cache_bytes
+        return flops(model, Prompt(tokens - images, images)).cache_bytes
 
     def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
         """Return the shares of a prompt's next tokens that are the dense model's, and the answer's."""

@@ -1,10 +1,10 @@
-"""Plans with capacity as a function of depth, and plans of training-free methods."""
+"""Routing configs with capacity as a function of depth, and those of training-free methods."""
 
 from __future__ import annotations
 
 import math
 
-from mmod.config import Plan
+from mmod.config import RoutingConfig
 from mmod.config.plan import DEPTH
 from mmod.values import check_value, one_of
 
@@ -13,7 +13,7 @@ SHAPES = ("cosine", "linear")
 
 def ratio_decay(
     depth: int, *, shift: float = 0.5, ceiling: float = 0.85, floor: float = 0.15, shape: str = "cosine"
-) -> Plan:
+) -> RoutingConfig:
     """Return the progressive ratio decay of p-MoD: full capacity in early blocks, low capacity in late ones.
 
     Block l of L keeps `0.5 cos(pi l / (L - 1)) + shift`. Above `ceiling` it stays dense; below `floor` it keeps
@@ -46,10 +46,10 @@ def ratio_decay(
         if ratio <= ceiling:
             blocks.append(block)
             capacities.append(round(min(1.0, max(floor, ratio)), 6))
-    return Plan(blocks=tuple(blocks), capacities=tuple(capacities), depth=depth)
+    return RoutingConfig(blocks=tuple(blocks), capacity=tuple(capacities), depth=depth)
 
 
-def stage_drop(depth: int, *, stages: int = 4, keep: float = 0.5) -> Plan:
+def stage_drop(depth: int, *, stages: int = 4, keep: float = 0.5) -> RoutingConfig:
     """Return the plan of PyramidDrop: tokens are dropped at the end of every stage.
 
     Blocks of stage s of S, counted from 0, keep `keep ** s`; the first stage is dense. With a router that blocks share,
@@ -65,7 +65,7 @@ def stage_drop(depth: int, *, stages: int = 4, keep: float = 0.5) -> Plan:
 
     Example:
         >>> plan = stage_drop(8)
-        >>> plan.blocks, plan.capacities
+        >>> plan.blocks, plan.capacity
         ((2, 3, 4, 5, 6, 7), (0.5, 0.5, 0.25, 0.25, 0.125, 0.125))
     """
     check_value("depth", depth, int, DEPTH)
@@ -73,10 +73,11 @@ def stage_drop(depth: int, *, stages: int = 4, keep: float = 0.5) -> Plan:
     check_value("keep", keep, float, "(0, 1)")
     stage_of = [block * stages // depth for block in range(depth)]
     blocks = tuple(block for block in range(depth) if stage_of[block])
-    return Plan(blocks, tuple(round(keep ** stage_of[block], 6) for block in blocks), depth)
+    capacities = tuple(round(keep ** stage_of[block], 6) for block in blocks)
+    return RoutingConfig(blocks=blocks, capacity=capacities, depth=depth)
 
 
-def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> Plan:
+def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> RoutingConfig:
     """Return the plan of FastV: all blocks after the first few keep the same share of the tokens.
 
     With the router "attention" the routed blocks share the importance of the last dense block, so they keep the same
@@ -97,10 +98,10 @@ def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> Plan:
     check_value("depth", depth, int, DEPTH)
     check_value("after", after, int, f"[0, {depth})")
     check_value("keep", keep, float, "(0, 1)")
-    return Plan(tuple(range(after, depth)), (keep,) * (depth - after), depth)
+    return RoutingConfig(blocks=tuple(range(after, depth)), capacity=(keep,) * (depth - after), depth=depth)
 
 
-def falling(depth: int, mean: float = 0.6, *, steps: int = 5) -> Plan:
+def falling(depth: int, mean: float = 0.6, *, steps: int = 5) -> RoutingConfig:
     """Return a plan whose capacity falls in a few equal steps, from the second block on.
 
     Blocks of step s of S, counted from 1, keep `1 - 2 s (1 - mean) / (S + 1)`. Every step takes a routing decision,
@@ -113,7 +114,7 @@ def falling(depth: int, mean: float = 0.6, *, steps: int = 5) -> Plan:
 
     Example:
         >>> plan = falling(11, 0.6)
-        >>> plan.blocks[0], plan.capacities[::2]
+        >>> plan.blocks[0], plan.capacity[::2]
         (1, (0.866667, 0.733333, 0.6, 0.466667, 0.333333))
     """
     check_value("depth", depth, int, DEPTH)
@@ -122,4 +123,4 @@ def falling(depth: int, mean: float = 0.6, *, steps: int = 5) -> Plan:
     fall = 2 * (1 - mean) / (steps + 1)
     blocks = tuple(range(1, depth))
     capacities = tuple(round(1 - fall * (1 + (block - 1) * steps // len(blocks)), 6) for block in blocks)
-    return Plan(blocks, capacities, depth)
+    return RoutingConfig(blocks=blocks, capacity=capacities, depth=depth)

@@ -13,7 +13,7 @@ from torch import nn
 
 from mmod.adapters import BlockStack, find_part
 from mmod.analysis.modes import in_mode
-from mmod.config import Plan, RoutingConfig, Score, spelled
+from mmod.config import RoutingConfig, Score, spelled
 from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
 from mmod.methods.route import is_routed
@@ -199,7 +199,7 @@ class _Scoring:
             # The base plan without one of its blocks is the reference of that block's scores.
             trials += [_changed(base, block, option) for option in (None, *self.options)]
         distinct = [trial for trial in dict.fromkeys([*trials, base]) if trial != dense]
-        configs = [RoutingConfig.from_plan(plan_of(trial, self.router)) for trial in distinct]
+        configs = [plan_of(trial, self.router) for trial in distinct]
         plain_base = [option and list(option) for option in base]
         total = len(batches) * len(distinct) if isinstance(batches, Sized) else None
         kept = [record for record in self.journal.records if record["base"] == plain_base]
@@ -264,14 +264,14 @@ def _refine(search: PlanSearch, scoring: _Scoring, batches: Iterable[Any], round
         search = dataclasses.replace(search, scores=scores, plan=plan)
     else:
         if rounds:
-            tried.append(dataclasses.replace(search, divergence=scoring.divergence.mean(batches, search.config)))
+            tried.append(dataclasses.replace(search, divergence=scoring.divergence.mean(batches, search.plan)))
     return min(tried, key=lambda result: result.divergence or 0.0, default=search)
 
 
 def plan_divergence(
     model: nn.Module,
     batches: Iterable[Any],
-    config: Plan | RoutingConfig,
+    config: RoutingConfig,
     part: str | None = None,
     divergence: str | None = None,
 ) -> float:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from mmod.adapters import BlockStack
-from mmod.config import Plan, RoutingConfig
+from mmod.config import RoutingConfig
 from mmod.planning.candidate import Candidate
 from mmod.planning.schedules import drop_once, ratio_decay, stage_drop
 from mmod.planning.search import search_plan
@@ -88,9 +88,9 @@ def language_candidates(
     return candidates
 
 
-def _planned(name: str, plan: Plan, router: Any) -> Candidate:
-    config = RoutingConfig.from_plan(plan, router=router)
-    routing = {"router": router, "blocks": plan.blocks, "capacity": plan.capacities}
+def _planned(name: str, plan: RoutingConfig, router: Any) -> Candidate:
+    config = plan.replace(router=router)
+    routing = {"router": router, "blocks": plan.blocks, "capacity": plan.capacity}
     # Only what differs from the defaults, so that the line to copy is short.
     if config.operator != "block":
         routing["operator"] = config.operator

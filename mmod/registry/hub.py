@@ -38,7 +38,7 @@ def push_to_hub(
     Args:
         model: A routed model of timm, open_clip or transformers.
         repo: "owner/name"; created if missing.
-        flops: FLOPs by `mmod.flops` or `mmod.prefill_flops` for an input of your choice.
+        flops: FLOPs by `mmod.flops` for an input of your choice.
         about: Markdown for the card: data, training, results with the command that makes them.
         architecture: For open_clip, see `mmod.save_pretrained`.
         private: Whether a new repository is private.
@@ -106,7 +106,7 @@ def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "
         f"## Use\n\n```python\n{_LOADING.format(repo=repo)}\n```",
         *(f"## Method: {method.kind}\n\n{method.card(model)}" for method in methods),
         f"## Cost\n\n```\n{flops}\n```",
-        "Counted, not timed: 2 FLOPs per multiplication and addition, by `mmod.flops` or `mmod.prefill_flops`, for the "
+        "Counted, not timed: 2 FLOPs per multiplication and addition, by `mmod.flops`, for the "
         "input named above. Time depends on the machine; `mmod benchmark` measures it.",
     ]
     text = "\n\n".join(section for section in sections if section)

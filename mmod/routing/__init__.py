@@ -7,7 +7,7 @@ from mmod.ops.select import kept_count, select_threshold, select_topk
 from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, TokenMarks, Weights
 from mmod.routing.decoder import DecoderRouter, Predictor
 from mmod.routing.groups import assign_groups, decoded_groups, select_within
-from mmod.routing.router import Router
+from mmod.routing.router import Router, Rule
 from mmod.routing.score.change import token_change
 from mmod.routing.score.controls import NormScore, RandomScore, StrideScore
 from mmod.routing.score.diversity import DiversityScore

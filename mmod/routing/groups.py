@@ -46,6 +46,7 @@ def assign_groups(
         group_BN = (segment_BN + 1) * free_BN
         count = int(segment_BN.max()) + 1
     elif frames == "span":
+        # A run of image tokens, such as an image; spans of routed blocks are another thing.
         if first_BN is None:
             first_BN = free_BN & ~nn.functional.pad(free_BN, (1, 0))[:, :-1]
         group_BN = first_BN.cumsum(1) * free_BN

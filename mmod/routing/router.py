@@ -32,6 +32,12 @@ class Rule(NamedTuple):
     config: RoutingConfig
     capacity: Fraction
 
+    def matches(self, other: Rule) -> bool:
+        """Return whether both decide alike on the same scores."""
+        # Blocks are routed by one config, so that the slow comparison of fields is rare.
+        same_config = self.config is other.config or self.config == other.config
+        return same_config and self.capacity == other.capacity
+
 
 class Router(nn.Module):
     """Decide which tokens of a block run: score, then select, then gate.
@@ -223,10 +229,12 @@ class Router(nn.Module):
             # As if every token had the state of the row that it joined.
             assert earlier.joined.slot_BN is not None
             x_BND = rows_BKD.gather(1, earlier.joined.slot_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
-            return self._score(x_BND, config.router, None, TokenMarks()).masked_fill(~earlier.keep_BN, -torch.inf)
+            score_BN = self._score(x_BND, config.router, None, TokenMarks())
+            return _above_dropped(score_BN).masked_fill(~earlier.keep_BN, -torch.inf)
         if not self.draws:
-            return earlier.score_BN.masked_fill(~earlier.keep_BN, -torch.inf)
+            return _above_dropped(earlier.score_BN).masked_fill(~earlier.keep_BN, -torch.inf)
         score_BK = self._score(rows_BKD, config.router, None, TokenMarks(earlier.kept.valid_BK), unit_BNE)
+        score_BK = _above_dropped(score_BK)
         if earlier.kept.valid_BK is not None:
             score_BK = score_BK.masked_fill(~earlier.kept.valid_BK, -torch.inf)
         return torch.full_like(earlier.score_BN, -torch.inf).scatter(1, earlier.kept.index_BK, score_BK)
@@ -334,3 +342,10 @@ class Router(nn.Module):
         read = (importance_BN,) if score.reads_importance else ()
         options = {} if unit_BNE is None else {"unit_BNE": unit_BNE}
         return self.score(x_BND, tokens.valid_BN, *read, **options)
+
+
+def _above_dropped(score: Tensor) -> Tensor:
+    """Return scores in the same order, all above the -inf of tokens that an earlier block dropped."""
+    # NaN sorts last, so a token without a score would lose to those, and they must stay dropped.
+    lowest = torch.finfo(score.dtype).min
+    return score.nan_to_num(nan=lowest, posinf=torch.inf, neginf=lowest / 2)

@@ -17,7 +17,8 @@ from torch import nn
 
 from mmod import is_routed, trace
 from mmod.adapters import watch_grid
-from mmod.analysis.prefill import prefill_flops
+from mmod.analysis.flops import flops
+from mmod.analysis.prefill import Prompt
 from mmod.analysis.style import FAINT, INK, new_figure
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
@@ -81,9 +82,9 @@ class ChatCosts(Costs[ChatStudyConfig]):
         # Shares refer to the dense model's prompts; a rival's images may be smaller.
         full = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, image_size=None))
         _, _, full_image = ChatRecipe(full).prompts(self.config.latency_batch)
-        routed = prefill_flops(model, text, image, evaluation.kept if is_routed(model) else None).routed
-        dense = prefill_flops(model, text, full_image, 0.0).dense
-        text_alone = prefill_flops(model, text, 0, 0.0).dense
+        routed = flops(model, Prompt(text, image), evaluation.kept if is_routed(model) else None).routed
+        dense = flops(model, Prompt(text, full_image), 0.0).dense
+        text_alone = flops(model, Prompt(text), 0.0).dense
         with torch.inference_mode():
             cache = read_prompts(model, prompts)
         cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)

@@ -63,7 +63,7 @@ SEARCHES: dict[str, type[RunConfig]] = {
 
 def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.planning.PlanSearch:
     """Search a plan for the model that a run would start from, and write plan and picture into a folder."""
-    from mmod import Option, Plan, search_plan
+    from mmod import Option, RoutingConfig, search_plan
 
     recipe = recipe_of(config)
     if getattr(config, "routing", None) is not None:
@@ -89,7 +89,7 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
             progress_file=folder / "scores.jsonl",
         )
         path = folder / f"{name}.json"
-        if not path.exists() or Plan.load(path) != search.plan:
+        if not path.exists() or RoutingConfig.load(path) != search.plan:
             search.plan.save(path)
         for suffix in ("png", "svg"):
             search.plot(folder / f"{name}.{suffix}", overwrite=True)

@@ -50,7 +50,7 @@ def test_it_costs_one_query_and_is_for_language_models() -> None:
     costs = []
     for importance in ("last_token", "mean"):
         model = mmod.route_(make_joint("llava"), language=CONFIG.replace(router={"importance": importance}))
-        costs.append(mmod.prefill_flops(model, 5, 9).importance)
+        costs.append(mmod.flops(model, mmod.Prompt(5, 9)).importance)
     assert costs[0] * 14 == costs[1]
     with pytest.raises(ValueError, match="importance='last_token' is for language models"):
         mmod.route_(make_model("test_vit"), CONFIG)

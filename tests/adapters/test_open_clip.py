@@ -279,7 +279,7 @@ def test_copies_carry_no_tensors_of_the_last_call(config: RoutingConfig) -> None
     [
         ({"vision": RoutingConfig()}, ValueError, "no part vision; it has image, text"),
         ({"image": None, "text": None}, ValueError, "nothing to route: .* image or text"),
-        ({"text": 0.5}, TypeError, "text must be a RoutingConfig or a Plan, got 0.5"),
+        ({"text": 0.5}, TypeError, "text must be a RoutingConfig, got 0.5"),
         ({"image": RoutingConfig(blocks=(9,))}, ValueError, "each once, got .9."),
         ({"text": RoutingConfig(blocks="all")}, ValueError, "keep block 0 dense"),
     ],

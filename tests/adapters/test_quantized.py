@@ -13,7 +13,7 @@ import transformers
 from torch import nn
 
 import mmod
-from mmod.analysis.prefill import prefill_flops
+from mmod.analysis import Prompt, flops
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
 from mmod.training import fit
@@ -76,9 +76,9 @@ def test_capacity_one_is_the_quantized_model(tmp_path: Path, name: str, bits: in
     mmod.route_(model, language=config)
     torch.testing.assert_close(model(**batch).logits, dense)
     assert torch.equal(model.generate(**batch, max_new_tokens=3), ids)
-    routed = prefill_flops(model, 8, kept=0.5)
+    routed = flops(model, Prompt(8), kept=0.5)
     mmod.unroute_(model)
-    assert prefill_flops(model, 8).dense == routed.dense == prefill_flops(make_language("llama"), 8).dense
+    assert flops(model, Prompt(8)).dense == routed.dense == flops(make_language("llama"), Prompt(8)).dense
 
 
 @needs_bitsandbytes

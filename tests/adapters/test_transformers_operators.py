@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import mmod
-from mmod.adapters.transformers.cache_base import KeptTokens, cache_of
+from mmod.adapters.transformers.cache_base import CachedTokens, cache_of
 from mmod.adapters.transformers.families import parameters_of
 from tests.kit.cover import in_turn
 from tests.kit.generation import NO_IMAGES, check_cache_changes_nothing
@@ -267,7 +267,7 @@ def test_a_cache_holds_what_later_tokens_may_read(way: tuple[str, str]) -> None:
         cache = cache_of(model(**batch, use_cache=True))
     for index in config.blocks:
         layer = cache.layers[index]
-        assert isinstance(layer, KeptTokens)
+        assert isinstance(layer, CachedTokens)
         assert layer.keys.shape[2] == (text if way[1] == "kept" and way[0] != "mlp" else batch["input_ids"].shape[1])
         assert layer.get_seq_length() == batch["input_ids"].shape[1]
 
@@ -309,11 +309,11 @@ def test_blocks_of_one_model_may_differ() -> None:
     assert mmod.RoutingConfig.from_dict(config.to_dict()) == config
     model = mmod.route_(make_joint("llava").double(), language=config)
     batch = doubled(prompt("llava", (1, 2)))
-    layers, valid, plan = Layers(model), batch["attention_mask"].bool(), config.plan(4)
+    layers, valid, plan = Layers(model), batch["attention_mask"].bool(), config.resolved(4)
     with torch.no_grad(), mmod.trace(model) as decisions:
         model(**batch, use_cache=False)
     mmod.unroute_(model)
-    for (name, (x, arguments, out)), *way in zip(layers.recorded.items(), plan.operators, plan.contexts):
+    for (name, (x, arguments, out)), *way in zip(layers.recorded.items(), *list(zip(*plan.rows))[2:]):
         with torch.no_grad():
             expected = defined(model.get_submodule(name), x, decisions[name], (way[0], way[1]), arguments)
         torch.testing.assert_close(out[valid], expected[valid], rtol=1e-7, atol=1e-9)
@@ -339,7 +339,7 @@ def test_what_a_model_cannot_do_is_refused_before_it_is_changed() -> None:
     for name, changes, message in (
         ("gemma3", {"operator": "mlp"}, "norm after"),
         ("llama", {"capacity": 0}, "leaves|image tokens"),
-        ("llama", {"operator": ("mlp", "block", "block")}, "as many operators"),
+        ("llama", {"operator": ("mlp", "block", "block")}, "one operator or as many"),
     ):
         model = make_language(name)
         with pytest.raises(ValueError, match=message):

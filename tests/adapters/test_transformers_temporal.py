@@ -165,7 +165,7 @@ def test_flops_count_the_first_frame_as_whole() -> None:
     model = mmod.route_(make_joint("llava", attention="eager"), language=IMAGES)
     batch = prompt("llava", (3,))
     tokens = batch["input_ids"].shape[1]
-    report = mmod.prefill_flops(model, tokens - 3 * PATCHES, [PATCHES] * 3)
+    report = mmod.flops(model, mmod.Prompt(tokens - 3 * PATCHES, (PATCHES,) * 3))
     with flop_counter() as counter:
         model(**batch, logits_to_keep=1)
     for row in report.blocks:

@@ -240,7 +240,7 @@ def test_errors_name_what_is_wrong() -> None:
     with pytest.raises(ValueError, match="supported are models of"):
         flops(torch.nn.Linear(2, 2), 64)
     language = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear"))
-    with pytest.raises(ValueError, match=r"use mmod\.analysis\.prefill_flops"):
+    with pytest.raises(ValueError, match=r"use mmod\.flops\(model, mmod\.Prompt"):
         flops(language, {"input_ids": torch.ones(1, 4, dtype=torch.int64)})
 
 

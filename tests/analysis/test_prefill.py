@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mmod
 from mmod.adapters.transformers.cache_base import cache_of
-from mmod.analysis.prefill import prefill_flops
+from mmod.analysis import Prompt, flops
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
 from tests.kit.vlm_zoo import IMAGE, PATCHES, make_joint, make_language, prompt
@@ -42,7 +42,7 @@ def test_counts_equal_those_of_torch(name: str, method: str) -> None:
     model: Any = mmod.route_(make_joint(name, attention="eager"), language=CONFIGS[method])
     batch = prompt(name, (2,))
     images, tokens = int((batch["input_ids"] == IMAGE).sum()), batch["input_ids"].shape[1]
-    report = prefill_flops(model, tokens - images, [images // 2] * 2)
+    report = flops(model, Prompt(tokens - images, [images // 2] * 2))
     with FlopCounterMode(display=False) as counter:
         cache = cache_of(model(**batch, logits_to_keep=1))
     counts = counter.get_flop_counts()
@@ -66,7 +66,7 @@ def test_counts_equal_those_of_torch(name: str, method: str) -> None:
 )
 def test_layers_that_counts_of_tokens_do_not_cover_are_refused(name: str, reason: str) -> None:
     with pytest.raises(ValueError, match=rf"{reason}.* count a batch by mmod\.flops"):
-        prefill_flops(make_joint(name), 20, 9)
+        flops(make_joint(name), Prompt(20, (9,)))
 
 
 @torch.no_grad()
@@ -78,7 +78,7 @@ def test_importance_is_counted_where_it_is_spent(importance: str) -> None:
     batch = prompt("llava", (2,))
     images, tokens = int((batch["input_ids"] == IMAGE).sum()), batch["input_ids"].shape[1]
     for saves in (importance == "mean", False):
-        report = prefill_flops(model, tokens - images, [images // 2] * 2)
+        report = flops(model, Prompt(tokens - images, [images // 2] * 2))
         with flop_counter() as counter:
             model(**batch, logits_to_keep=1)
         counts = counter.get_flop_counts()
@@ -101,22 +101,22 @@ def test_products_of_all_pairs_are_counted(router: Any) -> None:
     model: Any = mmod.route_(make_joint("llava", attention="eager"), language=config)
     batch = prompt("llava", (2,))
     images, tokens = int((batch["input_ids"] == IMAGE).sum()), batch["input_ids"].shape[1]
-    report = prefill_flops(model, tokens - images, [images // 2] * 2)
+    report = flops(model, Prompt(tokens - images, [images // 2] * 2))
     with FlopCounterMode(display=False) as counter:
         model(**batch, logits_to_keep=1)
     for row in report.blocks[1:3]:
         counted = sum(counter.get_flop_counts()[f"{type(model).__name__}.{row.name}"].values())
         assert row.routed == counted, row.name
     assert report.blocks[1].router == 2 * tokens**2 * (8 if isinstance(router, dict) else 32)
-    assert prefill_flops(model, tokens).blocks[1].router == 0, "nothing may be skipped"
+    assert flops(model, Prompt(tokens)).blocks[1].router == 0, "nothing may be skipped"
 
 
 def test_cache_share_is_the_kept_share() -> None:
     model = mmod.route_(make_joint("llava"), language=CONFIGS["linear"])
-    report = prefill_flops(model, 5, PATCHES)
+    report = flops(model, Prompt(5, PATCHES))
     kept = [5 + PATCHES, 5 + int(PATCHES * 0.5), 5 + int(PATCHES * 0.25), 5 + PATCHES]
     assert report.cache_share == pytest.approx(sum(kept) / (4 * (5 + PATCHES)))
-    assert report.dense == prefill_flops(mmod.unroute_(model), 5, PATCHES).routed
+    assert report.dense == flops(mmod.unroute_(model), Prompt(5, PATCHES)).routed
     assert report.share < 1
 
 
@@ -126,19 +126,28 @@ def test_protected_text_is_counted_as_kept(protected: int) -> None:
         make_joint("llava"),
         language=mmod.RoutingConfig(router="linear", blocks=(1,), language=mmod.LanguageRouting(tokens="all")),
     )
-    report = prefill_flops(model, 10, PATCHES, protected_tokens=protected)
+    report = flops(model, Prompt(10, PATCHES, protected_tokens=protected))
     assert report.blocks[1].kept == protected + (10 + PATCHES - protected) // 2
     with pytest.raises(ValueError, match="protected_tokens=11"):
-        prefill_flops(model, 10, PATCHES, protected_tokens=11)
+        flops(model, Prompt(10, PATCHES, protected_tokens=11))
 
 
 def test_thresholds_need_the_kept_share() -> None:
     model = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear", select="threshold"))
     with pytest.raises(ValueError, match="pass kept"):
-        prefill_flops(model, 10)
-    assert prefill_flops(model, 10, kept=0.5).blocks[1].kept == 5
+        flops(model, Prompt(10))
+    assert flops(model, Prompt(10), kept=0.5).blocks[1].kept == 5
     with pytest.raises(ValueError, match="at least one token"):
-        prefill_flops(model, 0)
-    for wrong in ({"text_tokens": -3}, {"text_tokens": 2.5}, {"image_tokens": [4, -1]}, {"kept": 3}, {"kept": "half"}):
+        flops(model, Prompt(0))
+    for wrong in ({"text_tokens": -3}, {"text_tokens": 2.5}, {"image_tokens": [4, -1]}, {"protected_tokens": -1}):
         with pytest.raises((TypeError, ValueError), match=f"^{next(iter(wrong))} must be "):
-            prefill_flops(model, **{"text_tokens": 10, **wrong})
+            Prompt(**{"text_tokens": 10, **wrong})
+    for kept in (3, "half"):
+        with pytest.raises((TypeError, ValueError), match=r"^kept must be "):
+            flops(model, Prompt(10), kept)
+
+
+def test_the_former_name_counts_alike() -> None:
+    model = mmod.route_(make_joint("llava"), language=mmod.RoutingConfig(router="stride", blocks=(1,), capacity=0.25))
+    with pytest.deprecated_call(match="is now mmod.flops"):
+        assert mmod.prefill_flops(model, 5, [PATCHES, PATCHES]) == flops(model, Prompt(5, (PATCHES, PATCHES)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -38,6 +39,11 @@ def make_span(scored_by_first: bool) -> Span:
     return Span(PerThread(StackCalls), names, scored_by_first=scored_by_first, training_only=False)
 
 
+def at(place: int) -> Any:
+    """Return what a span reads of the state of one of its blocks."""
+    return SimpleNamespace(place=place, begins=place == 0, ends=place == 2, passes_rows=False)
+
+
 @pytest.mark.parametrize("decided", [False, True], ids=["a score", "a decision"])
 def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     decides, x = router(), torch.empty(2, 6, 8, device=FAR)
@@ -45,9 +51,9 @@ def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.Monke
     shared = span.begin(torch.empty(2, 6, 8))
     shared.score_BN = torch.rand(2, 6)
     if decided:
-        span.remember(decides(torch.rand(2, 6, 8), shared.score_BN), shared, 1, decides, TokenMarks())
-    assert span.enter(x, 2, decides, training=False) is shared
-    assert span.decided(x, shared, 2, decides, TokenMarks()) is None
+        span.remember(decides(torch.rand(2, 6, 8), shared.score_BN), shared, at(1), decides, TokenMarks())
+    assert span.enter(x, at(2), decides, training=False) is shared
+    assert span.decided(x, shared, at(2), decides, TokenMarks()) is None
     recorded = []
 
     def choose(score_BN: Tensor) -> Routing:
@@ -66,11 +72,11 @@ def test_whom_tokens_joined_comes_to_its_reader(capacity: float) -> None:
     span = make_span(scored_by_first=True)
     near = torch.rand(2, 8, 8)
     shared = span.begin(near)
-    span.remember(decides(near), shared, 0, decides, TokenMarks())
+    span.remember(decides(near), shared, at(0), decides, TokenMarks())
     reads = Router(decides.config, dim=8, block=2, capacity=capacity)
     x = torch.empty(2, 8, 8, device=FAR)
-    assert span.enter(x, 1, reads, training=False) is shared
-    routing = span.decided(x, shared, 1, reads, TokenMarks())
+    assert span.enter(x, at(1), reads, training=False) is shared
+    routing = span.decided(x, shared, at(1), reads, TokenMarks())
     assert routing is not None
     assert routing.kept.index_BK.shape == (2, int(8 * capacity))
     assert routing.joined.slot_BN is not None

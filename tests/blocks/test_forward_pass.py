@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import mmod
 from mmod import RoutingConfig
 from mmod.blocks import Pass, Passes, StackCalls
-from mmod.blocks.span import StackCall
+from mmod.blocks.passes import StackCall
 from mmod.threads import PerThread
 from tests.kit.threads import assert_right_in_threads
 from tests.kit.zoo import make_images, make_model

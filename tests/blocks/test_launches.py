@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import mmod
 from mmod import RoutingConfig
+from mmod.routing import RandomScore
 
 HALF: dict[str, Any] = {"capacity": 0.5}
 
@@ -63,6 +64,8 @@ def launches_of(config: RoutingConfig | None) -> Counter[str]:
                 if value is not None:
                     fake = torch.empty(value.shape, device="cuda")
                     module._parameters[name] = torch.nn.Parameter(fake, requires_grad=False)
+            if isinstance(module, RandomScore):
+                module.salt = torch.empty((), dtype=torch.int64, device="cuda")
         with launches, FusedAttention():
             model(torch.empty(1, 3, 224, 224, device="cuda"))
     return launches.names

@@ -20,11 +20,29 @@ from mmod.planning import drop_once, falling, ratio_decay, stage_drop
 from tests.kit.vlm_zoo import make_joint, prompt
 from tests.kit.zoo import make_images, make_model
 
-PLAN = mmod.Plan((1, 2, 3), (0.0, 0.5, 0.25), 4, ("block", "mlp", "attention"), ("all", "kept", "all"), "stride")
+PLAN = mmod.RoutingConfig(
+    router="stride",
+    blocks=(1, 2, 3),
+    capacity=(0.0, 0.5, 0.25),
+    operator=("block", "mlp", "attention"),
+    context=("all", "kept", "all"),
+    depth=4,
+)
+# As earlier versions saved it.
+SAVED = {
+    "blocks": [1, 2, 3],
+    "capacities": [0.0, 0.5, 0.25],
+    "depth": 4,
+    "operators": ["block", "mlp", "attention"],
+    "contexts": ["all", "kept", "all"],
+    "router": {"name": "stride"},
+    "gate": {"name": "identity", "scale": 1.0},
+    "protect_prefix": True,
+}
 
 
 @st.composite
-def plans(draw: st.DrawFn) -> mmod.Plan:
+def plans(draw: st.DrawFn) -> mmod.RoutingConfig:
     depth = draw(st.integers(1, 9))
     blocks = draw(st.lists(st.integers(0, depth - 1), min_size=1, unique=True))
     operators = tuple(draw(st.sampled_from(OPERATORS)) for _ in blocks)
@@ -34,16 +52,25 @@ def plans(draw: st.DrawFn) -> mmod.Plan:
     scores = ["stride", mmod.score("attention", importance=importance), mmod.score("linear", bias=True)]
     router = draw(st.sampled_from(scores))
     gate = draw(st.sampled_from([None, mmod.Gate("sigmoid", 0.5)])) if router is scores[2] else None
-    prefix = draw(st.booleans())
-    return mmod.Plan(tuple(sorted(blocks)), capacities, depth, operators, contexts, router, gate, prefix)
+    config = mmod.RoutingConfig(
+        router=router,
+        gate=gate,
+        blocks=tuple(sorted(blocks)),
+        capacity=capacities,
+        operator=operators,
+        context=contexts,
+        protect_prefix=draw(st.booleans()),
+        depth=depth,
+    )
+    return config.resolved()
 
 
 @given(plan=plans())
-def test_plans_and_configs_say_the_same(plan: mmod.Plan) -> None:
-    assert mmod.Plan.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
-    config = mmod.RoutingConfig.from_plan(plan)
-    assert config.plan(plan.depth) == plan
-    assert mmod.RoutingConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+def test_a_plan_is_a_config_whose_blocks_are_written_out(plan: mmod.RoutingConfig) -> None:
+    assert mmod.RoutingConfig.from_dict(json.loads(json.dumps(plan.to_dict()))) == plan
+    assert mmod.RoutingConfig.from_dict(json.loads(json.dumps(plan.to_dict(settled=True)))) == plan
+    assert plan.resolved() == plan.resolved(plan.depth) == plan
+    assert eval(repr(plan), {"RoutingConfig": mmod.RoutingConfig}) == plan
     shown = []
     for line in str(plan).splitlines()[4:]:
         blocks, *options = line.strip("| ").replace("|", " ").split()
@@ -53,10 +80,47 @@ def test_plans_and_configs_say_the_same(plan: mmod.Plan) -> None:
     assert plan._repr_markdown_() == str(plan)
 
 
+@given(plan=plans())
+def test_plans_of_earlier_versions_are_read(plan: mmod.RoutingConfig) -> None:
+    blocks, capacities, operators, contexts = zip(*plan.rows)
+    fields = {"router": plan.router, "gate": plan.gate, "protect_prefix": plan.protect_prefix}
+    with pytest.deprecated_call(match="is now mmod.RoutingConfig"):
+        assert mmod.Plan(blocks, capacities, plan.depth, operators, contexts, **fields) == plan
+    for name, values in (("capacities", capacities), ("operators", operators), ("contexts", contexts)):
+        with pytest.deprecated_call(match=f"{name} of a plan are now"):
+            assert getattr(plan, name) == values
+    with pytest.deprecated_call(match="is now plan.replace"):
+        assert mmod.RoutingConfig.from_plan(plan, protect_prefix=True) == plan.replace(protect_prefix=True)
+    with pytest.deprecated_call(match="is now config.resolved"):
+        assert plan.plan(plan.depth) == plan
+
+
+def test_saved_plans_of_earlier_versions_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(SAVED))
+    assert mmod.RoutingConfig.load(path) == PLAN
+    with pytest.deprecated_call(match="is now mmod.RoutingConfig.load"):
+        assert mmod.Plan.load(path) == PLAN
+    with pytest.deprecated_call(match="is now mmod.RoutingConfig.from_dict"):
+        assert mmod.Plan.from_dict(SAVED) == PLAN
+    path.write_text(json.dumps({**SAVED, "router": None, "gate": None, "capacities": [0, 1, 0]}))
+    assert mmod.RoutingConfig.load(path).router.name == "stride"
+
+
+def test_a_config_of_any_depth_has_no_table() -> None:
+    config = mmod.RoutingConfig(router="norm")
+    assert str(config) == repr(config)
+    assert config._repr_markdown_() is None
+    for known in (config, mmod.preset("gradual")):
+        for name in ("rows", "mean_capacity", "resolved"):
+            with pytest.raises(ValueError, match=r"call config\.resolved\(number of blocks\)"):
+                getattr(known, name)()
+
+
 def test_a_saved_config_holds_every_value_and_prints_what_differs() -> None:
     config = mmod.RoutingConfig(router="linear", skipped="scale")
     saved = Route({"image": config}).to_dict()["parts"]["image"]
-    assert saved.keys() == set(ROUTING_FIELDS)
+    assert saved.keys() == {*ROUTING_FIELDS, "depth"}
     assert saved["gate"] == {"name": "tanh", "scale": 0.2}
     assert saved["router"].keys() == {"name", *(item.name for item in dataclasses.fields(config.router))}
     assert mmod.RoutingConfig.from_dict(json.loads(json.dumps(saved))) == config
@@ -66,42 +130,45 @@ def test_a_saved_config_holds_every_value_and_prints_what_differs() -> None:
 def test_files_are_strict_and_never_overwritten(tmp_path: Path) -> None:
     path = tmp_path / "plan.json"
     PLAN.save(path)
-    assert mmod.Plan.load(path) == PLAN
+    assert mmod.RoutingConfig.load(path) == PLAN
     with pytest.raises(FileExistsError, match="overwrite"):
         PLAN.save(path)
     PLAN.save(path, overwrite=True)
-    good = PLAN.to_dict()
+    good = PLAN.to_dict(settled=True)
     for wrong, message in (
-        ({**good, "score": "linear"}, "unknown field of a plan score"),
-        ({key: good[key] for key in ("blocks", "depth")}, "a plan needs capacities"),
+        ({**good, "score": "linear"}, "unknown routing option score"),
+        ({**SAVED, "score": "linear"}, "unknown field of a plan score"),
+        ({"blocks": [1], "capacities": [0.5]}, "a plan needs depth"),
         ({**good, "router": "strid"}, "router must be one of 'attention', .*'stride', .*got 'strid'"),
         (
             {**good, "router": {"name": "attention", "importance": "first"}},
             "router.importance must be one of 'per_viewer'",
         ),
-        ({**good, "router": None, "gate": "tanh"}, "pass router too"),
-        ({**good, "capacities": [0, 2, 0.5]}, "capacities must be"),
-        ({**good, "operators": ["block"]}, "as many operators, got 1"),
-        ({**good, "contexts": ["all", "all", "all"]}, "operator='mlp' needs context='kept'"),
-        ([1], "holds no plan"),
+        ({**SAVED, "router": None, "gate": "tanh"}, "pass router too"),
+        ({**SAVED, "capacities": 0.5}, "capacities must be"),
+        ({**good, "capacity": [0, 2, 0.5]}, "capacity must be"),
+        ({**good, "operator": ["block"]}, "3 routed blocks need one operator or as many, got 1"),
+        ({**good, "context": ["all", "all", "all"]}, "operator='mlp' needs context='kept', got 'all' for block 2"),
+        ({**good, "depth": 3}, r"blocks must be ascending numbers from 0 to 2"),
+        ([1], "holds no routing config"),
     ):
         path.write_text(json.dumps(wrong))
         with pytest.raises(ValueError, match=message):
-            mmod.Plan.load(path)
+            mmod.RoutingConfig.load(path)
 
 
 def test_a_plan_routes_and_its_model_is_saved(tmp_path: Path) -> None:
     images = make_images("test_vit", 2)
-    plan = mmod.Plan((2, 3), (0.0, 0.0), len(make_model("test_vit").blocks), ("block", "mlp"), router="stride")
+    plan = mmod.RoutingConfig(router="stride", blocks=(2, 3), capacity=(0.0, 0.0), operator=("block", "mlp"), depth=6)
     model = mmod.route_(make_model("test_vit"), plan)
     mmod.save_pretrained(model, tmp_path / "routed")
     again = mmod.load_pretrained(tmp_path / "routed")
-    assert mmod.routing_config(again).plan(plan.depth) == plan
+    assert mmod.routing_config(again) == plan
     with torch.no_grad():
         assert torch.equal(model(images), again(images))
-    with pytest.raises(ValueError, match="the plan is for 4 blocks, the model has 6"):
+    with pytest.raises(ValueError, match="this config is for 4 blocks, the model has 6"):
         mmod.route_(make_model("test_vit"), PLAN)
-    with pytest.raises(TypeError, match="RoutingConfig or a Plan"):
+    with pytest.raises(TypeError, match="must be a RoutingConfig"):
         mmod.route_(make_model("test_vit"), "late")  # type: ignore[arg-type]
 
 
@@ -110,25 +177,16 @@ def test_language_models_keep_their_plan(tmp_path: Path) -> None:
     model = mmod.route_(make_joint("llava"), language=PLAN)
     model.save_pretrained(tmp_path / "routed")
     again = mmod.load_pretrained(tmp_path / "routed")
-    assert mmod.routing_config(again).plan(4) == PLAN
+    assert mmod.routing_config(again) == PLAN
     with torch.no_grad():
         assert torch.equal(model(**batch).logits, again(**batch).logits)
 
 
-def test_a_plan_without_a_score_routes_only_where_nothing_is_chosen() -> None:
-    model, depth = make_model("test_vit"), len(make_model("test_vit").blocks)
-    for plan in (mmod.Plan((1, 2), (1.0, 0.5), depth), falling(depth, 0.6)):
-        with pytest.raises(ValueError, match=r"no router: .*from_plan\(plan, router='attention'\).*'stride'"):
-            mmod.route_(model, plan)
-        assert not mmod.is_routed(model)
-        assert mmod.RoutingConfig.from_plan(plan, router="norm").router.name == "norm"
-    assert mmod.routing_config(mmod.route_(model, mmod.Plan((1, 2), (1, 0.0), depth))).router.name == "stride"
-
-
 def test_another_router_takes_the_place_of_the_score_of_a_plan() -> None:
-    plan = mmod.Plan((1,), (0.5,), 4, router={"name": "attention", "importance": "last_token"})
-    assert mmod.RoutingConfig.from_plan(plan, router={"importance": "mean"}).router.importance == "mean"
-    config = mmod.RoutingConfig.from_plan(plan, router="linear")
+    router = {"name": "attention", "importance": "last_token"}
+    plan = mmod.RoutingConfig(router=router, blocks=(1,), capacity=(0.5,), depth=4)
+    assert plan.replace(router={"importance": "mean"}).router.importance == "mean"
+    config = falling(6, 0.6).replace(router="linear")
     assert (config.router, config.gate.name) == (mmod.score("linear"), "tanh")
     assert "1 of 4 blocks are routed by attention (last_token)" in str(plan)
 
@@ -136,24 +194,22 @@ def test_another_router_takes_the_place_of_the_score_of_a_plan() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"depth": 10**400}, r"depth must be an integer in \[1, 100000\], got 1000"),
+        ({"depth": 10**400}, r"depth must be an integer in \[1, 100000\] or null, got 1000"),
         ({"depth": 10**5000}, "depth must be an integer in"),
         ({"depth": "4"}, "depth must be an integer in .*, got '4'"),
-        ({"blocks": "late"}, "blocks must be several values"),
-        ({"gate": "tanh"}, "pass router too"),
+        ({"blocks": (4,)}, "blocks must be ascending numbers from 0 to 3"),
         ({"router": 3}, "router must be a name, a score or a function, got 3"),
         ({"protect_prefix": "no"}, "protect_prefix must be true or false, got 'no'"),
     ],
 )
 def test_plans_are_strict(fields: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=message):
-        mmod.Plan(**{"blocks": (1,), "capacities": (0.5,), "depth": 4, **fields})
+        mmod.RoutingConfig(**{"blocks": (1,), "capacity": (0.5,), "depth": 4, **fields})
 
 
 @pytest.mark.parametrize("depth", ["12", 10**400, 0, None])
 def test_depths_are_checked_wherever_they_are_given(depth: Any) -> None:
     calls = [
-        lambda: mmod.RoutingConfig().plan(depth),
         *(lambda make=make: make(depth) for make in (ratio_decay, stage_drop, drop_once, falling)),
         lambda: mmod.RoutingConfig().at_depth(depth),
         lambda: mmod.RoutingConfig().resolved(depth),

@@ -112,7 +112,7 @@ def test_an_unresolved_preset_has_the_fields_that_do_not_depend_on_depth(name: s
     for depth in (6, 9):
         resolved = config.at_depth(depth)
         assert resolved == mmod.preset(name, depth=depth, protect_prefix=False)
-        assert config.plan(depth) == resolved.plan(depth)
+        assert config.resolved(depth) == resolved.resolved(depth)
         for field in ("router", "gate", "select", "skipped", "losses", "language", "protect_prefix", "operator"):
             assert getattr(config, field) == getattr(resolved, field)
     with pytest.raises(AttributeError, match="blocks of a preset depends on the number of blocks: route a model by it"):
@@ -137,9 +137,9 @@ def test_changes_of_an_unresolved_preset_add_up() -> None:
 def test_a_config_resolves_into_one_with_blocks_written_out(name: str) -> None:
     for config in (mmod.preset(name), mmod.preset(name, depth=9)):
         resolved = config.resolved(9)
-        assert resolved.plan(9) == config.plan(9)
-        assert (resolved.blocks, resolved.capacity) == (config.plan(9).blocks, config.plan(9).capacities)
-        assert resolved.resolved(9) == resolved
+        assert resolved.depth == 9
+        assert tuple(zip(resolved.blocks, resolved.capacity)) == tuple(row[:2] for row in resolved.rows)
+        assert resolved.resolved(9) == resolved.resolved() == resolved
         assert mmod.RoutingConfig.from_dict(resolved.to_dict()) == resolved
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from mmod.config import Plan
+from mmod.config import RoutingConfig
 from mmod.data.convert.pairs import PairsConversion, convert_pairs
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.shards import ShardSource
@@ -95,7 +95,7 @@ def option_cases() -> Iterator[Case]:
 def plan_cases() -> Iterator[Case]:
     def load(data: bytes, _: Any) -> Any:
         Path("plan.json").write_bytes(data)
-        return Plan.load("plan.json")
+        return RoutingConfig.load("plan.json")
 
     sound = {"blocks": [1, 2], "capacities": [0.5, 0.25], "depth": 4}
     wrong: dict[str, list[Any]] = {

@@ -271,7 +271,7 @@ def _fields(random: Random, part: str, depth: int, joint: bool) -> dict[str, Any
     from_before = name in ("attention", "change", "important_diversity") and not wild
     if blocks is None or (blocks == "all" and from_before):
         blocks = sorted(random.sample(range(0 if wild else 1, depth), random.randint(1, depth - 1)))
-    count = len(mmod.RoutingConfig(blocks=blocks).plan(depth).blocks)
+    count = len(mmod.RoutingConfig(blocks=blocks).resolved(depth).blocks)
 
     def per_block(one: Callable[[], Any], share: float) -> Any:
         return [one() for _ in range(count)] if random.random() < share else one()

@@ -181,7 +181,7 @@ def test_gradients_reach_everything_and_what_was_saved_is_loaded(
 @one_way
 def test_flops_follow_from_the_slots(way: dict[str, Any]) -> None:
     width, hidden, tokens = 32, 48, 40
-    dense = mmod.prefill_flops(make_language("llama"), tokens).blocks[1].dense
+    dense = mmod.flops(make_language("llama"), mmod.Prompt(tokens)).blocks[1].dense
     model = make(**way)
     config: Any = methods_of(model)[0]
     routers = 2 * tokens * width * (3 + config.idle)
@@ -190,12 +190,12 @@ def test_flops_follow_from_the_slots(way: dict[str, Any]) -> None:
     share = 3 / (3 + config.idle) if config.capacity is None else config.capacity
     computed = 3 * int(share * tokens / 3 + 1e-9)
     expected = dense - 6 * (tokens - computed) * width * hidden + routers
-    row = mmod.prefill_flops(model, tokens).blocks[1]
+    row = mmod.flops(model, mmod.Prompt(tokens)).blocks[1]
     assert (row.dense, row.routed, row.router) == (dense, expected, routers)
     total = mmod.flops(model, {"input_ids": random_words(1, tokens)})
     assert total.blocks[1].routed == expected
     mmod.route_(model, STAGED.replace(language={"inference_threshold": None, "predictor": False}))
-    staged = mmod.prefill_flops(model, tokens).blocks[1]
+    staged = mmod.flops(model, mmod.Prompt(tokens)).blocks[1]
     assert staged.kept == tokens // 2
     assert staged.routed < expected
 

@@ -305,7 +305,7 @@ def test_what_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="text cannot be generated where recursions choose"):
         model.generate(random_words(1, 5), **GREEDY)
     with pytest.raises(ValueError, match="counted as a whole"):
-        mmod.prefill_flops(model, 8)
+        mmod.flops(model, mmod.Prompt(8))
     with pytest.raises(ValueError, match="does not support continuous batching"):
         model.init_continuous_batching()
     undo_(model)

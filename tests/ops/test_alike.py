@@ -138,7 +138,11 @@ def test_the_kernel_draws_the_same_numbers(device: str, dtype: torch.dtype, chan
     results = []
     for backend in ("torch", "triton"):
         with use(backend, "random_scores"), poisoned():
-            results.append(random_scores(x.to(device, dtype), 2**32 - 5, valid.to(device) if padded else None))
+            results.append(
+                random_scores(
+                    x.to(device, dtype), torch.tensor(2**32 - 5, device=device), valid.to(device) if padded else None
+                )
+            )
     assert torch.equal(*results)
 
 

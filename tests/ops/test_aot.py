@@ -72,7 +72,7 @@ CASES: dict[str, list[Case]] = {
         for valid in (True, False)
     ],
     "hashing.random_kernel": [
-        row_case(kind, "x", {"out": "*fp32", "valid": "*u8", "salt": "i64"}, HAS_VALID=valid, BLOCK=256, CHANNELS=8)
+        row_case(kind, "x", {"out": "*fp32", "valid": "*u8", "salt": "*i64"}, HAS_VALID=valid, BLOCK=256, CHANNELS=8)
         for kind, valid in (("bf16", True), ("fp32", False))
     ],
     "attention.forward_kernel": attention_cases("q k v out", {"lse": "*fp32", **_ROWS}, backward=False),

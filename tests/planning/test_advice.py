@@ -383,7 +383,7 @@ def test_a_language_model_is_judged_by_its_next_tokens(
         assert (row.accuracy is not None) == labels
         if row.accuracy is not None:
             assert row.accuracy.value == pytest.approx(sum(right) / len(right) - sum(base) / len(base))
-        count = mmod.prefill_flops(model, 10, 13)
+        count = mmod.flops(model, mmod.Prompt(10, 13))
         assert row.cache == pytest.approx(count.cache_share * advice.cache, rel=0.15)
     assert mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False) == advice
 

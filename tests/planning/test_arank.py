@@ -72,7 +72,7 @@ def test_a_plan_of_ranks_routes_a_model() -> None:
     model = timm.create_model("test_vit").eval()
     images = torch.randn(2, 3, 160, 160)
     plan = attention_ranks(model, [images], tolerance=0.01).plan(0.5, budget=0.8)
-    config = mmod.RoutingConfig(router="linear", blocks=plan.blocks, capacity=plan.capacities)
+    config = mmod.RoutingConfig(router="linear", blocks=plan.blocks, capacity=plan.capacity)
     assert len(mmod.routed_blocks(mmod.route_(model, config))) == len(plan.blocks)
 
 

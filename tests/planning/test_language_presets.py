@@ -64,7 +64,7 @@ def test_p_mod_weighs_image_tokens_alone(gate_on: str) -> None:
         model(**batch)
     images = batch["input_ids"] == IMAGE
     real = batch["attention_mask"].bool()
-    for (name, routing), capacity in zip(decisions.items(), plan.capacities):
+    for (name, routing), capacity in zip(decisions.items(), plan.capacity):
         kept = routing.keep_BN & images
         assert kept.sum(1).tolist() == [int(PATCHES * number * mmod.config.rational(capacity)) for number in (2, 1)]
         before, after = recorded[name]

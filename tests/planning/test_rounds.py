@@ -14,7 +14,16 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.planning import search
-from mmod.planning.plan_search import BlockCosts, PlanSearch, best_plan, choices_of, in_time, plan_of, stopwatch
+from mmod.planning.plan_search import (
+    BlockCosts,
+    Choices,
+    PlanSearch,
+    best_plan,
+    choices_of,
+    in_time,
+    plan_of,
+    stopwatch,
+)
 from tests.kit.vlm_zoo import make_joint, prompt
 from tests.kit.zoo import make_images, make_model
 
@@ -28,7 +37,7 @@ def pretend(overhead: float, exponent: float) -> Callable[[Sequence[mmod.Routing
     """Return a stopwatch of assumed times that do not add up over blocks and have an overhead for each."""
 
     def share(config: mmod.RoutingConfig) -> float:
-        plan = config.plan(DEPTH)
+        plan = config.resolved(DEPTH)
         saved = sum((1 - capacity) * (1.0 if operator == "block" else 0.6) for _, capacity, operator, _ in plan.rows)
         return 1 - 0.9 * (saved / DEPTH) ** exponent + overhead * len(plan.blocks)
 
@@ -37,13 +46,13 @@ def pretend(overhead: float, exponent: float) -> Callable[[Sequence[mmod.Routing
 
 def search_in_time(
     overhead: float, exponent: float, budget: float, scores: list[tuple[float, float]]
-) -> tuple[PlanSearch, dict[mmod.Plan, float]]:
+) -> tuple[PlanSearch, dict[Choices, float]]:
     """Return the search under a budget of assumed times, and the share of every plan that it measured."""
-    clock, measured = pretend(overhead, exponent), dict[mmod.Plan, float]()
+    clock, measured = pretend(overhead, exponent), dict[Choices, float]()
 
     def measure(configs: Sequence[mmod.RoutingConfig]) -> tuple[float, list[float]]:
         total, shares = clock(configs)
-        measured.update(zip([config.plan(DEPTH) for config in configs], shares))
+        measured.update(zip([choices_of(config) for config in configs], shares))
         return total, shares
 
     flops = BlockCosts(((0.5, 0.55),) * DEPTH, (1.0,) * DEPTH, DEPTH * 1.1)
@@ -66,10 +75,10 @@ def test_the_best_measured_plan_within_the_budget_of_time_wins(
     overhead: float, exponent: float, budget: float, scores: list[tuple[float, float]]
 ) -> None:
     outcome, measured = search_in_time(overhead, exponent, budget, scores)
-    fitting = [plan for plan, share in measured.items() if share <= budget * 1.05]
+    fitting = [plan_of(choices, STRIDE) for choices, share in measured.items() if share <= budget * 1.05]
     assert outcome.plan in fitting
     assert outcome.score(outcome.plan) == min(map(outcome.score, fitting))
-    assert outcome.time == pytest.approx(20 * measured[outcome.plan])
+    assert outcome.time == pytest.approx(20 * measured[choices_of(outcome.plan)])
     assert f"{outcome.time:.4g} of the dense model's 20 milliseconds" in str(outcome)
     assert str(outcome.plan) in outcome._repr_markdown_()
 
@@ -122,7 +131,7 @@ def test_rounds_score_choices_beside_those_of_the_plan() -> None:
     first = mmod.search_plan(model, batches, 0.7, part="language", options=options)
     actual = mmod.search_plan(model, batches, 0.7, part="language", options=options, rounds=2)
 
-    def score_of_plan(plan: mmod.Plan) -> float:
+    def score_of_plan(plan: mmod.RoutingConfig) -> float:
         return mmod.plan_divergence(model, batches, plan, part="language")
 
     assert actual.divergence == pytest.approx(score_of_plan(actual.plan))

@@ -16,7 +16,7 @@ def test_the_published_decay() -> None:
     assert plan.blocks == tuple(range(8, 32))
     published = [0.844, 0.806, 0.764, 0.720, 0.674, 0.625, 0.576, 0.525]
     published += [0.475, 0.424, 0.375, 0.326, 0.280, 0.236, 0.194, 0.156]
-    assert plan.capacities == pytest.approx(published + [0.15] * 8, abs=6e-4)
+    assert plan.capacity == pytest.approx(published + [0.15] * 8, abs=6e-4)
     assert plan.mean_capacity == pytest.approx(0.5375, abs=1e-4)
 
 
@@ -24,8 +24,8 @@ def test_the_published_decay() -> None:
 @pytest.mark.parametrize("depth", [2, 6, 12, 24])
 def test_capacity_never_rises_with_depth(shape: str, depth: int) -> None:
     plan = ratio_decay(depth, shape=shape)
-    assert all(a >= b for a, b in zip(plan.capacities, plan.capacities[1:]))
-    assert all(0.15 <= c <= 0.85 for c in plan.capacities)
+    assert all(a >= b for a, b in zip(plan.capacity, plan.capacity[1:]))
+    assert all(0.15 <= c <= 0.85 for c in plan.capacity)
 
 
 def test_settings_of_papers_keep_as_many_tokens_as_their_columns() -> None:
@@ -43,7 +43,7 @@ def test_settings_of_papers_keep_as_many_tokens_as_their_columns() -> None:
 
 def test_the_shift_is_the_mean_before_clipping() -> None:
     plan = ratio_decay(9, shift=0.4, ceiling=1.0, floor=1e-6)
-    assert plan.capacities[4] == pytest.approx(0.5 * math.cos(math.pi / 2) + 0.4)
+    assert plan.capacity[4] == pytest.approx(0.5 * math.cos(math.pi / 2) + 0.4)
 
 
 @pytest.mark.parametrize(
@@ -65,7 +65,7 @@ def test_wrong_decays(options: dict[str, object], message: str) -> None:
 def test_falling_capacity_has_equal_steps_and_its_mean(depth: int, steps: int, mean: float) -> None:
     plan = falling(depth, mean, steps=steps)
     assert plan.blocks == tuple(range(1, depth))
-    heights = sorted({1.0, *plan.capacities}, reverse=True)
+    heights = sorted({1.0, *plan.capacity}, reverse=True)
     if mean < 1:
         assert len(heights) == steps + 1
         falls = [a - b for a, b in itertools.pairwise(heights)]

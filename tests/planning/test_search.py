@@ -71,7 +71,7 @@ def test_language_models_cost_and_say_what_the_search_says(name: str) -> None:
     text, images = round(tokens / 4) - round(images / 4), round(images / 4)
     for budget in (0.9, 0.7, search.costs.least_share):
         plan = search.plan_for(budget)
-        report = mmod.prefill_flops(mmod.route_(model, language=plan), text, images)
+        report = mmod.flops(mmod.route_(model, language=plan), mmod.Prompt(text, images))
         mmod.unroute_(model)
         assert report.share == pytest.approx(search.share(plan))
         assert report.share <= budget + 1e-9
@@ -96,17 +96,19 @@ def test_the_frontier_reaches_to_the_least(blocks: list[tuple[float, float]], re
 def test_a_budget_of_the_cache() -> None:
     model, batches = make_joint("llava"), prompts()
     search = mmod.search_plan(model, batches, 0.6, part="language", cost="cache")
-    assert set(search.plan.contexts) == {"kept"}
-    assert mmod.prefill_flops(mmod.route_(model, language=search.config), *(found_lengths(batches))).cache_share <= 0.6
+    assert search.plan.context == "kept"
+    assert (
+        mmod.flops(mmod.route_(model, language=search.plan), mmod.Prompt(*(found_lengths(batches)))).cache_share <= 0.6
+    )
 
 
 def test_a_budget_of_what_image_tokens_add() -> None:
     model, batches = make_joint("llava"), prompts()
     search = mmod.search_plan(model, batches, 0.5, part="language", cost="image_flops")
     text, images = found_lengths(batches)
-    alone = mmod.prefill_flops(model, text).dense
-    dense = mmod.prefill_flops(model, text, images).dense
-    routed = mmod.prefill_flops(mmod.route_(model, language=search.config), text, images).routed
+    alone = mmod.flops(model, mmod.Prompt(text)).dense
+    dense = mmod.flops(model, mmod.Prompt(text, images)).dense
+    routed = mmod.flops(mmod.route_(model, language=search.plan), mmod.Prompt(text, images)).routed
     assert (routed - alone) / (dense - alone) == pytest.approx(search.share(search.plan))
     assert search.share(search.plan) <= 0.5
 
@@ -129,7 +131,7 @@ def test_tokens_that_importance_chooses(name: str, importance: str, options: Any
     assert search.plan.blocks[0] > 0, "nothing is read before the first block"
     assert all(math.isinf(score) for score in search.scores[0])
     assert not any(math.isinf(score) for row in search.scores[1:] for score in row)
-    assert search.config.router == mmod.score("attention", importance=importance)
+    assert search.plan.router == mmod.score("attention", importance=importance)
     assert {option.capacity for option in search.options} == ({0, 0.25} if language else {0.25, 0.5})
     # A score is what the choice does where the block before is dense and read.
     block, *choice = search.plan.rows[-1]
@@ -162,7 +164,7 @@ def test_image_models(name: str) -> None:
     model, images = make_model(name), make_images(name, 4)
     for kwargs in ({}, {"divergence": "cosine", "options": FEW}, {"router": "norm", "options": FEW}):
         search = mmod.search_plan(model, [images[:2], images[2:]], 0.8, **kwargs)
-        report = mmod.flops(mmod.route_(model, search.config), 64)
+        report = mmod.flops(mmod.route_(model, search.plan), 64)
         mmod.unroute_(model)
         assert report.share == pytest.approx(search.share(search.plan), abs=1e-3)
         assert search.share(search.plan) <= 0.8
@@ -242,18 +244,22 @@ def test_a_plan_keeps_the_score_that_it_was_searched_with(router: Any, tmp_path:
     model, images = make_model(NAME), make_images(NAME, 4)
     batches = list(images.split(2))
     search = mmod.search_plan(model, batches, 0.8, options=FEW, router=router, rounds=1)
-    expected = mmod.plan_divergence(model, batches, search.config)
+    expected = mmod.plan_divergence(model, batches, search.plan)
     assert search.divergence == pytest.approx(expected)
-    assert search.config.router == mmod.RoutingConfig(router=router).router
+    assert search.plan.router == mmod.RoutingConfig(router=router).router
     search.plan.save(tmp_path / "plan.json")
-    for plan in (search.plan, mmod.Plan.load(tmp_path / "plan.json")):
+    for plan in (search.plan, mmod.RoutingConfig.load(tmp_path / "plan.json")):
         assert mmod.plan_divergence(model, batches, plan) == expected
     routed = mmod.route_(model, search.plan)
-    assert mmod.routing_config(routed) == search.config
+    assert mmod.routing_config(routed) == search.plan
     for other in (search.plan_for(0.9), search.plan_for(0.75)):
         assert other.router == search.plan.router
     with pytest.raises(ValueError, match="this search uses the router"):
-        search.score(mmod.Plan(search.plan.blocks, search.plan.capacities, 12, search.plan.operators, router="norm"))
+        search.score(search.plan.replace(router="norm"))
+
+
+def plan_of_one(capacity: float, depth: int) -> mmod.RoutingConfig:
+    return mmod.RoutingConfig(router="stride", blocks=(1,), capacity=(capacity,), depth=depth)
 
 
 def test_a_picture(tmp_path: Path) -> None:
@@ -262,7 +268,7 @@ def test_a_picture(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="pass overwrite=True to replace it"):
         search.plot(tmp_path / "plan.png")
     assert (tmp_path / "plan.png").stat().st_size > 1000
-    for other in (mmod.Plan((1,), (0.125,), 4), mmod.Plan((1,), (0.5,), 9)):
+    for other in (plan_of_one(0.125, 4), plan_of_one(0.5, 9)):
         with pytest.raises(ValueError, match="this search has no"):
             search.score(other)
 

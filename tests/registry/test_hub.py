@@ -63,7 +63,7 @@ def clip_model() -> tuple[nn.Module, Any, dict[str, Any]]:
 
 def causal_model() -> tuple[nn.Module, Any, dict[str, Any]]:
     model = mmod.route_(make_language("llama"), LINEAR.replace(language={"tokens": "all"}))
-    return model, mmod.prefill_flops(model, 20), dict(words())
+    return model, mmod.flops(model, mmod.Prompt(20)), dict(words())
 
 
 def answers(model: nn.Module, batch: dict[str, Any]) -> Any:
@@ -83,7 +83,7 @@ def test_what_was_uploaded_comes_back(make: Callable[[], Any], tmp_path: Path, m
     card = huggingface_hub.ModelCard.load(tmp_path / "me/small/README.md")
     assert {"mmod", "mixture-of-depths"} <= set(card.data.tags)
     config = mmod.routing_config(model)
-    plan = config.plan(len(flops.blocks))
+    plan = config.resolved(len(flops.blocks))
     described = json.dumps(config.to_dict(), indent=2)
     for said in ("Trained on nothing.", str(flops), str(plan), described, "Counted, not timed"):
         assert said in card.text

@@ -156,7 +156,7 @@ def test_it_needs_no_attention_map_and_costs_no_product() -> None:
     model = mmod.route_(make_model(NAME), CONFIG)
     assert mmod.flops(model, 64).blocks[0].importance == 0
     joint = mmod.route_(make_joint("llava"), language=CONFIG)
-    assert mmod.prefill_flops(joint, 5, 9).importance == 0
+    assert mmod.flops(joint, mmod.Prompt(5, 9)).importance == 0
     # Nothing is seen of this attention.
     for block in model.blocks:
         block.attn.forward = lambda x, *_, **__: 0.1 * x

@@ -143,6 +143,28 @@ def test_nan_scores_rank_last() -> None:
     assert make(RoutingConfig(), prefix=0)(torch.zeros(1, 4, 8), importance).kept.index_BK.tolist() == [[2, 3]]
 
 
+@pytest.mark.parametrize("score", [float("nan"), -float("inf")], ids=["nan", "-inf"])
+@pytest.mark.parametrize("router", ["attention", "redundancy"])
+def test_a_dropped_token_stays_dropped_whatever_the_kept_ones_score(router: str, score: float) -> None:
+    """A kept token without a score comes last among the kept ones, before every token that a block dropped."""
+    config = RoutingConfig(router=router, skipped="follow")
+    importance = torch.full((2, 12), score)
+    importance[:, [0, 4, 6, 7]] = torch.rand(2, 4)
+    decides = (make(config, prefix=1, capacity=capacity) for capacity in (7 / 12, 0.5, 5 / 12))
+    x = torch.randn(2, 12, 8)
+    if router == "redundancy":
+        # Scored anew from the rows.
+        importance = None
+        x[:, [8, 9, 10, 11]] = score
+    routing = next(decides)(x, importance)
+    for narrower in decides:
+        before_BN = routing.keep_BN
+        routing = narrower(x.gather(1, routing.kept.index_BK.unsqueeze(-1).expand(-1, -1, 8)), None, None, routing)
+        assert not (routing.keep_BN & ~before_BN).any()
+    if router == "attention":
+        assert routing.keep_BN[:, [0, 4, 6, 7]].all()
+
+
 def test_gate_gradient_reaches_kept_tokens_only() -> None:
     router = make(RoutingConfig(router=mmod.score("linear", init_std=1.0)), prefix=0)
     routing = router(torch.randn(1, 6, 8))

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mmod import Plan
+from mmod import RoutingConfig
 from mmod.io.yaml import read_yaml
 from mmod.planning.resolve import resolve_routing
 from mmod.studies.chat import ChatStudy
@@ -154,17 +154,19 @@ def test_plans_of_methods_without_training_cost_what_their_controls_do() -> None
 
 
 def test_a_plan_in_a_file_routes(tmp_path: Path) -> None:
-    plan = Plan((1, 2), (0.0, 0.5), 4, operators=("block", "mlp"), contexts=("all", "kept"), router="norm")
+    plan = RoutingConfig(
+        blocks=(1, 2), capacity=(0.0, 0.5), depth=4, operator=("block", "mlp"), context=("all", "kept"), router="norm"
+    )
     plan.save(tmp_path / "plan.json")
     fields = {"plan": str(tmp_path / "plan.json")}
-    assert resolve_routing(fields).plan(4) == plan
+    assert resolve_routing(fields).resolved(4) == plan
     assert resolve_routing({**fields, "router": "stride"}).router.name == "stride"
     assert vlm_config(tmp_path, routing={"language": fields}).routing == {"language": fields}
     with pytest.raises(ValueError, match="a preset or a plan"):
         resolve_routing({**fields, "preset": "p-mod"})
 
 
-def plan_of(config: TrainConfig) -> Plan:
+def plan_of(config: TrainConfig) -> RoutingConfig:
     assert config.routing is not None
     fields = config.routing["language"]
-    return resolve_routing({**fields, **({"depth": 8} if "preset" in fields else {})}).plan(8)
+    return resolve_routing({**fields, **({"depth": 8} if "preset" in fields else {})}).resolved(8)

@@ -67,7 +67,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     assert str(trained) in capsys.readouterr().out
 
     plan.main([str(path), "--plan.batches", "2", "--plan.batch_size", "2", "--plan.budget", "0.8"])
-    searched = mmod.Plan.load(tmp_path / "done/plan/flops-0.8.json")
+    searched = mmod.RoutingConfig.load(tmp_path / "done/plan/flops-0.8.json")
     routed = mmod.route_(recipe_of(done).load(), **{recipe.part: searched})
     assert mmod.routed_blocks(routed)
     assert "divergence added by each option" in capsys.readouterr().out

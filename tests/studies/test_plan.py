@@ -43,14 +43,14 @@ def test_an_image_classifier_is_searched_once(config: Path, capsys: pytest.Captu
     assert (folder / "scores.jsonl").read_text() == scores
     names = {f"flops-{budget}.{ending}" for budget in (0.8, 0.9) for ending in ("json", "png", "svg")}
     assert {path.name for path in folder.iterdir()} == {"scores.jsonl", *names}
-    assert mmod.Plan.load(folder / "flops-0.8.json").depth == 4
+    assert mmod.RoutingConfig.load(folder / "flops-0.8.json").depth == 4
     main([str(config), *quick, "--plan.budget", "0.8", "--plan.rounds", "1"])
     assert (folder / "scores.jsonl").read_text().startswith(scores)
     assert (folder / "scores.jsonl").read_text() != scores
-    assert mmod.Plan.load(folder / "flops-0.8-rounds-1.json").depth == 4
+    assert mmod.RoutingConfig.load(folder / "flops-0.8-rounds-1.json").depth == 4
     with pytest.raises(ValueError, match="belongs to another search"):
         main([str(config), "--plan.options", "[[0.5, mlp, kept]]", "--plan.batches", "2", "--plan.batch_size", "4"])
-    mmod.Plan((0,), (0.125,), 4).save(folder / "flops-0.8.json", overwrite=True)
+    mmod.RoutingConfig(blocks=(0,), capacity=(0.125,), depth=4).save(folder / "flops-0.8.json", overwrite=True)
     with pytest.raises(FileExistsError, match="overwrite"):
         main([str(config), *quick, "--plan.budget", "0.8"])
 
@@ -76,8 +76,8 @@ def test_a_vision_language_model_is_searched(tmp_path: Path) -> None:
     )
     folder = Path(dense.output) / "plan"
     assert len((folder / "scores.jsonl").read_text().splitlines()) == 1 + 2
-    plan = mmod.Plan.load(folder / "flops-0.7.json")
-    assert set(plan.capacities) == {0}
+    plan = mmod.RoutingConfig.load(folder / "flops-0.7.json")
+    assert set(plan.capacity) == {0}
     assert plan.router == mmod.score("stride")
     mmod.route_(model, language=plan)
 

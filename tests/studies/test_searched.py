@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from mmod import Plan
+from mmod import RoutingConfig
 from mmod.studies.chat import ChatStudy
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy
@@ -79,7 +79,7 @@ def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: 
         # One scoring serves both budgets.
         assert (folder / "scores.jsonl").is_file()
         assert {path.name for path in folder.glob("*.json")} == {f"flops-{budget}.json" for budget in budgets}
-        plans = [Plan.load(folder / f"flops-{budget}.json") for budget in budgets]
+        plans = [RoutingConfig.load(folder / f"flops-{budget}.json") for budget in budgets]
         assert plans[0] != plans[1]
     jobs = {job.name: job for job in study.plan()[1] if job.seed == 0}
     cheap, dear = (study.ready(jobs[f"searched-{budget}"]).config for budget in reversed(budgets))

@@ -12,7 +12,6 @@ import torch
 import yaml
 
 from mmod import Gate, LanguageRouting, Merged, RoutingConfig, Threshold
-from mmod.config import Plan
 from mmod.data.config import AugmentConfig, DataConfig
 from mmod.data.loader import _transform
 from mmod.io.claim import claim_folder
@@ -82,10 +81,10 @@ def test_every_field_of_a_routing_is_strict(name: str) -> None:
         one_line(error.value, *([option] if isinstance(value, dict) and name in PARTS else [option, "must be"]))
 
 
-@pytest.mark.parametrize("fields", [{"blocks": (1.5,)}, {"blocks": "x"}, {"capacities": ("x",)}, {"depth": True}])
+@pytest.mark.parametrize("fields", [{"blocks": (1.5,)}, {"blocks": "x"}, {"capacity": ("x",)}, {"depth": True}])
 def test_every_field_of_a_plan_is_strict(fields: dict[str, Any]) -> None:
     with pytest.raises((TypeError, ValueError), match=next(iter(fields))):
-        Plan(**{"blocks": (1,), "capacities": (0.5,), "depth": 4, **fields})
+        RoutingConfig(**{"blocks": (1,), "capacity": (0.5,), "depth": 4, **fields})
 
 
 @pytest.mark.parametrize(("text", "message"), FILES, ids=range(22))

@@ -20,11 +20,11 @@ from transformers.cache_utils import (
     StaticSlidingWindowLayer,
 )
 
-from mmod.adapters.transformers.cache_base import KeptTokens, check_cropping
+from mmod.adapters.transformers.cache_base import CachedTokens, check_cropping
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer, StaticRoutedWindow
 
 
-class RoutedLayer(KeptTokens, DynamicLayer):
+class RoutedLayer(CachedTokens, DynamicLayer):
     """A dynamic cache layer of kept tokens, whose number may differ between samples.
 
     If all tokens of a step run, as in decoding, positions are implicit and are only materialised when needed.
@@ -61,7 +61,8 @@ class RoutedLayer(KeptTokens, DynamicLayer):
     def begin_update(
         self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int, slot_T: Tensor | None = None
     ) -> None:
-        """Announce the tokens of the next `update`, see `KeptTokens`; `slot_T` are the slots of a packed prompt."""
+        """Announce the tokens of the next `update`, see `CachedTokens`; `slot_T` are the slots of a packed prompt."""
+        # The rows of a packed prompt stand in one sequence, and the cache stores them by sample.
         self.slot_T = slot_T
         self.position_BL, self.valid_BL = self.joined(position_BK, valid_BK)
         self.implicit = 0
@@ -70,14 +71,16 @@ class RoutedLayer(KeptTokens, DynamicLayer):
         self.length += tokens
 
     def begin_update_all(self, x_BND: Tensor) -> None:
-        """Announce that the next `update` receives all tokens of this step, see `KeptTokens`."""
+        """Announce that the next `update` receives all tokens of this step, see `CachedTokens`."""
         tokens = x_BND.shape[1]
         self.kept_B1 = self.kept_B1 + tokens
+        # Positions of a step in which all tokens run are consecutive: writing them out would cost each step of
+        # decoding.
         self.implicit += tokens
         self.length += tokens
 
     def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return positions and validity of cached slots, then new ones, see `KeptTokens`."""
+        """Return positions and validity of cached slots, then new ones, see `CachedTokens`."""
         valid_BK = torch.ones_like(position_BK, dtype=torch.bool) if valid_BK is None else valid_BK
         self._materialise(position_BK)
         if self.position_BL is None or self.valid_BL is None:
@@ -105,6 +108,7 @@ class RoutedLayer(KeptTokens, DynamicLayer):
             return key_states, value_states
         keys, values = super().update(key_states, value_states, *args, **kwargs)
         announced = self.implicit + (0 if self.position_BL is None else self.position_BL.shape[1])
+        # Keys without positions would be masked as other tokens are.
         if keys.shape[2] != announced:
             raise RuntimeError(f"a routed layer's cache expected {announced} tokens, got {keys.shape[2]}")
         if self.sliding_window is not None and not self.record_past and keys.shape[2] >= self.sliding_window:
@@ -191,12 +195,13 @@ def open_routed_layer(cache: Any, layer: int) -> None:
     Tokens that the dense layer holds, such as a prefix tuned by peft or a prompt read before routing, count as kept.
     """
     layers = getattr(cache, "layers", ())
-    if layer < len(layers) and isinstance(layers[layer], KeptTokens):
+    if layer < len(layers) and isinstance(layers[layer], CachedTokens):
         return
     if not isinstance(cache, Cache) or isinstance(cache, EncoderDecoderCache):
         raise ValueError(
             f"a routed model caches in a transformers DynamicCache or StaticCache, got {type(cache).__name__}"
         )
+    # A dynamic cache makes its layers when they are first written, and earlier ones may be dense.
     if cache.layer_class_to_replicate is not None:
         while len(cache.layers) <= layer:
             cache.layers.append(cache.layer_class_to_replicate())

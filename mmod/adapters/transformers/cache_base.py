@@ -29,7 +29,7 @@ def with_cache(arguments: Mapping[str, Any], cache: Any) -> dict[str, Any]:
     return {**{name: value for name, value in arguments.items() if name not in CACHE_NAMES}, CACHE: cache}
 
 
-class KeptTokens:
+class CachedTokens:
     """Mixin of a transformers cache layer that holds the keys and values of kept tokens only.
 
     Attributes:
@@ -61,6 +61,7 @@ class KeptTokens:
         """Store in which samples tokens competed for selection, for later tokens."""
         # Where text may be skipped too, tokens are decided independently of earlier ones.
         if isinstance(tokens, TokenGroups) and tokens.strict and tokens.skips:
+            # By sample, because beams and batches are reordered.
             new_B1 = torch.tensor([[any(sizes)] for sizes in tokens.sizes], device=tokens.group_BN.device)
             self.chosen_B1 = new_B1 if self.chosen_B1 is None else self.chosen_B1 | new_B1
 
@@ -91,5 +92,5 @@ def check_cropping(tokens_to_remove: int) -> None:
 
 def chosen_samples(cache: Any) -> Tensor | None:
     """Return in which samples cached tokens competed for selection (B); None for none."""
-    chosen = [layer.chosen_B1 for layer in getattr(cache, "layers", ()) if isinstance(layer, KeptTokens)]
+    chosen = [layer.chosen_B1 for layer in getattr(cache, "layers", ()) if isinstance(layer, CachedTokens)]
     return next((chosen_B1[:, 0] for chosen_B1 in chosen if chosen_B1 is not None), None)

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import StaticLayer, StaticSlidingWindowLayer
 
-from mmod.adapters.transformers.cache_base import KeptTokens, check_cropping
+from mmod.adapters.transformers.cache_base import CachedTokens, check_cropping
 
 # The position of an empty slot.
 EMPTY = -1
 
 
-class StaticRoutedLayer(KeptTokens, StaticLayer):
+class StaticRoutedLayer(CachedTokens, StaticLayer):
     """A static cache layer of kept tokens.
 
     Prefill allocates it. A prompt of N tokens needs K slots, the largest kept count of a sample, and every later token
@@ -57,19 +57,20 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
         return self.position_BS is not None
 
     def begin_update(self, position_BK: Tensor, valid_BK: Tensor | None, tokens: int) -> None:
-        """Announce the tokens of the next `update`, see `KeptTokens`."""
+        """Announce the tokens of the next `update`, see `CachedTokens`."""
         self._announced = position_BK, valid_BK, tokens
+        # A layer that keeps no token calls no attention, so no `update` would count the step.
         if not position_BK.shape[1]:
             self._count(position_BK, tokens)
 
     def begin_update_all(self, x_BND: Tensor) -> None:
-        """Announce that the next `update` receives all tokens of this step, see `KeptTokens`."""
+        """Announce that the next `update` receives all tokens of this step, see `CachedTokens`."""
         samples, tokens = x_BND.shape[:2]
         position_BN = self.length + torch.arange(tokens, device=x_BND.device).expand(samples, -1)
         self.begin_update(position_BN, None, tokens)
 
     def joined(self, position_BK: Tensor, valid_BK: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return positions and validity of the keys that `update` will return, see `KeptTokens`."""
+        """Return positions and validity of the keys that `update` will return, see `CachedTokens`."""
         position_BL = _marked(position_BK, valid_BK)
         slots = position_BK.shape[1]
         if self.position_BS is not None and self._displaces(slots):
@@ -113,6 +114,7 @@ class StaticRoutedLayer(KeptTokens, StaticLayer):
             self.kept_B1 = torch.zeros(position_BK.shape[0], 1, dtype=torch.long, device=device)
             self.cumulative_length = self.cumulative_length.to(device)
             self._written = self._written.to(device)
+            # Captured graphs hold their addresses, so they are updated in place from here on.
             _mark_static(self.position_BS, self.kept_B1, self.cumulative_length, self._written)
         assert isinstance(self.kept_B1, Tensor)
         self.kept_B1.add_((position_BK != EMPTY).sum(1, keepdim=True))

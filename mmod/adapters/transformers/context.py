@@ -40,6 +40,7 @@ class _KeepingCache:
         """Store keys and values (B, H, N, E) of new tokens; return those of all tokens."""
         if self.kept is None:
             self.kept = (keys, values) if self.cache is None else self.cache.update(keys, values, *args, **kwargs)
+        # Attention and MLP of all tokens would follow, and nobody reads them.
         if self.ends:
             raise _Captured
         return self.kept
@@ -88,6 +89,7 @@ def attend_and_keep(
 ) -> tuple[Any, tuple[Tensor, Tensor]]:
     """Return the host forward's output for all tokens, and the keys and values (B, H, L, E) that they attend to."""
     keeping = _KeepingCache(cache_of(arguments))
+    # The layer believes that it has a cache: there every host shows its keys and values after their rotation.
     y = forward(x_BND, **with_cache(arguments, keeping))
     return y, _checked(keeping.kept, layer)
 

@@ -198,11 +198,13 @@ class GroupHook(ModelHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Add the groups of the tokens to the keywords passed to every layer."""
+        # The host's forward knows neither mask.
         protected_BN = kwargs.pop(PROTECTED, None)
         image_BN = kwargs.pop(IMAGES, None)
         if image_BN is not None:
             self.check_marks()
         arguments = {**dict(zip(self.names, args)), **kwargs}
+        # As a keyword of the host's own call, which gradient checkpointing repeats with the layer.
         kwargs[GROUPS] = self.groups(module, arguments, protected_BN, image_BN)
         return args, kwargs
 
@@ -231,6 +233,7 @@ class GroupHook(ModelHook):
         decodes = tokens == 1 and (isinstance(length, Tensor) or length > 0)
         if not source.numel() or (self.tokens == "image" and decodes and image_BN is None):
             return None
+        # A prefill may wait for the device, once.
         past = length if decodes else int(length)
         begun = decodes or bool(past)
         if self.tokens == "all" and begun:
@@ -238,6 +241,7 @@ class GroupHook(ModelHook):
         structure = read_structure(arguments, source, past, self.text_config)
         valid_BN = structure.valid_BN
         if decodes and cache.is_compileable and torch.compiler.is_compiling():
+            # Shapes of a captured step must not follow from what it reads.
             return decoded_groups(valid_BN)
         together = not self.config.decides_alone(module.training)
         shown_BN = self._shown(module, arguments, image_BN, past, structure)

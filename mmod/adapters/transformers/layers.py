@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from mmod.adapters.transformers.cache import RoutedLayer, open_routed_layer
-from mmod.adapters.transformers.cache_base import KeptTokens, cache_of, with_cache
+from mmod.adapters.transformers.cache_base import CachedTokens, cache_of, with_cache
 from mmod.adapters.transformers.cache_static import StaticRoutedLayer
 from mmod.adapters.transformers.context import OtherLayer, attend_and_keep, attend_to_all, attend_to_captured
 from mmod.adapters.transformers.families import branch_ends
@@ -89,12 +89,14 @@ class DecoderLayerCall(DecoderCall):
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether rows can be packed: in prefill, with causal attention only."""
+        # The lengths of packed rows depend on the data, which breaks graphs.
         if self.config._attn_implementation != "sdpa" or torch.compiler.is_compiling():
             return False
         groups = self.groups(arguments)
         cache = self._cache(arguments)
         if groups is None or not (groups.causal or arguments.get("attention_mask") is None):
             return False
+        # Packed rows attend to each other only, not to what a cache holds.
         return cache is None or (isinstance(cache, RoutedLayer) and not cache.length)
 
     def pack(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing, packing: Packing) -> dict[str, Any]:
@@ -105,6 +107,7 @@ class DecoderLayerCall(DecoderCall):
         if self.compact is not None:
             place_T = packing.slot_T
             slots = packing.max_seqlen
+            # Compact positions count kept tokens, so all samples share one table.
             embeddings = self._compact_positions(x_BND[:1], slots, None)["position_embeddings"]
         if embeddings is not None:
             embeddings = tuple(_packed(rows, place_T, slots) for rows in embeddings)
@@ -209,6 +212,7 @@ class DecoderLayerCall(DecoderCall):
         elif packing is not None and isinstance(cache, RoutedLayer):
             cache.begin_update(routing.kept.index_BK, routing.kept.valid_BK, x_BND.shape[1], packing.slot_T)
         else:
+            # Positions count all tokens so far, kept or not, as the host counts them.
             cache.begin_update(cache.length + routing.kept.index_BK, routing.kept.valid_BK, x_BND.shape[1])
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> Mapping[str, Any]:
@@ -242,6 +246,7 @@ class DecoderLayerCall(DecoderCall):
         """Return the arguments for kept tokens of a repeated layer, whose cache index is `places` higher."""
         if not places:
             return arguments
+        # Each run of a shared layer has keys and values of its own.
         call = replace(self, index=self.index + places)
         call.open_cache(arguments)
         selected = dict(call.select_tokens(arguments, x_BND, routing)) if routing.kept.index_BK.shape[1] else {}
@@ -256,7 +261,7 @@ class DecoderLayerCall(DecoderCall):
         arguments: Mapping[str, Any],
         x_BND: Tensor,
         routing: Routing | None,
-        cache: KeptTokens | None,
+        cache: CachedTokens | None,
         all_keys: bool = False,
     ) -> dict[str, Any]:
         attention = self.config._attn_implementation
@@ -309,7 +314,7 @@ class DecoderLayerCall(DecoderCall):
         known = self.places and not self._is_flash and position_BN is not None and position_BN.ndim == 2
         return position_BN if known else None
 
-    def _check_window(self, window: int, tokens: int, cache: KeptTokens | None, complete: bool) -> None:
+    def _check_window(self, window: int, tokens: int, cache: CachedTokens | None, complete: bool) -> None:
         """Refuse flash attention with a sliding window if tokens are missing, now or in the cache."""
         if cache is not None:
             tokens += int(cache.length)
@@ -320,16 +325,16 @@ class DecoderLayerCall(DecoderCall):
                 f"this sequence has {tokens}: load the model with attn_implementation='sdpa'"
             )
 
-    def _compact_positions(self, x_BND: Tensor, slots: int, cache: KeptTokens | None) -> dict[str, Any]:
+    def _compact_positions(self, x_BND: Tensor, slots: int, cache: CachedTokens | None) -> dict[str, Any]:
         assert self.compact is not None
         before_B1, length = (0, 0) if cache is None else (cache.kept_B1, cache.length)
         return {"position_embeddings": self.compact(x_BND, before_B1, slots, length), "position_ids": None}
 
-    def _cache(self, arguments: Mapping[str, Any]) -> KeptTokens | None:
+    def _cache(self, arguments: Mapping[str, Any]) -> CachedTokens | None:
         """Return the layer's cache of kept tokens, or None before `open_cache`."""
         layers = getattr(cache_of(arguments), "layers", ())
         layer = layers[self.index] if self.index < len(layers) else None
-        return layer if isinstance(layer, KeptTokens) else None
+        return layer if isinstance(layer, CachedTokens) else None
 
     @property
     def _is_flash(self) -> bool:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmod.adapters.masks import key_columns, query_rows, show_all_keys
 from mmod.adapters.transformers.cache import RoutedLayer
-from mmod.adapters.transformers.cache_base import KeptTokens
+from mmod.adapters.transformers.cache_base import CachedTokens
 from mmod.ops.views import is_visible
 from mmod.routing import Routing
 
@@ -23,7 +23,7 @@ def mask_of_kept(
     mask: Tensor | None,
     x_BND: Tensor,
     routing: Routing | None,
-    cache: KeptTokens | None,
+    cache: CachedTokens | None,
     flash: bool,
     all_keys: bool = False,
 ) -> Tensor | None:
@@ -63,6 +63,7 @@ def mask_of_kept(
     else:
         pairs = _narrow(mask, index_BK, key_BL, past + x_BND.shape[1])
     pairs = _hide(pairs, ~valid_BL[:, None, None, :])
+    # A row that sees no key would be NaN; nobody reads what an empty slot computes.
     return pairs if valid_BK is None else show_all_keys(pairs, valid_BK)
 
 

@@ -17,7 +17,7 @@ from transformers.utils.output_capturing import _active_collector
 from mmod.adapters.base import BlockStack
 from mmod.adapters.tokens import find_blocks
 from mmod.blocks import ModelHook, host_class
-from mmod.blocks.span import recomputing
+from mmod.blocks.passes import recomputing
 from mmod.ops import attention_with_importance, class_token_importance
 from mmod.threads import PerThread
 

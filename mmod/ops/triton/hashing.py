@@ -73,14 +73,14 @@ def random_kernel(  # type: ignore[no-untyped-def]
     other = tl.where(channel == 4, _M4, tl.where(channel == 5, _M5, tl.where(channel == 6, _M6, _M7)))
     factor = tl.where(channel < 4, factor, other).to(tl.int64) & 0xFFFFFFFF
     product = tl.where(channel < channels, (coarse * factor) & 0xFFFFFFFF, 0)
-    key = _mix(tl.sum(product, 0) + salt)
+    key = _mix(tl.sum(product, 0) + tl.load(salt))
     for start in range(0, tokens, BLOCK):
         token = (start + tl.arange(0, BLOCK)).to(tl.int64)
         bits = _mix(key + token) & 0xFFFFFF
         tl.store(out + image * tokens + token, bits.to(tl.float32) / 16777216.0, mask=token < tokens)
 
 
-def random_scores(out: Tensor, x_BND: Tensor, salt: int, valid_BN: Tensor | None) -> None:
+def random_scores(out: Tensor, x_BND: Tensor, salt: Tensor, valid_BN: Tensor | None) -> None:
     """Compute `mmod.ops.random_scores`."""
     images, tokens, channels = x_BND.shape
     valid = out if valid_BN is None else valid_BN.view(torch.uint8)
@@ -92,7 +92,7 @@ def random_scores(out: Tensor, x_BND: Tensor, salt: int, valid_BN: Tensor | None
         out,
         tokens,
         min(HASH_CHANNELS, channels),
-        salt,
+        salt.to(x_BND.device),
         *x_BND.stride(),
         *valid.stride(),
         HAS_VALID=valid_BN is not None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -67,8 +68,17 @@ class RandomScore(nn.Module):
 
     def __init__(self, seed: int, block: int, per_image: bool = False) -> None:
         super().__init__()
-        self.salt = _mix_number(_mix_number(seed) + block)
+        self._number = _mix_number(_mix_number(seed) + block)
+        # A tensor, because compilers guard on numbers: a graph with a number would serve one block alone. It is no
+        # buffer, whose value is lost where a model is built on "meta".
+        self.salt = torch.tensor(self._number, device="cpu")
         self.per_image = per_image
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RandomScore:
+        """Let the salt follow the module to another device."""
+        device = fn(self.salt).device
+        self.salt = torch.tensor(self._number, device="cpu" if device.type == "meta" else device)
+        return super()._apply(fn, recurse)
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D); padding, where `valid_BN` is False, leaves no fingerprint."""

@@ -16,7 +16,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from mmod import capacities, is_routed, routed_blocks
 from mmod.adapters import BlockStack, find_stacks
-from mmod.analysis import PrefillFlops, prefill_flops
+from mmod.analysis import PrefillFlops, Prompt, flops
 from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import ReplacingChats, find_conversations
 from mmod.data.readers.lengths import open_checked
@@ -94,7 +94,7 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     shares = dict(capacities(model)) if blocks else {}
     stacks = find_stacks(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    language = prefill_flops(model, tokens - image_tokens, image_tokens, shares or None, protected)
+    language = flops(model, Prompt(tokens - image_tokens, image_tokens, protected), shares or None)
     kept = {row.name: row.kept for row in language.blocks}
     # The tolerance covers rounding: 0.29 * 100 is a little below 29.
     kept |= {name: math.floor(patches * share + 1e-9) for name, share in shares.items() if name not in kept}

@@ -18,7 +18,7 @@ from transformers import PrinterCallback
 
 from mmod import is_routed
 from mmod.adapters.transformers.cache_base import cache_of
-from mmod.analysis import prefill_flops
+from mmod.analysis import Prompt, flops
 from mmod.analysis.audit.judges import judge_answers
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, find_conversations
@@ -155,7 +155,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of the prefill of a prompt of mean length with one image."""
         _, text, image = self.prompts(_COUNTED)
-        return {"prompt": prefill_flops(model, text, image, kept if is_routed(model) else None).routed}
+        return {"prompt": flops(model, Prompt(text, image), kept if is_routed(model) else None).routed}
 
     def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
         """Return the prefill of a batch of prompts with one image."""

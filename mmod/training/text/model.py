@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from mmod.adapters.transformers.saving import forget_description
-from mmod.analysis import prefill_flops
+from mmod.analysis import Prompt, flops
 from mmod.data.loader import END
 from mmod.methods.base import deciding_together
 from mmod.training.engine.checkpoint import find_weights
@@ -43,6 +43,6 @@ def window_flops(model: Any, length: int, kept: Mapping[str, float] | None = Non
     The cost of threshold routing depends on the text: `kept` is the kept share by routed layer.
     """
     with deciding_together(model):
-        counts = prefill_flops(model, text_tokens=length, kept=kept)
+        counts = flops(model, Prompt(length), kept)
     # A prefill computes the logits of its last token alone.
     return counts.routed + (length - 1) * counts.rest.routed

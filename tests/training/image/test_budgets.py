@@ -186,17 +186,15 @@ def learned(output: Path, **changes: Any) -> Any:
 
 def test_learned_capacities_are_kept_with_the_model(tmp_path: Path) -> None:
     done = run(learned(tmp_path / "run", ema=EmaConfig(0.5)))
-    plan = mmod.Plan.load(tmp_path / "run/model/plan.json")
-    assert plan == mmod.Plan.load(tmp_path / "run/ema/plan.json")
-    assert len(set(plan.capacities)) > 1
+    plan = mmod.RoutingConfig.load(tmp_path / "run/model/plan.json")
+    assert plan == mmod.RoutingConfig.load(tmp_path / "run/ema/plan.json")
+    assert len(set(plan.capacity)) > 1
     model = mmod.load_pretrained(tmp_path / "run/model")
-    assert tuple(mmod.capacities(model).values()) == plan.capacities
+    assert tuple(mmod.capacities(model).values()) == plan.capacity
     assert mmod.flops(model, (1, 16, 16)).share <= 0.7 + 1e-6
     assert evaluate(model, TensorStream(8, seed=None)) == done.evaluation  # type: ignore[arg-type]
     # Images have 17 tokens.
-    assert list(done.evaluation.kept.values()) == [
-        max(1, int(17 * capacity + 1e-9)) / 17 for capacity in plan.capacities
-    ]
+    assert list(done.evaluation.kept.values()) == [max(1, int(17 * capacity + 1e-9)) / 17 for capacity in plan.capacity]
 
 
 def test_capacities_are_learned_on_where_a_run_stopped(tmp_path: Path) -> None:
@@ -204,7 +202,9 @@ def test_capacities_are_learned_on_where_a_run_stopped(tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         run(learned(tmp_path / "cut"), signals={3: signal.SIGTERM})
     assert run(learned(tmp_path / "cut")).evaluation == uninterrupted.evaluation
-    assert mmod.Plan.load(tmp_path / "cut/model/plan.json") == mmod.Plan.load(tmp_path / "whole/model/plan.json")
+    assert mmod.RoutingConfig.load(tmp_path / "cut/model/plan.json") == mmod.RoutingConfig.load(
+        tmp_path / "whole/model/plan.json"
+    )
 
 
 @pytest.mark.parametrize(

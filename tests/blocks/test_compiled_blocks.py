@@ -1,0 +1,56 @@
+"""Blocks that are compiled one by one share graphs, which read nothing that one block alone has, such as its place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import mmod
+from tests.kit.zoo import make_images, make_model
+
+NAME = "vit_tiny_patch16_224"
+CONSECUTIVE = (1, 2, 3, 4, 5)
+# A dense block has one graph; routed ones have one each for the first, the last and those between in their spans.
+# Where tokens join, it depends on the block which decision is the one before.
+GRAPHS: list[tuple[str, tuple[int, ...], dict[str, Any], int]] = [
+    ("linear", CONSECUTIVE, {}, 2),
+    ("norm", CONSECUTIVE, {}, 2),
+    ("attention", CONSECUTIVE, {}, 4),
+    ("random", CONSECUTIVE, {}, 4),
+    ("stride", CONSECUTIVE, {}, 4),
+    ("redundancy", CONSECUTIVE, {}, 4),
+    ("random", (1, 2, 3, 5), {}, 5),
+    ("random", (1, 3, 5), {}, 2),
+    ("attention", (1, 2, 4, 5), {}, 3),
+    ("redundancy", CONSECUTIVE, {"skipped": "merge"}, 6),
+    ("attention", CONSECUTIVE, {"skipped": "follow"}, 6),
+]
+
+
+def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
+    y = checkpoint(model, make_images(NAME, 2), use_reentrant=False)
+    y.square().sum().backward()
+    return {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+
+
+@pytest.mark.parametrize(("router", "blocks", "fields", "graphs"), GRAPHS)
+def test_compiled_blocks_share_graphs(router: str, blocks: tuple[int, ...], fields: Any, graphs: int) -> None:
+    """Under gradient checkpointing of the whole model, too, which fails where graphs are recompiled or given up."""
+    torch._dynamo.reset()
+    config = mmod.RoutingConfig(router=router, capacity=0.4, blocks=blocks, **fields)
+    model = mmod.route_(make_model(NAME, depth=6), config).train()
+    expected = gradients(model)
+    model.zero_grad()
+    compiler = CompileCounterWithBackend("aot_eager")
+    for block in model.blocks:
+        block.compile(backend=compiler, dynamic=False)
+    actual = gradients(model)
+    assert compiler.frame_count == graphs
+    assert actual.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-5)
