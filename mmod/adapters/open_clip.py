@@ -23,7 +23,19 @@ from torch import Tensor, nn
 
 from mmod.adapters import timm as timm_adapter
 from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters
-from mmod.blocks import GridSource, Mixin, Pass, Passes, StackCalls, grid_of_map, host_class
+from mmod.blocks import (
+    BranchRunner,
+    GridSource,
+    Mixin,
+    Pass,
+    Passes,
+    SilencedHalves,
+    StackCalls,
+    Unchanged,
+    Zero,
+    grid_of_map,
+    host_class,
+)
 from mmod.routing import Routing, TokenMarks
 from mmod.threads import PerThread
 
@@ -109,25 +121,31 @@ def _stack(
         blocks=blocks,
         prefix=prefix,
         dim=int(tower.width),
-        call_of=lambda block, config: _call_of(block, captions, places[id(block)], causal),
+        call_of=lambda block, config: _call_of(block, int(tower.width), captions, places[id(block)], causal),
     )
 
 
-def _call_of(block: nn.Module, captions: Passes[CaptionPass] | None, place: int, causal: bool) -> ClipBlock:
+def _call_of(
+    block: nn.Module, dim: int, captions: Passes[CaptionPass] | None, place: int, causal: bool
+) -> ClipBlock:
     attention: Any = block.attn
     multihead = isinstance(attention, nn.MultiheadAttention)
     # The bias of a norm after attention makes a zero output nonzero.
     plain = isinstance(getattr(block, "ln_attn", nn.Identity()), nn.Identity)
+    silent: dict[str, BranchRunner] = {"ln_1": Unchanged(), "attn": Zero(dim, others=1 if multihead else None)}
+    if not plain:
+        silent = {"ln_1": Unchanged(), "attn": Unchanged(), "ln_attn": Zero(dim)}
     return ClipBlock(
         names=("k_x", "v_x", "attn_mask") if multihead else ("attn_mask",),
         fused=multihead or (attention.use_fsdpa and attention.logit_scale is None),
         projections=(("attn.in_proj_weight", attention.in_proj_weight.shape[0] // 3),),
         operators={"mlp": "mlp", **({"attention": "attn"} if plain else {})},
         tuples=("attention",) if multihead else (),
+        halves=SilencedHalves(attention=silent, mlp={"ln_2": Unchanged(), "mlp": Zero(dim)}),
         heads=int(attention.num_heads),
         flat_masks=multihead,
         captions=captions,
-        place=place,
+        number=place,
         causal=causal,
     )
 
@@ -139,13 +157,13 @@ class ClipBlock(NamedArguments):
     Args:
         flat_masks: Attention takes masks (B H, N, N), as torch.nn.MultiheadAttention does.
         captions: Passes of a text tower, which infers padding from token ids; None in an image tower.
-        place: The block's place in these passes.
+        number: The block's place in these passes.
     """
 
     heads: int = 1
     flat_masks: bool = True
     captions: Passes[CaptionPass] | None = None
-    place: int = 0
+    number: int = 0
     causal: bool = False
 
     @property
@@ -164,7 +182,7 @@ class ClipBlock(NamedArguments):
         """Return which tokens of a caption are padding, and which are always kept."""
         if self.captions is None:
             return TokenMarks()
-        caption = self.captions.find(x_BND, self.place)
+        caption = self.captions.find(x_BND, self.number)
         if caption is None or caption.shape != x_BND.shape[:2]:
             raise RuntimeError(
                 f"a routed text tower needs token ids: run encode_text or the tower, not its blocks on "
@@ -180,11 +198,15 @@ class ClipBlock(NamedArguments):
             # Kept tokens are in order and precede empty slots, so the causal mask of slots is that of tokens.
             slots = routing.kept.index_BK.shape[1]
             return {**arguments, "attn_mask": mask[:slots, :slots]}
-        return self._flat(super().select_tokens(self._unflat(arguments), x_BND, routing), routing)
+        narrowed = super().select_tokens(self._unflat(arguments), x_BND, routing)
+        if routing.kept.image_S is None:
+            return narrowed
+        return self.with_mask(narrowed, narrowed.get("attn_mask"))
 
     def _narrow_queries(self, arguments: Mapping[str, Any], tokens: int, routing: Routing) -> dict[str, Any]:
         narrowed = super()._narrow_queries(self._unflat(arguments), tokens, routing)
-        return self._flat(narrowed, routing)
+        mask = narrowed.get("attn_mask")
+        return narrowed if mask is None else {**narrowed, "attn_mask": self._flat(mask, routing.kept.index_BK.shape[1])}
 
     def _unflat(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
         """Split the axes of a mask per caption and head (B H, N, N)."""
@@ -193,14 +215,13 @@ class ClipBlock(NamedArguments):
             return dict(arguments)
         return {**arguments, "attn_mask": mask.unflatten(0, (-1, self.heads))}
 
-    def _flat(self, arguments: Mapping[str, Any], routing: Routing) -> dict[str, Any]:
-        """Expand a mask over captions and heads and join both axes, if the host needs that."""
-        mask = arguments.get("attn_mask")
-        if mask is None or not self.flat_masks:
-            return dict(arguments)
-        batch, slots = routing.kept.index_BK.shape
-        batch = batch if routing.kept.image_S is None else routing.kept.image_S.shape[0]
-        return {**arguments, "attn_mask": mask.expand(batch, self.heads, slots, -1).flatten(0, 1)}
+    def with_mask(self, arguments: Mapping[str, Any], mask: Tensor | None) -> dict[str, Any]:
+        """Return the arguments with a mask or bias (B, 1 or H, 1 or K, K), in the host's shape."""
+        return super().with_mask(arguments, None if mask is None else self._flat(mask, mask.shape[-1]))
+
+    def _flat(self, mask: Tensor, queries: int) -> Tensor:
+        """Expand a mask over heads and queries and join captions and heads, if the host needs that."""
+        return mask.expand(-1, self.heads, queries, -1).flatten(0, 1) if self.flat_masks else mask
 
 
 class CaptionPass(Pass):

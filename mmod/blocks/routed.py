@@ -21,6 +21,7 @@ from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import Inner, running_branch
 from mmod.blocks.record import Deciding, Records
 from mmod.blocks.rows import Execution, FusedNorm, KeptTokens, MlpOfKept, Rows
+from mmod.blocks.shell import FlatBlock
 from mmod.blocks.span import Span, SpanPass
 from mmod.blocks.symbolic import trace_as_node
 from mmod.config import CHANGE, RoutingConfig, Threshold
@@ -128,8 +129,8 @@ class ConvertedBlock(Mixin):
         name = state.call.operators.get("attention")
         attention = None if name is None else self.get_submodule(name)
         # Each call of torch inside the mode costs time, so the attention alone runs in it, unless its forward was
-        # replaced.
-        if isinstance(attention, Branch) and "forward" not in vars(attention):
+        # replaced, or the block splits it by image.
+        if isinstance(attention, Branch) and "forward" not in vars(attention) and not isinstance(self, FlatBlock):
             with running_branch(state.inner, watch):
                 return run()
         y: Tensor = watch.run(run, (), {})

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_library, find_stack, load_adapter
+from mmod.adapters import BlockStack, find_library, find_stack, find_stacks, load_adapter
 from mmod.adapters.tokens import forget, remember
 from mmod.blocks import Deciding, Mixin, is_converted, make_dense, modules_of
 from mmod.config.registry import Registry, check_frozen
@@ -160,13 +160,14 @@ class Method(Checked, ABC, group="method"):
         return {}
 
     def find(self, model: nn.Module) -> Any:
-        """Return what the method changes in a model: by default, its single stack of blocks."""
-        stack = find_stack(model)
-        if stack.language and not self.decoders:
-            raise ValueError(
-                f"method {self.kind!r} supports image models, got the language model {type(model).__name__}"
-            )
-        return stack
+        """Return what the method changes in a model: by default its only stack of blocks, or that of its images."""
+        if self.decoders:
+            return find_stack(model)
+        stacks = [stack for stack in find_stacks(model).values() if not stack.language and stack.sequence is None]
+        if len(stacks) != 1:
+            found = f"one with {len(stacks)} parts that take images" if stacks else "one that takes none"
+            raise ValueError(f"method {self.kind!r} supports models of images, got the {type(model).__name__}, {found}")
+        return stacks[0]
 
     @abstractmethod
     def check(self, model: nn.Module, stack: Any) -> None:

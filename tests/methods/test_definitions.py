@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import random
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,22 +14,34 @@ from torch import Tensor
 from mmod.methods import Exit, Merge
 from mmod.methods.merge import merge_tokens
 from mmod.methods.prune import prune_tokens
-from mmod.methods.reduction import AttentionInputs, Grid
+from mmod.methods.reduction import AttentionInputs, Grid, no_attention
 from mmod.ops import attention_importance
 from tests.kit.zoo import make_images, make_model
 
 
-def draw(seed: int) -> tuple[Grid, AttentionInputs, int]:
+class Drawn(NamedTuple):
+    """Queries and keys (B, H, N, E)."""
+
+    query: Tensor
+    key: Tensor
+
+    def inputs(self, by_class_token: bool = True) -> AttentionInputs:
+        if not by_class_token:
+            return AttentionInputs(None, no_attention, attention_importance(self.query, self.key))
+        return AttentionInputs(self.key, lambda: torch.stack([attention(self, image)[0] for image in range(len(self.key))]))
+
+
+def draw(seed: int) -> tuple[Grid, Drawn, int]:
     torch.manual_seed(seed)
     numbers = random.Random(seed)
     images, heads, tokens, prefix = (numbers.randint(*ends) for ends in ((1, 3), (1, 3), (12, 40), (0, 5)))
     query, key = torch.randn(2, images, heads, tokens, 6, dtype=torch.float64)
     x = torch.randn(images, tokens, 5, dtype=torch.float64)
     size = torch.randint(1, 4, (images, tokens)).double()
-    return Grid(x, torch.arange(tokens).expand(images, -1), size), AttentionInputs(query, key), prefix
+    return Grid(x, torch.arange(tokens).expand(images, -1), size), Drawn(query, key), prefix
 
 
-def attention(inputs: AttentionInputs, image: int) -> Tensor:
+def attention(inputs: Drawn, image: int) -> Tensor:
     """Return the attention of every query, averaged over heads."""
     maps = [(q @ k.T / math.sqrt(len(q[0]))).softmax(dim=-1) for q, k in zip(inputs.query[image], inputs.key[image])]
     return torch.stack(maps).mean(dim=0)
@@ -38,10 +51,8 @@ def attention(inputs: AttentionInputs, image: int) -> Tensor:
 @pytest.mark.parametrize("by_class_token", [True, False])
 def test_pruning(seed: int, by_class_token: bool) -> None:
     grid, inputs, prefix = draw(seed)
-    if not by_class_token:
-        inputs = inputs._replace(importance_BN=attention_importance(*inputs[:2]))
     keep = random.Random(seed).uniform(0.2, 0.8)
-    step = prune_tokens(keep, True, grid, inputs, prefix)
+    step = prune_tokens(keep, True, grid, inputs.inputs(by_class_token), prefix)
     assert step is not None
     (left, places, size), restore = step
     assert size is None
@@ -63,7 +74,7 @@ def test_pruning(seed: int, by_class_token: bool) -> None:
 def test_merging(seed: int) -> None:
     grid, inputs, prefix = draw(seed)
     count = random.Random(seed).randint(1, 12)
-    step = merge_tokens(count, grid, inputs, prefix)
+    step = merge_tokens(count, grid, inputs.inputs(), prefix)
     assert step is not None
     (left, places, size), restore = step
     tokens = grid.x_BND.shape[1]
