@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from mmod.blocks import host_class
 
 # Arguments of models that read images or videos.
-_PIXELS = ("pixel_values", "pixel_values_videos")
+PIXELS = ("pixel_values", "pixel_values_videos")
 # Sides of images that models without a setting may take, in pixels.
 _SIDES = (224, 32, 64, 96, 128, 256, 384, 512)
 _SIZES = ("image_size", "img_size", "crop_size", "input_size")
@@ -95,14 +95,14 @@ def see(model: nn.Module, blocks: str, example: Tensor | None = None) -> Seen:
     reasons: list[str] = []
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
-        for inputs in _inputs(model, example):
+        for inputs in inputs_of(model, example):
             try:
-                return _see(model, blocks, inputs)
+                return see_call(model, blocks, inputs)
             except _NoTokens as refusal:
                 raise ValueError(f"cannot route {title}: the first of its {blocks} gets {refusal}") from None
             # A model may raise anything for an input that it was not made for.
             except Exception as error:
-                reasons.append(f"{_shapes(inputs)}: {error}")
+                reasons.append(f"{shapes_of(inputs)}: {error}")
     tried = "; ".join(reasons[:2]) or "nothing that it takes is known"
     raise ValueError(
         f"cannot route {title}: no input reached the first of its {blocks} ({tried}). Pass mmod.Tokens({blocks!r}, "
@@ -114,11 +114,16 @@ class _NoTokens(Exception):
     """Says what a block gets instead of tokens."""
 
 
-def _see(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen:
+def see_call(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen:
+    """Return what the first block gets in a call of a copy on two images; None if it gets no tokens.
+
+    Args:
+        inputs: Arguments by name, "" for the first.
+    """
     block_list: Any = model.get_submodule(blocks)
     first = _FirstBlock(block_list[0])
     projections: dict[str, tuple[int, ...]] = {}
-    dense = _light_copy(model, {id(block_list[0]): first}, block_list)
+    dense = light_copy(model, {id(block_list[0]): first}, block_list)
     for name, module in dense.named_modules():
         if isinstance(module, (nn.Conv2d, nn.Conv3d)):
             module.register_forward_hook(_keep_shape(projections, name))
@@ -153,7 +158,7 @@ def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str) -> Any:
     return keep
 
 
-def _light_copy(model: nn.Module, replaced: Mapping[int, nn.Module], block_list: nn.Module) -> Any:
+def light_copy(model: nn.Module, replaced: Mapping[int, nn.Module], block_list: nn.Module) -> Any:
     """Return a copy of a model in evaluation mode, without hooks, whose weights outside the blocks run on the CPU."""
     memo: dict[int, Any] = dict(replaced)
     inside = {id(tensor) for tensor in (*block_list.parameters(), *block_list.buffers())}
@@ -186,10 +191,10 @@ def without_hooks(module: nn.Module) -> None:
                 hooks.clear()
 
 
-def _inputs(model: nn.Module, example: Tensor | None) -> Iterator[dict[str, Any]]:
+def inputs_of(model: nn.Module, example: Tensor | None = None) -> Iterator[dict[str, Any]]:
     """Return inputs of two images that a model may take, the likeliest first; "" is the first argument."""
     names = inspect.signature(host_class(model).forward).parameters
-    pixels = next((name for name in _PIXELS if name in names), "")
+    pixels = next((name for name in PIXELS if name in names), "")
     if example is not None:
         yield {pixels: _draw(*example.shape[1:])}
         return
@@ -212,7 +217,7 @@ def _draw(*shape: int) -> Tensor:
 
 def _packed_patches(model: Any) -> dict[str, Any]:
     """Return patches in rows, with their grid beside them, as SigLIP 2 takes images of any shape."""
-    config = model.config
+    config = getattr(model.config, "vision_config", model.config)
     side = int(config.num_patches**0.5)
     values = _draw(side * side, config.num_channels * config.patch_size**2)
     mask = torch.ones(2, side * side, dtype=torch.long)
@@ -246,5 +251,6 @@ def _setting(model: nn.Module, names: tuple[str, ...], default: int) -> int:
     return convolution.in_channels if "num_channels" in names and convolution is not None else default
 
 
-def _shapes(inputs: Mapping[str, Any]) -> str:
+def shapes_of(inputs: Mapping[str, Any]) -> str:
+    """Return the shapes of inputs as text."""
     return ", ".join(f"{name or 'input'} {tuple(value.shape)}" for name, value in inputs.items())

@@ -6,24 +6,43 @@ Axes: B images, N tokens, D channels, C classes.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+import inspect
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Deciding, Mixin, Pass, Passes, Records, convert, host_class, recomputing
+from mmod.adapters.head import Head, find_head, logits_of
+from mmod.blocks import (
+    BlockCall,
+    Deciding,
+    Mixin,
+    ModelHook,
+    Pass,
+    Passes,
+    Records,
+    StackCalls,
+    attach,
+    convert,
+    detach_hooks,
+    host_class,
+    recomputing,
+)
 from mmod.blocks.passes import StackCall
 from mmod.blocks.routed import ConvertedBlock
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import exporting
 from mmod.routing import Evidence, Kept, Routing
+from mmod.threads import PerThread
 
+# The modules of timm's models that `reset_classifier` replaces.
 _CLASSIFIER = ("head", "head_dist")
-_HEAD = ("norm", "fc_norm", *_CLASSIFIER)
 
 
 @register_method("exit")
@@ -33,8 +52,9 @@ class Exit(Method):
 
     In evaluation, an image exits where its head's largest probability reaches the confidence. The remaining images are
     gathered, so later blocks cost less. In training, images are assigned to the exits and the final head in turn, so
-    that any recipe trains all heads equally. Images exit in a call of the model only: `forward_features` and
-    `forward_intermediates` run all blocks on all images.
+    that any recipe trains all heads equally. An exit has a copy of the norm, pooling and classifier behind the model's
+    blocks. Images exit in a call of the model only: `forward_features` and `forward_intermediates` run all blocks on
+    all images.
 
     Args:
         confidence: Probability at which an image exits; above 1, none does.
@@ -60,51 +80,66 @@ class Exit(Method):
             raise ValueError(
                 f"an exit after the last block saves nothing: blocks must be below {len(stack.blocks) - 1}"
             )
-        if not getattr(model, "num_classes", 0):
-            raise ValueError(f"this {type(model).__name__} is no classifier: early exit needs class probabilities")
+        find_head(model, stack)
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Add a copy of the model's head to every exit block, and make the model gather the logits of all exits."""
         first = self.blocks[0]
         ends = len(self.blocks) + 1
         passes = Passes(stack.calls, Leaving, last=len(stack.blocks) - 1 - first)
-        heads = {index: ExitHead(model) for index in self.blocks}
+        head = find_head(model, stack)
+        heads = {index: ExitHead(model, head) for index in self.blocks}
         for index in range(first, len(stack.blocks)):
+            block = stack.blocks[index]
+            call = stack.call_of(block, None)
             turn = self.blocks.index(index) if index in heads else None
-            state = _ExitState(passes, index - first, self.confidence, turn, ends, Records())
-            convert(stack.blocks[index], ExitBlock, state)
+            state = _ExitState(call, passes, index - first, self.confidence, turn, ends, Records())
+            convert(block, ExitBlock, state, call.shell)
             if index in heads:
-                stack.blocks[index].exit = heads[index]
-        convert(model, ExitModel, passes)
+                block.exit = heads[index]
+        attach(model, ExitHook(stack.calls))
+        if hasattr(model, "reset_classifier"):
+            convert(model, ExitModel, None)
+
+    def restore(self, model: nn.Module) -> None:
+        """Restore the host's classes, and remove the exits and the hook."""
+        detach_hooks(model, ExitHook)
+        super().restore(model)
 
 
 class ExitHead(nn.Module):
-    """Copy of a timm model's final norm and head, with separate weights; all other attributes are the model's."""
+    """A model's head with separate weights: copies of what runs behind its blocks."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, head: Head) -> None:
         super().__init__()
         # Not as a submodule: the head would be its own descendant.
         self.__dict__["model"] = model
-        self.copy_modules(_HEAD)
+        self.__dict__["head_of_model"] = head
+        for name in head.behind:
+            self.copy_module(name)
 
-    def copy_modules(self, names: Iterable[str]) -> None:
-        """Copy some of the model's modules, where it has them."""
-        model = self.__dict__["model"]
-        for name in names:
-            if isinstance(getattr(model, name, None), nn.Module):
-                setattr(self, name, copy.deepcopy(getattr(model, name)))
+    def copy_module(self, name: str) -> None:
+        """Copy one of the model's modules."""
+        self.add_module(_inside(name), copy.deepcopy(self.__dict__["model"].get_submodule(name)))
 
-    def __getattr__(self, name: str) -> Any:
-        """Return a module of the head, or else an attribute of the model."""
-        return self._modules[name] if name in self._modules else getattr(self.__dict__["model"], name)
+    def forward(self, x_BND: Tensor, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        """Return what the model returns for the tokens after a block.
 
-    def forward(self, x_BND: Tensor) -> Tensor:
-        """Return logits (B, C), or (B, N, C) for a model with one output per token."""
-        host: Any = host_class(self.__dict__["model"])
-        logits = host.forward_head(self, self.norm(x_BND))
-        if not isinstance(logits, Tensor):
+        Args:
+            args: The model's arguments for the same images.
+        """
+        head: Head = self.__dict__["head_of_model"]
+        behind = {name: self._modules[_inside(name)] for name in head.behind}
+        output = head.run(self.__dict__["model"], behind, x_BND, args, kwargs or {})
+        logits = logits_of(output)
+        if not isinstance(logits, Tensor) or (isinstance(output, tuple) and len(output) > 1):
             raise ValueError("early exit supports heads with one output: call model.set_distilled_training(False)")
-        return logits
+        return output
+
+
+def _inside(name: str) -> str:
+    """Return the name of a model's module inside a head."""
+    return name.replace(".", "_")
 
 
 class Leaving(Pass):
@@ -114,7 +149,7 @@ class Leaving(Pass):
         total: Number of all images.
         exits: Images may exit, as in a call of the model.
         index_B: Batch indices of the remaining images; None for all.
-        answers: Batch indices and logits of the images that exited, by exit.
+        answers: Batch indices of the images that exited, and what their head returned, by exit.
     """
 
     def __init__(self) -> None:
@@ -122,7 +157,7 @@ class Leaving(Pass):
         self.total = 0
         self.exits = False
         self.index_B: Tensor | None = None
-        self.answers: list[tuple[Tensor, Tensor]] = []
+        self.answers: list[tuple[Tensor, Any]] = []
 
 
 class _ExitState(NamedTuple):
@@ -134,6 +169,7 @@ class _ExitState(NamedTuple):
         ends: Number of exits, including the final head.
     """
 
+    call: BlockCall
     passes: Passes[Leaving]
     place: int
     confidence: float
@@ -143,15 +179,37 @@ class _ExitState(NamedTuple):
 
 
 class ExitCall(StackCall):
-    """A call of an early-exit model, with the pass of its images once a block has begun it."""
+    """A call of an early-exit model, with the pass of its images once a block has begun it.
 
-    def __init__(self, outer: StackCall) -> None:
-        super().__init__(outer)
+    Args:
+        args: The arguments that its heads take.
+        labels: Classes (B), where the model returns a loss.
+    """
+
+    def __init__(
+        self, outer: StackCall, frame: FrameType | None, args: tuple[Any, ...], kwargs: dict[str, Any], labels: Any
+    ) -> None:
+        super().__init__(outer, frame=frame)
+        self.args = args
+        self.kwargs = kwargs
+        self.labels = labels
         self.leaving: Leaving | None = None
+
+    def head(self, head: nn.Module, y_BND: Tensor, index_B: Tensor, total: int) -> Any:
+        """Return what an exit's head makes of the tokens of some images."""
+        args = tuple(_of_images(value, index_B, total) for value in self.args)
+        kwargs = {name: _of_images(value, index_B, total) for name, value in self.kwargs.items()}
+        return head(y_BND, args, kwargs)
+
+
+def _of_images(value: Any, index_B: Tensor, total: int) -> Any:
+    """Return the rows of some images of an argument with one for each; other arguments are unchanged."""
+    has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == total
+    return value.index_select(0, index_B) if has_rows and len(index_B) < total else value
 
 
 class ExitBlock(Deciding, ConvertedBlock):
-    """Mixin of a timm block with an exit, or after one."""
+    """Mixin of a block with an exit, or after one."""
 
     mod_state: _ExitState
     exit: ExitHead
@@ -172,27 +230,32 @@ class ExitBlock(Deciding, ConvertedBlock):
         leaving = self._leaving(x)
         if self.record.traced:
             self._trace(x, leaving)
-        if not x.shape[0]:
-            # Not every host supports an empty batch.
-            return x
-        masks = {name: _of_remaining(x, value, leaving) for name, value in kwargs.items()}
-        leaving.busy = True
-        y: Tensor = super().forward(x, *(_of_remaining(x, value, leaving) for value in args), **masks)
-        leaving.busy = False
+        y = x
+        # Not every host supports an empty batch.
+        if x.shape[0]:
+            masks = {name: _of_remaining(x, value, leaving) for name, value in kwargs.items()}
+            leaving.busy = True
+            y = super().forward(x, *(_of_remaining(x, value, leaving) for value in args), **masks)
+            leaving.busy = False
         if not leaving.exits:
             return y
+        if state.place == state.passes.last and leaving.index_B is not None and y.shape[0] < leaving.total:
+            # The code behind the blocks may read masks of all images. It finds zeros for those that exited.
+            return y.new_zeros(leaving.total, *y.shape[1:]).index_copy(0, leaving.index_B, y)
+        call = state.passes.calls.value.running
+        assert isinstance(call, ExitCall)
         if state.turn is not None and y.is_meta:
             # On meta, FLOPs are counted as if no image exited.
-            self.exit(y)
-        elif state.turn is not None:
-            y = self._leave(y, leaving)
+            self.exit(y, call.args, call.kwargs)
+        elif state.turn is not None and y.shape[0]:
+            y = self._leave(y, leaving, call)
         state.passes.hand_on(leaving, y)
         return y
 
     def _leaving(self, x: Tensor) -> Leaving:
         """Return the pass that a block's input belongs to; outside a call of the model, one in which none exits."""
         state = self.mod_state
-        call = state.passes.calls.value.running
+        call, _ = state.passes.calls.value.current()
         if not isinstance(call, ExitCall):
             leaving = Leaving()
             leaving.total = x.shape[0]
@@ -224,24 +287,25 @@ class ExitBlock(Deciding, ConvertedBlock):
 
     # The number of remaining images depends on the data, so this cannot be compiled.
     @torch.compiler.disable
-    def _leave(self, y_BND: Tensor, leaving: Leaving) -> Tensor:
-        """Store the logits of the images that exit, and return the tokens of the others."""
+    def _leave(self, y_BND: Tensor, leaving: Leaving, call: ExitCall) -> Tensor:
+        """Store the answers for the images that exit, and return the tokens of the others."""
         state = self.mod_state
         assert state.turn is not None
         if leaving.index_B is None:
             leaving.index_B = torch.arange(y_BND.shape[0], device=y_BND.device)
         if self.training:
             leaves_B = (leaving.index_B % state.ends).eq(state.turn)
-            logits = self.exit(y_BND[leaves_B])
+            answer = call.head(self.exit, y_BND[leaves_B], leaving.index_B[leaves_B], leaving.total)
         else:
-            logits = self.exit(y_BND)
+            output = call.head(self.exit, y_BND, leaving.index_B, leaving.total)
+            logits = logits_of(output)
             # In half precision, 0.999 would be 1.
             dtype = torch.promote_types(logits.dtype, torch.float32)
             sure = logits.detach().softmax(dim=-1, dtype=dtype).amax(dim=-1)
             # An image is as sure as its tokens on average, if there are logits for every token.
             leaves_B = (sure.flatten(1).mean(dim=1) if sure.ndim > 1 else sure) >= state.confidence
-            logits = logits[leaves_B]
-        leaving.answers.append((leaving.index_B[leaves_B], logits))
+            answer = _joined([output], lambda rows: rows[0][leaves_B])
+        leaving.answers.append((leaving.index_B[leaves_B], answer))
         leaving.index_B = leaving.index_B[~leaves_B]
         remaining_BND = y_BND[~leaves_B]
         leaving.shape = tuple(remaining_BND.shape[:2])
@@ -255,35 +319,89 @@ def _of_remaining(x_BND: Tensor, argument: Any, leaving: Leaving) -> Any:
     return argument if leaving.index_B is None else argument.index_select(0, leaving.index_B)
 
 
-class ExitModel(Mixin):
-    """Mixin of a model that gathers the logits of its exits."""
+def _joined(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> Any:
+    """Return what a model returns for all images, from what it returns for some.
 
-    mod_state: Passes[Leaving]
+    Args:
+        join: Returns the rows of all, from those of each.
+    """
+    first = outputs[0]
+    if isinstance(first, Mapping):
+        joined = copy.copy(first)
+        for name in first:
+            joined[name] = _joined([output.get(name) for output in outputs], join)
+        return joined
+    if isinstance(first, tuple) and first and all(isinstance(output, Tensor) for output in first):
+        return tuple(_joined(values, join) for values in zip(*outputs))
+    if not all(isinstance(output, Tensor) for output in outputs):
+        raise ValueError(
+            "early exit returns tensors with one row for each image, such as logits: call the model without "
+            "output_hidden_states and output_attentions"
+        )
+    return join(list(outputs))
 
-    # Export wants a name for what its dynamic shapes describe.
-    def forward(self, x: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the logits of all images, from the exit that each one took."""
+
+class ExitHook(ModelHook):
+    """Begins and ends an `ExitCall` with each call of the model, and gathers what its exits return."""
+
+    def __init__(self, calls: PerThread[StackCalls]) -> None:
+        self.calls = calls
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Begin a call; labels are kept from the model, which computes its loss from the logits of all images."""
         if exporting():
             raise ValueError("early exit cannot be exported: the number of remaining images depends on the data")
-        calls = self.mod_state.calls.value
-        call = ExitCall(calls.running)
-        calls.begin(call)
-        try:
-            last: Tensor = super().forward(x, *args, **kwargs)
-        finally:
-            calls.end()
+        calls = self.calls.value
+        outer, _ = calls.current()
+        names = list(inspect.signature(host_class(module).forward).parameters)[1:]
+        labels = {**dict(zip(names, args)), **kwargs}.get("labels")
+        if labels is not None:
+            kwargs = {**dict(zip(names, args)), **kwargs, "labels": None}
+            args = ()
+        frame = None if torch.compiler.is_compiling() else sys._getframe(1)
+        calls.begin(ExitCall(outer, frame, args, kwargs, labels))
+        return args, kwargs
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> Any:
+        """End the call; return the output for all images, each from the exit that it took."""
+        calls = self.calls.value
+        call = calls.running
+        calls.end()
+        # After a failure there is no output.
+        if not isinstance(call, ExitCall) or output is None:
+            return None
         leaving = call.leaving
-        if leaving is None or leaving.index_B is None:
-            return last
-        places, logits = zip(*leaving.answers, (leaving.index_B, last))
-        shapes = [tuple(values.shape[1:]) for values in logits]
-        if len(set(shapes)) > 1:
-            raise ValueError(
-                f"the model's head returns {shapes[-1]} per image, and its exits {shapes[0]}: change the number of "
-                "classes by model.reset_classifier, which changes the exits too"
-            )
-        order = torch.cat(places).argsort()
-        return torch.cat(logits)[order]
+        if leaving is not None and leaving.index_B is not None:
+            index_B = leaving.index_B
+            remaining = _joined([output], lambda rows: rows[0][index_B])
+            places, answers = zip(*leaving.answers, (index_B, remaining))
+            order = torch.cat(places).argsort()
+            output = _joined(answers, lambda rows: _in_order(rows, order))
+        return output if call.labels is None else _with_loss(module, output, call.labels)
+
+
+def _in_order(rows: list[Tensor], order: Tensor) -> Tensor:
+    """Return the rows of all images in the order of the batch, from those of each exit."""
+    shapes = [tuple(values.shape[1:]) for values in rows]
+    if len(set(shapes)) > 1:
+        raise ValueError(
+            f"the model's head returns {shapes[-1]} per image, and its exits {shapes[0]}: change the number of classes "
+            "by model.reset_classifier, which changes the exits too"
+        )
+    return torch.cat(rows)[order]
+
+
+def _with_loss(model: Any, output: Any, labels: Tensor) -> Any:
+    """Return the output of a model of transformers with its loss."""
+    loss = model.loss_function(labels, logits_of(output), model.config)
+    if isinstance(output, tuple):
+        return (loss, *output)
+    output["loss"] = loss
+    return output
+
+
+class ExitModel(Mixin):
+    """Mixin of a timm model, whose exits have its classes."""
 
     def reset_classifier(self, num_classes: int, *args: Any, **kwargs: Any) -> None:
         """Reset the model's classifier as the host does, and give each exit a copy of it."""
@@ -293,4 +411,6 @@ class ExitModel(Mixin):
         host.reset_classifier(num_classes, *args, **kwargs)
         for module in self.modules():
             if isinstance(module, ExitHead):
-                module.copy_modules(_CLASSIFIER)
+                for name in _CLASSIFIER:
+                    if name in module._modules:
+                        module.copy_module(name)

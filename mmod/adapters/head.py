@@ -1,0 +1,228 @@
+"""What a model runs behind its blocks, as a head that turns the tokens of any block into logits.
+
+The model's own forward runs on a copy of the modules around the blocks, in which those ahead of the head hand on the
+tokens: no norm, pooling or classifier is guessed.
+
+Axes: B images, N tokens, D channels, C classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmod.adapters.base import BlockStack
+from mmod.adapters.probe import inputs_of, light_copy, shapes_of
+from mmod.blocks import TupleBlock, host_class
+
+# The modules behind the blocks of timm's models, of which `forward_head` makes logits.
+_TIMM_HEAD = ("norm", "fc_norm", "head", "head_dist")
+
+
+@dataclass(frozen=True)
+class Head:
+    """What a model runs around its blocks.
+
+    Args:
+        blocks: Name of the list of blocks.
+        in_tuple: A block returns a tuple that begins with the tokens.
+        ahead: Names of modules that run before the blocks alone.
+        behind: Names of modules that run after them.
+    """
+
+    blocks: str
+    in_tuple: bool
+    ahead: tuple[str, ...]
+    behind: tuple[str, ...]
+
+    def run(
+        self,
+        model: nn.Module,
+        behind: Mapping[str, nn.Module],
+        x_BND: Tensor,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """Return what a model returns if its last block returns these tokens.
+
+        Args:
+            behind: Modules that run in the place of the model's own, by name.
+            args: The arguments of the model for the same images.
+        """
+        path = self.blocks.split(".")
+        block_list: Any = model.get_submodule(self.blocks)
+        handing_on: list[nn.Module] = [_HandsOn(block_list[0], (x_BND, None) if self.in_tuple else x_BND)]
+        inner: Any = nn.Sequential(*handing_on) if isinstance(block_list, nn.Sequential) else nn.ModuleList(handing_on)
+        for depth in reversed(range(len(path))):
+            module = model.get_submodule(".".join(path[:depth]))
+            replaced: dict[str, nn.Module] = {path[depth]: inner}
+            for name in self.ahead:
+                if name.split(".")[:-1] == path[:depth]:
+                    replaced[name.rpartition(".")[2]] = _HandsOn(model.get_submodule(name), x_BND)
+            for name, copied in behind.items():
+                if name.split(".")[:-1] == path[:depth]:
+                    replaced[name.rpartition(".")[2]] = copied
+            inner = _with_modules(module, replaced)
+            if depth == len(path) - 1 and hasattr(inner, "forward_head"):
+                vars(inner)["forward"] = _TimmHead(inner, x_BND)
+        return inner.forward(*args, **kwargs)
+
+
+class _HandsOn(nn.Module):
+    """Stands for a module ahead of a head, and returns the tokens; all attributes are the module's."""
+
+    def __init__(self, module: nn.Module, output: Any) -> None:
+        super().__init__()
+        vars(self)["module"] = module
+        vars(self)["output"] = output
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the module, which its model may read."""
+        return getattr(vars(self)["module"], name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the tokens."""
+        return vars(self)["output"]
+
+
+@dataclass(frozen=True)
+class _TimmHead:
+    """Runs the head of a timm model in the place of its forward: its embedding adds tokens of its own."""
+
+    model: Any
+    x_BND: Tensor
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model.forward_head(self.model.norm(self.x_BND))
+
+
+def _with_modules(module: nn.Module, replaced: Mapping[str, nn.Module]) -> Any:
+    """Return a module of the host's class with a module's attributes and weights, and without its hooks."""
+    host: Any = host_class(module)
+    clone = host.__new__(host)
+    for name, value in vars(module).items():
+        is_hooks = isinstance(value, dict) and "_hooks" in name
+        if name != "forward":
+            vars(clone)[name] = type(value)() if is_hooks else value
+    vars(clone)["_modules"] = {**module._modules, **replaced}
+    return clone
+
+
+def logits_of(output: Any) -> Any:
+    """Return the logits in what a model returned."""
+    if isinstance(output, Mapping):
+        return output.get("logits")
+    return output[0] if isinstance(output, tuple) and output else output
+
+
+def find_head(model: nn.Module, stack: BlockStack) -> Head:
+    """Return what a classifier runs around its blocks.
+
+    Raises:
+        ValueError: The model returns no logits (B, C), or its head cannot run on tokens alone.
+    """
+    title = host_class(model).__name__
+    name = stack.names[0].rpartition(".")[0]
+    owner = model.get_submodule(name.rpartition(".")[0])
+    if hasattr(owner, "forward_head"):
+        # timm's own count; classifiers around a timm model have another.
+        if not getattr(owner, "num_classes", 0):
+            raise ValueError(f"this {title} is no classifier: early exit needs class probabilities")
+        prefix = name.rpartition(".")[0]
+        present = [module for module in _TIMM_HEAD if isinstance(getattr(owner, module, None), nn.Module)]
+        return Head(name, False, (), tuple(f"{prefix}.{module}".strip(".") for module in present))
+    reasons: list[str] = []
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        for inputs in inputs_of(model):
+            try:
+                found = _Trial(model, stack, name, inputs)
+            # A model may raise anything for an input that it was not made for.
+            except Exception as error:
+                reasons.append(f"{shapes_of(inputs)}: {error}")
+                continue
+            return found.head(title)
+    raise ValueError(f"no input reached the head of this {title} ({'; '.join(reasons[:2])})")
+
+
+class _Trial:
+    """A call of a copy of a model without its blocks."""
+
+    def __init__(self, model: nn.Module, stack: BlockStack, name: str, inputs: Mapping[str, Any]) -> None:
+        torch.manual_seed(0)
+        shell = stack.call_of(stack.blocks[0], None).shell
+        self.in_tuple = shell.outer is not None and issubclass(shell.outer, TupleBlock)
+        self.name = name
+        self.inputs = inputs
+        block_list: Any = model.get_submodule(name)
+        self.first = _Through(block_list[0], self.in_tuple)
+        self.model = light_copy(model, {id(block): self.first for block in block_list}, block_list)
+        self.ahead: list[str] = []
+        self.behind: list[str] = []
+        path = name.split(".")
+        for depth, child in enumerate(path):
+            prefix = ".".join(path[:depth])
+            for other, module in self.model.get_submodule(prefix).named_children():
+                if other != child:
+                    module.register_forward_pre_hook(self._note(f"{prefix}.{other}".strip(".")))
+        self.output = self._call(inputs)
+
+    def _note(self, name: str) -> Any:
+        def note(module: nn.Module, args: tuple[Any, ...]) -> None:
+            (self.ahead if self.first.x is None else self.behind).append(name)
+
+        return note
+
+    def _call(self, inputs: Mapping[str, Any]) -> Any:
+        named = {name: value for name, value in inputs.items() if name}
+        return self.model(*[value for name, value in inputs.items() if not name], **named)
+
+    def head(self, title: str) -> Head:
+        """Return the head, after a trial on the tokens of one image."""
+        logits = logits_of(self.output)
+        if not isinstance(logits, Tensor) or logits.ndim != 2:
+            got = tuple(logits.shape) if isinstance(logits, Tensor) else "none"
+            raise ValueError(
+                f"this {title} is no classifier: early exit needs class probabilities (B, C), its logits are {got}"
+            )
+        behind = tuple(dict.fromkeys(self.behind))
+        ahead = tuple(name for name in dict.fromkeys(self.ahead) if name not in behind)
+        head = Head(self.name, self.in_tuple, ahead, behind)
+        assert self.first.x is not None
+        # The other image stays the same: a mask of both would be equal.
+        one = {name: value[1:] for name, value in self.inputs.items()}
+        pixels = next(iter(one))
+        one[pixels] = torch.randn_like(one[pixels])
+        named = {name: value for name, value in one.items() if name}
+        args = tuple(value for name, value in one.items() if not name)
+        try:
+            actual = logits_of(head.run(self.model, {}, self.first.x[1:], args, named))
+        except Exception as error:
+            raise ValueError(f"the head of this {title} does not run on tokens alone: {error}") from error
+        if not torch.allclose(actual, logits[1:], rtol=1e-4, atol=1e-5):
+            raise ValueError(
+                f"the head of this {title} reads more than the tokens after its blocks, which is not known at an exit"
+            )
+        return head
+
+
+class _Through(nn.Module):
+    """Stands for all blocks of a copy, returns their tokens, and keeps them."""
+
+    def __init__(self, block: nn.Module, in_tuple: bool) -> None:
+        super().__init__()
+        vars(self)["block"] = block
+        self.in_tuple = in_tuple
+        self.x: Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the block, which its model may read."""
+        return getattr(vars(self)["block"], name)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the tokens."""
+        self.x = x
+        return (x, None) if self.in_tuple else x
