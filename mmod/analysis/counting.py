@@ -9,6 +9,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._ops import HigherOrderOperator, OpOverload
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
@@ -148,7 +149,9 @@ def _running_modules(model: nn.Module, running: set[str]) -> Iterator[None]:
             running.add(names[module])
 
     def leave(module: nn.Module, *_: Any) -> None:
-        running.discard(names.get(module, ""))
+        # A module may run that is not the model's, as in the head of an exit.
+        if module in names:
+            running.discard(names[module])
 
     with register_module_forward_pre_hook(enter), register_module_forward_hook(leave):
         yield
@@ -156,6 +159,18 @@ def _running_modules(model: nn.Module, running: set[str]) -> Iterator[None]:
 
 class _WithoutMaps(AttentionIntercept):
     """Replaces attention by its shapes and what it holds."""
+
+    def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Leave `torch.nn.MultiheadAttention` alone where it returns its map: its products are counted one by one."""
+        if func is not F.multi_head_attention_forward:
+            return super().replace(func)
+        without_map = super().replace(func)
+        assert without_map is not None
+
+        def attend(*args: Any, **kwargs: Any) -> Any:
+            return (func if kwargs.get("need_weights", True) else without_map)(*args, **kwargs)
+
+        return attend
 
     def attend(self, call: AttentionCall) -> Tensor:
         return _FusedAttention.apply(call.query, call.key, call.value)

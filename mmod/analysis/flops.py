@@ -258,7 +258,7 @@ def _inputs(
     """Return a model's arguments by name, without data."""
     if isinstance(input_size, Mapping) and all(isinstance(value, Tensor) for value in input_size.values()):
         return {name: value.to("meta") for name, value in input_size.items()}
-    if "image" not in find_parts(model):
+    if not {"image", "vision"} & find_parts(model).keys() or any(stack.language for stack in stacks.values()):
         raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
     size = (3, input_size, input_size) if isinstance(input_size, int) else input_size
     if not isinstance(size, (tuple, list)) or len(size) != 3 or not all(isinstance(x, int) and x > 0 for x in size):
