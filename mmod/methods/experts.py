@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import Deciding, Record, Records, convert, detach_hooks
+from mmod.blocks import Deciding, Record, Records, convert, detach_hooks, host_class
 from mmod.blocks.passes import recomputing
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
@@ -135,13 +135,16 @@ class Experts(Mixture):
         if self.blocks is not None:
             check_blocks(self.blocks, len(stack.blocks))
         for index in self._blocks(stack):
-            if not isinstance(getattr(stack.blocks[index], "mlp", None), nn.Module):
-                raise ValueError(f"{stack.names[index]} has no `mlp`, which the mixture of experts replaces")
+            if self._mlp(stack, index) is None:
+                raise ValueError(
+                    f"{stack.names[index]} has no module that computes its MLP alone, which the mixture of experts "
+                    "replaces"
+                )
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Add a router and further experts to the MLPs."""
         for index in self._blocks(stack):
-            mlp: Any = stack.blocks[index].mlp
+            mlp: Any = self._mlp(stack, index)
             weight = first_floating(stack.blocks[index])
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
             # Copies were made before the MLP is converted, so that they are plain modules of the host.
@@ -167,6 +170,13 @@ class Experts(Mixture):
         for kind in (_CompleteTexts, _SeenTokens):
             detach_hooks(model, kind)
         super().restore(model)
+
+    def _mlp(self, stack: BlockStack, index: int) -> nn.Module | None:
+        """Return the MLP of a block; None if no module computes it alone."""
+        block = stack.blocks[index]
+        # timm's blocks with a norm behind the MLP have one that cannot be skipped.
+        name = stack.call_of(block, None).operators.get("mlp", "mlp")
+        return dict(block.named_modules()).get(name)
 
     def _blocks(self, stack: BlockStack) -> range | tuple[int, ...]:
         return range(len(stack.blocks)) if self.blocks is None else self.blocks
@@ -224,7 +234,9 @@ class _SeenTokens:
     records: Records
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        mask = kwargs.get("attn_mask")
+        names = list(inspect.signature(host_class(module).forward).parameters)[1:]
+        named = {**dict(zip(names, args)), **kwargs}
+        mask = next((named[name] for name in ("attn_mask", "attention_mask", "mask") if name in named), None)
         record: Any = self.records.value
         if mask is not None and mask.ndim == 4:
             if args and args[0].shape[1] != mask.shape[-1]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
-from mmod.blocks import Deciding, Records
+from mmod.blocks import Deciding, Mixin, ReadBlocks, Records, Shell, convert
 from mmod.blocks.passes import recomputing
 from mmod.blocks.rows import write_back
 from mmod.methods.base import register_method
@@ -104,7 +104,10 @@ class Recursions(Mixture):
             )
         for name, block in zip(stack.names, stack.blocks):
             if self.keys == "first" and "all" not in stack.call_of(block, None).contexts:
-                raise ValueError(f"keys='first' is not possible in {name}: it needs fused attention")
+                raise ValueError(
+                    f"keys='first' is not possible in {name}: it needs fused attention with known projections to keys "
+                    "and values, as in timm and open_clip"
+                )
 
     def decided_alone(self, model: nn.Module, decisions: Mapping[str, Routing]) -> dict[str, Tensor]:
         """Return which tokens of the previous recursion have a logit of at least 0 (B, N), by recursion."""
@@ -123,7 +126,11 @@ class Recursions(Mixture):
         container: Any = model.get_submodule(stack.names[0].rpartition(".")[0])
         middle = list(container[self.first : len(container) - self.last])
         del container[self.first + 1 : len(container) - self.last]
-        container[self.first] = Cycle(self, stack, middle).train(container.training)
+        cycle = Cycle(self, stack, middle).train(container.training)
+        shell = cycle.mod_state.call.shell
+        if shell.outer is not None:
+            convert(cycle, shell.outer, cycle.mod_state)
+        container[self.first] = cycle
 
     def restore(self, model: nn.Module) -> None:
         """Restore the removed blocks, on the model's current device and in its dtype."""
@@ -156,9 +163,25 @@ class CycleState(NamedTuple):
     config: Recursions
     prefix: int
     language: bool
+    read_blocks: ReadBlocks | None
     calls: list[Any]
     removed: list[nn.Module]
     records: Records
+
+    @property
+    def call(self) -> Any:
+        """How the first shared block is called, and so the cycle."""
+        return self.calls[0]
+
+
+class SharedState(NamedTuple):
+    """Plain state of a `SharedBlock`."""
+
+    call: Any
+
+
+class SharedBlock(Mixin):
+    """Mixin of a shared block, for the shell that gives it the interface that a `Cycle` expects."""
 
 
 class Cycle(Deciding):
@@ -174,7 +197,11 @@ class Cycle(Deciding):
         shared = middle[:count]
         removed = middle[count:]
         calls = [stack.call_of(block, None) for block in shared]
-        self.mod_state = CycleState(config, stack.prefix, stack.language, calls, removed, Records())
+        for block, call in zip(shared, calls):
+            if call.shell.inner is not None:
+                convert(block, SharedBlock, SharedState(call), Shell(inner=call.shell.inner))
+        read_blocks = stack.read_blocks
+        self.mod_state = CycleState(config, stack.prefix, stack.language, read_blocks, calls, removed, Records())
         weight = first_floating(shared[0])
         like: dict[str, Any] = {"device": weight.device, "dtype": weight.dtype}
         self.shared = nn.ModuleList(shared)
@@ -208,7 +235,12 @@ class Cycle(Deciding):
         """Return all tokens after their recursions (B, N, D)."""
         config = self.mod_state.config
         record = self.record
-        arguments = self.mod_state.calls[0].bind(args, kwargs)
+        if self.mod_state.read_blocks is not None and self.mod_state.read_blocks() != ():
+            raise ValueError(
+                "hidden states of layers are not defined where layers are shared and run on fewer tokens: call the "
+                "model without output_hidden_states, and use no backbone that returns features of layers"
+            )
+        arguments = self.mod_state.call.bind(args, kwargs)
         valid_BN = self._valid(arguments, x_BND)
         learns = self.training and not recomputing()
         if learns:
