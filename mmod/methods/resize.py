@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, NamedTuple
 
@@ -9,16 +11,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack
-from mmod.blocks import Mixin, convert
+from mmod.adapters import BlockStack, find_stacks
+from mmod.adapters.probe import PIXELS, see_call
+from mmod.blocks import Mixin, ModelHook, attach, convert, detach_hooks, host_class
 from mmod.methods.base import Method, owner_of, register_method
+
+# The option of transformers' models that resamples position embeddings.
+_INTERPOLATE = "interpolate_pos_encoding"
 
 
 @register_method("resize")
 @dataclass(frozen=True)
 class Resize(Method):
-    """Images are resized before the patch embedding; timm resamples position embeddings in the forward pass.
+    """Images are resized before the patch embedding; the host resamples position embeddings in the forward pass.
 
+    A timm model needs `dynamic_img_size=True`; a model of transformers takes `interpolate_pos_encoding`, or any size.
     No weights are added, so a model can train on small images first and on full-size images afterwards. Whatever the
     model returns is what it returns for the resized images: outputs per patch, and maps of features, are smaller.
 
@@ -40,23 +47,98 @@ class Resize(Method):
     def check(self, model: nn.Module, stack: BlockStack) -> None:
         """Raise a ValueError unless the model takes images of any size."""
         owner: Any = owner_of(model, stack)
-        if not getattr(owner, "dynamic_img_size", False):
-            raise ValueError(
-                f"this {type(owner).__name__} takes images of a fixed size: pass dynamic_img_size=True to "
-                "timm.create_model, or in model.args"
-            )
-        for length, side in zip(_height_and_width(self.size), owner.patch_embed.patch_size):
+        title = type(model).__name__
+        if hasattr(owner, "dynamic_img_size"):
+            if not owner.dynamic_img_size:
+                raise ValueError(
+                    f"this {type(owner).__name__} takes images of a fixed size: pass dynamic_img_size=True to "
+                    "timm.create_model, or in model.args"
+                )
+            sides = owner.patch_embed.patch_size
+        else:
+            sides = getattr(None if stack.grid is None else stack.grid.module, "stride", ())
+            if len(sides) != 2 or any(other.language for other in find_stacks(model).values()):
+                raise ValueError(f"this {title} takes more than images whose patches one projection makes")
+        height, width = _height_and_width(self.size)
+        for length, side in zip((height, width), sides):
             if length % side:
                 raise ValueError(f"size={self.size} is no multiple of {side}, the side of a patch")
+        if not hasattr(owner, "dynamic_img_size"):
+            self._try(model, stack, (height // sides[0]) * (width // sides[1]))
+
+    def _try(self, model: nn.Module, stack: BlockStack, patches: int) -> None:
+        """Raise a ValueError unless a call of a copy shows that images of the size give this many patches."""
+        name, options = _image_model(model, stack)
+        blocks = stack.names[0].rpartition(".")[0].removeprefix(f"{name}.")
+        inner = model.get_submodule(name)
+        pixels = next((pixels for pixels in PIXELS if pixels in _parameters(inner)), "")
+        channels = int(stack.grid.module.in_channels)  # type: ignore[union-attr]
+        try:
+            # A model that is being loaded is on the meta device.
+            with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+                images = torch.randn(2, channels, *_height_and_width(self.size))
+                seen = see_call(inner, blocks, {pixels: images, **options})
+        # A host may raise anything for a size that it was not made for.
+        except Exception as error:
+            raise ValueError(f"this {type(model).__name__} takes images of a fixed size: {error}") from error
+        if seen is None or seen.x_BND.shape[1] != stack.prefix + patches:
+            raise ValueError(f"this {type(model).__name__} makes no token of each patch of an image of size={self.size}")
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
-        """Make the model and its patch embedding resize their input."""
+        """Make the model resize its input, and the patch embedding of a timm model too."""
         owner = owner_of(model, stack)
+        height, width = _height_and_width(self.size)
+        if not hasattr(owner, "dynamic_img_size"):
+            name, options = _image_model(model, stack)
+            side: Any = stack.grid.module.stride  # type: ignore[union-attr]
+            attach(model.get_submodule(name), ResizeHook(Target(height, width, int(side[1])), options))
+            return
         patch_embed: Any = owner.get_submodule("patch_embed")
-        target = Target(*_height_and_width(self.size), patch_width=int(patch_embed.patch_size[1]))
+        target = Target(height, width, patch_width=int(patch_embed.patch_size[1]))
         convert(owner, ResizingModel, target)
         # For code of others that embeds patches itself.
         convert(patch_embed, ResizingPatches, target)
+
+    def restore(self, model: nn.Module) -> None:
+        """Restore the host's classes, and remove the hook."""
+        detach_hooks(model, ResizeHook)
+        super().restore(model)
+
+
+def _parameters(module: nn.Module) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(host_class(module).forward).parameters
+
+
+def _image_model(model: nn.Module, stack: BlockStack) -> tuple[str, dict[str, bool]]:
+    """Return the outermost model around the blocks that takes images alone, by name, and the options for any size."""
+    path = stack.names[0].split(".")[:-2]
+    around = [".".join(path[:depth]) for depth in range(len(path) + 1)]
+    takes = [_parameters(model.get_submodule(name)) for name in around]
+    images = [name for name, names in zip(around, takes) if names.keys() & set(PIXELS) and "input_ids" not in names]
+    interpolates = any(_INTERPOLATE in names for names in takes)
+    return images[0] if images else "", {_INTERPOLATE: True} if interpolates else {}
+
+
+class ResizeHook(ModelHook):
+    """Resizes the images of each call of a model.
+
+    Args:
+        options: Further arguments by which the model takes images of any size.
+    """
+
+    def __init__(self, target: Target, options: Mapping[str, bool]) -> None:
+        self.target = target
+        self.options = options
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments with resized images."""
+        named = {name: resized(value, self.target) for name, value in kwargs.items() if name in PIXELS}
+        if args:
+            args = (resized(args[0], self.target), *args[1:])
+        names = list(_parameters(module))[1:]
+        given = dict(zip(names, args))
+        options = {name: value for name, value in self.options.items() if name not in given}
+        return args, {**kwargs, **named, **options}
 
 
 class Target(NamedTuple):

@@ -156,7 +156,7 @@ def _generate(
 def describe_methods(model: nn.Module, methods: tuple[Any, ...]) -> None:
     """Make a changed model, and models inside it with changed modules, save their methods; none make them dense."""
     for module in [module for module in model.modules() if isinstance(module, transformers.PreTrainedModel)]:
-        if methods and _changed_modules(module):
+        if methods and (_changed_modules(module) or model_hooks(module)):
             convert(module, DescribedModel, methods)
         elif isinstance(module, DescribedModel):
             make_dense(module)
