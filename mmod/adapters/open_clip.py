@@ -125,9 +125,7 @@ def _stack(
     )
 
 
-def _call_of(
-    block: nn.Module, dim: int, captions: Passes[CaptionPass] | None, place: int, causal: bool
-) -> ClipBlock:
+def _call_of(block: nn.Module, dim: int, captions: Passes[CaptionPass] | None, place: int, causal: bool) -> ClipBlock:
     attention: Any = block.attn
     multihead = isinstance(attention, nn.MultiheadAttention)
     # The bias of a norm after attention makes a zero output nonzero.

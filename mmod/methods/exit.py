@@ -329,16 +329,20 @@ def _joined(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> A
     if isinstance(first, Mapping):
         joined = copy.copy(first)
         for name in first:
-            joined[name] = _joined([output.get(name) for output in outputs], join)
+            joined[name] = _joined_rows([output.get(name) for output in outputs], join)
         return joined
-    if isinstance(first, tuple) and first and all(isinstance(output, Tensor) for output in first):
-        return tuple(_joined(values, join) for values in zip(*outputs))
-    if not all(isinstance(output, Tensor) for output in outputs):
+    if isinstance(first, tuple):
+        return tuple(_joined_rows(list(values), join) for values in zip(*outputs))
+    return _joined_rows(list(outputs), join)
+
+
+def _joined_rows(rows: list[Any], join: Callable[[list[Tensor]], Tensor]) -> Tensor:
+    if not all(isinstance(values, Tensor) for values in rows):
         raise ValueError(
             "early exit returns tensors with one row for each image, such as logits: call the model without "
             "output_hidden_states and output_attentions"
         )
-    return join(list(outputs))
+    return join(rows)
 
 
 class ExitHook(ModelHook):

@@ -82,7 +82,9 @@ class Resize(Method):
         except Exception as error:
             raise ValueError(f"this {type(model).__name__} takes images of a fixed size: {error}") from error
         if seen is None or seen.x_BND.shape[1] != stack.prefix + patches:
-            raise ValueError(f"this {type(model).__name__} makes no token of each patch of an image of size={self.size}")
+            raise ValueError(
+                f"this {type(model).__name__} makes no token of each patch of an image of size={self.size}"
+            )
 
     def change(self, model: nn.Module, stack: BlockStack) -> None:
         """Make the model resize its input, and the patch embedding of a timm model too."""

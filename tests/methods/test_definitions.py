@@ -28,7 +28,9 @@ class Drawn(NamedTuple):
     def inputs(self, by_class_token: bool = True) -> AttentionInputs:
         if not by_class_token:
             return AttentionInputs(None, no_attention, attention_importance(self.query, self.key))
-        return AttentionInputs(self.key, lambda: torch.stack([attention(self, image)[0] for image in range(len(self.key))]))
+        return AttentionInputs(
+            self.key, lambda: torch.stack([attention(self, image)[0] for image in range(len(self.key))])
+        )
 
 
 def draw(seed: int) -> tuple[Grid, Drawn, int]:

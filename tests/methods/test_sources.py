@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
 
 from mmod.methods import Merge, Prune
@@ -137,3 +138,67 @@ def test_pruning_keeps_what_the_class_token_attends_to(case: str, fuse: bool, ke
     model, images = make_model(name, **changes).double(), make_images(name, 2).double()
     pruned = Prune(keep, (0, 2), fuse).apply_(copy.deepcopy(model))
     check(model, pruned, images, pruning((0, 2), keep, fuse, model.num_prefix_tokens))
+
+
+def as_transformers(model: Any) -> Any:
+    """Return a ViT of transformers with the weights of a timm ViT."""
+    dim = model.embed_dim
+    config = transformers.ViTConfig(
+        hidden_size=dim,
+        num_hidden_layers=len(model.blocks),
+        num_attention_heads=model.blocks[0].attn.num_heads,
+        intermediate_size=model.blocks[0].mlp.fc1.out_features,
+        image_size=64,
+        patch_size=16,
+        layer_norm_eps=model.norm.eps,
+        num_labels=7,
+    )
+    other = transformers.ViTForImageClassification(config).double().eval()
+    weights = model.state_dict()
+    state = {
+        "vit.embeddings.cls_token": weights["cls_token"],
+        "vit.embeddings.position_embeddings": weights["pos_embed"],
+    }
+    for name, value in weights.items():
+        for before, after in NAMES.items():
+            name = name.replace(before, after)
+        name = f"vit.layernorm.{name[5:]}" if name.startswith("norm.") else name
+        if "qkv" in name:
+            for part, rows in zip("qkv", value.chunk(3)):
+                state[name.replace("qkv", f"{part}_proj")] = rows
+        elif name in other.state_dict():
+            state[name] = value
+    other.load_state_dict(state)
+    return other
+
+
+# timm's names of modules -> those of transformers.
+NAMES = {
+    "patch_embed.proj.": "vit.embeddings.patch_embeddings.projection.",
+    "blocks.": "vit.layers.",
+    "norm1": "layernorm_before",
+    "norm2": "layernorm_after",
+    "attn.proj": "attention.o_proj",
+    "attn.qkv": "attention.qkv",
+    "head.": "classifier.",
+}
+REDUCED: dict[str, tuple[Any, Callable[[int], Step]]] = {
+    "merge": (Merge(3), lambda prefix: merging([3] * 4, prefix)),
+    "merge by block": (Merge((4, 0, 1, 2)), lambda prefix: merging([4, 0, 1, 2], prefix)),
+    "prune": (Prune(0.6, (0, 2), fuse=False), lambda prefix: pruning((0, 2), 0.6, False, prefix)),
+    "prune and fuse": (Prune(0.6, (0, 2)), lambda prefix: pruning((0, 2), 0.6, True, prefix)),
+}
+
+
+@pytest.mark.parametrize("case", REDUCED)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@torch.no_grad()
+def test_a_model_of_transformers_has_the_same_definition(case: str, attention: str) -> None:
+    method, step = REDUCED[case]
+    model, images = make_model("vit_tiny_patch16_224").double(), make_images("vit_tiny_patch16_224", 2).double()
+    other = as_transformers(model)
+    other.set_attn_implementation(attention)
+    torch.testing.assert_close(other(images).logits, model(images), rtol=0, atol=1e-10)
+    expected = torch.stack([logits(model, image, step(1)) for image in images])
+    method.apply_(other)
+    torch.testing.assert_close(other(images).logits, expected, rtol=0, atol=1e-10)

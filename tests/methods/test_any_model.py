@@ -1,0 +1,381 @@
+"""Methods on models that mmod knows by structure alone, and on open_clip's own blocks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import mmod
+from mmod.adapters import find_stack
+from mmod.methods import Exit, Experts, Merge, Method, Prune, Recursions, Resize, undo_
+from tests.kit.clip_zoo import make_captions, make_clip
+from tests.kit.clip_zoo import make_images as make_clip_images
+from tests.kit.own_vits import ROUTED, make_own, make_own_images
+from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of
+
+ALL = [*VISION_ZOO, *ROUTED]
+# Its branches are parallel.
+WITH_HALVES = [name for name in ALL if name != "parallel branches"]
+BACKBONES = ("dinov2 backbone", "dpt on dinov2")
+# The residual sum stands inside the module that ends their MLP.
+WITHOUT_MLP = ("videomae", "yolos")
+REDUCING: dict[str, tuple[Method, Method]] = {
+    "prune": (Prune(0.6, (0, 2)), Prune(1.0, (0, 2))),
+    "prune by mean": (Prune(0.6, (1, 3), fuse=False, by="mean"), Prune(1.0, (1, 3), fuse=False, by="mean")),
+    "merge": (Merge(3), Merge(0)),
+}
+# Open_clip's two classes of blocks, with layer scale and with a norm behind attention.
+CLIPS = ["ViT-B-32", "ViT-bigG-14", "ViT-L-14-CLIPA", "coca_base", "custom-blocks"]
+
+
+def make(name: str) -> Any:
+    return (make_own(name) if name in ROUTED else make_vision(name)).double()
+
+
+def inputs_of(name: str, batch: int = 3) -> dict[str, Any]:
+    inputs = {"images": make_own_images(batch)} if name in ROUTED else make_pixels(name, batch)
+    floats = {
+        key: value.double() for key, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()
+    }
+    return {**inputs, **floats}
+
+
+@torch.no_grad()
+def run(model: Any, inputs: dict[str, Any], **options: Any) -> Tensor:
+    outputs = model(**inputs, **options)
+    return outputs.flatten(1) if isinstance(outputs, Tensor) else output_of(outputs)
+
+
+def check_alone(model: nn.Module, inputs: dict[str, Any], together: Tensor, atol: float = 1e-12) -> None:
+    """Compare each image of a batch with the image alone."""
+    for image in range(len(together)):
+        actual = run(model, only(inputs, image))
+        torch.testing.assert_close(actual, together[image : image + 1], rtol=0, atol=atol)
+
+
+def state_of(model: nn.Module) -> tuple[list[str], list[type]]:
+    return list(model.state_dict()), [type(module) for module in model.modules()]
+
+
+@pytest.mark.parametrize("name", WITH_HALVES)
+def test_fewer_tokens_remain_inside_and_the_full_grid_outside(name: str) -> None:
+    model, inputs = make(name), inputs_of(name)
+    dense, state = run(model, inputs), state_of(model)
+    for title, (method, idle) in REDUCING.items():
+        idle.apply_(model)
+        # Detection tokens stand in front of the patches inside the blocks.
+        torch.testing.assert_close(run(model, inputs), dense, rtol=0, atol=1e-13, msg=title)
+        undo_(model)
+        method.apply_(model)
+        with mmod.trace(model) as decisions:
+            together = run(model, inputs)
+        kept = [routing.kept.index_BK.shape[1] for routing in decisions.values()]
+        assert kept == sorted(kept, reverse=True)
+        assert len(set(kept)) > 1
+        assert together.shape == dense.shape
+        assert not torch.allclose(together, dense)
+        check_alone(model, inputs, together)
+        undo_(model)
+        assert state_of(model) == state
+        assert torch.equal(run(model, inputs), dense)
+
+
+@pytest.mark.parametrize("name", WITH_HALVES)
+@pytest.mark.parametrize("method", ["prune", "merge"])
+@torch.no_grad()
+def test_hooks_and_collected_states_see_the_full_grid(name: str, method: str) -> None:
+    model, inputs = make(name), inputs_of(name, 2)
+    states = {} if name in ROUTED else {"output_hidden_states": True}
+    dense = model(**inputs, **states)
+    REDUCING[method][0].apply_(model)
+    expected = run(model, inputs)
+    if states:
+        outputs = model(**inputs, **states)
+        assert [x.shape for x in outputs.hidden_states] == [x.shape for x in dense.hidden_states]
+        torch.testing.assert_close(output_of(outputs), expected, rtol=0, atol=1e-12)
+    seen: list[int] = []
+    for block in find_stack(model).blocks:
+        block.register_forward_hook(lambda _, args, y: seen.append((y[0] if isinstance(y, tuple) else y).shape[1]))
+    torch.testing.assert_close(run(model, inputs), expected, rtol=0, atol=1e-12)
+    assert len(seen) == 5
+    assert len(set(seen)) == 1
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov3", "mlcd", "siglip", "own softmax"])
+@pytest.mark.parametrize("method", ["prune", "merge"])
+def test_every_weight_that_learns_in_the_dense_model_learns(name: str, method: str) -> None:
+    model, inputs = make(name).train(), inputs_of(name)
+
+    def learning() -> set[str]:
+        model.zero_grad(set_to_none=True)
+        outputs = model(**inputs)
+        (outputs if isinstance(outputs, Tensor) else output_of(outputs)).square().sum().backward()
+        return {key for key, weight in model.named_parameters() if weight.grad is not None and weight.grad.any()}
+
+    expected = learning()
+    REDUCING[method][0].apply_(model)
+    assert learning() == expected
+
+
+@pytest.mark.parametrize("name", CLIPS)
+@torch.no_grad()
+def test_images_of_clip_are_reduced_and_captions_stay(name: str) -> None:
+    model, images, captions = make_clip(name).double(), make_clip_images(name).double(), make_captions(name)
+    dense, state = model.encode_image(images), state_of(model)
+    text = model.encode_text(captions)
+    for method, idle in REDUCING.values():
+        idle.apply_(model)
+        # With a map for importance, attention is computed by other kernels.
+        torch.testing.assert_close(model.encode_image(images), dense, rtol=0, atol=1e-13)
+        undo_(model)
+        method.apply_(model)
+        together = model.encode_image(images)
+        assert not torch.allclose(together, dense)
+        alone = torch.cat([model.encode_image(image[None]) for image in images])
+        torch.testing.assert_close(alone, together, rtol=0, atol=1e-12)
+        for block in model.visual.transformer.resblocks:
+            block.register_forward_hook(lambda _, args, y: y.clone())
+        torch.testing.assert_close(model.encode_image(images), together, rtol=0, atol=1e-12)
+        for block in model.visual.transformer.resblocks:
+            block._forward_hooks.clear()
+        assert torch.equal(model.encode_text(captions), text)
+        undo_(model)
+        assert state_of(model) == state
+        assert torch.equal(model.encode_image(images), dense)
+
+
+@pytest.mark.parametrize("name", ["ViT-B-32", "custom-blocks"])
+@torch.no_grad()
+def test_gradual_routes_the_images_of_clip(name: str) -> None:
+    model, images = make_clip(name).double(), make_clip_images(name).double()
+    dense = model.encode_image(images)
+    mmod.route_(model, image="gradual")
+    together = model.encode_image(images)
+    assert not torch.allclose(together, dense)
+    alone = torch.cat([model.encode_image(image[None]) for image in images])
+    torch.testing.assert_close(alone, together, rtol=0, atol=1e-12)
+    undo_(model)
+    with pytest.raises(ValueError, match="only tokens of images can be grouped"):
+        mmod.route_(model, text="gradual")
+
+
+@pytest.mark.parametrize("name", ["ViT-B-32", "custom-blocks"])
+@torch.no_grad()
+def test_halves_of_clip_are_the_block(name: str) -> None:
+    model = make_clip(name).double()
+    for tower in (model.visual, getattr(model, "text", model)):
+        block: Any = tower.transformer.resblocks[1]
+        x_BND = torch.randn(2, 9, 48, dtype=torch.float64)
+        mask = torch.full((9, 9), -torch.inf, dtype=torch.float64).triu(1)
+        attended = x_BND + block.ls_1(getattr(block, "ln_attn", nn.Identity())(attend(block, x_BND, mask)))
+        expected = attended + block.ls_2(block.mlp(block.ln_2(attended)))
+        stack = mmod.adapters.find_stacks(model)["image" if tower is model.visual else "text"]
+        actual = halves_of(stack, block, x_BND, mask)
+        for one, other in zip(actual, (attended, expected)):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def attend(block: Any, x_BND: Tensor, mask: Tensor) -> Tensor:
+    normed = block.ln_1(x_BND)
+    return block.attention(normed, attn_mask=mask) if hasattr(block, "attention") else block.attn(normed, mask)
+
+
+def halves_of(stack: Any, block: Any, x_BND: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Return tokens after the attention and after the MLP of a block, each run alone."""
+    from mmod.blocks import convert, make_halves
+    from mmod.blocks.inner import Inner
+    from mmod.blocks.routed import ConvertedBlock
+    from mmod.threads import PerThread
+
+    call = stack.call_of(block, None)
+    inner = PerThread(Inner)
+    convert(block, ConvertedBlock, State(inner, call))
+    make_halves(block, call, inner)
+    attended = call.halves.attend(block, x_BND, {"attn_mask": mask})
+    return attended, call.halves.feed(block, attended)
+
+
+@dataclasses.dataclass
+class State:
+    inner: Any
+    call: Any
+
+
+def _classifier(name: str, config: str, **changes: Any) -> Any:
+    small: dict[str, Any] = {
+        "hidden_size": 32,
+        "num_hidden_layers": 5,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "image_size": 64,
+        "patch_size": 8,
+    }
+    if "CLIP" in name or "Siglip" in name:
+        text = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        if "Siglip2" in name:
+            small = {**{key: value for key, value in small.items() if key != "image_size"}, "num_patches": 64}
+        small = {"vision_config": small, "text_config": text}
+    return getattr(transformers, name)(getattr(transformers, config)(**small, num_labels=7, **changes))
+
+
+CLASSIFIERS = {
+    "vit": lambda: make_vision("vit"),
+    "dinov2": lambda: make_vision("dinov2"),
+    "videomae": lambda: make_vision("videomae"),
+    "own softmax": lambda: make_own("own softmax"),
+    "deit with teacher": lambda: _classifier("DeiTForImageClassificationWithTeacher", "DeiTConfig"),
+    "clip classifier": lambda: _classifier("CLIPForImageClassification", "CLIPConfig"),
+    "siglip classifier": lambda: _classifier("SiglipForImageClassification", "SiglipConfig"),
+    "siglip2": lambda: _classifier("Siglip2ForImageClassification", "Siglip2Config"),
+}
+EXITS = (0, 2)
+
+
+def make_classifier(name: str) -> Any:
+    torch.manual_seed(0)
+    model = CLASSIFIERS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.double().eval()
+
+
+def logits_of(model: Any, inputs: dict[str, Any]) -> Tensor:
+    outputs = model(**inputs)
+    return outputs if isinstance(outputs, Tensor) else outputs["logits"]
+
+
+@pytest.mark.parametrize("name", CLASSIFIERS)
+@torch.no_grad()
+def test_images_leave_any_classifier_where_they_are_sure(name: str) -> None:
+    """A slow definition: a dense model that ends behind each exit, with the exit's own modules."""
+    dense, inputs = make_classifier(name), inputs_of(name, 6)
+    expected, state = logits_of(dense, inputs), state_of(dense)
+    model = Exit(2.0, EXITS).apply_(copy.deepcopy(dense))
+    torch.testing.assert_close(logits_of(model, inputs), expected, rtol=0, atol=1e-13)
+    assert type(model).__name__ == type(dense).__name__ or name in ROUTED
+    ends = []
+    for block in EXITS:
+        short = copy.deepcopy(dense)
+        block_list = short.get_submodule(find_stack(dense).names[0].rpartition(".")[0])
+        del block_list[block + 1 :]
+        ends.append(logits_of(short, inputs))
+    sure = [values.softmax(dim=-1).amax(dim=-1) for values in ends]
+    # Half of the images leave at the first exit.
+    confidence = float(sure[0].sort().values[2:4].mean())
+    undo_(model)
+    Exit(confidence, EXITS).apply_(model)
+    actual = logits_of(model, inputs)
+    for image in range(6):
+        left = [values for values, sureness in zip(ends, sure) if sureness[image] >= confidence]
+        wanted = left[0] if left else expected
+        torch.testing.assert_close(actual[image], wanted[image], rtol=0, atol=1e-12)
+        torch.testing.assert_close(logits_of(model, only(inputs, image))[0], wanted[image], rtol=0, atol=1e-12)
+    assert torch.equal(logits_of(copy.deepcopy(model), inputs), actual)
+    undo_(model)
+    assert state_of(model) == state
+    assert torch.equal(logits_of(model, inputs), expected)
+
+
+@pytest.mark.parametrize("name", ["vit", "clip classifier"])
+def test_every_exit_of_a_model_of_transformers_learns_by_its_loss(name: str) -> None:
+    model, inputs = Exit(0.9, EXITS).apply_(make_classifier(name)).train(), inputs_of(name, 6)
+    labels = torch.arange(6)
+    outputs = model(**inputs, labels=labels)
+    torch.testing.assert_close(outputs.loss, nn.functional.cross_entropy(outputs.logits, labels))
+    outputs.loss.backward()
+    exits = [weight.grad for key, weight in model.named_parameters() if ".exit.classifier." in key]
+    assert exits
+    assert all(grad is not None and grad.any() for grad in exits)
+    loss, logits = model(**inputs, labels=labels, return_dict=False)
+    assert loss.ndim == 0
+    assert logits.shape == (6, 7)
+    with pytest.raises(ValueError, match="without output_hidden_states"):
+        model(**inputs, output_hidden_states=True)
+
+
+@pytest.mark.parametrize("name", ["siglip", "yolos", "dinov2 backbone", "dpt on dinov2"])
+def test_models_without_classes_have_no_exits(name: str) -> None:
+    model = make(name)
+    state = state_of(model)
+    with pytest.raises(ValueError, match=r"is no classifier|no input reached the head"):
+        Exit(0.5, EXITS).apply_(model)
+    assert state_of(model) == state
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_mixtures_run_on_any_block(name: str) -> None:
+    model, inputs = make(name), inputs_of(name)
+    dense, state = run(model, inputs), state_of(model)
+    methods: list[Method] = [Experts(experts=2, blocks=(1, 3)), Recursions(recursions=3)]
+    if name in WITHOUT_MLP:
+        with pytest.raises(ValueError, match="has no module that computes its MLP alone"):
+            methods.pop(0).apply_(model)
+    for method in methods:
+        method.apply_(model)
+        if isinstance(method, Recursions) and name in BACKBONES:
+            with pytest.raises(ValueError, match="hidden states of layers are not defined"):
+                run(model, inputs)
+        else:
+            together = run(model, inputs)
+            assert together.shape == dense.shape
+            assert not torch.allclose(together, dense)
+            # Gates are computed in fp32.
+            check_alone(model, inputs, together, atol=1e-5)
+        undo_(model)
+        assert state_of(model) == state
+        assert torch.equal(run(model, inputs), dense)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "dinov2 backbone", "dinov3", "clip", "siglip", "mlcd", "yolos"])
+@torch.no_grad()
+def test_resized_images_are_those_that_the_model_gets(name: str) -> None:
+    model, inputs = make(name), inputs_of(name, 2)
+    dense, state = run(model, inputs), state_of(model)
+    images = inputs["pixel_values"]
+    with pytest.raises(ValueError, match="no multiple of 8"):
+        Resize(36).apply_(model)
+    Resize(32).apply_(model)
+    small = nn.functional.interpolate(images, size=(32, 32), mode="bicubic", antialias=True)
+    actual = run(model, inputs)
+    positional = model(images)
+    assert torch.equal(output_of(positional), actual)
+    assert mmod.flops(model, 64).routed < mmod.flops(model, 64).dense
+    undo_(model)
+    options = {} if name.startswith("dino") else {"interpolate_pos_encoding": True}
+    assert torch.equal(run(model, {"pixel_values": small}, **options), actual)
+    assert state_of(model) == state
+    assert torch.equal(run(model, inputs), dense)
+
+
+@pytest.mark.parametrize("name", ["aimv2", "siglip2", "videomae", "mae", "own softmax"])
+def test_models_of_one_size_are_not_resized(name: str) -> None:
+    with pytest.raises(ValueError, match=r"takes images of a fixed size|takes more than images"):
+        Resize(32).apply_(make(name))
+
+
+METHODS: dict[str, Method] = {
+    "prune": REDUCING["prune"][0],
+    "merge": REDUCING["merge"][0],
+    "exit": Exit(0.2, EXITS),
+    "experts": Experts(experts=2),
+    "recursions": Recursions(recursions=3),
+    "resize": Resize(32),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_methods_are_saved_with_a_model_of_transformers(method: str, tmp_path: Path) -> None:
+    model, inputs = METHODS[method].apply_(make("vit").float()), make_pixels("vit", 2)
+    expected = run(model, inputs)
+    model.save_pretrained(tmp_path)
+    loaded = mmod.load_pretrained(tmp_path).eval()
+    torch.testing.assert_close(run(loaded, inputs), expected, rtol=1e-5, atol=1e-5)
+    assert mmod.methods.methods_of(loaded) == (METHODS[method],)
