@@ -47,7 +47,7 @@ class Prune(Reducing):
         fuse: Add one token, the sum of the dropped tokens weighted by attention. The next pruning block treats it as a
             patch.
         by: Whose attention counts, averaged over heads: "class_token", the "mean" over all tokens, or "auto": the class
-            token if the head reads it, else the mean.
+            token, or the mean where there is none or the head of a timm model reads none.
 
     Source: EViT, Liang et al., arXiv 2202.07800.
 
