@@ -8,6 +8,7 @@ Axes: B images, N tokens, D channels, C classes.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +136,9 @@ def find_head(model: nn.Module, stack: BlockStack) -> Head:
         prefix = name.rpartition(".")[0]
         present = [module for module in _TIMM_HEAD if isinstance(getattr(owner, module, None), nn.Module)]
         return Head(name, False, (), tuple(f"{prefix}.{module}".strip(".") for module in present))
+    reads_text = "input_ids" in inspect.signature(host_class(model).forward).parameters
+    if stack.library == "open_clip" or reads_text:
+        raise ValueError(f"this {title} is no classifier of images: early exit needs class probabilities")
     reasons: list[str] = []
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
         for inputs in inputs_of(model):
@@ -184,10 +188,8 @@ class _Trial:
         """Return the head, after a trial on the tokens of one image."""
         logits = logits_of(self.output)
         if not isinstance(logits, Tensor) or logits.ndim != 2:
-            got = tuple(logits.shape) if isinstance(logits, Tensor) else "none"
-            raise ValueError(
-                f"this {title} is no classifier: early exit needs class probabilities (B, C), its logits are {got}"
-            )
+            got = f"logits {tuple(logits.shape)}" if isinstance(logits, Tensor) else "no logits"
+            raise ValueError(f"this {title} is no classifier: early exit needs class probabilities, it returns {got}")
         behind = tuple(dict.fromkeys(self.behind))
         ahead = tuple(name for name in dict.fromkeys(self.ahead) if name not in behind)
         # The model's own code may compute with what the embedding returns, which then has to run.

@@ -115,10 +115,13 @@ class _NoTokens(Exception):
 
 
 def see_call(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen:
-    """Return what the first block gets in a call of a copy on two images; None if it gets no tokens.
+    """Return what the first block gets in a call of a copy on two images.
 
     Args:
         inputs: Arguments by name, "" for the first.
+
+    Raises:
+        ValueError: It gets no tokens.
     """
     block_list: Any = model.get_submodule(blocks)
     first = _FirstBlock(block_list[0])

@@ -81,7 +81,7 @@ class Resize(Method):
         # A host may raise anything for a size that it was not made for.
         except Exception as error:
             raise ValueError(f"this {type(model).__name__} takes images of a fixed size: {error}") from error
-        if seen is None or seen.x_BND.shape[1] != stack.prefix + patches:
+        if seen.x_BND.shape[1] != stack.prefix + patches:
             raise ValueError(
                 f"this {type(model).__name__} makes no token of each patch of an image of size={self.size}"
             )

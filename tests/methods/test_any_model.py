@@ -301,9 +301,9 @@ def test_every_exit_of_a_model_of_transformers_learns_by_its_loss(name: str) -> 
         model(**inputs, output_hidden_states=True)
 
 
-@pytest.mark.parametrize("name", ["siglip", "yolos", "dinov2 backbone", "dpt on dinov2"])
+@pytest.mark.parametrize("name", ["siglip", "yolos", "dinov2 backbone", "dpt on dinov2", "ViT-B-32"])
 def test_models_without_classes_have_no_exits(name: str) -> None:
-    model = make(name)
+    model = make_clip(name) if name in CLIPS else make(name)
     state = state_of(model)
     with pytest.raises(ValueError, match=r"is no classifier|no input reached the head"):
         Exit(0.5, EXITS).apply_(model)
