@@ -129,7 +129,7 @@ class ExitHead(nn.Module):
             args: The model's arguments for the same images.
         """
         head: Head = self.__dict__["head_of_model"]
-        behind = {name: self._modules[_inside(name)] for name in head.behind}
+        behind = {name: self.get_submodule(_inside(name)) for name in head.behind}
         output = head.run(self.__dict__["model"], behind, x_BND, args, kwargs or {})
         logits = logits_of(output)
         if not isinstance(logits, Tensor) or (isinstance(output, tuple) and len(output) > 1):
@@ -205,7 +205,7 @@ class ExitCall(StackCall):
 def _of_images(value: Any, index_B: Tensor, total: int) -> Any:
     """Return the rows of some images of an argument with one for each; other arguments are unchanged."""
     has_rows = isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == total
-    return value.index_select(0, index_B) if has_rows and len(index_B) < total else value
+    return value.index_select(0, index_B) if has_rows and index_B.shape[0] < total else value
 
 
 class ExitBlock(Deciding, ConvertedBlock):
@@ -327,7 +327,7 @@ def _joined(outputs: Sequence[Any], join: Callable[[list[Tensor]], Tensor]) -> A
     """
     first = outputs[0]
     if isinstance(first, Mapping):
-        joined = copy.copy(first)
+        joined: Any = copy.copy(first)
         for name in first:
             joined[name] = _joined_rows([output.get(name) for output in outputs], join)
         return joined

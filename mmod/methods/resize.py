@@ -72,11 +72,11 @@ class Resize(Method):
         blocks = stack.names[0].rpartition(".")[0].removeprefix(f"{name}.")
         inner = model.get_submodule(name)
         pixels = next((pixels for pixels in PIXELS if pixels in _parameters(inner)), "")
-        channels = int(stack.grid.module.in_channels)  # type: ignore[union-attr]
+        projection: Any = None if stack.grid is None else stack.grid.module
         try:
             # A model that is being loaded is on the meta device.
             with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-                images = torch.randn(2, channels, *_height_and_width(self.size))
+                images = torch.randn(2, projection.in_channels, *_height_and_width(self.size))
                 seen = see_call(inner, blocks, {pixels: images, **options})
         # A host may raise anything for a size that it was not made for.
         except Exception as error:
