@@ -448,5 +448,3 @@ def check_halves(stack: BlockStack, index: int) -> None:
         raise ValueError(f"{title}, which attends {call.attention_calls} times, so its keys are those of several maps")
     if not call.weighs_keys:
         raise ValueError(f"{title}, whose attention takes no bias for group sizes")
-    if getattr(call, "mask", "") == "shared_rel_pos_bias":
-        raise ValueError(f"{title}, whose attention adds a bias for each pair of positions: a merged token has several")
