@@ -22,12 +22,12 @@ from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
 from mmod.blocks.grid import Grid, GridHook, GridOfPass, GridSource, grid_of_map
 from mmod.blocks.hook import ModelHook, SpanHook, attach, detach_hooks, model_hooks
 from mmod.blocks.inner import BranchRunner
-from mmod.blocks.passes import Pass, Passes, ReadBlocks, StackCalls, recomputing
+from mmod.blocks.passes import Pass, ReadBlocks, StackCalls, recomputing
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, RoutedState, make_importance, make_routed
 from mmod.blocks.rows import Execution, Rows
 from mmod.blocks.shell import KEY_BIAS, FlatBlock, InterceptedBlock, SuffixBlock, TupleBlock, UntupledBlock
-from mmod.blocks.span import Span, SpanPass
+from mmod.blocks.span import Passes, Span, SpanPass
 
 
 def __getattr__(name: str) -> _Any:
