@@ -267,6 +267,11 @@ class ReducedBlock(Deciding, ConvertedBlock):
         call = self.mod_state.call
         known = {*call.rows, call.places}
         unknown = sorted(name for name, value in arguments.items() if name not in known and isinstance(value, Tensor))
+        if call.mask in unknown:
+            raise ValueError(
+                "pruning and merging need images of one size: some tokens of this batch are padding. Pass images of "
+                "each size in a batch of their own"
+            )
         if unknown or arguments.get("is_causal"):
             raise ValueError(f"pruning and merging do not support the arguments {', '.join(unknown) or 'is_causal'}")
         if passage.place_BN is not None:
