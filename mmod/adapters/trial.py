@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -80,6 +81,8 @@ def _comparable(value: object) -> object:
     """Return a value that equals that of another block with the same behaviour; other objects are themselves alone."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_comparable, value))
+    if isinstance(value, functools.partial):
+        return value.func, _comparable(value.args), _comparable([*value.keywords.items()])
     return value if isinstance(value, (str, int, float, bool, type(None), type)) else id(value)
 
 
