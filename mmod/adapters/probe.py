@@ -27,8 +27,8 @@ _SIDES = (224, 32, 64, 96, 128, 256, 384, 512)
 _SIZES = ("image_size", "img_size", "crop_size", "input_size")
 # Argument that gives frames, rows and columns of the patches of each image or video, which come as one sequence.
 GRIDS = "grid_thw"
-# Rows and columns of patches in such images: more than windows have, so that blocks with windows show.
-_GRID_SIDE = 32
+# Rows and columns of patches in such images: twice those of windows in Qwen2.5-VL, so that blocks with windows show.
+_GRID_SIDE = 16
 # Tokens of each image that are kept of one sequence: trials need few.
 _KEPT = 16
 
