@@ -308,7 +308,7 @@ def inputs_of(model: nn.Module, example: Tensor | None = None) -> Iterator[dict[
         yield {pixels: _draw(*example.shape[1:])}
         return
     if GRIDS in names:
-        yield _one_sequence(model, next(iter([*names][1:])))
+        yield from _one_sequence(model, [*names][1])
         return
     if {"pixel_values", "spatial_shapes"} <= names.keys():
         yield _packed_patches(model)
@@ -330,12 +330,18 @@ def _draw(*shape: int) -> Tensor:
     return torch.randn(2, *shape, dtype=torch.float32)
 
 
-def _one_sequence(model: nn.Module, patches: str) -> dict[str, Any]:
-    """Return the patches of two images in rows, one behind the other, as Qwen's towers take them."""
-    weights = [module.weight for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d, nn.Linear))]
+def _one_sequence(model: nn.Module, name: str) -> Iterator[dict[str, Any]]:
+    """Return the patches of two images, one behind the other in an argument, as Qwen's towers take them."""
     grid = torch.tensor([[1, _GRID_SIDE, _GRID_SIDE]] * 2)
-    # The first layer projects patches.
-    return {patches: torch.randn(2 * _GRID_SIDE**2, weights[0][0].numel()), GRIDS: grid}
+    merged = {}
+    if "merge_sizes" in inspect.signature(host_class(model).forward).parameters:
+        merged["merge_sizes"] = torch.ones(2, dtype=torch.long)
+    projections = [module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))]
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    # The first layer projects patches, given as rows or as small images.
+    shape = (projections or linear)[0].weight.shape[1:]
+    for patch in ((shape.numel(),), tuple(shape)):
+        yield {name: torch.randn(2 * _GRID_SIDE**2, *patch), GRIDS: grid, **merged}
 
 
 def _image_of_patches(model: nn.Module) -> tuple[int, int, int]:

@@ -98,10 +98,17 @@ def is_boundaries(value: Any, tokens: int) -> bool:
 class SequenceCall(Protocol):
     """What is known of a block that can run all images as one sequence, see `NamedArguments`."""
 
-    names: tuple[str, ...]
-    rows: tuple[str, ...]
-    boundaries: str
-    layout: str
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Arguments with one row per token."""
+
+    @property
+    def boundaries(self) -> str:
+        """The argument that says where images begin."""
+
+    @property
+    def layout(self) -> str:
+        """The form of the sequence."""
 
 
 def split_rows(value: Any, segments: Segments) -> Any:
@@ -166,13 +173,14 @@ class SegmentsBlock(Mixin):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the tokens in the host's form, or the rows (B, K, D) that the block passes on."""
-        return self._run(x, {**dict(zip(self.mod_state.call.names, args)), **kwargs})
+        arguments = {**dict(zip(self.mod_state.call.names, args)), **kwargs}
+        if torch.compiler.is_compiling():
+            # The graph ends where lengths are read: before the block, not in the midst of its attention.
+            return torch.compiler.disable(self._run)(x, arguments)
+        return self._run(x, arguments)
 
-    @torch.compiler.disable
     def _run(self, x: Tensor, arguments: dict[str, Any]) -> Tensor:
-        # A compiler would leave the graph where lengths are read, in the midst of an attention that is intercepted.
-        state = self.mod_state
-        call: SequenceCall = state.call
+        call: SequenceCall = self.mod_state.call
         segments = read_segments(arguments.pop(call.boundaries))
         tokens = sum(segments.lengths)
         for name in call.rows:

@@ -226,7 +226,7 @@ def test_towers_are_pruned_and_merged(name: str, method: Any) -> None:
     together = model(**batch).logits
     assert not torch.allclose(together, dense, atol=1e-3)
     if name in UNEQUAL:
-        with pytest.raises(ValueError, match="need images of one size"):
+        with pytest.raises(ValueError, match="which hides padding: pass images of one size"):
             tower(**images(name))
     mmod.undo_(tower)
     assert torch.equal(model(**batch).logits, dense)
