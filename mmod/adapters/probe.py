@@ -341,7 +341,7 @@ def _one_sequence(model: nn.Module, name: str) -> Iterator[dict[str, Any]]:
     # The first layer projects patches, given as rows or as small images.
     shape = (projections or linear)[0].weight.shape[1:]
     for patch in ((shape.numel(),), tuple(shape)):
-        yield {name: torch.randn(2 * _GRID_SIDE**2, *patch), GRIDS: grid, **merged}
+        yield {name: torch.randn(2 * _GRID_SIDE**2, *patch, dtype=torch.float32), GRIDS: grid, **merged}
 
 
 def _image_of_patches(model: nn.Module) -> tuple[int, int, int]:
