@@ -111,7 +111,10 @@ class NamedArguments(BlockCall):
         rows: Arguments with one row per token, such as rotary embeddings: a tensor, or a tuple of them.
         rope_prefix: Number of leading tokens without such a row.
         layout: How the block takes rows that differ by image: "heads" for (B, 1, K, E), "batch" for (B, K, E), or
-            "flat" if it takes none, so that all images run as one sequence, see `FlatBlock`.
+            "flat" if it takes none, so that all images run as one sequence (1, T, D), see `FlatBlock`; "bare" for one
+            sequence (T, D).
+        boundaries: The argument that says where images begin, of a host that runs all images as one sequence, see
+            `SegmentsBlock`; empty for a host with a batch.
         places: The argument that takes the places (B, K) of tokens that are not all of them; empty if there is none.
         fused: Attention is computed by `scaled_dot_product_attention`.
         projections: Names of the weights of linear layers before attention, each with its number of leading features
@@ -125,6 +128,7 @@ class NamedArguments(BlockCall):
     rows: tuple[str, ...] = ("rope",)
     rope_prefix: int = 0
     layout: str = "heads"
+    boundaries: str = ""
     places: str = ""
     fused: bool = False
     projections: tuple[tuple[str, int], ...] = ()
@@ -197,11 +201,9 @@ class NamedArguments(BlockCall):
         """Return the arguments for the kept tokens, or for all tokens of the kept images."""
         assert routing is not None
         if routing.kept.image_S is not None:
-            # Values without a batch axis are unchanged.
-            batched = {key: mask for key, mask in arguments.items() if isinstance(mask, Tensor) and mask.ndim == 4}
             # One mask for all images has no rows to select.
-            kept = {key: mask.index_select(0, routing.kept.image_S) for key, mask in batched.items() if len(mask) > 1}
-            return {**arguments, **kept}
+            image_S = routing.kept.image_S
+            return {name: _map_rows(_of_images, value, image_S) for name, value in arguments.items()}
         narrowed = self.narrow_rows(arguments, routing.kept.index_BK)
         mask = narrowed.pop(self.mask, None)
         if mask is not None:
@@ -274,7 +276,13 @@ class NamedArguments(BlockCall):
         return narrowed
 
 
-def _map_rows(narrow: Callable[..., Tensor], value: Any, *args: Any) -> Any:
+def _of_images(value: Any, image_S: Tensor) -> Any:
+    """Return the part of some images; a value without a batch axis is unchanged."""
+    batched = isinstance(value, Tensor) and value.ndim == 4 and len(value) > 1
+    return value.index_select(0, image_S) if batched else value
+
+
+def _map_rows(narrow: Callable[..., Any], value: Any, *args: Any) -> Any:
     """Apply a function to a tensor, or to each of a tuple."""
     if isinstance(value, (tuple, list)):
         return tuple(narrow(item, *args) for item in value)

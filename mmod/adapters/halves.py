@@ -40,7 +40,7 @@ def find_branches(block: nn.Module, x_BND: Tensor, arguments: Mapping[str, Any])
 
     Args:
         block: A dense copy with random weights.
-        x_BND: Tokens of a trial.
+        x_BND: Tokens of a trial, or those of one sequence (T, D).
         arguments: The block's further arguments for them.
     """
     search = _Search(block, x_BND, arguments)
@@ -115,7 +115,7 @@ class _Search:
             stack.pop()
             tokens = output[0] if isinstance(output, tuple) else output
             first = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
-            if isinstance(tokens, Tensor) and tokens.ndim == 3 and first is not None:
+            if isinstance(tokens, Tensor) and tokens.ndim == self.x_BND.ndim and first is not None:
                 others = len(output) - 1 if isinstance(output, tuple) else None
                 self.outputs[name] = _Output(first.shape == self.x_BND.shape, others, tokens.shape[-1])
                 self.order.append(name)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from mmod.ops.views import mask_bias
+
 
 def narrow_queries(bias: Tensor, index_BK: Tensor, tokens: int) -> Tensor:
     """Return the rows (B, H or 1, K or 1, N) of kept queries.
@@ -87,7 +89,7 @@ def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.
     bias = bias.masked_fill(~(valid_BK | first_K), lowest)[:, None, None, :]
     if mask is None:
         return bias
-    pairs = torch.where(mask, 0.0, lowest).to(dtype) if mask.dtype == torch.bool else mask.to(dtype)
+    pairs = mask_bias(mask, lowest, dtype) if mask.dtype == torch.bool else mask.to(dtype)
     # An empty slot may be padding, whose row may be masked completely.
     pairs = show_all_keys(pairs, valid_BK) if pairs.shape[2] > 1 else pairs
     return torch.maximum(pairs, torch.full_like(pairs, lowest / 2)) + bias / 2
@@ -105,7 +107,7 @@ def weigh_groups(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -
     bias = bias.to(dtype)
     if mask is None:
         return bias
-    return bias + (torch.where(mask, 0.0, torch.finfo(dtype).min / 2).to(dtype) if mask.dtype == torch.bool else mask)
+    return bias + (mask_bias(mask, torch.finfo(dtype).min / 2, dtype) if mask.dtype == torch.bool else mask)
 
 
 def add_causal(mask: Tensor | None, dtype: torch.dtype) -> Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -14,14 +15,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
-from mmod.blocks import host_class
+from mmod.blocks import Segments, boundaries_of, host_class, map_rows, read_segments, split_rows
 
 # Arguments of models that read images or videos.
 PIXELS = ("pixel_values", "pixel_values_videos")
 # Sides of images that models without a setting may take, in pixels.
 _SIDES = (224, 32, 64, 96, 128, 256, 384, 512)
 _SIZES = ("image_size", "img_size", "crop_size", "input_size")
+# Argument that gives frames, rows and columns of the patches of each image or video, which come as one sequence.
+GRIDS = "grid_thw"
+# Rows and columns of patches in such images: twice those of windows in Qwen2.5-VL, so that blocks with windows show.
+_GRID_SIDE = 16
+# Tokens of each image that are kept of one sequence: trials need few.
+_KEPT = 16
 
 
 @dataclass(frozen=True)
@@ -34,6 +43,10 @@ class Seen:
         prefix: Leading tokens that no image changes: class and register tokens.
         suffix: Such tokens at the end: detection tokens.
         projection: Name of the module that shows the grid of patches as a feature map; empty for none.
+        boundaries: See `NamedArguments`; the tokens and arguments of one sequence are those of a batch here.
+        layout: The form of one sequence, see `NamedArguments`; empty for a batch.
+        numbers: Numbers of the blocks that attend within whole images; empty for all.
+        read: Numbers of the blocks whose output the model reads itself, beside the next block.
     """
 
     x_BND: Tensor
@@ -41,20 +54,35 @@ class Seen:
     prefix: int
     suffix: int
     projection: str
+    boundaries: str = ""
+    layout: str = ""
+    numbers: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
 
 
 class _Reached(Exception):
     """Ends a call of a model at its first block."""
 
 
-class _FirstBlock(nn.Module):
-    """Stands for a block, and keeps what it gets."""
+class _Block(nn.Module):
+    """Stands for a block, and keeps what it gets.
 
-    def __init__(self, block: nn.Module) -> None:
+    The first ends the call, unless all images come as one sequence: then every block passes the tokens on, because
+    blocks may differ in where they see images begin.
+
+    Args:
+        watch: Notes which outputs are read.
+        last: No block follows.
+    """
+
+    def __init__(self, block: nn.Module, watch: _Reads, last: bool) -> None:
         super().__init__()
         self.parameters_of_forward = inspect.signature(host_class(block).forward)
+        self.watch = watch
+        self.last = last
         self.x: Any = None
         self.arguments: dict[str, Any] = {}
+        self.boundaries = ""
 
     def __getattr__(self, name: str) -> Any:
         """Return None for attributes of the block that its model reads before it is called."""
@@ -66,7 +94,15 @@ class _FirstBlock(nn.Module):
             return None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Keep the arguments by name, and stop."""
+        """Keep the arguments by name, and stop or pass the tokens on."""
+        # What is read here is not read by the model.
+        with torch._C.DisableTorchFunction():
+            self._keep(args, kwargs)
+            if self.last or not self.boundaries:
+                raise _Reached
+            return self.watch.next_output(self.x)
+
+    def _keep(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         bound = self.parameters_of_forward.bind(self, *args, **kwargs).arguments
         _, *named = bound.items()
         (_, self.x), *further = named
@@ -75,7 +111,35 @@ class _FirstBlock(nn.Module):
                 self.arguments.update(value)
             else:
                 self.arguments[name] = value
-        raise _Reached
+        if isinstance(self.x, Tensor):
+            self.boundaries = boundaries_of(self.arguments, self.x)
+
+
+class _Reads(TorchFunctionMode):
+    """Notes which blocks' outputs are read between the blocks.
+
+    Attributes:
+        numbers: Numbers of these blocks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: list[int] = []
+        self._outputs: list[Tensor] = []
+
+    def next_output(self, x: Tensor) -> Tensor:
+        """Return a block's output."""
+        self._outputs.append(x.clone())
+        return self._outputs[-1]
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Note a function that reads the output of the last block."""
+        last = len(self._outputs) - 1
+        if last >= 0 and any(value is self._outputs[last] for value in tree_leaves((args, kwargs))):
+            self.numbers.append(last)
+        return func(*args, **(kwargs or {}))
 
 
 def see(model: nn.Module, blocks: str, example: Tensor | None = None) -> Seen:
@@ -124,34 +188,76 @@ def see_call(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen:
         ValueError: It gets no tokens.
     """
     block_list: Any = model.get_submodule(blocks)
-    first = _FirstBlock(block_list[0])
+    watch = _Reads()
+    standing = [_Block(block, watch, last=block is block_list[-1]) for block in block_list]
     projections: dict[str, tuple[int, ...]] = {}
-    dense = light_copy(model, {id(block_list[0]): first}, block_list)
+    replaced = {id(block): stand for block, stand in zip(block_list, standing)}
+    dense = light_copy(model, replaced, block_list)
     for name, module in dense.named_modules():
         if isinstance(module, (nn.Conv2d, nn.Conv3d)):
             module.register_forward_hook(_keep_shape(projections, name))
     positional = inputs.get("")
     named = {name: value for name, value in inputs.items() if name}
-    with contextlib.suppress(_Reached):
+    with contextlib.suppress(_Reached), watch:
         dense(*(() if positional is None else (positional,)), **named)
-    x = first.x
+    seen = _seen_of(standing[0])
+    if seen.boundaries:
+        numbers = [number for number, stand in enumerate(standing) if _sees_images(stand)]
+        if not numbers:
+            raise _NoTokens(
+                f"windows of {_boundaries(standing[0]).longest} tokens, as all others do, and no whole images"
+            )
+        whole = _seen_of(standing[numbers[0]])
+        subset = tuple(numbers) if len(numbers) < len(standing) else ()
+        return dataclasses.replace(whole, numbers=subset, read=tuple(sorted(set(watch.numbers))))
+    patches = seen.x_BND.shape[1] - seen.prefix - seen.suffix
+    projection = next(
+        (name for name, shape in projections.items() if len(shape) == 4 and shape[2] * shape[3] == patches), ""
+    )
+    return dataclasses.replace(seen, projection=projection)
+
+
+def _seen_of(stand: _Block) -> Seen:
+    """Return what a block got: a batch of two images, or one sequence of two as a batch."""
+    x: Any = stand.x
+    arguments = stand.arguments
     if x is None:
         raise ValueError("the first block was not called")
+    layout = ""
+    if stand.boundaries:
+        layout = "bare" if x.ndim == 2 else "flat"
+        x, arguments = _as_batch(stand)
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[0] != 2 or not x.is_floating_point():
         got = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
         raise _NoTokens(f"{got} for two images: blocks must get tokens (images, tokens, channels)")
-    tokens = x.shape[1]
     same_N = (x[0] == x[1]).all(dim=-1)
     if bool(same_N.all()):
         raise _NoTokens("equal tokens for two different images: are the model's weights loaded?")
     changed = same_N.logical_not().nonzero().flatten()
-    prefix = int(changed[0])
-    suffix = tokens - 1 - int(changed[-1])
-    patches = tokens - prefix - suffix
-    projection = next(
-        (name for name, shape in projections.items() if len(shape) == 4 and shape[2] * shape[3] == patches), ""
-    )
-    return Seen(x.float(), first.arguments, prefix, suffix, projection)
+    suffix = x.shape[1] - 1 - int(changed[-1])
+    return Seen(x.float(), arguments, int(changed[0]), suffix, "", stand.boundaries, layout)
+
+
+def _boundaries(stand: _Block) -> Segments:
+    return read_segments(stand.arguments[stand.boundaries].cpu())
+
+
+def _sees_images(stand: _Block) -> bool:
+    """Return whether a block attends within the two images of one sequence, and in no windows of them."""
+    tokens = stand.x.shape[-2]
+    return _boundaries(stand).lengths == (tokens // 2,) * 2
+
+
+def _as_batch(stand: _Block) -> tuple[Tensor, dict[str, Any]]:
+    """Return the first tokens of each image of one sequence as a batch, with its arguments."""
+    tokens = stand.x.shape[-2]
+    images = Segments((tokens // 2,) * 2)
+    arguments = {name: value for name, value in stand.arguments.items() if name != stand.boundaries}
+    for name, value in arguments.items():
+        items = tree_leaves(value)
+        if items and all(isinstance(item, Tensor) and item.ndim == 2 and len(item) == tokens for item in items):
+            arguments[name] = map_rows(lambda rows: rows[:, :, :_KEPT], split_rows(value, images))
+    return images.split(stand.x.flatten(0, -2))[:, :_KEPT], arguments
 
 
 def _keep_shape(shapes: dict[str, tuple[int, ...]], name: str) -> Any:
@@ -201,8 +307,14 @@ def inputs_of(model: nn.Module, example: Tensor | None = None) -> Iterator[dict[
     if example is not None:
         yield {pixels: _draw(*example.shape[1:])}
         return
+    if GRIDS in names:
+        yield from _one_sequence(model, [*names][1])
+        return
     if {"pixel_values", "spatial_shapes"} <= names.keys():
         yield _packed_patches(model)
+        return
+    if "image_sizes" in names:
+        yield {pixels: _draw(*_image_of_patches(model))}
         return
     channels = _setting(model, ("num_channels", "in_chans", "in_channels"), 3)
     for height, width in dict.fromkeys(_sides(model)):
@@ -216,6 +328,27 @@ def inputs_of(model: nn.Module, example: Tensor | None = None) -> Iterator[dict[
 def _draw(*shape: int) -> Tensor:
     """Return two random images; the default dtype may be another while a model is loaded."""
     return torch.randn(2, *shape, dtype=torch.float32)
+
+
+def _one_sequence(model: nn.Module, name: str) -> Iterator[dict[str, Any]]:
+    """Return the patches of two images, one behind the other in an argument, as Qwen's towers take them."""
+    grid = torch.tensor([[1, _GRID_SIDE, _GRID_SIDE]] * 2)
+    merged = {}
+    if "merge_sizes" in inspect.signature(host_class(model).forward).parameters:
+        merged["merge_sizes"] = torch.ones(2, dtype=torch.long)
+    projections = [module for module in model.modules() if isinstance(module, (nn.Conv2d, nn.Conv3d))]
+    linear = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    # The first layer projects patches, given as rows or as small images.
+    shape = (projections or linear)[0].weight.shape[1:]
+    for patch in ((shape.numel(),), tuple(shape)):
+        yield {name: torch.randn(2 * _GRID_SIDE**2, *patch, dtype=torch.float32), GRIDS: grid, **merged}
+
+
+def _image_of_patches(model: nn.Module) -> tuple[int, int, int]:
+    """Return channels, height and width of a small image, for a model that takes any size."""
+    projection = next(module for module in model.modules() if isinstance(module, nn.Conv2d))
+    height, width = projection.kernel_size
+    return projection.in_channels, 8 * height, 8 * width
 
 
 def _packed_patches(model: Any) -> dict[str, Any]:

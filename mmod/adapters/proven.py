@@ -22,6 +22,7 @@ from mmod.blocks import (
     GridSource,
     InterceptedBlock,
     Mixin,
+    SegmentsBlock,
     Shell,
     SilencedHalves,
     SuffixBlock,
@@ -47,7 +48,10 @@ class Proof:
         prefix: Leading tokens that are no patches.
         suffix: Tokens at the end that are no patches.
         dim: Channels of a token.
-        mask: See `NamedArguments`; so are `rows`, `rope_prefix`, `layout`, `places`, `fused`, `attention_calls`.
+        numbers: Numbers of the blocks that can be routed, where others attend within windows; empty for all.
+        read: Numbers of the blocks whose output the model reads itself, beside the next block.
+        mask: See `NamedArguments`; so are `rows`, `rope_prefix`, `layout`, `boundaries`, `places`, `fused`,
+            `attention_calls`.
         in_tuple: The block returns a tuple that begins with the tokens.
         attention: Name of the attention branch; empty if no module is silent alone.
         attention_in_tuple: Number of values in the tuple that the attention branch returns; 0 for the update alone.
@@ -64,10 +68,13 @@ class Proof:
     prefix: int
     suffix: int
     dim: int
+    numbers: tuple[int, ...] = ()
+    read: tuple[int, ...] = ()
     mask: str = ""
     rows: tuple[str, ...] = ()
     rope_prefix: int = 0
     layout: str = "heads"
+    boundaries: str = ""
     places: str = ""
     fused: bool = False
     attention_calls: int = 1
@@ -100,7 +107,8 @@ def read_proof(values: Any) -> Proof:
     plain: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     for name, value in plain.items():
         wanted = tuple if isinstance(fields[name], types.GenericAlias) else fields[name]
-        if type(value) is not wanted or (wanted is tuple and not all(type(item) is str for item in value)):
+        items = typing.get_args(fields[name])[:1]
+        if type(value) is not wanted or (wanted is tuple and not all(type(item) in items for item in value)):
             raise ValueError(f"{name} in the proof of a saved model must be a {wanted.__name__}, got {value!r}")
     return Proof(**plain)
 
@@ -129,6 +137,11 @@ class ProvenCall(NamedArguments):
         if len(args) > len(self.names):
             raise TypeError(f"a routed block got {len(args)} arguments after the tokens, it takes {self.names}")
         named = {**dict(zip(self.names, args)), **kwargs}
+        if self.boundaries and self._implementation != MASKED[0]:
+            raise ValueError(
+                f"attention by {self._implementation!r} cannot tell routed images in one sequence apart: load the "
+                "model with attn_implementation='sdpa'"
+            )
         known = () if self.suffix else (*self.rows, self.mask, self.places)
         for name, value in named.items():
             if isinstance(value, Tensor) and name not in known:
@@ -137,6 +150,12 @@ class ProvenCall(NamedArguments):
                     f"{', '.join(filter(None, known)) or 'none'}"
                 )
         return {name: value for name, value in named.items() if value is not None or name in self.required}
+
+    @property
+    def _implementation(self) -> str:
+        """Name of the implementation of attention."""
+        name: str = getattr(self.attention_config, "_attn_implementation", MASKED[0])
+        return name
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether the block can run on packed rows: its attention is fused, and nothing but rows is passed."""
@@ -150,11 +169,10 @@ class ProvenCall(NamedArguments):
 
     def with_mask(self, arguments: Mapping[str, Any], mask: Tensor | None) -> dict[str, Any]:
         """Return the arguments with a mask or bias of keys."""
-        implementation = getattr(self.attention_config, "_attn_implementation", MASKED[0])
-        if mask is not None and implementation not in MASKED:
+        if mask is not None and self._implementation not in MASKED:
             raise ValueError(
-                f"attention by {implementation!r} takes no bias of keys, which this routing needs: load the model with "
-                "attn_implementation='sdpa'"
+                f"attention by {self._implementation!r} takes no bias of keys, which this routing needs: load the "
+                "model with attn_implementation='sdpa'"
             )
         if mask is None and self.mask in self.required:
             return {**arguments, self.mask: None}
@@ -181,6 +199,7 @@ def call_of(proof: Proof, block: nn.Module) -> ProvenCall:
         rows=proof.rows,
         rope_prefix=proof.rope_prefix,
         layout=proof.layout,
+        boundaries=proof.boundaries,
         places=proof.places,
         fused=proof.fused,
         attention_calls=proof.attention_calls,
@@ -197,11 +216,13 @@ def call_of(proof: Proof, block: nn.Module) -> ProvenCall:
 def _outer(proof: Proof) -> type[Mixin] | None:
     if proof.suffix:
         return SuffixBlock
+    if proof.boundaries:
+        return SegmentsBlock
     return TupleBlock if proof.in_tuple else None
 
 
 def _inner(proof: Proof) -> type[Mixin]:
-    if proof.layout == "flat":
+    if proof.layout in ("flat", "bare"):
         return FlatBlock
     return UntupledBlock if proof.in_tuple else InterceptedBlock
 
@@ -213,14 +234,15 @@ def stack_of(proof: Proof, model: nn.Module, library: str, host: str) -> BlockSt
         library: Name of the model's library; empty for none.
         host: Package whose code runs the blocks, see `BlockStack`.
     """
-    blocks: Any = model.get_submodule(proof.blocks)
+    block_list: Any = model.get_submodule(proof.blocks)
+    numbers = proof.numbers or range(len(block_list))
     grid = None
     if proof.projection:
         grid = GridSource(model.get_submodule(proof.projection), grid_of_map)
     return BlockStack(
         library=library,
-        names=tuple(f"{proof.blocks}.{index}" for index in range(len(blocks))),
-        blocks=tuple(blocks),
+        names=tuple(f"{proof.blocks}.{number}" for number in numbers),
+        blocks=tuple(block_list[number] for number in numbers),
         prefix=proof.prefix + proof.suffix,
         dim=proof.dim,
         call_of=lambda block, config: call_of(proof, block),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -19,15 +20,13 @@ from torch import Tensor, nn
 from mmod.adapters.halves import find_branches
 from mmod.adapters.probe import Seen, runnable, without_hooks
 from mmod.adapters.proven import MASKED, Proof, ProvenCall, call_of
-from mmod.blocks import Shell, convert, host_class
+from mmod.blocks import KEY_BIAS, MASKS, Shell, as_one_sequence, convert, host_class
 from mmod.blocks.inner import Inner
 from mmod.blocks.routed import ConvertedBlock
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.routing import Evidence, Kept, Routing
 from mmod.threads import PerThread
 
-# Arguments that hide keys or weigh them, in hosts' words.
-MASKS = ("attention_mask", "attn_mask", "mask")
 # Arguments that take the places of tokens which are not all of them.
 PLACES = ("position_mask",)
 # Patches of a trial, of which some run alone.
@@ -45,7 +44,8 @@ def prove(seen: Seen, blocks: str, block_list: Sequence[nn.Module], title: str) 
     """
     proofs: dict[Proof, str] = {}
     tried: set[tuple[object, ...]] = set()
-    for index, block in enumerate(block_list):
+    for index in seen.numbers or range(len(block_list)):
+        block = block_list[index]
         settings = settings_of(block)
         if settings in tried:
             continue
@@ -81,6 +81,8 @@ def _comparable(value: object) -> object:
     """Return a value that equals that of another block with the same behaviour; other objects are themselves alone."""
     if isinstance(value, (tuple, list)):
         return tuple(map(_comparable, value))
+    if isinstance(value, functools.partial):
+        return value.func, _comparable(value.args), _comparable([*value.keywords.items()])
     return value if isinstance(value, (str, int, float, bool, type(None), type)) else id(value)
 
 
@@ -113,17 +115,33 @@ def _prove_block(seen: Seen, blocks: str, block: nn.Module) -> Proof:
         raise _Refused(
             f"has {seen.suffix} tokens at the end that are no patches, beside {', '.join(rows) or 'a tuple'}"
         )
-    base = dataclasses.replace(base, rows=rows, rope_prefix=rope_prefix)
+    base = dataclasses.replace(
+        base,
+        rows=rows,
+        rope_prefix=rope_prefix,
+        boundaries=seen.boundaries,
+        layout=seen.layout or base.layout,
+        numbers=seen.numbers,
+        read=seen.read,
+    )
+    x, given = _as_host(base, seen.x_BND, _given(seen))
     calls = _AttentionCalls()
     with calls, torch.no_grad():
-        output = trial(seen.x_BND, **_given(seen))
+        output = trial(x, **given)
     base = dataclasses.replace(
         base,
         fused=calls.fused > 0 and not calls.maps,
         attention_calls=max(calls.fused, 1),
         in_tuple=isinstance(output, tuple),
     )
-    _check_output(output, seen.x_BND)
+    _check_output(output, x)
+    if base.boundaries and base.in_tuple:
+        raise _Refused("returns a tuple, while all images come as one sequence")
+    if base.boundaries and not base.fused:
+        raise _Refused(
+            "computes attention without scaled_dot_product_attention, so images in one sequence cannot be told apart "
+            "in it: load the model with attn_implementation='sdpa'"
+        )
     refusals = []
     for candidate in _candidates(base, signature):
         try:
@@ -133,9 +151,15 @@ def _prove_block(seen: Seen, blocks: str, block: nn.Module) -> Proof:
             continue
         # Arguments with a row for each token fit all tokens only.
         tokens = None if candidate.rows else seen.prefix + PATCHES
-        return dataclasses.replace(candidate, **find_branches(trial, seen.x_BND[:, :tokens], _given(seen)))
+        x, given = _as_host(candidate, seen.x_BND[:, :tokens], _given(seen))
+        return dataclasses.replace(candidate, **find_branches(trial, x, given))
     # The candidate that got furthest tells most.
     raise max(refusals, key=lambda refusal: refusal.passed)
+
+
+def _as_host(proof: Proof, x_BND: Tensor, arguments: dict[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Return tokens and arguments as the host's model passes them; several images of one sequence as one image."""
+    return as_one_sequence(proof, x_BND, arguments) if proof.boundaries else (x_BND, arguments)
 
 
 def _check_output(output: Any, x_BND: Tensor) -> None:
@@ -147,6 +171,9 @@ def _check_output(output: Any, x_BND: Tensor) -> None:
 
 def _candidates(base: Proof, signature: Mapping[str, inspect.Parameter]) -> Iterator[Proof]:
     """Return the ways in which a block may be called, the fastest first."""
+    if base.boundaries:
+        yield dataclasses.replace(base, mask=KEY_BIAS)
+        return
     masks = [name for name in MASKS if name in signature]
     layouts = LAYOUTS if base.rows else LAYOUTS[:1]
     for layout in layouts:

@@ -26,7 +26,18 @@ from mmod.blocks.passes import Pass, ReadBlocks, StackCalls, recomputing
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules
 from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, RoutedState, make_importance, make_routed
 from mmod.blocks.rows import Execution, Rows
-from mmod.blocks.shell import KEY_BIAS, FlatBlock, InterceptedBlock, SuffixBlock, TupleBlock, UntupledBlock
+from mmod.blocks.segments import (
+    MASKS,
+    FlatBlock,
+    Segments,
+    SegmentsBlock,
+    as_one_sequence,
+    boundaries_of,
+    map_rows,
+    read_segments,
+    split_rows,
+)
+from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, SuffixBlock, TupleBlock, UntupledBlock
 from mmod.blocks.span import Passes, Span, SpanPass
 
 

@@ -42,13 +42,20 @@ class BranchRows(NamedTuple):
         """
         routing = self.routing
         others = dict(kwargs)
-        x_BND: Tensor = args[0] if args else others.pop("hidden_states")
+        x: Tensor = args[0] if args else others.pop("hidden_states")
+        x_BND = x
+        in_sequence = x.shape[:-1] != routing.score_BN.shape
+        if in_sequence:
+            # The host runs all images as one sequence.
+            x_BND = x.view(*routing.score_BN.shape, -1)
         z_BKD = gather(x_BND, routing)
 
         def run_on(rows: Tensor, **arguments: Any) -> Any:
+            if in_sequence:
+                rows = rows.reshape(*x.shape[:-2], -1, x.shape[-1])
             if not args:
                 return forward(hidden_states=rows, **arguments)
-            return forward(*[rows if value is x_BND else value for value in args], **arguments)
+            return forward(*[rows if value is x else value for value in args], **arguments)
 
         if self.attend_to_all is not None:
             output = self.attend_to_all(run_on, others, x_BND, z_BKD)
@@ -59,12 +66,14 @@ class BranchRows(NamedTuple):
         if self.in_tuple and not isinstance(output, tuple):
             output = output, None
         y_BKD = output[0] if isinstance(output, tuple) else output
+        y_BKD = y_BKD.view(z_BKD.shape) if in_sequence else y_BKD
         # The host adds the result to all tokens: between zeros, the gate weighs the update alone, and skipped tokens
         # get none.
         nothing_BND = y_BKD.new_zeros(x_BND.shape)
         nothing_BKD = y_BKD.new_zeros(y_BKD.shape)
-        out_BND = write_back(nothing_BND, nothing_BKD, y_BKD, routing)
-        return (out_BND, *output[1:]) if isinstance(output, tuple) else out_BND
+        out = write_back(nothing_BND, nothing_BKD, y_BKD, routing)
+        out = out.view(x.shape) if in_sequence else out
+        return (out, *output[1:]) if isinstance(output, tuple) else out
 
 
 class BranchState(NamedTuple):

@@ -21,7 +21,6 @@ from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import Inner, running_branch
 from mmod.blocks.record import Deciding, Records
 from mmod.blocks.rows import Execution, FusedNorm, KeptTokens, MlpOfKept, Rows
-from mmod.blocks.shell import FlatBlock
 from mmod.blocks.span import Span, SpanPass
 from mmod.blocks.symbolic import trace_as_node
 from mmod.config import CHANGE, RoutingConfig, Threshold
@@ -74,6 +73,11 @@ class RoutedState:
         self.ends = self.span is None or self.place == self.span.last
 
     @property
+    def passes(self) -> Span | None:
+        """What finds the pass of the block's input."""
+        return self.span
+
+    @property
     def routing(self) -> Routing | None:
         """The last decision that this thread recorded."""
         return self.records.value.decisions.get("")
@@ -93,6 +97,11 @@ class ImportanceState:
     routers: Sequence[Router]
     importance: str
     inner: PerThread[Inner] = field(default_factory=lambda: PerThread(Inner), repr=False)
+
+    @property
+    def passes(self) -> Span:
+        """What finds the pass of the block's input."""
+        return self.span
 
     @property
     def wanted(self) -> bool:
@@ -129,8 +138,8 @@ class ConvertedBlock(Mixin):
         name = state.call.operators.get("attention")
         attention = None if name is None else self.get_submodule(name)
         # Each call of torch inside the mode costs time, so the attention alone runs in it, unless its forward was
-        # replaced, or the block splits it by image.
-        if isinstance(attention, Branch) and "forward" not in vars(attention) and not isinstance(self, FlatBlock):
+        # replaced.
+        if isinstance(attention, Branch) and "forward" not in vars(attention):
             with running_branch(state.inner, watch):
                 return run()
         y: Tensor = watch.run(run, (), {})

@@ -2,15 +2,49 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from mmod.blocks.conversion import Mixin
-from mmod.ops import add_key_bias, attend_by_image
+from mmod.blocks.inner import running_branch
+from mmod.ops import add_key_bias
+from mmod.ops.intercept import AttentionIntercept
 
 KEY_BIAS = "mmod_key_bias"
 """The keyword by which methods pass a bias of keys (B, 1 or H, 1 or K, K) to a block whose forward takes no mask."""
+
+
+class _Watched(NamedTuple):
+    """Runs an attention inside a mode that changes it, inside another one that reads it as it was changed."""
+
+    watch: AttentionIntercept
+    change: AttentionIntercept
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the output of the attention."""
+
+        def run_changed(*values: Any, **named: Any) -> Any:
+            return self.change.run(forward, values, named)
+
+        return self.watch.run(run_changed, args, kwargs)
+
+
+def run_inside(
+    block: Any,
+    change: AttentionIntercept,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run a host's forward inside a mode that changes its attention; what reads the attention sees it changed."""
+    inner = block.mod_state.inner
+    watch = inner.value.branch
+    if not isinstance(watch, AttentionIntercept):
+        return change.run(forward, args, kwargs)
+    with running_branch(inner, _Watched(watch, change)):
+        return forward(*args, **kwargs)
 
 
 class InterceptedBlock(Mixin):
@@ -21,7 +55,7 @@ class InterceptedBlock(Mixin):
         bias = kwargs.pop(KEY_BIAS, None)
         if bias is None:
             return super().forward(x, *args, **kwargs)
-        return add_key_bias(bias).run(super().forward, (x, *args), kwargs)
+        return run_inside(self, add_key_bias(bias), super().forward, (x, *args), kwargs)
 
 
 class UntupledBlock(InterceptedBlock):
@@ -30,35 +64,6 @@ class UntupledBlock(InterceptedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return the tokens alone."""
         return super().forward(x, *args, **kwargs)[0]
-
-
-class FlatBlock(InterceptedBlock):
-    """Inner mixin of a block that takes one set of rows for all images, such as rotary embeddings (N, E).
-
-    Where images keep different tokens, all images run as one sequence, and attention is split by image again.
-    """
-
-    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Run the host's block."""
-        rows = self.mod_state.call.rows
-        flat = {name: _flat(value) for name, value in kwargs.items() if name in rows and _differs(value)}
-        if not flat:
-            return super().forward(x, *args, **kwargs)
-        run = attend_by_image(len(x), kwargs.pop(KEY_BIAS, None)).run
-        y = run(super().forward, (x.flatten(0, 1).unsqueeze(0), *args), {**kwargs, **flat})
-        if isinstance(y, tuple):
-            return (y[0].view_as(x), *y[1:])
-        return y.view_as(x)
-
-
-def _differs(value: Any) -> bool:
-    """Return whether rows differ by image (B, K, E)."""
-    first = value[0] if isinstance(value, tuple) else value
-    return isinstance(first, Tensor) and first.ndim == 3
-
-
-def _flat(value: Any) -> Any:
-    return tuple(item.flatten(0, 1) for item in value) if isinstance(value, tuple) else value.flatten(0, 1)
 
 
 class TupleBlock(Mixin):

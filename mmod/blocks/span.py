@@ -133,12 +133,7 @@ class Passes(Generic[AnyPass]):
             return following
         found = None
         if not torch.compiler.is_compiling():
-            look = _look(x)
-            match = self._by_address.get(look[0])
-            tensor = None if match is None or match.look != look else match.tensor()
-            # Memory may be given to another tensor while the first one lives.
-            if match is not None and tensor is not None and tensor.data_ptr() == match.address:
-                found = match.found
+            found = self._pass_of(x)
             if torch._C._current_graph_task_id() != call.task:
                 return self._find_recomputed(found)
         if found is None:
@@ -174,6 +169,22 @@ class Passes(Generic[AnyPass]):
         # FSDP2 gives a block a view of the tensor that checkpointing keeps.
         kept = y if y._base is None else y._base
         remembered[address] = _Remembered(weakref.ref(kept, forget), kept.data_ptr(), look, current)
+
+    def follow(self, x: Tensor, y: Tensor) -> None:
+        """Remember that a tensor belongs to the pass of another one, if that is known, whose values it rearranges."""
+        found = None if torch.compiler.is_compiling() else self._pass_of(x)
+        if found is not None:
+            self.hand_on(found, y)
+
+    def _pass_of(self, x: Tensor) -> Any:
+        """Return the pass that a tensor is remembered to belong to, or None."""
+        look = _look(x)
+        match = self._by_address.get(look[0])
+        tensor = None if match is None or match.look != look else match.tensor()
+        # Memory may be given to another tensor while the first one lives.
+        if match is None or tensor is None or tensor.data_ptr() != match.address:
+            return None
+        return match.found
 
     def _only_unfinished(self, x: Tensor, place: int | None, call: StackCall) -> Any:
         """Return the only unfinished pass that can go on at a place: of the running call, or of one around it."""

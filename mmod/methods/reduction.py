@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
 from mmod.blocks import (
+    KEY_BIAS,
     Deciding,
     Pass,
     Passes,
@@ -268,7 +269,11 @@ class ReducedBlock(Deciding, ConvertedBlock):
         known = {*call.rows, call.places}
         unknown = sorted(name for name, value in arguments.items() if name not in known and isinstance(value, Tensor))
         if unknown or arguments.get("is_causal"):
-            raise ValueError(f"pruning and merging do not support the arguments {', '.join(unknown) or 'is_causal'}")
+            names = [call.boundaries if name == KEY_BIAS else name for name in unknown]
+            hint = ", which hides padding: pass images of one size" if call.mask in unknown else ""
+            raise ValueError(
+                f"pruning and merging do not support the arguments {', '.join(names) or 'is_causal'}{hint}"
+            )
         if passage.place_BN is not None:
             arguments = call.narrow_rows(arguments, passage.place_BN)
         # Proportional attention: a merged token counts as the tokens that it represents.

@@ -17,7 +17,7 @@ from mmod.ops.importance import (
     importance_of_map,
 )
 from mmod.ops.intercept import SOFTMAX, AttentionCall, AttentionIntercept
-from mmod.ops.views import count_views
+from mmod.ops.views import count_views, mask_bias
 
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.einsum)
 
@@ -226,7 +226,7 @@ class add_key_bias(AttentionIntercept):
         if mask is None:
             return call._replace(attn_mask=bias).run()
         if mask.dtype == torch.bool:
-            mask = torch.where(mask, 0.0, torch.finfo(bias.dtype).min / 2).to(bias.dtype)
+            mask = mask_bias(mask, torch.finfo(bias.dtype).min / 2, bias.dtype)
         return call._replace(attn_mask=mask + bias).run()
 
     def _softmax(self, func: Callable[..., Any], score: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -243,7 +243,7 @@ class attend_by_image(AttentionIntercept):
 
     Args:
         images: Number of images, of equally many tokens each.
-        bias: Bias of keys (B, 1 or H, 1 or K, K) of logits, or None.
+        bias: Bias of keys (B, 1 or H, 1 or K, K) of logits, or a mask that is True where a pair may attend; or None.
 
     Example:
         >>> q = k = v = torch.randn(2, 3, 4, 8)
@@ -262,7 +262,9 @@ class attend_by_image(AttentionIntercept):
     def attend(self, call: AttentionCall) -> Tensor:
         """Attend image by image."""
         query, key, value = (self._split(rows) for rows in (call.query, call.key, call.value))
-        mask = call.attn_mask if self.bias is None else self.bias.to(query.dtype)
+        mask = call.attn_mask if self.bias is None else self.bias
+        if mask is not None and mask.dtype != torch.bool:
+            mask = mask.to(query.dtype)
         y = call._replace(query=query, key=key, value=value, attn_mask=mask).run()
         return y.transpose(0, 1).flatten(1, 2).unsqueeze(0)
 

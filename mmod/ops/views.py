@@ -62,3 +62,8 @@ def is_visible(mask: Tensor) -> Tensor:
         mask: True where a pair may attend, or a bias to add; half of the dtype's lowest value and less masks.
     """
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
+
+
+def mask_bias(mask: Tensor, lowest: float, dtype: torch.dtype) -> Tensor:
+    """Return a bias to add: 0 where a mask lets a pair attend, else the lowest value."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, lowest)

@@ -31,7 +31,7 @@ def test_docs_name_the_types_whose_tower_is_routed(kind: str) -> None:
     assert routed == (kind in PUBLISHED["vision tower"]), "run python -m scripts.vlm_types"
 
 
-@pytest.mark.parametrize(("kind", "tower"), [("gemma3", True), ("qwen3_5", False)])
+@pytest.mark.parametrize(("kind", "tower"), [("gemma3", True), ("got_ocr2", False)])
 def test_types_are_counted_strictly(kind: str, tower: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     assert vlm_types.check(kind) == vlm_types.Outcome(language=True, tower=tower)
     monkeypatch.setattr(vlm_types, "KEEP_ALL", mmod.RoutingConfig(router="linear", capacity=0.5))

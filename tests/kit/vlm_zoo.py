@@ -64,7 +64,7 @@ SLIDING = (
     "gemma4",
     "gemma4_unified",
 )
-MERGED = ("internvl", "smolvlm", "mistral3")  # 6 x 6 patches, of which 2 x 2 become one image token
+MERGED = ("internvl", "idefics3", "smolvlm", "mistral3")  # 6 x 6 patches, of which 2 x 2 become one image token
 PATCHES = 9  # image tokens of one image, in every joint model but LLaVA-NeXT
 # Tokens of a frame of a video.
 FRAME = {

@@ -17,7 +17,7 @@ from mmod.adapters.transformers.vision import find_tower, find_vision, find_wrap
 
 SUPPORTED = (
     "language models of layers with `self_attn`, `mlp` and a cache, such as Llama, Mistral, Qwen, Phi-3 and Gemma, "
-    "alone or in a vision-language model; CLIP and SigLIP vision towers"
+    "alone or in a vision-language model; vision models and towers whose layers pass a trial"
 )
 # transformers saves models, with their routing in config.json.
 SAVING = None

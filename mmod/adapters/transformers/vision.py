@@ -6,6 +6,7 @@ Axes: B images or samples, I images, N tokens, K slots per image, H heads, E cha
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from transformers.utils.output_capturing import _active_collector
 
 from mmod.adapters.base import BlockStack
+from mmod.adapters.probe import GRIDS
 from mmod.adapters.tokens import find_blocks
 from mmod.blocks import ModelHook, host_class
 from mmod.blocks.passes import recomputing
@@ -22,7 +24,7 @@ from mmod.ops import attention_with_importance, class_token_importance
 from mmod.threads import PerThread
 
 # Arguments of models that read images or videos, and of those that read text too.
-_PIXELS = ("pixel_values", "pixel_values_videos")
+_PIXELS = ("pixel_values", "pixel_values_videos", GRIDS)
 _TEXT = ("input_ids",)
 
 
@@ -44,21 +46,25 @@ def find_vision(path: str, tower: nn.Module) -> BlockStack:
     """Return the layers of a vision tower, with their names in the model around it."""
     stack = find_blocks(tower, "transformers", "transformers")
     names = tuple(f"{path}.{name}" for name in stack.names) if path else stack.names
-    return dataclasses.replace(stack, names=names, read_blocks=read_blocks)
+    read = stack.proof.read if stack.proof is not None else ()
+    return dataclasses.replace(stack, names=names, read_blocks=functools.partial(read_blocks, frozenset(read)))
 
 
-def read_blocks() -> Collection[int] | None:
+def read_blocks(always: frozenset[int]) -> Collection[int] | None:
     """Return the numbers of the layers whose output the running call collects; None for all.
 
     transformers collects hidden states by hooks: those of all layers, or of some that a model reads features from.
+
+    Args:
+        always: Numbers of the layers whose output the model reads in every call.
     """
     compiles = torch.compiler.is_compiling()
     collected = _active_collector.global_var if compiles else _active_collector.get()
     if not collected or "hidden_states" not in collected:
-        return ()
+        return always
     selected = collected.get("_hidden_states_layers")
     # The first hidden state is the embedding in most models, so that number i is the output of layer i - 1.
-    return None if selected is None else {*selected, *(index - 1 for index in selected)}
+    return None if selected is None else always | set(selected) | {index - 1 for index in selected}
 
 
 def find_wrapped(path: str, inner: nn.Module) -> BlockStack:

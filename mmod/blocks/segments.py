@@ -1,0 +1,218 @@
+"""Blocks that run the tokens of all images as one sequence, which methods see as a batch.
+
+Axes: B images, N tokens of the largest image, T tokens of all images, K rows, D channels, E channels of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mmod.blocks.conversion import Mixin
+from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, run_inside
+from mmod.ops import attend_by_image
+from mmod.ops.views import is_visible
+
+MASKS = ("attention_mask", "attn_mask", "mask")
+"""Arguments that hide keys or weigh them, in hosts' words."""
+
+
+class Segments(NamedTuple):
+    """The images in one sequence.
+
+    Args:
+        lengths: Tokens of each image.
+    """
+
+    lengths: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Number of tokens of the largest image."""
+        return max(self.lengths)
+
+    @property
+    def equal(self) -> bool:
+        """Whether all images have the same number of tokens."""
+        return len(set(self.lengths)) == 1
+
+    def split(self, x_TE: Tensor) -> Tensor:
+        """Return rows (T, E) as a batch (B, N, E), with zeros at the end of images that are not the largest."""
+        if self.equal:
+            return x_TE.unflatten(0, (len(self.lengths), -1))
+        return pad_sequence(list(x_TE.split(self.lengths)), batch_first=True)
+
+    def join(self, x_BNE: Tensor) -> Tensor:
+        """Return a batch (B, N, E) as rows (T, E)."""
+        if self.equal:
+            return x_BNE.flatten(0, 1)
+        return torch.cat([rows_NE[:length] for rows_NE, length in zip(x_BNE, self.lengths)])
+
+    def valid(self, device: torch.device) -> Tensor | None:
+        """Return which tokens of a batch are no padding (B, N); None for all."""
+        if self.equal:
+            return None
+        place_N = torch.arange(self.longest, device=device)
+        return place_N < torch.tensor(self.lengths, device=device).unsqueeze(1)
+
+
+def read_segments(boundaries: Tensor) -> Segments:
+    """Return the images in one sequence. Their lengths are read on the host, as transformers reads them in each layer.
+
+    Args:
+        boundaries: Cumulative lengths of the images (B + 1), or a block-diagonal mask (1, 1, T, T).
+
+    Raises:
+        ValueError: The mask is not block-diagonal.
+
+    Example:
+        >>> read_segments(torch.tensor([0, 2, 5])).lengths
+        (2, 3)
+    """
+    if boundaries.ndim == 1:
+        lengths: list[int] = boundaries.diff().tolist()
+        return Segments(tuple(length for length in lengths if length))
+    visible_TT = is_visible(boundaries)[0, 0]
+    begins_T = torch.cat([visible_TT.new_ones(1), ~visible_TT.diagonal(-1)])
+    image_T = begins_T.cumsum(0)
+    if not bool((visible_TT == (image_T == image_T.unsqueeze(1))).all()):
+        raise ValueError(
+            "a routed block got a mask of one sequence that is not block-diagonal, so where images begin is unknown"
+        )
+    return Segments(tuple(image_T.unique_consecutive(return_counts=True)[1].tolist()))
+
+
+def is_boundaries(value: Any, tokens: int) -> bool:
+    """Return whether an argument of a block says where images begin in one sequence of this many tokens."""
+    if not isinstance(value, Tensor):
+        return False
+    if value.ndim == 1 and len(value) > 1 and not value.is_floating_point():
+        return int(value[0]) == 0 and int(value[-1]) == tokens
+    return value.shape == (1, 1, tokens, tokens)
+
+
+class SequenceCall(Protocol):
+    """What is known of a block that can run all images as one sequence, see `NamedArguments`."""
+
+    @property
+    def rows(self) -> tuple[str, ...]:
+        """Arguments with one row per token."""
+
+    @property
+    def boundaries(self) -> str:
+        """The argument that says where images begin."""
+
+    @property
+    def layout(self) -> str:
+        """The form of the sequence."""
+
+
+def split_rows(value: Any, segments: Segments) -> Any:
+    """Return a batch of rows (B, 1, N, E) from those of one sequence (T, E), or from a tuple of them."""
+    return map_rows(lambda rows_TE: segments.split(rows_TE).unsqueeze(1), value)
+
+
+def as_one_sequence(call: SequenceCall, x_BND: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+    """Return a batch and its arguments as one sequence in the host's form; only attention tells images apart."""
+    z_TD = x_BND.flatten(0, 1)
+    attended = len(z_TD)
+    named = dict(arguments)
+    for name in call.rows:
+        if named.get(name) is not None:
+            named[name] = map_rows(lambda rows: rows.reshape(-1, rows.shape[-1]), named[name])
+            # Attention alone may run on fewer tokens.
+            attended = len(_first(named[name]))
+    if call.boundaries in MASKS:
+        named[call.boundaries] = None
+    elif call.boundaries:
+        # On the CPU, where the host reads it without a synchronisation.
+        named[call.boundaries] = torch.tensor([0, attended], dtype=torch.int32)
+    return z_TD if call.layout == "bare" else z_TD.unsqueeze(0), named
+
+
+def map_rows(change: Callable[[Tensor], Tensor], value: Any) -> Any:
+    """Apply a function to a tensor of rows, or to each of a tuple of them."""
+    return tuple(change(item) for item in value) if isinstance(value, (tuple, list)) else change(value)
+
+
+def _first(value: Any) -> Any:
+    return value[0] if isinstance(value, (tuple, list)) else value
+
+
+class FlatBlock(InterceptedBlock):
+    """Inner mixin of a block that takes one set of rows for all images, such as rotary embeddings (N, E).
+
+    Where images keep different tokens, or the host knows no batch, all images run as one sequence, and attention is
+    split by image again.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Run the host's block."""
+        call: SequenceCall = self.mod_state.call
+        rows = [_first(kwargs[name]) for name in call.rows if kwargs.get(name) is not None]
+        differ = [item for item in rows if item.ndim > 2]
+        if not differ and not call.boundaries:
+            return super().forward(x, *args, **kwargs)
+        split = attend_by_image(len(differ[0]) if differ else len(x), kwargs.pop(KEY_BIAS, None))
+        z, arguments = as_one_sequence(call, x, kwargs)
+        y = run_inside(self, split, super().forward, (z, *args), arguments)
+        if isinstance(y, tuple):
+            return (y[0].view_as(x), *y[1:])
+        return y.view_as(x)
+
+
+class SegmentsBlock(Mixin):
+    """Outer mixin of a block that gets the tokens of all images in one sequence: the method's mixin gets a batch.
+
+    Images of one size are a view. Others are padded: padding is hidden from attention, and never kept.
+    """
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Return the tokens in the host's form, or the rows (B, K, D) that the block passes on."""
+        arguments = {**dict(zip(self.mod_state.call.names, args)), **kwargs}
+        if torch.compiler.is_compiling():
+            # The graph ends where lengths are read: before the block, not in the midst of its attention.
+            return torch.compiler.disable(self._run)(x, arguments)
+        return self._run(x, arguments)
+
+    def _run(self, x: Tensor, arguments: dict[str, Any]) -> Tensor:
+        call: SequenceCall = self.mod_state.call
+        segments = read_segments(arguments.pop(call.boundaries))
+        tokens = sum(segments.lengths)
+        for name in call.rows:
+            if arguments.get(name) is not None:
+                arguments[name] = split_rows(arguments[name], segments)
+        valid_BN = segments.valid(x.device)
+        if valid_BN is not None:
+            arguments[KEY_BIAS] = valid_BN[:, None, None, :]
+        if tuple(x.shape[:-1]) not in ((tokens,), (1, tokens)):
+            # Rows that the block before passed on.
+            z = x
+        else:
+            z = segments.split(x.flatten(0, -2))
+            self._follow(x, z)
+        y: Tensor = super().forward(z, **arguments)
+        self._follow(z, x)
+        if y.shape[1] < segments.longest:
+            return y
+        joined = segments.join(y)
+        joined = joined if call.layout == "bare" else joined.unsqueeze(0)
+        self._follow(y, joined)
+        return joined
+
+    def _follow(self, x: Tensor, y: Tensor) -> None:
+        """Let a tensor belong to the pass of another one."""
+        passes = getattr(self.mod_state, "passes", None)
+        if passes is not None:
+            passes.follow(x, y)
+
+
+def boundaries_of(arguments: Mapping[str, Any], x: Tensor) -> str:
+    """Return the name of the argument that says where images begin in one sequence; empty where a batch tells it."""
+    sequence = x.ndim == 2 or (x.ndim == 3 and len(x) == 1)
+    tokens = x.shape[-2] if sequence else 0
+    return next((name for name, value in arguments.items() if sequence and is_boundaries(value, tokens)), "")
