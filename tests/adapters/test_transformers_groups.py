@@ -242,7 +242,7 @@ def test_wrong_use_is_refused() -> None:
     with pytest.raises(ValueError, match="compact"):
         mmod.route_(make_joint("qwen2-vl"), language=LINEAR.replace(language={"positions": "compact"}))
     with pytest.raises(ValueError, match="has no part vision"):
-        mmod.route_(make_joint("qwen2-vl"), vision=LINEAR)
+        mmod.route_(make_language("llama"), vision=LINEAR)
     assert not mmod.is_routed(model)
     mmod.route_(model, language=LINEAR.replace(capacity=0.1))
     with pytest.raises(ValueError, match="keeps none of 9 image tokens"):
