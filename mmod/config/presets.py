@@ -78,7 +78,7 @@ def preset_arguments(name: str) -> tuple[str, ...]:
 
     Example:
         >>> preset_arguments("gradual")[:3]
-        ('mean', 'router', 'capacity')
+        ('mean', 'start', 'router')
     """
     options = inspect.signature(PRESETS[name]).parameters
     return (*(option for option in options if option != "depth"), *ROUTING_FIELDS)

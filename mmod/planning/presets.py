@@ -81,16 +81,17 @@ def mindskip(depth: int) -> dict[str, Any]:
 
 
 @register_preset("gradual")
-def gradual(depth: int, mean: float = 0.6) -> dict[str, Any]:
+def gradual(depth: int, mean: float = 0.6, start: int = 1) -> dict[str, Any]:
     """This library's training-free routing of ViTs: similar tokens merge between attention and MLP, in five steps, and
     all get the update of their group.
 
-    `mean` is the mean capacity of the routed blocks, see `mmod.planning.falling`. A number as `capacity` scales this
-    plan to that mean, also below 0.4, which five equal steps cannot reach. Similarity is measured on 64 sums of
-    channels. Merging between attention and MLP, and attention that counts merged tokens, come from ToMe, Bolya et al.,
+    `mean` is the mean capacity of the routed blocks and `start` the first of them, see `mmod.planning.falling`. A
+    number as `capacity` scales this plan to that mean, also below 0.4, which five equal steps cannot reach. Similarity
+    is measured on 64 sums of channels. `mmod.planning.calibrate_thresholds` makes the number of tokens depend on the
+    image. Merging between attention and MLP, and attention that counts merged tokens, come from ToMe, Bolya et al.,
     arXiv 2210.09461. ToMe merges in every block, compares keys, and never splits merged tokens.
     """
-    plan = falling(depth, mean, steps=min(5, depth - 1))
+    plan = falling(depth, mean, steps=min(5, depth - start), start=start)
     return {
         "router": score("redundancy", channels=64),
         "skipped": Merged("mlp"),

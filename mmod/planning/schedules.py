@@ -101,8 +101,8 @@ def drop_once(depth: int, *, after: int = 2, keep: float = 0.5) -> RoutingConfig
     return RoutingConfig(blocks=tuple(range(after, depth)), capacity=(keep,) * (depth - after), depth=depth)
 
 
-def falling(depth: int, mean: float = 0.6, *, steps: int = 5) -> RoutingConfig:
-    """Return a plan whose capacity falls in a few equal steps, from the second block on.
+def falling(depth: int, mean: float = 0.6, *, steps: int = 5, start: int = 1) -> RoutingConfig:
+    """Return a plan whose capacity falls in a few equal steps, from the second block on or a later one.
 
     Blocks of step s of S, counted from 1, keep `1 - 2 s (1 - mean) / (S + 1)`. Every step takes a routing decision,
     which costs time, so a few steps are faster than one per block.
@@ -110,7 +110,8 @@ def falling(depth: int, mean: float = 0.6, *, steps: int = 5) -> RoutingConfig:
     Args:
         depth: Number of blocks.
         mean: Mean capacity of the routed blocks, if all steps have the same length.
-        steps: Number of steps S, less than depth.
+        steps: Number of steps S, at most as many as routed blocks.
+        start: First routed block; those before it stay dense.
 
     Example:
         >>> plan = falling(11, 0.6)
@@ -118,9 +119,10 @@ def falling(depth: int, mean: float = 0.6, *, steps: int = 5) -> RoutingConfig:
         (1, (0.866667, 0.733333, 0.6, 0.466667, 0.333333))
     """
     check_value("depth", depth, int, DEPTH)
-    check_value("steps", steps, int, f"[1, {depth})")
+    check_value("start", start, int, f"[0, {depth})")
+    check_value("steps", steps, int, f"[1, {depth - start}]")
     check_value("mean", mean, float, f"({(steps - 1) / (2 * steps):g}, 1]")
     fall = 2 * (1 - mean) / (steps + 1)
-    blocks = tuple(range(1, depth))
-    capacities = tuple(round(1 - fall * (1 + (block - 1) * steps // len(blocks)), 6) for block in blocks)
+    blocks = tuple(range(start, depth))
+    capacities = tuple(round(1 - fall * (1 + (block - start) * steps // len(blocks)), 6) for block in blocks)
     return RoutingConfig(blocks=blocks, capacity=capacities, depth=depth)

@@ -60,26 +60,28 @@ def test_wrong_decays(options: dict[str, object], message: str) -> None:
 
 
 @pytest.mark.parametrize("steps", [1, 3, 5])
-@pytest.mark.parametrize("depth", [6, 12, 25])
+@pytest.mark.parametrize(("depth", "start"), [(6, 0), (6, 1), (12, 1), (12, 4), (25, 1)])
 @pytest.mark.parametrize("mean", [0.5, 0.72, 1.0])
-def test_falling_capacity_has_equal_steps_and_its_mean(depth: int, steps: int, mean: float) -> None:
-    plan = falling(depth, mean, steps=steps)
-    assert plan.blocks == tuple(range(1, depth))
+def test_falling_capacity_has_equal_steps_and_its_mean(depth: int, start: int, steps: int, mean: float) -> None:
+    plan = falling(depth, mean, steps=steps, start=start)
+    assert plan.blocks == tuple(range(start, depth))
     heights = sorted({1.0, *plan.capacity}, reverse=True)
     if mean < 1:
         assert len(heights) == steps + 1
         falls = [a - b for a, b in itertools.pairwise(heights)]
         assert falls == pytest.approx([falls[0]] * steps, abs=1e-5)
         assert sum(heights[1:]) / steps == pytest.approx(mean, abs=1e-5)
-    assert abs(plan.mean_capacity - mean) < 0.15
+    assert abs(sum(plan.capacity) / len(plan.blocks) - mean) < 0.15
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"depth": 5, "steps": 5}, r"steps must be an integer in \[1, 5\), got 5"),
+        ({"depth": 5, "steps": 5}, r"steps must be an integer in \[1, 4\], got 5"),
         ({"depth": 12, "mean": 0.4}, r"mean must be a number in \(0.4, 1\], got 0.4"),
         ({"depth": 12, "mean": 1.2}, "got 1.2"),
+        ({"depth": 6, "start": 6}, r"start must be an integer in \[0, 6\), got 6"),
+        ({"depth": 6, "start": 3, "steps": 4}, r"steps must be an integer in \[1, 3\], got 4"),
     ],
 )
 def test_wrong_falls(options: dict[str, float], message: str) -> None:
