@@ -186,7 +186,7 @@ class Rows:
         size_BK = routing.joined.size_BK
         if size_BK is None:
             return among, gather_rows(rows_BND, before.joined.slot_BN.gather(1, routing.kept.index_BK))
-        return among, mean_rows(rows_BND, slot_BN, size_BK, before.joined.size_BK, all_join=True)
+        return among, mean_rows(rows_BND, slot_BN, size_BK, before.joined.size_BK, all_join=routing.joined.all)
 
 
 class _Step(NamedTuple):
@@ -312,6 +312,7 @@ class Execution:
         self.call = call
         self.operator = str(config.operator)
         self.among_all = config.context == "all"
+        self.joins = config.joins
         self.scores_norm = config.language.scored == "norm"
         self.weighs = config.language.gate_on == "update"
 
@@ -335,8 +336,9 @@ class KeptTokens(Execution):
         """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
         kept = routing.kept
         call = self.call
-        # Without the total, packing would wait for the device to know its shapes.
-        differ = kept.valid_BK is not None and kept.total and not self.among_all
+        # Without the total, packing would wait for the device to know its shapes. Packed attention takes no bias of keys,
+        # which rows of groups have.
+        differ = kept.valid_BK is not None and kept.total and not self.among_all and not self.joins
         if differ and call.can_pack(cast(nn.Module, block), arguments):
             return PackedRows(x, weighs=self.weighs)
         if call.caches and self._is_in_place(x, routing):

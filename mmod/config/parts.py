@@ -21,8 +21,9 @@ class Threshold(Checked, group="select"):
     """Keep every token whose score reaches a threshold, so that images keep different numbers of tokens.
 
     Args:
-        threshold: A learned score passes through a sigmoid first. Importance and norm are divided by their mean over
-            the image, so 1 is average. Random and stride scores lie in [0, 1]. See `mmod.Score.squashed`.
+        threshold: One number, or one per routed block. A learned score passes through a sigmoid first. Importance and
+            norm are divided by their mean over the image, so 1 is average. Random and stride scores lie in [0, 1],
+            redundancy in [0, 2]. See `mmod.Score.squashed`.
         min_tokens: Keep at least this many tokens, the highest scores first.
         max_tokens: Keep at most this many tokens. It fixes tensor shapes: `torch.compile` without a graph break and
             `torch.export` need it.
@@ -34,7 +35,7 @@ class Threshold(Checked, group="select"):
     """
 
     name: ClassVar[str] = "threshold"
-    threshold: float = 0.5
+    threshold: float | tuple[float, ...] = 0.5
     min_tokens: Annotated[int, "[0, inf)"] = 0
     max_tokens: Annotated[int | None, "[1, inf)"] = None
 
@@ -57,6 +58,8 @@ class Merged(Checked, group="skipped"):
         before: Where tokens merge: at the input of the "block", or before its "mlp", after they attended apart, as in
             ToMe. "mlp" needs blocks of timm and a router that shares its score between blocks. The router "attention"
             then reads importance in the first block of a span, and needs no dense block in front.
+        size_power: Power of a group's size that its row has as weight in attention: 1 counts every token, as in ToMe, 0
+            counts the row as one token.
 
     Example:
         >>> Merged(before="attention")
@@ -66,6 +69,7 @@ class Merged(Checked, group="skipped"):
 
     name: ClassVar[str] = "merge"
     before: Literal["block", "mlp"] = "block"
+    size_power: Annotated[float, "[0, 1]"] = 1.0
 
 
 @dataclass(frozen=True, init=False)
@@ -276,7 +280,7 @@ class Score(Checked, group="router"):
             return score_BN
         if valid_BN is None:
             return score_BN / score_BN.mean(dim=1, keepdim=True)
-        total_B1 = (score_BN * valid_BN).sum(dim=1, keepdim=True)
+        total_B1 = score_BN.masked_fill(~valid_BN, 0.0).sum(dim=1, keepdim=True)
         return score_BN * valid_BN.sum(dim=1, keepdim=True) / total_B1
 
     def to_dict(self) -> str | dict[str, Any]:

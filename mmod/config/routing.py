@@ -137,7 +137,8 @@ class RoutingConfig:
             LOSSES.check(name)
         if self.router.learns and isinstance(self.select, Threshold):
             # The score passes through a sigmoid.
-            check_value("select.threshold of a learned score", self.select.threshold, float, "[0, 1]")
+            threshold = self.select.threshold
+            check_value("select.threshold of a learned score", threshold, float | tuple[float, ...], "[0, 1]")
         self._check_score()
         self._check_skipped()
         self._check_language()
@@ -215,10 +216,10 @@ class RoutingConfig:
     def _check_skipped(self) -> None:
         """Raise unless what skipped tokens do and what they miss fit the other fields."""
         skips_block = self.operator == "block"
-        if self.joins and not (self.select == "topk" and self.context == "kept" and skips_block):
+        if self.joins and not (self.context == "kept" and skips_block):
             raise ValueError(
-                f"skipped={spelled(self.skipped)!r} needs select='topk', context='kept' and operator='block': tokens "
-                "join others for the whole block"
+                f"skipped={spelled(self.skipped)!r} needs context='kept' and operator='block': tokens join others for "
+                "the whole block"
             )
         if self.skipped == "scale" and not (skips_block and self.gate.name != "identity"):
             raise ValueError(
@@ -301,6 +302,11 @@ class RoutingConfig:
             columns.append(value if isinstance(value, tuple) else (value,) * len(blocks))
             if len(columns[-1]) != len(blocks):
                 raise ValueError(f"{len(blocks)} routed blocks need one {name} or as many, got {len(columns[-1])}")
+        threshold = self.select.threshold if isinstance(self.select, Threshold) else None
+        if isinstance(threshold, tuple) and len(threshold) != len(blocks):
+            raise ValueError(
+                f"select.threshold must be one number, or one for each of the {len(blocks)} routed blocks, got {threshold}"
+            )
         rows = tuple(zip(blocks, *columns))
         check_rows(rows)
         return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any, cast
@@ -10,7 +11,7 @@ from torch import nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import BlockCall, GridOfPass, ImportanceState, Mixin, RoutedState, Span, is_converted
-from mmod.config import CHANGE, Merged, RoutingConfig, presets, spelled
+from mmod.config import CHANGE, Merged, RoutingConfig, Threshold, presets, spelled
 from mmod.config.plan import Row
 from mmod.routing import Router
 
@@ -46,7 +47,7 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
                 span=span,
                 place=index - run[0] + (observer is not None),
                 number=index,
-                passes_rows=following is configs[index] and configs[index].passes_rows,
+                passes_rows=_takes_rows(following, configs[index]),
                 observes=span is not None and observer is None and not span.scored_by_first and index == run[0],
             )
             conversions.append((stack.blocks[index], routers[index], state))
@@ -155,13 +156,29 @@ def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int])
 
 def _configs_by_block(config: RoutingConfig, rows: Sequence[Row]) -> dict[int, RoutingConfig]:
     """Return the config of every routed block; blocks with equal configs share one object."""
-    by_options = {(config.operator, config.context): config}
+    options: list[dict[str, Any]] = [{"operator": operator, "context": context} for _, _, operator, context in rows]
+    if isinstance(config.select, Threshold) and isinstance(config.select.threshold, tuple):
+        for fields, threshold in zip(options, config.select.threshold):
+            fields["select"] = dataclasses.replace(config.select, threshold=threshold)
+    shared = [config]
     configs = {}
-    for index, _, operator, context in rows:
-        if (operator, context) not in by_options:
-            by_options[operator, context] = config.replace(operator=operator, context=context)
-        configs[index] = by_options[operator, context]
+    for (index, *_), fields in zip(rows, options):
+        configs[index] = next((other for other in shared if _has(other, fields)), None) or config.replace(**fields)
+        if configs[index] not in shared:
+            shared.append(configs[index])
     return configs
+
+
+def _has(config: RoutingConfig, fields: dict[str, Any]) -> bool:
+    return all(getattr(config, name) == value for name, value in fields.items())
+
+
+def _takes_rows(following: RoutingConfig | None, config: RoutingConfig) -> bool:
+    """Return whether the next block, None for a dense one, can run on the rows of a block."""
+    if following is None or not config.passes_rows:
+        return False
+    # Blocks that decide by another threshold choose among the rows where the others joined them.
+    return following is config or (config.joins and following.passes_rows)
 
 
 def _check_block(stack: BlockStack, config: RoutingConfig, index: int, call: BlockCall) -> None:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from mmod.planning.plan_search import Option, PlanSearch
     from mmod.planning.schedules import drop_once, falling, ratio_decay, stage_drop
     from mmod.planning.search import plan_divergence, search_plan
+    from mmod.planning.thresholds import calibrate_thresholds
     from mmod.planning.trials import advise
 
 __getattr__, __dir__, __all__ = lazy_names(
@@ -28,6 +29,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "mmod.planning.plan_search": ["Option", "PlanSearch"],
         "mmod.planning.schedules": ["drop_once", "falling", "ratio_decay", "stage_drop"],
         "mmod.planning.search": ["plan_divergence", "search_plan"],
+        "mmod.planning.thresholds": ["calibrate_thresholds"],
         "mmod.planning.trials": ["advise"],
     },
 )

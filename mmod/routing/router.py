@@ -161,7 +161,9 @@ class Router(nn.Module):
             marks = TokenMarks(marks.valid_BN)
         gate = config.gate
         if isinstance(config.select, Threshold):
-            kept, gate_BK = self._select_by_threshold(score_BN, marks, config.select)
+            # What joined another token before competes no more.
+            among = marks if earlier is None else TokenMarks(earlier.keep_BN)
+            kept, gate_BK = self._select_by_threshold(score_BN, among, config.select)
         else:
             index_BK, valid_BK, gate_BK, inverse_BN = select_topk(
                 score_BN, rule.capacity, self.prefix, marks.valid_BN, marks.protect_BN, gate=gate.name, scale=gate.scale
@@ -189,6 +191,7 @@ class Router(nn.Module):
         """Return the tokens, or the images, whose squashed score reaches a threshold, and their gates (B, K)."""
         config = self.config
         gate = config.gate
+        assert not isinstance(select.threshold, tuple)
         if gate.name == "step" and self.training:
             return self._run_all(score_BN, select.threshold, tokens)
         gate_BK = None
@@ -206,7 +209,7 @@ class Router(nn.Module):
             config.router.squashed(score_BN.detach(), tokens.valid_BN),
             select.threshold,
             prefix=self.prefix,
-            min_tokens=select.min_tokens,
+            min_tokens=self._fewest(select, score_BN.shape[1]),
             max_tokens=select.max_tokens,
             valid_BN=tokens.valid_BN,
             protect_BN=tokens.protect_BN,
@@ -215,12 +218,19 @@ class Router(nn.Module):
             gate_BK = apply_gate(score_BN.gather(1, index_BK), gate.name, gate.scale)
         return Kept(index_BK, valid_BK, total), gate_BK
 
+    def _fewest(self, select: Threshold, tokens: int) -> int:
+        """Return how many tokens a threshold keeps at least: where tokens join others, one for each group to join."""
+        if not self.config.joins:
+            return select.min_tokens
+        groups = self.score.groups(tokens) if isinstance(self.score, Grouping) else self.prefix + 1
+        return max(select.min_tokens, groups)
+
     def _score_kept(self, rows_BKD: Tensor, earlier: Routing, unit_BNE: Tensor | None) -> Tensor:
         """Return scores (B, N) from the rows that an earlier decision keeps, -inf at all other tokens."""
         config = self.rule.config
         tokens = earlier.score_BN.shape[1]
         rows = earlier.kept.index_BK.shape[1]
-        if kept_count(tokens, self.capacity, self.prefix) > rows:
+        if config.select == "topk" and kept_count(tokens, self.capacity, self.prefix) > rows:
             raise ValueError(
                 f"skipped={spelled(config.skipped)!r} lets capacity fall from block to block and not rise: {rows} "
                 f"of {tokens} tokens are left for a capacity of {float(self.capacity)}"
@@ -272,6 +282,9 @@ class Router(nn.Module):
         bias = None
         if isinstance(self.config.skipped, Merged):
             size_BK, bias = size_groups(slot_BN, kept.index_BK.shape[1], rows.dtype, all_join=everyone)
+            power = self.config.skipped.size_power
+            if power != 1:
+                bias = bias * power if power else None
         # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
         return Routing(kept, routing.evidence, routing.weights, Joined(slot_BN, size_BK, everyone, bias))
 
@@ -279,7 +292,7 @@ class Router(nn.Module):
         self, routing: Routing, rows: Tensor, slot_BK: Tensor, real: Tensor | None, unit_BNE: Tensor | None
     ) -> Tensor | None:
         """Return the most similar kept row of every row; None if all are kept."""
-        if slot_BK.shape[1] == rows.shape[1]:
+        if slot_BK.shape[1] == rows.shape[1] and self.config.select == "topk":
             return None
         self._check_joined(routing)
         unit_BNE = unit_rows(rows, self.config.router.channels) if unit_BNE is None else unit_BNE
@@ -290,7 +303,7 @@ class Router(nn.Module):
         assert isinstance(self.score, Grouping)
         index_BK = routing.kept.index_BK
         tokens = routing.score_BN.shape[1]
-        if index_BK.shape[1] == tokens:
+        if index_BK.shape[1] == tokens and self.config.select == "topk":
             return None
         self._check_joined(routing)
         groups = self.score.groups(tokens)
