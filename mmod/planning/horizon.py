@@ -1,0 +1,246 @@
+"""The information horizon: the layer of a vision-language model from which on image tokens do not matter."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from mmod.adapters import BlockStack, find_part
+from mmod.analysis.modes import in_mode
+from mmod.config import RoutingConfig, Score
+from mmod.io.progress import progress_bar
+from mmod.io.tables import markdown_table
+from mmod.lazy import name_missing_extra
+from mmod.methods.route import is_routed
+from mmod.planning.divergence import check_batches, check_rows, kl_divergence, outputs, routed
+from mmod.values import check_value
+
+# What a vision-language model of transformers calls once in a forward pass to run its vision tower.
+_TOWERS = ("get_image_features", "get_video_features")
+
+
+@dataclass(frozen=True)
+class Horizon:
+    """How much the answers change if all image tokens leave a language model at a layer; `print` shows a table.
+
+    Args:
+        names: Names of the layers.
+        divergences: Mean Kullback-Leibler divergence of the answers' tokens from those of the dense model, by the first
+            layer without image tokens. The first is that of a model that sees no image.
+        agreements: Share of the answers' tokens whose most probable token is the dense model's, likewise.
+        rows: Number of tokens compared.
+    """
+
+    names: tuple[str, ...]
+    divergences: tuple[float, ...]
+    agreements: tuple[float, ...]
+    rows: int
+
+    def layer(self, tolerance: float = 0.05) -> int:
+        """Return the first layer from which on image tokens do not matter; the number of layers if they always do.
+
+        Args:
+            tolerance: Divergence that does not matter, as a share of that without an image, in [0, 1].
+
+        Example:
+            >>> Horizon(("0", "1", "2", "3"), (2.0, 0.5, 0.05, 0.01), (0.1, 0.7, 1.0, 1.0), 20).layer(0.05)
+            2
+        """
+        check_value("tolerance", tolerance, float, "[0, 1]")
+        limit = tolerance * self.divergences[0]
+        # A later layer may matter again.
+        needed = [place for place, divergence in enumerate(self.divergences) if divergence > limit]
+        return max(needed, default=-1) + 1
+
+    def plan(
+        self,
+        tolerance: float = 0.05,
+        *,
+        capacity: float = 1.0,
+        after: int = 1,
+        router: str | Score | Mapping[str, Any] = "stride",
+    ) -> RoutingConfig:
+        """Return the plan without image tokens behind the horizon, and with a share of them in front of it.
+
+        Args:
+            tolerance: See `layer`.
+            capacity: Share of image tokens that layers in front of the horizon keep.
+            after: Number of dense layers at the start.
+            router: The score by which these layers choose.
+
+        Raises:
+            ValueError: Image tokens matter in the last layer, and all are kept in front of it.
+
+        Example:
+            >>> horizon = Horizon(("0", "1", "2", "3"), (2.0, 0.5, 0.05, 0.01), (0.1, 0.7, 1.0, 1.0), 20)
+            >>> horizon.plan().blocks, horizon.plan(capacity=0.5).capacity
+            ((2, 3), (0.5, 0.0, 0.0))
+        """
+        depth = len(self.names)
+        horizon = self.layer(tolerance)
+        check_value("capacity", capacity, float, "[0, 1]")
+        check_value("after", after, int, f"[0, {depth}]")
+        front = range(after, horizon) if capacity < 1 else range(0)
+        blocks = (*front, *range(max(horizon, after), depth))
+        if not blocks:
+            raise ValueError(
+                f"image tokens matter in all {depth} layers at tolerance {tolerance:g}: allow a larger tolerance, or "
+                "pass a capacity below 1 for the layers in front of the horizon"
+            )
+        capacities = (capacity,) * len(front) + (0.0,) * (len(blocks) - len(front))
+        return RoutingConfig(blocks=blocks, capacity=capacities, depth=depth, router=router)
+
+    def __str__(self) -> str:
+        rows = [
+            (name, f"{divergence:.4g}", f"{100 * agreement:.1f}")
+            for name, divergence, agreement in zip(self.names, self.divergences, self.agreements)
+        ]
+        table = markdown_table(["no image tokens from", "divergence", "same answer %"], rows)
+        return f"{table}\n\nmean over {self.rows} tokens"
+
+    @name_missing_extra()
+    def plot(self, path: str | Path, overwrite: bool = False) -> None:
+        """Draw the divergence over depth, with the horizon at the default tolerance."""
+        from mmod.analysis.style import FAINT, new_figure, save_figure, tidy
+
+        figure = new_figure(8, 3)
+        left, right = figure.subplots(1, 2)
+        layers = range(len(self.names))
+        left.plot(layers, self.divergences, ".-")
+        right.plot(layers, [100 * agreement for agreement in self.agreements], ".-")
+        for axes, title in ((left, "divergence"), (right, "same answer in %")):
+            axes.axvline(self.layer(), linestyle=":", color=FAINT)
+            axes.set(xlabel="first layer without image tokens", ylabel=title)
+            tidy(axes)
+        title = f"{self.rows} tokens; dotted: the horizon"
+        figure.suptitle(title, fontsize=9, color=FAINT, x=0.99, ha="right")
+        save_figure(figure, path, overwrite)
+
+
+def horizon(model: nn.Module, prompts: Iterable[Mapping[str, Any]]) -> Horizon:
+    """Measure from which layer on the image tokens of a vision-language model do not matter for its answers.
+
+    For every layer, all image tokens leave the model in front of it: that layer and those after it neither compute nor
+    attend to them. The vision tower and the layers in front run once for each batch, so that all layers together cost
+    about as much as one dense pass and half as many passes over the text as there are layers.
+
+    Args:
+        model: A dense vision-language model; unchanged afterwards.
+        prompts: Batches of the model's keyword arguments. With `labels` the answers are the labelled tokens, else all
+            text.
+
+    Raises:
+        ValueError: The model is routed or has no language part that reads images, or there is nothing to compare.
+
+    Source: the information horizon, arXiv 2512.07580.
+
+    Example:
+        See the page on planning.
+    """
+    check_batches(prompts)
+    if is_routed(model):
+        raise ValueError(f"this {type(model).__name__} is routed already: call mmod.unroute_ first")
+    _, stack = find_part(model, "language")
+    if not stack.reads_images:
+        raise ValueError(f"{stack.names[0]} reads text alone: a horizon is that of image tokens")
+    depth = len(stack.blocks)
+    divergences = [0.0] * depth
+    agreements = [0.0] * depth
+    rows = 0
+    with in_mode(False, model), torch.no_grad():
+        for batch in progress_bar(prompts, desc="horizon", leave=False):
+            recording = _Recording(model, stack)
+            with recording.taken():
+                dense_RF = outputs(model, batch, "language")
+            top_R = dense_RF.argmax(-1)
+            for layer in range(depth):
+                with recording.replayed(layer):
+                    changed_RF = outputs(model, batch, "language")
+                divergences[layer] += float(kl_divergence(dense_RF, changed_RF).double().sum())
+                agreements[layer] += float((changed_RF.argmax(-1) == top_R).double().sum())
+            rows += len(dense_RF)
+    check_rows(rows)
+    divergence, agreement = (tuple(total / rows for total in totals) for totals in (divergences, agreements))
+    return Horizon(stack.names, divergence, agreement, rows)
+
+
+@dataclass
+class _Recording:
+    """What layers and vision tower returned in a dense pass, for passes that share its beginning."""
+
+    model: nn.Module
+    stack: BlockStack
+    layers: list[Any] = field(default_factory=list)
+    features: dict[tuple[nn.Module, str], list[Any]] = field(default_factory=dict)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Record a pass of the dense model."""
+        handles = [
+            block.register_forward_hook(lambda *passed: self.layers.append(passed[-1])) for block in self.stack.blocks
+        ]
+        replaced = {}
+        for module, name in self._towers():
+            returned = self.features[module, name] = []
+            replaced[module, name] = functools.partial(_keep, getattr(module, name), returned)
+        try:
+            with _replaced(replaced):
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def replayed(self, layer: int) -> Iterator[None]:
+        """Run passes without image tokens from a layer on; what is in front returns what it returned before."""
+        replaced: dict[tuple[nn.Module, str], Callable[..., Any]] = {}
+        for place, returned in self.features.items():
+            replaced[place] = functools.partial(_next, iter(returned))
+        for block, output in zip(self.stack.blocks[:layer], self.layers):
+            replaced[block, "forward"] = functools.partial(_same, output)
+        depth = len(self.stack.blocks)
+        plan = RoutingConfig(blocks=tuple(range(layer, depth)), capacity=0.0, router="stride")
+        with routed(self.model, "language", plan), _replaced(replaced):
+            yield
+
+    def _towers(self) -> Iterator[tuple[nn.Module, str]]:
+        for module in self.model.modules():
+            for name in _TOWERS:
+                if callable(getattr(module, name, None)):
+                    yield module, name
+
+
+@contextmanager
+def _replaced(functions: Mapping[tuple[nn.Module, str], Callable[..., Any]]) -> Iterator[None]:
+    """Replace methods of single modules within the context."""
+    before = {(module, name): vars(module).get(name) for module, name in functions}
+    for (module, name), function in functions.items():
+        vars(module)[name] = function
+    try:
+        yield
+    finally:
+        for (module, name), function in before.items():
+            if function is None:
+                del vars(module)[name]
+            else:
+                vars(module)[name] = function
+
+
+def _keep(function: Callable[..., Any], returned: list[Any], *args: Any, **kwargs: Any) -> Any:
+    returned.append(function(*args, **kwargs))
+    return returned[-1]
+
+
+def _next(returned: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+    return next(returned)
+
+
+def _same(output: Any, *args: Any, **kwargs: Any) -> Any:
+    return output
