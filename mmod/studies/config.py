@@ -237,6 +237,9 @@ class FeaturesStudyConfig(TimmStudyConfig):
         strengths: Values of scikit-learn's `C` among which the linear classifier chooses by cross-validation; one value
             needs no choice.
         folds: Folds of the cross-validation in a single split.
+        classifier: "each" model has a classifier of its own features. "dense" judges cheaper versions of the dense
+            model by its classifier, as they are used without training, so that only tested images run; models of other
+            weights or images still have their own.
         draws: Draws of the bootstrap over images.
     """
 
@@ -257,6 +260,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
     neighbours: Annotated[int, "[1, inf)"] = 10
     strengths: Annotated[list[float], "(0, inf)"] = field(default_factory=lambda: [0.001, 0.01, 0.1])
     folds: Annotated[int, "[2, inf)"] = 5
+    classifier: Literal["each", "dense"] = "each"
     draws: Annotated[int, "[100, inf)"] = 2000
 
     def __post_init__(self) -> None:
@@ -269,10 +273,19 @@ class FeaturesStudyConfig(TimmStudyConfig):
             raise ValueError(f"score 'mean_iou' is that of feature 'patches', got {self.score!r} of {self.feature!r}")
         if self.feature == "patches" and self.tune:
             raise ValueError("a study of patches judges features without training: tune=False")
+        if self.classifier == "dense" and (self.tune or self.processes > 1):
+            raise ValueError(
+                "classifier='dense' needs tune=False and processes=1: the dense model's features come first"
+            )
 
     def check(self, dense: Any, tuned: Any) -> None:
-        """Refuse patches without classes or without a training split."""
+        """Refuse patches without classes, and a training split that is missing."""
         data = dense.data
+        if self.classifier == "dense" and data.train_split == data.val_split:
+            raise ValueError(
+                "classifier='dense' is fitted on data.train_split and tested on data.val_split: both are "
+                f"{data.val_split!r}"
+            )
         if self.feature == "patches" and (data.label_patch is None or data.train_split == data.val_split):
             raise ValueError(
                 "a study of patches needs their classes, data.label_patch, and data.train_split to fit on beside "

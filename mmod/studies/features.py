@@ -38,7 +38,8 @@ from mmod.training.image.model import check_published
 from mmod.training.image.recipe import ImageRecipe
 from mmod.values import from_plain
 
-# The folder of the images that are tested.
+# The folders of the images that classifiers are fitted on, and of those that are tested.
+_FITTED = "fitted"
 _TESTED = "tested"
 Split = tuple[np.ndarray, np.ndarray]
 """Indices of the images that a classifier is fitted on, and of those it is tested on."""
@@ -252,8 +253,16 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
             recipe = ImageRecipe(config)
             further["top1"] = recipe.train(tick).top1
             config = recipe.started_from(config.output)
-        evaluation = self._probe(config, _folder(run), tick)
+        evaluation = self._probe(config, _folder(run), tick, self._dense_folder(run))
         return Outcome(evaluation, {**evaluation.columns(), **further})
+
+    def _dense_folder(self, run: Run[TrainConfig]) -> Path | None:
+        """Return the folder of the dense model's features if its classifier judges a run, which needs its features."""
+        dense = TrainConfig.from_dict(self.config.dense_fields)
+        is_cheaper = run.name != DENSE and (run.config.model, run.config.data) == (dense.model, dense.data)
+        if self.config.classifier == "each" or not is_cheaper:
+            return None
+        return Path(run.config.output).parent / f"{DENSE}.features"
 
     def scores(self, names: Iterable[str], findings: Findings) -> FeatureScores:
         """Return the scores of models, to be compared image by image."""
@@ -278,8 +287,14 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
             completed.append({**row, **gaps, "cosine": cosine})
         return completed
 
-    def _probe(self, config: TrainConfig, folder: Path, tick: Tick = lambda share: None) -> Judged:
-        """Judge the features of the model that a run starts from, or return the evaluation of an earlier call."""
+    def _probe(
+        self, config: TrainConfig, folder: Path, tick: Tick = lambda share: None, dense: Path | None = None
+    ) -> Judged:
+        """Judge the features of the model that a run starts from, or return the evaluation of an earlier call.
+
+        Args:
+            dense: Folder of the dense model's features, whose classifier judges; None for one of its own features.
+        """
         study = self.config
         plain = portable({**config.to_dict(), "output": str(folder)})
         names = ("model", "data", "routing", "methods", "precision")
@@ -292,14 +307,20 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
             check_published(config.model)
         claim_folder(folder, record, file="config.json", kind="features")
         settings = {"neighbours": study.neighbours, "strengths": study.strengths, "folds": study.folds}
-        evaluate = functools.partial(self._judge, config, folder, tick)
+        if dense is not None:
+            settings["classifier"] = study.classifier
+        evaluate = functools.partial(self._judge, config, folder, tick, dense)
         return self.judged(**evaluate_once(folder / "evaluations.jsonl", settings, evaluate))
 
-    def _judge(self, config: TrainConfig, folder: Path, tick: Tick) -> Judged:
+    def _judge(self, config: TrainConfig, folder: Path, tick: Tick, dense: Path | None) -> Judged:
         """Compute the features of the model that a run starts from, and judge them."""
         streams = _streams(config.data)
         model = ImageRecipe(config).load()
-        features = [
+        features = []
+        if dense is not None:
+            del streams[_FITTED]
+            features.append(read_features(dense / _FITTED))
+        features += [
             extract(model, stream, folder / name, self.config.feature, precision=config.precision, tick=tick)
             for name, stream in streams.items()
         ]
@@ -337,9 +358,9 @@ def _streams(config: DataConfig) -> dict[str, BatchStream]:
     """Return the tested images, and where they are another split, those that classifiers are fitted on."""
     tested = dataclasses.replace(config, augment=None, in_memory=True)
     fitted = dataclasses.replace(tested, val_split=config.train_split, val_limit=config.train_limit)
-    splits = {"fitted": fitted, _TESTED: tested}
+    splits = {_FITTED: fitted, _TESTED: tested}
     if config.train_split == config.val_split:
-        del splits["fitted"]
+        del splits[_FITTED]
     return {name: _decoded(json.dumps(dataclasses.asdict(data))) for name, data in splits.items()}
 
 

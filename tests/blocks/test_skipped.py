@@ -194,8 +194,8 @@ def test_recomputed_blocks_join_as_at_first(router: str) -> None:
     ("fields", "message"),
     [
         ({"skipped": "drop"}, "skipped must be one of 'pass', 'scale', 'follow', 'merge', got 'drop'"),
-        ({"skipped": "merge", "select": "threshold"}, "skipped='merge' needs select='topk'"),
-        ({"skipped": "follow", "context": "all"}, "needs select='topk', context='kept'"),
+        ({"skipped": "merge", "operator": "mlp"}, "skipped='merge' needs context='kept' and operator='block'"),
+        ({"skipped": "follow", "context": "all"}, "needs context='kept' and operator='block'"),
         ({"skipped": "scale"}, "skipped='scale' needs operator='block' and gate 'linear'"),
     ],
 )

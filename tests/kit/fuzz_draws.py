@@ -312,7 +312,7 @@ def _fitting(random: Random, fields: dict[str, Any], part: str, learns: bool, pe
         fields["select"]["threshold"] = min(max(fields["select"]["threshold"], 0.0), 1.0)
     if not learns or fields["select"] or "membership" not in (fields["losses"] or ()):
         language.pop("predictor", None)
-    unfit = {"select", "context", "operator"} if joins else {"skipped"}
+    unfit = {"context", "operator"} if joins else {"skipped"}
     if gate.get("name") == "step" and not (fields["select"] and (per_image or operator == "mlp")):
         unfit.add("gate")
     unfit |= {"gate", "losses"} if not learns else set()

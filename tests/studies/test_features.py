@@ -37,7 +37,7 @@ from mmod.studies.results import StudyResult
 from mmod.studies.scorer import Findings
 from mmod.training.engine.parse import read_config
 from mmod.training.image.config import ModelConfig
-from mmod.training.image.features import feature_of
+from mmod.training.image.features import feature_of, read_features
 from mmod.training.image.model import create_dense_model
 from mmod.training.image.recipe import ImageRecipe
 from tests.kit.scripts import ROOT
@@ -149,6 +149,39 @@ def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -
     assert ranking.count(",") <= 6
     for picture in ("tradeoff", "maps-attention-0.5"):
         assert (tmp_path / "study" / f"{picture}.png").stat().st_size
+
+
+def test_cheaper_versions_of_the_dense_model_are_judged_by_its_classifier(given_files: Path, tmp_path: Path) -> None:
+    for split, numbers in (("train", range(8)), ("test", range(8, EACH))):
+        for label in range(CLASSES):
+            folder = tmp_path / "split" / split / f"class{label}"
+            folder.mkdir(parents=True)
+            for number in numbers:
+                shutil.copy(given_files / "photos" / f"class{label}" / f"{number}.png", folder)
+    splits = {"images": str(tmp_path / "split"), "changes": {"data": {"train_split": "train", "val_split": "test"}}}
+    study = config(given_files, tmp_path / "study", classifier="dense", strengths=[0.01], **splits)
+    run(study)
+    runs = tmp_path / "study" / "seed0"
+    features = {folder.name: folder for folder in runs.iterdir()}
+    dense = features["dense.features"]
+    fitted = {name for name, folder in features.items() if (folder / "fitted").exists()}
+    others = {"small-0.5", "resolution-0.6", "both-0.5"}
+    # The same images at the same size are those of the dense model.
+    assert {name.removesuffix(".features") for name in fitted} == {"dense", *others}
+    train = read_features(dense / "fitted")
+    for name in ("attention-0.5", "merging-0.5", "resolution-1", "resolution-0.6"):
+        tested = read_features(features[f"{name}.features"] / "tested")
+        own = read_features(features[f"{name}.features"] / "fitted") if name in others else train
+        x_ND = torch.cat([own.x_ND, tested.x_ND]).numpy()
+        labels = torch.cat([own.label_N, tested.label_N]).numpy()
+        split = (np.arange(len(own.label_N)), np.arange(len(own.label_N), len(labels)))
+        records = (features[f"{name}.features"] / "evaluations.jsonl").read_text()
+        expected = linear_probe(x_ND, labels, [split], [0.01]).tolist()
+        assert f'"linear": {expected}' in records
+    with pytest.raises(ValueError, match=r"classifier=.dense. is fitted on data\.train_split and tested"):
+        FeaturesStudy(config(given_files, tmp_path / "other", classifier="dense")).run(progress=False)
+    with pytest.raises(ValueError, match="classifier='dense' needs tune=False and processes=1"):
+        config(given_files, tmp_path / "other", classifier="dense", processes=2)
 
 
 def test_too_few_images_of_a_class_are_refused_before_any_model_is_made(
