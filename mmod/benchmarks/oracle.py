@@ -135,7 +135,7 @@ def _keep(router: Router, score_N: Tensor) -> list[int]:
     if not isinstance(select, Threshold):
         return kept_of(score_N.tolist(), max(1, prefix, math.floor(router.capacity * tokens)), prefix)
     level = router.config.router.squashed(score_N[None])[0].tolist()
-    return [token for token in range(tokens) if token < prefix or level[token] >= select.threshold]
+    return [token for token in range(tokens) if token < prefix or level[token] >= select.single]
 
 
 _GATES: Mapping[str, Callable[[Tensor, float], Tensor]] = {
@@ -308,7 +308,7 @@ def _margin(routing: Routing, router: Router) -> Tensor:
     prefix = router.prefix
     if isinstance(router.config.select, Threshold):
         level_BN = router.config.router.squashed(score_BN)[:, prefix:]
-        return (level_BN - router.config.select.threshold).abs().amin(dim=1) / level_BN.abs().amax(dim=1)
+        return (level_BN - router.config.select.single).abs().amin(dim=1) / level_BN.abs().amax(dim=1)
     kept = routing.kept.index_BK.shape[1] - prefix
     if not 0 < kept < score_BN.shape[1] - prefix:
         return torch.full_like(score_BN[:, 0], torch.inf)

@@ -46,6 +46,16 @@ class Threshold(Checked, group="select"):
                 f"select.max_tokens must be at least min_tokens ({self.min_tokens}), got {self.max_tokens}"
             )
 
+    @property
+    def single(self) -> float:
+        """The threshold of one block."""
+        if isinstance(self.threshold, tuple):
+            raise ValueError(
+                f"select.threshold must be one number here, as a block has, got {self.threshold}: route a model, whose "
+                "routed blocks get one each"
+            )
+        return self.threshold
+
 
 @dataclass(frozen=True)
 class Merged(Checked, group="skipped"):

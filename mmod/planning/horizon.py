@@ -142,7 +142,15 @@ def horizon(model: nn.Module, prompts: Iterable[Mapping[str, Any]]) -> Horizon:
     Source: the information horizon, arXiv 2512.07580.
 
     Example:
-        See the page on planning.
+        >>> from transformers import LlavaConfig, LlavaForConditionalGeneration
+        >>> vision = {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4, "num_hidden_layers": 2}
+        >>> text = {"model_type": "llama", "vocab_size": 16, "hidden_size": 32, "num_hidden_layers": 3}
+        >>> config = LlavaConfig(vision_config=vision, text_config=text, image_token_index=9)
+        >>> model = LlavaForConditionalGeneration(config)
+        >>> prompt = {"input_ids": torch.tensor([[1, 9, 9, 9, 9, 2]]), "pixel_values": torch.zeros(1, 3, 8, 8)}
+        >>> curve = horizon(model, [prompt])
+        >>> len(curve.divergences), curve.rows
+        (3, 2)
     """
     check_batches(prompts)
     if is_routed(model):

@@ -69,7 +69,7 @@ def calibrate_thresholds(
         by_threshold = topk.replace(select=Threshold())
         with routed(model, "image", by_threshold):
             match_topk_(model, images)
-            thresholds = [block.router.config.select.threshold for block in routed_blocks(model).values()]
+            thresholds = [block.router.config.select.single for block in routed_blocks(model).values()]
     return by_threshold.replace(select=Threshold(tuple(thresholds)))
 
 

@@ -81,7 +81,7 @@ class DecoderRouter(Router):
         gate = self.config.gate
         select = self.config.select
         if gate.name == "step" and isinstance(select, Threshold) and self.training:
-            return self._run_all_of(score_BN, select.threshold, groups)
+            return self._run_all_of(score_BN, select.single, groups)
         index_BK, valid_BK, total = self._slots(score_BN, predicted_BN, groups)
         gate_BK = None
         skipped_BN = None
@@ -147,7 +147,7 @@ class DecoderRouter(Router):
         """Return the slots of the kept tokens (B, K), which of them are filled, and how many if known."""
         select = self.config.select
         language = self.config.language
-        threshold = select.threshold if isinstance(select, Threshold) else None
+        threshold = select.single if isinstance(select, Threshold) else None
         if not self.training and language.inference_threshold is not None:
             threshold = language.inference_threshold
             score_BN = score_BN if predicted_BN is None else predicted_BN

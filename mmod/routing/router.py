@@ -191,13 +191,12 @@ class Router(nn.Module):
         """Return the tokens, or the images, whose squashed score reaches a threshold, and their gates (B, K)."""
         config = self.config
         gate = config.gate
-        assert not isinstance(select.threshold, tuple)
         if gate.name == "step" and self.training:
-            return self._run_all(score_BN, select.threshold, tokens)
+            return self._run_all(score_BN, select.single, tokens)
         gate_BK = None
         if config.router.per_image:
             level_B = config.router.squashed(score_BN.detach(), tokens.valid_BN)[:, 0]
-            image_S, index_BK, there_BK = select_images(level_B, select.threshold, score_BN.shape[1])
+            image_S, index_BK, there_BK = select_images(level_B, select.single, score_BN.shape[1])
             if index_BK.shape[1]:
                 gate_BK = apply_gate(score_BN, gate.name, gate.scale)
                 if not image_S.shape[0]:
@@ -207,7 +206,7 @@ class Router(nn.Module):
             return Kept(index_BK, there_BK, image_S=image_S), gate_BK
         index_BK, valid_BK, total = select_threshold(
             config.router.squashed(score_BN.detach(), tokens.valid_BN),
-            select.threshold,
+            select.single,
             prefix=self.prefix,
             min_tokens=self._fewest(select, score_BN.shape[1]),
             max_tokens=select.max_tokens,

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.planning import calibrate_thresholds
 from mmod.planning.schedules import falling
+from mmod.routing import Router
 from tests.kit.zoo import PLAIN, make_model
 
 SIDE = 112
@@ -183,6 +184,8 @@ def test_a_threshold_for_every_block() -> None:
     assert mmod.routing_config(model).select.threshold == (0.5, 1.0, 1.0)
     with pytest.raises(ValueError, match=r"one number, or one for each of the 3 routed blocks, got \(0.5, 1.0\)"):
         mmod.route_(make_model(NAME), config.replace(select={"threshold": (0.5, 1.0)}))
+    with pytest.raises(ValueError, match=r"select\.threshold must be one number here, as a block has, got \(0.5, 1.0"):
+        Router(config, dim=8, block=1, capacity=0.5)(torch.zeros(1, 4, 8))
     with pytest.raises(ValueError, match=r"select\.threshold of a learned score"):
         mmod.RoutingConfig(router="linear", select=mmod.Threshold((0.5, 1.5)))
 

@@ -257,7 +257,7 @@ def _reason(config: RoutingConfig, figures: Figures) -> str | None:
 
 
 def _advice(reason: str, config: RoutingConfig) -> str:
-    threshold = config.select.threshold if isinstance(config.select, Threshold) else None
+    threshold = config.select.single if isinstance(config.select, Threshold) else None
     if reason == "all":
         # MoDification (arXiv 2410.14268) ends there with its loss on the load alone.
         pull = f"losses={{'capacity': 1.0}} pulls the share to capacity={config.capacity}"
