@@ -164,7 +164,7 @@ def plain(value: Any) -> Any:
 
     Example:
         >>> plain(Gate("sigmoid")), plain(Merged("mlp")), plain((0.5, 0.25))
-        ({'name': 'sigmoid', 'scale': 1.0}, {'name': 'merge', 'before': 'mlp'}, [0.5, 0.25])
+        ({'name': 'sigmoid', 'scale': 1.0}, {'name': 'merge', 'before': 'mlp', 'size_power': 1.0}, [0.5, 0.25])
     """
     if dataclasses.is_dataclass(value):
         name = getattr(value, "name", None)

@@ -234,11 +234,11 @@ def _replaced(functions: Mapping[tuple[nn.Module, str], Callable[..., Any]]) -> 
     try:
         yield
     finally:
-        for (module, name), function in before.items():
-            if function is None:
+        for (module, name), earlier in before.items():
+            if earlier is None:
                 del vars(module)[name]
             else:
-                vars(module)[name] = function
+                vars(module)[name] = earlier
 
 
 def _keep(function: Callable[..., Any], returned: list[Any], *args: Any, **kwargs: Any) -> Any:

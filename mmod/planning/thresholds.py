@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import find_part
+from mmod.adapters import BlockStack, find_part
 from mmod.analysis.calibrate import match_topk_
 from mmod.analysis.flops import flops
 from mmod.analysis.modes import in_mode
@@ -65,19 +65,21 @@ def calibrate_thresholds(
         )
     channels, height, width = images.shape[1:]
     with in_mode(False, model), torch.no_grad():
-        topk = _scaled(model, shape, stack.prefix, (channels, height, width), budget)
+        topk = _scaled(model, shape, stack, (channels, height, width), budget)
         by_threshold = topk.replace(select=Threshold())
         with routed(model, "image", by_threshold):
             match_topk_(model, images)
-            thresholds = [block.router.config.select.single for block in routed_blocks(model).values()]
-    return by_threshold.replace(select=Threshold(tuple(thresholds)))
+            selects = [block.router.config.select for block in routed_blocks(model).values()]
+    thresholds = tuple(select.single for select in selects if isinstance(select, Threshold))
+    return by_threshold.replace(select=Threshold(thresholds))
 
 
 def _scaled(
-    model: nn.Module, shape: RoutingConfig, prefix: int, size: tuple[int, int, int], budget: float
+    model: nn.Module, shape: RoutingConfig, stack: BlockStack, size: tuple[int, int, int], budget: float
 ) -> RoutingConfig:
     """Return a top-k routing whose capacities are scaled to a share of the dense FLOPs."""
-    capacities = shape.plan(max(shape.blocks) + 1).capacities
+    plan = shape.plan(len(stack.blocks))
+    capacities = plan.capacities
 
     def at(mean: float) -> RoutingConfig:
         return shape.replace(capacity=rescaled(capacities, mean))
@@ -89,11 +91,11 @@ def _scaled(
     with routed(model, "image", shape):
         tokens = max(block.tokens for block in flops(model, size).blocks)
     # Every block keeps a token beside the prefix, which others can join; capacities are rounded.
-    low = (prefix + 1.1) / (tokens * min(capacities)) * sum(capacities) / len(capacities)
+    low = (stack.prefix + 1.1) / (tokens * min(capacities)) * sum(capacities) / len(capacities)
     high = 1.0
     if share(low) > budget:
         raise ValueError(
-            f"budget must be at least {share(low):.3f} of the dense FLOPs with blocks {list(shape.blocks)}, got "
+            f"budget must be at least {share(low):.3f} of the dense FLOPs with blocks {list(plan.blocks)}, got "
             f"{budget:g}: route earlier blocks, or take a larger budget"
         )
     for _ in range(_HALVINGS):
