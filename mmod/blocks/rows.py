@@ -336,8 +336,8 @@ class KeptTokens(Execution):
         """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
         kept = routing.kept
         call = self.call
-        # Without the total, packing would wait for the device to know its shapes. Packed attention takes no bias of keys,
-        # which rows of groups have.
+        # Without the total, packing would wait for the device to know its shapes. Packed attention takes no bias of
+        # keys, which rows of groups have.
         differ = kept.valid_BK is not None and kept.total and not self.among_all and not self.joins
         if differ and call.can_pack(cast(nn.Module, block), arguments):
             return PackedRows(x, weighs=self.weighs)

@@ -305,7 +305,8 @@ class RoutingConfig:
         threshold = self.select.threshold if isinstance(self.select, Threshold) else None
         if isinstance(threshold, tuple) and len(threshold) != len(blocks):
             raise ValueError(
-                f"select.threshold must be one number, or one for each of the {len(blocks)} routed blocks, got {threshold}"
+                f"select.threshold must be one number, or one for each of the {len(blocks)} routed blocks, got "
+                f"{threshold}"
             )
         rows = tuple(zip(blocks, *columns))
         check_rows(rows)

@@ -78,8 +78,8 @@ def _scaled(
     model: nn.Module, shape: RoutingConfig, stack: BlockStack, size: tuple[int, int, int], budget: float
 ) -> RoutingConfig:
     """Return a top-k routing whose capacities are scaled to a share of the dense FLOPs."""
-    plan = shape.plan(len(stack.blocks))
-    capacities = plan.capacities
+    capacities = shape.capacity
+    assert isinstance(capacities, tuple)
 
     def at(mean: float) -> RoutingConfig:
         return shape.replace(capacity=rescaled(capacities, mean))
@@ -95,7 +95,7 @@ def _scaled(
     high = 1.0
     if share(low) > budget:
         raise ValueError(
-            f"budget must be at least {share(low):.3f} of the dense FLOPs with blocks {list(plan.blocks)}, got "
+            f"budget must be at least {share(low):.3f} of the dense FLOPs with blocks {list(shape.blocks)}, got "
             f"{budget:g}: route earlier blocks, or take a larger budget"
         )
     for _ in range(_HALVINGS):

@@ -37,9 +37,7 @@ SPLIT = [name for name, reason in REFUSED.items() if not reason]
 def test_most_models_can_be_run_in_halves() -> None:
     assert {"vit_tiny_patch16_224", "eva02_tiny_patch14_224", "beit_base_patch16_224"} <= set(SPLIT)
     assert len(SPLIT) >= len(ZOO) // 2
-    assert all(
-        "cannot run separately" in reason or "takes no bias" in reason for reason in REFUSED.values() if reason
-    )
+    assert all("cannot run separately" in reason or "takes no bias" in reason for reason in REFUSED.values() if reason)
 
 
 @pytest.mark.parametrize("name", SPLIT)
