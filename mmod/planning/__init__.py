@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from mmod.planning.advice import Advice
     from mmod.planning.arank import LayerRanks, attention_ranks
     from mmod.planning.candidate import Candidate, Recipe
-    from mmod.planning.horizon import Horizon, horizon
+    from mmod.planning.image_horizon import Horizon, horizon
     from mmod.planning.learned import LearnedPlan, learn_capacity_, settle_capacity_
     from mmod.planning.plan_search import Option, PlanSearch
     from mmod.planning.schedules import drop_once, falling, ratio_decay, stage_drop
@@ -26,7 +26,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "mmod.planning.advice": ["Advice"],
         "mmod.planning.arank": ["LayerRanks", "attention_ranks"],
         "mmod.planning.candidate": ["Candidate", "Recipe"],
-        "mmod.planning.horizon": ["Horizon", "horizon"],
+        "mmod.planning.image_horizon": ["Horizon", "horizon"],
         "mmod.planning.learned": ["LearnedPlan", "learn_capacity_", "settle_capacity_"],
         "mmod.planning.plan_search": ["Option", "PlanSearch"],
         "mmod.planning.schedules": ["drop_once", "falling", "ratio_decay", "stage_drop"],

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.planning.divergence import kl_divergence, outputs
-from mmod.planning.horizon import Horizon, horizon
+from mmod.planning.image_horizon import Horizon, horizon
 from tests.kit.vlm_zoo import IMAGE, JOINT, PAD, make_joint, make_language, merged_embeddings, prompt, video
 
 DEPTH = 4
