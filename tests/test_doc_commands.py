@@ -229,7 +229,7 @@ def test_models_are_judged_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
         Path(f"photos/{number}").mkdir(parents=True)
         Image.effect_noise((48, 48), 50 * number).convert("RGB").save(f"photos/{number}/a.png")
     save_file(timm.create_model("vit_small_patch14_dinov2", img_size=224).state_dict(), "dinov2.safetensors")
-    timm.models.save_for_hf(timm.create_model("test_vit"), "runs/mine/model", safe_serialization=True)
+    timm.models.save_for_hf(timm.create_model("test_vit"), "runs/mine", safe_serialization=True)
     make_prompts(Path())
     shutil.copy("one.png", "photos")
     run_group("photos")
