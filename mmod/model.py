@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-from mmod.adapters import adapted_model, find_parts
+from mmod.adapters import adapted_model, find_parts, own_name
 from mmod.adapters.base import Part
 from mmod.adapters.tokens import Tokens, declared
 from mmod.config import LAYOUTS, PRESETS, ROUTING_FIELDS, SCORES, RoutingConfig, preset, preset_arguments
@@ -113,6 +113,7 @@ def _refuse_parts(available: Iterable[str], config: HowToRoute, parts: Mapping[s
 def _configs_by_part(
     available: Mapping[str, Part], config: HowToRoute, parts: Mapping[str, HowToRoute]
 ) -> dict[str, RoutingConfig]:
+    parts = {own_name(name, available): value for name, value in parts.items()}
     _refuse_parts(available, config, parts)
     for name, value in {"config": config, **parts}.items():
         field = "blocks" if value in LAYOUTS else "router"

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mmod.adapters.base import BlockStack
 from mmod.adapters.find import find_library, find_stacks
+from mmod.adapters.images import image_facts
 from mmod.blocks import Grid, GridSource
 from mmod.ops.grids import resized
 
@@ -39,13 +40,13 @@ def image_stack(model: nn.Module) -> BlockStack | None:
 
 
 def patch_grid(model: nn.Module, image_size: tuple[int, int]) -> Grid:
-    """Return rows and columns of the patches that a timm model, possibly wrapped, makes of images of a size.
+    """Return rows and columns of the patches that a model, possibly wrapped, makes of images of a size.
 
     Args:
         image_size: Height and width in pixels.
 
     Raises:
-        ValueError: No module of the model makes patches as timm's do.
+        ValueError: No module of the model makes patches as timm's do, and no config names their size.
 
     Example:
         >>> import timm
@@ -53,10 +54,13 @@ def patch_grid(model: nn.Module, image_size: tuple[int, int]) -> Grid:
         (8, 18)
     """
     embed: Any = next((module for module in model.modules() if hasattr(module, "dynamic_feat_size")), None)
-    if embed is None:
+    if embed is not None:
+        rows, columns = embed.dynamic_feat_size(image_size)
+        return rows, columns
+    patch = image_facts(model).patch
+    if patch is None:
         raise ValueError(f"this {type(model).__name__} has no patch embedding of timm, so its grid is unknown")
-    rows, columns = embed.dynamic_feat_size(image_size)
-    return rows, columns
+    return image_size[0] // patch[0], image_size[1] // patch[1]
 
 
 @contextmanager

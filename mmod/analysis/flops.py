@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from mmod.adapters import BlockStack, find_parts, find_stacks
+from mmod.adapters import BlockStack, find_parts, find_stacks, own_name
 from mmod.analysis.counting import PassCounts, count_pass
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport, PrefillFlops
 from mmod.analysis.prefill import Prompt, count_prefill
@@ -252,13 +252,19 @@ def _stacks(model: nn.Module) -> dict[str, BlockStack]:
         return {}
 
 
+def _reads_images_alone(model: nn.Module) -> bool:
+    parts = find_parts(model)
+    # A model of transformers with a vision tower may read text that no part knows.
+    return own_name("image", parts) in parts and not hasattr(model, "get_image_features")
+
+
 def _inputs(
     model: nn.Module, stacks: Mapping[str, BlockStack], input_size: int | tuple[int, int, int] | Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return a model's arguments by name, without data."""
     if isinstance(input_size, Mapping) and all(isinstance(value, Tensor) for value in input_size.values()):
         return {name: value.to("meta") for name, value in input_size.items()}
-    if not {"image", "vision"} & find_parts(model).keys() or any(stack.language for stack in stacks.values()):
+    if not _reads_images_alone(model):
         raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
     size = (3, input_size, input_size) if isinstance(input_size, int) else input_size
     if not isinstance(size, (tuple, list)) or len(size) != 3 or not all(isinstance(x, int) and x > 0 for x in size):

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 from torch import Tensor, nn
 
-from mmod.adapters import BlockStack, find_parts
+from mmod.adapters import BlockStack, find_parts, own_name
 from mmod.blocks import (
     GridHook,
     ModelHook,
@@ -65,6 +65,10 @@ class Route(Method):
 
     def apply_(self, model: Model) -> Model:
         """Apply the method to a model in place, see `mmod.apply_`."""
+        available = find_parts(model)
+        named = {own_name(name, available): config for name, config in self.parts.items()}
+        if named != self.parts:
+            return Route(named, self.capacities).apply_(model)
         if not any(isinstance(config, Preset) for config in self.parts.values()):
             return super().apply_(model)
         stacks = self.find(model)

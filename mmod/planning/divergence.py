@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmod.adapters import image_facts, image_output, tensor_of
 from mmod.config import RoutingConfig
 from mmod.model import route_, unroute_
 from mmod.values import check_finite, one_of
@@ -38,7 +39,7 @@ DIVERGENCES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"kl": kl_divergenc
 def divergence_of(name: str | None, model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a divergence by name; None selects "kl" for models with logits and "cosine" for others."""
     if name is None:
-        gives_logits = hasattr(model, "get_output_embeddings") or bool(getattr(model, "num_classes", 0))
+        gives_logits = image_facts(model).classes or hasattr(model, "generation_config")
         name = "kl" if gives_logits else "cosine"
     one_of("divergence", name, tuple(DIVERGENCES))
     return DIVERGENCES[name]
@@ -72,15 +73,10 @@ def outputs(model: nn.Module, batch: Any, part: str) -> Tensor:
         output = model(**arguments)
     else:
         arguments = {}
-        output = model(batch)
+        output = image_output(model, batch, part)
     if "input_ids" in arguments and hasattr(output, "logits"):
         output = output.logits[compared(batch, image_token(model))]
-    elif isinstance(output, (tuple, list)):
-        output = output[1 if part == "text" else 0]
-    elif isinstance(output, Mapping):
-        output = output["logits"] if "logits" in output else output[f"{part}_features"]
-    if not isinstance(output, Tensor):
-        raise TypeError(f"the output of this {type(model).__name__} must be a tensor, got {type(output).__name__}")
+    output = tensor_of(model, output, part)
     check_finite(f"outputs of this {type(model).__name__}", output)
     return output.flatten(0, -2)
 

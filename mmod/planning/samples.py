@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters import patch_grid
+from mmod.adapters import image_facts, image_output, patch_grid, watch_grid
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.redundancy import RedundancyReport, redundancy
 from mmod.ops.grids import resized
 from mmod.planning.advice import AGREEMENT
-from mmod.planning.candidate import ONLY
 from mmod.planning.comparison import Reading
 from mmod.planning.divergence import compared, outputs, real_tokens
 from mmod.planning.plan_search import run_batch
@@ -48,20 +47,19 @@ class Images:
         self.pixels = pixels
         self.batch_size = batch_size
         self.device = next(model.parameters()).device
-        has_classes = part == ONLY and getattr(model, "num_classes", 0) > 0
+        facts = image_facts(model)
         self.dense_NRF = self._outputs(model, 0, len(pixels))
         patches = self.dense_NRF.shape[1] > 1
         if patches:
             self.measure = "cosine of patches"
         else:
-            self.measure = AGREEMENT if has_classes else "cosine of features"
+            self.measure = AGREEMENT if facts.classes else "cosine of features"
         self.labels = labels if self.measure == AGREEMENT else None
         self.has_labels = self.labels is not None
         self.fingerprint = f"{float(self.dense_NRF.double().abs().mean()):.6e}"
         self.first = min(FIRST_LOOK, len(pixels))
         self.size = (int(pixels.shape[2]), int(pixels.shape[3]))
-        sides = getattr(getattr(model, "patch_embed", None), "patch_size", None)
-        self.patches: tuple[int, int] | None = sides if isinstance(sides, tuple) else None
+        self.patches = facts.patch
 
     def __len__(self) -> int:
         return len(self.pixels)
@@ -89,14 +87,16 @@ class Images:
     def reading(self, model: nn.Module) -> Reading:
         """Return the pass over a batch."""
         x = self.pixels[torch.arange(self.batch_size) % len(self)].to(self.device)
-        return Reading(lambda: model(x), self.batch_size)
+        return Reading(lambda: image_output(model, x), self.batch_size)
 
     def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
         """Return the share of equal top classes, or the mean cosine over rows."""
         dense_NRF = self.dense_NRF[start:stop].float()
         changed_NRF = self._outputs(model, start, stop).float()
         if changed_NRF.shape[1] != dense_NRF.shape[1]:
-            changed_NRF = resized(changed_NRF, patch_grid(model, self.size), self.grid)
+            with watch_grid(model) as seen:
+                self.check(model)
+            changed_NRF = resized(changed_NRF, seen.grid or patch_grid(model, self.size), self.grid)
         if self.measure != AGREEMENT:
             return torch.cosine_similarity(changed_NRF, dense_NRF, dim=-1).mean(1).double().numpy(), np.zeros(0)
         top_N = changed_NRF[:, 0].argmax(-1)

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from mmod.adapters import BlockStack, find_part, find_stacks
+from mmod.adapters import BlockStack, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
 from mmod.analysis.statistics import Estimate, change_of, estimate_of, resampled_means, share_of
 from mmod.analysis.timing import ratios
@@ -21,7 +21,7 @@ from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
 from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, RecipeResult
-from mmod.planning.candidate import DENSE, Candidate
+from mmod.planning.candidate import DENSE, ONLY, Candidate
 from mmod.planning.comparison import time_models, unbeaten
 from mmod.planning.samples import Images, Prompts, Samples, first_images, first_prompts
 from mmod.planning.untrained import image_candidates, language_candidates
@@ -57,8 +57,8 @@ def advise(
     accuracy decides.
 
     Args:
-        model: A dense image model of timm, a CLIP model of open_clip, or a language model of transformers that reads
-            images; it runs in evaluation mode and is unchanged.
+        model: A dense image model of timm, of transformers or of your own, a CLIP model, or a language model of
+            transformers that reads images; it runs in evaluation mode and is unchanged.
         batches: Images (B, C, H, W), or pairs of images and labels (B,), such as a loader; preprocessed for the model.
             For a language model, what its processor returns, perhaps with `labels`; plans are searched on the first
             fifth of these batches, and all candidates are judged on the others.
@@ -206,9 +206,10 @@ def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack
         raise ValueError(
             f"advice is for models that read images, and {stack.names[0]} reads text: use mmod.search_plan"
         )
-    if part == "vision":
+    if part == "vision" and len(stacks) > 1:
         raise ValueError("the time of a vision tower alone is not compared: ask for advice on the part 'language'")
-    return part, stack
+    # The only part of a model of images, as configs of training name it.
+    return ONLY if part == own_name(ONLY, stacks) else part, stack
 
 
 @dataclass

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from mmod.adapters import image_output
+
 _IGNORED = -100
 _PASS_JUDGE = "pass `judge`, which returns the loss and the accuracy of each image of such a batch"
 # Entries of a batch that the forward pass does not take.
@@ -29,7 +31,7 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
             f"a batch must be two tensors, images and their classes, got {type(batch).__name__}: {_PASS_JUDGE}"
         )
     images, targets = (value.to(device) for value in batch)
-    logits = model(images).float()
+    logits = image_output(model, images).float()
     if targets.ndim == 2 and logits.ndim == 3:
         logits = logits[:, -targets.shape[1] :]
     if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
