@@ -144,7 +144,8 @@ class ProvenCall(NamedArguments):
             )
         known = () if self.suffix else (*self.rows, self.mask, self.places)
         for name, value in named.items():
-            if isinstance(value, Tensor) and name not in known:
+            # A number, such as the Trainer's count of samples, belongs to no token.
+            if isinstance(value, Tensor) and value.ndim and name not in known:
                 raise ValueError(
                     f"a routed block got the tensor {name!r}, which cannot be narrowed to the kept tokens; known are "
                     f"{', '.join(filter(None, known)) or 'none'}"
@@ -164,8 +165,11 @@ class ProvenCall(NamedArguments):
         if self.rope_prefix:
             # Prefix tokens of the second image on need rows that rotate nothing, and which rows do is unknown.
             return False
-        tensors = {name: value for name, value in arguments.items() if isinstance(value, (Tensor, tuple, list))}
-        return super().can_pack(block, tensors)
+        of_tokens: dict[str, Any] = {}
+        for name, value in arguments.items():
+            if isinstance(value, (tuple, list)) or (isinstance(value, Tensor) and value.ndim):
+                of_tokens[name] = value
+        return super().can_pack(block, of_tokens)
 
     def with_mask(self, arguments: Mapping[str, Any], mask: Tensor | None) -> dict[str, Any]:
         """Return the arguments with a mask or bias of keys."""

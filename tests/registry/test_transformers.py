@@ -15,11 +15,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from PIL import Image
 
 import mmod
 from mmod.blocks import host_class
 from mmod.methods.route import routing_configs
 from mmod.registry.transformers import open_routed_folders
+from tests.kit.folders import make_image_model, save_image_model, side_of
 from tests.kit.processes import run_processes
 from tests.kit.vlm_zoo import JOINT, LANGUAGE, LINEAR, OTHERS, make_joint, make_language, prompt, words
 
@@ -309,3 +311,44 @@ def test_importing_mmod_changes_no_other_library(tmp_path: Path) -> None:
     assert by_imports == ""
     assert "from_pretrained" in by_call
     assert hosts.split() == [str("datasets" in packages_distributions())]
+
+
+CLASSIFIER_DOORS = ["vit", "dinov2", "timm wrapper"]
+
+
+@pytest.mark.parametrize("name", CLASSIFIER_DOORS)
+def test_auto_classes_and_pipelines_open_routed_classifiers(name: str, tmp_path: Path) -> None:
+    dense = save_image_model(name, tmp_path / "dense")
+    model = mmod.route_(dense, "gradual")
+    model.save_pretrained(tmp_path / "routed")
+    auto = transformers.AutoModelForImageClassification.from_pretrained
+    again = auto(tmp_path / "routed", trust_remote_code=True)
+    images = torch.randn(2, 3, side_of(name), side_of(name))
+    assert same(again, model, {"pixel_values": images})
+    assert same(mmod.load_pretrained(tmp_path / "routed"), model, {"pixel_values": images})
+    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path / "dense")
+    picture = Image.effect_noise((50, 40), 60).convert("RGB")
+    pipeline = transformers.pipeline("image-classification", model=again, image_processor=processor)
+    with torch.no_grad():
+        expected = model(**processor(picture, return_tensors="pt")).logits.softmax(-1)[0]
+    answers = {answer["label"]: answer["score"] for answer in pipeline(picture)}
+    assert answers == pytest.approx({"cat": float(expected[0]), "dog": float(expected[1])})
+
+
+@pytest.mark.parametrize("name", CLASSIFIER_DOORS)
+def test_the_trainer_trains_and_saves_routed_classifiers(name: str, tmp_path: Path) -> None:
+    model = mmod.route_(make_image_model(name), mmod.RoutingConfig(router="linear", capacity=0.5))
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    generator = torch.Generator().manual_seed(0)
+    side = side_of(name)
+    pixels = [torch.randn(3, side, side, generator=generator) for _ in range(8)]
+    samples = [{"pixel_values": image, "labels": place % 2} for place, image in enumerate(pixels)]
+    options = {"max_steps": 2, "per_device_train_batch_size": 4, "report_to": [], "use_cpu": True, "disable_tqdm": True}
+    arguments = transformers.TrainingArguments(str(tmp_path), save_strategy="no", **options)
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=samples, eval_dataset=samples)
+    trainer.train()
+    changed = {key for key, value in model.state_dict().items() if not torch.equal(value, before[key])}
+    assert any(".router." in key for key in changed)
+    assert trainer.evaluate()["eval_loss"] > 0
+    trainer.save_model(tmp_path / "saved")
+    assert same(mmod.load_pretrained(tmp_path / "saved"), model.eval(), {"pixel_values": torch.stack(pixels)})
