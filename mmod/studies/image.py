@@ -11,7 +11,7 @@ import torch
 import yaml
 from torch import nn
 
-from mmod.adapters import find_stack
+from mmod.adapters import find_stack, image_facts
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.redundancy import redundancy
@@ -258,7 +258,7 @@ def _caption(config: TrainConfig, model: nn.Module) -> str:
     """Return the source, size and redundancy of the images."""
     data = config.data
     images = f"Images: {data.source}, {data.image_size} px"
-    patch = getattr(getattr(model, "patch_embed", None), "patch_size", None)
+    patch = image_facts(model).patch
     if patch is None:
         return images
     report = redundancy(timed_images(config, _MEASURED), patch[0])

@@ -187,7 +187,8 @@ class TeacherConfig(Checked, group="distill"):
     Args:
         teacher: "dense" is an unrouted copy of the starting weights; a path is a checkpoint of the same architecture;
             "none" is no teacher. "auto" is "dense" if methods are applied to trained weights, and "none" otherwise. For
-            image classifiers any other text is a name of timm's registry, with its published weights.
+            image classifiers it is also a folder of transformers, or a name of timm's registry, with its published
+            weights.
         weight: Weight of the term.
     """
 

@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmod.adapters import image_facts
+
 
 def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
     """Load a state dict strictly."""
@@ -23,7 +25,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) 
     for name, value in state.items():
         shape = expected[name].shape
         if value.shape != shape:
-            classes = getattr(model, "num_classes", None)
+            classes = image_facts(model).classes
             head = value.shape[:1] != shape[:1] and shape[:1] == (classes,)
             what = f"it has {value.shape[0]} classes, the model {classes}: " if head else ""
             raise ValueError(
@@ -74,15 +76,14 @@ def _check_names(config: Any, fields: Mapping[str, Any], name: str) -> None:
 
 
 def classifier_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of the weights of a timm model's classifier.
+    """Return the prefixes of the weights of an image model's classifier.
 
     Example:
         >>> import timm
         >>> classifier_names(timm.create_model("test_vit"))
         ('head.',)
     """
-    names: str | tuple[str, ...] = getattr(model, "pretrained_cfg", {}).get("classifier") or "head"
-    return tuple(f"{name}." for name in ([names] if isinstance(names, str) else names))
+    return image_facts(model).head
 
 
 def some(names: Iterable[str]) -> str:

@@ -224,7 +224,7 @@ class LoopParts(Recipe[InLoop, Result]):
 
         Methods whose weights replace dense ones in the checkpoint are applied first.
         """
-        state = read_weights(checkpoint)
+        state = self.read(checkpoint)
         replacing = [place for place, method in enumerate(methods) if method.replaced_in(state)]
         for method in methods[: max(replacing, default=-1) + 1]:
             method.apply_(model)
@@ -234,13 +234,20 @@ class LoopParts(Recipe[InLoop, Result]):
         load_weights(model, self.adapted(model, dense, checkpoint), checkpoint)
         return added
 
+    def read(self, checkpoint: str) -> dict[str, Tensor]:
+        """Return the weights of a checkpoint, those that methods added among them."""
+        return read_weights(checkpoint)
+
     def adapted(self, model: Any, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
         """Return the dense weights of a checkpoint by the model's names and in its shapes; unchanged by default."""
         return state
 
     def checkpoint_gradients(self, model: Any) -> None:
         """Make a model recompute activations in the backward pass."""
-        model.set_grad_checkpointing(True)
+        if hasattr(model, "gradient_checkpointing_enable"):
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            model.set_grad_checkpointing(True)
 
     def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
         """Create the teacher of a model, by default the dense model of a checkpoint of the same architecture."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from timm.data import ImageNetInfo, infer_imagenet_subset
 from torch import nn
 
+from mmod.adapters import image_facts
 from mmod.data.labels import CLASSES, ModelClasses, read_classes
 from mmod.training.engine.config import RUN_CONFIG
 from mmod.training.image.config import TrainConfig
@@ -39,18 +39,16 @@ def model_classes(config: TrainConfig, model: nn.Module) -> ModelClasses | None:
 
 
 def published_classes(model: nn.Module) -> dict[str, int] | None:
-    """Return the classes of a timm model by name, as its weights state them or, by their number, those of ImageNet."""
-    outputs = getattr(model, "num_classes", 0)
-    published: Any = getattr(model, "pretrained_cfg", None) or {}
-    names = published.get("label_names")
-    if isinstance(names, Mapping):
-        return {name: int(number) for number, name in names.items()}
-    if names and len(names) == outputs:
-        return {name: number for number, name in enumerate(names)}
-    subset = infer_imagenet_subset({"num_classes": outputs})
-    if subset is None:
-        return None
-    return {name: number for number, name in enumerate(ImageNetInfo(subset).label_names())}
+    """Return the classes of a model by name, as its weights state them or, by their number, those of ImageNet.
+
+    Classes of ImageNet are named by their WordNet identifiers, as its folders are.
+    """
+    facts = image_facts(model)
+    subset = infer_imagenet_subset({"num_classes": facts.classes})
+    known = None if subset is None else ImageNetInfo(subset)
+    if facts.names is not None and (known is None or [*facts.names] != known.label_descriptions()):
+        return dict(facts.names)
+    return None if known is None else {name: number for number, name in enumerate(known.label_names())}
 
 
 def check_same_classes(numbers: Mapping[str, int] | None, checkpoint: str | Path, what: str) -> None:

@@ -26,15 +26,16 @@ class ModelConfig(engine.StartConfig):
     """The model and its starting weights.
 
     Args:
-        name: A name of timm's registry.
-        args: Further arguments of `timm.create_model`, such as `num_classes` or `img_size`.
+        name: A name of timm's registry, or a folder that timm or transformers saved a model in.
+        args: Further arguments of `timm.create_model`, such as `num_classes` or `img_size`; for a folder of
+            transformers, fields of its config, also by these names.
         checkpoint: Starting weights, dense or routed: a `.safetensors` or PyTorch file, a checkpoint of another
             training script (its EMA weights if it has any), a run folder, or a folder written by
             `mmod.save_pretrained`. None starts from `pretrained` or from scratch. A checkpoint that timm can convert
             (another image size, DINOv2's names) is converted as timm does it.
         head: "fresh" starts with a new classifier; the checkpoint's may be missing or have other classes. None
             takes all weights from the checkpoint.
-        pretrained: Start from timm's published weights.
+        pretrained: Start from timm's published weights, or from those in the folder.
     """
 
     name: str

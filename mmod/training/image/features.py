@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod import is_routed, trace
+from mmod.adapters import find_library, find_part, image_facts, image_output, load_adapter
 from mmod.adapters.grids import resized_to_labels
 from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
@@ -104,7 +105,9 @@ def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor
         >>> feature_of(timm.create_model("test_vit"), "mean")(torch.randn(2, 3, 160, 160)).shape
         torch.Size([2, 64])
     """
-    host: Any = model
+    host: Any = getattr(model, "timm_model", model)
+    if find_library(host) == "transformers":
+        return _feature_of_transformers(host, kind)
     if not hasattr(host, "forward_features") or not hasattr(host, "forward_head"):
         raise ValueError(f"{type(model).__name__} has no forward_features and forward_head, as timm's models do")
     if kind == "class" and getattr(host, "cls_token", None) is None:
@@ -120,3 +123,40 @@ def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor
         return patches.mean(1) if kind == "mean" else patches
 
     return read
+
+
+def _feature_of_transformers(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor]:
+    """Return the function from images to features of a model of transformers; see `feature_of`."""
+    stack = find_part(model, "image")[1]
+    tower: nn.Module = load_adapter("transformers").find_tower(model, stack.names[0].rpartition(".")[0])[1]
+    if kind == "class" and not stack.class_token:
+        raise ValueError(f"feature 'class' needs a class token, this {type(model).__name__} has none; use 'mean'")
+    head = image_facts(model).head
+    # Blocks get tokens at the end of a sequence in front; the tower returns them at the end.
+    suffix = 0 if stack.proof is None else stack.proof.suffix
+    prefix = stack.prefix - suffix
+
+    def read(images: Tensor) -> Tensor:
+        if kind == "head":
+            features = _input_of(model, head[0], images) if head else image_output(model, images)
+            if features.ndim != 2:
+                raise ValueError(f"this {type(model).__name__} has no head and pools no tokens; use feature 'mean'")
+            return features
+        tokens: Tensor = tower(images).last_hidden_state
+        patches = tokens[:, prefix : tokens.shape[1] - suffix]
+        if kind == "class":
+            return tokens[:, 0]
+        return patches.mean(1) if kind == "mean" else patches
+
+    return read
+
+
+def _input_of(model: nn.Module, head: str, images: Tensor) -> Tensor:
+    """Return what the classifier of a model gets for images."""
+    inputs: list[Tensor] = []
+    hook = model.get_submodule(head.rstrip(".")).register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
+    try:
+        model(images)
+    finally:
+        hook.remove()
+    return inputs[0]

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import urllib.error
 import urllib.request
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 import timm
 from huggingface_hub import constants, try_to_load_from_cache
@@ -11,19 +14,26 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from timm.loss import BinaryCrossEntropy, LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch import nn
 
+from mmod.adapters import image_facts
 from mmod.data.config import DataConfig
+from mmod.training.image import folder
 from mmod.training.image.config import LossConfig, ModelConfig
 from mmod.values import near_names
 
 
 def create_dense_model(config: ModelConfig) -> nn.Module:
-    """Create a timm model without its checkpoint, in training mode."""
-    if "/" not in config.name and not timm.is_model(config.name):
-        hint = near_names(config.name.split(".")[0], timm.list_models(), "timm.list_models()")
-        raise ValueError(f"timm knows no model {config.name!r}; {hint}")
+    """Create a model of timm, or of a folder of timm or transformers, without its checkpoint, in training mode."""
+    name = config.name
+    if folder.is_folder(name):
+        return folder.create_model(name, config.pretrained, config.args)
+    if Path(name).is_dir():
+        name = f"local-dir:{Path(name).resolve()}"
+    elif "/" not in name and not timm.is_model(name):
+        hint = near_names(name.split(".")[0], timm.list_models(), "timm.list_models()")
+        raise ValueError(f"timm knows no model {name!r}; {hint}")
     check_published(config)
     try:
-        return timm.create_model(config.name, pretrained=config.pretrained, **config.args)
+        return timm.create_model(name, pretrained=config.pretrained, **config.args)
     except TypeError as error:
         if "unexpected keyword argument" not in str(error):
             raise
@@ -32,7 +42,9 @@ def create_dense_model(config: ModelConfig) -> nn.Module:
 
 def check_published(config: ModelConfig) -> None:
     """Raise if published weights are asked for and neither cached nor available."""
-    hub = getattr(timm.get_pretrained_cfg(config.name), "hf_hub_id", None) if "/" not in config.name else None
+    if "/" in config.name or Path(config.name).is_dir():
+        return
+    hub = getattr(timm.get_pretrained_cfg(config.name), "hf_hub_id", None)
     if not config.pretrained or hub is None or any(name.startswith("pretrained_cfg") for name in config.args):
         return
     if any(isinstance(try_to_load_from_cache(hub, name), str) for name in ("model.safetensors", "pytorch_model.bin")):
@@ -52,27 +64,23 @@ def check_published(config: ModelConfig) -> None:
 
 
 def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
-    """Raise a ValueError if a timm model cannot read the images of `data`."""
-    patch_embed = getattr(model, "patch_embed", None)
-    projection = getattr(patch_embed, "proj", None)
-    if isinstance(projection, nn.Conv2d) and projection.in_channels != data.channels:
+    """Raise a ValueError if a model cannot read the images of `data`."""
+    facts = image_facts(model)
+    if facts.channels is not None and facts.channels != data.channels:
         raise ValueError(
-            f"data.channels is {data.channels} and the model takes {projection.in_channels}; "
+            f"data.channels is {data.channels} and the model takes {facts.channels}; "
             f"set model.args.in_chans to {data.channels}"
         )
-    size = getattr(patch_embed, "img_size", None)
-    fixed = getattr(patch_embed, "strict_img_size", True)
-    if fixed and isinstance(size, tuple) and size != (data.image_size, data.image_size):
+    side = data.image_size
+    if facts.size is not None and facts.size != (side, side):
         raise ValueError(
-            f"data.image_size is {data.image_size} and the model takes {size[0]}x{size[1]}; "
-            f"set model.args.img_size to {data.image_size}"
+            f"data.image_size is {side} and the model takes {facts.size[0]}x{facts.size[1]}; "
+            f"set model.args.img_size to {side}"
         )
-    patch = getattr(patch_embed, "patch_size", None)
-    sides = patch if isinstance(patch, tuple) else (patch or 1,)
-    # timm ignores the pixels beyond the last patch.
-    if any(data.image_size % side for side in sides) and not getattr(patch_embed, "dynamic_img_pad", False):
+    # Hosts ignore the pixels beyond the last patch.
+    if facts.patch is not None and not facts.pads and any(side % length for length in facts.patch):
         raise ValueError(
-            f"data.image_size is {data.image_size}, which the model's patches of {sides[0]} pixels do not divide: take "
+            f"data.image_size is {side}, which the model's patches of {facts.patch[0]} pixels do not divide: take "
             "a multiple"
         )
     pool = getattr(model, "global_pool", None)
@@ -82,7 +90,7 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
             "images, one with model.args.global_pool '' patches"
         )
     if pretrained and data.channels == 3:
-        published = getattr(model, "pretrained_cfg", {})
+        published = _published_statistics(model)
         for name, default in {"mean": IMAGENET_DEFAULT_MEAN, "std": IMAGENET_DEFAULT_STD}.items():
             actual = tuple(getattr(data, name) or default)
             expected = tuple(published.get(name, default))
@@ -91,6 +99,13 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
                     f"the published weights expect images normalised with {name} {list(expected)}, "
                     f"data gives {list(actual)}; set data.{name} to {list(expected)}"
                 )
+
+
+def _published_statistics(model: Any) -> Mapping[str, Any]:
+    """Return the "mean" and "std" of the images that a model's weights were trained on, where they are known."""
+    if folder.is_folder(getattr(model, "name_or_path", "")):
+        return folder.evaluation_fields(model.name_or_path)
+    return getattr(model, "pretrained_cfg", {})
 
 
 def create_criterion(loss: LossConfig, mixed: bool) -> nn.Module:

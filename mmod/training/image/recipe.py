@@ -1,4 +1,4 @@
-"""Training image classifiers of timm."""
+"""Training image classifiers of timm and transformers."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from timm.models import save_for_hf
 from torch import Tensor, nn
 
 from mmod import flops, freeze_dense_, learn_capacity_, routing_config, set_capacity_, settle_capacity_, undo_
+from mmod.adapters import find_library, image_facts, image_output
 from mmod.analysis import FlopReport
 from mmod.analysis.audit.judges import judge_classes
 from mmod.data.labels import ModelClasses
@@ -21,7 +22,7 @@ from mmod.data.loader import BatchStream, find_images, image_stream, normalisati
 from mmod.methods import methods_of
 from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
-from mmod.training.engine.checkpoint import read_weights
+from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.model import classifier_names, converted, load_weights
@@ -30,12 +31,13 @@ from mmod.training.engine.recipe import Reading, Streams, needed_shares
 from mmod.training.image.classes import check_same_classes, model_classes, run_classes
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate
+from mmod.training.image.folder import is_folder, read_state, save_model
 from mmod.training.image.model import check_input, create_criterion, create_dense_model
 from mmod.training.image.task import ClassificationTask, ElasticTask
 
 
 class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
-    """Image classification with timm's models, criteria and mixup; see `Recipe`."""
+    """Image classification with models of timm or transformers, and timm's criteria and mixup; see `Recipe`."""
 
     result = EvalResult
     part = "image"
@@ -79,17 +81,22 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
             )
         return state
 
+    def read(self, checkpoint: str) -> dict[str, Tensor]:
+        """Return the weights of a checkpoint by the names that the model has for them."""
+        file = find_weights(checkpoint)
+        return read_state(file.parent) if is_folder(file.parent) else read_weights(checkpoint)
+
     def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
-        """Create the teacher of a checkpoint, or of a name of timm's registry."""
-        if Path(name).exists():
+        """Create the teacher of a checkpoint, of a folder of transformers, or of a name of timm's registry."""
+        if Path(name).exists() and not is_folder(name):
             teacher = self.create_bare()
-            load_weights(teacher, converted(read_weights(name), teacher), name)
+            load_weights(teacher, converted(self.read(name), teacher), name)
         else:
             arguments: dict[str, Any] = {"in_chans": self.config.data.channels}
             teacher = create_dense_model(ModelConfig(name=name, args=arguments, pretrained=True))
             check_input(teacher, self.config.data, pretrained=True)
-        classes = getattr(teacher, "num_classes", None)
-        expected = getattr(model, "num_classes", None)
+        classes = image_facts(teacher).classes
+        expected = image_facts(model).classes
         if classes != expected:
             raise ValueError(f"teacher {name!r} has {classes} classes and the model {expected}")
         return teacher
@@ -106,13 +113,13 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         """
         stream = self._stream(process, model_classes(self.config, model), seed)
         if seed is None and stream.classes is not None:
-            stream.classes.check_outputs(getattr(model, "num_classes", None))
+            stream.classes.check_outputs(image_facts(model).classes)
         return stream
 
     def check_samples(self, model: nn.Module, train: BatchStream) -> None:
         """Raise if the model has another number of outputs than the training data has classes."""
         start = self.config.model
-        outputs = getattr(model, "num_classes", None)
+        outputs = image_facts(model).classes
         check_outputs(train.classes, outputs, from_checkpoint=start.checkpoint is not None and start.head is None)
 
     def create_streams(self, process: Process, model: nn.Module) -> Streams:
@@ -134,7 +141,7 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         config = self.config
         mixup = None
         if config.mixup is not None:
-            classes = getattr(model, "num_classes", 0)
+            classes = image_facts(model).classes or 0
             mixup = Mixup(**vars(config.mixup), label_smoothing=config.loss.smoothing, num_classes=classes)
         task = ClassificationTask if config.elastic is None else partial(ElasticTask, elastic=config.elastic)
         return task(
@@ -189,23 +196,24 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         return [images.to(self.device) for images, _ in image_stream(prepared).batches(0)]
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write a folder for `mmod.load_pretrained`, or for timm's `local-dir:` if the model is dense.
+        """Write a folder for `mmod.load_pretrained`, or for the host if the model is dense: timm's by `local-dir:`.
 
         Learned capacities are also written to `plan.json`.
         """
-        if capacity_hook(model) is not None:
-            learned = settle_capacity_(model)
-            save_pretrained(model, folder)
-            learned.plan.save(folder / "plan.json")
+        learned = None if capacity_hook(model) is None else settle_capacity_(model)
+        mean, std = normalisation(self.config.data)
+        numbers = run_classes(self.config.output)
+        if find_library(model) == "transformers":
+            save_model(model, folder, self.config.data, mean, std, numbers)
         elif methods_of(model):
             save_pretrained(model, folder)
         else:
-            mean, std = (values.tolist() for values in normalisation(self.config.data))
-            described: dict[str, Any] = {"data_config": {"mean": mean, "std": std}}
-            numbers = run_classes(self.config.output)
+            described: dict[str, Any] = {"data_config": {"mean": mean.tolist(), "std": std.tolist()}}
             if numbers is not None:
                 described["model_config"] = {"label_names": {str(number): name for name, number in numbers.items()}}
             save_for_hf(model, str(folder), safe_serialization=True, **described)
+        if learned is not None:
+            learned.plan.save(folder / "plan.json")
 
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
         """Follow the capacity schedule, stop learning capacities, and apply the methods for training alone."""
@@ -242,7 +250,7 @@ def _make_dense(model: nn.Module) -> None:
 
 def _read(model: nn.Module, batches: Sequence[Tensor]) -> None:
     for images in batches:
-        model(images)
+        image_output(model, images)
 
 
 def sample_images(config: TrainConfig, count: int) -> Tensor:

@@ -13,6 +13,7 @@ from timm.utils import accuracy
 from torch import Tensor, nn
 
 from mmod import auxiliary_loss, set_capacity_
+from mmod.adapters import image_facts, image_output
 from mmod.adapters.grids import resized_to_labels
 from mmod.data.labels import IGNORED
 from mmod.training.engine.task import Batch, Pass, Task, autocast, divergence, total
@@ -50,6 +51,7 @@ class ClassificationTask(Task):
         **options: Any,
     ) -> None:
         super().__init__(model, distill_weight=distill_weight, **options)
+        self.classes = image_facts(self.model).classes
         self.criterion = criterion
         self.temperature = temperature
         self.feature_weight = feature_weight
@@ -61,7 +63,7 @@ class ClassificationTask(Task):
     def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
         """Yield one pass per batch, with mixed images; see `Task.passes`."""
         for _, targets in group:
-            check_targets(targets, getattr(self.model, "num_classes", None))
+            check_targets(targets, self.classes)
         for one_pass in super().passes(group, device):
             if self.mixup is not None:
                 images, targets = one_pass.arguments
@@ -152,12 +154,12 @@ def _distance(student_BND: Tensor, taught_BND: Tensor) -> Tensor:
 
 
 def answers(model: nn.Module, images: Tensor, targets: Tensor) -> Tensor:
-    """Return the logits of a timm model, one row per label: (B, classes), or (B * N, classes) for patches.
+    """Return the logits of a model, one row per label: (B, classes), or (B * N, classes) for patches.
 
     A model that does not pool (`global_pool=''`) classifies every token; prefix tokens are left out. If its grid is not
     that of the targets (B, N), as for images of lower resolution, the logits are interpolated.
     """
-    logits: Tensor = model(images)
+    logits = image_output(model, images)
     if logits.ndim == 2:
         return logits
     logits = logits[:, getattr(model, "num_prefix_tokens", 0) :]

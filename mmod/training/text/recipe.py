@@ -36,10 +36,6 @@ class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         return {**{name: state[source] for name, source in tied.items()}, **state}
 
-    def checkpoint_gradients(self, model: Any) -> None:
-        """Make a model recompute activations in the backward pass."""
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-
     def plain(self) -> TrainConfig:
         """Return the config without what training alone needs."""
         return dataclasses.replace(super().plain(), elastic=False)

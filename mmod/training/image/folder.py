@@ -1,0 +1,227 @@
+"""Image models in folders of transformers: a `config.json`, weights, and a `preprocessor_config.json`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmod.adapters import image_facts
+from mmod.data.config import DataConfig
+from mmod.io.files import read_json_object
+from mmod.pretrained import load_pretrained
+
+_CONFIG = "config.json"
+# The key of a config that says how a model was changed.
+_CHANGED = "mmod"
+_CLASSIFIER = "ForImageClassification"
+# Arguments by their names in timm, and in configs of transformers.
+_NAMES = {
+    "num_classes": "num_labels",
+    "img_size": "image_size",
+    "in_chans": "num_channels",
+    "depth": "num_hidden_layers",
+    "embed_dim": "hidden_size",
+    "num_heads": "num_attention_heads",
+}
+# Of Pillow, by the number that processors name them by.
+_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+_LOADING = ("attn_implementation", "dtype")
+
+
+def is_folder(name: str | Path) -> bool:
+    """Return whether a path is a folder that transformers saved a model in."""
+    path = Path(name) / _CONFIG
+    return path.is_file() and "model_type" in read_json_object(path)
+
+
+def create_model(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -> nn.Module:
+    """Create a model of a folder, in training mode and float32, as it was changed by methods if it was.
+
+    A model without a classifier gets one if `num_classes` is given.
+
+    Args:
+        pretrained: Take the folder's weights; otherwise they are drawn at random.
+        args: Fields of the config, also by timm's names `num_classes`, `img_size`, `in_chans`, `depth`, `embed_dim` and
+            `num_heads`; `attn_implementation` and `dtype`. Of a wrapped model of timm, its arguments.
+    """
+    from transformers import AutoConfig
+
+    described = read_json_object(Path(folder) / _CONFIG)
+    if _CHANGED in described:
+        return _create_changed(folder, pretrained, args)
+    named = {_NAMES.get(name, name): value for name, value in args.items()}
+    if described["model_type"] == "timm_wrapper":
+        named = _of_wrapper(args, described)
+    if "num_hidden_layers" in named and "out_features" in described:
+        # The last layer of the saved depth, whose features a classifier does not return.
+        named |= {"out_features": None, "out_indices": None}
+    loading = {"dtype": torch.float32, **{name: named.pop(name) for name in _LOADING if name in named}}
+    config, unknown = AutoConfig.from_pretrained(folder, return_unused_kwargs=True, **named)
+    if unknown:
+        raise ValueError(
+            f"model.args {', '.join(sorted(unknown))} is no field of the {type(config).__name__} in {folder}"
+        )
+    made = _class_of(config, fresh="num_labels" in named)
+    if not pretrained:
+        return made._from_config(config, **loading).train()
+    model = _load(folder, made, loading, {name: value for name, value in named.items() if name != "image_size"})
+    return (_at_size(model, config, folder) if "image_size" in named else model).train()
+
+
+def _of_wrapper(args: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of the config of a wrapped model of timm, whose arguments are one field."""
+    further = {name: value for name, value in args.items() if name not in (*_LOADING, "num_classes")}
+    fields = {name: args[name] for name in _LOADING if name in args}
+    if "num_classes" in args:
+        fields["num_labels"] = args["num_classes"]
+    if further:
+        fields["model_args"] = {**(described.get("model_args") or {}), **further}
+    return fields
+
+
+def _load(folder: str | Path, made: Any, loading: Mapping[str, Any], fields: Mapping[str, Any]) -> Any:
+    """Load a model at its own image size; a new number of classes draws a new classifier, and nothing else is drawn."""
+    options = {**loading, "ignore_mismatched_sizes": True, "output_loading_info": True}
+    model, report = made.from_pretrained(folder, **fields, **options)
+    mismatched = {key: f"{tuple(saved)}, the model's is {tuple(own)}" for key, saved, own in report["mismatched_keys"]}
+    missing = dict.fromkeys(report["missing_keys"], "missing")
+    head = image_facts(model).head if "num_labels" in fields else ()
+    wrong = {key: how for key, how in {**missing, **mismatched}.items() if not (head and key.startswith(head))}
+    if wrong:
+        key, how = min(wrong.items())
+        raise ValueError(f"the weights in {str(folder)!r} do not fit the model and model.args: {key} is {how}")
+    return model
+
+
+def _at_size(model: Any, config: Any, folder: str | Path) -> Any:
+    """Return a model for images of the size in a config, whose position embeddings the host resamples."""
+    resized = type(model)._from_config(config, dtype=model.dtype, attn_implementation=model.config._attn_implementation)
+    state = model.state_dict()
+    expected = resized.state_dict()
+    other = [name for name, value in state.items() if value.shape != expected[name].shape]
+    resampling = [module for module in model.modules() if hasattr(module, "interpolate_pos_encoding")]
+    size = image_facts(resized).size or (config.image_size, config.image_size)
+    if len(other) > 1 or not resampling:
+        raise ValueError(f"the {type(model).__name__} in {str(folder)!r} takes no other images: leave out img_size")
+    for name in other:
+        # Of the tokens, it reads the shape alone.
+        tokens_BND = torch.zeros(1, *expected[name].shape[-2:])
+        with torch.no_grad():
+            state[name] = resampling[0].interpolate_pos_encoding(tokens_BND, *size).reshape(expected[name].shape)
+    resized.load_state_dict(state)
+    return resized
+
+
+def _create_changed(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -> nn.Module:
+    if not pretrained or args:
+        raise ValueError(
+            f"{str(folder)!r} holds a model that methods changed: it is taken as it is, without model.args and "
+            "with its weights (model.pretrained true); for another one name the folder of the dense model"
+        )
+    return load_pretrained(folder).float().train()
+
+
+def _class_of(config: Any, fresh: bool) -> Any:
+    """Return the class of the model that a folder holds, or of a classifier on it where a new one is asked for."""
+    import transformers
+
+    name = next(iter(config.architectures or ()), "")
+    saved: Any = getattr(transformers, name, None)
+    if saved is None:
+        raise ValueError(f"config.json names the architecture {name!r}, which is no model of transformers")
+    if fresh and _CLASSIFIER not in name:
+        return _mapped(transformers.AutoModelForImageClassification, config)
+    return saved
+
+
+def _mapped(auto: Any, config: Any) -> Any:
+    if type(config) not in auto._model_mapping:
+        raise ValueError(f"transformers has no image classifier for a {type(config).__name__}")
+    mapped = auto._model_mapping[type(config)]
+    return mapped[0] if isinstance(mapped, tuple) else mapped
+
+
+def evaluation_fields(folder: str | Path) -> dict[str, Any]:
+    """Return the arguments of timm's `create_transform` that prepare images as a folder's processor does."""
+    from transformers import AutoImageProcessor
+
+    try:
+        processor = AutoImageProcessor.from_pretrained(folder)
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"{str(folder)!r} does not say how its images are prepared: save the image processor there too, "
+            f"`processor.save_pretrained({str(folder)!r})` ({error})"
+        ) from error
+    if hasattr(processor, "data_config"):
+        # The processor of timm's models, which has these arguments.
+        return dict(processor.data_config)
+    if not (processor.do_resize and processor.do_rescale and processor.do_normalize):
+        raise ValueError(f"the {type(processor).__name__} in {str(folder)!r} must resize, rescale and normalise images")
+    size = dict(processor.size)
+    crop = dict(processor.crop_size) if getattr(processor, "do_center_crop", None) else size
+    if set(crop) != {"height", "width"} or not ({"height", "width"} == set(size) or "shortest_edge" in size):
+        raise ValueError(f"the {type(processor).__name__} in {str(folder)!r} makes images of no one size, got {size}")
+    fields: dict[str, Any] = {
+        "input_size": (len(processor.image_mean), crop["height"], crop["width"]),
+        "mean": tuple(processor.image_mean),
+        "std": tuple(processor.image_std),
+        "interpolation": _INTERPOLATIONS[int(processor.resample)],
+    }
+    if "shortest_edge" in size:
+        return {**fields, "crop_pct": min(crop.values()) / size["shortest_edge"]}
+    return {**fields, "crop_pct": crop["height"] / size["height"], "crop_mode": "squash"}
+
+
+def read_state(folder: Path) -> dict[str, Tensor]:
+    """Return the weights in a folder by the names that they have in the model, routers among them.
+
+    The file has other names: transformers keeps those that published weights have.
+    """
+    return create_model(folder, True, {}).state_dict()
+
+
+def save_model(
+    model: Any, folder: Path, data: DataConfig, mean: Tensor, std: Tensor, numbers: Mapping[str, int] | None
+) -> None:
+    """Write a folder that `mmod.load_pretrained` or transformers reads, with a processor of the evaluation images.
+
+    Args:
+        mean: Mean of the normalisation, per channel; so is `std`.
+        numbers: Number of each class by name; None keeps the model's names.
+    """
+    from transformers import ViTImageProcessor
+
+    if numbers is not None:
+        model.config.id2label = {number: name for name, number in numbers.items()}
+        model.config.label2id = dict(numbers)
+    side = data.image_size
+    if hasattr(model, "timm_model"):
+        # The processor of these models reads it in config.json.
+        published = {
+            "crop_pct": data.crop_pct,
+            "interpolation": data.interpolation,
+            "input_size": [data.channels, side, side],
+        }
+        statistics = {"mean": mean.tolist(), "std": std.tolist()}
+        model.config.pretrained_cfg = {
+            **(getattr(model.config, "pretrained_cfg", None) or {}),
+            **published,
+            **statistics,
+        }
+        model.save_pretrained(folder)
+        return
+    model.save_pretrained(folder)
+    processor = ViTImageProcessor(
+        size={"shortest_edge": math.floor(side / data.crop_pct)},
+        do_center_crop=True,
+        crop_size={"height": side, "width": side},
+        resample=_INTERPOLATIONS.index(data.interpolation),
+        image_mean=mean.tolist(),
+        image_std=std.tolist(),
+    )
+    processor.save_pretrained(folder)
