@@ -25,6 +25,7 @@ from mmod.planning import comparison
 from mmod.studies.study import Study
 from tests.kit import pages
 from tests.kit.conversations import write_own
+from tests.kit.folders import save_image_model
 from tests.kit.prompts import make_prompts
 from tests.kit.sets import SETS
 
@@ -230,6 +231,7 @@ def test_models_are_judged_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
         Image.effect_noise((48, 48), 50 * number).convert("RGB").save(f"photos/{number}/a.png")
     save_file(timm.create_model("vit_small_patch14_dinov2", img_size=224).state_dict(), "dinov2.safetensors")
     timm.models.save_for_hf(timm.create_model("test_vit"), "runs/mine", safe_serialization=True)
+    save_image_model("vit", Path("vit-base-patch16-224"))
     make_prompts(Path())
     shutil.copy("one.png", "photos")
     run_group("photos")

@@ -79,7 +79,8 @@ def _parser() -> argparse.ArgumentParser:
         "model",
         metavar="MODEL",
         help="a name of timm, open_clip:ARCHITECTURE or open_clip:ARCHITECTURE:WEIGHTS, the folder of a run, or one "
-        "that mmod.save_pretrained or timm saved; with --prompts a run, or a LLaVA-style model with its processor",
+        "that mmod.save_pretrained, timm or transformers saved; with --prompts a run, or a LLaVA-style model with its "
+        "processor",
     )
     parser.add_argument("--images", metavar="FOLDER", help="images, perhaps in a folder for each class")
     parser.add_argument(
@@ -162,6 +163,7 @@ def read_images(
     """
     import numpy as np
 
+    from mmod.adapters import image_facts
     from mmod.data.corrupt import CorruptReport
     from mmod.data.labels import ModelClasses
     from mmod.data.readers.timm import TimmSource
@@ -180,7 +182,7 @@ def read_images(
     if not len(labels):
         raise ValueError(f"{folder!r} holds no image that can be read: {report}")
     classes = len(set(source.labels()))
-    known = getattr(advised.model, "num_classes", 0)
+    known = image_facts(advised.model).classes or 0
     notes = [f"{len(report.faults)} broken images were skipped."] if report.faults else []
     if classes > 1 and known and source.classes is not None and source.classes.given:
         notes.append("" if source.classes.is_plain else f"{source.classes}.")

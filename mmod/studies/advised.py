@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import timm.data
 from torch import Tensor, nn
 
-from mmod.adapters import find_library, load_adapter
+from mmod.adapters import find_library, image_facts, load_adapter
 from mmod.data.loader import evaluation_fields
 from mmod.methods import methods_of, undo_
 from mmod.pretrained import CONFIG, load_pretrained
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.config import RUN_CONFIG
 from mmod.training.engine.model import classifier_names, converted, load_weights
+from mmod.training.image import folder as transformers_folder
 from mmod.training.image.classes import published_classes, run_classes
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.model import create_dense_model
@@ -94,14 +95,15 @@ def open_model(
 
     Args:
         name: A name of timm, "open_clip:ARCHITECTURE[:WEIGHTS]", the folder of a run, or one that
-            `mmod.save_pretrained` or timm saved.
+            `mmod.save_pretrained`, timm or transformers saved.
         checkpoint: Weights in place of the published ones.
         image_size: Side of images in pixels; None takes the model's.
         measure: "top1", "features" or "patches"; the last two take off the head of a model of timm.
     """
     run = run_folder(name)
     is_saved = (Path(name) / CONFIG).is_file()
-    if run is not None or is_saved:
+    is_of_transformers = transformers_folder.is_folder(name)
+    if run is not None or is_saved or is_of_transformers:
         given = [
             key for key, value in {"checkpoint": checkpoint, "image_size": image_size}.items() if value is not None
         ]
@@ -114,6 +116,8 @@ def open_model(
         advised = _run_model(run)
     elif is_saved:
         advised = _saved_model(name)
+    elif is_of_transformers:
+        advised = _transformers_model(name)
     else:
         advised = _timm_model(name, checkpoint, pretrained, image_size)
     _take_off_head(advised.model, name, measure)
@@ -136,7 +140,8 @@ def _run_model(folder: Path) -> AdvisedModel:
         return AdvisedModel(model, _clip_preprocessing(model, "of the run"), None, note=note)
     preprocessing = Preprocessing(evaluation_fields(config.data), "of the run")
     classes = run_classes(folder)
-    return AdvisedModel(_flexible(model), preprocessing, classes, classes is not None, note)
+    model = _flexible(model) if find_library(model) == "timm" else model
+    return AdvisedModel(model, preprocessing, classes, classes is not None, note)
 
 
 def _saved_model(name: str) -> AdvisedModel:
@@ -144,6 +149,12 @@ def _saved_model(name: str) -> AdvisedModel:
     if find_library(model) != "timm":
         return AdvisedModel(model, _clip_preprocessing(model, "of the saved model"), None, note=note)
     return AdvisedModel(_flexible(model), _timm_preprocessing(model), published_classes(model), note=note)
+
+
+def _transformers_model(name: str) -> AdvisedModel:
+    model, note = dense(transformers_folder.create_model(name, True, {}), f"The model in {name}")
+    preprocessing = Preprocessing(transformers_folder.evaluation_fields(name), "of the folder's processor")
+    return AdvisedModel(model, preprocessing, published_classes(model), note=note)
 
 
 def dense(model: nn.Module, subject: str) -> tuple[nn.Module, str]:
@@ -241,12 +252,19 @@ def _timm_preprocessing(model: Any) -> Preprocessing:
 
 def _take_off_head(model: Any, name: str, measure: str | None) -> None:
     """Let a model return what `--measure` judges, or refuse it."""
-    if find_library(model) != "timm":
+    library = find_library(model)
+    if library == "open_clip":
         _check_clip_measure(measure)
         return
-    if measure == "top1" and not model.num_classes:
+    classes = image_facts(model).classes
+    if library == "transformers" and measure not in (None, "top1" if classes else "features"):
+        raise ValueError(
+            f"the {type(model).__name__} in {name!r} has {classes} classes: leave out --measure {measure}, or save the "
+            f"model {'without' if classes else 'with'} its classifier"
+        )
+    if measure == "top1" and not classes:
         raise ValueError(f"{name} has no classes: use --measure features or --measure patches")
-    if measure in ("features", "patches"):
+    if library == "timm" and measure in ("features", "patches"):
         model.reset_classifier(0, *([""] if measure == "patches" else []))
 
 

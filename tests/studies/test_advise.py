@@ -23,6 +23,7 @@ from mmod.training.engine.config import ScheduleConfig
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.kinds import recipe_of
 from tests.kit.clip_zoo import make_clip, small_config
+from tests.kit.folders import make_image_model, save_image_model, save_images
 from tests.kit.prompts import make_prompts
 
 
@@ -243,6 +244,53 @@ def test_folders_without_images_are_refused(tmp_path: Path) -> None:
         main(words(tmp_path / "empty", tmp_path / "advice"))
     with pytest.raises(SystemExit, match="no folder of images at"):
         main(words(tmp_path / "none", tmp_path / "advice"))
+
+
+@pytest.mark.parametrize(
+    ("name", "shown"),
+    [
+        ("dinov2", "change of accuracy"),
+        ("timm wrapper", "change of accuracy"),
+        ("headless", "cosine of features"),
+        ("clip", "cosine of features"),
+    ],
+)
+def test_a_folder_of_transformers_gives_a_report(
+    name: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_image_model(name, tmp_path / "model")
+    save_images(tmp_path / "images", 2)
+    words = ["advise", str(tmp_path / "model"), "--images", str(tmp_path / "images"), "--device", "cpu"]
+    main([*words, "--output", str(tmp_path / "advice"), "--batch_size", "2"])
+    text = capsys.readouterr().out
+    assert shown in text
+    assert ("has an accuracy of" in text) == (name in ("dinov2", "timm wrapper"))
+    recipes = [row.split("|")[1].strip(" *") for row in text.splitlines() if row.startswith("| ")]
+    size = 32 if name == "timm wrapper" else 16
+    assert {"gradual 0.6", "prune 0.6", "random 0.5", f"images of {size} px"} <= set(recipes)
+    assert any(recipe.startswith("ToMe") for recipe in recipes)
+    assert "Left out" not in text
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (("--image_size", "64"), "has its own weights and size of images: leave out --image_size"),
+        (("--measure", "patches"), "has 2 classes: leave out --measure patches"),
+    ],
+)
+def test_options_that_a_folder_of_transformers_answers_are_refused(
+    more: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    save_image_model("vit", tmp_path / "model")
+    with pytest.raises(SystemExit, match=message):
+        main(["advise", str(tmp_path / "model"), "--images", str(save_images(tmp_path / "images", 1)), *more])
+
+
+def test_a_folder_of_transformers_without_a_processor_is_refused(tmp_path: Path) -> None:
+    make_image_model("vit").save_pretrained(tmp_path / "model")
+    with pytest.raises(SystemExit, match=r"does not say how its images are prepared: save the image processor there"):
+        main(["advise", str(tmp_path / "model"), "--images", str(save_images(tmp_path / "images", 1))])
 
 
 def test_folders_of_splits_are_images_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
