@@ -235,7 +235,8 @@ class Cycle(Deciding):
         """Return all tokens after their recursions (B, N, D)."""
         config = self.mod_state.config
         record = self.record
-        if self.mod_state.read_blocks is not None and self.mod_state.read_blocks() != ():
+        read = () if self.mod_state.read_blocks is None else self.mod_state.read_blocks()
+        if read is None or len(read):
             raise ValueError(
                 "hidden states of layers are not defined where layers are shared and run on fewer tokens: call the "
                 "model without output_hidden_states, and use no backbone that returns features of layers"

@@ -136,8 +136,9 @@ def test_a_batch_equals_its_samples_and_full_capacity_the_dense_model(name: str)
         patches = len(batch["pixel_values_videos"]) // 3
         alone = {key: batch[key][row : row + 1, real[row]] for key in batch if batch[key].shape == real.shape}
         alone["pixel_values_videos"] = batch["pixel_values_videos"][start * patches : (start + count) * patches]
-        if "video_grid_thw" in batch:
-            alone["video_grid_thw"] = batch["video_grid_thw"][start : start + count]
+        for key in ("video_grid_thw", "video_merge_sizes"):
+            if key in batch:
+                alone[key] = batch[key][start : start + count]
         start += count
         torch.testing.assert_close(model(**alone).logits[0], together[row][real[row]], atol=1e-5, rtol=1e-4)
     mmod.set_capacity_(model, 1.0)

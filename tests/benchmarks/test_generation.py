@@ -26,8 +26,8 @@ TINY: dict[str, Any] = {
 }
 
 
-# Presets that decide for whole images, or merge tokens, which no language model takes.
-@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"mindskip", "gradual"}))
+# Presets that decide for whole images, merge or restore tokens, which no language model takes, or read videos.
+@pytest.mark.parametrize("name", sorted(set(PRESETS) - {"mindskip", "gradual", "ipcv", "evs"}))
 def test_every_preset_passes_and_caches_what_it_keeps(name: str) -> None:
     models = GenerationModels(GenerationConfig(presets=[name], **TINY, train=True), 24, 2)
     models.check()

@@ -261,6 +261,7 @@ STUDIES = sorted(path for path in Path("configs/tradeoff").glob("*.yaml") if "\n
 
 # Those of studies that choose something else.
 CONTROLS = {
+    "my-model": {"random"},
     "cifar": {"random"},
     "cifar-dinov2": {"random"},
     "cifar-dinov2-tuned": {"random"},

@@ -70,8 +70,7 @@ def test_each_pair_that_is_not_told_apart_stands_in_one_group(means: list[float]
         for pair in combinations(figures, 2)
         if not difference(*(figures[name] for name in pair)).is_clear
     }
-    _, _, listed = SeedScores(figures).verdict().rstrip(".").partition("between ")
-    groups = [group.replace(" and ", ", ").split(", ") for group in listed.split("; ")] if listed else []
+    groups = SeedScores(figures)._close_groups()
     assert {frozenset(pair) for group in groups for pair in combinations(group, 2)} == close
 
 

@@ -37,4 +37,5 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
             parts["vision"] = functools.partial(find_vision, *tower)
     if not parts:
         raise ValueError(f"cannot route {type(model).__name__}: supported are {SUPPORTED}")
-    return parts
+    # In this order, however the model holds them.
+    return {name: parts[name] for name in ("language", "vision") if name in parts}
