@@ -126,7 +126,13 @@ def test_state_of_threads_is_in_few_places() -> None:
     # decided, rules that a context overrides, weights while capacities are learned, the prompt of `generate`, and
     # what a tower's attention computed.
     holders = {"blocks/span.py", "blocks/routed.py", "blocks/record.py", "routing/router.py", "methods/reduction.py"}
-    holders |= {"adapters/base.py", "adapters/open_clip.py", "adapters/trial.py", "planning/learned.py"}
+    holders |= {
+        "methods/recursions.py",
+        "adapters/base.py",
+        "adapters/open_clip.py",
+        "adapters/trial.py",
+        "planning/learned.py",
+    }
     holders |= {"adapters/transformers/generation.py", "adapters/transformers/vision.py"}
     assert {path for path, text in texts.items() if re.search(r"PerThread\(|\(PerThread\[", text)} == holders | {
         "threads.py"

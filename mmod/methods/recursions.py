@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
 from mmod.blocks import Deciding, Mixin, ReadBlocks, Records, Shell, convert
+from mmod.blocks.inner import Inner
 from mmod.blocks.passes import recomputing
 from mmod.blocks.rows import write_back
 from mmod.methods.base import register_method
@@ -36,6 +37,7 @@ from mmod.routing import Evidence, Kept, Routing, Weights
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import slots_of
 from mmod.routing.score.linear import LinearScore
+from mmod.threads import PerThread
 
 # Factor of the sigmoid: the best value in Table 13 of the source.
 GATE = 0.1
@@ -178,6 +180,7 @@ class SharedState(NamedTuple):
     """Plain state of a `SharedBlock`."""
 
     call: Any
+    inner: PerThread[Inner]
 
 
 class SharedBlock(Mixin):
@@ -199,7 +202,7 @@ class Cycle(Deciding):
         calls = [stack.call_of(block, None) for block in shared]
         for block, call in zip(shared, calls):
             if call.shell.inner is not None:
-                convert(block, SharedBlock, SharedState(call), Shell(inner=call.shell.inner))
+                convert(block, SharedBlock, SharedState(call, PerThread(Inner)), Shell(inner=call.shell.inner))
         read_blocks = stack.read_blocks
         self.mod_state = CycleState(config, stack.prefix, stack.language, read_blocks, calls, removed, Records())
         weight = first_floating(shared[0])

@@ -104,7 +104,7 @@ OUT_OF_RANGE = [
     (TrainConfig, "data.augment.re_count", 0, "an integer of at least 1"),
     (TrainConfig, "routing", {"capcity": 1}, "valid ones are router, capacity"),
     (TrainConfig, "routing", {"preset": "amod"}, "a-mod"),
-    (TrainConfig, "routing", {"preset": "gradual", "meen": 0.7}, "valid ones are mean, router"),
+    (TrainConfig, "routing", {"preset": "gradual", "meen": 0.7}, "valid ones are mean, start, router"),
     (TrainConfig, "routing", {"preset": "gradual", "mean": 0.1}, "a number in (0.4, 1]"),
     (TrainConfig, "routing", {"capacity": 2}, "a number in [0, 1]"),
     (PairsConfig, "routing.image", {"select": {"threshold": NAN}}, "a finite number"),
