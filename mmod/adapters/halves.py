@@ -48,7 +48,7 @@ def find_branches(block: nn.Module, x_BND: Tensor, arguments: Mapping[str, Any])
     for attention in search.attention_candidates():
         for mlp in search.mlp_candidates(attention):
             silenced = search.attempt(search.zeros(attention) | search.zeros(mlp))
-            if silenced is None or not _close(silenced, search.x_BND):
+            if silenced is None or not close(silenced, search.x_BND):
                 continue
             found = search.describe(attention, mlp)
             if found["halves"]:
@@ -164,7 +164,7 @@ class _Search:
             "idle_attention": _named(silent_attention, zero=False),
             "silent_mlp": _named(silent_mlp, zero=True),
             "idle_mlp": _named(silent_mlp, zero=False),
-            "halves": _close(fed, self.run({})),
+            "halves": close(fed, self.run({})),
         }
 
     def _silent(self, silent: str, other: str) -> dict[str, bool]:
@@ -243,7 +243,8 @@ def _overlap(first: str, second: str) -> bool:
     return f"{first}.".startswith(f"{second}.") or f"{second}.".startswith(f"{first}.")
 
 
-def _close(actual: Tensor, expected: Tensor) -> bool:
+def close(actual: Tensor, expected: Tensor) -> bool:
+    """Return whether two outputs of a trial are the same, up to rounding."""
     if actual.shape != expected.shape:
         return False
     return bool(torch.allclose(actual, expected, atol=TOLERANCE * float(expected.abs().max()), rtol=0.0))

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmod.adapters.halves import find_branches
+from mmod.adapters.halves import close, find_branches
 from mmod.adapters.probe import Seen, runnable, without_hooks
 from mmod.adapters.proven import MASKED, Proof, ProvenCall, call_of
 from mmod.blocks import KEY_BIAS, MASKS, Shell, as_one_sequence, convert, host_class
@@ -32,7 +32,6 @@ PLACES = ("position_mask",)
 # Patches of a trial, of which some run alone.
 PATCHES = 12
 ALONE = 5
-TOLERANCE = 1e-4
 LAYOUTS = ("heads", "batch", "flat")
 
 
@@ -327,27 +326,39 @@ class _Trial:
         prefix = self.seen.prefix
         order = torch.randperm(index_BK.shape[1] - prefix, generator=torch.Generator().manual_seed(2)) + prefix
         order = torch.cat([torch.arange(prefix), order])
-        if not _close(self.run(index_BK[:, order]), y_BKD[:, order]):
+        if not close(self.run(index_BK[:, order]), y_BKD[:, order]):
             raise _Refused(f"gives tokens in another order another result{self._why()}", 1)
+        self._check_all_tokens()
         alone = prefix + ALONE
         valid_BK = (torch.arange(index_BK.shape[1]) < alone).expand_as(index_BK)
-        if not _close(self.run(index_BK[:, :alone]), self.run(index_BK, valid_BK)[:, :alone]):
+        if not close(self.run(index_BK[:, :alone]), self.run(index_BK, valid_BK)[:, :alone]):
             raise _Refused(
                 "gives some tokens another result where the others are hidden from attention than where they are left "
                 "out: tokens reach each other by another way than attention",
-                2,
+                3,
             )
-        images = [self._alone(image) for image in range(2)]
-        if not _close(torch.cat(images), y_BKD):
-            raise _Refused("gives an image another result in another batch", 3)
+        images = [self._alone(image, index_BK[image : image + 1]) for image in range(2)]
+        if not close(torch.cat(images), y_BKD):
+            raise _Refused("gives an image another result in another batch", 4)
 
-    def _alone(self, image: int) -> Tensor:
-        """Return the output of one image alone."""
+    def _check_all_tokens(self) -> None:
+        """Permute all patches of an image: a window shows only where there are more tokens than it holds."""
+        seen = self.seen
+        tokens = self.x_BND.shape[1]
+        last = tokens - seen.suffix
+        order = torch.randperm(last - seen.prefix, generator=torch.Generator().manual_seed(4)) + seen.prefix
+        order = torch.cat([torch.arange(seen.prefix), order, torch.arange(last, tokens)])
+        y_1ND = self._alone(0, torch.arange(tokens).unsqueeze(0))
+        if not close(self._alone(0, order.unsqueeze(0)), y_1ND[:, order]):
+            raise _Refused(f"gives all {tokens} tokens in another order another result{self._why()}", 2)
+
+    def _alone(self, image: int, index_1K: Tensor) -> Tensor:
+        """Return the output for some tokens of one image alone."""
         whole = (self.x_BND, self.arguments)
         one = slice(image, image + 1)
         self.x_BND = self.x_BND[one]
         self.arguments = {name: _of_image(value, one) for name, value in self.arguments.items()}
-        y = self.run(self.index_BK[one])
+        y = self.run(index_1K)
         self.x_BND, self.arguments = whole
         return y
 
@@ -355,7 +366,7 @@ class _Trial:
         index_BN = torch.arange(self.x_BND.shape[1]).expand(2, -1)
         with torch.no_grad():
             y_BND = self.block.run_host(self.x_BND, **self.arguments)
-        if not _close(self.run(index_BN), y_BND):
+        if not close(self.run(index_BN), y_BND):
             raise _Refused(f"does not take the places of its tokens as {self.proof.places}")
 
     def _why(self) -> str:
@@ -372,7 +383,3 @@ def _of_image(value: Any, one: slice) -> Any:
         return tuple(_of_image(item, one) for item in value)
     batched = isinstance(value, Tensor) and value.ndim > 2 and value.shape[0] == 2
     return value[one] if batched else value
-
-
-def _close(actual: Tensor, expected: Tensor) -> bool:
-    return bool(torch.allclose(actual, expected, atol=TOLERANCE * float(expected.abs().max()), rtol=0.0))

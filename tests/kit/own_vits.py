@@ -116,6 +116,16 @@ class WindowedBlock(OwnBlock):
         return x + self.channels(self.second(x))
 
 
+class LargeWindowBlock(OwnBlock):
+    """Attention within halves of the sequence, where it is longer than 32 tokens."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = 2 if x.shape[1] > 32 else 1
+        windows = self.first(x).unflatten(1, (parts, -1)).flatten(0, 1)
+        x = x + self.mixer(windows).unflatten(0, (-1, parts)).flatten(1, 2)
+        return x + self.channels(self.second(x))
+
+
 class ReorderingBlock(OwnBlock):
     """Every second block of this kind would bring tokens back to their places."""
 
@@ -184,6 +194,7 @@ ROUTED: dict[str, Callable[[], OwnViT]] = {
 # Model -> the property that it lacks.
 REFUSED: dict[str, tuple[Callable[[], OwnViT], str]] = {
     "windows": (lambda: OwnViT(lambda _: WindowedBlock(), prefix=0), "computes with their places|does not run on"),
+    "large windows": (lambda: OwnViT(lambda _: LargeWindowBlock(), prefix=0), "all 64 tokens in another order"),
     "relative bias of zeros": (lambda: OwnViT(lambda _: OwnBlock(RelativeBias), prefix=0), "in another order"),
     "relative bias": (
         lambda: OwnViT(lambda _: OwnBlock(lambda: RelativeBias(0.5)), prefix=0),  # type: ignore[arg-type]
