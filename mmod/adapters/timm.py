@@ -62,6 +62,8 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
 
 def find_blocks(model: nn.Module) -> BlockStack:
     """Return the residual blocks of a timm model."""
+    if tokens.is_declared(model):
+        return tokens.find_blocks(model, "timm", "timm")
     lists = _block_lists(model)
     known = all(isinstance(block, BLOCKS) for block in chain.from_iterable(blocks for _, blocks in lists))
     owner = model.get_submodule(lists[0][0].rpartition(".")[0]) if lists else model

@@ -67,11 +67,22 @@ def declared(model: nn.Module, tokens: Tokens | None) -> Iterator[None]:
     if tokens is None:
         yield
         return
+    packages = {base.__module__.partition(".")[0] for base in type(model).__mro__}
+    for library in packages & {"open_clip", "transformers"}:
+        raise ValueError(
+            f"tokens= is for models that no adapter knows: this {type(model).__name__} is one of {library}, whose "
+            "blocks are found without it; leave it out"
+        )
     vars(model)[_TOKENS] = tokens
     try:
         yield
     finally:
         del vars(model)[_TOKENS]
+
+
+def is_declared(model: nn.Module) -> bool:
+    """Return whether the user says where the blocks of a model are, or said it of one that methods changed."""
+    return _TOKENS in vars(model) or any(_PROOF in vars(module) for module in model.modules())
 
 
 def find_blocks(model: nn.Module, library: str = "", host: str = "") -> BlockStack:

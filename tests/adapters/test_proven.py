@@ -16,8 +16,10 @@ import mmod
 from mmod.adapters.proven import read_proof
 from mmod.adapters.tokens import proofs_of
 from mmod.blocks.rows import Rows
+from tests.kit.clip_zoo import make_clip
 from tests.kit.own_vits import DIM, REFUSED, ROUTED, Mlp, OwnBlock, OwnViT, make_own, make_own_images
 from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of, table
+from tests.kit.zoo import make_images, make_model
 
 ALL = [*VISION_ZOO, *ROUTED]
 
@@ -297,6 +299,10 @@ def test_a_user_says_what_structure_does_not() -> None:
         assert routing.kept.index_BK.shape == (2, 22)
         assert routing.kept.index_BK[:, :prefix].tolist() == [list(range(prefix))] * 2
         mmod.undo_(model)
+    for known, library in ((make("vit"), "transformers"), (make_clip("ViT-B-32"), "open_clip")):
+        with pytest.raises(ValueError, match=f"is one of {library}, whose blocks are found without it; leave it out"):
+            mmod.route_(known, tokens=mmod.Tokens("blocks"))
+        assert not mmod.is_routed(known)
     with pytest.raises(ValueError, match="'stage' is no ModuleList"):
         mmod.route_(model, tokens=mmod.Tokens("stage", example=images))
     with pytest.raises(TypeError, match=r"tokens must be a mmod\.Tokens, got 'stages'"):
@@ -399,3 +405,17 @@ def test_an_attention_without_masks_says_so_where_a_mask_is_needed() -> None:
 def test_the_page_shows_what_the_trials_show() -> None:
     page = (Path(__file__).parents[2] / "docs/your_model.md").read_text()
     assert f"tests.kit.vision_zoo -->\n{table()}\n<!-- end" in page
+
+
+def test_what_a_user_says_of_a_known_model_of_timm_counts() -> None:
+    config = mmod.RoutingConfig(router="norm", capacity=0.5, blocks=(1,))
+    with pytest.raises(ValueError, match="'blcks' is no ModuleList"):
+        mmod.route_(make_model("test_vit"), config, tokens=mmod.Tokens("blcks"))
+    model = mmod.route_(make_model("test_vit"), config, tokens=mmod.Tokens("blocks", prefix=5))
+    with torch.no_grad(), mmod.trace(model) as decisions:
+        model(make_images("test_vit", 2))
+    assert decisions["blocks.1"].kept.index_BK[:, :5].tolist() == [[0, 1, 2, 3, 4]] * 2
+    mmod.set_capacity_(model, 0.25)
+    assert list(mmod.capacities(model)) == ["blocks.1"]
+    mmod.undo_(model)
+    assert not proofs_of(model)
