@@ -68,8 +68,8 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
     facts = image_facts(model)
     if facts.channels is not None and facts.channels != data.channels:
         raise ValueError(
-            f"data.channels is {data.channels} and the model takes {facts.channels}; "
-            f"set model.args.in_chans to {data.channels}"
+            f"data.channels is {data.channels} and the model takes {facts.channels}; set data.channels to "
+            f"{facts.channels}, or model.args.in_chans to {data.channels}"
         )
     side = data.image_size
     if facts.size is not None and facts.size != (side, side):
