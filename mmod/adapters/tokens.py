@@ -68,10 +68,11 @@ def declared(model: nn.Module, tokens: Tokens | None) -> Iterator[None]:
         yield
         return
     packages = {base.__module__.partition(".")[0] for base in type(model).__mro__}
-    for library in packages & {"open_clip", "transformers"}:
+    libraries = packages & {"open_clip", "transformers"}
+    if libraries:
         raise ValueError(
-            f"tokens= is for models that no adapter knows: this {type(model).__name__} is one of {library}, whose "
-            "blocks are found without it; leave it out"
+            f"tokens= is for models that no adapter knows: this {type(model).__name__} is one of "
+            f"{', '.join(libraries)}, whose blocks are found without it; leave it out"
         )
     vars(model)[_TOKENS] = tokens
     try:
@@ -113,7 +114,9 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
     block_list: Any = dict(model.named_modules()).get(name)
     if not isinstance(block_list, (nn.ModuleList, nn.Sequential)) or not len(block_list):
         raise ValueError(f"cannot route {title}: {name!r} is no ModuleList or Sequential of blocks")
-    settings = (name, tokens, *map(settings_of, block_list))
+    # Of an example the shape counts; two tensors cannot be compared as one value.
+    shape = None if tokens.example is None else tuple(tokens.example.shape)
+    settings = (name, tokens.prefix, shape, *map(settings_of, block_list))
     if block_list in _PROVEN and _PROVEN[block_list][0] == settings:
         return _PROVEN[block_list][1]
     # Libraries build models on the meta device, where nothing could be compared.

@@ -291,7 +291,9 @@ def test_a_user_says_what_structure_does_not() -> None:
         mmod.route_(model)
     images = torch.randn(2, 3, 40, 72)
     config = mmod.RoutingConfig(router="norm", capacity=0.5, blocks=(1,))
-    for tokens, prefix in ((mmod.Tokens(example=images), 0), (mmod.Tokens("stages", 9, images), 9)):
+    named = [(mmod.Tokens("stages", 9, example), 9) for example in (images, images.clone())]
+    # A proof is kept while its blocks stay as they are, also where the next example is another tensor.
+    for tokens, prefix in ((mmod.Tokens(example=images), 0), *named):
         mmod.route_(model, config, tokens=tokens)
         with torch.no_grad(), mmod.trace(model) as decisions:
             model(images)
