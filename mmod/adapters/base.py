@@ -39,6 +39,7 @@ from mmod.blocks import (
     RoutedBlock,
     Shell,
     StackCalls,
+    map_rows,
 )
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, attend_to_all, keys_and_values
@@ -188,7 +189,7 @@ class NamedArguments(BlockCall):
         packed = dict(arguments)
         for name in self.rows:
             if name in packed:
-                packed[name] = _map_rows(self._pack_rows, packed[name], packing.row_T, x_BND.shape[1])
+                packed[name] = map_rows(self._pack_rows, packed[name], packing.row_T, x_BND.shape[1])
         return packed
 
     def _pack_rows(self, rows: Tensor, row_T: Tensor, tokens: int) -> Tensor:
@@ -203,7 +204,7 @@ class NamedArguments(BlockCall):
         if routing.kept.image_S is not None:
             # One mask for all images has no rows to select.
             image_S = routing.kept.image_S
-            return {name: _map_rows(_of_images, value, image_S) for name, value in arguments.items()}
+            return {name: map_rows(_of_images, value, image_S) for name, value in arguments.items()}
         narrowed = self.narrow_rows(arguments, routing.kept.index_BK)
         mask = narrowed.pop(self.mask, None)
         if mask is not None:
@@ -219,7 +220,7 @@ class NamedArguments(BlockCall):
         narrowed = dict(arguments)
         for name in self.rows:
             if name in narrowed:
-                narrowed[name] = _map_rows(self._narrow_rows, narrowed[name], index_BK)
+                narrowed[name] = map_rows(self._narrow_rows, narrowed[name], index_BK)
         if self.places:
             before_BN = narrowed.get(self.places)
             narrowed[self.places] = index_BK if before_BN is None else before_BN.gather(1, index_BK)
@@ -280,13 +281,6 @@ def _of_images(value: Any, image_S: Tensor) -> Any:
     """Return the part of some images; a value without a batch axis is unchanged."""
     batched = isinstance(value, Tensor) and value.ndim == 4 and len(value) > 1
     return value.index_select(0, image_S) if batched else value
-
-
-def _map_rows(narrow: Callable[..., Any], value: Any, *args: Any) -> Any:
-    """Apply a function to a tensor, or to each of a tuple."""
-    if isinstance(value, (tuple, list)):
-        return tuple(narrow(item, *args) for item in value)
-    return narrow(value, *args)
 
 
 class Changes(NamedTuple):

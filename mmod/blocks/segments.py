@@ -134,9 +134,11 @@ def as_one_sequence(call: SequenceCall, x_BND: Tensor, arguments: Mapping[str, A
     return z_TD if call.layout == "bare" else z_TD.unsqueeze(0), named
 
 
-def map_rows(change: Callable[[Tensor], Tensor], value: Any) -> Any:
-    """Apply a function to a tensor of rows, or to each of a tuple of them."""
-    return tuple(change(item) for item in value) if isinstance(value, (tuple, list)) else change(value)
+def map_rows(change: Callable[..., Any], value: Any, *args: Any) -> Any:
+    """Apply a function to a tensor of rows, or to each of a tuple of them; further arguments are passed on."""
+    if isinstance(value, (tuple, list)):
+        return tuple(change(item, *args) for item in value)
+    return change(value, *args)
 
 
 def _first(value: Any) -> Any:
