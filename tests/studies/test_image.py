@@ -25,6 +25,7 @@ from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
 from mmod.studies.results import SeedScores
 from mmod.training.engine.parse import read_config
+from mmod.training.engine.preflight import check_schedule
 from tests.kit.image_study import DENSE
 from tests.kit.processes import FORKING, run_processes
 from tests.kit.sets import SETS
@@ -290,6 +291,9 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
     assert len(routed) == config.seeds * len(chosen)
     assert all(job.config.model.has_weights and job.config.image_routing for job in routed)
     assert len({job.config.output for job in planned}) == len(planned)
+    for job in planned:
+        # Every run reaches its learning rate; the runner would refuse it only after hours of other runs.
+        check_schedule(job.config, job.config.data.batch_size)
     assert re.search(rf"mmod tradeoff ({path}|{path.stem})\b", path.read_text())
 
 
