@@ -245,6 +245,11 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         ({"routers": {"x": {"router": "atention"}}}, ValueError, "router must be one of"),
         ({"finetune": {"epoch": 1}}, ValueError, "unknown config key 'epoch'"),
         ({"capacities": [0.5, 0.5]}, ValueError, "several models of the study have the name 'a-mod-0.5'"),
+        (
+            {"finetune": {"epochs": 2, "schedule": {"warmup_epochs": 2}}},
+            ValueError,
+            "of the study: schedule.warmup_epochs=2 is as long as the run, epochs=2",
+        ),
     ],
 )
 def test_wrong_studies_fail_before_the_first_run(
