@@ -1,0 +1,118 @@
+"""A vision-language model of trained halves, made, trained and judged: `python -m scripts.real_halves COMMAND FOLDER`.
+
+FOLDER takes everything that is written. `make` needs the weights and photographs, see `--help`. Training costs about
+two CPU hours, judging six, both on one thread; a stopped command goes on where it was. `torchrun --nproc_per_node 2
+-m scripts.real_halves train FOLDER` trains in two processes.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, inject_adapter_in_model
+from transformers import LlavaForConditionalGeneration
+
+from scripts.doc_tables import markdown
+from scripts.real_halves import compare, learn
+from scripts.real_halves.features import features_of
+from scripts.real_halves.judge import judge, loaded
+from scripts.real_halves.model import create
+from scripts.real_halves.photographs import write_questions
+
+_STAGES = (learn.Stage(2, 4000, 1e-3), learn.Stage(1, 4000, 5e-4))
+_ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def make(folder: Path, tower: Path, language: Path, photographs: Path) -> None:
+    """Write the untrained model, and pictures and questions."""
+    model, processor = create(tower, language)
+    model.save_pretrained(folder / "untrained")
+    processor.save_pretrained(folder / "untrained")
+    write_questions(photographs, folder / "questions")
+
+
+def train(folder: Path) -> None:
+    """Train projector and adapters, and save the model with merged adapters."""
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model, processor = loaded(folder / "untrained")
+    talks = {
+        name: learn.Talks(folder / f"questions/{name}.json", processor.tokenizer)
+        for name in ("naming", "places", "train")
+    }
+    features = {
+        name: features_of(model, processor, asked.pictures, folder / f"features/{name}")
+        for name, asked in talks.items()
+    }
+    model.requires_grad_(False)
+    model.model.multi_modal_projector.requires_grad_(True)
+    if not (folder / "training/training.pt").exists():
+        named = [(talk.picture, name) for talk, name in zip(talks["train"].talks, talks["train"].names) if name]
+        pictures = [picture for picture, _ in named]
+        learn.start_projector(model, processor.tokenizer, features["train"][pictures], [name for _, name in named])
+    language = model.model.language_model
+    inject_adapter_in_model(LoraConfig(r=16, lora_alpha=32, target_modules=_ADAPTED), language)
+    for name, weight in language.named_parameters():
+        weight.requires_grad_("lora" in name)
+        # Products run in half precision; the embeddings stay exact, as images join them.
+        if name.endswith("base_layer.weight"):
+            weight.data = weight.data.bfloat16()
+    judged = {name: (talks[name], features[name]) for name in ("naming", "places")}
+    learn.Training(model, talks["train"], features["train"], folder / "training", judged).run(_STAGES)
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        save(model, folder)
+
+
+def save(trained: LlavaForConditionalGeneration, folder: Path) -> None:
+    """Write the model in single precision, adapters merged into the weights that they adapt."""
+    model, processor = loaded(folder / "untrained")
+    model.model.multi_modal_projector.load_state_dict(trained.model.multi_modal_projector.state_dict())
+    weights = dict(model.model.language_model.named_modules())
+    with torch.no_grad():
+        for name, module in trained.model.language_model.named_modules():
+            if hasattr(module, "get_delta_weight"):
+                weights[name].weight += module.get_delta_weight("default")
+    model.save_pretrained(folder / "model")
+    processor.save_pretrained(folder / "model")
+
+
+def main() -> None:
+    """Run a command."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.real_halves", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    making = commands.add_parser("make", help="write the untrained model, pictures and questions")
+    making.add_argument("folder", type=Path)
+    making.add_argument("--tower", type=Path, required=True, help="weights of timm's vit_small_patch14_dinov2")
+    making.add_argument("--language", type=Path, required=True, help="folder of SmolLM2-135M-Instruct")
+    making.add_argument("--photographs", type=Path, required=True, help="folder of Caltech-101 with its lists")
+    training = commands.add_parser("train", help="train it")
+    training.add_argument("folder", type=Path)
+    judging = commands.add_parser("judge", help="answer the questions with every way to spend less")
+    judging.add_argument("folder", type=Path)
+    judging.add_argument("--patches", type=int, default=10, help="side of the images in patches")
+    judging.add_argument("--limit", type=int, default=500, help="questions of each file")
+    judging.add_argument("--rows", nargs="*", help="names of rows; all by default")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.command == "make":
+        make(options.folder, options.tower, options.language, options.photographs)
+    elif options.command == "train":
+        train(options.folder)
+    else:
+        rows = compare.rows(options.folder, options.patches)
+        chosen = {name: rows[name] for name in options.rows or rows}
+        journal = options.folder / f"answers-{options.patches}.jsonl"
+        judge(options.folder / "model", options.folder / "questions", chosen, journal, options.patches, options.limit)
+        table = compare.table(options.folder, options.patches)
+        (options.folder / f"table-{options.patches}.json").write_text(json.dumps(table, indent=1))
+        print(markdown(table))
+
+
+if __name__ == "__main__":
+    main()

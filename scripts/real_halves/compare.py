@@ -1,0 +1,151 @@
+"""The rows that are judged, with plans searched in the trained model, and the table of their answers and costs."""
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mmod
+from mmod import RoutingConfig
+from mmod.analysis.statistics import Estimate
+from mmod.data.readers.chat import ChatCollator
+from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from mmod.planning import horizon, search_plan
+from scripts.real_halves.judge import by_picture, gap, loaded, prefill_times
+from scripts.real_halves.rows import LAST_TOKEN, Row, families, fitted, image_share
+
+BUDGETS = (0.5, 0.25)
+DENSE = "dense"
+# Text tokens of a prompt, about as many as questions have.
+_TEXT = 18
+_SEARCHED_ON = 24
+_BATCH = 6
+_TOLERANCE = 0.05
+_ROUNDS = 7
+_RIVALS = ("pooled tokens", "fewer pixels")
+_COMMAND = "python -m scripts.real_halves judge FOLDER"
+
+
+def rows(folder: Path, patches: int) -> dict[str, Row]:
+    """Return the rows by name for images of so many patches a side, the dense model first."""
+    dense, _ = loaded(folder / "model")
+    depth = len(dense.model.language_model.layers)
+    dense.to("meta")
+    image = patches**2
+    share = partial(_share, dense, image)
+    found = {DENSE: Row()}
+    for budget in BUDGETS:
+        for name, family in families(depth).items():
+            found[f"{name}, {budget}"] = Row(language=fitted(share, family, budget))
+        for name, plan in planned(folder, patches, budget).items():
+            found[f"{name}, {budget}"] = Row(language=plan)
+        side = fewer(patches, budget)
+        found[f"pooled tokens, {budget}"] = Row(tokens=side)
+        found[f"fewer pixels, {budget}"] = Row(patches=side)
+    found["gradual merging in the tower"] = Row(vision=mmod.preset("gradual"))
+    for name in (f"FastV: by the last token's attention, {BUDGETS[0]}", f"evenly spread, {BUDGETS[0]}"):
+        found[f"gradual merging in the tower, then {name}"] = Row(found[name].language, mmod.preset("gradual"))
+    return found
+
+
+def _share(dense: Any, image: int, config: RoutingConfig) -> float:
+    return image_share(dense, config, _TEXT, image, image)
+
+
+def fewer(patches: int, budget: float) -> int:
+    """Return the side of the largest grid with at most this share of the patches."""
+    return int((budget * patches**2) ** 0.5 + 1e-6)
+
+
+def planned(folder: Path, patches: int, budget: float) -> dict[str, RoutingConfig]:
+    """Return plans found in the trained model on training questions; they are kept in a file."""
+    file = folder / f"plans-{patches}.json"
+    if not file.exists():
+        file.write_text(json.dumps(_search(folder, patches), indent=1))
+    return {name: RoutingConfig.from_dict(fields) for name, fields in json.loads(file.read_text())[str(budget)].items()}
+
+
+def _search(folder: Path, patches: int) -> dict[str, dict[str, Any]]:
+    model, processor = loaded(folder / "model")
+    Row().apply(model, processor, patches)
+    questions = folder / "questions"
+    talks = open_conversations(str(questions / "train.json"), ConversationsConfig(images=str(questions)))
+    chosen = talks.read(range(_SEARCHED_ON))
+    # One question a picture, as in the judgement.
+    chosen = [talk._replace(messages=talk.messages[:2]) for talk in chosen]
+    collator = ChatCollator(processor)
+    batches = [collator(chosen[start : start + _BATCH]) for start in range(0, len(chosen), _BATCH)]
+    curve = horizon(model, batches)
+    print(curve, flush=True)
+    curve.plot(folder / f"horizon-{patches}.png", overwrite=True)
+    progress = folder / f"search-{patches}.jsonl"
+    search = search_plan(
+        model, batches, BUDGETS[0], part="language", router=LAST_TOKEN, cost="image_flops", progress_file=progress
+    )
+    image = patches**2
+    model.to("meta")
+    found: dict[str, dict[str, Any]] = {}
+    for budget in BUDGETS:
+        plans = {"searched plan": search.plan_for(budget)}
+        last = curve.layer(_TOLERANCE)
+        for name, router in (("evenly spread", "stride"), ("by the last token's attention", LAST_TOKEN)):
+            front = _in_front(curve, last, router)
+            if _share(model, image, front(0.02)) <= budget:
+                plans[f"up to the horizon, {name}"] = fitted(partial(_share, model, image), front, budget)
+        found[str(budget)] = {name: plan.to_dict() for name, plan in plans.items()}
+    return found
+
+
+def _in_front(curve: Any, last: int, router: Any) -> Callable[[float], RoutingConfig]:
+    """Return the plans without image tokens behind the horizon, by the share of them in front of it."""
+
+    def plan(capacity: float) -> RoutingConfig:
+        return curve.plan(_TOLERANCE, capacity=min(capacity, 0.999), after=2, router=router)
+
+    return plan
+
+
+def table(folder: Path, patches: int) -> dict[str, Any]:
+    """Return the table of the rows that were judged, as `scripts.doc_tables` writes it.
+
+    Differences are in points, paired by picture.
+    """
+    answered = by_picture(folder / f"answers-{patches}.jsonl")
+    judged = {name: row for name, row in rows(folder, patches).items() if name in answered}
+    times = prefill_times(folder / "model", folder / "questions", judged, patches, _ROUNDS)
+    dense, _ = loaded(folder / "model")
+    dense.to("meta")
+    lines = list[list[Any]]()
+    for name, row in judged.items():
+        image = (row.tokens or row.patches or patches) ** 2
+        share = image_share(dense, row.language, _TEXT, image, patches**2)
+        cache = times[name]["cache"] / times[DENSE]["cache"]
+        line = [name, share, times[name]["ms"], cache]
+        for file, sums in answered[name].items():
+            line.append(100 * sums[:, 0].sum() / sums[:, 1].sum())
+            line.append(None if name == DENSE else ends(gap(sums, answered[DENSE][file])))
+        budget = name.rpartition(", ")[2]
+        # Independent judges find that fewer pixels, or pooled tokens, are hard to beat.
+        for rival in _RIVALS:
+            other = answered.get(f"{rival}, {budget}")
+            is_compared = other is not None and not name.startswith(rival)
+            line.append(ends(gap(together(answered[name]), together(other))) if is_compared and other else None)
+        lines.append(line)
+    titles = ["", "image FLOPs", "prefill, ms", "cache", "naming %", "to dense", "places %", "to dense"]
+    difference = "{:+.1f} [{:+.1f}, {:+.1f}]"
+    formats = ["{}", "{:.2f}", "{:.0f}", "{:.2f}", "{:.1f}", difference, "{:.1f}", difference, difference, difference]
+    columns = [*titles, *(f"all, to {rival}" for rival in _RIVALS)]
+    return {"commands": [_COMMAND], "columns": columns, "formats": formats, "rows": lines}
+
+
+def ends(estimate: Estimate) -> list[float]:
+    """Return a difference and the ends of its interval."""
+    return [round(value, 2) for value in (estimate.value, estimate.low, estimate.high)]
+
+
+def together(answers: dict[str, np.ndarray]) -> np.ndarray:
+    """Return right answers and questions of all pictures (pictures, 2)."""
+    return np.concatenate(list(answers.values()))
