@@ -21,9 +21,9 @@ from scripts.real_halves.features import features_of
 from scripts.real_halves.judge import judge, loaded
 from scripts.real_halves.model import create
 from scripts.real_halves.photographs import write_questions
+from scripts.real_halves.tune import ADAPTED, tune
 
 _STAGES = (learn.Stage(2, 4000, 1e-3), learn.Stage(1, 4000, 5e-4))
-_ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def make(folder: Path, tower: Path, language: Path, photographs: Path) -> None:
@@ -55,7 +55,7 @@ def train(folder: Path) -> None:
         pictures = [picture for picture, _ in named]
         learn.start_projector(model, processor.tokenizer, features["train"][pictures], [name for _, name in named])
     language = model.model.language_model
-    inject_adapter_in_model(LoraConfig(r=16, lora_alpha=32, target_modules=_ADAPTED), language)
+    inject_adapter_in_model(LoraConfig(r=16, lora_alpha=32, target_modules=ADAPTED), language)
     for name, weight in language.named_parameters():
         weight.requires_grad_("lora" in name)
         # Products run in half precision; the embeddings stay exact, as images join them.
@@ -98,12 +98,19 @@ def main() -> None:
     judging.add_argument("--patches", type=int, default=10, help="side of the images in patches")
     judging.add_argument("--limit", type=int, default=500, help="questions of each file")
     judging.add_argument("--rows", nargs="*", help="names of rows; all by default")
+    tuning = commands.add_parser("tune", help="fine-tune it by several ways to spend less")
+    tuning.add_argument("folder", type=Path)
+    tuning.add_argument("--patches", type=int, default=10, help="side of the images in patches")
+    tuning.add_argument("--limit", type=int, default=500, help="questions of each file")
+    tuning.add_argument("--seeds", type=int, default=3)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.command == "make":
         make(options.folder, options.tower, options.language, options.photographs)
     elif options.command == "train":
         train(options.folder)
+    elif options.command == "tune":
+        tune(options.folder, options.patches, options.seeds, options.limit)
     else:
         rows = compare.rows(options.folder, options.patches)
         chosen = {name: rows[name] for name in options.rows or rows}

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from transformers import AutoProcessor, LlavaForConditionalGeneration
 
 from mmod.analysis.statistics import Estimate, estimate_of, resampled_means
@@ -30,6 +31,14 @@ def loaded(folder: Path) -> tuple[Any, Any]:
     return model.eval(), AutoProcessor.from_pretrained(folder)
 
 
+def halve(model: nn.Module) -> None:
+    """Keep the weights of products in half precision, to which autocast would convert them for every token."""
+    for module in model.modules():
+        # The embeddings, which the last product shares, stay exact.
+        if isinstance(module, nn.Linear) and module is not model.get_submodule("lm_head"):
+            module.to(torch.bfloat16)
+
+
 def asked(model: Any, collator: ChatCollator, file: Path, batch: int, limit: int) -> list[dict[str, Any]]:
     """Return kind, picture and right or wrong of every question of a file."""
     talks = open_conversations(str(file), ConversationsConfig(images=str(file.parent)))
@@ -45,6 +54,14 @@ def asked(model: Any, collator: ChatCollator, file: Path, batch: int, limit: int
     return found
 
 
+def answered(model: Any, collator: ChatCollator, questions: Path, limit: int) -> dict[str, list[dict[str, Any]]]:
+    """Return what was asked, see `asked`, by file of questions."""
+    found = {file: asked(model, collator, questions / f"{file}.json", 10, limit) for file in ("naming", "places")}
+    shares = {file: f"{sum(one['right'] for one in answers) / len(answers):.3f}" for file, answers in found.items()}
+    print(f"right: {shares}", flush=True)
+    return found
+
+
 def judge(
     folder: Path, questions: Path, rows: Mapping[str, Row], journal: Path, patches: int, limit: int = 500
 ) -> None:
@@ -53,16 +70,15 @@ def judge(
     for name, row in rows.items():
         if name in done:
             continue
+        print(name, end=" ", flush=True)
         started = time.process_time()
         model, processor = loaded(folder)
         row.apply(model, processor, patches)
-        collator = ChatCollator(processor)
-        answers = {file: asked(model, collator, questions / f"{file}.json", 10, limit) for file in ("naming", "places")}
+        halve(model)
+        answers = answered(model, ChatCollator(processor), questions, limit)
         record = {"name": name, "seconds": time.process_time() - started, "answers": answers}
         with journal.open("a") as lines:
             lines.write(json.dumps(record) + "\n")
-        shares = {file: f"{sum(one['right'] for one in found) / len(found):.3f}" for file, found in answers.items()}
-        print(f"{name}: {shares} in {record['seconds']:.0f} s", flush=True)
 
 
 def by_picture(journal: Path) -> dict[str, dict[str, np.ndarray]]:
