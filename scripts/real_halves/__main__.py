@@ -20,10 +20,10 @@ from scripts.real_halves import compare, learn
 from scripts.real_halves.features import features_of
 from scripts.real_halves.judge import judge, loaded
 from scripts.real_halves.model import create
-from scripts.real_halves.photographs import write_questions
+from scripts.real_halves.photographs import Thing, write_questions
 from scripts.real_halves.tune import ADAPTED, tune
 
-_STAGES = (learn.Stage(2, 4000, 1e-3), learn.Stage(1, 4000, 5e-4))
+_STAGES = (learn.Stage(2, 1920, 1e-3), learn.Stage(1, 4000, 7e-4))
 
 
 def make(folder: Path, tower: Path, language: Path, photographs: Path) -> None:
@@ -51,9 +51,10 @@ def train(folder: Path) -> None:
     model.requires_grad_(False)
     model.model.multi_modal_projector.requires_grad_(True)
     if not (folder / "training/training.pt").exists():
-        named = [(talk.picture, name) for talk, name in zip(talks["train"].talks, talks["train"].names) if name]
-        pictures = [picture for picture, _ in named]
-        learn.start_projector(model, processor.tokenizer, features["train"][pictures], [name for _, name in named])
+        things = [Thing(**fields) for fields in json.loads((folder / "questions/things.json").read_text())]
+        seen = learn.seen_in(features["train"], talks["train"].pictures, things)
+        names = [thing.name for thing in things]
+        learn.start_projector(model, processor.tokenizer, features["train"], seen, names)
     language = model.model.language_model
     inject_adapter_in_model(LoraConfig(r=16, lora_alpha=32, target_modules=ADAPTED), language)
     for name, weight in language.named_parameters():
@@ -98,6 +99,7 @@ def main() -> None:
     judging.add_argument("--patches", type=int, default=10, help="side of the images in patches")
     judging.add_argument("--limit", type=int, default=500, help="questions of each file")
     judging.add_argument("--rows", nargs="*", help="names of rows; all by default")
+    judging.add_argument("--no-plans", action="store_true", help="leave out the plans that are searched")
     tuning = commands.add_parser("tune", help="fine-tune it by several ways to spend less")
     tuning.add_argument("folder", type=Path)
     tuning.add_argument("--patches", type=int, default=10, help="side of the images in patches")
@@ -112,10 +114,12 @@ def main() -> None:
     elif options.command == "tune":
         tune(options.folder, options.patches, options.seeds, options.limit)
     else:
-        rows = compare.rows(options.folder, options.patches)
+        rows = compare.rows(options.folder, options.patches, not options.no_plans)
         chosen = {name: rows[name] for name in options.rows or rows}
         journal = options.folder / f"answers-{options.patches}.jsonl"
         judge(options.folder / "model", options.folder / "questions", chosen, journal, options.patches, options.limit)
+        if options.no_plans or options.rows:
+            return
         table = compare.table(options.folder, options.patches)
         (options.folder / f"table-{options.patches}.json").write_text(json.dumps(table, indent=1))
         print(markdown(table))

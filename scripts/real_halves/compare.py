@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 import mmod
 from mmod import RoutingConfig
@@ -14,40 +15,46 @@ from mmod.analysis.statistics import Estimate
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.planning import horizon, search_plan
-from scripts.real_halves.judge import by_picture, gap, loaded, prefill_times
-from scripts.real_halves.rows import LAST_TOKEN, Row, families, fitted, image_share
+from scripts.real_halves.judge import by_picture, gap, halve, loaded, prefill_times
+from scripts.real_halves.rows import FASTV, LAST_TOKEN, SPREAD, Row, families, fitted, image_share
 
 BUDGETS = (0.5, 0.25)
 DENSE = "dense"
 # Text tokens of a prompt, about as many as questions have.
 _TEXT = 18
-_SEARCHED_ON = 24
-_BATCH = 6
+_SEARCHED_ON = 16
+_BATCH = 8
 _TOLERANCE = 0.05
 _ROUNDS = 7
 _RIVALS = ("pooled tokens", "fewer pixels")
 _COMMAND = "python -m scripts.real_halves judge FOLDER"
 
 
-def rows(folder: Path, patches: int) -> dict[str, Row]:
-    """Return the rows by name for images of so many patches a side, the dense model first."""
+def rows(folder: Path, patches: int, plans: bool = True) -> dict[str, Row]:
+    """Return the rows by name for images of so many patches a side, the dense model first.
+
+    Args:
+        folder: Holds the trained model.
+        patches: Side of the images in patches.
+        plans: Whether plans are searched, where they are not known yet.
+    """
     dense, _ = loaded(folder / "model")
     depth = len(dense.model.language_model.layers)
     dense.to("meta")
-    image = patches**2
-    share = partial(_share, dense, image)
+    share = partial(_share, dense, patches**2)
     found = {DENSE: Row()}
     for budget in BUDGETS:
-        for name, family in families(depth).items():
-            found[f"{name}, {budget}"] = Row(language=fitted(share, family, budget))
-        for name, plan in planned(folder, patches, budget).items():
-            found[f"{name}, {budget}"] = Row(language=plan)
         side = fewer(patches, budget)
         found[f"pooled tokens, {budget}"] = Row(tokens=side)
         found[f"fewer pixels, {budget}"] = Row(patches=side)
-    found["gradual merging in the tower"] = Row(vision=mmod.preset("gradual"))
-    for name in (f"FastV: by the last token's attention, {BUDGETS[0]}", f"evenly spread, {BUDGETS[0]}"):
-        found[f"gradual merging in the tower, then {name}"] = Row(found[name].language, mmod.preset("gradual"))
+        for name, family in families(depth).items():
+            found[f"{name}, {budget}"] = Row(language=fitted(share, family, budget))
+        for name, plan in planned(folder, patches, budget).items() if plans else ():
+            found[f"{name}, {budget}"] = Row(language=plan)
+    gradual = mmod.preset("gradual")
+    found["gradual merging in the tower"] = Row(vision=gradual)
+    for name in (f"{FASTV}, {BUDGETS[0]}", f"{SPREAD}, {BUDGETS[0]}"):
+        found[f"gradual merging in the tower; {name}"] = Row(found[name].language, gradual)
     return found
 
 
@@ -71,6 +78,7 @@ def planned(folder: Path, patches: int, budget: float) -> dict[str, RoutingConfi
 def _search(folder: Path, patches: int) -> dict[str, dict[str, Any]]:
     model, processor = loaded(folder / "model")
     Row().apply(model, processor, patches)
+    halve(model)
     questions = folder / "questions"
     talks = open_conversations(str(questions / "train.json"), ConversationsConfig(images=str(questions)))
     chosen = talks.read(range(_SEARCHED_ON))
@@ -78,13 +86,14 @@ def _search(folder: Path, patches: int) -> dict[str, dict[str, Any]]:
     chosen = [talk._replace(messages=talk.messages[:2]) for talk in chosen]
     collator = ChatCollator(processor)
     batches = [collator(chosen[start : start + _BATCH]) for start in range(0, len(chosen), _BATCH)]
-    curve = horizon(model, batches)
-    print(curve, flush=True)
-    curve.plot(folder / f"horizon-{patches}.png", overwrite=True)
     progress = folder / f"search-{patches}.jsonl"
-    search = search_plan(
-        model, batches, BUDGETS[0], part="language", router=LAST_TOKEN, cost="image_flops", progress_file=progress
-    )
+    with torch.autocast("cpu", torch.bfloat16):
+        curve = horizon(model, batches)
+        print(curve, flush=True)
+        search = search_plan(
+            model, batches, BUDGETS[0], part="language", router=LAST_TOKEN, cost="image_flops", progress_file=progress
+        )
+    curve.plot(folder / f"horizon-{patches}.png", overwrite=True)
     image = patches**2
     model.to("meta")
     found: dict[str, dict[str, Any]] = {}

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scripts.real_halves.model import BEFORE
+from scripts.real_halves.photographs import Thing
 
 _EMBEDDING_NORM = 3.2
 _STARTING_STEPS = 1500
@@ -66,13 +67,11 @@ class Talks:
         numbers = {name: number for number, name in enumerate(names)}
         self.before = tokenizer(BEFORE)["input_ids"]
         self.talks = list[Talk]()
-        self.names = list[str | None]()
         for record in records:
             texts = [turn["value"].replace("<image>", "") for turn in record["conversations"]]
             asked = [tokenizer(f". Question: {text} Answer:")["input_ids"] for text in texts[::2]]
             answers = [[*tokenizer(f" {text}")["input_ids"], tokenizer.eos_token_id] for text in texts[1::2]]
             self.talks.append(Talk(numbers[record["image"]], asked, answers, record["kinds"]))
-            self.names.append(texts[1] if record["kinds"][0] == "name" else None)
 
 
 def pooled(features: Tensor, side: int) -> Tensor:
@@ -84,7 +83,21 @@ def pooled(features: Tensor, side: int) -> Tensor:
     return F.avg_pool2d(grid, side).flatten(2).transpose(1, 2)
 
 
-def start_projector(model: Any, tokenizer: Any, features: Tensor, names: Sequence[str]) -> None:
+def seen_in(features: Tensor, pictures: Sequence[Path], things: Sequence[Thing]) -> Tensor:
+    """Return the mean feature of each thing (things, D) from those of square pictures (pictures, P, D)."""
+    rows = round(features.shape[1] ** 0.5)
+    grid = features.unflatten(1, (rows, rows))
+    numbers = {picture.name: number for number, picture in enumerate(pictures)}
+    means = []
+    for thing in things:
+        left, top = (round(place * rows) for place in thing.corner)
+        side = round(thing.side * rows)
+        window = grid[numbers[Path(thing.file).name], top : top + side, left : left + side]
+        means.append(window.float().mean((0, 1)))
+    return torch.stack(means)
+
+
+def start_projector(model: Any, tokenizer: Any, features: Tensor, seen: Tensor, names: Sequence[str]) -> None:
     """Let the projector write a mixture of names: those that a classifier of mean features sees around a patch.
 
     A projector that starts at random learns the distribution of answers and does not look at the picture.
@@ -92,15 +105,14 @@ def start_projector(model: Any, tokenizer: Any, features: Tensor, names: Sequenc
     Args:
         model: The vision-language model, whose projector changes in place.
         tokenizer: Its tokenizer.
-        features: Features (B, P, D) of pictures of one thing.
-        names: What is seen in each.
+        features: Features (pictures, P, D) of pictures.
+        seen: Mean features (things, D) of things in them.
+        names: The name of each thing.
     """
-    features = features.float()
     known = sorted(set(names))
     labels = torch.tensor([known.index(name) for name in names])
-    mean_BD = features.mean(1)
-    center, spread = mean_BD.mean(0), mean_BD.std(0)
-    classifier = fit_classifier((mean_BD - center) / spread, labels)
+    center, spread = seen.mean(0), seen.std(0)
+    classifier = fit_classifier((seen - center) / spread, labels)
     table = model.get_input_embeddings().weight.detach()
     name_CE = torch.stack([table[tokenizer(f" {name}")["input_ids"]].mean(0) for name in known])
     projector = model.model.multi_modal_projector
@@ -111,7 +123,7 @@ def start_projector(model: Any, tokenizer: Any, features: Tensor, names: Sequenc
     optimizer = torch.optim.AdamW(projector.parameters(), weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=_STARTING_STEPS)
     for _ in range(_STARTING_STEPS):
-        x_BPD = features[torch.randint(len(features), (8,))]
+        x_BPD = features[torch.randint(len(features), (8,))].float()
         with torch.no_grad():
             logits = classifier((around(x_BPD) - center) / spread)
             target = F.normalize(logits.softmax(2) @ name_CE, dim=2) * _EMBEDDING_NORM
@@ -120,8 +132,8 @@ def start_projector(model: Any, tokenizer: Any, features: Tensor, names: Sequenc
         error.backward()
         optimizer.step()
         schedule.step()
-    right = (classifier((mean_BD - center) / spread).argmax(1) == labels).float().mean().item()
-    print(f"start: {right:.3f} of the pictures named by the classifier, squared error {error.item():.2f}", flush=True)
+    right = (classifier((seen - center) / spread).argmax(1) == labels).float().mean().item()
+    print(f"start: {right:.3f} of the things named by the classifier, squared error {error.item():.2f}", flush=True)
 
 
 def fit_classifier(x_BD: Tensor, labels: Tensor) -> nn.Linear:

@@ -1,9 +1,11 @@
 """Photographs of Caltech-101, pictures of several of them, and questions about both, in LLaVA's format.
 
 The folder that is written holds `train.json`, `naming.json` and `places.json`, and the pictures that they name. Every
-conversation has one picture. Those of training have several questions, each to be answered by itself.
+conversation has one picture. Those of training have several questions, each to be answered by itself. `things.json`
+says what each training picture shows, and where.
 """
 
+import dataclasses
 import json
 import random
 from collections import Counter
@@ -168,13 +170,17 @@ def write_questions(source: Path, target: Path, seed: int = 0) -> None:
     known = sorted({photograph.name for photograph in train})
     draw.shuffle(train)
     talks = list[dict[str, Any]]()
+    things = list[Thing]()
     for one in train:
         name = Question("name", _NAMING, one.name)
         file = _written(whole(pictures / one.file), target, f"photograph{len(talks)}")
+        things.append(Thing(file, one.name, (0.0, 0.0), 1.0))
         talks.append(_conversation(file, [name, is_there([one.name], known, draw)]))
     for number, scene in enumerate(scenes(train, frequent(train), TRAINING_SCENES, draw)):
         asked = draw.sample(scene.questions, min(_PER_TRAINING_SCENE, len(scene.questions)))
-        talks.append(_conversation(_written(scene.draw(pictures), target, f"scene{number}"), asked))
+        file = _written(scene.draw(pictures), target, f"scene{number}")
+        things += [Thing(file, one.name, (column / 2, row / 2), 0.5) for (column, row), one in scene.cells.items()]
+        talks.append(_conversation(file, asked))
     draw.shuffle(talks)
     naming = list[dict[str, Any]]()
     for number, one in enumerate(draw.sample(test, JUDGED)):
@@ -189,6 +195,17 @@ def write_questions(source: Path, target: Path, seed: int = 0) -> None:
         places.extend(_conversation(file, [question]) for question in asked)
     for split, chats in {"train": talks, "naming": naming, "places": places[:JUDGED]}.items():
         (target / f"{split}.json").write_text(json.dumps(chats, indent=1))
+    (target / "things.json").write_text(json.dumps([dataclasses.asdict(thing) for thing in things]))
+
+
+@dataclass(frozen=True)
+class Thing:
+    """What a picture shows in a square of it: its left upper corner and side, as shares of the picture's side."""
+
+    file: str
+    name: str
+    corner: tuple[float, float]
+    side: float
 
 
 def whole(file: Path) -> Image.Image:

@@ -17,6 +17,8 @@ from mmod.analysis import Prompt, flops
 from mmod.planning import drop_once, ratio_decay, stage_drop
 from scripts.real_halves.model import PATCH, read_at
 
+FASTV = "FastV: by the last token's attention"
+SPREAD = "evenly spread"
 LAST_TOKEN = mmod.score("attention", importance="last_token")
 _TOWER = mmod.score("attention", importance="vision_tower")
 
@@ -126,7 +128,7 @@ def families(depth: int) -> dict[str, Callable[[float], RoutingConfig]]:
         return spread(depth, max(1, round(value * (depth - 1))), 0.0, "stride", context="all")
 
     return {
-        "FastV: by the last token's attention": once(2, LAST_TOKEN),
+        FASTV: once(2, LAST_TOKEN),
         "by the last token's attention, the rest frozen and readable": once(2, LAST_TOKEN, context="all"),
         "PyramidDrop": stages,
         "A-MoD: by all attention received": once(2, "attention"),
@@ -134,7 +136,7 @@ def families(depth: int) -> dict[str, Callable[[float], RoutingConfig]]:
         "VisionZip: by the tower's attention": once(1, _TOWER),
         "DivPrune: a max-min set": once(1, "diversity"),
         "by change": once(2, "change"),
-        "evenly spread": once(1, "stride"),
+        SPREAD: once(1, "stride"),
         "random": once(1, "random"),
         "frozen late layers (ShortV)": frozen,
     }
