@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -42,6 +43,19 @@ def make_siglip(attention: str) -> nn.Module:
     return transformers.LlavaForConditionalGeneration(config).eval()
 
 
+def make_dinov2(attention: str) -> nn.Module:
+    """Return a LLaVA whose tower's layers have other names, and registers of no kind."""
+    vision = transformers.Dinov2Config(
+        hidden_size=16, num_hidden_layers=4, num_attention_heads=2, image_size=12, patch_size=4, layerscale_value=0.5
+    )
+    config = transformers.LlavaConfig(
+        text_config=make_joint("llava").config.text_config, vision_config=vision, image_token_index=90
+    )
+    config._attn_implementation = attention
+    torch.manual_seed(0)
+    return transformers.LlavaForConditionalGeneration(config).eval()
+
+
 def defined(model: nn.Module, batch: dict[str, Tensor], layer: int, class_token: bool) -> Tensor:
     """Return the attention (B, N) that image tokens receive in a layer of the tower, by its own map."""
     tower = model.get_submodule("model.vision_tower")
@@ -52,14 +66,15 @@ def defined(model: nn.Module, batch: dict[str, Tensor], layer: int, class_token:
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("class_token", [True, False])
+@pytest.mark.parametrize("tower", ["clip", "siglip", "dinov2"])
 @torch.no_grad()
-def test_it_is_what_the_tower_attends_to(class_token: bool, attention: str) -> None:
-    make = make_joint if class_token else lambda name, attention: make_siglip(attention)
+def test_it_is_what_the_tower_attends_to(tower: str, attention: str) -> None:
+    makers: dict[str, Any] = {"clip": partial(make_joint, "llava"), "siglip": make_siglip, "dinov2": make_dinov2}
+    make = makers[tower]
     batch = prompt("llava", (1, 2), side="right")
     # Hidden state -2 is the output of the last layer but one; hidden state 3 that of the third.
-    expected = defined(make("llava", attention="eager"), batch, 2, class_token)
-    model = make("llava", attention=attention)
+    expected = defined(make(attention="eager"), batch, 2, tower != "siglip")
+    model = make(attention=attention)
     dense = model(**batch).logits
     mmod.route_(model, language=CONFIG)
     with mmod.trace(model) as trace:
@@ -114,8 +129,22 @@ def test_models_and_calls_without_it_are_refused() -> None:
     with pytest.raises(ValueError, match="importance='vision_tower' is for language models"):
         mmod.route_(make_model("test_vit"), CONFIG)
     for model in (make_language("llama"), make_joint("llava-next"), make_joint("qwen2-vl")):
-        with pytest.raises(ValueError, match="whose image tokens are the patches of a CLIP or SigLIP tower"):
+        with pytest.raises(ValueError, match="whose image tokens are the patches of its tower"):
             mmod.route_(model, language=CONFIG)
+    rotary = transformers.LlavaConfig(
+        text_config=make_joint("llava").config.text_config,
+        vision_config=transformers.DINOv3ViTConfig(
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=4,
+            num_attention_heads=2,
+            image_size=12,
+            patch_size=4,
+        ),
+        image_token_index=90,
+    )
+    with pytest.raises(ValueError, match=r"changes them by .*position_embeddings"):
+        mmod.route_(transformers.LlavaForConditionalGeneration(rotary), language=CONFIG)
     model = make_joint("llava")
     with pytest.raises(ValueError, match="route with tokens='image'"):
         mmod.route_(model, language=CONFIG.replace(language={"tokens": "all"}))

@@ -135,18 +135,18 @@ class TowerImportance:
         tower = next(filter(None, (find_tower(entry, name) for name in lists)), None)
         if type(entry).__name__ != "LlavaModel" or tower is None:
             raise ValueError(
-                "router.importance='vision_tower' needs a LLaVA whose image tokens are the patches of a CLIP or SigLIP "
-                f"tower: this is a {type(entry).__name__}"
+                "router.importance='vision_tower' needs a LLaVA whose image tokens are the patches of its tower: this "
+                f"is a {type(entry).__name__}"
             )
         chosen = config.vision_feature_layer
         last = chosen if isinstance(chosen, int) else chosen[-1]
         # Hidden states begin with the embeddings, before the first layer.
         stack = find_vision(*tower)
-        attention: Any = stack.blocks[last if last < 0 else max(last - 1, 0)].self_attn
+        attention = _attention_of(stack.blocks[last if last < 0 else max(last - 1, 0)])
         self.class_token = stack.class_token
         self.dropped = int(config.vision_feature_select_strategy == "default")
-        self.heads = int(attention.num_heads)
-        self.scale = float(attention.scale)
+        self.heads = attention.q_proj.out_features // attention.head_dim
+        self.scale = attention.head_dim**-0.5
         self.query = Projected()
         self.key = Projected()
         self.hooks: list[tuple[nn.Module, ModelHook]] = [
@@ -179,3 +179,22 @@ class TowerImportance:
             return class_token_importance(q_IHNE, k_IHNE, scale=self.scale)
         with torch.no_grad():
             return attention_with_importance(q_IHNE, k_IHNE, k_IHNE, scale=self.scale)[1]
+
+
+def _attention_of(layer: nn.Module) -> Any:
+    """Return the attention of a layer, whose map follows from the outputs of its projections of queries and keys."""
+    projected = [module for module in layer.modules() if hasattr(module, "q_proj") and hasattr(module, "k_proj")]
+    if len(projected) != 1 or not hasattr(projected[0], "head_dim"):
+        raise ValueError(
+            "router.importance='vision_tower' needs one attention with q_proj, k_proj and head_dim in a layer of the "
+            f"tower, got {len(projected)} in a {host_class(layer).__name__}"
+        )
+    attention = projected[0]
+    changed = [name for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    changed += {"position_embeddings", "rotary_pos_emb"} & set(inspect.signature(attention.forward).parameters)
+    if changed:
+        raise ValueError(
+            "router.importance='vision_tower' reads queries and keys as they are projected, and this "
+            f"{type(attention).__name__} changes them by {', '.join(changed)}"
+        )
+    return attention
