@@ -1,0 +1,167 @@
+"""The scripts of the vision-language model of trained halves, on halves of random weights and pictures of noise."""
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from mmod.training.chat.processor import create_bpe_processor
+from scripts.real_halves import compare, learn, photographs
+from scripts.real_halves.__main__ import make, save
+from scripts.real_halves.judge import by_picture, gap, judge, loaded
+from scripts.real_halves.rows import Row, families, fitted, image_share
+
+CLASSES = ("Faces_easy", "car_side", "crab", "dollar_bill", "yin_yang")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with an untrained model and its questions."""
+    root = tmp_path_factory.mktemp("halves")
+    rng = np.random.default_rng(0)
+    for split in ("train", "test"):
+        files = [f"{name}/{split}{number}.jpg" for name in CLASSES for number in range(4)]
+        for file in files:
+            path = root / "photographs/101_ObjectCategories" / file
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(rng.integers(0, 256, (30, 40, 3), dtype=np.uint8)).save(path)
+        (root / f"photographs/{split}.txt").write_text("\n".join([*files, "BACKGROUND_Google/a.jpg"]))
+    torch.manual_seed(0)
+    vit = timm.create_model("vit_small_patch14_dinov2", img_size=56, embed_dim=64, num_heads=1, num_classes=0)
+    save_file(vit.state_dict(), root / "tower.safetensors")
+    tokenizer = create_bpe_processor(["What is this? a car"], 56, 14).tokenizer
+    tokenizer.save_pretrained(root / "language")
+    fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 12, "num_attention_heads": 2}
+    text = LlamaConfig(vocab_size=len(tokenizer), tie_word_embeddings=True, **fields)
+    LlamaForCausalLM(text).save_pretrained(root / "language")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(photographs, "TRAINING_SCENES", 12)
+        patch.setattr(photographs, "JUDGED", 14)
+        make(root, root / "tower.safetensors", root / "language", root / "photographs")
+    return root
+
+
+def test_tower_is_timms(folder: Path) -> None:
+    model, _ = loaded(folder / "untrained")
+    from safetensors.torch import load_file
+
+    vit = timm.create_model("vit_small_patch14_dinov2", img_size=56, embed_dim=64, num_heads=1, num_classes=0).eval()
+    vit.load_state_dict(load_file(folder / "tower.safetensors"))
+    images = torch.randn(2, 3, 56, 56)
+    with torch.no_grad():
+        expected = vit.forward_intermediates(images, indices=[10], intermediates_only=True, output_fmt="NLC")[0]
+        hidden = model.model.vision_tower(images, output_hidden_states=True).hidden_states[-1]
+    torch.testing.assert_close(hidden[:, 1:], expected)
+
+
+def test_questions_are_true_of_their_pictures() -> None:
+    chosen = [photographs.Photograph(f"{name}.jpg", name) for name in "abcd"]
+    names = [*"abcdef"]
+    draw = photographs.random.Random(0)
+    scene = photographs.grid(chosen, names, draw)
+    answers = {question.text: question.answer for question in scene.questions}
+    assert answers["What is at the top right?"] == "b"
+    assert answers["What is below the b?"] == "d"
+    assert answers["What is left of the d?"] == "c"
+    assert "What is above the a?" not in answers
+    for _ in range(20):
+        pair = photographs.pair(chosen[:2], names, draw)
+        (first, second), cells = pair.questions[:2], list(pair.cells)
+        axis = 0 if "left" in first.text else 1
+        assert (first.answer, second.answer) == ("a", "b")
+        assert (cells[0][axis], cells[1][axis]) == (0.0, 1.0)
+        there = pair.questions[2]
+        assert there.answer == ("yes" if there.text[-2] in "ab" else "no")
+        counted = photographs.count(chosen, {"a": [chosen[0]] * 4}, draw)
+        seen = [photograph.name for photograph in counted.cells.values()]
+        assert len(seen) == 4
+        assert counted.questions[0].answer == str(seen.count("a"))
+
+
+def test_splits_share_no_photograph_and_all_are_named(folder: Path) -> None:
+    read = {name: json.loads((folder / f"questions/{name}.json").read_text()) for name in ("train", "naming", "places")}
+    assert len(read["train"]) == len(CLASSES) * 4 + 12
+    assert len(read["naming"]) == len(read["places"]) == 14
+    answers = {talk["conversations"][1]["value"] for talk in read["naming"]}
+    assert answers <= {"face", "car", "crab", "dollar bill", "yin yang"}
+
+
+def test_things_are_where_the_pictures_show_them(folder: Path) -> None:
+    things = [photographs.Thing(**one) for one in json.loads((folder / "questions/things.json").read_text())]
+    shown = {thing.file for thing in things}
+    assert shown == {talk["image"] for talk in json.loads((folder / "questions/train.json").read_text())}
+    whole, cell = things[0], photographs.Thing("pictures/scene0.jpg", "crab", (0.5, 0.0), 0.5)
+    features = torch.arange(2 * 16 * 3.0).view(2, 16, 3)
+    seen = learn.seen_in(features, [Path(whole.file), Path(cell.file)], [whole, cell])
+    torch.testing.assert_close(seen[0], features[0].mean(0))
+    torch.testing.assert_close(seen[1], features[1, [2, 3, 6, 7]].mean(0))
+
+
+def test_questions_beside_each_other_are_answered_as_alone(folder: Path) -> None:
+    model, processor = loaded(folder / "untrained")
+    talks = learn.Talks(folder / "questions/train.json", processor.tokenizer)
+    several = [talk for talk in talks.talks if len(talk.questions) > 1][:3]
+    alone = [
+        learn.Talk(talk.picture, [question], [answer], [kind])
+        for talk in several
+        for question, answer, kind in zip(talk.questions, talk.answers, talk.kinds)
+    ]
+    image = torch.randn(len(talks.pictures), 9, 32)
+
+    def logits(chosen: list[learn.Talk]) -> torch.Tensor:
+        batch: dict[str, Any] = learn.batch_of(
+            talks, chosen, image[[talk.picture for talk in chosen]], model.get_input_embeddings()
+        )
+        labels = batch.pop("labels")
+        with torch.no_grad():
+            return model.lm_head(model.model.language_model(**batch).last_hidden_state[labels >= 0])
+
+    torch.testing.assert_close(logits(several), logits(alone), rtol=1e-4, atol=1e-5)
+
+
+def test_merged_adapters_compute_what_adapters_do(folder: Path) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model, _ = loaded(folder / "untrained")
+    language = model.model.language_model
+    inject_adapter_in_model(LoraConfig(r=2, target_modules=["q_proj", "down_proj"]), language)
+    for name, weight in language.named_parameters():
+        if "lora" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    save(model, folder)
+    merged, _ = loaded(folder / "model")
+    ids = torch.arange(10)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(merged.model.language_model(ids)[0], language(ids)[0], rtol=1e-4, atol=1e-5)
+
+
+def test_families_meet_their_budgets(folder: Path) -> None:
+    model, _ = loaded(folder / "untrained")
+    model.to("meta")
+    share = partial(image_share, model, text=18, image=100, dense_image=100)
+    for name, family in families(12).items():
+        # A quarter of the layers is dense in PyramidDrop.
+        assert 0.3 < share(fitted(share, family, 0.5)) <= 0.5, name
+    assert [compare.fewer(10, budget) for budget in (0.5, 0.25)] == [7, 5]
+
+
+def test_rows_are_judged_once(folder: Path) -> None:
+    save(loaded(folder / "untrained")[0], folder)
+    journal = folder / "answers-4.jsonl"
+    rows = {"dense": Row(), "all windows": Row(tokens=4), "fewer": Row(patches=2)}
+    for _ in range(2):
+        judge(folder / "model", folder / "questions", rows, journal, 4, limit=6)
+    assert len(journal.read_text().splitlines()) == 3
+    answered = by_picture(journal)
+    said = [json.loads(line)["answers"] for line in journal.read_text().splitlines()]
+    assert said[0] == said[1]
+    difference = gap(answered["fewer"]["places"], answered["dense"]["places"])
+    assert difference.low <= difference.value <= difference.high
