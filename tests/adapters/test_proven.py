@@ -16,8 +16,10 @@ import mmod
 from mmod.adapters.proven import read_proof
 from mmod.adapters.tokens import proofs_of
 from mmod.blocks.rows import Rows
+from tests.kit import proven_worker as worker
 from tests.kit.clip_zoo import make_clip
 from tests.kit.own_vits import DIM, REFUSED, ROUTED, Mlp, OwnBlock, OwnViT, make_own, make_own_images
+from tests.kit.processes import run_processes
 from tests.kit.vision_zoo import VISION_ZOO, make_pixels, make_vision, only, output_of, table
 from tests.kit.zoo import make_images, make_model
 
@@ -421,3 +423,17 @@ def test_what_a_user_says_of_a_known_model_of_timm_counts() -> None:
     assert list(mmod.capacities(model)) == ["blocks.1"]
     mmod.undo_(model)
     assert not proofs_of(model)
+
+
+def test_a_split_model_trains_as_a_whole_one(tmp_path: Path) -> None:
+    assert run_processes(worker.train_split, tmp_path, world=2) == [0, 0]
+    for case in worker.CASES:
+        actual = torch.load(tmp_path / f"{case}.pt")
+        model = worker.routed(case)
+        losses = [worker.loss_of(model, case, rank) for rank in range(2)]
+        torch.testing.assert_close(actual["losses"], [loss.detach() for loss in losses])
+        (sum(losses) / 2).backward()
+        expected = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+        assert actual["gradients"].keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(actual["gradients"][name], gradient, rtol=1e-4, atol=1e-6)
