@@ -23,7 +23,7 @@ from scripts.real_halves.model import create
 from scripts.real_halves.photographs import Thing, write_questions
 from scripts.real_halves.tune import ADAPTED, tune
 
-_STAGES = (learn.Stage(2, 1920, 1e-3), learn.Stage(1, 4000, 7e-4))
+_STAGES = (learn.Stage(2, 1920, 1e-3), learn.Stage(1, 4000, 7e-4), learn.Stage(1, 3200, 7e-4))
 
 
 def make(folder: Path, tower: Path, language: Path, photographs: Path) -> None:

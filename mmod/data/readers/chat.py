@@ -133,14 +133,21 @@ class ChatCollator:
         )
         tokens = torch.tensor(plain["input_ids"])
         in_answer = torch.from_numpy(_inside(plain["offset_mapping"], answers))
-        if not torch.equal(tokens[tokens != image], ids_N[ids_N != image]):
+        place = text_places(tokens.numpy(), ids_N.numpy(), image)
+        if place is None:
             raise ValueError(
-                f"{type(self.processor).__name__} expands an image to other tokens than its image token in "
-                f"{chat.key!r}: labels cannot be located"
+                f"{type(self.processor).__name__} changes the text around images in {chat.key!r}: labels cannot be "
+                "located"
             )
         is_answer_N = torch.zeros_like(ids_N, dtype=torch.bool)
-        is_answer_N[ids_N != image] = in_answer[tokens != image]
+        is_answer_N[torch.from_numpy(place)] = in_answer[tokens != image]
         return is_answer_N
+
+    def tokens_without_images(self, chat: ChatSample) -> np.ndarray:
+        """Return the tokens of a conversation with one image token for each image (N,)."""
+        text = self.render(chat.messages)
+        encoded = self.processor.tokenizer(text, add_special_tokens=self._adds_special(text))
+        return np.asarray(encoded["input_ids"])
 
     def plain_tokens(self, chats: Sequence[ChatSample]) -> list[PlainTokens]:
         """Return where images and the first answer of conversations are, without reading images."""
@@ -183,6 +190,46 @@ class ChatCollator:
             key = chats[int(empty.nonzero()[0])].key
             raise ValueError(f"max_length={self.max_length} leaves no answer in {key!r}: the batch has {length} tokens")
         return batch
+
+
+def text_places(plain: np.ndarray, processed: np.ndarray, image: int) -> np.ndarray | None:
+    """Return where the text of a conversation is after a processor has put in the tokens of images.
+
+    An image may take several tokens, of which not all are image tokens: processors of split images write markers of
+    rows and columns between them.
+
+    Args:
+        plain: Tokens with one image token for each image (N,).
+        processed: Tokens in which images took their places (M,).
+        image: The image token.
+
+    Returns:
+        Places of the text tokens among the processed ones; None if the text between two images is not found again.
+
+    Example:
+        >>> text_places(np.array([1, 9, 2, 3]), np.array([1, 8, 9, 9, 8, 2, 3]), image=9)
+        array([0, 5, 6])
+    """
+    texts = np.split(plain, np.flatnonzero(plain == image))
+    # Each but the first begins with the image token in front of it.
+    texts = [texts[0], *(text[1:] for text in texts[1:])]
+    places = []
+    end = 0
+    for number, text in enumerate(texts):
+        first = end + min(number, 1)
+        last = len(processed) - len(text)
+        # What stands in front of all images begins the conversation, and what follows them ends it.
+        candidates = range(first, last + 1)
+        if number == len(texts) - 1:
+            candidates = range(max(first, last), last + 1)
+        elif number == 0:
+            candidates = range(min(1, last + 1))
+        start = next((at for at in candidates if np.array_equal(processed[at : at + len(text)], text)), None)
+        if start is None:
+            return None
+        end = start + len(text)
+        places.append(np.arange(start, end))
+    return np.concatenate(places)
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:

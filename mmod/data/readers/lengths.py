@@ -31,6 +31,7 @@ from mmod.io.progress import progress_bar
 _VERSION = 1
 # Sides of images in pixels (width, height) that tell whether a processor makes equally many tokens of all.
 _SIZES = ((64, 64), (333, 1000), (1000, 333), (800, 800), (37, 91))
+_PROBE = (Message("user", f"{IMAGE}a"), Message("assistant", "a"))
 _BATCH = 512
 _THREADS = 16
 # Conversations that tell how much a template adds to a message, and tokens that a tokenizer may add to a text.
@@ -159,14 +160,31 @@ class _Check:
         return int(found.num_image_tokens[0])
 
     def _probe(self, size: tuple[int, int]) -> int:
-        """Return the number of tokens that the processor makes of an image (width, height)."""
-        if size in self.counts:
-            return self.counts[size]
-        messages = (Message("user", f"{IMAGE}a"), Message("assistant", "a"))
-        sample = ChatSample(f"an image of {size[0]}x{size[1]} pixels", messages, (Image.new("RGB", size),))
-        batch = replace(self.collator, max_length=None, packed=False)([sample])
-        self.counts[size] = int((batch["input_ids"] == self.collator.processor.image_token_id).sum())
+        """Return the number of tokens that the processor makes of an image (width, height), markers among them."""
+        if size not in self.counts:
+            ids = self._probed(size)
+            self.counts[size] = len(ids) - self._alone.size + 1
         return self.counts[size]
+
+    def _probed(self, size: tuple[int, int]) -> np.ndarray:
+        """Return the tokens of a conversation about one image (width, height)."""
+        sample = ChatSample(f"an image of {size[0]}x{size[1]} pixels", _PROBE, (Image.new("RGB", size),))
+        batch = replace(self.collator, max_length=None, packed=False)([sample])
+        ids: np.ndarray = batch["input_ids"][0].numpy()
+        return ids
+
+    @cached_property
+    def _alone(self) -> np.ndarray:
+        """The tokens of that conversation with one token for the image."""
+        return self.collator.tokens_without_images(ChatSample("", _PROBE, ()))
+
+    @cached_property
+    def _behind(self) -> int:
+        """The number of markers that the processor writes behind the last token of an image."""
+        image = self.collator.processor.image_token_id
+        text_behind = self._alone.size - 1 - int(np.flatnonzero(self._alone == image)[-1])
+        ids = self._probed(_SIZES[0])
+        return ids.size - text_behind - 1 - int(np.flatnonzero(ids == image)[-1])
 
     def _count(self, size: tuple[int, int]) -> int:
         if size not in self.counts and self._has_rule:
@@ -230,7 +248,7 @@ class _Check:
             return f"the chat template writes {len(tokens.images)} tokens of images for {len(counts)} images"
         # Each image takes the place of one token.
         added = np.cumsum([0, *(count - 1 for count in counts)])
-        if counts and (end := int(tokens.images[-1] + 1 + added[-1])) > limit:
+        if counts and (end := int(tokens.images[-1] + 1 + added[-1]) - self._behind) > limit:
             return f"max_length={limit} cuts off an image: the last one ends after {end} tokens"
         start = tokens.answer + int(added[np.searchsorted(tokens.images, tokens.answer)])
         if start >= limit:

@@ -51,7 +51,21 @@ def next_one() -> Any:
     )
 
 
-PROCESSORS = {"llava": lambda: create_word_processor(image_size=24, patch_size=6), "qwen": qwen, "llava-next": next_one}
+def idefics() -> Any:
+    """Return a processor that writes markers of rows and columns between the tokens of a split image."""
+    words = create_word_processor(image_size=24, patch_size=6)
+    places = [f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7)]
+    words.tokenizer.add_tokens(["<global-img>", *places], special_tokens=True)
+    images = transformers.Idefics3ImageProcessor(size={"longest_edge": 48}, max_image_size={"longest_edge": 24})
+    return transformers.Idefics3Processor(images, words.tokenizer, image_seq_len=4, chat_template=words.chat_template)
+
+
+PROCESSORS = {
+    "llava": lambda: create_word_processor(image_size=24, patch_size=6),
+    "qwen": qwen,
+    "llava-next": next_one,
+    "idefics3": idefics,
+}
 _RECORDS = 16
 WORDS = ["which", "is", "the", "7", "?", "three", "of", "left"]
 
@@ -150,13 +164,29 @@ def test_a_processor_that_cannot_be_trained_is_refused_and_can_be_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processor = create_word_processor(image_size=24, patch_size=6)
-    monkeypatch.setattr(type(processor), "replace_image_token", lambda self, *_, **__: "<image>?<image>")
+    monkeypatch.setattr(type(processor), "replace_image_token", lambda self, *_, **__: "")
     Image.new("RGB", (24, 24)).save(tmp_path / "a.png")
     path = tmp_path / "all.json"
     path.write_text(json.dumps([{"id": "a", "image": "a.png", "conversations": said("<image>\na ?", "3")}]))
-    with pytest.raises(ValueError, match="expands an image to other tokens"):
+    with pytest.raises(ValueError, match="changes the text around images"):
         open_checked(str(path), SKIP, ChatCollator(processor))
     assert len(open_checked(str(path), SKIP, ChatCollator(processor), prompts=True)) == 1
+
+
+@pytest.mark.parametrize("name", PROCESSORS)
+@pytest.mark.parametrize("seed", range(3))
+def test_labels_are_the_answers(name: str, seed: int, tmp_path: Path) -> None:
+    processor = PROCESSORS[name]()
+    rng = random.Random(seed)
+    path = tmp_path / "all.json"
+    path.write_text(json.dumps([record(rng, tmp_path, key) for key in range(4)]))
+    chats = open_conversations(str(path))
+    batch = ChatCollator(processor)([chats[index] for index in range(4)])
+    for labels, index in zip(batch["labels"], range(4)):
+        # A word that the tokenizer does not know.
+        texts = [message.text.replace("three", "<unk>") for message in chats[index].messages]
+        said_again = processor.tokenizer.decode(labels[labels >= 0]).split("</s>")
+        assert [text.strip() for text in said_again] == [*texts[1::2], ""]
 
 
 @pytest.mark.parametrize("name", PROCESSORS)
