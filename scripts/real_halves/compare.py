@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 import mmod
-from mmod import RoutingConfig
+from mmod import Option, RoutingConfig
 from mmod.analysis.statistics import Estimate
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
@@ -25,6 +25,7 @@ _TEXT = 18
 _SEARCHED_ON = 16
 _BATCH = 8
 _TOLERANCE = 0.05
+_OPTIONS = [Option(0.0), Option(0.25), Option(0.0, context="all"), Option(0.25, context="all")]
 _ROUNDS = 7
 _RIVALS = ("pooled tokens", "fewer pixels")
 _COMMAND = "python -m scripts.real_halves judge FOLDER"
@@ -91,7 +92,14 @@ def _search(folder: Path, patches: int) -> dict[str, dict[str, Any]]:
         curve = horizon(model, batches)
         print(curve, flush=True)
         search = search_plan(
-            model, batches, BUDGETS[0], part="language", router=LAST_TOKEN, cost="image_flops", progress_file=progress
+            model,
+            batches,
+            BUDGETS[0],
+            part="language",
+            options=_OPTIONS,
+            router=LAST_TOKEN,
+            cost="image_flops",
+            progress_file=progress,
         )
     curve.plot(folder / f"horizon-{patches}.png", overwrite=True)
     image = patches**2
