@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,14 +15,13 @@ from torch import nn
 
 from mmod.adapters import BlockStack, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
-from mmod.analysis.statistics import Estimate, change_of, estimate_of, resampled_means, share_of
-from mmod.analysis.timing import ratios
+from mmod.analysis.timing import ratios, relative_times
 from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
 from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, RecipeResult
 from mmod.planning.candidate import DENSE, ONLY, Candidate
-from mmod.planning.comparison import time_models, unbeaten
+from mmod.planning.comparison import SampleScores, time_models, unbeaten
 from mmod.planning.samples import Images, Prompts, Samples, first_images, first_prompts
 from mmod.planning.untrained import image_candidates, language_candidates
 from mmod.values import check_value
@@ -30,7 +29,6 @@ from mmod.values import check_value
 ROUNDS = 5
 # A candidate is dropped after the first look if another one is as fast and agrees more by this share.
 SLACK = 0.02
-_DRAWS = 2000
 
 
 def advise(
@@ -222,11 +220,6 @@ class _Trial:
     correct: np.ndarray = field(default_factory=lambda: np.zeros(0))
     times: list[float] = field(default_factory=list)
 
-    @property
-    def score(self) -> float:
-        """The accuracy where there are labels, else the mean agreement."""
-        return float((self.correct if len(self.correct) else self.scores).mean())
-
     def judge(self, samples: Samples, stop: int, journal: Journal) -> None:
         """Score the samples before `stop`, or read their scores from the journal."""
         if len(self.scores) >= stop:
@@ -277,8 +270,9 @@ def _run(trials: Mapping[str, _Trial], samples: Samples, journal: Journal, progr
             trial.times = times[name]
         bar.update()
         # Judged before any gets more samples: a score of more would not compare.
-        first = {name: trial.score for name, trial in trials.items()}
-        near = unbeaten(_costs(trials), lambda one, other: first[one] > first[other] + SLACK, tolerance=1.0)
+        first = _scores(trials)
+        ms = _ms(trials)
+        near = unbeaten(ms, lambda one, other: first.mean(one) > first.mean(other) + SLACK, tolerance=1.0)
         while near:
             for name in near:
                 trials[name].judge(samples, len(samples), journal)
@@ -287,50 +281,48 @@ def _run(trials: Mapping[str, _Trial], samples: Samples, journal: Journal, progr
             near = [name for name in _front(trials) if len(trials[name].scores) < len(samples)]
 
 
+def _scores(trials: Mapping[str, _Trial]) -> SampleScores:
+    """Return what candidates are compared by: accuracy where there are labels, else agreement."""
+    return SampleScores({name: trial.correct if len(trial.correct) else trial.scores for name, trial in trials.items()})
+
+
+def _ms(trials: Mapping[str, _Trial]) -> dict[str, float]:
+    """Return the milliseconds of every candidate, as compared with the dense model round by round."""
+    times = relative_times({name: trial.times for name, trial in trials.items()}, DENSE)
+    return {name: ms for name, (ms, _) in times.items()}
+
+
 def _front(trials: Mapping[str, _Trial]) -> list[str]:
     """Return the candidates than which none that is as fast scores more, or as much in less time."""
-    costs = _costs(trials)
+    ms = _ms(trials)
+    scores = _scores(trials)
 
     def is_better(one: str, other: str) -> bool:
-        gain = trials[one].score - trials[other].score
-        return gain > 0 or (gain == 0 and costs[one] < costs[other])
+        gain = scores.mean(one) - scores.mean(other)
+        return gain > 0 or (gain == 0 and ms[one] < ms[other])
 
-    return unbeaten(costs, is_better, tolerance=1.0)
-
-
-def _costs(trials: Mapping[str, _Trial]) -> dict[str, float]:
-    """Return the time of every model as a share of the dense model's."""
-    return {name: 1 / ratios(trials[DENSE].times, trial.times).median for name, trial in trials.items()}
+    return unbeaten(ms, is_better, tolerance=1.0)
 
 
 def _rows(trials: Mapping[str, _Trial], samples: Samples, part: str, depth: int) -> Iterator[RecipeResult]:
     """Yield the rows of the table, the fastest first."""
-    dense = trials[DENSE]
-    costs = _costs(trials)
-
+    ms = _ms(trials)
+    agreement = SampleScores({name: trial.scores for name, trial in trials.items()})
+    to_dense = _scores(trials).gaps(dict.fromkeys(trials, DENSE))
     front = _front(trials)
-    for name in sorted(costs, key=costs.__getitem__):
+    for name in sorted(ms, key=ms.__getitem__):
         trial = trials[name]
-        count = len(trial.scores)
-        if trial is dense:
+        if name == DENSE:
             continue
-        change = trial.correct - dense.correct[:count] if samples.has_labels else None
         yield RecipeResult(
             name,
-            ratios(dense.times, trial.times),
-            _mean(trial.scores, share_of, {0, 1}),
-            None if change is None else _mean(change, change_of, {-1, 0, 1}),
-            count,
+            ratios(trials[DENSE].times, trial.times),
+            agreement.interval(name),
+            to_dense[name] if samples.has_labels else None,
+            len(trial.scores),
             trial.candidate.code(part, depth),
             trial.candidate.config(part, depth),
             trial.candidate.advice,
             name in front,
             samples.cache_bytes(trial.model),
         )
-
-
-def _mean(values: np.ndarray, of_counts: Callable[[np.ndarray], Estimate], counts: set[int]) -> Estimate:
-    """Return a mean: by its own formula of counts, and by the bootstrap for cosines and shares of a prompt."""
-    if counts.issuperset(values):
-        return of_counts(values)
-    return estimate_of(float(values.mean()), resampled_means(values[:, None], _DRAWS, seed=0)[:, 0])

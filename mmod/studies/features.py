@@ -23,11 +23,10 @@ from mmod.data.loader import BatchStream, image_stream
 from mmod.io.claim import claim_folder
 from mmod.io.jobs import Tick
 from mmod.planning.candidate import DENSE
-from mmod.planning.comparison import Scores
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.image import TimmCosts, TimmReport
 from mmod.studies.jobs import Run
-from mmod.studies.results import listed
+from mmod.studies.results import StudyScores, listed
 from mmod.studies.scorer import Findings, Outcome, Scorer, evaluate_once
 from mmod.studies.study import Study
 from mmod.training.engine.evaluate import RoutedResult
@@ -191,7 +190,7 @@ class Segmented(Judged):
         return 100 * np.nanmean(iou_SC, axis=1)
 
 
-class FeatureScores(Scores):
+class FeatureScores(StudyScores):
     """Scores of features, paired by image.
 
     Args:

@@ -19,12 +19,12 @@ from mmod.io.tables import Column, table_of
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import DENSE, ONLY, Candidate
-from mmod.planning.comparison import Scores, as_fast, unbeaten
+from mmod.planning.comparison import as_fast, unbeaten
 from mmod.studies.config import ImageStudyConfig, TimmStudyConfig
 from mmod.studies.costs import ByModel, Costs
 from mmod.studies.jobs import Run
 from mmod.studies.report import Report, Rows
-from mmod.studies.results import COLUMNS, listed, save_picture
+from mmod.studies.results import COLUMNS, StudyScores, listed, save_picture
 from mmod.studies.scorer import Scorer
 from mmod.studies.study import Study
 from mmod.training.engine.distributed import choose_device
@@ -129,7 +129,7 @@ class TimmReport(Report[TimmStudyConfig, TimmCosts]):
         """Return the caption of the images."""
         return {"images": self.costs.caption}
 
-    def text(self, scores: Scores, costs: ByModel) -> str:
+    def text(self, scores: StudyScores, costs: ByModel) -> str:
         """Describe the images, recommend a model for each speed, and state what was not tested."""
         note = [scores.note] if scores.note else []
         times = self.costs.known_times(costs, costs)
@@ -166,7 +166,7 @@ class TimmReport(Report[TimmStudyConfig, TimmCosts]):
             texts.append(" ".join(limits))
         return "\n\n".join(texts)
 
-    def recommended(self, scores: Scores, costs: ByModel) -> list[str]:
+    def recommended(self, scores: StudyScores, costs: ByModel) -> list[str]:
         """Return the best models at some speeds, in the largest batches."""
         by_size = self.costs.known_times(costs, costs)
         if not by_size:
@@ -190,7 +190,7 @@ class TimmReport(Report[TimmStudyConfig, TimmCosts]):
             blocks.append(f"{candidate.name} in a training config:\n\n```yaml\n{keys}\n```")
         return "\n\n".join(blocks)
 
-    def _best(self, scores: Scores, ms: Mapping[str, float]) -> dict[float, str | None]:
+    def _best(self, scores: StudyScores, ms: Mapping[str, float]) -> dict[float, str | None]:
         """Return the best model by speed, up to the first speed that none reaches."""
         best: dict[float, str | None] = {}
         for speed in _SPEEDS:
@@ -200,7 +200,9 @@ class TimmReport(Report[TimmStudyConfig, TimmCosts]):
                 break
         return best
 
-    def _advice(self, scores: Scores, ms: Mapping[str, float], size: int, is_better: Callable[[str, str], bool]) -> str:
+    def _advice(
+        self, scores: StudyScores, ms: Mapping[str, float], size: int, is_better: Callable[[str, str], bool]
+    ) -> str:
         """Name the best model at some speeds, and those that may be as good."""
         lines = [f"What to use, in batches of {size}:\n"]
         for speed, best in self._best(scores, ms).items():

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.io.tables import table_of
 from mmod.planning.candidate import Candidate
-from mmod.planning.comparison import Scores
 from mmod.studies.costs import AnyStudyConfig, ByModel, Costs
-from mmod.studies.results import COLUMNS
+from mmod.studies.results import COLUMNS, StudyScores
 from mmod.studies.scorer import Scorer
 
 if TYPE_CHECKING:
@@ -51,11 +50,11 @@ class Report(Generic[AnyStudyConfig, AnyCosts]):
         """Return the table that is printed; all of it as a rule."""
         return self.table(rows)
 
-    def text(self, scores: Scores, costs: ByModel) -> str:
+    def text(self, scores: StudyScores, costs: ByModel) -> str:
         """Say which models are significantly better."""
         return scores.verdict()
 
-    def recommended(self, scores: Scores, costs: ByModel) -> list[str]:
+    def recommended(self, scores: StudyScores, costs: ByModel) -> list[str]:
         """Return the models that the text recommends."""
         return []
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, combinations
@@ -185,7 +186,21 @@ def means_over_seeds(figures: Mapping[int, Mapping[str, float]]) -> dict[str, fl
     return columns
 
 
-class SeedScores(Scores):
+class StudyScores(Scores):
+    """Scores that a report puts in words.
+
+    Attributes:
+        note: The quantity that confidence intervals refer to; empty if another part of the report says so.
+    """
+
+    note = ""
+
+    @abstractmethod
+    def verdict(self) -> str:
+        """Say between which models there is no significant difference."""
+
+
+class SeedScores(StudyScores):
     """Scores of models that are paired by seed.
 
     Args:

@@ -11,10 +11,9 @@ from typing import Any, Generic, NamedTuple
 from mmod.io.claim import differences
 from mmod.io.jobs import Tick
 from mmod.io.journal import Journal
-from mmod.planning.comparison import Scores
 from mmod.studies.costs import AnyStudyConfig
 from mmod.studies.jobs import Run
-from mmod.studies.results import SeedScores
+from mmod.studies.results import SeedScores, StudyScores
 from mmod.training.engine.recipe import Recipe
 from mmod.training.engine.run_folder import portable
 
@@ -66,7 +65,7 @@ class Scorer(Generic[AnyStudyConfig]):
         evaluation = self.recipe(run.config).train(tick)
         return Outcome(evaluation, evaluation.columns() | before)
 
-    def scores(self, names: Iterable[str], findings: Findings) -> Scores:
+    def scores(self, names: Iterable[str], findings: Findings) -> StudyScores:
         """Return the scores of models, to be compared."""
         return SeedScores({name: findings.by_seed(name, self.score) for name in names})
 

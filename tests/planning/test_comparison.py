@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from mmod.lazy import import_path
 from mmod.planning.candidate import DENSE, Candidate
-from mmod.planning.comparison import Reading, as_fast, time_models, unbeaten
+from mmod.planning.comparison import Reading, SampleScores, as_fast, time_models, unbeaten
 from mmod.studies.command import CONFIGS as STUDY_CONFIGS
 from mmod.studies.command import STUDIES
 from mmod.studies.study import Study
@@ -100,3 +101,17 @@ def test_each_kind_names_its_recipe_and_its_study() -> None:
     assert STUDIES.keys() == STUDY_CONFIGS.keys()
     assert all(issubclass(import_path(path), Recipe) for path in RECIPES.values())
     assert all(issubclass(import_path(path), Study) for path in STUDIES.values())
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=20), st.data())
+def test_samples_are_paired_as_far_as_both_are_judged(scores: list[float], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(scores)))
+    changed = data.draw(st.lists(st.floats(0, 1), min_size=count, max_size=count))
+    judged = SampleScores({DENSE: np.array(scores), "a": np.array(changed), "none": np.zeros(0)})
+    gap = judged.gap("a", DENSE)
+    assert gap is not None
+    assert gap.value == pytest.approx(sum(changed) / count - sum(scores[:count]) / count, abs=1e-9)
+    assert gap.low <= gap.value + 1e-9
+    assert gap.value - 1e-9 <= gap.high
+    assert judged.gap("none", DENSE) is None
+    assert judged.best([DENSE, "a"]) == max([DENSE, "a"], key=judged.mean)
