@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from mmod.config.parts import Gate, Score
-from mmod.config.routing import RoutingConfig, fields_of_plan
+from mmod.config.plan import fields_of_plan
+from mmod.config.routing import RoutingConfig
 
 
 class Plan:

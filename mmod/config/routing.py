@@ -23,7 +23,17 @@ from mmod.config.parts import (
     plain,
     spelled,
 )
-from mmod.config.plan import CONTEXTS, DEPTH, OPERATORS, Row, check_blocks, check_rows, table_of
+from mmod.config.plan import (
+    CONTEXTS,
+    DEPTH,
+    FORMER_NAMES,
+    OPERATORS,
+    Row,
+    check_blocks,
+    check_rows,
+    fields_of_plan,
+    table_of,
+)
 from mmod.config.registry import LOSSES, SCORES, read_parts, revised
 from mmod.io.files import check_free, check_regular, parse_json, write_atomically
 from mmod.values import check_fields, check_value, refuse_unknown
@@ -364,9 +374,9 @@ class RoutingConfig:
 
         def __getattr__(self, name: str) -> Any:
             """Return the values of all blocks by the names that plans had for them."""
-            if name not in _NAMES_OF_PLANS:
+            if name not in FORMER_NAMES:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            field = _NAMES_OF_PLANS[name]
+            field = FORMER_NAMES[name]
             warnings.warn(f"{name} of a plan are now its {field}, and rows", DeprecationWarning, stacklevel=2)
             return tuple(row[("capacity", "operator", "context").index(field) + 1] for row in self.rows)
 
@@ -467,45 +477,6 @@ def _shared_value(values: tuple[str, ...]) -> str | tuple[str, ...]:
     Blocks that share one value may hand on the tokens that they keep.
     """
     return values[0] if len(set(values)) == 1 else values
-
-
-_LISTS_OF_PLANS = {
-    "blocks": tuple[int, ...],
-    "capacities": tuple[float, ...],
-    "operators": tuple[str, ...],
-    "contexts": tuple[str, ...],
-}
-_NAMES_OF_PLANS = {"capacities": "capacity", "operators": "operator", "contexts": "context"}
-
-
-def fields_of_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config from those of a plan, as earlier versions saved it.
-
-    A plan may leave its router open, and has then the default, or "stride" where every capacity is 0 or 1.
-
-    Example:
-        >>> fields_of_plan({"blocks": [1], "capacities": [0.0], "depth": 2, "router": None})
-        {'blocks': [1], 'capacity': [0.0], 'depth': 2, 'router': 'stride'}
-    """
-    check_value("a plan", plan, Mapping)
-    known = ("blocks", "capacities", "depth", "operators", "contexts", "router", "gate", "protect_prefix")
-    refuse_unknown("field of a plan", plan, known)
-    missing = [name for name in known[:3] if name not in plan]
-    if missing:
-        raise ValueError(f"a plan needs {', '.join(missing)}")
-    for name, kind in _LISTS_OF_PLANS.items():
-        check_value(name, plan.get(name, ()), kind)
-    if plan.get("router") is None and plan.get("gate") is not None:
-        raise ValueError(f"gate={spelled(plan['gate'])!r} weighs by the score of a plan's router: pass router too")
-    fields = {}
-    for name, value in plan.items():
-        # A plan leaves them empty where they have their defaults.
-        is_open = (name in ("router", "gate") and value is None) or (name in ("operators", "contexts") and not value)
-        if not is_open:
-            fields[_NAMES_OF_PLANS.get(name, name)] = value
-    if "router" not in fields and set(plan["capacities"]) <= {0, 1}:
-        fields["router"] = "stride"
-    return fields
 
 
 _FIELDS = tuple(item.name for item in dataclasses.fields(RoutingConfig))
