@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
+from types import FrameType
 from typing import Any
 
 import torch
@@ -68,6 +70,7 @@ def detach_hooks(model: nn.Module, kind: type = ModelHook) -> None:
                     hooks.pop(key, None)
 
 
+@dataclass(eq=False, repr=False)
 class SpanHook(ModelHook):
     """Begins and ends a `StackCall` with each call of the module that holds the blocks.
 
@@ -82,19 +85,11 @@ class SpanHook(ModelHook):
         read_blocks: See `StackCall`.
     """
 
-    def __init__(
-        self,
-        calls: PerThread[StackCalls],
-        name: str,
-        blocks: Sequence[nn.Module],
-        host: str,
-        read_blocks: ReadBlocks | None = None,
-    ) -> None:
-        self.calls = calls
-        self.name = name
-        self.blocks = tuple(blocks)
-        self.host = host
-        self.read_blocks = read_blocks
+    calls: PerThread[StackCalls]
+    name: str
+    blocks: tuple[nn.Module, ...]
+    host: str
+    read_blocks: ReadBlocks | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin a call; decide whether blocks pass on rows in it."""
@@ -102,7 +97,11 @@ class SpanHook(ModelHook):
         outer, _ = calls.current()
         # By its frame one tells later whether the call still runs, which an interrupt ends without a word.
         frame = None if torch.compiler.is_compiling() else sys._getframe(1)
-        calls.begin(StackCall(outer, self.is_unobserved(module), self.host, frame, self.read_blocks))
+        calls.begin(self.new_call(module, outer, frame))
+
+    def new_call(self, module: nn.Module, outer: StackCall, frame: FrameType | None) -> StackCall:
+        """Return a call of the module within another one."""
+        return StackCall(outer, self.is_unobserved(module), self.host, frame, self.read_blocks)
 
     def is_unobserved(self, module: nn.Module) -> bool:
         """Return whether the host's code runs the blocks in order, and nothing reads the tokens between them."""

@@ -5,8 +5,7 @@ Axes: B images, H heads, N tokens, K tokens after a reduction, D channels, E cha
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType
@@ -318,6 +317,7 @@ class ReducedBlock(Deciding, ConvertedBlock):
         self.record.keep("", Routing(Kept(index_BK), Evidence(score_BN), joined=Joined(size_BK=size_BK)))
 
 
+@dataclass(eq=False, repr=False)
 class ReductionHook(SpanHook):
     """Decides before each call of a model whether blocks pass on the remaining tokens, and whether the head reads them.
 
@@ -325,29 +325,16 @@ class ReductionHook(SpanHook):
         heads: What a head may read for which the grid is not restored, see `head_reads`.
     """
 
-    def __init__(
-        self,
-        calls: PerThread[StackCalls],
-        name: str,
-        blocks: Sequence[nn.Module],
-        host: str,
-        heads: tuple[str, ...],
-        read_blocks: ReadBlocks | None = None,
-    ) -> None:
-        super().__init__(calls, name, blocks, host, None if read_blocks is None else partial(_all_or_none, read_blocks))
-        self.heads = heads
+    heads: tuple[str, ...] = ()
 
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Decide for this call."""
+    def new_call(self, module: nn.Module, outer: StackCall, frame: FrameType | None) -> ReducedCall:
+        """Return a call in which the head reads the remaining tokens, or the grid."""
         unobserved = self.is_unobserved(module)
         reads = head_reads(module) if self.host == "timm" else "all"
         # A hook on a block sees the grid; what is pooled does not depend on it.
         known = self._runs(module) if reads == "patches" else unobserved and not _is_watched(module, "norm")
-        calls = self.calls.value
-        outer, _ = calls.current()
-        frame = None if torch.compiler.is_compiling() else sys._getframe(1)
         reduced = known and reads in self.heads
-        calls.begin(ReducedCall(outer, unobserved, self.host, frame, self.read_blocks, reduced))
+        return ReducedCall(outer, unobserved, self.host, frame, self.read_blocks, reduced)
 
 
 def _all_or_none(read_blocks: ReadBlocks) -> Collection[int] | None:
@@ -399,7 +386,8 @@ def reduce_(
         )
         convert(block, ReducedBlock, state, call.shell)
     block_list = stack.names[0].split(".")[-2]
-    attach(owner, ReductionHook(stack.calls, block_list, stack.blocks, stack.host, heads, stack.read_blocks))
+    read_blocks = None if stack.read_blocks is None else partial(_all_or_none, stack.read_blocks)
+    attach(owner, ReductionHook(stack.calls, block_list, tuple(stack.blocks), stack.host, read_blocks, heads))
     return stack.calls
 
 

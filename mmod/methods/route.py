@@ -181,7 +181,8 @@ class Route(Method):
             if self.parts[name].router.tied:
                 share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
             if stack.captions is not None or any(state.span is not None for _, _, state in conversions[name]):
-                hooks.append((owner, SpanHook(stack.calls, block_list, stack.blocks, stack.host, stack.read_blocks)))
+                blocks = tuple(stack.blocks)
+                hooks.append((owner, SpanHook(stack.calls, block_list, blocks, stack.host, stack.read_blocks)))
             for module, mixin, reader in stack.readers:
                 convert(module, mixin, reader)
         for module, hook in hooks:
