@@ -92,6 +92,7 @@ def hide_empty_slots(mask: Tensor | None, valid_BK: Tensor | None, dtype: torch.
     pairs = mask_bias(mask, lowest, dtype) if mask.dtype == torch.bool else mask.to(dtype)
     # An empty slot may be padding, whose row may be masked completely.
     pairs = show_all_keys(pairs, valid_BK) if pairs.shape[2] > 1 else pairs
+    # Halves, because two lowest values add up to -inf, and a row of these has a softmax of NaN.
     return torch.maximum(pairs, torch.full_like(pairs, lowest / 2)) + bias / 2
 
 
@@ -107,6 +108,7 @@ def weigh_groups(mask: Tensor | None, bias: Tensor | None, dtype: torch.dtype) -
     bias = bias.to(dtype)
     if mask is None:
         return bias
+    # Half of the lowest value leaves room for the logarithms.
     return bias + (mask_bias(mask, torch.finfo(dtype).min / 2, dtype) if mask.dtype == torch.bool else mask)
 
 
