@@ -23,7 +23,6 @@ from mmod.studies.results import StudyResult, compare, flat, write_outcome
 from mmod.studies.scorer import Findings, Outcome, Scorer
 from mmod.training.engine.checkpoint import find_weights
 from mmod.training.engine.config import LoopConfig, RunConfig
-from mmod.training.engine.preflight import check_schedule
 
 # The dense model that all fine-tuning starts from; the point shown as dense is fine-tuned like the others.
 _BASE = "base"
@@ -69,7 +68,7 @@ class Study:
         runner = Runner(self.config.processes, progress)
         candidates, runs = self.plan()
         _find_checkpoints(runs)
-        _check_schedules(runs)
+        self._check_runs(runs)
         if isinstance(self.config, TimmStudyConfig) and self.config.rates is not None:
             by_trial = trials(runs, self.config.rates, self.config.rate_split, f"{self.config.output}/rates")
             starting = [run for run in runs[:1] if starts_others(run)]
@@ -162,6 +161,24 @@ class Study:
         evaluation = self.scorer.recipe(self.ready(run).config).train(tick)
         return float(evaluation.columns()[self.scorer.score])
 
+    def _check_runs(self, runs: Sequence[Run[Any]]) -> None:
+        """Raise a ValueError where a run would be refused, perhaps after hours of the runs before it."""
+        written = {run.config.output for run in runs}
+        dense = self.run_config.from_dict(self.config.dense_fields)
+        for run in runs:
+            config = run.config
+            # Not there yet; its architecture is the dense model's.
+            if str(Path(str(config.model.checkpoint)).parent) in written:
+                config = dataclasses.replace(config, model=dense.model)
+            recipe = self.scorer.recipe(config)
+            try:
+                if run.is_trained:
+                    recipe.check_schedule()
+                if run.seed == 0 and run.search is None and (config.routing or config.methods):
+                    recipe.sketch()
+            except ValueError as error:
+                raise ValueError(f"model {run.name!r} of the study: {error}") from error
+
     def _write(self, candidates: Sequence[Candidate], findings: Findings, runner: Runner) -> StudyResult:
         """Write what is known so far."""
         shown = {candidate.name: candidate for candidate in candidates if candidate.name in findings.costs}
@@ -203,16 +220,6 @@ def _find_checkpoints(runs: Sequence[Run[Any]]) -> None:
     for run in runs:
         if isinstance(run.config, LoopConfig) and run.config.model.checkpoint not in (None, *written):
             find_weights(str(run.config.model.checkpoint))
-
-
-def _check_schedules(runs: Sequence[Run[Any]]) -> None:
-    """Raise a ValueError where a run would be refused for its schedule, perhaps after hours of the runs before it."""
-    for run in runs:
-        if run.is_trained and isinstance(run.config, LoopConfig):
-            try:
-                check_schedule(run.config, run.config.data.batch_size * run.config.accumulate)
-            except ValueError as error:
-                raise ValueError(f"model {run.name!r} of the study: {error}") from error
 
 
 def _epochs(run: Run[Any], base: str) -> str:

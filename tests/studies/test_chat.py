@@ -121,6 +121,28 @@ def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:
         ChatStudy(dataclasses.replace(study, changes={"data": {"val": None}})).plan()[1]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"routers": {"deep": {"router": "random", "blocks": [1, 99]}}},
+            "'deep' of the study: .*from 0 to 3, each once",
+        ),
+        (
+            {"finetune": {"trainer": {"max_steps": 2, "warmup_steps": 2}}},
+            "'dense' of the study: trainer.warmup_steps=2 is as long as the run, trainer.max_steps=2",
+        ),
+    ],
+)
+def test_what_a_later_run_would_refuse_is_refused_before_the_first(
+    study: ChatStudyConfig, tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    fields = {**changes, "output": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match=message):
+        ChatStudy(dataclasses.replace(study, **fields)).run(progress=False)
+    assert not (tmp_path / "out").exists()
+
+
 def shipped(name: str) -> dict[str, TrainConfig]:
     path = ROOT / "configs" / "tradeoff" / name
     config = ChatStudyConfig(**read_yaml(path))

@@ -250,6 +250,16 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
             ValueError,
             "of the study: schedule.warmup_epochs=2 is as long as the run, epochs=2",
         ),
+        (
+            {"routers": {"deep": {"router": "random", "blocks": [1, 99]}}},
+            ValueError,
+            "model 'deep-0.5' of the study: .*blocks must be ascending numbers from 0 to",
+        ),
+        (
+            {"rivals": {"exit": {0.5: {"kind": "prune", "blocks": [99]}}}},
+            ValueError,
+            "model 'exit-0.5' of the study: .*blocks must be ascending numbers from 0 to",
+        ),
     ],
 )
 def test_wrong_studies_fail_before_the_first_run(

@@ -39,16 +39,10 @@ _PREFIXES = {
 def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
     """Create the model to train, in training mode, and its processor: weights, methods, frozen parts, then adapters."""
     processor = create_processor(config)
-    model = _create_dense(config, processor, on_meta)
+    model = create_dense(config, processor, on_meta)
     if config.model.image_size is not None:
         resize_images(model, config.model.image_size)
-    if config.routing is not None and is_routed(model):
-        raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
-    if config.routing is not None or config.methods:
-        parts = set(config.routing or {}).union(*(method.get("parts", ()) for method in config.methods))
-        depths = {name: len(find().blocks) for name, find in find_parts(model).items() if name in parts}
-        for method in resolve_methods(config.methods, config.routing or {}, depths):
-            method.apply_(model)
+    apply_methods(model, config)
     protected = config.data.protected
     if protected is not None and not any(getattr(hook, "tokens", None) == "all" for hook in model_hooks(model)):
         raise ValueError(
@@ -65,6 +59,17 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
         parameter.requires_grad_(True)
     check_routers_learn(model)
     return model.train(), processor
+
+
+def apply_methods(model: Any, config: TrainConfig) -> None:
+    """Apply the methods and the routing of a config to its dense model, in place."""
+    if config.routing is not None and is_routed(model):
+        raise ValueError(f"{config.model.checkpoint!r} is routed already; set `routing: null` to train it as it is")
+    if config.routing is not None or config.methods:
+        parts = set(config.routing or {}).union(*(method.get("parts", ()) for method in config.methods))
+        depths = {name: len(find().blocks) for name, find in find_parts(model).items() if name in parts}
+        for method in resolve_methods(config.methods, config.routing or {}, depths):
+            method.apply_(model)
 
 
 def resize_images(model: Any, side: int) -> None:
@@ -125,13 +130,16 @@ def check_routers_learn(model: nn.Module) -> None:
             )
 
 
-def _create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
+def create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
+    """Create the model before methods are applied; a processor of None leaves the vocabulary to its config."""
     from transformers import AutoConfig, AutoModelForImageTextToText
 
     source = config.model
     routed = False
     if source.config is not None:
-        fields = _with_vocabulary(source.config, processor) if source.processor in BUILT else source.config
+        fields = source.config
+        if source.processor in BUILT and processor is not None:
+            fields = _with_vocabulary(source.config, processor)
         model_config = described(fields)
     else:
         assert source.checkpoint is not None

@@ -28,7 +28,7 @@ from mmod.io.files import replacing
 from mmod.training.chat.config import MODEL, TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
 from mmod.training.chat.evaluate import EvalResult, check_enough, evaluate
-from mmod.training.chat.model import create_model
+from mmod.training.chat.model import apply_methods, create_dense, create_model
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import (
@@ -41,6 +41,7 @@ from mmod.training.chat.trainer import (
 )
 from mmod.training.engine.distributed import stop_signals, together, wait_for_all
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
+from mmod.training.engine.preflight import check_warmup
 from mmod.training.engine.recipe import Reading, Recipe, Tick
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
 
@@ -58,6 +59,20 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
     def create(self) -> nn.Module:
         """Create the model that the run starts from; see `mmod.training.chat.model.create_model`."""
         return create_model(self.config)[0]
+
+    def check_schedule(self) -> None:
+        """Check the warm-up where the config states the number of steps; see `Recipe.check_schedule`."""
+        trainer = self.config.trainer
+        steps = trainer.get("max_steps", 0)
+        # Otherwise the steps follow from the number of conversations.
+        if steps > 0 and trainer.get("lr_scheduler_type") != "constant":
+            check_warmup("trainer.warmup_steps", trainer.get("warmup_steps", 0), "trainer.max_steps", steps)
+
+    def sketch(self) -> nn.Module:
+        """Create the model without weights; see `Recipe.sketch`."""
+        model = create_dense(self.config, None, on_meta=True)
+        apply_methods(model, self.config)
+        return model
 
     def plain(self) -> TrainConfig:
         """Return the config without adapters and frozen parts."""

@@ -88,6 +88,18 @@ class Recipe(ABC, Generic[Config, Result]):
         return self.create().to(self.device).eval()
 
     @abstractmethod
+    def check_schedule(self) -> None:
+        """Raise a ValueError if the run would train in vain in one process, as far as is known before data are read."""
+
+    @abstractmethod
+    def sketch(self) -> nn.Module:
+        """Create the model with its methods on the meta device, from names and sizes alone.
+
+        Raises:
+            ValueError: The methods do not fit the model, as blocks that it does not have.
+        """
+
+    @abstractmethod
     def plain(self) -> Config:
         """Return the config without what training alone needs: a teacher, adapters, gradient checkpointing."""
 
@@ -146,6 +158,18 @@ class LoopParts(Recipe[InLoop, Result]):
     def create(self) -> nn.Module:
         """Create the model that the run starts from; see `Recipe.create`."""
         return self.create_models()[0]
+
+    def check_schedule(self) -> None:
+        """Check warm-up and learning rate; see `Recipe.check_schedule`."""
+        check_schedule(self.config, self.step_samples(1))
+
+    def sketch(self) -> nn.Module:
+        """Create the model without weights; see `Recipe.sketch`."""
+        with torch.device("meta"):
+            model = self.create_bare()
+            for method in self.config.applied:
+                method.apply_(model)
+        return model
 
     def plain(self) -> InLoop:
         """Return the config without teacher and gradient checkpointing."""
