@@ -65,10 +65,10 @@ def answered(model: Any, collator: ChatCollator, questions: Path, limit: int) ->
 def judge(
     folder: Path, questions: Path, rows: Mapping[str, Row], journal: Path, patches: int, limit: int = 500
 ) -> None:
-    """Answer the questions with every row that the journal lacks."""
-    done = {json.loads(line)["name"] for line in journal.read_text().splitlines()} if journal.exists() else set()
+    """Answer the questions with every row that the journal lacks; several processes may share a journal."""
     for name, row in rows.items():
-        if name in done:
+        lines = journal.read_text().splitlines() if journal.exists() else []
+        if name in {json.loads(line)["name"] for line in lines}:
             continue
         print(name, end=" ", flush=True)
         started = time.process_time()
@@ -77,8 +77,8 @@ def judge(
         halve(model)
         answers = answered(model, ChatCollator(processor), questions, limit)
         record = {"name": name, "seconds": time.process_time() - started, "answers": answers}
-        with journal.open("a") as lines:
-            lines.write(json.dumps(record) + "\n")
+        with journal.open("a") as file:
+            file.write(json.dumps(record) + "\n")
 
 
 def by_picture(journal: Path) -> dict[str, dict[str, np.ndarray]]:
