@@ -19,6 +19,10 @@ AGREEMENT = "agreement"
 ACCURACY = "accuracy"
 # Samples that the intervals of shares and changes count beside the real ones (Agresti and Coull, 1998).
 _PSEUDO = 4
+# By how much the distance to the tolerance exceeds half of an interval that excludes it in 80 % of new samples.
+_POWER = (1.96 + 0.84) / 1.96
+# A loss that would need more times as many samples is too close to the tolerance for an estimate.
+_MOST = 50
 # Series of pictures to which recipes belong by their first word, where that is not their name.
 _SERIES = {"images": "smaller-image", "ToMe": "tome"}
 # A speed-up below this is within the noise of a machine.
@@ -120,21 +124,25 @@ class Advice:
         """Whether the interval of a recipe's loss lies on one side of the tolerance."""
         return row.loss.high <= self.tolerance or row.loss.low > self.tolerance
 
-    def missing_samples(self, row: RecipeResult) -> int | None:
-        """Return about how many more samples would decide about a recipe, if its loss stays as it is.
+    def missing_samples(self, row: RecipeResult) -> int:
+        """Return about how many more samples would decide about a recipe in four of five cases, if its loss is this.
 
-        None where the loss is within a quarter of the tolerance from it, which no practical number decides.
+        Close to the tolerance it is a lower bound: 50 times the samples.
         """
-        loss = row.loss
-        margin = abs(self.tolerance - loss.value)
-        if margin == 0 or margin < self.tolerance / 4:
-            return None
         counted = row.images + _PSEUDO
-        # An interval shrinks with the square root of the samples; one end of it without any loss, with the samples.
-        grown = loss.high / margin if loss.value == 0 else ((loss.high - loss.low) / 2 / margin) ** 2
-        missing = counted * grown - counted
+        missing = counted * min(self._growth(row), _MOST) - counted
         digits = max(0, len(str(round(missing))) - 2)
         return max(1, math.ceil(missing / 10**digits) * 10**digits)
+
+    def _growth(self, row: RecipeResult) -> float:
+        """Return how many times as many samples would decide about a recipe."""
+        loss = row.loss
+        margin = abs(self.tolerance - loss.value)
+        # The end of the interval that must pass the tolerance. Those of small shares are short below, with few samples.
+        half = loss.high - loss.value if loss.value <= self.tolerance else (loss.high - loss.low) / 2
+        shrinking = half / margin if margin else math.inf
+        # An interval shrinks with the square root of the samples; one end of it without any loss, with the samples.
+        return _POWER**2 * (shrinking if loss.value == 0 else shrinking**2)
 
     @property
     def sentence(self) -> str:
@@ -156,10 +164,8 @@ class Advice:
 
     def _missing(self, rows: Sequence[RecipeResult]) -> str:
         """Return how many samples decide about all of some recipes, as the beginning of a clause."""
-        counts = [count for count in map(self.missing_samples, rows) if count is not None]
-        if not counts:
-            return f"{self.images:,} {self.samples} do not tell, nor would a few more,"
-        return f"{max(counts):,} more {self.samples} would tell"
+        least = "at least " if any(self._growth(row) > _MOST for row in rows) else ""
+        return f"{least}{max(map(self.missing_samples, rows)):,} more {self.samples} would tell"
 
     def _measured(self, row: RecipeResult) -> str:
         """Return what a recipe scores by the `metric`, in words."""
