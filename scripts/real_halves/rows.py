@@ -127,6 +127,11 @@ def families(depth: int) -> dict[str, Callable[[float], RoutingConfig]]:
     def frozen(value: float) -> RoutingConfig:
         return spread(depth, max(1, round(value * (depth - 1))), 0.0, "stride", context="all")
 
+    def frozen_early(value: float) -> RoutingConfig:
+        # The more of the budget there is, the sooner image tokens are computed again.
+        last = max(2, round((1 - value) * (depth - 1)))
+        return RoutingConfig(blocks=tuple(range(1, last)), capacity=0.0, router="stride", context="all")
+
     return {
         FASTV: once(2, LAST_TOKEN),
         "by the last token's attention, the rest frozen and readable": once(2, LAST_TOKEN, context="all"),
@@ -139,4 +144,5 @@ def families(depth: int) -> dict[str, Callable[[float], RoutingConfig]]:
         SPREAD: once(1, "stride"),
         "random": once(1, "random"),
         "frozen late layers (ShortV)": frozen,
+        "frozen early layers": frozen_early,
     }
