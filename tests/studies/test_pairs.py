@@ -76,6 +76,10 @@ def test_a_study_compares_and_can_be_continued(study: PairsStudyConfig) -> None:
     [
         ({"routers": {"x": {"images": {}}}}, r"unknown tower in routers\.x images; valid ones are image, text"),
         ({"routers": {"x": {"text": {"router": "atention"}}}}, "router must be one of"),
+        (
+            {"routers": {"deep": {"image": {"preset": "a-mod", "blocks": [9]}}}},
+            "model 'deep-0.5' of the study: .*block",
+        ),
         ({"finetune": {"epoch": 1}}, "unknown config key 'epoch'"),
     ],
 )

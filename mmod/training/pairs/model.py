@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import open_clip
+import torch
 from open_clip.loss import SigLipLoss
 from open_clip.transform import AugmentationCfg, PreprocessCfg, image_transform_v2
 from torch import Tensor, nn
@@ -37,7 +38,9 @@ def create_model(config: ModelConfig) -> Any:
     if ":" not in config.name and config.name not in open_clip.list_models():
         hint = near_names(config.name, open_clip.list_models(), "open_clip.list_models()")
         raise ValueError(f"open_clip knows no model {config.name!r}; {hint}")
-    return open_clip.create_model(config.name, pretrained=config.pretrained, output_dict=True)
+    # open_clip moves the model to a device that it is told, which must not be another than the one in use (meta).
+    device = torch.get_default_device()
+    return open_clip.create_model(config.name, pretrained=config.pretrained, output_dict=True, device=device)
 
 
 def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> tuple[Transform, Tokenizer]:
