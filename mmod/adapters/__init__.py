@@ -2,7 +2,7 @@
 
 # The one list of this package's names.
 # ruff: noqa: F401
-from mmod.adapters.base import BlockStack
+from mmod.adapters.base import BlockStack, Wrapper
 from mmod.adapters.find import (
     ADAPTERS,
     adapted_model,

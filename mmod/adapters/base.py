@@ -49,6 +49,18 @@ from mmod.routing import Router, Routing, TokenMarks
 from mmod.threads import PerThread
 
 
+class Wrapper(nn.Module):
+    """A module that calls a model of a host in another way; methods are applied to the model inside.
+
+    Args:
+        inner: The model.
+    """
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner: Any = inner
+
+
 @dataclass(frozen=True)
 class BlockStack:
     """A stack of residual blocks in a supported model: the model's only one, or a part such as a tower.

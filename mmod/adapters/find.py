@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from mmod.adapters.base import BlockStack, Part
+from mmod.adapters.base import BlockStack, Part, Wrapper
 from mmod.adapters.tokens import find_blocks
 from mmod.values import check_module
 
@@ -53,11 +53,15 @@ def find_library(model: nn.Module) -> str | None:
 
 
 def adapted_model(model: nn.Module) -> nn.Module:
-    """Return the model inside a peft wrapper, or else the model itself."""
-    while "peft" in _packages(model):
+    """Return the model inside a `Wrapper` or a wrapper of peft, or else the model itself."""
+    while True:
         inner: Any = model
-        model = inner.get_base_model() if hasattr(inner, "get_base_model") else inner.model
-    return model
+        if isinstance(model, Wrapper):
+            model = inner.inner
+        elif "peft" in _packages(model):
+            model = inner.get_base_model() if hasattr(inner, "get_base_model") else inner.model
+        else:
+            return model
 
 
 def _is_of_torch(model: nn.Module) -> bool:

@@ -66,6 +66,12 @@ def read_json_object(path: Path) -> dict[str, Any]:
     return content
 
 
+def is_of_transformers(name: str | Path) -> bool:
+    """Return whether a path is a folder that transformers saved a model in."""
+    path = Path(name) / "config.json"
+    return path.is_file() and "model_type" in read_json_object(path)
+
+
 def check_free(path: str | Path, overwrite: bool) -> None:
     """Raise a FileExistsError if a path exists that the caller may not overwrite."""
     if not overwrite and Path(path).exists():

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import find_library, image_facts, load_adapter
 from mmod.data.loader import evaluation_fields
+from mmod.io.files import is_of_transformers
 from mmod.methods import methods_of, undo_
 from mmod.pretrained import CONFIG, load_pretrained
 from mmod.training.engine.checkpoint import read_weights
@@ -102,8 +103,8 @@ def open_model(
     """
     run = run_folder(name)
     is_saved = (Path(name) / CONFIG).is_file()
-    is_of_transformers = transformers_folder.is_folder(name)
-    if run is not None or is_saved or is_of_transformers:
+    is_transformers = is_of_transformers(name)
+    if run is not None or is_saved or is_transformers:
         given = [
             key for key, value in {"checkpoint": checkpoint, "image_size": image_size}.items() if value is not None
         ]
@@ -116,7 +117,7 @@ def open_model(
         advised = _run_model(run)
     elif is_saved:
         advised = _saved_model(name)
-    elif is_of_transformers:
+    elif is_transformers:
         advised = _transformers_model(name)
     else:
         advised = _timm_model(name, checkpoint, pretrained, image_size)

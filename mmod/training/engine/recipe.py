@@ -19,6 +19,7 @@ from mmod.blocks import deciding_modules
 from mmod.data.loader import BatchStream
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
+from mmod.model import apply_
 from mmod.planning.comparison import Reading
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.config import LoopConfig, RunConfig
@@ -168,7 +169,7 @@ class LoopParts(Recipe[InLoop, Result]):
         with torch.device("meta"):
             model = self.create_bare()
             for method in self.config.applied:
-                method.apply_(model)
+                apply_(model, method)
         return model
 
     def plain(self) -> InLoop:
@@ -216,7 +217,7 @@ class LoopParts(Recipe[InLoop, Result]):
         teacher = self._create_teacher(model)
         names = set(model.state_dict())
         for method in config.applied[len(methods_of(model)) :]:
-            method.apply_(model)
+            apply_(model, method)
         if added:
             expected = set(model.state_dict()) - names
             if expected != set(added):
@@ -251,7 +252,7 @@ class LoopParts(Recipe[InLoop, Result]):
         state = self.read(checkpoint)
         replacing = [place for place, method in enumerate(methods) if method.replaced_in(state)]
         for method in methods[: max(replacing, default=-1) + 1]:
-            method.apply_(model)
+            apply_(model, method)
         names = set(model.state_dict())
         added = {name: value for name, value in state.items() if name not in names and is_added(name)}
         dense = {name: value for name, value in state.items() if name not in added}

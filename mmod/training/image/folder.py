@@ -33,12 +33,6 @@ _INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming"
 _LOADING = ("attn_implementation", "dtype")
 
 
-def is_folder(name: str | Path) -> bool:
-    """Return whether a path is a folder that transformers saved a model in."""
-    path = Path(name) / _CONFIG
-    return path.is_file() and "model_type" in read_json_object(path)
-
-
 def create_model(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -> nn.Module:
     """Create a model of a folder, in training mode and float32, as it was changed by methods if it was.
 

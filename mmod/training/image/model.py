@@ -16,6 +16,7 @@ from torch import nn
 
 from mmod.adapters import image_facts
 from mmod.data.config import DataConfig
+from mmod.io.files import is_of_transformers
 from mmod.training.image import folder
 from mmod.training.image.config import LossConfig, ModelConfig
 from mmod.values import near_names
@@ -24,7 +25,7 @@ from mmod.values import near_names
 def create_dense_model(config: ModelConfig) -> nn.Module:
     """Create a model of timm, or of a folder of timm or transformers, without its checkpoint, in training mode."""
     name = config.name
-    if folder.is_folder(name):
+    if is_of_transformers(name):
         return folder.create_model(name, config.pretrained, config.args)
     if Path(name).is_dir():
         name = f"local-dir:{Path(name).resolve()}"
@@ -103,7 +104,7 @@ def check_input(model: nn.Module, data: DataConfig, pretrained: bool) -> None:
 
 def _published_statistics(model: Any) -> Mapping[str, Any]:
     """Return the "mean" and "std" of the images that a model's weights were trained on, where they are known."""
-    if folder.is_folder(getattr(model, "name_or_path", "")):
+    if is_of_transformers(getattr(model, "name_or_path", "")):
         return folder.evaluation_fields(model.name_or_path)
     return getattr(model, "pretrained_cfg", {})
 

@@ -19,6 +19,7 @@ from mmod.analysis import FlopReport
 from mmod.analysis.audit.judges import judge_classes
 from mmod.data.labels import ModelClasses
 from mmod.data.loader import BatchStream, find_images, image_stream, normalisation
+from mmod.io.files import is_of_transformers
 from mmod.methods import methods_of
 from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
@@ -31,7 +32,7 @@ from mmod.training.engine.recipe import Reading, Streams, needed_shares
 from mmod.training.image.classes import check_same_classes, model_classes, run_classes
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate
-from mmod.training.image.folder import is_folder, read_state, save_model
+from mmod.training.image.folder import read_state, save_model
 from mmod.training.image.model import check_input, create_criterion, create_dense_model
 from mmod.training.image.task import ClassificationTask, ElasticTask
 
@@ -84,11 +85,11 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
     def read(self, checkpoint: str) -> dict[str, Tensor]:
         """Return the weights of a checkpoint by the names that the model has for them."""
         file = find_weights(checkpoint)
-        return read_state(file.parent) if is_folder(file.parent) else read_weights(checkpoint)
+        return read_state(file.parent) if is_of_transformers(file.parent) else read_weights(checkpoint)
 
     def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
         """Create the teacher of a checkpoint, of a folder of transformers, or of a name of timm's registry."""
-        if Path(name).exists() and not is_folder(name):
+        if Path(name).exists() and not is_of_transformers(name):
             teacher = self.create_bare()
             load_weights(teacher, converted(self.read(name), teacher), name)
         else:

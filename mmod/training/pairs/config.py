@@ -9,16 +9,18 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from mmod.data.config import PairsConfig
+from mmod.io.files import is_of_transformers
 from mmod.training.engine.config import LoopConfig, StartConfig
 from mmod.values import refuse_unknown
 
 
 @dataclass(frozen=True)
 class ModelConfig(StartConfig):
-    """The open_clip model and its starting weights.
+    """The model of open_clip or transformers, and its starting weights.
 
     Args:
-        name: A name that open_clip knows, `local-dir:FOLDER` or `hf-hub:REPOSITORY`.
+        name: A name that open_clip knows, `local-dir:FOLDER` or `hf-hub:REPOSITORY`; or a folder in which transformers
+            saved a CLIP or SigLIP with its processor.
         config: A JSON file with a model config in open_clip's format; its name without `.json` becomes one that
             open_clip knows.
         checkpoint: Starting weights, dense or routed: a file that open_clip reads (PyTorch, safetensors, big_vision's
@@ -41,6 +43,11 @@ class ModelConfig(StartConfig):
             raise ValueError(
                 f"model.checkpoint={self.checkpoint!r} holds both towers: set it or model.image_checkpoint to null"
             )
+
+    @property
+    def has_weights(self) -> bool:
+        """Whether training starts from trained weights; a folder and a repository bring theirs."""
+        return super().has_weights or ":" in self.name or is_of_transformers(self.name)
 
     def started_from(self, checkpoint: str) -> Self:
         """Return the same model with all weights of a checkpoint, the image tower's included."""

@@ -17,16 +17,27 @@ from torch import Tensor, nn
 
 from mmod.data.loader import Tokenizer, Transform
 from mmod.io.configs import find_config
+from mmod.io.files import is_of_transformers
 from mmod.io.tensors import write_tensors
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.model import classifier_names, converted, load_weights
+from mmod.training.pairs import folder
 from mmod.training.pairs.config import ModelConfig
 from mmod.values import near_names, refuse_unknown
 
 
-def create_model(config: ModelConfig) -> Any:
-    """Create a dense open_clip model without its checkpoint, in training mode."""
+def create_model(config: ModelConfig, weights: bool = True) -> Any:
+    """Create a dense model of open_clip, or of a folder of transformers, without its checkpoint, in training mode.
+
+    Args:
+        weights: Take published weights, or a folder's; otherwise they are drawn at random.
+    """
+    if is_of_transformers(config.name):
+        given = [name for name in ("config", "pretrained", "image_checkpoint") if getattr(config, name) is not None]
+        if given:
+            raise ValueError(f"{config.name!r} is a folder with a config and weights: leave out model.{given[0]}")
+        return folder.create_model(config.name, weights)
     if config.config is not None:
         path = find_config(config.config)
         if not path.is_file():
@@ -40,7 +51,10 @@ def create_model(config: ModelConfig) -> Any:
         raise ValueError(f"open_clip knows no model {config.name!r}; {hint}")
     # open_clip moves the model to a device that it is told, which must not be another than the one in use (meta).
     device = torch.get_default_device()
-    return open_clip.create_model(config.name, pretrained=config.pretrained, output_dict=True, device=device)
+    published = config.pretrained if weights else None
+    return open_clip.create_model(
+        config.name, pretrained=published, load_weights=weights, output_dict=True, device=device
+    )
 
 
 def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> tuple[Transform, Tokenizer]:
@@ -53,7 +67,9 @@ def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> 
 
 
 # Runs of a study share a tokeniser and the words that it has split.
-_tokenizer: Callable[[str], Tokenizer] = cache(open_clip.get_tokenizer)
+@cache
+def _tokenizer(name: str) -> Tokenizer:
+    return folder.create_tokenizer(name) if is_of_transformers(name) else open_clip.get_tokenizer(name)
 
 
 def create_loss(kind: str, process: Process) -> nn.Module:
@@ -81,10 +97,10 @@ def load_clip(model: nn.Module, checkpoint: str, state: Mapping[str, Tensor] | N
         state: Weights of the checkpoint, if they were read already.
     """
     file = find_weights(checkpoint)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as temporary:
         if not is_of_numpy(file):
             # open_clip converts what it reads from a file, of which it reads fewer kinds than `read_weights`.
-            file = Path(folder) / "model.safetensors"
+            file = Path(temporary) / "model.safetensors"
             write_tensors(file, read_weights(checkpoint) if state is None else state)
         try:
             open_clip.load_checkpoint(model, str(file), strict=True, weights_only=True)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from mmod import is_routed
 from mmod.analysis import FlopReport, flops
 from mmod.data.loader import BatchStream, find_pairs, pairs_stream
+from mmod.io.files import is_of_transformers
 from mmod.io.tensors import write_tensors
 from mmod.methods import Method
 from mmod.methods.read import is_added
@@ -26,6 +27,7 @@ from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.recipe import Reading, needed_shares
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate, judge_pairs
+from mmod.training.pairs.folder import TwoTowers, read_state, save_model
 from mmod.training.pairs.model import (
     create_loss,
     create_model,
@@ -46,7 +48,7 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def create_bare(self) -> nn.Module:
         """Create the model with random weights."""
-        return create_model(dataclasses.replace(self.config.model, checkpoint=None, pretrained=None))
+        return create_model(self.config.model, weights=False)
 
     def create_dense(self) -> nn.Module:
         """Create the model with published weights, or with those of an image tower; refuse a loss that does not fit."""
@@ -67,11 +69,21 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
         """Load a checkpoint as open_clip does, which converts it, if it is dense; see `LoopParts.load_dense`."""
+        if isinstance(model, TwoTowers):
+            return super().load_dense(model, checkpoint, methods)
         state = None if is_of_numpy(find_weights(checkpoint)) else read_weights(checkpoint)
         if state is not None and any(map(is_added, state)):
             return super().load_dense(model, checkpoint, methods)
         load_clip(model, checkpoint, state)
         return {}
+
+    def read(self, checkpoint: str) -> dict[str, Tensor]:
+        """Return the weights of a checkpoint, which may be a folder of transformers; see `LoopParts.read`."""
+        if is_of_transformers(self.config.model.name):
+            saved = find_weights(checkpoint).parent
+            if is_of_transformers(saved):
+                return read_state(str(saved))
+        return super().read(checkpoint)
 
     def find_data(self) -> None:
         """Raise if shards are missing; see `LoopParts.find_data`."""
@@ -143,6 +155,9 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for open_clip's `local-dir:` if the model is dense."""
+        if isinstance(model, TwoTowers):
+            save_model(model, self.config.model.name, folder)
+            return
         described = open_clip.get_model_config(self.config.model.name)
         if is_routed(model):
             save_pretrained(model, folder, architecture=described)

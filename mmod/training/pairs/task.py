@@ -56,7 +56,8 @@ class PairsTask(Task):
 
     def after_step(self) -> None:
         """Keep the logit scale at 100 at most, as CLIP and open_clip do."""
-        self.model.get_parameter("logit_scale").data.clamp_(0, math.log(100))
+        scale: Any = self.model.logit_scale
+        scale.data.clamp_(0, math.log(100))
 
     def forward(self, images: Tensor, texts: Tensor, cached: list[TensorDict], index: int) -> dict[str, Tensor]:
         """Return the "loss" of a step with the gradients of batch `index`, its terms, and "scale".
@@ -92,8 +93,8 @@ class PairsTask(Task):
             else:
                 output = self.teacher(images, texts)
                 taught = {f"dist_{name}": output[name] for name in names}
-            scale = self.teacher.get_parameter("logit_scale").exp().reshape(())
-        return {**features, **taught, "dist_logit_scale": scale}
+            scale: Any = self.teacher.logit_scale
+        return {**features, **taught, "dist_logit_scale": scale.detach().exp().reshape(())}
 
     def _losses(self, features: TensorDict, scalars: TensorDict) -> TensorDict:
         taught = {name: features.pop(name) for name in list(features) if name.startswith("dist_")}

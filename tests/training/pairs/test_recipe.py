@@ -160,6 +160,16 @@ class TestStartingWeights:
         model, _, _ = open_clip.create_model_and_transforms(f"local-dir:{folder}/dense/model")
         for name, value in weights(folder / "dense/model").items():
             assert torch.equal(value, model.state_dict()[name])
+        # A folder brings its weights, which a further run, an evaluation and a study start from.
+        again = PairsRecipe(
+            TrainConfig.from_dict(clip_config(folder, "x") | {"model": {"name": f"local-dir:{folder}/dense/model"}})
+        )
+        assert again.has_weights
+        loaded, drawn = again.load().state_dict(), again.create_bare().state_dict()
+        for name, value in weights(folder / "dense/model").items():
+            assert torch.equal(value, loaded[name])
+        assert not torch.equal(drawn["visual.conv1.weight"], loaded["visual.conv1.weight"])
+        assert next(again.sketch().parameters()).is_meta
         run(clip_config(folder, "routed", routing=ROUTED))
         routed = mmod.load_pretrained(folder / "routed/model")
         assert mmod.is_routed(routed)
