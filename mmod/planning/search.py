@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from mmod.adapters import BlockStack, find_part
+from mmod.adapters import BlockStack, find_part, find_parts, own_name
 from mmod.analysis.modes import in_mode
 from mmod.config import RoutingConfig, Score, spelled
 from mmod.io.journal import Journal
@@ -312,7 +312,7 @@ def _dense_part(model: nn.Module, part: str | None) -> tuple[str, BlockStack]:
     if is_routed(model):
         raise ValueError(f"this {type(model).__name__} is routed already: call mmod.unroute_ first")
     part, stack = find_part(model, part)
-    if part == "vision":
+    if part == "vision" and own_name("image", find_parts(model)) != part:
         raise ValueError("the FLOPs of a vision tower alone are not counted: search a plan for the part 'language'")
     return part, stack
 

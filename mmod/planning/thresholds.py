@@ -12,7 +12,7 @@ from mmod.analysis.modes import in_mode
 from mmod.config import RoutingConfig, Threshold, preset, rescaled
 from mmod.methods.route import is_routed, routed_blocks
 from mmod.planning.divergence import routed
-from mmod.values import check_value
+from mmod.values import check_finite, check_value
 
 # Each halves the interval in which the mean capacity lies; its width is 1 at first.
 _HALVINGS = 10
@@ -39,7 +39,9 @@ def calibrate_thresholds(
         The routing, whose capacities are the mean kept shares.
 
     Raises:
-        ValueError: The model is routed, the budget is out of reach, or the router groups tokens by their place.
+        TypeError: Images that are not one tensor of floating-point numbers.
+        ValueError: The model is routed, the budget is out of reach, the router groups tokens by their place, or images
+            are not finite or of another shape.
 
     Source: DyMU, arXiv 2504.17040, which calibrates a threshold for every layer on a batch; ATM, arXiv 2505.15160.
 
@@ -53,6 +55,13 @@ def calibrate_thresholds(
         torch.Size([1, 1000])
     """
     check_value("budget", budget, float, "(0, 1)")
+    if not isinstance(images, Tensor):
+        raise TypeError(
+            f"images must be one tensor (B, C, H, W), got {type(images).__name__}: join batches by torch.cat"
+        )
+    if images.ndim != 4:
+        raise ValueError(f"images must be (B, C, H, W), got {tuple(images.shape)}")
+    check_finite("images", images)
     if is_routed(model):
         raise ValueError(f"this {type(model).__name__} is routed already: call mmod.unroute_ first")
     _, stack = find_part(model, "image")

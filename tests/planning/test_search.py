@@ -17,7 +17,7 @@ from torch import Tensor
 import mmod
 from mmod.planning.divergence import outputs
 from mmod.planning.plan_search import BlockCosts, PlanSearch, best_choices, best_plan
-from tests.kit import clip_zoo
+from tests.kit import clip_zoo, folders
 from tests.kit.vlm_zoo import IMAGE, make_joint, make_language, prompt
 from tests.kit.zoo import make_images, make_model
 
@@ -171,6 +171,25 @@ def test_image_models(name: str) -> None:
         shares, scores = zip(*search.frontier(6))
         assert list(shares) == sorted(shares, reverse=True)
         assert list(scores) == sorted(scores)
+
+
+@pytest.mark.parametrize("name", ["vit", "dinov2", "siglip classifier"])
+def test_vision_models_of_transformers(name: str) -> None:
+    model = folders.make_image_model(name)
+    images = torch.randn(3, 3, folders.SIDE, folders.SIDE)
+    search = mmod.search_plan(model, [images[:2], images[2:]], 0.8, options=FEW)
+    report = mmod.flops(mmod.route_(model, image=search.plan), folders.SIDE)
+    assert report.share == pytest.approx(search.share(search.plan), abs=1e-3)
+
+
+def test_clip_of_transformers_is_judged_by_its_image_features() -> None:
+    model = folders.make_image_model("clip")
+    batch = {"pixel_values": torch.randn(2, 3, folders.SIDE, folders.SIDE), "input_ids": torch.tensor([[5, 6], [7, 8]])}
+    with torch.no_grad():
+        expected = model(**batch).image_embeds
+    torch.testing.assert_close(outputs(model, batch, "vision"), expected)
+    search = mmod.search_plan(model, [batch], 0.95, options=FEW)
+    assert search.plan.depth == 4
 
 
 def test_towers_of_clip_models() -> None:

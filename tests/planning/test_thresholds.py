@@ -201,3 +201,10 @@ def test_what_cannot_be_calibrated_is_refused() -> None:
         calibrate_thresholds(model, images, 0.7, mmod.preset("gradual", router="cells"))
     with pytest.raises(ValueError, match="is routed already"):
         calibrate_thresholds(mmod.route_(model, "gradual"), images, 0.7)
+    mmod.unroute_(model)
+    with pytest.raises(TypeError, match="images must be one tensor"):
+        calibrate_thresholds(model, [images], 0.7)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="images must be finite"):
+        calibrate_thresholds(model, images / 0, 0.7)
+    with pytest.raises(ValueError, match=r"images must be \(B, C, H, W\), got"):
+        calibrate_thresholds(model, images[0], 0.7)
