@@ -18,7 +18,7 @@ from mmod.planning import ratio_decay
 from mmod.training.chat.model import router_parameters
 from scripts.real_halves.judge import answered, halve, loaded
 from scripts.real_halves.learn import scheduled
-from scripts.real_halves.rows import Row, fitted, image_share
+from scripts.real_halves.rows import SPREAD, Row, families, fitted, image_share
 
 ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 _STEPS = 40
@@ -48,15 +48,12 @@ def rows(folder: Path, patches: int) -> dict[str, Row]:
         language = LanguageRouting(tokens="image", scored="norm", gate_on="mlp", positions="compact")
         return mmod.preset("gamma-mod", capacity=max(value, 1e-3), language=language)
 
-    def random(value: float) -> RoutingConfig:
-        return RoutingConfig(blocks=tuple(range(1, depth)), capacity=max(value, 1e-3), router="random")
-
     side = int((_BUDGET * patches**2) ** 0.5)
     return {
         "dense": Row(),
         "p-MoD": Row(fitted(share, p_mod, _BUDGET)),
         "gamma-MoD": Row(fitted(share, gamma_mod, _BUDGET)),
-        "random": Row(fitted(share, random, _BUDGET)),
+        SPREAD: Row(fitted(share, families(depth)[SPREAD], _BUDGET)),
         "pooled tokens": Row(tokens=side),
         "fewer pixels": Row(patches=side),
     }
