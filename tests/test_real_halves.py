@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmod.training.chat.processor import create_bpe_processor
-from scripts.real_halves import compare, learn, photographs
+from scripts.real_halves import compare, learn, photographs, tune
 from scripts.real_halves.__main__ import make, save
 from scripts.real_halves.judge import by_picture, gap, judge, loaded
 from scripts.real_halves.rows import Row, families, fitted, image_share
@@ -165,3 +165,22 @@ def test_rows_are_judged_once(folder: Path) -> None:
     assert said[0] == said[1]
     difference = gap(answered["fewer"]["places"], answered["dense"]["places"])
     assert difference.low <= difference.value <= difference.high
+
+
+def test_tuned_rows_are_compared_within_a_seed(folder: Path) -> None:
+    save(loaded(folder / "untrained")[0], folder)
+    right = {"dense": (3, 2), "p-MoD": (1, 2), "pooled tokens": (2, 0)}
+    with tune.journal_of(folder, 4).open("w") as journal:
+        for seed in range(2):
+            for name, counts in right.items():
+                # Both seeds differ by as much, so that differences have no width.
+                answers = {
+                    file: [{"right": number < count + seed} for number in range(4)]
+                    for file, count in zip(("naming", "places"), counts)
+                }
+                journal.write(json.dumps({"name": name, "seed": seed, "answers": answers}) + "\n")
+    table = tune.tuned_table(folder, 4)
+    rows = {row[0]: row[2:] for row in table["rows"]}
+    assert rows["dense"] == [87.5, None, 62.5, None, None]
+    assert rows["p-MoD"] == [37.5, [-50.0] * 3, 62.5, [0.0] * 3, [12.5] * 3]
+    assert rows["pooled tokens"] == [62.5, [-25.0] * 3, 12.5, [-50.0] * 3, None]

@@ -1,8 +1,8 @@
 """A vision-language model of trained halves, made, trained and judged: `python -m scripts.real_halves COMMAND FOLDER`.
 
-FOLDER takes everything that is written. `make` needs the weights and photographs, see `--help`. Training costs about
-two CPU hours, judging six, both on one thread; a stopped command goes on where it was. `torchrun --nproc_per_node 2
--m scripts.real_halves train FOLDER` trains in two processes.
+FOLDER takes everything that is written. `make` needs the weights and photographs, see `--help`. Training costs an hour
+and a half of one CPU thread, judging two, tuning two. A stopped command goes on where it was, and several processes may
+judge or tune together. `torchrun --nproc_per_node 2 -m scripts.real_halves train FOLDER` trains in two processes.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from scripts.real_halves.features import features_of
 from scripts.real_halves.judge import judge, loaded
 from scripts.real_halves.model import create
 from scripts.real_halves.photographs import Thing, write_questions
-from scripts.real_halves.tune import ADAPTED, tune
+from scripts.real_halves.tune import ADAPTED, journal_of, tune, tuned_table
 
 _STAGES = (learn.Stage(2, 1920, 1e-3), learn.Stage(1, 4000, 7e-4), learn.Stage(1, 3200, 7e-4))
 
@@ -81,6 +81,16 @@ def save(trained: LlavaForConditionalGeneration, folder: Path) -> None:
     processor.save_pretrained(folder / "model")
 
 
+def write_tables(folder: Path, patches: int) -> None:
+    """Write and print the tables of what was judged, and of what was tuned if something was."""
+    tables = {"judged": compare.table(folder, patches)}
+    if journal_of(folder, patches).exists():
+        tables["tuned"] = tuned_table(folder, patches)
+    for name, table in tables.items():
+        (folder / f"{name}-{patches}.json").write_text(json.dumps(table, indent=1))
+        print(markdown(table))
+
+
 def main() -> None:
     """Run a command."""
     parser = argparse.ArgumentParser(
@@ -100,6 +110,9 @@ def main() -> None:
     judging.add_argument("--limit", type=int, default=500, help="questions of each file")
     judging.add_argument("--rows", nargs="*", help="names of rows; all by default")
     judging.add_argument("--no-plans", action="store_true", help="leave out the plans that are searched")
+    tables = commands.add_parser("table", help="write the tables of what was judged and tuned, with times")
+    tables.add_argument("folder", type=Path)
+    tables.add_argument("--patches", type=int, default=10, help="side of the images in patches")
     tuning = commands.add_parser("tune", help="fine-tune it by several ways to spend less")
     tuning.add_argument("folder", type=Path)
     tuning.add_argument("--patches", type=int, default=10, help="side of the images in patches")
@@ -111,6 +124,8 @@ def main() -> None:
         make(options.folder, options.tower, options.language, options.photographs)
     elif options.command == "train":
         train(options.folder)
+    elif options.command == "table":
+        write_tables(options.folder, options.patches)
     elif options.command == "tune":
         tune(options.folder, options.patches, options.seeds, options.limit)
     else:
@@ -118,11 +133,6 @@ def main() -> None:
         chosen = {name: rows[name] for name in options.rows or rows}
         journal = options.folder / f"answers-{options.patches}.jsonl"
         judge(options.folder / "model", options.folder / "questions", chosen, journal, options.patches, options.limit)
-        if options.no_plans or options.rows:
-            return
-        table = compare.table(options.folder, options.patches)
-        (options.folder / f"table-{options.patches}.json").write_text(json.dumps(table, indent=1))
-        print(markdown(table))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ _BATCH = 8
 _TOLERANCE = 0.05
 _OPTIONS = [Option(0.0), Option(0.25), Option(0.0, context="all"), Option(0.25, context="all")]
 _ROUNDS = 7
-_RIVALS = ("pooled tokens", "fewer pixels")
+_RIVALS = (SPREAD, "pooled tokens", "fewer pixels")
 _COMMAND = "python -m scripts.real_halves judge FOLDER"
 
 
@@ -131,7 +131,8 @@ def table(folder: Path, patches: int) -> dict[str, Any]:
     Differences are in points, paired by picture.
     """
     answered = by_picture(folder / f"answers-{patches}.jsonl")
-    judged = {name: row for name, row in rows(folder, patches).items() if name in answered}
+    is_searched = (folder / f"plans-{patches}.json").exists()
+    judged = {name: row for name, row in rows(folder, patches, is_searched).items() if name in answered}
     times = prefill_times(folder / "model", folder / "questions", judged, patches, _ROUNDS)
     dense, _ = loaded(folder / "model")
     dense.to("meta")
@@ -145,7 +146,7 @@ def table(folder: Path, patches: int) -> dict[str, Any]:
             line.append(100 * sums[:, 0].sum() / sums[:, 1].sum())
             line.append(None if name == DENSE else ends(gap(sums, answered[DENSE][file])))
         budget = name.rpartition(", ")[2]
-        # Independent judges find that fewer pixels, or pooled tokens, are hard to beat.
+        # Judges of other models find that these are hard to beat.
         for rival in _RIVALS:
             other = answered.get(f"{rival}, {budget}")
             is_compared = other is not None and not name.startswith(rival)

@@ -6,16 +6,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import mmod
 from mmod import LanguageRouting, RoutingConfig
+from mmod.analysis.statistics import difference
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
 from mmod.planning import ratio_decay
 from mmod.training.chat.model import router_parameters
+from scripts.real_halves.compare import ends
 from scripts.real_halves.judge import answered, halve, loaded
 from scripts.real_halves.learn import scheduled
 from scripts.real_halves.rows import SPREAD, Row, families, fitted, image_share
@@ -28,6 +31,8 @@ _RATE = 2e-4
 _ROUTER_RATE = 1e-3
 _BUDGET = 0.5
 _TEXT = 18
+_POOLED = "pooled tokens"
+_ALL = "all"
 
 
 def rows(folder: Path, patches: int) -> dict[str, Row]:
@@ -54,7 +59,7 @@ def rows(folder: Path, patches: int) -> dict[str, Row]:
         "p-MoD": Row(fitted(share, p_mod, _BUDGET)),
         "gamma-MoD": Row(fitted(share, gamma_mod, _BUDGET)),
         SPREAD: Row(fitted(share, families(depth)[SPREAD], _BUDGET)),
-        "pooled tokens": Row(tokens=side),
+        _POOLED: Row(tokens=side),
         "fewer pixels": Row(patches=side),
     }
 
@@ -112,12 +117,11 @@ def _fit(
 
 def tune(folder: Path, patches: int, seeds: int, limit: int) -> None:
     """Fine-tune and judge every row with every seed that the journal lacks."""
-    journal = folder / f"tuned-{patches}.jsonl"
-    lines = journal.read_text().splitlines() if journal.exists() else []
-    done = {(record["name"], record["seed"]) for record in map(json.loads, lines)}
+    journal = journal_of(folder, patches)
     for seed in range(seeds):
         for name, row in rows(folder, patches).items():
-            if (name, seed) in done:
+            # Another process may have added it.
+            if any((record["name"], record["seed"]) == (name, seed) for record in _records(journal)):
                 continue
             started = time.process_time()
             model, processor = tuned(folder, row, seed, patches)
@@ -125,3 +129,44 @@ def tune(folder: Path, patches: int, seeds: int, limit: int) -> None:
             record = {"name": name, "seed": seed, "seconds": time.process_time() - started, "answers": answers}
             with journal.open("a") as file:
                 file.write(json.dumps(record) + "\n")
+
+
+def journal_of(folder: Path, patches: int) -> Path:
+    """Return the file that holds the answers of tuned rows."""
+    return folder / f"tuned-{patches}.jsonl"
+
+
+def _records(journal: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
+
+
+def tuned_table(folder: Path, patches: int) -> dict[str, Any]:
+    """Return the table of the tuned rows, as `scripts.doc_tables` writes it; differences are paired by seed."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for record in _records(journal_of(folder, patches)):
+        asked = {**record["answers"], _ALL: [one for answers in record["answers"].values() for one in answers]}
+        for file, answers in asked.items():
+            right = 100 * sum(one["right"] for one in answers) / len(answers)
+            found.setdefault(record["name"], {}).setdefault(file, {})[record["seed"]] = right
+    dense, _ = loaded(folder / "model")
+    dense.to("meta")
+    lines = list[list[Any]]()
+    for name, row in rows(folder, patches).items():
+        if name not in found:
+            continue
+        image = (row.tokens or row.patches or patches) ** 2
+        line = [name, image_share(dense, row.language, _TEXT, image, patches**2)]
+        for file in ("naming", "places"):
+            line.append(float(np.mean([*found[name][file].values()])))
+            line.append(None if name == "dense" else ends(difference(found[name][file], found["dense"][file])))
+        pooled = found.get(_POOLED)
+        compares = pooled is not None and name not in ("dense", _POOLED)
+        line.append(ends(difference(found[name][_ALL], pooled[_ALL])) if compares and pooled else None)
+        lines.append(line)
+    gap = "{:+.1f} [{:+.1f}, {:+.1f}]"
+    return {
+        "commands": ["python -m scripts.real_halves tune FOLDER"],
+        "columns": ["", "image FLOPs", "naming %", "to dense", "places %", "to dense", f"all, to {_POOLED}"],
+        "formats": ["{}", "{:.2f}", "{:.1f}", gap, "{:.1f}", gap, gap],
+        "rows": lines,
+    }
