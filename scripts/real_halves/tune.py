@@ -24,8 +24,8 @@ from scripts.real_halves.learn import scheduled
 from scripts.real_halves.rows import SPREAD, Row, families, fitted, image_share
 
 ADAPTED = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-_STEPS = 40
-_BATCH = 16
+_STEPS = 24
+_BATCH = 8
 _RATE = 2e-4
 # Routers start at random, or at nothing.
 _ROUTER_RATE = 1e-3
