@@ -66,7 +66,7 @@ def advise(
         tolerance: Share of agreement, or of accuracy, that may be lost, in [0, 1).
         candidates: What to try. None takes gradual and late merging, a-mod and random routing, smaller images, ToMe and
             pruning; for a language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image
-            tokens that late layers do not update, and random ones.
+            tokens that late layers do not update, random and evenly spread ones.
         folder: Write `advice.json`, `advice.md` and `advice.png` here, and `journal.jsonl`, with which the same call
             resumes. None writes nothing.
         note: A sentence about the data, for the report.

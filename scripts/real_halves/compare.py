@@ -26,6 +26,7 @@ _SEARCHED_ON = 16
 _BATCH = 8
 _TOLERANCE = 0.05
 _OPTIONS = [Option(0.0), Option(0.25), Option(0.0, context="all"), Option(0.25, context="all")]
+_ROUTERS: dict[str, Any] = {"evenly spread": "stride", "by the last token's attention": LAST_TOKEN}
 _ROUNDS = 7
 _RIVALS = (SPREAD, "pooled tokens", "fewer pixels")
 _COMMAND = "python -m scripts.real_halves judge FOLDER"
@@ -90,28 +91,30 @@ def _search(folder: Path, patches: int) -> dict[str, dict[str, Any]]:
     chosen = [talk._replace(messages=talk.messages[:2]) for talk in chosen]
     collator = ChatCollator(processor)
     batches = [collator(chosen[start : start + _BATCH]) for start in range(0, len(chosen), _BATCH)]
-    progress = folder / f"search-{patches}.jsonl"
     with torch.autocast("cpu", torch.bfloat16):
         curve = horizon(model, batches)
         print(curve, flush=True)
-        search = search_plan(
-            model,
-            batches,
-            BUDGETS[0],
-            part="language",
-            options=_OPTIONS,
-            router=LAST_TOKEN,
-            cost="image_flops",
-            progress_file=progress,
-        )
+        searches = {
+            name: search_plan(
+                model,
+                batches,
+                BUDGETS[0],
+                part="language",
+                options=_OPTIONS,
+                router=router,
+                cost="image_flops",
+                progress_file=folder / f"search-{name}-{patches}.jsonl",
+            )
+            for name, router in _ROUTERS.items()
+        }
     curve.plot(folder / f"horizon-{patches}.png", overwrite=True)
     image = patches**2
     model.to("meta")
     found: dict[str, dict[str, Any]] = {}
     for budget in BUDGETS:
-        plans = {"searched plan": search.plan_for(budget)}
+        plans = {f"searched plan, {name}": search.plan_for(budget) for name, search in searches.items()}
         last = curve.layer(_TOLERANCE)
-        for name, router in (("evenly spread", "stride"), ("by the last token's attention", LAST_TOKEN)):
+        for name, router in _ROUTERS.items():
             front = _in_front(curve, last, router)
             if _share(model, image, front(0.02)) <= budget:
                 plans[f"up to the horizon, {name}"] = fitted(partial(_share, model, image), front, budget)

@@ -363,7 +363,7 @@ def test_a_language_model_is_judged_by_its_next_tokens(
     batches = questions(4, labels)
     advice = mmod.advise(make_joint("llava"), batches, folder=tmp_path, progress=False)
     assert (advice.measure, advice.samples, advice.images) == ("agreement", "prompts", 6)
-    assert {"as p-MoD", "as PyramidDrop", "as FastV", "random 0.5", "frozen after 2"} <= {
+    assert {"as p-MoD", "as PyramidDrop", "as FastV", "random 0.5", "evenly spread 0.25", "frozen after 2"} <= {
         row.name for row in advice.rows
     }
     assert any(row.name.startswith("searched") for row in advice.rows)
