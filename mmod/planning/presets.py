@@ -152,6 +152,22 @@ def evs() -> dict[str, Any]:
     }
 
 
+@register_preset("evenly-spread")
+def evenly_spread(depth: int) -> dict[str, Any]:
+    """This library's training-free routing of language models: a quarter of the image tokens, evenly spread, from the
+    second layer on.
+
+    On a model of real weights, no score that was tried chooses better without training; see the page on vision-language
+    models.
+    """
+    return {
+        "router": "stride",
+        "blocks": drop_once(depth, after=1).blocks,
+        "capacity": 0.25,
+        "language": LanguageRouting(tokens="image"),
+    }
+
+
 @register_preset("distilled")
 def distilled() -> dict[str, Any]:
     """This library's learned router: gate 1 + 0.2 tanh, and a score that learns to predict importance.

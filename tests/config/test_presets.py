@@ -29,8 +29,8 @@ from tests.kit.vlm_zoo import make_joint
 from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
-BY_DEPTH = ("gamma-mod", "gradual", "ipcv", "mindskip", "p-mod", "v2drop")
-FOR_LANGUAGE = ("evs", "gamma-mod", "v2drop", "videollm-mod")
+BY_DEPTH = ("evenly-spread", "gamma-mod", "gradual", "ipcv", "mindskip", "p-mod", "v2drop")
+FOR_LANGUAGE = ("evenly-spread", "evs", "gamma-mod", "v2drop", "videollm-mod")
 FOR_IMAGES = tuple(name for name in sorted(PRESETS) if name not in (*FOR_LANGUAGE, "contrast-mod"))
 
 
