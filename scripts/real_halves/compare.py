@@ -160,7 +160,7 @@ def table(folder: Path, patches: int) -> dict[str, Any]:
         lines.append(line)
     titles = ["", "image FLOPs", "prefill, ms", "cache", "naming %", "to dense", "places %", "to dense"]
     difference = "{:+.1f} [{:+.1f}, {:+.1f}]"
-    formats = ["{}", "{:.2f}", "{:.0f}", "{:.2f}", "{:.1f}", difference, "{:.1f}", difference, difference, difference]
+    formats = ["{}", "{:.2f}", "{:.0f}", "{:.2f}", *["{:.1f}", difference] * 2, *[difference] * len(_RIVALS)]
     columns = [*titles, *(f"all, to {rival}" for rival in _RIVALS)]
     return {"commands": [_COMMAND], "columns": columns, "formats": formats, "rows": lines}
 
