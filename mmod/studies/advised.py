@@ -15,10 +15,10 @@ from mmod.data.loader import evaluation_fields
 from mmod.io.files import is_of_transformers
 from mmod.methods import methods_of, undo_
 from mmod.pretrained import CONFIG, load_pretrained
+from mmod.training.engine import folder as transformers_folder
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.config import RUN_CONFIG
 from mmod.training.engine.model import classifier_names, converted, load_weights
-from mmod.training.image import folder as transformers_folder
 from mmod.training.image.classes import published_classes, run_classes
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.model import create_dense_model

@@ -17,7 +17,7 @@ from torch import nn
 from mmod.adapters import image_facts
 from mmod.data.config import DataConfig
 from mmod.io.files import is_of_transformers
-from mmod.training.image import folder
+from mmod.training.engine import folder
 from mmod.training.image.config import LossConfig, ModelConfig
 from mmod.values import near_names
 

@@ -25,6 +25,7 @@ from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
+from mmod.training.engine.folder import read_state, save_model
 from mmod.training.engine.loop import LoopRecipe
 from mmod.training.engine.model import classifier_names, converted, load_weights
 from mmod.training.engine.preflight import check_outputs
@@ -32,7 +33,6 @@ from mmod.training.engine.recipe import Reading, Streams, needed_shares
 from mmod.training.image.classes import check_same_classes, model_classes, run_classes
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate
-from mmod.training.image.folder import read_state, save_model
 from mmod.training.image.model import check_input, create_criterion, create_dense_model
 from mmod.training.image.task import ClassificationTask, ElasticTask
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from mmod.adapters import Wrapper
 from mmod.blocks import host_class
-from mmod.training.image import folder
+from mmod.training.engine import folder
 
 # Their text towers need no mask of padding: causal ones read the end of a caption, SigLIP's was trained with padding.
 MODELS = ("clip", "metaclip_2", "siglip")

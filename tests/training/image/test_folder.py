@@ -18,9 +18,9 @@ from mmod.adapters import find_stack, image_facts, image_output
 from mmod.methods import methods_of
 from mmod.studies.assess import assess
 from mmod.training import fit
+from mmod.training.engine.folder import create_model, evaluation_fields
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import feature_of
-from mmod.training.image.folder import create_model, evaluation_fields
 from mmod.training.image.recipe import ImageRecipe
 from tests.kit.folders import NAMES, make_image_model, save_image_model, save_images, side_of
 
