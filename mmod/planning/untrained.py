@@ -82,9 +82,9 @@ def language_candidates(
     plans |= {"as p-MoD": ratio_decay(depth), "as PyramidDrop": stage_drop(depth), "as FastV": drop_once(depth)}
     candidates = [_planned(name, plan, _LAST) for name, plan in plans.items()]
     candidates.append(_planned("random 0.5", drop_once(depth), "random"))
-    # No attention is read, so the second layer can begin; the best choice in a model of real weights, see the docs.
     candidates += [
-        _planned(f"evenly spread {keep:g}", drop_once(depth, after=1, keep=keep), "stride") for keep in (0.5, 0.25)
+        Candidate(f"evenly spread {keep:g}", routing={"preset": "evenly-spread", "capacity": keep})
+        for keep in (0.5, 0.25)
     ]
     for first in sorted({depth // 2, 3 * depth // 4}):
         frozen = {"blocks": tuple(range(first, depth)), "capacity": 0, "context": "all"}

@@ -29,7 +29,7 @@ _OPTIONS = [Option(0.0), Option(0.25), Option(0.0, context="all"), Option(0.25, 
 _ROUTERS: dict[str, Any] = {"evenly spread": "stride", "by the last token's attention": LAST_TOKEN}
 _ROUNDS = 7
 _RIVALS = (SPREAD, "pooled tokens", "fewer pixels")
-_COMMAND = "python -m scripts.real_halves judge FOLDER"
+_COMMANDS = ["python -m scripts.real_halves judge FOLDER", "python -m scripts.real_halves table FOLDER"]
 
 
 def rows(folder: Path, patches: int, plans: bool = True) -> dict[str, Row]:
@@ -162,7 +162,7 @@ def table(folder: Path, patches: int) -> dict[str, Any]:
     difference = "{:+.1f} [{:+.1f}, {:+.1f}]"
     formats = ["{}", "{:.2f}", "{:.0f}", "{:.2f}", *["{:.1f}", difference] * 2, *[difference] * len(_RIVALS)]
     columns = [*titles, *(f"all, to {rival}" for rival in _RIVALS)]
-    return {"commands": [_COMMAND], "columns": columns, "formats": formats, "rows": lines}
+    return {"commands": _COMMANDS, "columns": columns, "formats": formats, "rows": lines}
 
 
 def ends(estimate: Estimate) -> list[float]:

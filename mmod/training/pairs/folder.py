@@ -86,8 +86,7 @@ class TwoTowers(Wrapper):
 
 
 def _features(output: Any, normalize: bool) -> Tensor:
-    # Releases before 5.0 returned the features alone.
-    features: Tensor = output if isinstance(output, Tensor) else output.pooler_output
+    features: Tensor = output.pooler_output
     return F.normalize(features, dim=-1) if normalize else features
 
 
@@ -174,6 +173,6 @@ def save_model(model: TwoTowers, source: str, target: Path) -> None:
     AutoProcessor.from_pretrained(source).save_pretrained(target)
 
 
-def read_state(name: str) -> dict[str, Tensor]:
-    """Return the weights in a folder by the names that they have in the model, routers among them."""
-    return create_model(name, True).state_dict()
+def read_state(source: Path) -> dict[str, Tensor]:
+    """Return the weights in a folder by the names that they have in `TwoTowers`, routers among them."""
+    return {f"inner.{name}": value for name, value in folder.read_state(source).items()}

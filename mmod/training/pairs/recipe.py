@@ -79,10 +79,10 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def read(self, checkpoint: str) -> dict[str, Tensor]:
         """Return the weights of a checkpoint, which may be a folder of transformers; see `LoopParts.read`."""
-        if is_of_transformers(self.config.model.name):
-            saved = find_weights(checkpoint).parent
-            if is_of_transformers(saved):
-                return read_state(str(saved))
+        saved = find_weights(checkpoint).parent
+        # A folder may hold open_clip's weights beside a config of transformers.
+        if is_of_transformers(self.config.model.name) and is_of_transformers(saved):
+            return read_state(saved)
         return super().read(checkpoint)
 
     def find_data(self) -> None:
