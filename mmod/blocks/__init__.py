@@ -24,7 +24,15 @@ from mmod.blocks.hook import ModelHook, SpanHook, attach, detach_hooks, model_ho
 from mmod.blocks.inner import BranchRunner
 from mmod.blocks.passes import Pass, ReadBlocks, StackCalls, recomputing
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules
-from mmod.blocks.routed import ImportanceBlock, ImportanceState, RoutedBlock, RoutedState, make_importance, make_routed
+from mmod.blocks.routed import (
+    ConvertedBlock,
+    ImportanceBlock,
+    ImportanceState,
+    RoutedBlock,
+    RoutedState,
+    make_importance,
+    make_routed,
+)
 from mmod.blocks.rows import Execution, Rows
 from mmod.blocks.segments import (
     MASKS,

@@ -19,7 +19,13 @@ from mmod.values import check_module
 
 
 class ModelHook:
-    """A forward pre-hook that gives routed blocks facts which only their model knows; adapters derive from it."""
+    """A forward pre-hook that gives routed blocks facts which only their model knows; adapters derive from it.
+
+    Attributes:
+        reads: A block of another part that `install` converts, because it knows some of the facts.
+    """
+
+    reads: nn.Module | None = None
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return changed arguments of the module's forward, or None."""
@@ -28,12 +34,16 @@ class ModelHook:
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Run after a forward pass, also after an `Exception`, but not after a KeyboardInterrupt."""
 
+    def install(self) -> None:
+        """Convert the block that the hook reads; routing makes it dense again with all others."""
+
     def release(self) -> None:
         """Remove what the hook added to the model."""
 
 
 def attach(module: nn.Module, hook: ModelHook) -> None:
     """Call a hook before every forward pass of a module, and after it if it has an `after`."""
+    hook.install()
     module.register_forward_pre_hook(hook, with_kwargs=True)
     if type(hook).after is not ModelHook.after:
         # A call that failed ends too: its passes must not stay open.

@@ -27,7 +27,7 @@ from mmod.blocks import (
 )
 from mmod.config import Preset, RoutingConfig, rational, read_routing, rescaled
 from mmod.methods.base import Method, Model, method_owners, methods_of, register_method
-from mmod.methods.prepare import prepare
+from mmod.methods.prepare import Conversion, prepare
 from mmod.routing import Router, Routing, share_score, unshare_score
 from mmod.values import check_module, check_value
 
@@ -166,6 +166,7 @@ class Route(Method):
         hooks: list[tuple[nn.Module, ModelHook]] = []
         for name, stack in stacks.items():
             hooks += stack.hooks(self.parts[name])
+        _check_read_blocks(hooks, conversions)
         for name, stack in stacks.items():
             if self.parts[name].router.reads_grid and stack.grid is not None:
                 hooks.append((stack.grid.module, GridHook(stack.calls, stack.grid.read)))
@@ -196,6 +197,20 @@ class Route(Method):
         super().restore(model)
         for module in model.modules():
             unshare_score(module)
+
+
+def _check_read_blocks(
+    hooks: Sequence[tuple[nn.Module, ModelHook]], conversions: Mapping[str, Sequence[Conversion]]
+) -> None:
+    """Raise a ValueError if a part converts a block that another part reads."""
+    read = {hook.reads for _, hook in hooks if hook.reads is not None}
+    for part, converted in conversions.items():
+        if not read.isdisjoint(block for block, *_ in converted):
+            raise ValueError(
+                f"the config of {part} changes the last block that features come from, and the attention of this block "
+                f"is read for another part (router.importance='vision_tower'): leave it out of blocks, as in "
+                f"{part}={{'blocks': (1, 2, 3)}}"
+            )
 
 
 def is_routed(model: nn.Module) -> bool:

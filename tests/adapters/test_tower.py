@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ import transformers
 from torch import Tensor, nn
 
 import mmod
-from tests.kit.vlm_zoo import IMAGE, LINEAR, make_joint, make_language, merged_embeddings, prompt
+from tests.kit.towers import ALL, make_deep, tower_of
+from tests.kit.vlm_types import FAMILIES
+from tests.kit.vlm_zoo import IMAGE, LINEAR, make_joint, make_language, merged_embeddings, prompt, type_of
 from tests.kit.zoo import make_model
 
 CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "vision_tower"}, capacity=0.5, blocks="all")
@@ -90,6 +93,124 @@ def test_it_is_what_the_tower_attends_to(tower: str, attention: str) -> None:
     assert torch.equal(mmod.unroute_(model)(**batch).logits, dense)
 
 
+def first_of(batch: dict[str, Tensor], images: int = 1) -> dict[str, Tensor]:
+    """Return the first prompt of a batch of three images, without padding."""
+    shape, real = batch["input_ids"].shape, batch["attention_mask"][0].bool()
+    alone = {}
+    for name, values in batch.items():
+        if values.shape == shape:
+            alone[name] = values[:1, real]
+        elif len(values) == 1:
+            # Idefics 3 and SmolVLM take pictures with an axis of samples in front.
+            alone[name] = values[:, :images]
+        else:
+            alone[name] = values[: len(values) * images // 3]
+    return alone
+
+
+def merged_map(name: str, pixels_ICHW: Tensor, sizes: dict[str, Tensor]) -> Tensor:
+    """Return the mean importance (I, T) of 2 x 2 of 6 x 6 patches in the last layer of a tower, by its own map."""
+    tower = tower_of(make_joint(name, attention="eager"))
+    map_IHNN = tower(pixels_ICHW, **sizes, output_attentions=True).attentions[-1].double()
+    if name == "internvl":
+        received_IN = map_IHNN.mean(1)[:, 0, 1:]
+    elif name == "mistral3":
+        # All images in one sequence: a query of one sees none of the others.
+        received_IN = map_IHNN.mean(1).sum(1).view(-1, 36) / 36
+    else:
+        received_IN = map_IHNN.mean((1, 2))
+    return received_IN.view(-1, 3, 2, 3, 2).mean((2, 4)).flatten(1)
+
+
+@pytest.mark.parametrize("name", ["internvl", "idefics3", "smolvlm", "mistral3"])
+@torch.no_grad()
+def test_a_token_of_several_patches_has_their_mean(name: str) -> None:
+    batch = prompt(name, (1, 2), side="right")
+    pixels = batch["pixel_values"].view(3, 3, 24, 24)
+    sizes = {"image_sizes": batch["image_sizes"]} if name == "mistral3" else {}
+    expected = merged_map(name, pixels, sizes)
+    model = mmod.route_(make_joint(name), language=CONFIG)
+    with mmod.trace(model) as trace:
+        model(**batch)
+    free = batch["input_ids"] == IMAGE
+    for routing in trace.values():
+        torch.testing.assert_close(routing.score_BN[free].double(), expected.flatten(), rtol=1e-4, atol=1e-6)
+
+
+@torch.no_grad()
+def test_patches_that_are_reordered_are_found() -> None:
+    # Qwen's patches stand in groups of 2 x 2, which become one token; its tower has rotary embeddings and no batch.
+    model = make_deep("qwen2-vl", layers=4, spatial_merge_size=2)
+    generator = torch.Generator().manual_seed(3)
+    grid = torch.tensor([[1, 4, 4], [1, 2, 6]])
+    ids = torch.tensor([[1, 5, *[IMAGE] * 4, 6, *[IMAGE] * 3, 7]])
+    batch = {
+        "input_ids": ids,
+        "pixel_values": torch.randn(28, 48, generator=generator),
+        "image_grid_thw": grid,
+        "mm_token_type_ids": (ids == IMAGE).long(),
+    }
+    seen: dict[str, Any] = {}
+
+    def look(module: nn.Module, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        seen.update(options, x=args[0] if args else options["hidden_states"])
+
+    attention: Any = tower_of(model).blocks[-1].attn
+    handle = attention.register_forward_pre_hook(look, with_kwargs=True)
+    model(**batch)
+    handle.remove()
+    query, key, _ = attention.qkv(seen["x"]).view(28, 3, attention.num_heads, -1).unbind(1)
+    rotate = transformers.models.qwen2_vl.modeling_qwen2_vl.apply_rotary_pos_emb_vision
+    query, key = rotate(query, key, *seen["position_embeddings"])
+    expected = []
+    for q_NHE, k_NHE in zip(query.double().split([16, 12]), key.double().split([16, 12])):
+        map_HNN = torch.einsum("ihe,jhe->hij", q_NHE, k_NHE).mul(q_NHE.shape[-1] ** -0.5).softmax(-1)
+        expected.append(map_HNN.mean((0, 1)).view(-1, 4).mean(1))
+    mmod.route_(model, language=CONFIG)
+    with mmod.trace(model) as trace:
+        model(**batch)
+    for routing in trace.values():
+        torch.testing.assert_close(routing.score_BN[ids == IMAGE].double(), torch.cat(expected), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", [*ALL, "gemma3-vision", "paligemma", "vipllava", "perception_lm", "janus", "glm4v"])
+@torch.no_grad()
+def test_every_family_whose_tokens_are_patches_is_routed_by_it(name: str, tmp_path: Path) -> None:
+    model, batch = make_joint(name), prompt(name, (1, 2))
+    dense, classes = model(**batch).logits, [type(module) for module in model.modules()]
+    random = torch.get_rng_state()
+    mmod.route_(model, language=CONFIG)
+    with mmod.trace(model) as trace:
+        logits = model(**batch).logits
+    assert torch.equal(torch.get_rng_state(), random)
+    for routing in trace.values():
+        # These put three ends of lines among the patches of an image.
+        tokens = FAMILIES[type_of(name)[0]].pictures.tokens - (3 if name in ("llava-next", "llava-onevision") else 0)
+        assert (routing.score_BN > 0).sum(1).tolist() == [tokens, 2 * tokens]
+    place = batch["attention_mask"][0].bool()
+    torch.testing.assert_close(logits[0, place], model(**first_of(batch)).logits[0], atol=2e-5, rtol=0)
+    model.save_pretrained(tmp_path)
+    assert torch.equal(mmod.load_pretrained(tmp_path)(**batch).logits, logits)
+    mmod.set_capacity_(model, 1)
+    real = batch["attention_mask"].bool()
+    torch.testing.assert_close(model(**batch).logits[real], dense[real], atol=2e-5, rtol=0)
+    mmod.undo_(model)
+    assert torch.equal(model(**batch).logits, dense)
+    assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize("name", ["llava", "internvl", "qwen2-vl"])
+@torch.no_grad()
+def test_beams_of_prompts_with_several_images_are_those_of_a_batch(name: str) -> None:
+    model = mmod.route_(make_joint(name), language=CONFIG)
+    batch = prompt(name, (2, 1))
+    together = model.generate(**batch, **GENERATION, num_beams=2)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(**batch, **GENERATION, num_beams=2), together)
+    alone = model.generate(**first_of(batch, images=2), **GENERATION, num_beams=2)
+    assert torch.equal(alone[0, -4:], together[0, -4:])
+
+
 @pytest.mark.parametrize("router", ["attention", "important_diversity"])
 @torch.no_grad()
 def test_prompts_generate_alone_what_they_do_in_a_batch_and_as_beams(router: str) -> None:
@@ -128,23 +249,12 @@ def test_scores_learn_from_it_under_checkpointing() -> None:
 def test_models_and_calls_without_it_are_refused() -> None:
     with pytest.raises(ValueError, match="importance='vision_tower' is for language models"):
         mmod.route_(make_model("test_vit"), CONFIG)
-    for model in (make_language("llama"), make_joint("llava-next"), make_joint("qwen2-vl")):
-        with pytest.raises(ValueError, match="whose image tokens are the patches of its tower"):
-            mmod.route_(model, language=CONFIG)
-    rotary = transformers.LlavaConfig(
-        text_config=make_joint("llava").config.text_config,
-        vision_config=transformers.DINOv3ViTConfig(
-            hidden_size=16,
-            intermediate_size=24,
-            num_hidden_layers=4,
-            num_attention_heads=2,
-            image_size=12,
-            patch_size=4,
-        ),
-        image_token_index=90,
-    )
-    with pytest.raises(ValueError, match=r"changes them by .*position_embeddings"):
-        mmod.route_(transformers.LlavaForConditionalGeneration(rotary), language=CONFIG)
+    with pytest.raises(ValueError, match="needs a model with a vision tower and a method get_image_features"):
+        mmod.route_(make_language("llama"), language=CONFIG)
+    # A resampler mixes the patches of an image.
+    for name in ("aria", "idefics2"):
+        with pytest.raises(ValueError, match="a patch reaches several image tokens"):
+            mmod.route_(make_joint(name), language=CONFIG)(**prompt(name, (1,)))
     model = make_joint("llava")
     with pytest.raises(ValueError, match="route with tokens='image'"):
         mmod.route_(model, language=CONFIG.replace(language={"tokens": "all"}))
@@ -157,9 +267,25 @@ def test_models_and_calls_without_it_are_refused() -> None:
     del embedded["input_ids"]
     with pytest.raises(ValueError, match="pass pixel_values"):
         model(**embedded)
+    # What the tower did for someone else is no importance of these images.
+    expected = model(**batch, pixel_values=pixels).logits
     model.model.vision_tower(pixels[:2])
-    with pytest.raises(ValueError, match="processed 18 patches, the prompts have 27 image tokens"):
-        model(**batch)
+    assert torch.equal(model(**batch, pixel_values=pixels).logits, expected)
+
+
+def test_a_tower_whose_read_layer_is_routed_is_refused() -> None:
+    model = make_joint("llava")
+    classes = [type(module) for module in model.modules()]
+    # The features come from the third of four layers.
+    both = {"language": CONFIG, "vision": mmod.RoutingConfig(router="norm", capacity=0.5, blocks=(2,))}
+    with pytest.raises(ValueError, match="the config of vision changes the last block that features come from"):
+        mmod.route_(model, **both)
+    assert [type(module) for module in model.modules()] == classes
+    batch = prompt("llava", (1,))
+    mmod.route_(model, language=CONFIG, vision=both["vision"].replace(blocks=(1,)))
+    assert torch.isfinite(model(**batch).logits).all()
+    with pytest.raises(ValueError, match="already"):
+        mmod.route_(model, vision=both["vision"])
 
 
 @torch.no_grad()

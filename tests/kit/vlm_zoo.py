@@ -108,7 +108,7 @@ def _text_config(name: str, changes: dict[str, Any]) -> Any:
 def make_joint(name: str, seed: int = 0, attention: str = "sdpa", **changes: Any) -> nn.Module:
     """Return a small vision-language model whose every parameter matters, by its name or its type of transformers."""
     torch.manual_seed(seed)
-    kind, language = _kind_of(name)
+    kind, language = type_of(name)
     text = None if language is None or "model_type" in changes else _text_config(language, changes)
     config = config_of(kind, text, **changes)
     config._attn_implementation = {"": "eager", "text_config": attention} if kind in EAGER else attention
@@ -117,7 +117,7 @@ def make_joint(name: str, seed: int = 0, attention: str = "sdpa", **changes: Any
     return lively(transformers.AutoModelForImageTextToText.from_config(config))
 
 
-def _kind_of(name: str) -> tuple[str, str | None]:
+def type_of(name: str) -> tuple[str, str | None]:
     """Return the type of a joint model and the name of its language model; names like "llava-gemma2" need no entry."""
     family, _, language = name.partition("-")
     return JOINT.get(name) or ((family, language) if language in LANGUAGE else (name, None))
@@ -140,7 +140,7 @@ def prompt(name: str, images: tuple[int, ...], seed: int = 1, side: str = "left"
         side: Where padding stands.
     """
     generator = torch.Generator().manual_seed(seed)
-    kind, _ = _kind_of(name)
+    kind, _ = type_of(name)
     pictures = FAMILIES[kind].pictures
     given = pictures_of(kind, sum(images), generator) if sum(images) else {}
     words = iter(torch.randint(3, IMAGE, (1000,), generator=generator).tolist())

@@ -13,7 +13,7 @@ from mmod.adapters.transformers.saving import (
     describe_methods,  # noqa: F401
     load,  # noqa: F401
 )
-from mmod.adapters.transformers.vision import find_tower, find_vision, find_wrapped
+from mmod.adapters.transformers.vision import vision_part
 
 SUPPORTED = (
     "language models of layers with `self_attn`, `mlp` and a cache, such as Llama, Mistral, Qwen, Phi-3 and Gemma, "
@@ -27,15 +27,12 @@ def find_parts(model: nn.Module) -> dict[str, Part]:
     """Return the parts of a transformers model, or of one that peft wraps: "language", "vision", or both."""
     parts: dict[str, Part] = {}
     for name, module in model.named_modules():
-        if module.__class__.__module__.startswith("timm.models.") and "vision" not in parts:
-            parts["vision"] = functools.partial(find_wrapped, name, module)
-        if not isinstance(module, nn.ModuleList) or not len(module):
-            continue
-        if is_decoder_layer(module[0]):
-            parts.setdefault("language", functools.partial(find_language, model, name, module))
-        elif "vision" not in parts and (tower := find_tower(model, name)) is not None:
-            parts["vision"] = functools.partial(find_vision, *tower)
+        if isinstance(module, nn.ModuleList) and len(module) and is_decoder_layer(module[0]):
+            parts["language"] = functools.partial(find_language, model, name, module)
+            break
+    vision = vision_part(model)
+    if vision is not None:
+        parts["vision"] = vision
     if not parts:
         raise ValueError(f"cannot route {type(model).__name__}: supported are {SUPPORTED}")
-    # In this order, however the model holds them.
-    return {name: parts[name] for name in ("language", "vision") if name in parts}
+    return parts

@@ -15,16 +15,18 @@ from torch import Tensor, nn
 # A keyword of the model's forward that marks image tokens.
 IMAGES = "image_mask"
 TEXT, IMAGE, VIDEO = 0, 1, 2
-_KINDS = {"image": IMAGE, "video": VIDEO}
+KINDS = {"image": IMAGE, "video": VIDEO}
 # Arguments with the features of all images, so that no frame is split between calls.
 _PIXELS = {"image": ("pixel_values", "pixel_values_images"), "video": ("pixel_values_videos",)}
 # All arguments that describe frames.
 LAYOUT = (
     *chain.from_iterable(_PIXELS.values()),
-    *(f"{name}_grid_thw" for name in _KINDS),
-    *(f"{name}_merge_sizes" for name in _KINDS),
-    *(f"{name}_compression_mask" for name in _KINDS),
+    *(f"{name}_grid_thw" for name in KINDS),
+    *(f"{name}_merge_sizes" for name in KINDS),
+    *(f"{name}_compression_mask" for name in KINDS),
     "image_sizes",
+    "pixel_attention_mask",
+    "batch_num_images",
 )
 # Types of models that put one more token behind the frames of a video.
 _ENDING_VIDEOS = ("llava_onevision",)
@@ -72,7 +74,7 @@ class ImageTokens:
     """Finds the image tokens of a model whose config names them; a text model's names none."""
 
     def __init__(self, config: Any) -> None:
-        tokens = {kind: getattr(config, f"{name}_token_id", None) for name, kind in _KINDS.items()}
+        tokens = {kind: getattr(config, f"{name}_token_id", None) for name, kind in KINDS.items()}
         self.ids = {kind: int(token) for kind, token in tokens.items() if token is not None}
         vision = getattr(config, "vision_config", None)
         self.merged = int(getattr(vision, "spatial_merge_size", 1))
@@ -125,7 +127,7 @@ class ImageTokens:
         """
         loose_BN = kind_BN != TEXT
         first_BN, apart_BN = torch.zeros(2, *kind_BN.shape, dtype=torch.bool, device=kind_BN.device)
-        for name, kind in _KINDS.items():
+        for name, kind in KINDS.items():
             modality_BN = kind_BN == kind
             tokens = int(modality_BN.sum())
             clips = self._clips(arguments, name, modality_BN, copies) if tokens else None
@@ -137,7 +139,7 @@ class ImageTokens:
         first_BN = first_BN | (loose_BN & _begins(kind_BN, segment_BN))
         # A run at the beginning may continue a cached frame, unless the features of all images are passed.
         begins_BN = loose_BN & valid_BN & (valid_BN.cumsum(1) == 1)
-        complete = any(_pixels(arguments, name) is not None for name in _PIXELS) or not bool(begins_BN.any())
+        complete = any(pixels_of(arguments, name) is not None for name in _PIXELS) or not bool(begins_BN.any())
         return Frames(first_BN, apart_BN, complete)
 
     def earlier(
@@ -156,7 +158,7 @@ class ImageTokens:
             copies: See `frames`.
         """
         earlier_BN = torch.full_like(kind_BN, -1)
-        for name, kind in _KINDS.items():
+        for name, kind in KINDS.items():
             modality_BN = kind_BN == kind
             row_T, place_T = modality_BN.nonzero(as_tuple=True)
             if not len(row_T) or (kind == IMAGE and not images):
@@ -199,7 +201,7 @@ class ImageTokens:
 
     def _described(self, arguments: Mapping[str, Any], name: str, tokens: int) -> list[Clip] | None:
         """Return the images, or the videos, that arguments describe, in order; None if unknown."""
-        pixels = _pixels(arguments, name)
+        pixels = pixels_of(arguments, name)
         if arguments.get(f"{name}_grid_thw") is not None:
             return self._clips_of_grid(arguments, name, tokens)
         if name == "image" and pixels is not None and pixels.ndim == 4 and arguments.get("image_sizes") is None:
@@ -234,7 +236,7 @@ class ImageTokens:
         raise ValueError(f"{name}_grid_thw describes {described} tokens, the prompt has {tokens}")
 
 
-def _pixels(arguments: Mapping[str, Any], name: str) -> Tensor | None:
+def pixels_of(arguments: Mapping[str, Any], name: str) -> Tensor | None:
     """Return the pixels of images or videos; None without any."""
     return next((arguments[key] for key in _PIXELS[name] if arguments.get(key) is not None), None)
 

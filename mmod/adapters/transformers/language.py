@@ -31,7 +31,7 @@ from mmod.adapters.transformers.generation import Generations
 from mmod.adapters.transformers.images import IMAGE, IMAGES, LAYOUT, VIDEO, Frames, ImageTokens, checked_mask
 from mmod.adapters.transformers.layers import GROUPS, CompactRotary, DecoderLayerCall, RecurrentLayerCall
 from mmod.adapters.transformers.structure import Structure, pads_only, read_structure, source_of
-from mmod.adapters.transformers.vision import TowerImportance
+from mmod.adapters.transformers.tower import TowerImportance
 from mmod.blocks import ImportanceDecoderBlock, Mixin, ModelHook, RoutedDecoderBlock, host_class
 from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.routing import DecoderRouter, TokenGroups, assign_groups, decoded_groups
@@ -75,7 +75,9 @@ def _hooks(groups: GroupHook, entry: nn.Module, text: nn.Module) -> list[tuple[n
     hooks: list[tuple[nn.Module, ModelHook]] = [(entry, groups)]
     if entry is not text:
         hooks.append((text, MaskHook(text)))
-    return [*hooks, *(groups.tower.hooks if groups.tower is not None else ())]
+    if groups.tower is not None:
+        hooks.append((entry, groups.tower.hook))
+    return hooks
 
 
 def _call_of(
@@ -273,7 +275,9 @@ class GroupHook(ModelHook):
             structure.segment_BN,
             None if frames is None else frames.first_BN,
         )
-        importance = None if self.tower is None else functools.cache(functools.partial(self.tower.of, shown_BN > 0))
+        importance = None
+        if self.tower is not None:
+            importance = functools.cache(functools.partial(self.tower.of, module, shown_BN, layout, copies))
         groups = groups._replace(causal=structure.causal, importance=importance, earlier_BN=earlier_BN)
         if begun and not decodes and together:
             self._check_complete(module, cache, int(past))
