@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -28,8 +28,8 @@ Judgement = tuple[np.ndarray, np.ndarray]
 """Agreement with the dense model and, with labels, accuracy, by sample."""
 
 
-class Images:
-    """Images, with labels or without, and the dense model's outputs for them.
+class Samples(Protocol):
+    """What changed models are judged on.
 
     Attributes:
         measure: How outputs are compared.
@@ -38,6 +38,34 @@ class Images:
         batch_size: Samples of a timed batch.
         has_labels: Whether accuracy is judged.
     """
+
+    measure: str
+    fingerprint: str
+    first: int
+    batch_size: int
+    has_labels: bool
+
+    @property
+    def redundancy(self) -> RedundancyReport | None:
+        """The redundancy of the images at the model's patches; None where that is unknown."""
+
+    def __len__(self) -> int: ...
+
+    def check(self, model: nn.Module) -> None:
+        """Run a model on few samples; raises a ValueError where it cannot be run."""
+
+    def reading(self, model: nn.Module) -> Reading:
+        """Return the pass that is timed."""
+
+    def cache_bytes(self, model: nn.Module) -> int | None:
+        """Return the bytes of the KV cache of a sample; None without a cache."""
+
+    def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
+        """Return how a model does on some of the samples."""
+
+
+class Images:
+    """Images, with labels or without, and the dense model's outputs for them; attributes are those of `Samples`."""
 
     def __init__(
         self, model: nn.Module, part: str, prefix: int, pixels: Tensor, labels: Tensor | None, batch_size: int
@@ -116,13 +144,11 @@ class Images:
 class Prompts:
     """Batches of prompts, judged by the next token at the answers where there are labels, and at all text otherwise.
 
-    Attributes: those of `Images`.
+    Attributes are those of `Samples`.
     """
 
-    measure = AGREEMENT
-    redundancy = None
-
     def __init__(self, model: Any, part: str, batches: Sequence[Mapping[str, Any]]) -> None:
+        self.measure = AGREEMENT
         self.part = part
         self.batches = batches
         self.image_token = model.config.image_token_id
@@ -136,6 +162,11 @@ class Prompts:
 
     def __len__(self) -> int:
         return self.starts[-1]
+
+    @property
+    def redundancy(self) -> RedundancyReport | None:
+        """The redundancy of the images: unknown."""
+        return None
 
     def check(self, model: nn.Module) -> None:
         """Run a model on the first batch."""
@@ -170,9 +201,6 @@ class Prompts:
         """Return the most probable next tokens (T,), and the mean size of their logits."""
         logits_TF = outputs(model, batch, self.part)
         return logits_TF.argmax(-1).cpu(), float(logits_TF.double().abs().mean())
-
-
-Samples = Images | Prompts
 
 
 def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | None]:

@@ -101,8 +101,8 @@ def advise(
             samples, chosen = _prompts(model, part, depth, batches, images, candidates, folder)
         else:
             samples, chosen = _images(model, part, stack, batches, images, candidates, batch_size)
-        dense = _Trial(Candidate(DENSE), model, *samples.judge(model, 0, len(samples)))
-        changed, refused = _changed(model, part, depth, samples, chosen)
+        dense = Trial(Candidate(DENSE), model, *samples.judge(model, 0, len(samples)))
+        changed, refused = changed_models(model, part, depth, samples, chosen)
         trials = {DENSE: dense, **changed}
         codes = {name: trial.candidate.code(part, 0) for name, trial in changed.items()}
         identity = {
@@ -115,8 +115,8 @@ def advise(
             "outputs": samples.fingerprint,
         }
         journal = Journal(None if folder is None else folder / "journal.jsonl", identity, "advice")
-        _run(trials, samples, journal, progress)
-        rows = tuple(_rows(trials, samples, part, depth))
+        run_trials(trials, samples, journal, progress)
+        rows = tuple(rows_of(trials, samples, part, depth))
     advice = Advice(
         rows,
         refused,
@@ -211,7 +211,7 @@ def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack
 
 
 @dataclass
-class _Trial:
+class Trial:
     """A model on the first samples: agreement with the dense model, right answers, and milliseconds by round."""
 
     candidate: Candidate
@@ -234,11 +234,11 @@ class _Trial:
         self.correct = np.append(self.correct, record["correct"])
 
 
-def _changed(
+def changed_models(
     model: nn.Module, part: str, depth: int, samples: Samples, candidates: Sequence[Candidate]
-) -> tuple[dict[str, _Trial], dict[str, str]]:
+) -> tuple[dict[str, Trial], dict[str, str]]:
     """Return a changed copy of the model, with the same weights, for every candidate; and why others are refused."""
-    trials: dict[str, _Trial] = {}
+    trials: dict[str, Trial] = {}
     refused: dict[str, str] = {}
     for candidate in candidates:
         # With the weights in its memo, deepcopy copies the modules alone; all candidates share the weights.
@@ -250,11 +250,11 @@ def _changed(
         except ValueError as refusal:
             refused[candidate.name] = str(refusal)
             continue
-        trials[candidate.name] = _Trial(candidate, changed.eval())
+        trials[candidate.name] = Trial(candidate, changed.eval())
     return trials, refused
 
 
-def _run(trials: Mapping[str, _Trial], samples: Samples, journal: Journal, progress: bool) -> None:
+def run_trials(trials: Mapping[str, Trial], samples: Samples, journal: Journal, progress: bool) -> None:
     """Judge all candidates on few samples, time them, and judge those near the front on all samples."""
     with progress_bar(desc="advise", total=2 * len(trials) + 1, shown=progress, leave=False) as bar:
         for trial in trials.values():
@@ -281,18 +281,18 @@ def _run(trials: Mapping[str, _Trial], samples: Samples, journal: Journal, progr
             near = [name for name in _front(trials) if len(trials[name].scores) < len(samples)]
 
 
-def _scores(trials: Mapping[str, _Trial]) -> SampleScores:
+def _scores(trials: Mapping[str, Trial]) -> SampleScores:
     """Return what candidates are compared by: accuracy where there are labels, else agreement."""
     return SampleScores({name: trial.correct if len(trial.correct) else trial.scores for name, trial in trials.items()})
 
 
-def _ms(trials: Mapping[str, _Trial]) -> dict[str, float]:
+def _ms(trials: Mapping[str, Trial]) -> dict[str, float]:
     """Return the milliseconds of every candidate, as compared with the dense model round by round."""
     times = relative_times({name: trial.times for name, trial in trials.items()}, DENSE)
     return {name: ms for name, (ms, _) in times.items()}
 
 
-def _front(trials: Mapping[str, _Trial]) -> list[str]:
+def _front(trials: Mapping[str, Trial]) -> list[str]:
     """Return the candidates than which none that is as fast scores more, or as much in less time."""
     ms = _ms(trials)
     scores = _scores(trials)
@@ -304,7 +304,7 @@ def _front(trials: Mapping[str, _Trial]) -> list[str]:
     return unbeaten(ms, is_better, tolerance=1.0)
 
 
-def _rows(trials: Mapping[str, _Trial], samples: Samples, part: str, depth: int) -> Iterator[RecipeResult]:
+def rows_of(trials: Mapping[str, Trial], samples: Samples, part: str, depth: int) -> Iterator[RecipeResult]:
     """Yield the rows of the table, the fastest first."""
     ms = _ms(trials)
     agreement = SampleScores({name: trial.scores for name, trial in trials.items()})

@@ -1,0 +1,252 @@
+"""How often is advice from some photographs right on others? `python scripts/advice_halves.py FOLDER FILE RESULT`.
+
+FOLDER holds train/CLASS and test/CLASS, FILE the weights of timm's ViT-S/14 (DINOv2). A linear classifier of the first
+11 blocks' features is fitted on the photographs for training. All candidates of `mmod.advise` are judged on those for
+testing, by how often their top class is the dense model's, and timed in turns. Advice is then taken from many random
+halves of the photographs, and from smaller parts, and compared with what the others say. RESULT takes a journal, with
+which the same command resumes, and the table. Caltech-101 at 140 pixels takes about 40 CPU minutes.
+"""
+
+import argparse
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import timm
+import timm.data
+import torch
+from safetensors.torch import load_file, save_file
+from sklearn.linear_model import LogisticRegression
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor, nn
+from torchvision.datasets import ImageFolder
+
+from mmod.adapters import find_part
+from mmod.analysis.redundancy import RedundancyReport
+from mmod.io.journal import Journal
+from mmod.planning.advice import AGREEMENT, LEAST_SPEEDUP, Advice
+from mmod.planning.candidate import DENSE, Candidate
+from mmod.planning.comparison import Reading, time_models
+from mmod.planning.samples import FIRST_LOOK, Images, Judgement
+from mmod.planning.trials import ROUNDS, Trial, changed_models, rows_of, run_trials
+from mmod.planning.untrained import image_candidates
+from scripts.doc_tables import markdown
+
+MODEL = "vit_small_patch14_dinov2"
+BLOCKS = 11
+SIDE = 140
+PARTS = (128, 512, None)
+TOLERANCES = (0.01, 0.02, 0.05, 0.1)
+SPLITS = 200
+BATCH = 8
+# Advice may be this much slower than the best, and lose this much more than the tolerance, and is right still.
+SLOWER, LOST = 1.05, 0.005
+
+
+class Recorded(NamedTuple):
+    """What all candidates do on all photographs.
+
+    Args:
+        scores: Whether the top class is the dense model's, by candidate (N,).
+        times: Milliseconds of a batch by candidate and round, those of the dense model among them.
+    """
+
+    scores: dict[str, np.ndarray]
+    times: dict[str, list[float]]
+
+
+class Named(nn.Module):
+    """Stands for a candidate whose scores are recorded."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+
+
+class Replayed:
+    """Some photographs as `mmod.advise` sees samples; a candidate's scores are read instead of measured."""
+
+    redundancy: RedundancyReport | None = None
+
+    def __init__(self, recorded: Recorded, places: np.ndarray) -> None:
+        self.recorded = recorded
+        self.places = places
+        self.measure = AGREEMENT
+        self.fingerprint = ""
+        self.first = min(FIRST_LOOK, len(places))
+        self.batch_size = BATCH
+        self.has_labels = False
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse no candidate."""
+
+    def reading(self, model: nn.Module) -> Reading:
+        """Refuse to be timed: times are recorded."""
+        raise NotImplementedError
+
+    def cache_bytes(self, model: nn.Module) -> int | None:
+        """Return the bytes of a cache: none."""
+        return None
+
+    def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
+        """Return a candidate's recorded scores."""
+        assert isinstance(model, Named)
+        return self.recorded.scores[model.name][self.places[start:stop]], np.zeros(0)
+
+
+def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
+    """Return what `mmod.advise` says of some photographs."""
+    samples = Replayed(recorded, places)
+    trials = {name: Trial(Candidate(name), Named(name)) for name in recorded.scores}
+    journal = Journal(None, None, "advice")
+    journal.add({"times": recorded.times})
+    run_trials(trials, samples, journal, progress=False)
+    return Advice(tuple(rows_of(trials, samples, "image", BLOCKS)), {}, AGREEMENT, None, 1.0, BATCH, len(places), 0.0)
+
+
+def is_right(advice: Advice, recorded: Recorded, others: np.ndarray) -> bool:
+    """Return whether the advice is as good as the best on other photographs."""
+    loss = {name: 1 - float(scores[others].mean()) for name, scores in recorded.scores.items()}
+    speedup = {row.name: row.speedup.median for row in advice.rows}
+    within = [speedup[name] for name in speedup if loss[name] <= advice.tolerance]
+    best = max([1.0, *(value for value in within if value >= LEAST_SPEEDUP)])
+    if advice.best is None:
+        return best <= SLOWER
+    return loss[advice.best.name] <= advice.tolerance + LOST and best <= SLOWER * speedup[advice.best.name]
+
+
+def is_decided(advice: Advice) -> bool:
+    """Return whether the advice names nothing as undecided."""
+    return not advice.undecided and (advice.best is None or advice.is_decided(advice.best))
+
+
+def replay(recorded: Recorded, part: int | None, splits: int) -> Iterator[list[Any]]:
+    """Yield a row for each tolerance: how often advice from a part of the photographs is right, and decided.
+
+    Args:
+        part: Number of photographs that the advice is taken from; None takes half of them.
+    """
+    total = len(recorded.scores[DENSE])
+    count = total // 2 if part is None else part
+    generator = np.random.default_rng(0)
+    outcomes: dict[float, list[tuple[bool, bool]]] = {tolerance: [] for tolerance in TOLERANCES}
+    for _ in range(splits):
+        places = generator.permutation(total)
+        given = advice_from(recorded, places[:count])
+        for tolerance, found in outcomes.items():
+            advice = dataclasses.replace(given, tolerance=tolerance)
+            found.append((is_decided(advice), is_right(advice, recorded, places[count:])))
+    for tolerance, found in outcomes.items():
+        decided = [right for settled, right in found if settled]
+        shares = [sum(right for _, right in found) / splits, len(decided) / splits]
+        sure = sum(decided) / len(decided) if decided else None
+        yield [
+            count,
+            f"{100 * tolerance:g} %",
+            *(100 * share for share in shares),
+            None if sure is None else 100 * sure,
+        ]
+
+
+def photographs(folder: Path) -> tuple[Tensor, np.ndarray]:
+    """Return the photographs (N, 3, H, W) of a folder of classes, and their classes (N,)."""
+    transform = timm.data.create_transform(
+        (3, SIDE, SIDE), mean=(0.485, 0.456, 0.406), std=(0.229, 0.224, 0.225), crop_pct=1.0, interpolation="bicubic"
+    )
+    images = ImageFolder(str(folder), transform)
+    return torch.stack([image for image, _ in images]), np.array(images.targets)
+
+
+def backbone(weights: Path) -> Any:
+    """Return the model without a classifier."""
+    model = timm.create_model(MODEL, depth=BLOCKS, img_size=224, dynamic_img_size=True, num_classes=0).eval()
+    state = {name: value for name, value in load_file(weights).items() if not name.startswith(f"blocks.{BLOCKS}.")}
+    model.load_state_dict(state)
+    model.set_input_size(img_size=(SIDE, SIDE))
+    return model
+
+
+def fit_classifier(model: Any, folder: Path) -> dict[str, Tensor]:
+    """Return weight and bias of a linear classifier of the photographs of a folder."""
+    pixels, labels = photographs(folder)
+    with torch.no_grad():
+        features = torch.cat([model(chunk) for chunk in pixels.split(32)]).numpy()
+    scaler = StandardScaler().fit(features)
+    regression = LogisticRegression(C=0.01, max_iter=1000, tol=1e-3).fit(scaler.transform(features), labels)
+    # The scaling of the features becomes a part of the linear layer.
+    weight = regression.coef_ / scaler.scale_
+    bias = regression.intercept_ - weight @ scaler.mean_
+    return {"weight": torch.from_numpy(weight).float().contiguous(), "bias": torch.from_numpy(bias).float()}
+
+
+def classifier(weights: Path, folder: Path, file: Path) -> Any:
+    """Return the model with a linear classifier, which is fitted once and kept in a file."""
+    model = backbone(weights)
+    if not file.exists():
+        save_file(fit_classifier(model, folder), file)
+    head = load_file(file)
+    model.reset_classifier(len(head["bias"]))
+    model.head.load_state_dict(head)
+    return model.eval()
+
+
+def record(folder: Path, weights: Path, result: Path) -> Recorded:
+    """Judge and time all candidates on the photographs for testing."""
+    journal = Journal(result / "judged.jsonl", {"photographs": str(folder), "weights": str(weights)}, "judging")
+    known = {entry["name"]: np.array(entry["scores"]) for entry in journal.records if "name" in entry}
+    times = next((entry["times"] for entry in journal.records if "times" in entry), None)
+    if times is not None:
+        return Recorded(known, times)
+    model = classifier(weights, folder / "train", result / "classifier.safetensors")
+    pixels, labels = photographs(folder / "test")
+    part, stack = find_part(model)
+    with torch.no_grad():
+        samples = Images(model, part, stack.prefix, pixels, None, BATCH)
+        print(f"dense: {100 * float((samples.dense_NRF[:, 0].argmax(-1).numpy() == labels).mean()):.1f} % right")
+        candidates = image_candidates(stack, samples.size, samples.patches)
+        changed, refused = changed_models(model, part, BLOCKS, samples, candidates)
+        assert not refused, refused
+        trials = {DENSE: Trial(Candidate(DENSE), model), **changed}
+        for name, trial in trials.items():
+            if name not in known:
+                known[name] = samples.judge(trial.model, 0, len(samples))[0]
+                journal.add({"name": name, "scores": known[name].tolist()})
+        readings = {name: {"batch": samples.reading(trial.model)} for name, trial in trials.items()}
+        times = time_models(readings, rounds=ROUNDS, device=torch.device("cpu"))["batch"]
+    journal.add({"times": times})
+    return Recorded(known, times)
+
+
+def table_of_parts(recorded: Recorded) -> dict[str, Any]:
+    """Return the table of the page."""
+    rows = [row for part in PARTS for row in replay(recorded, part, SPLITS)]
+    columns = ["photographs", "tolerance", "right, %", "decided, %", "decided ones that are right, %"]
+    commands = ["python scripts/advice_halves.py FOLDER FILE RESULT"]
+    return {"commands": commands, "columns": columns, "formats": ["{:,}", "{}", *["{:.0f}"] * 3], "rows": rows}
+
+
+def main() -> None:
+    """Judge all candidates, replay the advice and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("weights", type=Path)
+    parser.add_argument("result", type=Path)
+    options = parser.parse_args()
+    options.result.mkdir(parents=True, exist_ok=True)
+    recorded = record(options.folder, options.weights, options.result)
+    table = table_of_parts(recorded)
+    (options.result / "table.json").write_text(json.dumps(table, indent=1))
+    print(markdown(table))
+    whole = advice_from(recorded, np.arange(len(recorded.scores[DENSE])))
+    for row in whole.rows:
+        print(f"{row.name}: {row.speedup.median:.2f} times as fast, loses {100 * row.loss} %")
+
+
+if __name__ == "__main__":
+    main()

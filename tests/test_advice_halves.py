@@ -1,0 +1,69 @@
+"""The script that replays advice on parts of photographs, on recorded scores and on a small model."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+
+from scripts import advice_halves
+from scripts.advice_halves import Recorded, advice_from, is_decided, is_right, replay
+
+
+def recorded(**shares: float) -> Recorded:
+    """Return 400 photographs, and candidates twice as fast as the dense model that lose some shares of them."""
+    generator = np.random.default_rng(3)
+    scores = {"dense": np.ones(400)}
+    for name, share in shares.items():
+        scores[name] = generator.permutation(np.arange(400) >= share * 400).astype(float)
+    return Recorded(scores, {name: [2.0 if name == "dense" else 1.0] * 5 for name in scores})
+
+
+def test_what_loses_nothing_is_advised_and_right() -> None:
+    for count, tolerance, right, decided, sure in replay(recorded(free=0.0, dear=0.5), None, splits=5):
+        # No interval of 200 photographs excludes a loss of 1 %.
+        assert (count, right, decided) == (200, 100, 0 if tolerance == "1 %" else 100)
+        assert sure == (None if tolerance == "1 %" else 100)
+
+
+def test_advice_is_wrong_where_the_others_disagree() -> None:
+    some = recorded(lossy=0.1)
+    # The half that the advice is taken from holds none of the photographs that are lost.
+    places = np.argsort(-some.scores["lossy"], kind="stable")
+    advice = advice_from(some, places[:200])
+    assert advice.best is not None
+    assert advice.best.name == "lossy"
+    assert not is_right(advice, some, places[200:])
+    assert is_right(advice, some, places[:200])
+    # Without a tolerance for any loss, no number of photographs is enough.
+    assert not is_decided(advice)
+
+
+def test_a_small_model_is_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(0)
+    for split in ("train", "test"):
+        for name in ("cats", "dogs", "hens"):
+            (tmp_path / split / name).mkdir(parents=True)
+            for number in range(3):
+                pixels = generator.integers(0, 255, (40, 40, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(tmp_path / split / name / f"{number}.png")
+    settings = {"MODEL": "test_vit", "BLOCKS": 6, "SIDE": 64, "PARTS": (None,), "SPLITS": 2, "ROUNDS": 1}
+    for name, value in settings.items():
+        monkeypatch.setattr(advice_halves, name, value)
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", img_size=224, dynamic_img_size=True, num_classes=0)
+    save_file(model.state_dict(), tmp_path / "weights.safetensors")
+    result = tmp_path / "result"
+    monkeypatch.setattr(
+        "sys.argv", ["advice_halves.py", str(tmp_path), str(tmp_path / "weights.safetensors"), str(result)]
+    )
+    advice_halves.main()
+    journal = (result / "judged.jsonl").read_bytes()
+    advice_halves.main()
+    assert (result / "judged.jsonl").read_bytes() == journal
+    table = json.loads((result / "table.json").read_text())
+    assert [row[:2] for row in table["rows"]] == [[4, "1 %"], [4, "2 %"], [4, "5 %"], [4, "10 %"]]
