@@ -15,6 +15,7 @@ from mmod.config import CHANGE, RoutingConfig
 from mmod.methods.base import deciding_together
 from mmod.methods.route import Route
 from mmod.routing.decoder import Predictor
+from mmod.routing.groups import kept_of
 from mmod.values import check_fields, check_module, check_value
 
 
@@ -127,8 +128,8 @@ class _Counter:
         self.tokens = prompt.tokens
         groups = [hook for hook in model_hooks(model) if isinstance(hook, _Groups)]
         # Tokens that may be skipped: those of each image, or all of the prompt.
-        text_is_free = bool(groups) and groups[0].tokens == "all"
-        self.free = (self.tokens - prompt.protected_tokens,) if text_is_free else prompt.images
+        self.text_is_free = bool(groups) and groups[0].tokens == "all"
+        self.free = (self.tokens - prompt.protected_tokens,) if self.text_is_free else prompt.images
         if groups and groups[0].config.router.reads_frames:
             # The first frame is never skipped.
             self.free = prompt.images[1:]
@@ -208,7 +209,7 @@ class _Counter:
             free = (config.language.frames,) * (sum(free) // config.language.frames)
         elif config.language.frames is None:
             free = (sum(free),)
-        return sum(number * capacity.numerator // capacity.denominator for number in free)
+        return sum(kept_of(number, capacity, strict=not self.text_is_free) for number in free)
 
     def _router_flops(self, block: RoutedBlock) -> int:
         """Return what a block spends on its score, and on its predictor."""

@@ -147,7 +147,7 @@ def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> 
         >>> select_within(torch.tensor([[0.0, 0.1, 0.9, 0.2, 0.9]]), Fraction(1, 2), groups)[0]
         tensor([[0, 2, 4]])
     """
-    keeps = [[_kept_of(size, capacity, groups.strict) for size in row] for row in groups.sizes]
+    keeps = [[kept_of(size, capacity, groups.strict) for size in row] for row in groups.sizes]
     counts = [sum(row) + always for row, always in zip(keeps, groups.always)]
     tokens = score_BN.shape[1]
     if not any(keeps) or all(kept == list(sizes) for kept, sizes in zip(keeps, groups.sizes)):
@@ -177,7 +177,13 @@ def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> 
     return slots_of(torch.where(groups.free_BN, chosen_BN, groups.group_BN == KEPT), counts)
 
 
-def _kept_of(size: int, capacity: Fraction, strict: bool) -> int:
+def kept_of(size: int, capacity: Fraction, strict: bool) -> int:
+    """Return how many tokens of a group of some size a capacity keeps.
+
+    Args:
+        strict: The group is of images: capacity 0 keeps none, and a higher one that keeps none is an error. Of text, at
+            least one token runs.
+    """
     kept = size * capacity.numerator // capacity.denominator
     if kept or not size:
         return kept

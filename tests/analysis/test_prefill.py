@@ -132,6 +132,18 @@ def test_protected_text_is_counted_as_kept(protected: int) -> None:
         flops(model, Prompt(10, PATCHES, protected_tokens=11))
 
 
+@torch.no_grad()
+def test_of_text_one_token_runs_at_the_least() -> None:
+    model = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear", blocks=(1,), capacity=0.01))
+    with mmod.trace(model) as decisions:
+        model(input_ids=torch.arange(10)[None])
+    (routing,) = decisions.values()
+    assert flops(model, Prompt(10)).blocks[1].kept == int(routing.keep_BN.sum()) == 1
+    images = mmod.route_(make_joint("llava"), language=CONFIGS["linear"].replace(capacity=0.01, blocks=(1,)))
+    with pytest.raises(ValueError, match=f"keeps none of {PATCHES} image tokens"):
+        flops(images, Prompt(5, PATCHES))
+
+
 def test_thresholds_need_the_kept_share() -> None:
     model = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear", select="threshold"))
     with pytest.raises(ValueError, match="pass kept"):
