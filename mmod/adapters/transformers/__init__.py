@@ -13,7 +13,10 @@ from mmod.adapters.transformers.saving import (
     describe_methods,  # noqa: F401
     load,  # noqa: F401
 )
-from mmod.adapters.transformers.vision import vision_part
+from mmod.adapters.transformers.vision import (
+    find_tower,  # noqa: F401
+    vision_part,
+)
 
 SUPPORTED = (
     "language models of layers with `self_attn`, `mlp` and a cache, such as Llama, Mistral, Qwen, Phi-3 and Gemma, "

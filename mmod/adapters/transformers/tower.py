@@ -139,8 +139,8 @@ class TowerImportance:
     """The attention that image tokens receive in the layer of the vision tower that provides the features.
 
     It is the attention of the class token, or in a tower without one the mean over patches. A token that is made of
-    several patches has their mean. Which patches those are is traced by gradients, once for each layout of images,
-    through all that stands between the tower and the language model.
+    several patches has their mean. Which patches those are is traced by gradients through all that stands between the
+    tower and the language model. This takes one more pass of the tower for each layout of images.
 
     Args:
         entry: The module that puts image features among the embedded tokens.
