@@ -6,7 +6,7 @@
 - Without a GPU, Triton interprets its kernels, and seeds of absent devices are not stored.
 - Each test starts from `torch.manual_seed(0)`; hypothesis draws 15 fixed examples, without a deadline.
 - `os.fsync` does nothing.
-- Garbage collection is off, and what was imported is frozen.
+- Garbage collection is off, and what was imported, or left by the files of tests before, is frozen.
 - Outside of tests of figures, a figure is drawn once for each file name, without its layout.
 - A fork server starts before the first test, and synthetic sets share one folder.
 """
@@ -58,6 +58,12 @@ settings.load_profile("mmod")
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _frozen() -> None:
+    """Freeze what earlier files left: a trainer of transformers, which asks for collections, would search it all."""
+    gc.freeze()
 
 
 _drawn: dict[tuple[str, str | None], str | bytes] = {}

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 import mmod
 from tests.kit.towers import ALL, make_deep, tower_of
 from tests.kit.vlm_types import FAMILIES
-from tests.kit.vlm_zoo import IMAGE, LINEAR, make_joint, make_language, merged_embeddings, prompt, type_of
+from tests.kit.vlm_zoo import (
+    IMAGE,
+    LINEAR,
+    VIDEO,
+    make_joint,
+    make_language,
+    merged_embeddings,
+    prompt,
+    type_of,
+    video,
+)
 from tests.kit.zoo import make_model
 
 CONFIG = mmod.RoutingConfig(router={"name": "attention", "importance": "vision_tower"}, capacity=0.5, blocks="all")
@@ -209,6 +219,33 @@ def test_beams_of_prompts_with_several_images_are_those_of_a_batch(name: str) ->
         assert torch.equal(model.generate(**batch, **GENERATION, num_beams=2), together)
     alone = model.generate(**first_of(batch, images=2), **GENERATION, num_beams=2)
     assert torch.equal(alone[0, -4:], together[0, -4:])
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_compiled_towers_and_models_do_the_same() -> None:
+    model, batch = mmod.route_(make_joint("internvl"), language=CONFIG), prompt("internvl", (1, 2))
+    expected = model(**batch).logits
+    whole = torch.compile(copy.deepcopy(model), backend="eager")
+    torch.testing.assert_close(whole(**batch).logits, expected, atol=5e-6, rtol=0)
+    tower_of(model).compile(backend="eager")
+    torch.testing.assert_close(model(**batch).logits, expected, atol=5e-6, rtol=0)
+    torch.compiler.reset()
+
+
+@torch.no_grad()
+def test_frames_of_videos_have_the_importance_of_their_patches() -> None:
+    model, batch = mmod.route_(make_joint("qwen2-vl"), language=CONFIG), video("qwen2-vl", (1, 2))
+    with mmod.trace(model) as trace:
+        model(**batch)
+    for routing in trace.values():
+        assert ((routing.score_BN > 0) == (batch["input_ids"] == VIDEO)).all()
+    pictures = prompt("qwen2-vl", (1, 1))
+    both = {name: pictures[name] for name in ("pixel_values", "image_grid_thw")}
+    for name, value in {"input_ids": IMAGE, "attention_mask": 1, "mm_token_type_ids": 1}.items():
+        both[name] = torch.cat([batch[name], torch.full((2, 9), value)], dim=1)
+    with pytest.raises(ValueError, match="reads images or videos: this call has both"):
+        model(**{**batch, **both})
 
 
 @pytest.mark.parametrize("router", ["attention", "important_diversity"])
