@@ -219,11 +219,11 @@ class ImageLoop:
         if router.config.router.reads_importance:
             assert self._importance is not None
             return self._importance
-        if router.config.router.draws and self._drawn is not None:
+        if router.config.router.shares_own_score and self._drawn is not None:
             return self._drawn
         assert router.score is not None
         score: Tensor = router.score(x)[0]
-        self._drawn = score if router.config.router.draws else None
+        self._drawn = score if router.config.router.shares_own_score else None
         return score
 
 

@@ -5,7 +5,7 @@
 import warnings as _warnings
 from typing import Any as _Any
 
-from mmod.blocks.branches import Branch, SilencedHalves, Unchanged, Zero, make_halves, make_watched
+from mmod.blocks.branches import Branch, SilencedHalves, Unchanged, Zero, make_halves, make_observed
 from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import (
     NO_SHELL,
@@ -22,7 +22,7 @@ from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
 from mmod.blocks.grid import Grid, GridHook, GridOfPass, GridSource, grid_of_map
 from mmod.blocks.hook import ModelHook, SpanHook, attach, detach_hooks, model_hooks
 from mmod.blocks.inner import BranchRunner
-from mmod.blocks.passes import Pass, ReadBlocks, StackCalls, recomputing
+from mmod.blocks.passes import Pass, Passes, ReadBlocks, StackCalls, recomputing
 from mmod.blocks.record import Deciding, Record, Records, deciding_modules
 from mmod.blocks.routed import (
     ConvertedBlock,
@@ -46,7 +46,7 @@ from mmod.blocks.segments import (
     split_rows,
 )
 from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, SuffixBlock, TupleBlock, UntupledBlock
-from mmod.blocks.span import Passes, Span, SpanPass
+from mmod.blocks.span import Span, SpanPass
 
 
 def __getattr__(name: str) -> _Any:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import BranchRunner, Inner, running_branch, silencing
-from mmod.blocks.rows import Block, Execution, Host, Rows, gather, in_order, write_back
+from mmod.blocks.rows import Block, Execution, Host, Rows, gather_kept, in_order, write_kept
 from mmod.routing import Routing
 from mmod.threads import PerThread
 
@@ -48,7 +48,7 @@ class BranchRows(NamedTuple):
         if in_sequence:
             # The host runs all images as one sequence.
             x_BND = x.view(*routing.score_BN.shape, -1)
-        z_BKD = gather(x_BND, routing)
+        z_BKD = gather_kept(x_BND, routing)
 
         def run_on(rows: Tensor, **arguments: Any) -> Any:
             if in_sequence:
@@ -71,7 +71,7 @@ class BranchRows(NamedTuple):
         # get none.
         nothing_BND = y_BKD.new_zeros(x_BND.shape)
         nothing_BKD = y_BKD.new_zeros(y_BKD.shape)
-        out = write_back(nothing_BND, nothing_BKD, y_BKD, routing)
+        out = write_kept(nothing_BND, nothing_BKD, y_BKD, routing)
         out = out.view(x.shape) if in_sequence else out
         return (out, *output[1:]) if isinstance(output, tuple) else out
 
@@ -98,7 +98,7 @@ class Branch(Mixin):
         """Return the branch's output."""
         state = self.mod_state
         inner = state.inner.value
-        branch = inner.branch if state.adds_update else None
+        branch = inner.runner if state.adds_update else None
         if inner.silent:
             branch = inner.silent.get(state.name, branch)
         if branch is None:
@@ -113,7 +113,7 @@ def make_branch(block: nn.Module, name: str, inner: PerThread[Inner]) -> None:
         convert(module, Branch, BranchState(inner, name))
 
 
-def make_watched(block: nn.Module, call: BlockCall, inner: PerThread[Inner]) -> None:
+def make_observed(block: nn.Module, call: BlockCall, inner: PerThread[Inner]) -> None:
     """Let the attention of a block be read alone; one that another method has changed is read from around the block."""
     name = call.operators.get("attention")
     if name is not None and not is_converted(block.get_submodule(name)):

@@ -64,7 +64,8 @@ def converted_class(mixin: type[Mixin], host: type[nn.Module], shell: Shell = NO
         reduced = host.__reduce_ex__(self, protocol)
         return (_instance, (mixin, host, shell), *reduced[2:])
 
-    # Libraries identify a model in a saved folder by the name of its class.
+    # `RoutedBlock` makes RoutedEncoderLayer of an EncoderLayer, and of timm's Block a class of its own name. Libraries
+    # identify a model in a saved folder by the name of its class.
     prefix = "" if mixin.keeps_name else mixin.__name__.removesuffix("Block")
     # The host's module and text, so that tools which tell a class by them still know it.
     members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce, "mod_host": host}

@@ -111,11 +111,11 @@ class SpanHook(ModelHook):
 
     def new_call(self, module: nn.Module, outer: StackCall, frame: FrameType | None) -> StackCall:
         """Return a call of the module within another one."""
-        return StackCall(outer, self.is_unobserved(module), self.host, frame, self.read_blocks)
+        return StackCall(outer, self.is_uninterrupted(module), self.host, frame, self.read_blocks)
 
-    def is_unobserved(self, module: nn.Module) -> bool:
+    def is_uninterrupted(self, module: nn.Module) -> bool:
         """Return whether the host's code runs the blocks in order, and nothing reads the tokens between them."""
-        return bool(self.host) and not self._recomputes(module) and self._runs(module) and not self._is_watched()
+        return bool(self.host) and not self._recomputes(module) and self._runs(module) and not self._tokens_are_read()
 
     def _recomputes(self, module: nn.Module) -> bool:
         """Return whether gradient checkpointing is on.
@@ -142,7 +142,7 @@ class SpanHook(ModelHook):
             return False
         return len(blocks) == len(self.blocks) and all(a is b for a, b in zip(blocks, self.blocks))
 
-    def _is_watched(self) -> bool:
+    def _tokens_are_read(self) -> bool:
         """Return whether a hook or a replaced forward reads the tokens between blocks."""
         hooks = torch.nn.modules.module
         names = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")

@@ -26,28 +26,28 @@ class Inner:
     """What a running block tells its modules, in one thread.
 
     Attributes:
-        branch: Runs the block's branches; None as in the host.
+        runner: Runs the block's branches; None as in the host.
         silent: What runs in the place of modules while the other half of the block runs alone, by their names.
         normed: Rows and their first norm, if the kernel that gathered them computed it.
     """
 
     def __init__(self) -> None:
-        self.branch: BranchRunner | None = None
+        self.runner: BranchRunner | None = None
         self.silent = NOTHING_SILENT
         self.normed: tuple[Tensor, Tensor] | None = None
 
 
 @contextmanager
-def running_branch(inner: PerThread[Inner], branch: BranchRunner) -> Iterator[None]:
+def running_branch(inner: PerThread[Inner], runner: BranchRunner) -> Iterator[None]:
     """Context in which the branches of a block run in a certain way."""
     current = inner.value
     # A hook inside the block may call the model again.
-    outer = current.branch
-    current.branch = branch
+    outer = current.runner
+    current.runner = runner
     try:
         yield
     finally:
-        current.branch = outer
+        current.runner = outer
 
 
 @contextmanager

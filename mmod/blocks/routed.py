@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from mmod.blocks.branches import Branch, BranchState, OneBranch, make_branch, make_halves, make_watched
+from mmod.blocks.branches import Branch, BranchState, OneBranch, make_branch, make_halves, make_observed
 from mmod.blocks.call import BlockCall, DecoderCall
 from mmod.blocks.conversion import Mixin, convert, is_converted
 from mmod.blocks.inner import Inner, running_branch
@@ -52,7 +52,8 @@ class RoutedState:
             decides.
 
     Attributes:
-        begins: The block is the first module of its span.
+        begins: The block is the first module of its span. Where the span reads importance of the dense block in front,
+            that `ImportanceBlock` is, and no routed block.
         ends: The block is the last module of its span.
     """
 
@@ -124,7 +125,7 @@ class ConvertedBlock(Mixin):
             y = run()
             return y, token_change(x, y)
         captured = capture_importance(valid_BN, importance)
-        y = self.run_watched(run, captured)
+        y = self.run_observed(run, captured)
         if captured.importance_BN is None:
             raise RuntimeError(
                 f"no attention was seen in this {type(self).__name__}: it calls neither scaled_dot_product_attention "
@@ -132,7 +133,7 @@ class ConvertedBlock(Mixin):
             )
         return y, captured.importance_BN
 
-    def run_watched(self, run: Callable[[], Tensor], watch: AttentionIntercept) -> Tensor:
+    def run_observed(self, run: Callable[[], Tensor], watch: AttentionIntercept) -> Tensor:
         """Run what contains the host's attention, inside a mode that reads it."""
         state = self.mod_state
         name = state.call.operators.get("attention")
@@ -199,6 +200,8 @@ class RoutedBlock(Deciding, ConvertedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Route tokens (B, N, D): decide, gather the kept rows, run the host's block on them, write them back.
 
+        In a span, a block enters the pass that its input belongs to before these steps, and leaves it after them.
+
         Source: Raposo et al., arXiv 2404.02258 (MoD), equation 1.
         """
         if isinstance(x, fx.Proxy):
@@ -240,7 +243,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
             record.keep("", routing)
         # Gather, run and write back.
         if rows is None:
-            rows = execution.rows(self, x, arguments, routing)
+            rows = execution.make_rows(self, x, arguments, routing)
         z = rows.gather(x, routing)
         y = execution.run(self, super().forward, z, arguments, rows)
         if span is None or shared is None:
@@ -304,7 +307,7 @@ class ImportanceBlock(ConvertedBlock):
         run = partial(super().forward, x, *args, **kwargs)
         y, shared.score_BN = self.observe(run, x, valid_BN, state.importance)
         shared.busy = False
-        if not shared.unobserved:
+        if not shared.uninterrupted:
             state.span.hand_on(shared, y)
         return y
 
@@ -314,7 +317,7 @@ def make_routed(block: nn.Module, router: Router, state: RoutedState, mixin: typ
     call = state.call
     convert(block, mixin, state, call.shell)
     block.router = router
-    # The gather leaves alone a norm that another method has converted.
+    # A `FusedNorm` takes what the kernel that gathers the rows has normalised. Norms of other methods stay as they are.
     if call.fused_norm and not is_converted(block.get_submodule(call.fused_norm)):
         convert(block.get_submodule(call.fused_norm), FusedNorm, state.inner)
     config = router.config
@@ -333,4 +336,4 @@ def make_importance(block: nn.Module, state: ImportanceState, mixin: type[Import
     convert(block, mixin, state, state.call.shell)
     if state.importance != CHANGE:
         # The change of a token is measured around the block.
-        make_watched(block, state.call, state.inner)
+        make_observed(block, state.call, state.inner)

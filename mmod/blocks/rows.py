@@ -42,6 +42,7 @@ class FusedNorm(Mixin):
     def forward(self, x: Tensor) -> Tensor:
         """Return the norm of rows (B, K, D)."""
         inner = self.mod_state.value
+        # `gather_kept` left the norm of these rows here, if its kernel computed one; other inputs are normalised now.
         if inner.normed is None or inner.normed[0] is not x:
             return super().forward(x)
         _, normed_BKD = inner.normed
@@ -49,7 +50,7 @@ class FusedNorm(Mixin):
         return normed_BKD
 
 
-def gather(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None) -> Tensor:
+def gather_kept(x_BND: Tensor, routing: Routing, norm: nn.Module | None = None) -> Tensor:
     """Return the rows of a decision: kept tokens or means of merged ones (B, K, D), or kept images (S, N, D).
 
     Args:
@@ -80,10 +81,10 @@ def _fuses(x_BND: Tensor, norm: nn.Module) -> bool:
     return backend.choose("gather_norm", x_BND, channels=x_BND.shape[2]) is not None
 
 
-def write_back(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tensor:
+def write_kept(x_BND: Tensor, z_BKD: Tensor, y_BKD: Tensor, routing: Routing) -> Tensor:
     """Return all tokens (B, N, D) with the gated update from rows z to rows y.
 
-    `gather` of the result returns the gated rows, up to rounding.
+    `gather_kept` of the result returns the gated rows, up to rounding.
     """
     kept = routing.kept
     joined = routing.joined
@@ -114,7 +115,7 @@ class Rows:
     Blocks of a span pass on one object: each gathers the rows of its decision, and the last writes all of them back.
 
     Args:
-        norm: The first norm of the first block, see `gather`.
+        norm: The first norm of the first block, see `gather_kept`.
         weighs: The gate weighs what is written back; False if it weighs branches inside the block.
 
     Attributes:
@@ -150,7 +151,7 @@ class Rows:
         """Return the rows of a decision about all tokens, from all of them or from rows of the previous decision."""
         if not self._steps:
             among = routing
-            z_BKD = gather(rows_BND, routing, self.norm)
+            z_BKD = gather_kept(rows_BND, routing, self.norm)
         elif self.routing is routing:
             return self._gated(rows_BND)
         else:
@@ -163,7 +164,7 @@ class Rows:
         """Return all tokens after the last block, from its rows."""
         for x_BND, z_BKD, routing in reversed(self._steps):
             # Each narrowing is undone by its own decision, the last one first.
-            y_BKD = write_back(x_BND, z_BKD, y_BKD, routing)
+            y_BKD = write_kept(x_BND, z_BKD, y_BKD, routing)
         return y_BKD
 
     def _gated(self, rows_BND: Tensor) -> Tensor:
@@ -223,7 +224,7 @@ class RowsInPlace(AllTokens):
         x_BND = self.x_BND
         routing = self.routing if self.weighs else without_gate(self.routing)
         if routing.kept.valid_BK is None:
-            return write_back(x_BND, x_BND, y_BKD, routing)
+            return write_kept(x_BND, x_BND, y_BKD, routing)
         # A skipped token of a decoding step ran too, which keeps shapes and addresses; its result is dropped here.
         new_B1D = lerp_rows(x_BND, y_BKD.to(x_BND.dtype), routing.weights.gate_BK)
         return torch.where(routing.kept.valid_BK.unsqueeze(-1), new_B1D, reweigh(x_BND, routing.weights.skipped_BN))
@@ -316,7 +317,7 @@ class Execution:
         self.scores_norm = config.language.scored == "norm"
         self.weighs = config.language.gate_on == "update"
 
-    def rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+    def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
         """Return the rows that the block runs on, not yet gathered."""
         return AllTokens(x)
 
@@ -332,7 +333,7 @@ class Execution:
 class KeptTokens(Execution):
     """The block runs on the kept tokens, which attend to each other or to all tokens, and to those in its cache."""
 
-    def rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+    def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
         """Return packed rows if images keep different numbers and the host can run them, else padded ones."""
         kept = routing.kept
         call = self.call
@@ -415,7 +416,7 @@ class MlpOfKept(Execution):
 
     between_halves = True
 
-    def rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
+    def make_rows(self, block: Block, x: Tensor, arguments: Mapping[str, Any], routing: Routing) -> Rows:
         """Return the means of merged tokens."""
         return Rows(x)
 

@@ -40,7 +40,7 @@ def run_inside(
 ) -> Any:
     """Run a host's forward inside a mode that changes its attention; what reads the attention sees it changed."""
     inner = block.mod_state.inner
-    watch = inner.value.branch
+    watch = inner.value.runner
     if not isinstance(watch, AttentionIntercept):
         return change.run(forward, args, kwargs)
     with running_branch(inner, _Watched(watch, change)):

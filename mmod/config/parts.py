@@ -266,8 +266,8 @@ class Score(Checked, group="router"):
         return False
 
     @property
-    def draws(self) -> bool:
-        """Whether the first of consecutive routed blocks computes the score that they share."""
+    def shares_own_score(self) -> bool:
+        """Whether consecutive routed blocks share a score that the first of them computes, and not importance."""
         return self.shared and not self.reads_importance
 
     def make(self, place: Placement) -> nn.Module | None:

@@ -38,21 +38,22 @@ def prepare(stack: BlockStack, config: RoutingConfig) -> list[Conversion]:
                 # A weight that never scores would get no gradient.
                 routers[index].score = None
             check_zero(stack.names[index], routers[index], routers[index].capacity)
-        span, observer = _make_span(stack, config, run, tuple(routers.values()))
+        span, importance_state = _make_span(stack, config, run, tuple(routers.values()))
         for index in run:
             following = configs.get(index + 1)
             state = RoutedState(
                 call=calls[index],
                 execution=stack.mixins[0].choose_execution(calls[index], configs[index]),
                 span=span,
-                place=index - run[0] + (observer is not None),
+                # The dense block in front has place 0 where the span reads its importance.
+                place=index - run[0] + (importance_state is not None),
                 number=index,
                 passes_rows=_takes_rows(following, configs[index]),
-                observes=span is not None and observer is None and not span.scored_by_first and index == run[0],
+                observes=span is not None and importance_state is None and not span.scored_by_first and index == run[0],
             )
             conversions.append((stack.blocks[index], routers[index], state))
-        if observer is not None:
-            conversions.append((stack.blocks[run[0] - 1], None, observer))
+        if importance_state is not None:
+            conversions.append((stack.blocks[run[0] - 1], None, importance_state))
     if stack.captions is not None:
         # The embedding has place 0.
         stack.captions.last = blocks[-1] + 1

@@ -18,7 +18,7 @@ from mmod.adapters.base import NamedArguments
 from mmod.blocks import Deciding, Mixin, ReadBlocks, Records, Shell, convert
 from mmod.blocks.inner import Inner
 from mmod.blocks.passes import recomputing
-from mmod.blocks.rows import write_back
+from mmod.blocks.rows import write_kept
 from mmod.methods.base import register_method
 from mmod.methods.mixture import (
     Mixture,
@@ -384,14 +384,14 @@ class Cycle(Deciding):
         """Return all tokens after a recursion, from its rows before (z) and after the shared blocks (y)."""
         assert routing.weights.gate_BK is not None
         if self.mod_state.config.adds == "change":
-            return write_back(x_BND, z, y, routing)
+            return write_kept(x_BND, z, y, routing)
         y = routing.weights.gate_BK.to(y.dtype).unsqueeze(-1) * y
         if depths is None:
             y = z + y
         else:
             ends_BK = depths.last_BN.gather(1, routing.kept.index_BK) == recursion
             y = y + torch.where(ends_BK.unsqueeze(-1), gather_rows(first_BND, routing.kept.index_BK), 0.0)
-        return write_back(x_BND, z, y, routing._replace(weights=Weights()))
+        return write_kept(x_BND, z, y, routing._replace(weights=Weights()))
 
 
 def _all_tokens(score_BN: Tensor, gate_BN: Tensor | None) -> Routing:

@@ -31,7 +31,7 @@ from mmod.blocks import (
     detach_hooks,
     host_class,
     make_halves,
-    make_watched,
+    make_observed,
 )
 from mmod.blocks.hook import runs_code_of
 from mmod.blocks.inner import Inner
@@ -120,19 +120,19 @@ class ReducedCall(StackCall):
     def __init__(
         self,
         outer: StackCall,
-        unobserved: bool,
+        uninterrupted: bool,
         host: str,
         frame: FrameType | None,
         read_blocks: ReadBlocks | None,
         is_reduced_for_head: bool,
     ) -> None:
-        super().__init__(outer, unobserved, host, frame, read_blocks)
+        super().__init__(outer, uninterrupted, host, frame, read_blocks)
         self.is_reduced_for_head = is_reduced_for_head
         self.began = False
 
 
 class Passage(Pass):
-    """What the blocks of a model share in one forward pass; unobserved, they pass on the remaining tokens alone.
+    """What the blocks of a model share in one forward pass; uninterrupted, they pass on the remaining tokens alone.
 
     Attributes:
         is_reduced_for_head: See `ReducedCall`.
@@ -155,7 +155,7 @@ class Passage(Pass):
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the remaining tokens of a block's input."""
-        if self.unobserved or self.slot_BN is None:
+        if self.uninterrupted or self.slot_BN is None:
             return x
         for what, number, first in zip(("images", "tokens"), x.shape, self.shape):
             if number != first:
@@ -182,7 +182,7 @@ class Passage(Pass):
 
     def add(self, restore: Restore, grid_BND: Tensor) -> Tensor:
         """Note what is needed to restore the grid after a reduction; return the grid with the tokens dropped now."""
-        if self.unobserved and self.is_reduced_for_head:
+        if self.uninterrupted and self.is_reduced_for_head:
             return grid_BND
         if restore.drops:
             grid_BND = self.leave(restore.x_BND, grid_BND)
@@ -235,15 +235,15 @@ class ReducedBlock(Deciding, ConvertedBlock):
             y = self.run_host(z, **arguments)
         else:
             y, grid_BND = self._reduce(z, arguments, passage, grid_BND)
-            if passage.unobserved and passage.drops:
+            if passage.uninterrupted and passage.drops:
                 passage.grid_BND = grid_BND
         passage.busy = False
         is_last = state.place == state.passes.last
-        is_reduced = passage.is_reduced_for_head if is_last else passage.unobserved
+        is_reduced = passage.is_reduced_for_head if is_last else passage.uninterrupted
         if is_reduced:
             return y
         y = passage.leave(y, grid_BND)
-        if not is_last and not passage.unobserved:
+        if not is_last and not passage.uninterrupted:
             state.passes.hand_on(passage, y)
         return y
 
@@ -293,11 +293,11 @@ class ReducedBlock(Deciding, ConvertedBlock):
             inputs = AttentionInputs(None, no_attention, importance_BN)
         else:
             captured = capture_inputs()
-            x = self.run_watched(attend, captured)
+            x = self.run_observed(attend, captured)
             inputs = AttentionInputs(captured.key, captured.class_attention)
         place_BN = passage.place_BN
         needs_place = call.places or any(name in arguments for name in call.rows)
-        if place_BN is None and (not passage.unobserved or needs_place or self.record.traced):
+        if place_BN is None and (not passage.uninterrupted or needs_place or self.record.traced):
             place_BN = torch.arange(x.shape[1], device=x.device).expand(x.shape[:2])
         reduced = state.reduction(Grid(x, place_BN, passage.size_BN), inputs, state.prefix)
         if reduced is not None:
@@ -329,12 +329,12 @@ class ReductionHook(SpanHook):
 
     def new_call(self, module: nn.Module, outer: StackCall, frame: FrameType | None) -> ReducedCall:
         """Return a call in which the head reads the remaining tokens, or the grid."""
-        unobserved = self.is_unobserved(module)
+        uninterrupted = self.is_uninterrupted(module)
         reads = head_reads(module) if self.host == "timm" else "all"
         # A hook on a block sees the grid; what is pooled does not depend on it.
-        known = self._runs(module) if reads == "patches" else unobserved and not _is_watched(module, "norm")
+        known = self._runs(module) if reads == "patches" else uninterrupted and not _tokens_are_read(module, "norm")
         reduced = known and reads in self.heads
-        return ReducedCall(outer, unobserved, self.host, frame, self.read_blocks, reduced)
+        return ReducedCall(outer, uninterrupted, self.host, frame, self.read_blocks, reduced)
 
 
 def _all_or_none(read_blocks: ReadBlocks) -> Collection[int] | None:
@@ -343,7 +343,7 @@ def _all_or_none(read_blocks: ReadBlocks) -> Collection[int] | None:
     return () if read is not None and not read else None
 
 
-def _is_watched(module: nn.Module, name: str) -> bool:
+def _tokens_are_read(module: nn.Module, name: str) -> bool:
     """Return whether a hook reads what a module inside another one gets or returns."""
     inner = module._modules.get(name)
     return inner is not None and bool(inner._forward_hooks or inner._forward_pre_hooks)
@@ -372,7 +372,7 @@ def reduce_(
         inner = PerThread(Inner)
         if index in reductions:
             make_halves(block, call, inner)
-            make_watched(block, call, inner)
+            make_observed(block, call, inner)
         state = _ReducedState(
             call=call,
             passes=passes,

@@ -90,7 +90,7 @@ class DecoderRouter(Router):
             gate_BK = torch.where(groups.gated_BN, weight_BN, 1.0).gather(1, index_BK)
             if self.config.skipped == "scale":
                 skipped_BN = torch.where(groups.free_BN, weight_BN, 1.0)
-        evidence = Evidence(score_BN, groups, None if self.draws else importance_BN, predicted_BN)
+        evidence = Evidence(score_BN, groups, None if self.shares_own_score else importance_BN, predicted_BN)
         return Routing(Kept(index_BK, valid_BK, total), evidence, Weights(gate_BK, skipped_BN))
 
     def _score(

@@ -72,7 +72,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.prefix = prefix
-        self.draws = config.router.draws
+        self.shares_own_score = config.router.shares_own_score
         # Its capacity in the config, from which `mmod.set_capacity_` scales.
         self.planned = rational(capacity)
         self._settings = Rule(config, self.planned)
@@ -172,7 +172,7 @@ class Router(nn.Module):
         skipped_BN = None
         if config.skipped == "scale":
             skipped_BN = apply_gate(score_BN, gate.name, gate.scale)
-        evidence = Evidence(score_BN, marks, None if self.draws else importance_BN)
+        evidence = Evidence(score_BN, marks, None if self.shares_own_score else importance_BN)
         routing = Routing(kept, evidence, Weights(gate_BK, skipped_BN))
         return self.join(routing, x_BND, earlier, unit_BNE) if config.joins else routing
 
@@ -240,7 +240,7 @@ class Router(nn.Module):
             x_BND = rows_BKD.gather(1, earlier.joined.slot_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
             score_BN = self._score(x_BND, config.router, None, TokenMarks())
             return _above_dropped(score_BN).masked_fill(~earlier.keep_BN, -torch.inf)
-        if not self.draws:
+        if not self.shares_own_score:
             return _above_dropped(earlier.score_BN).masked_fill(~earlier.keep_BN, -torch.inf)
         score_BK = self._score(rows_BKD, config.router, None, TokenMarks(earlier.kept.valid_BK), unit_BNE)
         score_BK = _above_dropped(score_BK)
@@ -347,6 +347,7 @@ class Router(nn.Module):
             raise ValueError(
                 f"{score.name} routing needs the importance of the preceding dense block: run the whole model"
             )
+        # Importance of the dense block in front is the score as it stands; so is a score that a block before computed.
         if score.shared and importance_BN is not None:
             return importance_BN
         if self.score is None:
