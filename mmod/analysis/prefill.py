@@ -209,7 +209,10 @@ class _Counter:
             free = (config.language.frames,) * (sum(free) // config.language.frames)
         elif config.language.frames is None:
             free = (sum(free),)
-        return sum(kept_of(number, capacity, strict=not self.text_is_free) for number in free)
+        if self.text_is_free:
+            return sum(kept_of(number, capacity, strict=False) for number in free)
+        # Not refused where it keeps none, as a pass does: searches ask for any capacity.
+        return sum(number * capacity.numerator // capacity.denominator for number in free)
 
     def _router_flops(self, block: RoutedBlock) -> int:
         """Return what a block spends on its score, and on its predictor."""
