@@ -48,10 +48,12 @@ from mmod.blocks.segments import (
 from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, SuffixBlock, TupleBlock, UntupledBlock
 from mmod.blocks.span import Span, SpanPass
 
+_RENAMED = {"StandingModule": "Mixin", "make_watched": "make_observed"}
+
 
 def __getattr__(name: str) -> _Any:
-    """Return the new class for an old name."""
-    if name != "StandingModule":
+    """Return what an old name stands for."""
+    if name not in _RENAMED:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _warnings.warn("mmod.blocks.StandingModule is now mmod.blocks.Mixin", DeprecationWarning, stacklevel=2)
-    return Mixin
+    _warnings.warn(f"mmod.blocks.{name} is now mmod.blocks.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

@@ -283,5 +283,7 @@ class Untouched(Mixin):
 def test_the_old_name_of_the_base_works_with_a_warning() -> None:
     with pytest.warns(DeprecationWarning, match=r"mmod\.blocks\.StandingModule is now mmod\.blocks\.Mixin"):
         assert blocks.StandingModule is Mixin
+    with pytest.warns(DeprecationWarning, match=r"mmod\.blocks\.make_watched is now mmod\.blocks\.make_observed"):
+        assert blocks.make_watched is blocks.make_observed
     with pytest.raises(AttributeError, match="has no attribute 'Standing'"):
         blocks.Standing  # noqa: B018
