@@ -228,7 +228,8 @@ def table_of_parts(recorded: Recorded) -> dict[str, Any]:
     rows = [row for part in PARTS for row in replay(recorded, part, SPLITS)]
     columns = ["photographs", "tolerance", "right, %", "decided, %", "decided ones that are right, %"]
     commands = ["python scripts/advice_halves.py FOLDER FILE RESULT"]
-    return {"commands": commands, "columns": columns, "formats": ["{:,}", "{}", *["{:.0f}"] * 3], "rows": rows}
+    formats = ["{:,}", "{}", "{:.0f}", "{:.1f}", "{:.0f}"]
+    return {"commands": commands, "columns": columns, "formats": formats, "rows": rows}
 
 
 def main() -> None:

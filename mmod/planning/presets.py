@@ -157,8 +157,8 @@ def evenly_spread(depth: int) -> dict[str, Any]:
     """This library's training-free routing of language models: a quarter of the image tokens, evenly spread, from the
     second layer on.
 
-    On a model of real weights, no score that was tried chooses better without training; see the page on vision-language
-    models.
+    On a model of real weights, no score that was tried chooses better without training. Where a picture has more image
+    tokens than the model was trained with, fewer pixels are better; see the page on vision-language models.
     """
     return {
         "router": "stride",
