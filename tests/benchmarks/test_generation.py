@@ -55,7 +55,7 @@ def test_a_report_names_every_cell(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("target", "message"),
     [
-        ("mmod.blocks.rows.write_back", "against dense"),
+        ("mmod.blocks.rows.write_kept", "against dense"),
         ("mmod.adapters.transformers.layers._rows", "against dense|pass"),
     ],
 )
