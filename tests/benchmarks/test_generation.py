@@ -62,7 +62,7 @@ def test_a_report_names_every_cell(tmp_path: Path) -> None:
 def test_a_wrong_path_is_never_timed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, target: str, message: str
 ) -> None:
-    wrong = {"write_back": lambda x, z, y, routing: x, "_rows": lambda table, index: table[:, : index.shape[1]]}
+    wrong = {"write_kept": lambda x, z, y, routing: x, "_rows": lambda table, index: table[:, : index.shape[1]]}
     monkeypatch.setattr(target, wrong[target.rpartition(".")[2]])
     monkeypatch.setattr("mmod.analysis.timing._time_on_cpu", lambda *_: pytest.fail("timed"))
     with pytest.raises(WrongOutputError, match=message):
