@@ -192,8 +192,8 @@ class _Remembered(NamedTuple):
 class Passes(Generic[AnyPass]):
     """Finds the forward pass that an input of one of several consecutive modules belongs to.
 
-    - The first module begins a pass. A later one finds it by order in an uninterrupted call, and else by its input: the
-      tensor that the module before returned.
+    - The first module begins a pass. A later one finds it by their order in an uninterrupted call.
+    - In any other call a later module finds it by its input, the tensor that the module before returned.
     - Code between two modules may make a new tensor (a hook, a move to another device), and compilers cannot compare
       tensors. The input then belongs to the only unfinished pass of the running call, or outside calls to the only
       one of the thread. If there are several, the module raises instead of guessing.

@@ -207,9 +207,8 @@ def _check_read_blocks(
     for part, converted in conversions.items():
         if not read.isdisjoint(block for block, *_ in converted):
             raise ValueError(
-                f"the config of {part} changes the last block that features come from, and the attention of this block "
-                f"is read for another part (router.importance='vision_tower'): leave it out of blocks, as in "
-                f"{part}={{'blocks': (1, 2, 3)}}"
+                f"the config of {part} changes the last block that features come from, whose attention is the "
+                f"importance of another part (router.importance='vision_tower'): leave it out of the blocks of {part}"
             )
 
 

@@ -34,12 +34,18 @@ class Seen:
 
     Attributes:
         importances: Importance of the patches in its calls, until it is taken (I, P).
-        starts: Its outputs while the way of features is traced, from which a graph begins; None otherwise.
+        starts: Its outputs while origins are traced: the graph of the features begins there. None otherwise.
     """
 
     def __init__(self) -> None:
         self.importances: list[Tensor] = []
         self.starts: list[Tensor] | None = None
+
+    def take(self) -> list[Tensor]:
+        """Return the importances and drop them."""
+        taken = self.importances
+        self.importances = []
+        return taken
 
 
 @dataclass(eq=False)
@@ -104,13 +110,13 @@ class TowerEnd(ModelHook):
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Drop what an interrupted call left: torch calls no hook after a KeyboardInterrupt."""
         if self._runs.value:
-            self.state.seen.value.importances.clear()
+            self.state.seen.value.take()
         self._runs.value = True
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Drop the importance."""
         self._runs.value = False
-        self.state.seen.value.importances.clear()
+        self.state.seen.value.take()
 
 
 class Origins(NamedTuple):
@@ -182,8 +188,7 @@ class TowerImportance:
         Raises:
             ValueError: The tower did not process the images in this call, or a patch reaches several image tokens.
         """
-        noted = list(self.state.seen.value.importances)
-        self.state.seen.value.importances.clear()
+        noted = self.state.seen.value.take()
         names = [name for name in KINDS if pixels_of(arguments, name) is not None]
         if not names:
             raise ValueError(f"{_OPTION} needs the tower to process the images: pass pixel_values")
