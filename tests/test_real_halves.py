@@ -13,10 +13,12 @@ from PIL import Image
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mmod.data.readers.chat import ChatCollator
+from mmod.training.chat.model import router_parameters
 from mmod.training.chat.processor import create_bpe_processor
 from scripts.real_halves import compare, learn, photographs, tune
 from scripts.real_halves.__main__ import make, save
-from scripts.real_halves.judge import by_picture, gap, judge, loaded
+from scripts.real_halves.judge import answered, by_picture, gap, judge, loaded
 from scripts.real_halves.rows import Row, families, fitted, image_share
 
 CLASSES = ("Faces_easy", "car_side", "crab", "dollar_bill", "yin_yang")
@@ -151,6 +153,31 @@ def test_families_meet_their_budgets(folder: Path) -> None:
         # A quarter of the layers is dense in PyramidDrop.
         assert 0.3 < share(fitted(share, family, 0.5)) <= 0.5, name
     assert [compare.fewer(10, budget) for budget in (0.5, 0.25)] == [7, 5]
+
+
+def test_rows_of_fewer_pixels_and_fewer_tokens_meet_the_budget(folder: Path) -> None:
+    save(loaded(folder / "untrained")[0], folder)
+    rows = compare.rows(folder, 10, plans=False)
+    dense, _ = loaded(folder / "model")
+    for budget in compare.BUDGETS:
+        row = rows[f"{compare.BOTH}, {budget}"]
+        assert row.patches is not None
+        # Fewer pixels and fewer tokens save about as much each.
+        assert row.patches == compare.fewer(10, budget**0.5)
+        assert 0.85 * budget < image_share(dense, row.language, 18, row.patches**2, 100) <= budget
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gamma_mod_is_tuned_and_answers(folder: Path, tied: bool) -> None:
+    save(loaded(folder / "untrained")[0], folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tune, "_STEPS", 2)
+        model, processor = tune.tuned(folder, Row(tune.gamma_mod(0.5, tied)), 0, 4)
+    routers = list(router_parameters(model).values())
+    # One weight for all routed layers, or one for each of the eight.
+    assert len(routers) == (1 if tied else 8)
+    answers = answered(model, ChatCollator(processor), folder / "questions", 4)
+    assert [len(asked) for asked in answers.values()] == [4, 4]
 
 
 def test_rows_are_judged_once(folder: Path) -> None:

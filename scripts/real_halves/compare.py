@@ -20,6 +20,7 @@ from scripts.real_halves.rows import FASTV, LAST_TOKEN, SPREAD, Row, families, f
 
 BUDGETS = (0.5, 0.25)
 DENSE = "dense"
+BOTH = "fewer pixels and evenly spread"
 # Text tokens of a prompt, about as many as questions have.
 _TEXT = 18
 _SEARCHED_ON = 16
@@ -41,19 +42,10 @@ def rows(folder: Path, patches: int, plans: bool = True) -> dict[str, Row]:
         plans: Whether plans are searched, where they are not known yet.
     """
     dense, _ = loaded(folder / "model")
-    depth = len(dense.model.language_model.layers)
     dense.to("meta")
-    share = partial(_share, dense, patches**2)
-    found = {DENSE: Row()}
+    found = {DENSE: Row(), "fewer pixels, 0.4": Row(patches=fewer(patches, 0.4))}
     for budget in BUDGETS:
-        side = fewer(patches, budget)
-        found[f"pooled tokens, {budget}"] = Row(tokens=side)
-        found[f"fewer pixels, {budget}"] = Row(patches=side)
-        for name, family in families(depth).items():
-            config = fitted(share, family, budget)
-            # PyramidDrop's first quarter of layers is dense, which alone costs more than a small budget.
-            if share(config) <= budget:
-                found[f"{name}, {budget}"] = Row(language=config)
+        found |= {f"{name}, {budget}": row for name, row in _within(dense, patches, budget).items()}
         for name, plan in planned(folder, patches, budget).items() if plans else ():
             found[f"{name}, {budget}"] = Row(language=plan)
     gradual = mmod.preset("gradual")
@@ -63,8 +55,26 @@ def rows(folder: Path, patches: int, plans: bool = True) -> dict[str, Row]:
     return found
 
 
-def _share(dense: Any, image: int, config: RoutingConfig) -> float:
-    return image_share(dense, config, _TEXT, image, image)
+def _within(dense: Any, patches: int, budget: float) -> dict[str, Row]:
+    """Return the rows that are not searched, at a budget."""
+    depth = len(dense.model.language_model.layers)
+    side = fewer(patches, budget)
+    found = {"pooled tokens": Row(tokens=side), "fewer pixels": Row(patches=side)}
+    share = partial(_share, dense, patches, patches)
+    for name, family in families(depth).items():
+        config = fitted(share, family, budget)
+        # PyramidDrop's first quarter of layers is dense, which alone costs more than a small budget.
+        if share(config) <= budget:
+            found[name] = Row(language=config)
+    # Fewer pixels and fewer tokens save about as much each.
+    seen = fewer(patches, budget**0.5)
+    found[BOTH] = Row(fitted(partial(_share, dense, patches, seen), families(depth)[SPREAD], budget), patches=seen)
+    return found
+
+
+def _share(dense: Any, patches: int, seen: int, config: RoutingConfig) -> float:
+    """Return the image FLOPs of images of `seen` patches a side, as a share of those of `patches` a side."""
+    return image_share(dense, config, _TEXT, seen**2, patches**2)
 
 
 def fewer(patches: int, budget: float) -> int:
@@ -108,16 +118,16 @@ def _search(folder: Path, patches: int) -> dict[str, dict[str, Any]]:
             for name, router in _ROUTERS.items()
         }
     curve.plot(folder / f"horizon-{patches}.png", overwrite=True)
-    image = patches**2
     model.to("meta")
+    share = partial(_share, model, patches, patches)
     found: dict[str, dict[str, Any]] = {}
     for budget in BUDGETS:
         plans = {f"searched plan, {name}": search.plan_for(budget) for name, search in searches.items()}
         last = curve.layer(_TOLERANCE)
         for name, router in _ROUTERS.items():
             front = _in_front(curve, last, router)
-            if _share(model, image, front(0.02)) <= budget:
-                plans[f"up to the horizon, {name}"] = fitted(partial(_share, model, image), front, budget)
+            if share(front(0.02)) <= budget:
+                plans[f"up to the horizon, {name}"] = fitted(share, front, budget)
         found[str(budget)] = {name: plan.to_dict() for name, plan in plans.items()}
     return found
 
@@ -155,7 +165,7 @@ def table(folder: Path, patches: int) -> dict[str, Any]:
         # Judges of other models find that these are hard to beat.
         for rival in _RIVALS:
             other = answered.get(f"{rival}, {budget}")
-            is_compared = other is not None and not name.startswith(rival)
+            is_compared = other is not None and name != f"{rival}, {budget}"
             line.append(ends(gap(together(answered[name]), together(other))) if is_compared and other else None)
         lines.append(line)
     titles = ["", "image FLOPs", "prefill, ms", "cache", "naming %", "to dense", "places %", "to dense"]

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mmod
-from mmod import RoutingConfig
+from mmod import LanguageRouting, RoutingConfig
 from mmod.analysis import Prompt, flops
 from mmod.planning import drop_once, ratio_decay, stage_drop
 from scripts.real_halves.model import PATCH, read_at
@@ -142,6 +142,7 @@ def families(depth: int) -> dict[str, Callable[[float], RoutingConfig]]:
         "DivPrune: a max-min set": once(1, "diversity"),
         "by change": once(2, "change"),
         SPREAD: once(1, "stride"),
+        "at positions without gaps, evenly spread": once(1, "stride", language=LanguageRouting(positions="compact")),
         "random": once(1, "random"),
         "frozen late layers (ShortV)": frozen,
         "frozen early layers": frozen_early,

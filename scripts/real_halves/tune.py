@@ -3,6 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from torch import nn
 
 import mmod
-from mmod import LanguageRouting, RoutingConfig
+from mmod import RoutingConfig
 from mmod.analysis.statistics import difference
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, ConversationsConfig, open_conversations
@@ -33,6 +34,7 @@ _BUDGET = 0.5
 _TEXT = 18
 _POOLED = "pooled tokens"
 _ALL = "all"
+GAMMA = "gamma-MoD"
 
 
 def rows(folder: Path, patches: int) -> dict[str, Row]:
@@ -48,20 +50,34 @@ def rows(folder: Path, patches: int) -> dict[str, Row]:
         plan = ratio_decay(depth, shift=value)
         return mmod.preset("p-mod", blocks=plan.blocks, capacity=plan.capacity)
 
-    def gamma_mod(value: float) -> RoutingConfig:
-        # By the best scores, as with tokens above a threshold the budget would be met by chance.
-        language = LanguageRouting(tokens="image", scored="norm", gate_on="mlp", positions="compact")
-        return mmod.preset("gamma-mod", capacity=max(value, 1e-3), language=language)
-
     side = int((_BUDGET * patches**2) ** 0.5)
+    found = {
+        "p-MoD": p_mod,
+        GAMMA: gamma_mod,
+        f"{GAMMA}, a router for each layer": partial(gamma_mod, tied=False),
+        SPREAD: families(depth)[SPREAD],
+    }
     return {
         "dense": Row(),
-        "p-MoD": Row(fitted(share, p_mod, _BUDGET)),
-        "gamma-MoD": Row(fitted(share, gamma_mod, _BUDGET)),
-        SPREAD: Row(fitted(share, families(depth)[SPREAD], _BUDGET)),
+        **{name: Row(fitted(share, family, _BUDGET)) for name, family in found.items()},
         _POOLED: Row(tokens=side),
         "fewer pixels": Row(patches=side),
     }
+
+
+def gamma_mod(capacity: float, tied: bool = True) -> RoutingConfig:
+    """Return gamma-MoD of image tokens with a capacity in (0, 1).
+
+    Args:
+        tied: All layers have one router.
+    """
+    return mmod.preset(
+        "gamma-mod",
+        capacity=max(capacity, 1e-3),
+        router={"tied": tied},
+        # By the best scores, as with tokens above a threshold the budget would be met by chance.
+        language={"tokens": "image", "inference_threshold": None},
+    )
 
 
 def tuned(folder: Path, row: Row, seed: int, patches: int) -> tuple[Any, Any]:
