@@ -105,16 +105,26 @@ class Advice:
 
     @property
     def best(self) -> RecipeResult | None:
-        """The fastest recipe within the tolerance, or one as fast that loses less; None if the dense model is."""
+        """The fastest recipe within the tolerance, or one as fast that clearly is or loses less.
+
+        None if the dense model is.
+        """
         fitting = [row for row in self._faster if row.loss.value <= self.tolerance]
         as_fast = [row for row in fitting if LEAST_SPEEDUP * row.speedup.median >= fitting[0].speedup.median]
-        return min(as_fast, key=lambda row: row.loss.value, default=None)
+        return min(as_fast, key=lambda row: (not self.is_decided(row), row.loss.value), default=None)
 
     @property
     def undecided(self) -> tuple[RecipeResult, ...]:
-        """Recipes on the front whose intervals include the tolerance, if faster than any that clearly keeps it."""
-        clear = next((place for place, row in enumerate(self._faster) if row.loss.high <= self.tolerance), None)
-        return tuple(row for row in self._faster[:clear] if row.on_front and row.loss.low <= self.tolerance)
+        """Recipes on the front whose intervals include the tolerance, if faster than any that clearly keeps it.
+
+        What is hardly faster would not change the advice.
+        """
+        clear = next((row.speedup.median for row in self._faster if row.loss.high <= self.tolerance), 0.0)
+        return tuple(
+            row
+            for row in self._faster
+            if row.on_front and row.loss.low <= self.tolerance and row.speedup.median > LEAST_SPEEDUP * clear
+        )
 
     @property
     def _faster(self) -> list[RecipeResult]:

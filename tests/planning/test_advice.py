@@ -120,6 +120,8 @@ def test_what_the_images_leave_open_is_named() -> None:
         ([("higher", 1.7, 0.97, 0.999), clear], "higher", ["higher"]),
         # Speeds that are within the noise of a machine.
         ([("lossy", 1.51, 0.981, 0.983), clear], "clear", []),
+        ([("open", 1.54, 0.97, 0.999), clear], "clear", []),
+        ([("open", 1.56, 0.97, 0.999), clear], "open", ["open"]),
         # Slower than what is clear, or hardly faster than the dense model.
         ([clear, ("slow", 1.4, 0.97, 0.999)], "clear", []),
         ([lost, ("noise", 1.02, 0.97, 0.999)], None, []),
