@@ -23,14 +23,14 @@ BUILT = (WORDS, BPE)
 MODEL = "model"
 """Folder of the final model in the run folder."""
 # Set by the run.
-_TAKEN = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names", "eval_strategy", "do_train")
+_TAKEN = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names", "do_train")
 # Arguments of the trainer that do not affect the result.
 _FREE = ("logging_steps", "save_steps", "save_total_limit", "report_to", "disable_tqdm", "dataloader_num_workers")
 # Ranges of numbers that the trainer and peft do not check.
 _RANGES: dict[str, dict[tuple[Any, str], tuple[str, ...]]] = {
     "trainer": {
         (float, "[0, inf)"): ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"),
-        (float, "(0, inf)"): ("num_train_epochs", "adam_epsilon", "logging_steps", "save_steps"),
+        (float, "(0, inf)"): ("num_train_epochs", "adam_epsilon", "logging_steps", "save_steps", "eval_steps"),
         (float, "[0, 1)"): ("adam_beta1", "adam_beta2", "label_smoothing_factor"),
         (float, "[0, 1]"): ("warmup_ratio",),
         (int, "[1, inf)"): ("per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"),
@@ -104,8 +104,9 @@ class TrainConfig(RunConfig):
         optim: Name of one of timm's optimisers, such as "muon", which takes the learning rate and weight decay of
             `trainer`. None for the trainer's optimiser.
         trainer: Arguments of `transformers.TrainingArguments`: learning rate, batch size, epochs, `fsdp`,
-            `deepspeed`, `gradient_checkpointing` and so on.
-        eval_batch_size: Questions per batch in the evaluation after training.
+            `deepspeed`, `gradient_checkpointing` and so on. `eval_strategy` and `eval_steps` also evaluate in training,
+            and `load_best_model_at_end` keeps the weights with the most right answers.
+        eval_batch_size: Questions per batch in an evaluation.
         max_new_tokens: Longest answer, in tokens.
     """
 
@@ -132,6 +133,8 @@ class TrainConfig(RunConfig):
         taken = sorted(set(_TAKEN) & set(self.trainer))
         if taken:
             raise ValueError(f"trainer must not set {', '.join(taken)}: the run sets them")
+        if self.data.val is None and self.trainer.get("eval_strategy", "no") not in ("no", False):
+            raise ValueError("trainer.eval_strategy asks questions in training: set data.val")
         if self.data.val is not None and self.is_sharded:
             raise ValueError(
                 "answers are not generated while the model is split by fsdp or deepspeed: set data.val: null"

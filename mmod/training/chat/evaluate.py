@@ -25,6 +25,8 @@ from mmod.training.engine.evaluate import RoutedResult
 
 # Kind of question that needs no image; it does not count in the mean.
 _BLIND = "text"
+RIGHT = "right"
+"""Column of the mean accuracy."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ class EvalResult(RoutedResult):
     def columns(self) -> dict[str, float]:
         """Return right answers in percent, overall and by kind of question, and the kept share of tokens."""
         return {
-            "right": self.accuracy,
+            RIGHT: self.accuracy,
             **{f"right/{kind}": share for kind, share in self.right.items()},
         } | super().columns()
 

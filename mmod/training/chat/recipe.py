@@ -106,15 +106,18 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
             # A loss for each epoch, and for a run of fewer steps.
             arguments.logging_steps = min(arguments.logging_steps, *steps_of(arguments, len(train)))
         model, processor = create_model(config)
+        ask = None if val is None else partial(self._ask, collator=collator, questions=val, progress=progress)
         with stop_signals() as stop, hidden_bars():
             callback = RunCallback(
                 claim if arguments.should_save else None, stop, progress and arguments.disable_tqdm, folder
             )
             trainer = RoutedTrainer(
                 config.optim,
+                ask,
                 model=model,
                 args=arguments,
                 train_dataset=train,
+                eval_dataset=val,
                 data_collator=collator,
                 processing_class=processor,
                 callbacks=[callback],
@@ -127,7 +130,8 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         model = _save(trainer, folder / MODEL, config)
         evaluation = None
         if val is not None:
-            evaluation = self._ask(model, collator, val, progress)
+            assert ask is not None
+            evaluation = ask(model)
             prior = {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
             evaluation = dataclasses.replace(evaluation, prior=prior)
         state = trainer.state

@@ -30,12 +30,13 @@ from mmod.io.progress import progress_bar
 from mmod.io.tensors import check_complete, read_tensors, write_tensors
 from mmod.methods import methods_of
 from mmod.training.chat.config import TrainConfig
+from mmod.training.chat.evaluate import RIGHT, EvalResult
 from mmod.training.chat.model import check_routers_learn, router_parameters
 from mmod.training.engine.checkpoint import check_sums, newest_first, read_newest, write_sums
 from mmod.training.engine.config import OptimConfig
 from mmod.training.engine.distributed import StopRequest, wait_for_all
 from mmod.training.engine.health import RouterHealth, named, rows_of_logs, write_rows
-from mmod.training.engine.logging import note_resumed
+from mmod.training.engine.logging import note, note_resumed
 from mmod.training.engine.optim import complete_states, create_optimizer
 from mmod.values import refuse_unknown
 
@@ -63,6 +64,7 @@ def training_arguments(config: TrainConfig) -> Any:
         "report_to": "none",
         "disable_tqdm": True,
         "logging_nan_inf_filter": False,
+        "metric_for_best_model": RIGHT if options.get("load_best_model_at_end") else None,
         # Without an accelerator, torch warns of it.
         "dataloader_pin_memory": torch.accelerator.is_available(),
     }
@@ -91,9 +93,12 @@ class RoutedTrainer(Trainer):
 
     Args:
         optim: Name of one of timm's optimisers; None for the trainer's own.
+        ask: Evaluates a model on questions; None without any.
     """
 
-    def __init__(self, optim: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, optim: str | None = None, ask: Callable[[nn.Module], EvalResult] | None = None, **options: Any
+    ) -> None:
         arguments = options["args"]
         model = options["model"]
         if isinstance(options.get("train_dataset"), ChatDataset):
@@ -109,6 +114,7 @@ class RoutedTrainer(Trainer):
         if self.args.n_gpu > 1:
             raise ValueError(f"{self.args.n_gpu} GPUs in one process: start one process for each with torchrun")
         self.optim = optim
+        self._ask = ask
         module: Any = self.model
         self._health = RouterHealth(module, measured=not arguments.torch_compile)
         self._losses = _AuxiliaryLosses() if any(method.has_loss for method in methods_of(module)) else None
@@ -144,6 +150,18 @@ class RoutedTrainer(Trainer):
                 auxiliary = auxiliary / self.current_gradient_accumulation_steps
             loss = loss + auxiliary.to(loss.dtype)
         return (loss, outputs) if return_outputs else loss
+
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
+    ) -> dict[str, float]:
+        """Answer the questions; see `transformers.Trainer.evaluate`. The data are those of `ask`."""
+        assert self._ask is not None
+        columns = self._ask(self.accelerator.unwrap_model(self.model)).columns()
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in columns.items()}
+        # The statistics of routers belong to the steps of training.
+        super().log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log, with the statistics of routers."""
@@ -227,6 +245,10 @@ class RoutedTrainer(Trainer):
                         value = distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
                     weight.copy_(value)
 
+    def _load_best_model(self) -> None:
+        # As a run resumes, so that routers beside adapters are read too.
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         module: Any = self.model
         tied = set(getattr(module, "all_tied_weights_keys", None) or {})
@@ -309,6 +331,11 @@ class RunCallback(TrainerCallback):
         if logs is not None and "loss" in logs:
             shown = {name: f"{logs[key]:.4g}" for name, key in named_logs.items() if key in logs}
             self._bar.set_postfix(shown, refresh=False)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **_: Any) -> None:
+        """Show how many answers are right."""
+        if metrics is not None and self.progress and state.is_world_process_zero:
+            note(f"step {state.global_step}: {metrics[f'eval_{RIGHT}']:.2f} % of the answers right")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close the bar."""

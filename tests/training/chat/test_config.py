@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import mmod
+from mmod.data.readers.conversations import ConversationsConfig
 from mmod.training.chat.config import ModelConfig, TrainConfig
 from mmod.training.chat.model import create_model
 from mmod.training.chat.trainer import training_arguments
@@ -21,6 +22,9 @@ def test_configs_that_exclude_themselves(folder: Path) -> None:
         vlm_config(folder, trainer={"fsdp": "full_shard"})
     with pytest.raises(ValueError, match="trainer must not set seed"):
         vlm_config(folder, trainer={"seed": 1})
+    without = ConversationsConfig("questions:tiny/train", val=None)
+    with pytest.raises(ValueError, match=r"eval_strategy asks questions in training: set data\.val"):
+        vlm_config(folder, data=without, trainer={"eval_strategy": "epoch"})
     with pytest.raises(ValueError, match="frozen must be several values, each one of 'vision'"):
         vlm_config(folder, frozen=["tower"])
     with pytest.raises(ValueError, match="names no part"):

@@ -33,6 +33,7 @@ PREDICTOR = {
 @pytest.mark.parametrize("routing", [P_MOD, PREDICTOR], ids=["p-mod", "predictor"])
 def test_two_processes_train_as_one(folder: Path, routing: Any) -> None:
     fields = {"max_steps": 3, "save_strategy": "no", "logging_steps": 1, "max_grad_norm": 0.0}
+    fields |= {"eval_strategy": "steps", "eval_steps": 2}
     name = f"predicted-{routing is PREDICTOR}"
     one = vlm_config(folder, f"one-{name}", {**fields, "per_device_train_batch_size": 4}, routing=routing)
     single = fit(one, progress=False)
@@ -43,6 +44,8 @@ def test_two_processes_train_as_one(folder: Path, routing: Any) -> None:
     assert other is not None
     losses = [[entry["loss"] for entry in result.history if "loss" in entry] for result in (single, other)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    asked = [[entry["step"] for entry in result.history if "eval_right" in entry] for result in (single, other)]
+    assert asked == [[2, 3]] * 2
     assert single.evaluation is not None
     assert other.evaluation is not None
     assert other.evaluation.asked == single.evaluation.asked

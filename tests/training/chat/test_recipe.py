@@ -27,7 +27,7 @@ from mmod.io.tensors import write_tensors
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
-from mmod.training.chat.evaluate import evaluate, mean_over_kinds
+from mmod.training.chat.evaluate import EvalResult, evaluate, mean_over_kinds
 from mmod.training.chat.model import create_model, router_parameters
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RoutedTrainer, RunCallback, last_checkpoint
@@ -92,6 +92,34 @@ def test_a_killed_run_goes_on_as_if_it_had_not_stopped(
     (run / "checkpoints" / "checkpoint-3" / "trainer_state.json").unlink()
     assert str(last_checkpoint(run / "checkpoints")).endswith("checkpoint-2")
     assert same(weights(fit(config, progress=False)), uninterrupted)
+
+
+def test_questions_asked_in_training_change_no_weight(folder: Path) -> None:
+    asked = fit(vlm_config(folder, "asked", {"eval_strategy": "steps", "eval_steps": 2}, routing=GAMMA), progress=False)
+    answers = [entry for entry in asked.history if "eval_right" in entry]
+    assert [entry["step"] for entry in answers] == [2, 4]
+    assert asked.evaluation is not None
+    assert answers[1]["eval_right"] == asked.evaluation.accuracy
+    # Each entry of training keeps the statistics of its routers.
+    assert sum(any(name.startswith("kept/") for name in entry) for entry in asked.history) == 2
+    alone = fit(vlm_config(folder, "asked-at-the-end", routing=GAMMA), progress=False)
+    assert same(weights(asked), weights(alone))
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj", "v_proj"]}], ids=["weights", "LoRA"])
+def test_the_weights_with_the_most_right_answers_are_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any] | None
+) -> None:
+    trainer = {"lr_scheduler_type": "constant", "max_steps": 6}
+    name = f"best-{lora is None}"
+    changes = {"routing": P_MOD, "lora": lora}
+    short = fit(vlm_config(folder, f"{name}-short", {**trainer, "max_steps": 4}, **changes), progress=False)
+    shares = iter([10.0, 30.0, 20.0])
+    monkeypatch.setattr(EvalResult, "columns", lambda self: {"right": next(shares)})
+    keep = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True}
+    best = fit(vlm_config(folder, name, {**trainer, **keep}, **changes), progress=False)
+    assert best.steps == 6
+    assert same(weights(best), weights(short))
 
 
 def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
