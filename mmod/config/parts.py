@@ -66,8 +66,9 @@ class Merged(Checked, group="skipped"):
 
     Args:
         before: Where tokens merge: at the input of the "block", or before its "mlp", after they attended apart, as in
-            ToMe. "mlp" needs blocks of timm and a router that shares its score between blocks. The router "attention"
-            then reads importance in the first block of a span, and needs no dense block in front.
+            ToMe. "mlp" needs blocks with attention before the MLP, and a router that shares its score between blocks.
+            The router "attention" then reads importance in the first block of a span, and needs no dense block in
+            front.
         size_power: Power of a group's size that its row has as weight in attention: 1 counts every token, as in ToMe, 0
             counts the row as one token.
 

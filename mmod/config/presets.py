@@ -28,8 +28,8 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
 
     Args:
         name: A name of that list.
-        depth: Number of blocks of the model. "p-mod", "mindskip", "gradual", "gamma-mod", "ipcv" and "v2drop" choose
-            blocks by it; without it they choose when a model is routed, see `mmod.config.Preset`.
+        depth: Number of blocks of the model. "p-mod", "mindskip", "gradual", "gamma-mod", "evenly-spread", "ipcv" and
+            "v2drop" choose blocks by it; without it they choose when a model is routed, see `mmod.config.Preset`.
         changes: Options of the preset, such as `mean` of "gradual", and fields of `RoutingConfig` to override; a
             mapping overrides single options of a part. One `capacity` is that of every routed block. Where the preset
             plans a capacity for each block, as "gradual" and "p-mod" do, it becomes their mean and the plan keeps its

@@ -81,7 +81,7 @@ def search_plan(
         cost: Unit of the budget. "flops": FLOPs, in language models of the prefill without the vision tower.
             "image_flops": FLOPs that image tokens add to the text's prefill. "cache": tokens in the KV cache.
             "milliseconds": time of one forward pass over the first batch, measured here; in language models of the
-            prefill with the vision tower. The plan is measured and corrected: its time is within a tenth of the
+            prefill with the vision tower. The plan is measured and corrected: its time is within 5 % of the
             budget, or below where no plan is closer.
         divergence: "kl" of logits or "cosine" of features; None selects by the model.
         rounds: Number of further scoring rounds, as expensive as the first.

@@ -6,12 +6,15 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning.options import PlanOptions
 from mmod.values import Checked, check_distinct, from_plain, one_of, refuse_unknown
+
+if TYPE_CHECKING:
+    from mmod.data.config import DataConfig
 
 RUN_FIELDS = ("image_size", "changes", "tune", "budgets")
 """Fields of a series of routed models that describe its runs instead of its routing."""
@@ -198,6 +201,14 @@ class TimmStudyConfig(StudyConfig):
         if self.rates is not None and len(set(self.rates)) < 2:
             raise ValueError(f"rates must name two factors or more to choose from, or be null, got {self.rates}")
 
+    def check_splits(self, data: DataConfig) -> None:
+        """Raise a ValueError if models would be trained on the images that they are evaluated on."""
+        if (self.train_dense or self.tune) and data.train_split == data.val_split:
+            raise ValueError(
+                "models would be trained on the images of the evaluation: data.train_split and data.val_split are both "
+                f"{data.val_split!r}"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
 class ImageStudyConfig(TimmStudyConfig):
@@ -212,7 +223,8 @@ class ImageStudyConfig(TimmStudyConfig):
     score: Literal["top1", "objects", "mean_iou"] = "top1"
 
     def check(self, dense: Any, tuned: Any) -> None:
-        """Refuse a score of patches where images have the labels."""
+        """Refuse a score of patches where images have the labels, and training on the images of the evaluation."""
+        self.check_splits(tuned.data)
         if self.score != "top1" and dense.data.label_patch is None:
             raise ValueError(f"score={self.score!r} is one of patches: set data.label_patch, or score to 'top1'")
 
@@ -280,6 +292,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
 
     def check(self, dense: Any, tuned: Any) -> None:
         """Refuse patches without classes, and a training split that is missing."""
+        self.check_splits(tuned.data)
         data = dense.data
         if self.classifier == "dense" and data.train_split == data.val_split:
             raise ValueError(
