@@ -38,7 +38,8 @@ class ChatCollator:
     """Collates conversations into training batches: model inputs, padded on the right, and `labels`.
 
     Labels cover the assistant's answers and their end-of-turn tokens: the text that the template adds when the answer
-    is appended to a prompt.
+    is appended to a prompt. Where a template adds no such token, as that of LLaVA-1.5, an answer ends with the
+    tokenizer's: otherwise a model would not learn to stop.
 
     Args:
         processor: A transformers processor with a fast tokenizer and a chat template.
@@ -65,6 +66,20 @@ class ChatCollator:
             raise ValueError(f"{name} has no chat template")
         if getattr(processor, "image_token_id", None) is None:
             raise ValueError(f"{name} has no image_token_id")
+        self._end = self._missing_end()
+
+    def _missing_end(self) -> str:
+        """Return the token that must be added to answers, as the template does not end them; empty if it does."""
+        answer = "answer"
+        turns = [Message("user", "question"), Message("assistant", answer)]
+        behind = self._apply_template(turns).rpartition(answer)[2]
+        tokenizer = self.processor.tokenizer
+        ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
+        if not set(tokenizer.all_special_ids).isdisjoint(ids):
+            return ""
+        if tokenizer.eos_token is None:
+            raise ValueError(f"neither chat template nor tokenizer of {type(self.processor).__name__} ends an answer")
+        return str(tokenizer.eos_token)
 
     def __call__(self, chats: Sequence[ChatSample]) -> dict[str, Any]:
         """Return the processor's output, `labels` (B, N), and `protected_mask` (B, N) if tokens are protected."""
@@ -92,8 +107,16 @@ class ChatCollator:
 
     def render(self, messages: Sequence[Message], ask: bool = False) -> str:
         """Return messages as the chat template writes them, with `ask` up to where an answer begins."""
+        ended = [
+            message._replace(text=message.text.rstrip() + self._end) if message.role == "assistant" else message
+            for message in messages
+        ]
+        return self._apply_template(ended, ask)
+
+    def _apply_template(self, messages: Sequence[Message], ask: bool = False) -> str:
         turns = [{"role": message.role, "content": _content(message)} for message in messages]
-        return self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask)
+        text: str = self.processor.apply_chat_template(turns, tokenize=False, add_generation_prompt=ask)
+        return text
 
     def _answers(self, text: str, chat: ChatSample) -> list[tuple[int, int]]:
         """Return start and end of each answer in the rendered text."""
@@ -181,9 +204,10 @@ class ChatCollator:
                 raise ValueError(
                     f"max_length={self.max_length} cuts off an image in {key!r}: the batch has {length} tokens"
                 )
+            # Other inputs, such as patches, may have as many columns as a batch has tokens.
+            shape = batch["input_ids"].shape
             batch = {
-                name: value[:, : self.max_length] if value.ndim == 2 and value.shape[1] == length else value
-                for name, value in batch.items()
+                name: value[:, : self.max_length] if value.shape == shape else value for name, value in batch.items()
             }
         empty = (batch["labels"] == IGNORED).all(1)
         if empty.any():

@@ -28,7 +28,7 @@ from mmod.data.records import IMAGE, Message
 from mmod.io.files import locked, parse_json, write_atomically
 from mmod.io.progress import progress_bar
 
-_VERSION = 1
+_VERSION = 2
 # Sides of images in pixels (width, height) that tell whether a processor makes equally many tokens of all.
 _SIZES = ((64, 64), (333, 1000), (1000, 333), (800, 800), (37, 91))
 _PROBE = (Message("user", f"{IMAGE}a"), Message("assistant", "a"))

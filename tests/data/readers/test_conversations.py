@@ -134,8 +134,14 @@ def talks(folder: Path) -> list[ChatSample]:
     return [conversations[index] for index in range(3)]
 
 
-def test_labels_stand_on_answers_alone(talks: list[ChatSample]) -> None:
+@pytest.mark.parametrize("ends", [True, False])
+def test_labels_stand_on_answers_and_their_ends(talks: list[ChatSample], ends: bool) -> None:
     processor = create_word_processor(image_size=12, patch_size=6)
+    if not ends:
+        # As in the template of LLaVA-1.5, no token ends an answer.
+        template = processor.chat_template
+        processor.chat_template = template.replace("{{ eos_token }}", "{{ ' ' }}")
+        assert processor.chat_template != template
     batch = ChatCollator(processor)(talks)
     assert batch["pixel_values"].shape == (3, 3, 12, 12)
     images = (batch["input_ids"] == processor.image_token_id).sum(1)
@@ -210,6 +216,20 @@ def test_long_conversations_are_cut_but_never_an_image(talks: list[ChatSample]) 
         ChatCollator(processor, max_length=5)(talks[2:])
 
 
+def test_inputs_that_are_as_wide_as_the_text_is_long_are_not_cut(talks: list[ChatSample]) -> None:
+    processor = create_word_processor(image_size=12, patch_size=6)
+    length = ChatCollator(processor)(talks[1:2])["input_ids"].shape[1]
+    patches = torch.zeros(9, length)
+
+    class Patched(ChatCollator):
+        def _process(self, *arguments: Any) -> dict[str, torch.Tensor]:
+            return {**super()._process(*arguments), "pixel_values": patches}
+
+    cut = Patched(processor, max_length=length - 2)(talks[1:2])
+    assert cut["input_ids"].shape[1] == length - 2
+    assert cut["pixel_values"].shape == patches.shape
+
+
 def test_templates_that_rewrite_the_past_are_refused(talks: list[ChatSample]) -> None:
     processor = create_word_processor(image_size=12, patch_size=6)
     processor.chat_template = "{{ messages | length }} " + processor.chat_template
@@ -217,6 +237,14 @@ def test_templates_that_rewrite_the_past_are_refused(talks: list[ChatSample]) ->
         ChatCollator(processor)(talks[1:2])
     processor.chat_template = None
     with pytest.raises(ValueError, match="no chat template"):
+        ChatCollator(processor)
+
+
+def test_answers_that_nothing_ends_are_refused() -> None:
+    processor = create_word_processor(image_size=12, patch_size=6)
+    processor.chat_template = processor.chat_template.replace("{{ eos_token }}", "")
+    processor.tokenizer.eos_token = None
+    with pytest.raises(ValueError, match="neither chat template nor tokenizer of LlavaProcessor ends an answer"):
         ChatCollator(processor)
 
 
