@@ -48,6 +48,16 @@ class Message(NamedTuple):
     text: str
 
 
+def plain_answer(text: str) -> str:
+    """Return an answer as it is compared with another: without case and spacing.
+
+    Example:
+        >>> plain_answer(" A red  Fox")
+        'a red fox'
+    """
+    return " ".join(text.lower().split())
+
+
 @dataclass(frozen=True)
 class BrokenLine:
     """A line of a `.jsonl` file that is no JSON, or a record with a duplicate key."""

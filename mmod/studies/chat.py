@@ -158,7 +158,7 @@ class ChatReport(Report[ChatStudyConfig, ChatCosts]):
         data = TrainConfig.from_dict(self.config.tuned_fields).data
         train = open_conversations(str(data.train), data)
         val = open_conversations(str(data.val), data)
-        return {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
+        return {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns(last=True)).items()}
 
 
 class ChatStudy(Study):

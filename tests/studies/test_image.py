@@ -366,7 +366,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(tmp_path: Path) 
 def test_models_are_not_trained_on_the_images_of_the_evaluation() -> None:
     words = ["my-model", "--tune", "true"]
     study = ImageStudy(read_config(words, ImageStudyConfig))
-    with pytest.raises(ValueError, match="on the images of the evaluation: .* both 'val'"):
+    with pytest.raises(ValueError, match=r"on the images of the evaluation: .* both 'val'"):
         study.plan()
     apart = ImageStudy(read_config([*words, "--dense.data.train_split", "train"], ImageStudyConfig))
     assert apart.plan()[1]

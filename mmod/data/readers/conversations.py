@@ -83,7 +83,7 @@ class ConversationsConfig(SourceConfig):
     """
 
     train: str = "questions:default/train"
-    val: str | None = "questions:default/val"
+    val: str | None = None
     images: str | None = None
     follow_links: bool = False
     root: str | None = None
@@ -148,13 +148,14 @@ class ChatDataset:
         """Return all conversations as bytes, with the paths of their images."""
         return self._lines.data
 
-    def turns(self) -> Iterator[tuple[str, str, str]]:
-        """Yield type, question without image placeholders, and answer of every turn."""
+    def turns(self, last: bool = False) -> Iterator[tuple[str, str, str]]:
+        """Yield type, question without image placeholders, and answer of every turn, or of each conversation's last."""
         for index in range(len(self)):
             row = self.record(index)
             texts = [" ".join(text.replace(IMAGE, " ").split()) for role, text in row["messages"] if role != "system"]
             kinds = row["kinds"] or ["all"] * (len(texts) // 2)
-            yield from zip(kinds, texts[::2], texts[1::2])
+            turns = list(zip(kinds, texts[::2], texts[1::2]))
+            yield from turns[-1:] if last else turns
 
 
 class ReplacingChats(ChatDataset):

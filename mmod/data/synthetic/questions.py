@@ -17,7 +17,7 @@ from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 
-from mmod.data.records import IMAGE
+from mmod.data.records import IMAGE, plain_answer
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig, Painter, encode_png, paste
 from mmod.io.files import replacing
@@ -239,17 +239,20 @@ def export_questions(
 
 
 def prior_of(train: Iterable[tuple[str, str, str]], test: Iterable[tuple[str, str, str]]) -> dict[str, float]:
-    """Return the accuracy, by question type, of a question's, or else its type's, most frequent training answer."""
+    """Return the accuracy, by question type, of a question's, or else its type's, most frequent training answer.
+
+    Answers are equal but for case and spacing, as in `mmod.training.chat.evaluate`.
+    """
     by_question: dict[str, Counter[str]] = defaultdict(Counter)
     by_type: dict[str, Counter[str]] = defaultdict(Counter)
     for question_type, question, answer in train:
-        by_question[question][answer] += 1
-        by_type[question_type][answer] += 1
+        by_question[question][plain_answer(answer)] += 1
+        by_type[question_type][plain_answer(answer)] += 1
     right = Counter[str]()
     asked = Counter[str]()
     for question_type, question, answer in test:
         known = by_question.get(question) or by_type[question_type]
-        right[question_type] += bool(known) and known.most_common(1)[0][0] == answer
+        right[question_type] += bool(known) and known.most_common(1)[0][0] == plain_answer(answer)
         asked[question_type] += 1
     return {question_type: right[question_type] / count for question_type, count in asked.items()}
 

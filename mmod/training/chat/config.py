@@ -24,6 +24,12 @@ MODEL = "model"
 """Folder of the final model in the run folder."""
 # Set by the run.
 _TAKEN = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names", "do_train")
+# Wrong here, or where the questions to be asked are missing.
+_UNUSABLE = {
+    "label_smoothing_factor": "transformers does not shift the labels of vision-language models when it smooths them",
+    "save_only_model": "a run resumes from its checkpoints, which then lack the state of the optimiser",
+}
+_ASKING = ("eval_strategy", "eval_on_start", "load_best_model_at_end")
 # Arguments of the trainer that do not affect the result.
 _FREE = ("logging_steps", "save_steps", "save_total_limit", "report_to", "disable_tqdm", "dataloader_num_workers")
 # Ranges of numbers that the trainer and peft do not check.
@@ -31,7 +37,7 @@ _RANGES: dict[str, dict[tuple[Any, str], tuple[str, ...]]] = {
     "trainer": {
         (float, "[0, inf)"): ("learning_rate", "weight_decay", "max_grad_norm", "warmup_steps"),
         (float, "(0, inf)"): ("num_train_epochs", "adam_epsilon", "logging_steps", "save_steps", "eval_steps"),
-        (float, "[0, 1)"): ("adam_beta1", "adam_beta2", "label_smoothing_factor"),
+        (float, "[0, 1)"): ("adam_beta1", "adam_beta2"),
         (float, "[0, 1]"): ("warmup_ratio",),
         (int, "[1, inf)"): ("per_device_train_batch_size", "gradient_accumulation_steps", "save_total_limit"),
         (int, "[0, inf)"): ("dataloader_num_workers",),
@@ -133,8 +139,12 @@ class TrainConfig(RunConfig):
         taken = sorted(set(_TAKEN) & set(self.trainer))
         if taken:
             raise ValueError(f"trainer must not set {', '.join(taken)}: the run sets them")
-        if self.data.val is None and self.trainer.get("eval_strategy", "no") not in ("no", False):
-            raise ValueError("trainer.eval_strategy asks questions in training: set data.val")
+        for name, reason in _UNUSABLE.items():
+            if self.trainer.get(name):
+                raise ValueError(f"trainer.{name}: {reason}")
+        asking = [name for name in _ASKING if self.trainer.get(name, "no") not in ("no", False)]
+        if self.data.val is None and asking:
+            raise ValueError(f"trainer.{asking[0]} asks questions in training: set data.val")
         if self.data.val is not None and self.is_sharded:
             raise ValueError(
                 "answers are not generated while the model is split by fsdp or deepspeed: set data.val: null"

@@ -18,7 +18,7 @@ from mmod import capacities, is_routed, routed_blocks
 from mmod.adapters import BlockStack, find_stacks
 from mmod.analysis import PrefillFlops, Prompt, flops
 from mmod.data.readers.chat import IGNORED, ChatCollator
-from mmod.data.readers.conversations import ReplacingChats, find_conversations
+from mmod.data.readers.conversations import ReplacingChats, find_conversations, open_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import create_model, router_parameters
@@ -79,7 +79,8 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     model, processor = create_model(config, on_meta=True)
     collator = ChatCollator(processor, config.data.max_length, protected=config.data.protected)
     train = ReplacingChats(open_checked(config.data.train, config.data, collator))
-    check_start(config, arguments, processor.tokenizer, train)
+    val = None if config.data.val is None else open_conversations(config.data.val, config.data)
+    check_start(config, arguments, processor.tokenizer, train, val)
     places = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
     batches = [collator([train[int(place)]]) for place in places]
     lengths = [batch["input_ids"].shape[1] for batch in batches]

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from mmod import trace
 from mmod.analysis.modes import in_mode
-from mmod.data.readers.chat import ChatCollator
+from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
+from mmod.data.records import plain_answer
 from mmod.io.progress import progress_bar
 from mmod.methods import methods_of
 from mmod.routing import TokenGroups
@@ -82,6 +83,21 @@ def mean_over_kinds(figures: Mapping[str, float]) -> float:
     return mean([value for kind, value in figures.items() if kind != _BLIND] or figures.values())
 
 
+class Answer(NamedTuple):
+    """A question, the answer that is expected, and the one that a model gave."""
+
+    key: str
+    kind: str
+    question: str
+    expected: str
+    given: str
+
+    @property
+    def is_right(self) -> bool:
+        """Whether both answers are equal but for case and spacing."""
+        return plain_answer(self.given) == plain_answer(self.expected)
+
+
 @torch.no_grad()
 def evaluate(
     model: Any,
@@ -91,11 +107,15 @@ def evaluate(
     batch_size: int = 32,
     max_new_tokens: int = 16,
     progress: bool = False,
+    answers: list[Answer] | None = None,
 ) -> EvalResult:
     """Generate the last answer of every conversation greedily and compare it with the reference.
 
     The comparison ignores case and spacing. With several processes, each answers its share of the questions and all
     return the result of all questions. The model's mode is restored at the end.
+
+    Args:
+        answers: Takes the answers of this process.
 
     Raises:
         ValueError: There are fewer conversations than processes, none can be read, or logits are not finite.
@@ -106,10 +126,15 @@ def evaluate(
     asked = Counter[str]()
     with in_mode(False, model), _watched(model) as watched:
         for talks in _batches(conversations, batch_size, progress):
-            answers = generate(model, collator, collator.prompts(talks), max_new_tokens)
-            for talk, answer in zip(talks, answers):
-                asked[talk.question_type] += 1
-                right[talk.question_type] += _plain(answer) == _plain(talk.answer)
+            given = generate(model, collator, collator.prompts(talks), max_new_tokens)
+            found = [
+                Answer(talk.key, talk.question_type, talk.messages[-2].text, talk.answer, text)
+                for talk, text in zip(talks, given)
+            ]
+            asked.update(answer.kind for answer in found)
+            right.update(answer.kind for answer in found if answer.is_right)
+            if answers is not None:
+                answers += found
         kept = {
             name: ran / free if free else 1.0
             for name, (ran, free) in ((name, sums.tolist()) for name, sums in watched.items())
@@ -191,5 +216,18 @@ def _batches(conversations: ChatDataset, batch_size: int, progress: bool) -> Ite
             yield talks
 
 
-def _plain(answer: str) -> str:
-    return " ".join(answer.lower().split())
+@torch.no_grad()
+def answer_loss(model: Any, collator: ChatCollator, conversations: ChatDataset, batch_size: int) -> float:
+    """Return the mean loss of a token of the answers in all conversations, by all processes together.
+
+    The model's mode is restored at the end.
+    """
+    total = torch.zeros(2, dtype=torch.float64)
+    with in_mode(False, model):
+        for talks in _batches(conversations, batch_size, progress=False):
+            batch = {name: value.to(model.device) for name, value in collator(talks).items()}
+            # The first token of a sequence is predicted by none.
+            count = int((batch["labels"][:, 1:] != IGNORED).sum())
+            total += torch.tensor([float(model(**batch).loss) * count, count], dtype=torch.float64)
+    loss, count = sum_over_processes(total.to(model.device)).tolist()
+    return float(loss / count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 from mmod.data.readers.conversations import ChatDataset
@@ -26,19 +27,35 @@ def steps_of(arguments: Any, samples: int) -> tuple[int, int]:
     return math.ceil(arguments.num_train_epochs * of_epoch), of_epoch
 
 
-def check_start(config: TrainConfig, arguments: Any, tokenizer: Any, train: ChatDataset) -> None:
-    """Raise a ValueError if a run would end in its warm-up, or train on many words that its tokenizer does not know."""
+def check_start(
+    config: TrainConfig, arguments: Any, tokenizer: Any, train: ChatDataset, val: ChatDataset | None
+) -> None:
+    """Raise a ValueError about a run whose result would mislead.
+
+    It would end in its warm-up, train on many words that its tokenizer does not know, or be asked for answers that are
+    longer than it may give.
+    """
     if arguments.lr_scheduler_type != "constant":
         # A share of the steps is below the run's length.
         check_warmup("trainer.warmup_steps", arguments.warmup_steps, "steps", steps_of(arguments, len(train))[0])
     advice = "Start from a model whose tokenizer knows them"
     if config.model.processor == WORDS:
         advice = f"Set model.processor to {BPE}, a tokenizer that is trained on the conversations"
-    check_words(_answers(train), tokenizer, advice)
+    check_words([" ".join(answers) for answers in _answers_of(train)], tokenizer, advice)
+    if val is not None:
+        expected = [answers[-1] for answers in _answers_of(val)]
+        lengths = [len(ids) for ids in tokenizer(expected, add_special_tokens=False)["input_ids"]]
+        longer = sum(length > config.max_new_tokens for length in lengths)
+        if longer:
+            raise ValueError(
+                f"{longer} of {len(lengths)} answers in data.val have more tokens than "
+                f"max_new_tokens={config.max_new_tokens} and would count as wrong: set it to {max(lengths)} or more"
+            )
 
 
-def _answers(chats: ChatDataset) -> list[str]:
-    """Return the answers in some of the conversations, spread evenly over the data."""
+def _answers_of(chats: ChatDataset) -> Iterator[list[str]]:
+    """Yield the answers in some of the conversations, spread evenly over the data."""
     count = min(_SEARCHED, len(chats))
-    rows = (chats.record(place * len(chats) // count) for place in range(count))
-    return [" ".join(text for role, text in row["messages"] if role == "assistant") for row in rows]
+    for place in range(count):
+        messages = chats.record(place * len(chats) // count)["messages"]
+        yield [text for role, text in messages if role == "assistant"]

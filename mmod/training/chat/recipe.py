@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
-from transformers import PrinterCallback
+from transformers import IntervalStrategy, PrinterCallback
 
 from mmod import is_routed
 from mmod.adapters.transformers.cache_base import cache_of
@@ -24,10 +25,10 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, find_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.questions import prior_of
-from mmod.io.files import replacing
+from mmod.io.files import replacing, write_atomically
 from mmod.training.chat.config import MODEL, TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
-from mmod.training.chat.evaluate import EvalResult, check_enough, evaluate
+from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, check_enough, evaluate
 from mmod.training.chat.model import apply_methods, create_dense, create_model
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
@@ -39,12 +40,14 @@ from mmod.training.chat.trainer import (
     last_checkpoint,
     training_arguments,
 )
-from mmod.training.engine.distributed import stop_signals, together, wait_for_all
+from mmod.training.engine.distributed import gathered, stop_signals, together, wait_for_all
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.preflight import check_warmup
 from mmod.training.engine.recipe import Reading, Recipe, Tick
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
 
+ANSWERS = "answers.jsonl"
+"""File of the answers in the run folder."""
 # Prompts whose mean length costs are counted at.
 _COUNTED = 8
 
@@ -98,22 +101,28 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         progress = progress and arguments.process_index == 0
         collator = ChatCollator(create_processor(config), data.max_length, data.packed, data.protected)
         train = open_checked(data.train, data, collator, progress)
-        val = None if data.val is None else open_checked(data.val, data, collator, progress, prompts=True)
+        asks_in_training = arguments.eval_strategy != IntervalStrategy.NO
+        # The loss is that of whole answers.
+        whole = dataclasses.replace(collator, max_length=None, packed=False, protected=None)
+        val = None if data.val is None else open_checked(data.val, data, whole, progress, prompts=not asks_in_training)
         if val is not None:
             check_enough(val, arguments.world_size)
-        check_start(config, arguments, collator.processor.tokenizer, train)
+        check_start(config, arguments, collator.processor.tokenizer, train, val)
         if arguments.logging_steps >= 1:
             # A loss for each epoch, and for a run of fewer steps.
             arguments.logging_steps = min(arguments.logging_steps, *steps_of(arguments, len(train)))
         model, processor = create_model(config)
-        ask = None if val is None else partial(self._ask, collator=collator, questions=val, progress=progress)
+        measure = None
+        if val is not None:
+            size = arguments.per_device_eval_batch_size
+            measure = partial(self._measure, collator=whole, questions=val, size=size, progress=progress)
         with stop_signals() as stop, hidden_bars():
             callback = RunCallback(
                 claim if arguments.should_save else None, stop, progress and arguments.disable_tqdm, folder
             )
             trainer = RoutedTrainer(
                 config.optim,
-                ask,
+                measure,
                 model=model,
                 args=arguments,
                 train_dataset=train,
@@ -130,9 +139,12 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         model = _save(trainer, folder / MODEL, config)
         evaluation = None
         if val is not None:
-            assert ask is not None
-            evaluation = ask(model)
-            prior = {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns()).items()}
+            answers: list[Answer] = []
+            evaluation = self._ask(model, collator, val, progress, answers)
+            answers = list(chain.from_iterable(gathered(answers)))
+            if arguments.should_save:
+                _write_answers(folder / ANSWERS, answers)
+            prior = {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns(last=True)).items()}
             evaluation = dataclasses.replace(evaluation, prior=prior)
         state = trainer.state
         reports = {"train": train.report, **({} if val is None else {"val": val.report})}
@@ -166,10 +178,30 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         """Generate answers to the evaluation questions; see `Recipe.assess`."""
         return self._ask(model, self.collator, self.questions, progress)
 
-    def _ask(self, model: nn.Module, collator: ChatCollator, questions: ChatDataset, progress: bool) -> EvalResult:
-        size = self.config.eval_batch_size
-        longest = self.config.max_new_tokens
-        return evaluate(model, collator, questions, batch_size=size, max_new_tokens=longest, progress=progress)
+    def _ask(
+        self,
+        model: nn.Module,
+        collator: ChatCollator,
+        questions: ChatDataset,
+        progress: bool,
+        answers: list[Answer] | None = None,
+    ) -> EvalResult:
+        return evaluate(
+            model,
+            collator,
+            questions,
+            batch_size=self.config.eval_batch_size,
+            max_new_tokens=self.config.max_new_tokens,
+            progress=progress,
+            answers=answers,
+        )
+
+    def _measure(
+        self, model: nn.Module, collator: ChatCollator, questions: ChatDataset, size: int, progress: bool
+    ) -> dict[str, float]:
+        """Return the loss of the answers, in batches of `size`, and how many are right."""
+        loss = answer_loss(model, collator, questions, size)
+        return {"loss": loss, **self._ask(model, collator, questions, progress).columns()}
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of the prefill of a prompt of mean length with one image."""
@@ -230,6 +262,11 @@ def read_prompts(model: Any, prompts: Mapping[str, Tensor]) -> Any:
     """Return the key-value cache of encoded prompts."""
     inputs = {name: value.to(model.device) for name, value in prompts.items()}
     return cache_of(model(**inputs, use_cache=True, logits_to_keep=1))
+
+
+def _write_answers(path: Path, answers: Iterable[Answer]) -> None:
+    lines = [json.dumps({**answer._asdict(), "right": answer.is_right}, ensure_ascii=False) for answer in answers]
+    write_atomically(path, "\n".join(lines) + "\n")
 
 
 def _save(trainer: RoutedTrainer, folder: Path, config: TrainConfig) -> Any:

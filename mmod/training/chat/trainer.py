@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -30,20 +30,22 @@ from mmod.io.progress import progress_bar
 from mmod.io.tensors import check_complete, read_tensors, write_tensors
 from mmod.methods import methods_of
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.evaluate import RIGHT, EvalResult
+from mmod.training.chat.evaluate import RIGHT
 from mmod.training.chat.model import check_routers_learn, router_parameters
 from mmod.training.engine.checkpoint import check_sums, newest_first, read_newest, write_sums
 from mmod.training.engine.config import OptimConfig
-from mmod.training.engine.distributed import StopRequest, wait_for_all
+from mmod.training.engine.distributed import StopRequest, sum_over_processes, wait_for_all
 from mmod.training.engine.health import RouterHealth, named, rows_of_logs, write_rows
 from mmod.training.engine.logging import note, note_resumed
 from mmod.training.engine.optim import complete_states, create_optimizer
+from mmod.training.engine.task import all_finite
 from mmod.values import refuse_unknown
 
 CHECKPOINTS = "checkpoints"
 """Folder of the trainer's checkpoints in the run folder."""
 _ROUTERS = "routers.safetensors"
 _FAULTS = "faults"
+_STATE = "trainer_state.json"
 _GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
@@ -93,11 +95,11 @@ class RoutedTrainer(Trainer):
 
     Args:
         optim: Name of one of timm's optimisers; None for the trainer's own.
-        ask: Evaluates a model on questions; None without any.
+        ask: Returns figures of a model's answers to questions; None without any.
     """
 
     def __init__(
-        self, optim: str | None = None, ask: Callable[[nn.Module], EvalResult] | None = None, **options: Any
+        self, optim: str | None = None, ask: Callable[[nn.Module], dict[str, float]] | None = None, **options: Any
     ) -> None:
         arguments = options["args"]
         model = options["model"]
@@ -149,15 +151,32 @@ class RoutedTrainer(Trainer):
             if self.model_accepts_loss_kwargs and num_items_in_batch is not None:
                 auxiliary = auxiliary / self.current_gradient_accumulation_steps
             loss = loss + auxiliary.to(loss.dtype)
+        # Before the step changes the weights, in all processes at once.
+        if model.training and int(sum_over_processes((~loss.detach().isfinite()).sum())):
+            self._refuse_loss()
         return (loss, outputs) if return_outputs else loss
+
+    def _refuse_loss(self) -> NoReturn:
+        """Save the state before a step whose loss is not finite, and raise."""
+        step = self.state.global_step
+        folder = Path(str(self.args.output_dir))
+        model: Any = self.model
+        is_saved = (folder / f"checkpoint-{step}" / _STATE).is_file()
+        if step and not is_saved and all_finite([*model.parameters(), *model.buffers()]):
+            self._save_checkpoint(model, None)
+        good = next(iter(finished_checkpoints(folder)), None)
+        raise FloatingPointError(
+            f"the loss stopped being finite at step {step + 1}; last good checkpoint: "
+            f"{good or 'none was written yet'}. A smaller trainer.learning_rate or max_grad_norm, or float32, may help"
+        )
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
     ) -> dict[str, float]:
         """Answer the questions; see `transformers.Trainer.evaluate`. The data are those of `ask`."""
         assert self._ask is not None
-        columns = self._ask(self.accelerator.unwrap_model(self.model)).columns()
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in columns.items()}
+        figures = self._ask(self.accelerator.unwrap_model(self.model))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in figures.items()}
         # The statistics of routers belong to the steps of training.
         super().log(metrics)
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
@@ -305,9 +324,6 @@ def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
     return sorted(classes)
 
 
-_STATE = "trainer_state.json"
-
-
 @dataclasses.dataclass(eq=False)
 class RunCallback(TrainerCallback):
     """Claims the run folder after the first step, shows a bar, writes `routers.csv`, and stops after a signal."""
@@ -335,7 +351,8 @@ class RunCallback(TrainerCallback):
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, Any] | None = None, **_: Any) -> None:
         """Show how many answers are right."""
         if metrics is not None and self.progress and state.is_world_process_zero:
-            note(f"step {state.global_step}: {metrics[f'eval_{RIGHT}']:.2f} % of the answers right")
+            right, loss = metrics[f"eval_{RIGHT}"], metrics["eval_loss"]
+            note(f"step {state.global_step}: {right:.2f} % of the answers right, loss {loss:.4g}")
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Close the bar."""
@@ -351,7 +368,11 @@ class RunCallback(TrainerCallback):
             self.stopped = control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write `routers.csv` into the run folder."""
+        """Write `routers.csv` into the run folder; what a stopped run has saved stays its last."""
+        if self.stopped:
+            # The trainer ends as after the last step: it would read the best weights, and remove all others.
+            args.load_best_model_at_end = False
+            args.save_total_limit = None
         if args.should_save:
             write_rows(Path(args.output_dir).parent, rows_of_logs(state.log_history))
 

@@ -86,6 +86,8 @@ def test_prior_answers_unknown_questions_by_their_kind() -> None:
         "count": 1.0,
         "new": 0.0,
     }
+    # As answers are compared: without case and spacing.
+    assert prior_of([("all", "what ?", "A  Fox")], [("all", "what ?", "a fox")]) == {"all": 1.0}
 
 
 def test_no_handwriting_crosses_splits(chats: dict[str, list[SyntheticChat]]) -> None:

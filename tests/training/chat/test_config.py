@@ -23,6 +23,11 @@ def test_configs_that_exclude_themselves(folder: Path) -> None:
     with pytest.raises(ValueError, match="trainer must not set seed"):
         vlm_config(folder, trainer={"seed": 1})
     without = ConversationsConfig("questions:tiny/train", val=None)
+    for name in ("label_smoothing_factor", "save_only_model"):
+        with pytest.raises(ValueError, match=rf"trainer\.{name}: "):
+            vlm_config(folder, trainer={name: 1})
+    with pytest.raises(ValueError, match=r"eval_on_start asks questions"):
+        vlm_config(folder, data=without, trainer={"eval_on_start": True})
     with pytest.raises(ValueError, match=r"eval_strategy asks questions in training: set data\.val"):
         vlm_config(folder, data=without, trainer={"eval_strategy": "epoch"})
     with pytest.raises(ValueError, match="frozen must be several values, each one of 'vision'"):

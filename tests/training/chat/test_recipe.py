@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Trainer
 
 import mmod
 from mmod.data.corrupt import CorruptDataError
@@ -27,7 +28,7 @@ from mmod.io.tensors import write_tensors
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
 from mmod.training.chat.estimate import estimate
-from mmod.training.chat.evaluate import EvalResult, evaluate, mean_over_kinds
+from mmod.training.chat.evaluate import EvalResult, answer_loss, evaluate, mean_over_kinds
 from mmod.training.chat.model import create_model, router_parameters
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RoutedTrainer, RunCallback, last_checkpoint
@@ -36,6 +37,7 @@ from mmod.training.engine.parse import parse_config
 from mmod.training.kinds import CONFIGS
 from tests.kit.chat_configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
 from tests.kit.disk import small_disk
+from tests.kit.sets import SETS
 
 
 def test_a_routed_run_learns_logs_answers_and_is_kept(folder: Path) -> None:
@@ -100,6 +102,11 @@ def test_questions_asked_in_training_change_no_weight(folder: Path) -> None:
     assert [entry["step"] for entry in answers] == [2, 4]
     assert asked.evaluation is not None
     assert answers[1]["eval_right"] == asked.evaluation.accuracy
+    questions = open_conversations("questions:tiny/val", ConversationsConfig(root=str(SETS / "questions")))
+    model = mmod.load_pretrained(folder / "asked" / "model")
+    collator = ChatCollator(create_processor(vlm_config(folder)))
+    # The mean over tokens does not depend on the batches.
+    assert answers[1]["eval_loss"] == pytest.approx(answer_loss(model, collator, questions, batch_size=5), rel=1e-5)
     # Each entry of training keeps the statistics of its routers.
     assert sum(any(name.startswith("kept/") for name in entry) for entry in asked.history) == 2
     alone = fit(vlm_config(folder, "asked-at-the-end", routing=GAMMA), progress=False)
@@ -152,6 +159,52 @@ def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
         fit(config, progress=False)
     shutil.rmtree(damaged.parent)
     assert same(weights(fit(config, progress=False)), uninterrupted)
+
+
+def test_a_stopped_run_keeps_what_it_saved_beside_the_best(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = {"eval_strategy": "steps", "eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
+    trainer = {"lr_scheduler_type": "constant", "max_steps": 6, **keep}
+    shares = iter([30.0, 20.0, 10.0, 5.0])
+    monkeypatch.setattr(EvalResult, "columns", lambda self: {"right": next(shares)})
+    on_step_end = RunCallback.on_step_end
+
+    def stopped(self: RunCallback, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+        if state.global_step == 5:
+            signal.raise_signal(signal.SIGTERM)
+        on_step_end(self, args, state, *others, **kwargs)
+
+    config = vlm_config(folder, "stopped-beside-the-best", trainer, routing=P_MOD)
+    with monkeypatch.context() as patch:
+        patch.setattr(RunCallback, "on_step_end", stopped)
+        with pytest.raises(SystemExit):
+            fit(config, progress=False)
+    checkpoints = Path(config.output) / "checkpoints"
+    assert {path.name for path in checkpoints.iterdir()} == {"checkpoint-2", "checkpoint-5"}
+    assert fit(config, progress=False).steps == 6
+
+
+def test_a_loss_that_is_not_finite_ends_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The first step changes the weights, so that all that follows is NaN.
+    blown = vlm_config(folder, "blown", {"learning_rate": 1e40, "lr_scheduler_type": "constant"}, routing=P_MOD)
+    with pytest.raises(FloatingPointError, match=r"at step 2; last good checkpoint: none was written yet"):
+        fit(blown, progress=False)
+    assert not (folder / "blown" / "result.json").exists()
+    calls = []
+    compute_loss = Trainer.compute_loss
+
+    def broken(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        loss, outputs = compute_loss(self, *args, **kwargs)
+        return loss * (float("nan") if len(calls) == 4 else 1.0), outputs
+
+    config = vlm_config(folder, "nan", routing=P_MOD)
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "compute_loss", broken)
+        with pytest.raises(FloatingPointError, match=r"at step 4; last good checkpoint: .*checkpoint-3"):
+            fit(config, progress=False)
+    # The step before is saved; going on from it is as if nothing had happened.
+    whole = fit(vlm_config(folder, "never-nan", routing=P_MOD), progress=False)
+    assert same(weights(fit(config, progress=False)), weights(whole))
 
 
 @pytest.mark.parametrize("name", ["trainer_state.json", "rng_state.pth", "optimizer.pt", "model.safetensors"])
@@ -253,11 +306,24 @@ def test_adapters_and_routers_train_and_the_rest_stays(folder: Path) -> None:
         ({"routing": {"text": {}}}, "no part text; it has"),
         ({"routing": {"language": {"capacty": 1}}}, "unknown routing option capacty"),
         ({"routing": {"language": {"capacity": 0.01}}}, "keeps none of 16 image tokens"),
+        ({"max_new_tokens": 1}, r"of 72 answers in data\.val have more tokens than max_new_tokens=1 .* set it to 3"),
     ],
 )
 def test_wrong_configs_are_named(folder: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         fit(vlm_config(folder, "wrong", **changes), progress=False)
+
+
+def test_answers_are_written_with_what_was_expected(folder: Path) -> None:
+    result = fit(vlm_config(folder, "written"), progress=False)
+    lines = [json.loads(line) for line in (folder / "written" / "answers.jsonl").read_text().splitlines()]
+    assert result.evaluation is not None
+    for kind, asked in result.evaluation.asked.items():
+        right = [line["right"] for line in lines if line["kind"] == kind]
+        assert len(right) == asked
+        assert 100 * sum(right) / asked == pytest.approx(result.evaluation.right[kind])
+    questions = open_conversations("questions:tiny/val", ConversationsConfig(root=str(SETS / "questions")))
+    assert {line["key"]: line["expected"] for line in lines} == {talk.key: talk.answer for talk in questions}
 
 
 def test_answers_do_not_depend_on_the_batch(folder: Path) -> None:
