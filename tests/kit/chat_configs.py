@@ -59,6 +59,16 @@ GAMMA = {
 }
 MASKED = {"language": {"preset": "gamma-mod", "depth": 6, "blocks": [1, 2], "language": {"inference_threshold": 0.5}}}
 
+PREDICTOR = {
+    "language": {
+        "preset": "mod",
+        "blocks": [1, 2],
+        "capacity": 0.5,
+        "language": {"tokens": "image", "inference_threshold": 0.5, "predictor": True},
+        "losses": {"membership": 0.01},
+    }
+}
+
 
 def vlm_config(folder: Path, name: str = "run", trainer: dict[str, Any] | None = None, **changes: Any) -> TrainConfig:
     """Return the config of a run of a few steps; the data is built in `folder` once."""

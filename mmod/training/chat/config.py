@@ -59,6 +59,8 @@ class ModelConfig(Checked, group="model"):
             embedded questions; both also set the vocabulary and special tokens of `config`.
         args: Further arguments of `from_pretrained`, such as `dtype`, `attn_implementation` or `quantization_config`;
             with `config` only the first two.
+        processor_args: Arguments of the processor's `from_pretrained`, such as `max_pixels` of Qwen-VL, which limits
+            the number of image tokens.
         image_size: Side in pixels of the images of a LLaVA-like model, which determines the number of image tokens;
             position embeddings are resampled. None keeps the model's size.
     """
@@ -67,6 +69,7 @@ class ModelConfig(Checked, group="model"):
     config: dict[str, Any] | None = None
     processor: str | None = None
     args: dict[str, Any] = field(default_factory=dict)
+    processor_args: dict[str, Any] = field(default_factory=dict)
     image_size: Annotated[int | None, "[1, inf)"] = None
 
     def __post_init__(self) -> None:
@@ -75,6 +78,8 @@ class ModelConfig(Checked, group="model"):
             raise ValueError("give either model.checkpoint or model.config")
         if self.config is not None and self.processor is None:
             raise ValueError("model.config needs model.processor: a folder, a name, 'bpe' or 'words'")
+        if self.processor_args and self.processor in BUILT:
+            raise ValueError(f"model.processor_args are those of a saved processor, not of {self.processor!r}")
         if self.config is None:
             return
         check_described(self.config)

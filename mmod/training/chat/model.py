@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import warnings
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
@@ -25,6 +26,7 @@ from mmod.training.chat.processor import create_processor
 from mmod.training.engine.model import described
 from mmod.values import refuse_unknown
 
+_HALF = (torch.bfloat16, torch.float16)
 # Names of the parts of LLaVA-like models in transformers.
 _PREFIXES = {
     "vision": ("vision_tower", "vision_model", "visual"),
@@ -57,6 +59,9 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
         model = get_peft_model(model, LoraConfig(**config.lora))
     for parameter in router_parameters(model).values():
         parameter.requires_grad_(True)
+        # Half precision loses small steps. FSDP splits layers of one dtype, and DeepSpeed keeps copies.
+        if parameter.dtype in _HALF and not config.is_sharded:
+            parameter.data = parameter.data.float()
     check_routers_learn(model)
     return model.train(), processor
 
@@ -109,6 +114,18 @@ def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in model.named_parameters()
         if id(parameter) in wanted and ".original_module." not in name
     }
+
+
+def warn_of_halves(model: nn.Module, config: TrainConfig) -> None:
+    """Warn of weights that are trained in half precision, without copies in float32."""
+    halves = [value for value in model.parameters() if value.requires_grad and value.dtype in _HALF]
+    if halves and not config.trainer.get("deepspeed"):
+        warnings.warn(
+            f"{len(halves)} weights are trained in {halves[0].dtype} without copies in float32, so that updates below "
+            "about 1/256 of a weight are lost: set model.args.dtype to float32 and trainer.bf16, or lora, or "
+            "trainer.deepspeed",
+            stacklevel=2,
+        )
 
 
 def check_routers_learn(model: nn.Module) -> None:

@@ -30,7 +30,7 @@ def create_processor(config: TrainConfig) -> Any:
     if model.processor not in BUILT:
         source = model.processor or model.checkpoint
         try:
-            processor = AutoProcessor.from_pretrained(source)
+            processor = AutoProcessor.from_pretrained(source, **model.processor_args)
         except OSError as error:
             reason = str(error).partition("\n")[0]
             raise ValueError(f"{source!r} is no folder of a processor, nor a model of the hub: {reason}") from error

@@ -29,7 +29,7 @@ from mmod.io.files import replacing, write_atomically
 from mmod.training.chat.config import MODEL, TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
 from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, check_enough, evaluate
-from mmod.training.chat.model import apply_methods, create_dense, create_model
+from mmod.training.chat.model import apply_methods, create_dense, create_model, warn_of_halves
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import (
@@ -112,6 +112,7 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
             # A loss for each epoch, and for a run of fewer steps.
             arguments.logging_steps = min(arguments.logging_steps, *steps_of(arguments, len(train)))
         model, processor = create_model(config)
+        warn_of_halves(model, config)
         measure = None
         if val is not None:
             size = arguments.per_device_eval_batch_size

@@ -22,16 +22,9 @@ from mmod.training.chat.processor import create_word_processor
 from mmod.training.chat.recipe import ChatRecipe
 from tests.kit.chat_configs import vlm_config
 from tests.kit.conversations import said
+from tests.kit.processors import qwen
 
 SKIP = ConversationsConfig(on_corrupt="skip")
-
-
-def qwen() -> Any:
-    words = create_word_processor(image_size=24, patch_size=6)
-    words.tokenizer.add_tokens(["<|video_pad|>"], special_tokens=True)
-    images = transformers.Qwen2VLImageProcessor(size={"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 60})
-    videos = transformers.Qwen2VLVideoProcessor()
-    return transformers.Qwen2_5_VLProcessor(images, words.tokenizer, videos, chat_template=words.chat_template)
 
 
 def next_one() -> Any:

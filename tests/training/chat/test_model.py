@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from PIL import Image
 
 import mmod
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import open_conversations
 from mmod.io.files import DamagedFileError
+from mmod.training import fit
 from mmod.training.chat.config import ModelConfig
-from mmod.training.chat.model import create_model, freeze_parts, resize_images
+from mmod.training.chat.model import create_model, freeze_parts, resize_images, router_parameters
+from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RoutedTrainer, training_arguments
-from tests.kit.chat_configs import GAMMA, MASKED, MODEL, P_MOD, VISION, vlm_config
+from tests.kit.chat_configs import GAMMA, MASKED, MODEL, P_MOD, PREDICTOR, VISION, vlm_config
+from tests.kit.processors import qwen
 from tests.kit.vlm_zoo import JOINT, make_joint
 
 
@@ -137,3 +143,43 @@ def test_packed_samples_train_like_padded_ones(folder: Path, routing: Any) -> No
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for name, value in gradients[0].items():
         torch.testing.assert_close(gradients[1][name], value, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 2, "target_modules": ["q_proj"]}], ids=["weights", "LoRA"])
+@pytest.mark.parametrize("routing", [P_MOD, PREDICTOR], ids=["p-mod", "predictor"])
+def test_routers_of_a_model_in_half_precision_train_in_single(
+    folder: Path, routing: dict[str, Any], lora: dict[str, Any] | None
+) -> None:
+    model = ModelConfig(config=MODEL, processor="words", args={"dtype": "bfloat16"})
+    config = vlm_config(folder, f"half-{routing is P_MOD}-{lora is None}", model=model, routing=routing, lora=lora)
+    made, _ = create_model(config)
+    assert {value.dtype for value in router_parameters(made).values()} == {torch.float32}
+    start = {name.removeprefix("base_model.model."): value.clone() for name, value in router_parameters(made).items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = fit(config, progress=False)
+    halves = [str(one.message) for one in caught if "without copies in float32" in str(one.message)]
+    # Adapters are in single precision by themselves.
+    assert len(halves) == (lora is None)
+    after = mmod.load_pretrained(Path(result.folder) / "model").state_dict()
+    assert any(not torch.equal(after[name], value) for name, value in start.items() if name in after)
+    assert after["model.language_model.layers.0.mlp.up_proj.weight"].dtype == torch.bfloat16
+
+
+def test_processors_take_arguments(tmp_path: Path) -> None:
+    qwen().save_pretrained(tmp_path / "processor")
+    picture = Image.new("RGB", (300, 300))
+
+    def tokens(**arguments: Any) -> int:
+        source = ModelConfig(config=MODEL, processor=str(tmp_path / "processor"), processor_args=arguments)
+        processor = create_processor(vlm_config(tmp_path, model=source))
+        processor.save_pretrained(tmp_path / "again")
+        both = [processor, transformers.AutoProcessor.from_pretrained(tmp_path / "again")]
+        counts = {one(images=[picture], text=["<image>"])["input_ids"][0].count(one.image_token_id) for one in both}
+        assert len(counts) == 1
+        return counts.pop()
+
+    assert tokens() == 49
+    assert tokens(max_pixels=28 * 28 * 20) == 16
+    with pytest.raises(ValueError, match="those of a saved processor, not of 'words'"):
+        ModelConfig(config=MODEL, processor="words", processor_args={"max_pixels": 784})

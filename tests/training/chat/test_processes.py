@@ -14,19 +14,9 @@ import mmod
 from mmod.training import fit
 from mmod.training.chat.evaluate import EvalResult
 from mmod.training.engine.run_folder import read_fit
-from tests.kit.chat_configs import P_MOD, same, vlm_config, weights
+from tests.kit.chat_configs import P_MOD, PREDICTOR, same, vlm_config, weights
 from tests.kit.fsdp_worker import RUNS, run_config, train_split
 from tests.kit.processes import run_processes
-
-PREDICTOR = {
-    "language": {
-        "preset": "mod",
-        "blocks": [1, 2],
-        "capacity": 0.5,
-        "language": {"tokens": "image", "inference_threshold": 0.5, "predictor": True},
-        "losses": {"membership": 0.01},
-    }
-}
 
 
 @pytest.mark.slow
