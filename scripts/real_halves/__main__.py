@@ -118,6 +118,7 @@ def main() -> None:
     tuning.add_argument("--patches", type=int, default=10, help="side of the images in patches")
     tuning.add_argument("--limit", type=int, default=500, help="questions of each file")
     tuning.add_argument("--seeds", type=int, default=3)
+    tuning.add_argument("--rows", nargs="*", help="names of rows; all by default")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.command == "make":
@@ -127,7 +128,7 @@ def main() -> None:
     elif options.command == "table":
         write_tables(options.folder, options.patches)
     elif options.command == "tune":
-        tune(options.folder, options.patches, options.seeds, options.limit)
+        tune(options.folder, options.patches, options.seeds, options.limit, options.rows)
     else:
         rows = compare.rows(options.folder, options.patches, not options.no_plans)
         chosen = {name: rows[name] for name in options.rows or rows}

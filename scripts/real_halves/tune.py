@@ -131,11 +131,13 @@ def _fit(
         optimizer.step()
 
 
-def tune(folder: Path, patches: int, seeds: int, limit: int) -> None:
-    """Fine-tune and judge every row with every seed that the journal lacks."""
+def tune(folder: Path, patches: int, seeds: int, limit: int, names: Sequence[str] | None = None) -> None:
+    """Fine-tune and judge every row, or those of some names, with every seed that the journal lacks."""
     journal = journal_of(folder, patches)
+    found = rows(folder, patches)
     for seed in range(seeds):
-        for name, row in rows(folder, patches).items():
+        for name in names or found:
+            row = found[name]
             # Another process may have added it.
             if any((record["name"], record["seed"]) == (name, seed) for record in _records(journal)):
                 continue
