@@ -19,8 +19,11 @@ AGREEMENT = "agreement"
 ACCURACY = "accuracy"
 # Samples that the intervals of shares and changes count beside the real ones (Agresti and Coull, 1998).
 _PSEUDO = 4
-# By how much the distance to the tolerance exceeds half of an interval that excludes it in 80 % of new samples.
-_POWER = (1.96 + 0.84) / 1.96
+# Each decision is a one-sided test at 5 %: one end of a 90 % interval, as in TOST (Schuirmann, 1987). Its half as a
+# share of that of the 95 % interval that is shown.
+_ONE_SIDED = 1.645 / 1.96
+# By how much the distance to the tolerance exceeds half of a 95 % interval if 80 % of new samples decide.
+_POWER = (1.645 + 0.84) / 1.96
 # A loss that would need more times as many samples is too close to the tolerance for an estimate.
 _MOST = 50
 # Series of pictures to which recipes belong by their first word, where that is not their name.
@@ -115,15 +118,15 @@ class Advice:
 
     @property
     def undecided(self) -> tuple[RecipeResult, ...]:
-        """Recipes on the front whose intervals include the tolerance, if faster than any that clearly keeps it.
+        """Recipes on the front that neither clearly keep the tolerance nor lose more, if faster than any that keeps it.
 
         What is hardly faster would not change the advice.
         """
-        clear = next((row.speedup.median for row in self._faster if row.loss.high <= self.tolerance), 0.0)
+        clear = next((row.speedup.median for row in self._faster if self._keeps(row)), 0.0)
         return tuple(
             row
             for row in self._faster
-            if row.on_front and row.loss.low <= self.tolerance and row.speedup.median > LEAST_SPEEDUP * clear
+            if row.on_front and not self._loses(row) and row.speedup.median > LEAST_SPEEDUP * clear
         )
 
     @property
@@ -131,8 +134,16 @@ class Advice:
         return [row for row in self.rows if row.speedup.low >= LEAST_SPEEDUP]
 
     def is_decided(self, row: RecipeResult) -> bool:
-        """Whether the interval of a recipe's loss lies on one side of the tolerance."""
-        return row.loss.high <= self.tolerance or row.loss.low > self.tolerance
+        """Whether a recipe clearly keeps the tolerance, or clearly loses more; each is tested at 5 %."""
+        return self._keeps(row) or self._loses(row)
+
+    def _keeps(self, row: RecipeResult) -> bool:
+        loss = row.loss
+        return loss.value + _ONE_SIDED * (loss.high - loss.value) <= self.tolerance
+
+    def _loses(self, row: RecipeResult) -> bool:
+        loss = row.loss
+        return loss.value - _ONE_SIDED * (loss.value - loss.low) > self.tolerance
 
     def missing_samples(self, row: RecipeResult) -> int:
         """Return about how many more samples would decide about a recipe in four of five cases, if its loss is this.

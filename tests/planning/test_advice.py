@@ -66,7 +66,7 @@ def test_a_smaller_image_wins_and_it_says_so(clock: Callable[..., None], tmp_pat
     assert advice.best is not None
     assert advice.best.name == "images of 96 px"
     assert advice.sentence == (
-        "Undecided: 380 more images would tell whether more than 2 % is lost. Best so far: use images of 96 px, 2.00 "
+        "Undecided: 300 more images would tell whether more than 2 % is lost. Best so far: use images of 96 px, 2.00 "
         "times as fast at 100.0 [75.8, 100.0] % agreement with the dense model."
     )
     assert advice.code == "import mmod\n\nmmod.apply_(model, mmod.methods.Resize(size=96))"
