@@ -224,8 +224,8 @@ class PairsConfig(StreamConfig, SourceConfig):
         train: Training shards: one or several paths or URLs with brace ranges (`{00000..00127}.tar`), globs (local
             paths only) or `pipe:` commands; `hf-datasets:NAME:SPLIT` or `hf-datasets:BUILDER:FILES`, streamed by
             `datasets`; or `scenes:DIFFICULTY/SPLIT`, the embedded set, built on demand.
-        val: Evaluation shards, in the same form. Remote shards (`s3://`, `gs://`, `https://`, `hf://`, ...) are
-            copied to `root` while training reads them.
+        val: Evaluation shards, in the same form; pairs of your own need their own. Remote shards (`s3://`, `gs://`,
+            `https://`, `hf://`, ...) are copied to `root` while training reads them.
         root: Folder for copies of remote shards and for indices, or of the embedded set (default
             `runs/data/captioned-scenes-DIFFICULTY`).
         columns: Columns of images and captions of "hf-datasets:".

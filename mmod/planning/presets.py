@@ -158,7 +158,8 @@ def evenly_spread(depth: int) -> dict[str, Any]:
     second layer on.
 
     On a model of real weights, no score that was tried chooses better without training. Where a picture has more image
-    tokens than the model was trained with, fewer pixels are better; see the page on vision-language models.
+    tokens than the model was trained with, use fewer pixels first, or `language={"positions": "compact"}`; see the page
+    on vision-language models.
     """
     return {
         "router": "stride",

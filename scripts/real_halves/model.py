@@ -18,6 +18,8 @@ from transformers import (
 from mmod.data.records import IMAGE
 
 PATCH = 14
+TRAINED = 10
+"""Patches a side of the pictures in training."""
 BEFORE = "A photo of a"
 """Text in front of the image: the first token is the language model's attention sink, which no image token can be."""
 DEPTH = 11
@@ -33,7 +35,7 @@ _TEMPLATE = (
 
 
 def create(tower: Path, language: Path) -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
-    """Return the model, with a projector of random weights, and its processor for images of 10 x 10 patches.
+    """Return the model, with a projector of random weights, and its processor for images of `TRAINED` patches a side.
 
     Args:
         tower: Weights of timm's `vit_small_patch14_dinov2`, or of another width with heads of 64 channels.
@@ -78,7 +80,7 @@ def create(tower: Path, language: Path) -> tuple[LlavaForConditionalGeneration, 
         num_additional_image_tokens=1,
         chat_template=_TEMPLATE,
     )
-    read_at(processor, 10)
+    read_at(processor, TRAINED)
     return model.eval(), processor
 
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,7 @@ _RATE = 2e-4
 _ROUTER_RATE = 1e-3
 _BUDGET = 0.5
 _TEXT = 18
+_DENSE = "dense"
 _POOLED = "pooled tokens"
 _ALL = "all"
 GAMMA = "gamma-MoD"
@@ -58,7 +59,7 @@ def rows(folder: Path, patches: int) -> dict[str, Row]:
         SPREAD: families(depth)[SPREAD],
     }
     return {
-        "dense": Row(),
+        _DENSE: Row(),
         **{name: Row(fitted(share, family, _BUDGET)) for name, family in found.items()},
         _POOLED: Row(tokens=side),
         "fewer pixels": Row(patches=side),
@@ -158,8 +159,18 @@ def _records(journal: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in journal.read_text().splitlines()] if journal.exists() else []
 
 
+def _gap(found: Mapping[str, Mapping[str, dict[int, float]]], name: str, other: str, file: str) -> list[float] | None:
+    """Return the difference of a row to another in a file; None to itself, or to one that was not tuned."""
+    if name == other or other not in found:
+        return None
+    return ends(difference(found[name][file], found[other][file]))
+
+
 def tuned_table(folder: Path, patches: int) -> dict[str, Any]:
-    """Return the table of the tuned rows, as `scripts.doc_tables` writes it; differences are paired by seed."""
+    """Return the table of the tuned rows, as `scripts.doc_tables` writes it.
+
+    Differences are paired by seed; none is shown to a row that was not tuned.
+    """
     found: dict[str, dict[str, dict[int, float]]] = {}
     for record in _records(journal_of(folder, patches)):
         asked = {**record["answers"], _ALL: [one for answers in record["answers"].values() for one in answers]}
@@ -176,10 +187,8 @@ def tuned_table(folder: Path, patches: int) -> dict[str, Any]:
         line = [name, image_share(dense, row.language, _TEXT, image, patches**2)]
         for file in ("naming", "places"):
             line.append(float(np.mean([*found[name][file].values()])))
-            line.append(None if name == "dense" else ends(difference(found[name][file], found["dense"][file])))
-        pooled = found.get(_POOLED)
-        compares = pooled is not None and name not in ("dense", _POOLED)
-        line.append(ends(difference(found[name][_ALL], pooled[_ALL])) if compares and pooled else None)
+            line.append(_gap(found, name, _DENSE, file))
+        line.append(None if name == _DENSE else _gap(found, name, _POOLED, _ALL))
         lines.append(line)
     gap = "{:+.1f} [{:+.1f}, {:+.1f}]"
     return {

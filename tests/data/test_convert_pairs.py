@@ -226,3 +226,12 @@ def test_only_images_of_the_folder_are_packed(folder: Path) -> None:
     assert (report["samples"], report["dropped"]) == (2, {"image outside the folder": 3})
     linked = dataclasses.replace(config(source), output=str(folder / "linked"), follow_links=True)
     assert convert_pairs(linked, progress=False)["dropped"] == {"image outside the folder": 2}
+
+
+def test_a_quotation_mark_that_is_not_closed_is_a_fault(folder: Path) -> None:
+    table = folder / "t.tsv"
+    rows = ["image\tcaption", "0.jpg\tfirst", '1.jpg\t"Sunset over the bay', "2.jpg\ta dog", '3.jpg\tthe best" boat']
+    table.write_text("\n".join([*rows, "0.jpg\tlast"]) + "\n")
+    report = convert_pairs(config(table), progress=False)
+    assert report["samples"] == 2
+    assert report["dropped"] == {"invalid row": 1}

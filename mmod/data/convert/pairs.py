@@ -163,15 +163,19 @@ def read_rows(config: PairsConversion) -> Iterator[TableRow]:
 
 def _read_csv(config: PairsConversion) -> Iterator[TableRow]:
     # surrogateescape: invalid UTF-8 invalidates one row instead of the table.
+    delimiter = "\t" if config._suffix == ".tsv" else ","
     with open(config.source, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
-        reader = csv.DictReader(file, delimiter="\t" if config._suffix == ".tsv" else ",")
+        reader = csv.DictReader(file, delimiter=delimiter)
         try:
             _check_columns(config, list(reader.fieldnames or ()))
             for row in reader:
                 # Usually the text after a comma in an unquoted caption.
                 extra = [text for text in row.get(None) or [] if text]
                 fault = f"{extra!r} beyond the last column" if extra else ""
-                yield TableRow(row[config.image_column], row[config.caption_column], fault)
+                image, caption = row[config.image_column], row[config.caption_column]
+                if delimiter == "\t" and "\t" in f"{image}{caption}":
+                    fault = "a quotation mark that is not closed joins it with the next lines"
+                yield TableRow(image, caption, fault)
         except csv.Error as error:
             raise ValueError(f"{config.source!r}, line {reader.line_num}: {error}") from error
 

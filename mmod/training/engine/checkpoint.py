@@ -65,7 +65,7 @@ class Checkpoint:
 
 
 def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint) -> Path:
-    """Write a checkpoint atomically, then remove all but the newest two; collective over processes.
+    """Write a checkpoint atomically, then remove all but those of the newest two steps; collective over processes.
 
     The first process writes what all have; of a state dict with shards each process writes its own. An existing
     checkpoint is not written again: the position determines the content.
@@ -93,10 +93,19 @@ def save_checkpoint(folder: Path, epoch: int, step: int, checkpoint: Checkpoint)
         write_sums(partial, together=True)
     if first:
         unfinished = [path for path in _checkpoints(folder) if "partial" in path.name]
-        for path in (*list_checkpoints(folder)[_KEPT:], *unfinished):
+        for path in (*_superseded(list_checkpoints(folder)), *unfinished):
             shutil.rmtree(path)
     wait_for_all()
     return target
+
+
+def _superseded(newest_first: Sequence[Path]) -> list[Path]:
+    """Return all checkpoints but the newest of each of the last steps: one may be saved before and after evaluation."""
+    by_step: dict[str, Path] = {}
+    for path in newest_first:
+        by_step.setdefault(path.name.partition("-epoch")[0], path)
+    kept = list(by_step.values())[:_KEPT]
+    return [path for path in newest_first if path not in kept]
 
 
 def write_sums(folder: Path, *, together: bool = False) -> None:
@@ -239,7 +248,8 @@ def find_weights(path: str | Path) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
-        folders = [path, path / "model", *list_checkpoints(path / "checkpoints")[:1]]
+        # The moving average is the final model of a run that has one.
+        folders = [path, path / "ema", path / "model", *list_checkpoints(path / "checkpoints")[:1]]
         for folder, name in product(folders, (_WEIGHTS, _CLIP_WEIGHTS)):
             candidate = folder / name
             if candidate.is_file():

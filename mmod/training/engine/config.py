@@ -364,6 +364,10 @@ class LoopConfig(RunConfig):
     def free_keys(self) -> frozenset[str]:
         """Keys that a resumed run may change; see `RunConfig.free_keys`."""
         return super().free_keys | {
+            "data.root",
+            "data.on_corrupt",
+            "data.max_corrupt",
+            *(f"data.remote.{name}" for name in ("timeout", "retries", "backoff", "copy")),
             "data.workers",
             "data.pin_memory",
             "distributed.timeout",

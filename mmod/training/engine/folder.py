@@ -62,9 +62,19 @@ def create_model(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) 
         )
     made = _class_of(config, fresh="num_labels" in named)
     if not pretrained:
-        return made._from_config(config, **loading).train()
-    model = _load(folder, made, loading, {name: value for name, value in named.items() if name != "image_size"})
+        return _without_mask(made._from_config(config, **loading)).train()
+    model = _without_mask(
+        _load(folder, made, loading, {name: value for name, value in named.items() if name != "image_size"})
+    )
     return (_at_size(model, config, folder) if "image_size" in named else model).train()
+
+
+def _without_mask(model: Any) -> Any:
+    """Freeze the token of masked pretraining, whose gradient several processes would wait for in vain."""
+    for name, weight in model.named_parameters():
+        if name.endswith("mask_token"):
+            weight.requires_grad_(False)
+    return model
 
 
 def _of_wrapper(args: Mapping[str, Any], described: Mapping[str, Any]) -> dict[str, Any]:

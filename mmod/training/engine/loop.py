@@ -58,7 +58,7 @@ from mmod.training.engine.run_folder import (
     run_once,
     write_result,
 )
-from mmod.training.engine.task import Batch, Task, all_finite, autocast, find_nonfinite
+from mmod.training.engine.task import Batch, Task, all_finite, autocast, find_nonfinite, gradient_norm
 
 
 class LoopRecipe(LoopParts[InLoop, Result]):
@@ -165,6 +165,11 @@ class _Trainer(Generic[Result]):
             self.meters.gather(keep=True)
             row |= {f"train_{name}": value for name, value in self.meters.means().items()}
             if self.epoch + 1 == self.epochs or (self.epoch + 1) % self.config.eval_every == 0:
+                self.parallel.average_statistics()
+                # An evaluation may fail, or outlast what a signal leaves.
+                self._save()
+                if self.stop.agreed():
+                    self._leave()
                 evaluation, average = self._evaluate()
                 for data, result in (("val", evaluation), ("ema", average)):
                     if result is not None:
@@ -183,6 +188,7 @@ class _Trainer(Generic[Result]):
             if self.epoch < self.epochs and self.stop.agreed():
                 self._leave()
         if evaluation is None:
+            self.parallel.average_statistics()
             evaluation, average = self._evaluate()
         return self._finish(evaluation, average)
 
@@ -250,8 +256,12 @@ class _Trainer(Generic[Result]):
                 self.scaler.scale(parts["loss"] * one_pass.weight).backward()
             passes.append((parts, one_pass.samples))
         losses = torch.stack([parts["loss"].detach() for parts, _ in passes])
+        bad = (~losses.isfinite()).sum()
+        # The scaler of fp16 looks for infinite gradients itself, and skips their steps.
+        if not self.scaler.is_enabled():
+            bad = bad + ~gradient_norm(self.model).isfinite()
         # Before the step changes the weights, in all processes at once.
-        if int(sum_over_processes((~losses.isfinite()).sum())):
+        if int(sum_over_processes(bad)):
             self.optimizer.zero_grad()
             self._refuse(group)
         else:
@@ -275,7 +285,7 @@ class _Trainer(Generic[Result]):
         skipped = self.skipped
         allowed = self.config.skip_nonfinite or 0
         usable = all_finite([*self.model.parameters(), *self.model.buffers()])
-        message = f"the loss stopped being finite at step {step} (epoch {self.epoch + 1})"
+        message = f"the loss, or its gradient, stopped being finite at step {step} (epoch {self.epoch + 1})"
         seed_draws(self.config.seed, step, self.process.rank)
         place = f"first in {find_nonfinite(self.task, group, self.process.device)}"
         if usable and skipped < allowed:

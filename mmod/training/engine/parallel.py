@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from timm.utils import distribute_bn
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -54,6 +55,12 @@ class Replicas:
 
     def before_update(self) -> None:
         """Finish the gradients of a step."""
+
+    def average_statistics(self) -> None:
+        """Average the running statistics of batch norms over processes, so that all have the model that is saved."""
+        if self.process.world > 1:
+            for model in self.models:
+                distribute_bn(model, self.process.world, reduce=True)
 
     def full_weights(self, model: nn.Module) -> AbstractContextManager[nn.Module]:
         """Context with all weights of a model in each process, to evaluate and to export it."""

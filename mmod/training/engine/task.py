@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 from typing_extensions import Self
 
@@ -112,6 +113,12 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor.is_floating_point())
 
 
+def gradient_norm(model: nn.Module) -> Tensor:
+    """Return the norm of all gradients, also of those that are split among processes; 0 without any."""
+    norm = nn.utils.get_total_norm(value.grad for value in model.parameters() if value.grad is not None)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
 def find_nonfinite(task: Task, group: Sequence[Batch], device: torch.device) -> str:
     """Repeat the forward passes of a step; name the batch and the module that were not finite first."""
     places = []
@@ -120,7 +127,7 @@ def find_nonfinite(task: Task, group: Sequence[Batch], device: torch.device) -> 
         place, loss = _first_nonfinite(task, one_pass.arguments)
         if not all_finite([loss]):
             places.append(f"{place}, batch {number} of {len(group)}")
-    return places[0] if places else "another process"
+    return places[0] if places else "a gradient, or another process"
 
 
 @torch.no_grad()

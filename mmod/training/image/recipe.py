@@ -18,7 +18,7 @@ from mmod.adapters import find_library, image_facts, image_output
 from mmod.analysis import FlopReport
 from mmod.analysis.audit.judges import judge_classes
 from mmod.data.labels import ModelClasses
-from mmod.data.loader import BatchStream, find_images, image_stream, normalisation
+from mmod.data.loader import BatchStream, evaluation_fields, find_images, image_stream, normalisation
 from mmod.io.files import is_of_transformers
 from mmod.methods import methods_of
 from mmod.planning.learned import capacity_hook
@@ -203,13 +203,19 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         """
         learned = None if capacity_hook(model) is None else settle_capacity_(model)
         mean, std = normalisation(self.config.data)
+        prepared = evaluation_fields(self.config.data)
         numbers = run_classes(self.config.output)
         if find_library(model) == "transformers":
             save_model(model, folder, self.config.data, mean, std, numbers)
         elif methods_of(model):
+            if find_library(model) == "timm":
+                # By which timm prepares images. Recommendations for tests were those of the starting weights.
+                of_timm: Any = model
+                tests = {"test_input_size": None, "test_crop_pct": None}
+                of_timm.pretrained_cfg = {**of_timm.pretrained_cfg, **prepared, **tests}
             save_pretrained(model, folder)
         else:
-            described: dict[str, Any] = {"data_config": {"mean": mean.tolist(), "std": std.tolist()}}
+            described: dict[str, Any] = {"data_config": prepared}
             if numbers is not None:
                 described["model_config"] = {"label_names": {str(number): name for name, number in numbers.items()}}
             save_for_hf(model, str(folder), safe_serialization=True, **described)

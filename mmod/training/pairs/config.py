@@ -87,6 +87,13 @@ class TrainConfig(LoopConfig):
             refuse_unknown("tower of routing", self.routing, ("image", "text"))
             if not self.routing:
                 raise ValueError("routing names no tower; use `routing: null` for a dense model")
+        embedded = PairsConfig()
+        sources = [self.data.train] if isinstance(self.data.train, str) else self.data.train
+        if self.data.val == embedded.val and not any(source.startswith("scenes:") for source in sources):
+            raise ValueError(
+                f"data.val is {embedded.val!r}, by which a model of {self.data.train!r} would be judged: set it to "
+                "pairs of yours"
+            )
         kind = (self.zero_shot or "scenes").partition(":")[0]
         if kind not in ("scenes", "imagenet") or self.zero_shot == "imagenet":
             raise ValueError(f"zero_shot must be 'scenes' or 'imagenet:FOLDER', got {self.zero_shot!r}")

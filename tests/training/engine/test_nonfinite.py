@@ -84,3 +84,22 @@ def test_the_module_and_the_batch_are_named(name: str, tmp_path: Path, monkeypat
     with pytest.raises(FloatingPointError, match=message.replace(".score", r"\.score")):
         run(config)
     assert not (tmp_path / "run/config.yaml").exists()
+
+
+def test_an_infinite_gradient_changes_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    create = ImageRecipe.create_models
+
+    def create_models(recipe: ImageRecipe) -> Any:
+        model, teacher = create(recipe)
+        calls = iter(range(10**6))
+        model.get_parameter("blocks.0.mlp.fc1.weight").register_hook(
+            lambda gradient: gradient * torch.inf if next(calls) == 3 else None
+        )
+        return model, teacher
+
+    monkeypatch.setattr(ImageRecipe, "create_models", create_models)
+    config = tiny_config(output=tmp_path / "run", epochs=1, checkpoint_every=1)
+    with pytest.raises(FloatingPointError, match=r"or its gradient, .*at step 4 .*good checkpoint: .*step-000000003"):
+        run(config)
+    for path in list_checkpoints(tmp_path / "run/checkpoints"):
+        assert all(value.isfinite().all() for value in load_checkpoint(path).weights.values())

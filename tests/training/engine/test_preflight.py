@@ -72,7 +72,7 @@ def test_a_rate_that_a_small_batch_scaled_below_its_bounds_names_the_batch(tmp_p
         ("image", {"source": "folder", "root": "nowhere"}, "root='nowhere' is no folder"),
         ("image", {"source": "shards:nowhere/{split}-*.tar"}, "no shard matches 'nowhere/train"),
         ("image", {"source": "maps:32", "root": "nowhere", "label_patch": 8}, "nowhere/images/train, which does not"),
-        ("pairs", {"train": "nowhere/*.tar"}, "no shard matches"),
+        ("pairs", {"train": "nowhere/*.tar", "val": "nowhere/*.tar"}, "no shard matches"),
         ("text", {"source": "nowhere/*.txt"}, "matches no file"),
         ("chat", {"train": "nowhere.json"}, "no file of conversations at 'nowhere.json'"),
         ("chat", {"train": "nowhere/*.tar"}, "no shard matches"),

@@ -21,9 +21,10 @@ import pytest
 import torch
 
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
-from mmod.training import OptimConfig, TrainConfig
+from mmod.training import EmaConfig, OptimConfig, TrainConfig
 from mmod.training.engine.checkpoint import (
     Checkpoint,
+    find_weights,
     list_checkpoints,
     load_checkpoint,
     save_checkpoint,
@@ -373,3 +374,44 @@ def test_checkpoint_killed_while_written_leaves_the_earlier_one(
     assert load_checkpoint(path).training == {"step": 1}
     save_checkpoint(tmp_path, 0, 2, Checkpoint({"weight": torch.zeros(2)}, None, {"step": 2}))
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_epoch_is_kept_whose_evaluation_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=2, ema=EmaConfig(decay=0.9))
+    expected = run(replace(config, output=str(tmp_path / "other")))
+    recipe = type(recipe_of(config))
+    evaluate = recipe.evaluate
+    calls = iter(range(10**6))
+
+    def failing(*arguments: Any, **options: Any) -> Any:
+        # Weights and moving average of the first epoch are evaluated, then the second's are not.
+        if next(calls) == 2:
+            raise OSError("a damaged image")
+        return evaluate(*arguments, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(recipe, "evaluate", failing)
+        with pytest.raises(OSError, match="a damaged image"):
+            run(config)
+    kept = [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")]
+    # The last step before its evaluation, and the one before it after its own.
+    assert kept == ["step-000000012-epoch-00001", "step-000000006-epoch-00001"]
+    assert run(config).evaluation == expected.evaluation
+    for name in ("model", "ema"):
+        left, right = weights(tmp_path / "run" / name), weights(tmp_path / "other" / name)
+        assert all(torch.equal(left[key], right[key]) for key in left)
+
+
+def test_a_run_goes_on_with_the_data_elsewhere_and_damaged_samples_allowed(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1)
+    finished = run(config)
+    data = replace(config.data, on_corrupt="skip", root="elsewhere", max_corrupt=3)
+    assert run(replace(config, data=data)).reused
+    assert finished.folder == str(tmp_path / "run")
+
+
+def test_the_moving_average_is_the_final_model_of_a_run(tmp_path: Path) -> None:
+    run(tiny_config(output=tmp_path / "run", epochs=1, ema=EmaConfig(decay=0.9)))
+    assert find_weights(tmp_path / "run") == tmp_path / "run/ema/model.safetensors"
+    run(tiny_config(output=tmp_path / "plain", epochs=1))
+    assert find_weights(tmp_path / "plain") == tmp_path / "plain/model/model.safetensors"

@@ -11,11 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import timm
 import torch
 from safetensors.torch import save_file
+from timm.data import resolve_model_data_config
 from torch import Tensor
 
 import mmod
+from mmod.data.loader import evaluation_fields
 from mmod.training import CapacityScheduleConfig, DistillConfig, EmaConfig, evaluate, fit
 from mmod.training.engine.recipe import seed_draws
 from mmod.training.image.recipe import ImageRecipe
@@ -233,3 +236,18 @@ class TestStartingWeights:
         config = replace(config, data=replace(config.data, **{field: 3}))
         with pytest.raises(ValueError, match=message):
             ImageRecipe(config).create_models()
+
+
+@pytest.mark.parametrize("routing", [None, {"router": "linear", "gate": "tanh"}], ids=["dense", "routed"])
+def test_the_saved_model_says_how_its_images_were_prepared(tmp_path: Path, routing: dict[str, Any] | None) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1, routing=routing)
+    data = replace(config.data, mean=(0.2,), std=(0.3,), crop_pct=0.75, interpolation="bilinear")
+    run(replace(config, data=data))
+    folder = tmp_path / "run/model"
+    model = timm.create_model(f"local-dir:{folder}") if routing is None else mmod.load_pretrained(folder)
+    prepared = resolve_model_data_config(model)
+    expected = evaluation_fields(data)
+    for name in ("input_size", "crop_pct", "interpolation"):
+        assert prepared[name] == expected[name]
+    for name in ("mean", "std"):
+        assert list(prepared[name]) == pytest.approx(list(expected[name]))
