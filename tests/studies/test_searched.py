@@ -47,7 +47,7 @@ def chat_study(folder: Path) -> tuple[Study, ChatStudyConfig]:
     """Return a study of two budgets without any training."""
     fields = vlm_config(folder).to_dict()
     fields["trainer"] |= {"save_strategy": "no", "max_steps": 1}
-    fields["max_new_tokens"] = 1
+    fields["max_new_tokens"] = 3
     (folder / "dense.yaml").write_text(yaml.safe_dump(fields))
     quick = {**QUICK, "options": [[0, "mlp", "kept"], [0, "block", "all"]]}
     config = ChatStudyConfig(
