@@ -164,10 +164,13 @@ class RoutedTrainer(Trainer):
         is_saved = (folder / f"checkpoint-{step}" / _STATE).is_file()
         if step and not is_saved and all_finite([*model.parameters(), *model.buffers()]):
             self._save_checkpoint(model, None)
-        good = next(iter(finished_checkpoints(folder)), None)
+        self._end(f"the loss stopped being finite at step {step + 1}")
+
+    def _end(self, reason: str) -> NoReturn:
+        good = next(iter(finished_checkpoints(Path(str(self.args.output_dir)))), None)
         raise FloatingPointError(
-            f"the loss stopped being finite at step {step + 1}; last good checkpoint: "
-            f"{good or 'none was written yet'}. A smaller trainer.learning_rate or max_grad_norm, or float32, may help"
+            f"{reason}; last good checkpoint: {good or 'none was written yet'}. "
+            "A smaller trainer.learning_rate or max_grad_norm, or float32, may help"
         )
 
     def evaluate(
@@ -205,6 +208,10 @@ class RoutedTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(str(self.args.output_dir))
         path = folder / f"checkpoint-{self.state.global_step}"
+        is_split = self.is_fsdp_enabled or self.is_deepspeed_enabled
+        if not is_split and not all_finite(model.parameters()):
+            # An infinite gradient of a finite loss went into them.
+            self._end(f"the weights stopped being finite by step {self.state.global_step}")
         if not folder.parent.is_dir():
             # transformers would create it anew, with this checkpoint alone.
             raise UnwrittenError(f"{str(path)!r} could not be written: the folder {str(folder.parent)!r} is gone")

@@ -183,6 +183,18 @@ def test_a_stopped_run_keeps_what_it_saved_beside_the_best(folder: Path, monkeyp
     assert fit(config, progress=False).steps == 6
 
 
+def _with_broken_gradient(create: Any) -> Any:
+    """Return a method that creates the optimiser of a model whose third gradient of a weight is infinite."""
+
+    def created(self: Trainer, *arguments: Any) -> Any:
+        calls = iter(range(10**6))
+        weight = self.model.get_parameter("model.multi_modal_projector.linear_1.weight")  # type: ignore[union-attr]
+        weight.register_hook(lambda gradient: gradient * torch.inf if next(calls) == 2 else None)
+        return create(self, *arguments)
+
+    return created
+
+
 def test_a_loss_that_is_not_finite_ends_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # The first step changes the weights, so that all that follows is NaN.
     blown = vlm_config(folder, "blown", {"learning_rate": 1e40, "lr_scheduler_type": "constant"}, routing=P_MOD)
@@ -202,6 +214,12 @@ def test_a_loss_that_is_not_finite_ends_a_run(folder: Path, monkeypatch: pytest.
         patch.setattr(Trainer, "compute_loss", broken)
         with pytest.raises(FloatingPointError, match=r"at step 4; last good checkpoint: .*checkpoint-3"):
             fit(config, progress=False)
+    # Weights that are not finite, by an infinite gradient, are not saved.
+    monkeypatch.setattr(Trainer, "create_optimizer", _with_broken_gradient(Trainer.create_optimizer))
+    infinite = vlm_config(folder, "infinite", {"save_steps": 1, "max_grad_norm": 0.0}, routing=P_MOD)
+    with pytest.raises(FloatingPointError, match=r"weights .* by step 3; last good checkpoint: .*checkpoint-2"):
+        fit(infinite, progress=False)
+    monkeypatch.undo()
     # The step before is saved; going on from it is as if nothing had happened.
     whole = fit(vlm_config(folder, "never-nan", routing=P_MOD), progress=False)
     assert same(weights(fit(config, progress=False)), weights(whole))
