@@ -39,6 +39,12 @@ def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: in
         if "unexpected keyword argument" not in str(error):
             raise
         raise TypeError(f"optim.args does not fit {config.opt!r}: {error}") from error
+    scales = {group.get("lr_scale", 1.0) for group in optimizer.param_groups}
+    if config.layer_decay not in (None, 1.0) and len(scales) == 1:
+        raise ValueError(
+            f"optim.layer_decay={config.layer_decay} would change nothing: timm finds no layers in "
+            f"{type(model).__name__}, which has no group_matcher; leave it out"
+        )
     return single_precision(optimizer)
 
 

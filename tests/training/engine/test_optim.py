@@ -1,15 +1,20 @@
-"""Muon on a CPU: the same steps as timm's but for rounding, and timm left as it was."""
+"""Optimisers: muon on a CPU has timm's steps but for rounding and leaves timm as it was; rates fall by layer or not."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
+import open_clip
 import pytest
+import timm
 import torch
 from timm.optim import Muon
 from timm.optim import muon as timm_muon
 
-from mmod.training.engine.optim import single_precision
+from mmod.training import OptimConfig
+from mmod.training.engine.optim import create_optimizer, single_precision
+from tests.kit.pairs_worker import MODEL
 
 
 @pytest.mark.parametrize("shape", [(16, 16), (32, 8), (8, 32), (5,)])
@@ -44,3 +49,13 @@ def test_state_goes_from_one_to_the_other() -> None:
     loaded = Muon([weight], lr=0.1)
     loaded.load_state_dict(saved.state_dict())
     assert torch.equal(loaded.state[weight]["momentum_buffer"], saved.state[weight]["momentum_buffer"])
+
+
+def test_a_decay_by_layer_that_would_change_nothing_is_refused() -> None:
+    config = OptimConfig("adamw", layer_decay=0.5)
+    vit = timm.create_model("test_vit")
+    assert len({group["lr_scale"] for group in create_optimizer(config, vit).param_groups}) > 2
+    clip = open_clip.CLIP(**MODEL)
+    with pytest.raises(ValueError, match=r"layer_decay=0\.5 would change nothing: timm finds no layers in CLIP"):
+        create_optimizer(config, clip)
+    create_optimizer(replace(config, layer_decay=1.0), clip)
