@@ -272,7 +272,7 @@ def test_layers_that_share_keys_are_refused() -> None:
         with pytest.raises(ValueError, match="Gemma4TextDecoderLayer: it takes shared_kv_states, whose part for kept"):
             mmod.route_(model, language=LINEAR.replace(blocks=(block,)))
     mmod.route_(model, language=mmod.RoutingConfig(router="stride", blocks=(0,), capacity=1.0))
-    torch.testing.assert_close(model(**batch).logits[valid], expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(model(**batch).logits[valid], expected, atol=2e-5, rtol=1e-4)
 
 
 def test_attention_that_counts_positions_is_refused() -> None:

@@ -106,7 +106,8 @@ def test_groups_are_those_of_a_loop_over_tokens(power: float, start: int) -> Non
         with torch.no_grad():
             expected, counts = merged_by_hand(model, image, config)
         assert kept[:, place].tolist() == counts
-        torch.testing.assert_close(out[place], expected, rtol=1e-8, atol=1e-8)
+        # Thresholds and weights of groups are of single precision.
+        torch.testing.assert_close(out[place], expected, rtol=1e-7, atol=1e-7)
 
 
 @pytest.mark.parametrize("before", ["mlp", "block"])

@@ -28,7 +28,7 @@ STEPS = {"max_steps": 2, "warmup_steps": 0, "use_cpu": True, "per_device_train_b
 
 def own_config(**trainer: Any) -> TrainConfig:
     config = TrainConfig.load(ROOT / "configs/vlm/own-conversations.yaml")
-    return replace(config, trainer={**config.trainer, **STEPS, **trainer}, max_new_tokens=2)
+    return replace(config, trainer={**config.trainer, **STEPS, **trainer}, max_new_tokens=6)
 
 
 @pytest.fixture

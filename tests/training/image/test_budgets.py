@@ -97,7 +97,7 @@ def test_what_is_for_training_alone_leaves_a_dense_model(change: dict[str, Any],
         tiny_config(output=tmp_path / "next", model={"checkpoint": str(tmp_path / "routed")})
     ).create_models()
     assert teacher is None
-    assert evaluate(model, TensorStream(8, seed=None)) == done.evaluation  # type: ignore[arg-type]
+    assert evaluate(model, TensorStream(8, seed=None)) == done.best  # type: ignore[arg-type]
     assert tiny_config(output=tmp_path).to_dict()["in_training"] is None
     assert dense.steps == done.steps
 

@@ -184,9 +184,9 @@ def test_a_cheaper_run_from_a_dense_one(changes: dict[str, Any], data: DataConfi
         assert evaluation.accuracies().keys() >= {"objects", "mean_iou"}
         assert evaluation.mean_kept < 1
     assert fit(config, progress=False).best == done.best
-    # The run's weights in a model of their own are judged alike.
+    # The run's moving average in a model of its own is judged alike.
     resumed = replace(config, model=replace(config.model, checkpoint=str(tmp_path / "tuned")))
-    assert evaluate(ImageRecipe(resumed).create_models()[0], image_stream(data)) == done.evaluation
+    assert evaluate(ImageRecipe(resumed).create_models()[0], image_stream(data)) == done.best
 
 
 def test_a_router_that_keeps_all_changes_no_answer(data: DataConfig, tmp_path: Path) -> None:
