@@ -208,13 +208,13 @@ class RoutedTrainer(Trainer):
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         folder = Path(str(self.args.output_dir))
         path = folder / f"checkpoint-{self.state.global_step}"
+        if not folder.parent.is_dir():
+            # transformers would create it anew, with this checkpoint alone.
+            raise UnwrittenError(f"{str(path)!r} could not be written: the folder {str(folder.parent)!r} is gone")
         is_split = self.is_fsdp_enabled or self.is_deepspeed_enabled
         if not is_split and not all_finite(model.parameters()):
             # An infinite gradient of a finite loss went into them.
             self._end(f"the weights stopped being finite by step {self.state.global_step}")
-        if not folder.parent.is_dir():
-            # transformers would create it anew, with this checkpoint alone.
-            raise UnwrittenError(f"{str(path)!r} could not be written: the folder {str(folder.parent)!r} is gone")
         try:
             with writing(path, kept=next(iter(finished_checkpoints(folder)), None)):
                 super()._save_checkpoint(model, trial)
