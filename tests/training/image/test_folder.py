@@ -199,6 +199,16 @@ def test_models_of_another_depth_and_number_of_classes_are_drawn(name: str, tmp_
     assert image_output(model, torch.randn(1, 3, side, side)).shape == (1, 5)
 
 
+@pytest.mark.parametrize("pretrained", [True, False])
+def test_every_weight_that_trains_has_a_gradient(pretrained: bool, tmp_path: Path) -> None:
+    # Several processes wait for the gradients of all weights, and the token of masked pretraining gets none.
+    save_image_model("dinov2", tmp_path)
+    model = create_model(tmp_path, pretrained, {})
+    side = side_of("dinov2")
+    image_output(model, torch.randn(2, 3, side, side)).square().sum().backward()
+    assert [name for name, weight in model.named_parameters() if weight.requires_grad and weight.grad is None] == []
+
+
 def test_images_must_be_as_the_processor_says(images: Path) -> None:
     started = config(images)
     data = {**started.to_dict()["data"], "mean": None}
