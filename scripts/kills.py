@@ -25,7 +25,7 @@ from mmod.studies.image import ImageStudy
 from mmod.training import EmaConfig, ModelConfig, TrainConfig, fit
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["mmod.training.image.recipe", "mmod.studies.image"])
+_CONTEXT.set_forkserver_preload(["mmod.training.image.kind", "mmod.studies.image"])
 
 
 def main(arguments: list[str] | None = None) -> None:

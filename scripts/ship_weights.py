@@ -14,7 +14,7 @@ import mmod
 from mmod.io.tensors import write_tensors
 from mmod.training import TrainConfig
 from mmod.training.engine.checkpoint import read_weights
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.kind import ImageKind
 
 FOLDER = Path(mmod.__file__).parent / "data" / "weights"
 
@@ -26,7 +26,7 @@ def main(run: str, name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         write_tensors(Path(folder) / "model.safetensors", weights, {})
         model = dataclasses.replace(config.model, checkpoint=folder)
-        recipe = ImageRecipe(dataclasses.replace(config, model=model))
+        recipe = ImageKind(dataclasses.replace(config, model=model))
         top1 = recipe.assess(recipe.load(), progress=True).top1
     recipe_of_run = {key: value for key, value in config.to_dict().items() if key != "output"}
     FOLDER.mkdir(exist_ok=True)

@@ -42,12 +42,12 @@ from mmod.studies.results import save_picture
 from mmod.training.engine.config import RUN_CONFIG
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import KeptShares
+from mmod.training.engine.kind import device_of, seed_draws
 from mmod.training.engine.parse import read_config
-from mmod.training.engine.recipe import seed_draws
 from mmod.training.image.classes import check_same_classes, run_classes
 from mmod.training.image.config import TrainConfig as ImageConfig
-from mmod.training.image.recipe import sample_images
-from mmod.training.kinds import finished_run, kind_of, recipe_of
+from mmod.training.image.kind import sample_images
+from mmod.training.kinds import finished_run, kind_named, kind_of
 from mmod.training.text.config import BYTES
 from mmod.values import refuse_unknown
 
@@ -73,7 +73,7 @@ class Batches:
 
 
 class Subject:
-    """A trained model and its evaluation set; a subclass for every kind of training, whose recipe makes the model."""
+    """A trained model and its evaluation set; a subclass for every kind of training, whose `Kind` makes the model."""
 
     split: ClassVar[str] = "val_split"  # The key of `data` that names the evaluation set.
     # Conditions that are only compared where the config names them.
@@ -82,7 +82,7 @@ class Subject:
 
     def __init__(self, config: Any) -> None:
         self.config = config
-        self.recipe: Any = recipe_of(config)
+        self.kind: Any = kind_of(config)
 
     @property
     def conditions(self) -> list[str]:
@@ -94,11 +94,10 @@ class Subject:
 
     def create(self, reference: str | None = None) -> nn.Module:
         """Make the routed model, or the dense one of a run folder, in evaluation mode and on its device."""
-        recipe = type(self.recipe)
-        plain = recipe(self.recipe.plain())
+        plain = self.config.plain()
         if reference is not None:
-            return recipe(dataclasses.replace(plain.finished(reference), routing=None)).load()
-        self.model = plain.load()
+            return kind_of(dataclasses.replace(plain.finished(reference), routing=None)).load()
+        self.model = kind_of(plain).load()
         return self.model
 
     def batches(self, /, **changes: Any) -> Batches:
@@ -117,8 +116,8 @@ class Subject:
 
     def stream(self, data: Any) -> BatchStream:
         """Return the batches of a set as the model reads them."""
-        recipe = type(self.recipe)(dataclasses.replace(self.config, data=data))
-        return recipe.create_stream(Process(0, 1, recipe.device), self.model)
+        kind: Any = kind_of(dataclasses.replace(self.config, data=data))
+        return kind.create_stream(Process(0, 1, device_of(kind)), self.model)
 
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
         """Return a batch with changed images (B, C, H, W) and the same labels."""
@@ -127,7 +126,7 @@ class Subject:
 
     def flops(self) -> dict[str, Any] | None:
         """Return the FLOPs of a sample by part, None where they are not counted."""
-        report = self.recipe.report(self.model)
+        report = self.kind.report(self.model)
         return None if report is None else dict(report.to_dict())
 
     def cost(self, model: nn.Module) -> float:
@@ -135,8 +134,8 @@ class Subject:
         kept = KeptShares(model, next(model.parameters()).device)
         for labelled in self.batches():
             with torch.inference_mode(), kept.watch():
-                self.recipe.judge(model, labelled.batch)
-        return float(sum(self.recipe.cost(model, kept.means()).values()))
+                self.kind.judge(model, labelled.batch)
+        return float(sum(self.kind.cost(model, kept.means()).values()))
 
     def generation(self) -> Generation | None:
         """Return the decisions of the model while it writes long texts; None where the config asks for none."""
@@ -207,7 +206,7 @@ class _Chat(Subject):
         size = self.config.eval_batch_size
         if data.val is None:
             raise ValueError("an audit needs conversations to ask: set data.val")
-        collate = self.recipe.collator
+        collate = self.kind.collator
         talks = open_checked(data.val, data, collate)
         # Conversations with images, those of about equal length together.
         order = np.lexsort((talks.letters, talks.images))
@@ -268,7 +267,7 @@ class _Text(Subject):
         # Longer texts than the windows of the training.
         length = config.data.length + options.generation
         stream = text_stream(dataclasses.replace(config.data, length=length, val_limit=options.texts))
-        tokens_BN = torch.cat([tokens for tokens, _ in stream.batches(0)]).to(self.recipe.device)
+        tokens_BN = torch.cat([tokens for tokens, _ in stream.batches(0)]).to(device_of(self.kind))
         return judge_generation(self.model, tokens_BN, config.data.length, config.seed)
 
     def shifted(self, batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -294,7 +293,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         return Audit.from_dict(json.loads(result.read_text())["audit"])
     seed_draws(config.seed, 0, 0)
     subject = subject_of(config)
-    model = subject.create() if subject.recipe.has_weights else None
+    model = subject.create() if config.model.has_weights else None
     if model is None or not is_routed(model):
         raise ValueError(
             "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
@@ -309,7 +308,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         model,
         subject.batches(),
         dataclasses.replace(options, conditions=subject.conditions),
-        judge=subject.recipe.judge,
+        judge=subject.kind.judge,
         positions_from=options.positions_split and subject.batches(**{subject.split: options.positions_split}),
         reference=options.reference and subject.create(options.reference),
         beside=baselines,
@@ -361,7 +360,7 @@ def _baselines(config: Any) -> dict[str, Any]:
     models = {}
     for name, folder in folders.items():
         file = [str(folder / RUN_CONFIG)]
-        run = finished_run(read_config(file, AUDITS[kind_of(file)]), folder)
+        run = finished_run(read_config(file, AUDITS[kind_named(file)]), folder)
         if type(run) is not type(config):
             raise ValueError(f"audit.beside: {str(folder)!r} is a run of another kind than the audited one")
         if isinstance(run, ImageConfig):

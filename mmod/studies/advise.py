@@ -131,7 +131,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     from mmod.data.readers.conversations import ConversationsConfig
     from mmod.studies.advised import dense, run_folder
     from mmod.training.chat.config import ModelConfig, TrainConfig
-    from mmod.training.chat.recipe import ChatRecipe
+    from mmod.training.chat.kind import ChatKind
     from mmod.training.kinds import CONFIGS, parse_kind
 
     unusable = [name for name in ("checkpoint", "image_size", "measure", "mean", "std") if getattr(options, name)]
@@ -148,9 +148,9 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
         if config.kind != "chat":
             raise ValueError(f"--prompts are for runs of kind 'chat', and {str(run)!r} is one of kind {config.kind!r}")
         config = dataclasses.replace(config, data=data)
-    recipe = ChatRecipe(config)
-    model, note = dense(recipe.load(), f"The model in {options.model}")
-    return model, recipe.calibration(model, -(-options.number // options.batch_size), options.batch_size), note
+    kind = ChatKind(config)
+    model, note = dense(kind.load(), f"The model in {options.model}")
+    return model, kind.calibration(model, -(-options.number // options.batch_size), options.batch_size), note
 
 
 def read_images(

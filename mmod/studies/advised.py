@@ -22,7 +22,7 @@ from mmod.training.engine.model import classifier_names, converted, load_weights
 from mmod.training.image.classes import published_classes, run_classes
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.model import create_dense_model
-from mmod.training.kinds import CONFIGS, parse_kind, recipe_of
+from mmod.training.kinds import CONFIGS, kind_of, parse_kind
 
 OPEN_CLIP = "open_clip:"
 
@@ -136,7 +136,7 @@ def _run_model(folder: Path) -> AdvisedModel:
     if config.kind not in ("image", "pairs"):
         advice = "give its prompts by --prompts FILE" if config.kind == "chat" else "use mmod.search_plan"
         raise ValueError(f"{str(folder)!r} is a run of kind {config.kind!r}, whose model reads text: {advice}")
-    model, note = dense(recipe_of(config).load(), f"The model of {folder}")
+    model, note = dense(kind_of(config).load(), f"The model of {folder}")
     if config.kind == "pairs":
         return AdvisedModel(model, _clip_preprocessing(model, "of the run"), None, note=note)
     preprocessing = Preprocessing(evaluation_fields(config.data), "of the run")

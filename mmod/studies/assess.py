@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmod.training.engine.config import RunConfig
-from mmod.training.kinds import CONFIGS, parse_kind, recipe_of
+from mmod.training.kinds import CONFIGS, kind_of, parse_kind
 
 if TYPE_CHECKING:
     from mmod.training.engine.evaluate import RoutedResult
@@ -39,26 +39,27 @@ def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
 
     from mmod.planning.candidate import DENSE
     from mmod.planning.comparison import time_models
+    from mmod.training.engine.kind import device_of
 
-    recipe = recipe_of(config)
-    if not recipe.has_weights:
+    kind = kind_of(config)
+    if not config.model.has_weights:
         raise ValueError("nothing to evaluate: the config starts from no weights; set model.checkpoint")
-    model = recipe.load()
-    evaluation = recipe.assess(model, progress)
+    model = kind.load()
+    evaluation = kind.assess(model, progress)
     readings = {}
     for size in _SAMPLES:
-        for name, reading in recipe.readings(model, size).items():
+        for name, reading in kind.readings(model, size).items():
             # A set may have fewer samples than a batch.
             if reading.samples == size:
                 readings[name, size] = reading
     with torch.inference_mode():
-        times = time_models({DENSE: readings}, rounds=_ROUNDS, device=recipe.device, shown=progress)
+        times = time_models({DENSE: readings}, rounds=_ROUNDS, device=device_of(kind), shown=progress)
     ms: dict[str, dict[int, float]] = {}
     for (name, size), by_model in times.items():
         ms.setdefault(name, {})[size] = median(by_model[DENSE]) / size
     return Assessment(
         evaluation=evaluation,
-        gflops={name: cost / 1e9 for name, cost in recipe.cost(model, evaluation.kept).items()},
+        gflops={name: cost / 1e9 for name, cost in kind.cost(model, evaluation.kept).items()},
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         ms=ms,
     )

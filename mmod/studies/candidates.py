@@ -11,14 +11,15 @@ from mmod.io.yaml import merged
 from mmod.methods import METHODS, read_method
 from mmod.planning.candidate import DENSE, Candidate
 from mmod.studies.config import RUN_FIELDS, ChatStudyConfig, StudyConfig, TimmStudyConfig, refuse_set_by_study
-from mmod.training.engine.recipe import Recipe, by_data
+from mmod.training.engine.kind import by_data
+from mmod.training.kinds import kind_of
 from mmod.values import one_of, refuse_unknown
 
 # The control of series for which a study names no other.
 _CONTROL = "random"
 
 
-def candidates_of(config: StudyConfig, recipe: type[Recipe[Any, Any]], dense: Any, tuned: Any) -> list[Candidate]:
+def candidates_of(config: StudyConfig, dense: Any, tuned: Any) -> list[Candidate]:
     """Return what a study compares, the dense model first.
 
     Args:
@@ -29,7 +30,7 @@ def candidates_of(config: StudyConfig, recipe: type[Recipe[Any, Any]], dense: An
     if isinstance(config, TimmStudyConfig):
         epochs = dense.epochs + (tuned.epochs if config.tune else 0)
         if config.isoflop == "scratch":
-            candidates += _shallow(candidates, recipe, dense, epochs)
+            candidates += _shallow(candidates, dense, epochs)
         rivals = {series: _run_budgets(config, budgets) for series, budgets in config.rivals.items()}
         candidates += create_rivals(rivals, config.controls, epochs=epochs, is_trained=config.tune)
     elif isinstance(config, ChatStudyConfig):
@@ -75,23 +76,22 @@ def _routed(config: StudyConfig) -> list[Candidate]:
     return candidates
 
 
-def _shallow(
-    candidates: Sequence[Candidate], recipe: type[Recipe[Any, Any]], dense: Any, epochs: int
-) -> list[Candidate]:
+def _shallow(candidates: Sequence[Candidate], dense: Any, epochs: int) -> list[Candidate]:
     """Return dense models of fewer blocks, as near in FLOPs to the routed ones as possible, from scratch."""
     # Costs need no weights.
     plain = dataclasses.replace(dense, model=type(dense.model)(name=dense.model.name, args=dense.model.args))
-    model = recipe(plain).create()
-    report: Any = recipe(plain).report(model)
+    kind = kind_of(plain)
+    model = kind.create()
+    report: Any = kind.report(model)
     depth = len(find_stack(model).blocks)
     costs = {fewer: report.rest.dense + fewer * report.blocks[0].dense for fewer in range(1, depth + 1)}
     depths = set()
     for candidate in candidates:
-        routed_recipe = recipe(candidate.configure(plain, plain))
-        routed = routed_recipe.create()
+        routed_kind = kind_of(candidate.configure(plain, plain))
+        routed = routed_kind.create()
         # The cost of thresholds depends on the data.
         if not by_data(routed):
-            routed_report: Any = routed_recipe.report(routed)
+            routed_report: Any = routed_kind.report(routed)
             depths.add(min(costs, key=lambda fewer: abs(costs[fewer] - routed_report.routed)))
     return [
         Candidate(

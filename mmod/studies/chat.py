@@ -35,8 +35,8 @@ from mmod.studies.scorer import Scorer
 from mmod.studies.study import Study
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import EvalResult, generate, mean_over_kinds
-from mmod.training.chat.recipe import ChatRecipe, read_prompts
-from mmod.training.engine.recipe import Recipe
+from mmod.training.chat.kind import ChatKind, read_prompts
+from mmod.training.engine.kind import Kind
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,11 +77,11 @@ class ChatCosts(Costs[ChatStudyConfig]):
 
     def count(self, run: Run[TrainConfig], model: nn.Module, evaluation: EvalResult) -> dict[str, float]:
         """Count FLOPs and cache of reading a prompt of mean length, and draw which image tokens are kept."""
-        recipe = ChatRecipe(run.config)
-        prompts, text, image = recipe.prompts(self.config.latency_batch)
+        kind = ChatKind(run.config)
+        prompts, text, image = kind.prompts(self.config.latency_batch)
         # Shares refer to the dense model's prompts; a rival's images may be smaller.
         full = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, image_size=None))
-        _, _, full_image = ChatRecipe(full).prompts(self.config.latency_batch)
+        _, _, full_image = ChatKind(full).prompts(self.config.latency_batch)
         routed = flops(model, Prompt(text, image), evaluation.kept if is_routed(model) else None).routed
         dense = flops(model, Prompt(text, full_image), 0.0).dense
         text_alone = flops(model, Prompt(text), 0.0).dense
@@ -89,7 +89,7 @@ class ChatCosts(Costs[ChatStudyConfig]):
             cache = read_prompts(model, prompts)
         cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
         if self.config.maps and is_routed(model):
-            figure = draw_kept(model, recipe.collator, recipe.talks(self.config.maps))
+            figure = draw_kept(model, kind.collator, kind.talks(self.config.maps))
             if figure is not None:
                 save_picture(self.config.output, f"maps-{run.name}", figure)
         return {
@@ -110,17 +110,17 @@ class ChatCosts(Costs[ChatStudyConfig]):
         return {"": {name: [other for other in share if is_rival(other, name)] for name in share}}
 
     def time(
-        self, recipes: Mapping[str, Recipe[Any, Any]], models: Mapping[str, nn.Module], *, shown: bool
+        self, kinds: Mapping[str, Kind], models: Mapping[str, nn.Module], *, shown: bool
     ) -> dict[str, dict[str, float]]:
         """Measure reading a prompt within a batch, and decoding after it."""
-        figures = super().time(recipes, models, shown=shown)
+        figures = super().time(kinds, models, shown=shown)
         for name, model in models.items():
-            recipe: Any = recipes[name]
-            prompts = recipe.prompts(self.config.latency_batch)[0]
+            kind: Any = kinds[name]
+            prompts = kind.prompts(self.config.latency_batch)[0]
             times = []
             for _ in range(self.config.latency_rounds):
                 started = time.perf_counter()
-                generate(model, recipe.collator, prompts, self.config.timed_tokens, exactly=True)
+                generate(model, kind.collator, prompts, self.config.timed_tokens, exactly=True)
                 times.append(time.perf_counter() - started)
             count = len(prompts["input_ids"])
             # The first token comes from the prefill, which noise may make longer than the whole.
@@ -165,7 +165,7 @@ class ChatStudy(Study):
     """A study of LLaVA-style models of transformers; see `Study`."""
 
     def __init__(self, config: ChatStudyConfig) -> None:
-        scorer = Scorer(config, ChatRecipe, "right", "right answers")
+        scorer = Scorer(config, "right", "right answers")
         costs = ChatCosts(config)
         super().__init__(config, TrainConfig, scorer, costs, ChatReport(config, scorer, costs, _COLUMNS))
 

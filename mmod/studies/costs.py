@@ -11,10 +11,10 @@ from torch import nn
 
 from mmod.analysis.timing import relative_times
 from mmod.planning.candidate import DENSE, Candidate
-from mmod.planning.comparison import time_models
+from mmod.planning.comparison import Reading, time_models
 from mmod.studies.config import StudyConfig
 from mmod.studies.jobs import Run
-from mmod.training.engine.recipe import Reading, Recipe
+from mmod.training.engine.kind import Kind, device_of
 
 AnyStudyConfig = TypeVar("AnyStudyConfig", bound=StudyConfig)
 ByModel = Mapping[str, Mapping[str, float]]
@@ -25,7 +25,7 @@ class Costs(ABC, Generic[AnyStudyConfig]):
     """Counts and measures the costs of one kind of model.
 
     Attributes:
-        times: Columns of time per sample and of speed-up over the dense model, by input as in `Recipe.readings`.
+        times: Columns of time per sample and of speed-up over the dense model, by input as in `Kind.readings`.
     """
 
     times: ClassVar[Mapping[str, tuple[str, str]]]
@@ -47,18 +47,18 @@ class Costs(ABC, Generic[AnyStudyConfig]):
         return {}
 
     def time(
-        self, recipes: Mapping[str, Recipe[Any, Any]], models: Mapping[str, nn.Module], *, shown: bool
+        self, kinds: Mapping[str, Kind], models: Mapping[str, nn.Module], *, shown: bool
     ) -> dict[str, dict[str, float]]:
         """Measure the latency of final models in batches of several sizes, all in turns; return figures by model."""
         readings: dict[str, dict[tuple[str, int], Reading]] = {name: {} for name in models}
         for name, model in models.items():
             for size in self.batch_sizes:
                 # As many samples at every size.
-                passes = recipes[name].readings(model, size, max(self.batch_sizes) // size)
+                passes = kinds[name].readings(model, size, max(self.batch_sizes) // size)
                 readings[name] |= {(inputs, size): reading for inputs, reading in passes.items()}
         rounds = self.config.latency_rounds
         with torch.inference_mode():
-            times = time_models(readings, rounds=rounds, device=recipes[DENSE].device, shown=shown)
+            times = time_models(readings, rounds=rounds, device=device_of(kinds[DENSE]), shown=shown)
         figures: dict[str, dict[str, float]] = {name: {} for name in models}
         for (inputs, size), by_model in times.items():
             ms, speedup = self.time_columns(inputs, size)

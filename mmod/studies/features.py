@@ -27,14 +27,14 @@ from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.image import TimmCosts, TimmReport
 from mmod.studies.jobs import Run
 from mmod.studies.results import StudyScores, listed
-from mmod.studies.scorer import Findings, Outcome, Scorer, evaluate_once
+from mmod.studies.scorer import Findings, Outcome, Scorer, evaluate_once, train
 from mmod.studies.study import Study
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.run_folder import portable
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import Features, extract, read_features
+from mmod.training.image.kind import ImageKind
 from mmod.training.image.model import check_published
-from mmod.training.image.recipe import ImageRecipe
 from mmod.values import from_plain
 
 # The folders of the images that classifiers are fitted on, and of those that are tested.
@@ -240,7 +240,7 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
 
     def __init__(self, config: FeaturesStudyConfig) -> None:
         self.judged: type[Judged] = Segmented if config.feature == "patches" else Probed
-        super().__init__(config, ImageRecipe, config.score, self.judged.measures[config.score])
+        super().__init__(config, config.score, self.judged.measures[config.score])
 
     def evaluate(self, run: Run[TrainConfig], tick: Tick) -> Outcome:
         """Compute a model's features and judge them; where it is fine-tuned, those of the fine-tuned model."""
@@ -249,9 +249,8 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
         if run.is_trained:
             if self.config.before:
                 further["before"] = self._probe(config, Path(f"{config.output}.features")).columns()[self.score]
-            recipe = ImageRecipe(config)
-            further["top1"] = recipe.train(tick).top1
-            config = recipe.started_from(config.output)
+            further["top1"] = train(config, tick).top1
+            config = config.started_from(config.output)
         evaluation = self._probe(config, _folder(run), tick, self._dense_folder(run))
         return Outcome(evaluation, {**evaluation.columns(), **further})
 
@@ -314,7 +313,7 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
     def _judge(self, config: TrainConfig, folder: Path, tick: Tick, dense: Path | None) -> Judged:
         """Compute the features of the model that a run starts from, and judge them."""
         streams = _streams(config.data)
-        model = ImageRecipe(config).load()
+        model = ImageKind(config).load()
         features = []
         if dense is not None:
             del streams[_FITTED]

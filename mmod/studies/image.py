@@ -31,7 +31,7 @@ from mmod.training.engine.distributed import choose_device
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import EvalResult
-from mmod.training.image.recipe import ImageRecipe, sample_images, timed_images
+from mmod.training.image.kind import ImageKind, sample_images, timed_images
 
 # Speeds for which a model is named, as multiples of the dense model's.
 _SPEEDS = (1.25, 1.5, 2.0)
@@ -98,7 +98,7 @@ class TimmCosts(Costs[TimmStudyConfig]):
         images = timed_images(run.config, self.config.latency_batch).to(choose_device(run.config.device))
         with torch.inference_mode():
             peak = peak_bytes(partial(model, images), images.device)
-        gflops = ImageRecipe(run.config).cost(model, evaluation.kept)["image"] / 1e9
+        gflops = ImageKind(run.config).cost(model, evaluation.kept)["image"] / 1e9
         return {"gflops": gflops, "peak_mb": peak / 1e6}
 
     def rivals(self, costs: ByModel, candidates: Mapping[str, Candidate]) -> dict[str, dict[str, list[str]]]:
@@ -251,7 +251,7 @@ class ImageStudy(Study):
     """A study of timm's classifiers, of images or of patches; see `Study`."""
 
     def __init__(self, config: ImageStudyConfig) -> None:
-        scorer = Scorer(config, ImageRecipe, config.score, _MEASURES[config.score])
+        scorer = Scorer(config, config.score, _MEASURES[config.score])
         costs = TimmCosts(config)
         super().__init__(config, TrainConfig, scorer, costs, TimmReport(config, scorer, costs, _COLUMNS))
 

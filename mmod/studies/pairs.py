@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -13,10 +13,10 @@ from mmod.studies.jobs import Run
 from mmod.studies.report import Report
 from mmod.studies.scorer import Scorer
 from mmod.studies.study import Study
-from mmod.training.engine.recipe import Recipe
+from mmod.training.engine.kind import Kind
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult
-from mmod.training.pairs.recipe import PairsRecipe
+from mmod.training.pairs.kind import PairsKind
 
 _COLUMNS = (
     "name",
@@ -50,15 +50,15 @@ class PairsCosts(Costs[PairsStudyConfig]):
 
     def count(self, run: Run[TrainConfig], model: nn.Module, evaluation: EvalResult) -> dict[str, float]:
         """Count the FLOPs of one image, of one caption, and of both."""
-        cost = PairsRecipe(run.config).cost(model, evaluation.kept)
+        cost = PairsKind(run.config).cost(model, evaluation.kept)
         by_tower = {f"{tower}_gflops": flops / 1e9 for tower, flops in cost.items()}
         return {**by_tower, "gflops": sum(by_tower.values())}
 
     def time(
-        self, recipes: Mapping[str, Recipe[Any, Any]], models: Mapping[str, nn.Module], *, shown: bool
+        self, kinds: Mapping[str, Kind], models: Mapping[str, nn.Module], *, shown: bool
     ) -> dict[str, dict[str, float]]:
         """Measure the latency of both towers."""
-        figures = super().time(recipes, models, shown=shown)
+        figures = super().time(kinds, models, shown=shown)
         return {name: {**ms, "latency_ms": ms["image_ms"] + ms["text_ms"]} for name, ms in figures.items()}
 
 
@@ -66,6 +66,6 @@ class PairsStudy(Study):
     """A study of open_clip's models; see `Study`."""
 
     def __init__(self, config: PairsStudyConfig) -> None:
-        scorer = Scorer(config, PairsRecipe, "recall1", "recall at 1, mean of both directions,")
+        scorer = Scorer(config, "recall1", "recall at 1, mean of both directions,")
         costs = PairsCosts(config)
         super().__init__(config, TrainConfig, scorer, costs, Report(config, scorer, costs, _COLUMNS))

@@ -12,7 +12,7 @@ from mmod.planning.options import PlanOptions
 from mmod.training.chat import config as chat
 from mmod.training.engine.config import RunConfig
 from mmod.training.image import config as image
-from mmod.training.kinds import parse_kind, recipe_of
+from mmod.training.kinds import kind_of, parse_kind
 from mmod.training.pairs import config as pairs
 from mmod.training.text import config as text
 
@@ -65,13 +65,13 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
     """Search a plan for the model that a run would start from, and write plan and picture into a folder."""
     from mmod import Option, RoutingConfig, search_plan
 
-    recipe = recipe_of(config)
+    kind = kind_of(config)
     if getattr(config, "routing", None) is not None:
         raise ValueError("a plan is searched for a dense model: set `routing: null`")
-    if not recipe.has_weights:
+    if not config.model.has_weights:
         raise ValueError("nothing to search: the config starts from no weights; set model.checkpoint")
-    model = recipe.load()
-    batches = recipe.calibration(model, options.batches, options.batch_size)
+    model = kind.load()
+    batches = kind.calibration(model, options.batches, options.batch_size)
     name = f"{options.cost}-{options.budget:g}" + (f"-rounds-{options.rounds}" if options.rounds else "")
     with locked(folder, wait=True):
         folder.mkdir(parents=True, exist_ok=True)
@@ -79,7 +79,7 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
             model,
             batches,
             options.budget,
-            part=options.part or recipe.part,
+            part=options.part or kind.part,
             options=None if options.options is None else [Option(*option) for option in options.options],
             router=options.router,
             cost=options.cost,

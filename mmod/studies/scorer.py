@@ -14,8 +14,8 @@ from mmod.io.journal import Journal
 from mmod.studies.costs import AnyStudyConfig
 from mmod.studies.jobs import Run
 from mmod.studies.results import SeedScores, StudyScores
-from mmod.training.engine.recipe import Recipe
 from mmod.training.engine.run_folder import portable
+from mmod.training.kinds import kind_of
 
 
 class Outcome(NamedTuple):
@@ -48,9 +48,8 @@ class Scorer(Generic[AnyStudyConfig]):
         measure: Name of the score in the picture.
     """
 
-    def __init__(self, config: AnyStudyConfig, recipe: type[Recipe[Any, Any]], score: str, measure: str) -> None:
+    def __init__(self, config: AnyStudyConfig, score: str, measure: str) -> None:
         self.config = config
-        self.recipe = recipe
         self.score = score
         self.measure = measure
 
@@ -62,7 +61,7 @@ class Scorer(Generic[AnyStudyConfig]):
         before = {}
         if run.is_tuned and self.config.before:
             before["before"] = self._evaluate_start(run.config).columns()[self.score]
-        evaluation = self.recipe(run.config).train(tick)
+        evaluation = train(run.config, tick)
         return Outcome(evaluation, evaluation.columns() | before)
 
     def scores(self, names: Iterable[str], findings: Findings) -> StudyScores:
@@ -75,14 +74,22 @@ class Scorer(Generic[AnyStudyConfig]):
 
     def _evaluate_start(self, config: Any) -> Any:
         """Evaluate the model that a run starts from, or return the evaluation of an earlier call."""
+        kind = kind_of(config)
         settings = portable(config.to_dict())
         del settings["output"]
 
         def evaluate() -> Any:
-            recipe = self.recipe(config)
-            return recipe.assess(recipe.load())
+            return kind.assess(kind.load())
 
-        return self.recipe.result(**evaluate_once(f"{config.output}.before.jsonl", settings, evaluate))
+        return kind.result(**evaluate_once(f"{config.output}.before.jsonl", settings, evaluate))
+
+
+def train(config: Any, tick: Tick) -> Any:
+    """Train a run, or read the result of a finished one; return the evaluation to report."""
+    evaluation = kind_of(config).fit(progress=False, tick=tick).best
+    if evaluation is None:
+        raise ValueError("there is nothing to ask: set data.val")
+    return evaluation
 
 
 def evaluate_once(path: str | Path, settings: Mapping[str, Any], evaluate: Callable[[], Any]) -> dict[str, Any]:

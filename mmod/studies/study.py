@@ -20,9 +20,10 @@ from mmod.studies.jobs import Run, Search, best_rates, starts_others, trials, tr
 from mmod.studies.plan import search_for
 from mmod.studies.report import Report, hint
 from mmod.studies.results import StudyResult, compare, flat, write_outcome
-from mmod.studies.scorer import Findings, Outcome, Scorer
+from mmod.studies.scorer import Findings, Outcome, Scorer, train
 from mmod.training.engine.checkpoint import find_weights
 from mmod.training.engine.config import LoopConfig, RunConfig
+from mmod.training.kinds import kind_of
 
 # The dense model that all fine-tuning starts from; the point shown as dense is fine-tuned like the others.
 _BASE = "base"
@@ -92,20 +93,19 @@ class Study:
             is_seed_done = all(run.seed in by_seed for by_seed in findings.figures.values())
             if len(findings.costs) > 1 and DENSE in findings.costs and (is_first or is_seed_done):
                 self._write(candidates, findings, runner)
-        recipes = {name: self.scorer.recipe(run.config) for name, run in first.items()}
+        kinds = {name: kind_of(run.config) for name, run in first.items()}
         models = {name: self.load(run) for name, run in first.items()}
-        for name, times in self.costs.time(recipes, models, shown=progress).items():
+        for name, times in self.costs.time(kinds, models, shown=progress).items():
             findings.costs[name] |= times
         return self._write(candidates, findings, runner)
 
     def plan(self) -> tuple[list[Candidate], list[Run[Any]]]:
         """Return the compared models, and the runs in the order they must be done."""
         config = self.config
-        recipe = self.scorer.recipe
         dense = self.run_config.from_dict(config.dense_fields)
         tuned = self.run_config.from_dict(config.tuned_fields)
         config.check(dense, tuned)
-        candidates = candidates_of(config, recipe, dense, tuned)
+        candidates = candidates_of(config, dense, tuned)
         names = Counter([_BASE, *(candidate.name for candidate in candidates)])
         if max(names.values()) > 1:
             raise ValueError(f"several models of the study have the name {names.most_common(1)[0][0]!r}")
@@ -118,13 +118,13 @@ class Study:
             folder = Path(config.bases) / root.name / _BASE if config.bases else root / base
             seeded = dataclasses.replace(dense, output=str(folder), seed=seed)
             if config.train_dense or not config.tune_dense:
-                work = recipe(seeded).work if config.train_dense else _EVALUATION
+                work = _work(seeded) if config.train_dense else _EVALUATION
                 runs.append(Run(base, seed, seeded, work, is_trained=config.train_dense))
-            start: Any = recipe(tuned).started_from(str(folder)) if config.train_dense else tuned
+            start: Any = tuned.started_from(str(folder)) if config.train_dense else tuned
             for candidate in others:
                 run = candidate.configure(seeded, dataclasses.replace(start, seed=seed))
                 run = dataclasses.replace(run, output=str(root / candidate.name))
-                work = recipe(run).work if candidate.is_trained else _EVALUATION
+                work = _work(run) if candidate.is_trained else _EVALUATION
                 search = None
                 if candidate.search is not None:
                     search = Search(candidate.search, root / f"{candidate.series}.plans")
@@ -151,14 +151,13 @@ class Study:
     def load(self, run: Run[Any]) -> nn.Module:
         """Make the final model of a run, in evaluation mode on the device it was trained on."""
         config = self.ready(run).config
-        recipe = self.scorer.recipe
         if run.is_trained:
-            config = recipe(config).finished(config.output)
-        return recipe(config).load()
+            config = config.finished(config.output)
+        return kind_of(config).load()
 
     def _try_rate(self, run: Run[Any], tick: Tick) -> float:
         """Return the score of a run of the search for learning rates."""
-        evaluation = self.scorer.recipe(self.ready(run).config).train(tick)
+        evaluation = train(self.ready(run).config, tick)
         return float(evaluation.columns()[self.scorer.score])
 
     def _check_runs(self, runs: Sequence[Run[Any]]) -> None:
@@ -170,12 +169,12 @@ class Study:
             # Not there yet; its architecture is the dense model's.
             if str(Path(str(config.model.checkpoint)).parent) in written:
                 config = dataclasses.replace(config, model=dense.model)
-            recipe = self.scorer.recipe(config)
+            kind = kind_of(config)
             try:
                 if run.is_trained:
-                    recipe.check_schedule()
+                    kind.check_schedule()
                 if run.seed == 0 and run.search is None and (config.routing or config.methods):
-                    recipe.sketch()
+                    kind.sketch()
             except ValueError as error:
                 raise ValueError(f"model {run.name!r} of the study: {error}") from error
 
@@ -212,6 +211,11 @@ class Study:
         if len(points) == 2:
             runner.say(f"table and picture, from now on: {folder}/tradeoff.{{md,png}}")
         return StudyResult(folder, points, table, summary, record["cpu_seconds"])
+
+
+def _work(config: Any) -> float:
+    """Return the duration of a run, in any unit that the runs of a study share."""
+    return float(config.epochs) if isinstance(config, LoopConfig) else 1.0
 
 
 def _find_checkpoints(runs: Sequence[Run[Any]]) -> None:

@@ -23,7 +23,7 @@ from mmod.values import check_value, one_of
 
 if TYPE_CHECKING:
     from mmod.training.chat.evaluate import EvalResult as ChatResult
-    from mmod.training.engine.recipe import Recipe
+    from mmod.training.engine.kind import Kind
     from mmod.training.engine.run_folder import FitResult
     from mmod.training.image.evaluate import EvalResult
     from mmod.training.pairs.evaluate import EvalResult as PairsResult
@@ -37,21 +37,22 @@ CONFIGS: dict[str, type[RunConfig]] = {
 }
 """Configs by kind; imported without torch, so that `--help` is fast."""
 
-RECIPES = {
-    "image": "mmod.training.image.recipe:ImageRecipe",
-    "pairs": "mmod.training.pairs.recipe:PairsRecipe",
-    "chat": "mmod.training.chat.recipe:ChatRecipe",
-    "text": "mmod.training.text.recipe:TextRecipe",
+KINDS = {
+    "image": "mmod.training.image.kind:ImageKind",
+    "pairs": "mmod.training.pairs.kind:PairsKind",
+    "chat": "mmod.training.chat.kind:ChatKind",
+    "text": "mmod.training.text.kind:TextKind",
 }
-"""Import paths of the recipes by kind: each needs libraries that the others do not."""
+"""Import paths of the kinds by name: each needs libraries that the others do not."""
 
 
-def recipe_of(config: Any) -> Recipe[Any, Any]:
-    """Return the recipe of a run; imports the libraries of its kind. A TypeError for a config of no kind."""
+def kind_of(config: Any) -> Kind:
+    """Return the kind of a run; imports its libraries. A TypeError for a config of no kind."""
     if not isinstance(config, RunConfig):
         raise TypeError(f"a run's config must be one of {', '.join(CONFIGS)}, got {type(config).__name__}")
-    recipe: type[Recipe[Any, Any]] = import_path(RECIPES[config.kind])
-    return recipe(config)
+    kind: type[Kind] = import_path(KINDS[config.kind])
+    # A protocol says nothing of how its classes are made.
+    return kind(config)  # type: ignore[call-arg]
 
 
 @typing.overload
@@ -90,10 +91,10 @@ def fit(config: RunConfig, **options: Any) -> Any:
         >>> result.steps, result.evaluation.samples
         (4, 64)
     """
-    return recipe_of(config).fit(**options)
+    return kind_of(config).fit(**options)
 
 
-def kind_of(arguments: Sequence[str]) -> str:
+def kind_named(arguments: Sequence[str]) -> str:
     """Return the kind that the files or options of a command line name; "image" unless they do."""
     kind = _named_kind(arguments) or "image"
     one_of("kind", kind, tuple(CONFIGS))
@@ -114,7 +115,7 @@ def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]]) 
     """
     folder = Path(arguments[0]) if arguments and (Path(arguments[0]) / RUN_CONFIG).is_file() else None
     words = arguments if folder is None else [str(folder / RUN_CONFIG), *arguments[1:]]
-    kind = kind_of(words)
+    kind = kind_named(words)
     try:
         config = parse_config(words if folder is None else [words[0], "--kind", kind], config_of(kind))
     except SystemExit as end:
@@ -129,7 +130,7 @@ def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]]) 
 
 def finished_run(config: Any, folder: Path) -> Any:
     """Return the config that starts from the final model of a run folder, from the config in it."""
-    return recipe_of(dataclasses.replace(config, output=str(folder))).finished(str(folder))
+    return dataclasses.replace(config, output=str(folder)).finished(str(folder))
 
 
 _DRY = "--dry-run"
@@ -166,14 +167,14 @@ def main(arguments: Sequence[str], kind: str) -> None:
     dry = [word for word in arguments if word.partition("=")[0] == _DRY]
     config = parse_config([word for word in arguments if word not in dry], CONFIGS[kind])
     if not dry:
-        result = recipe_of(config).fit()
+        result = kind_of(config).fit()
         if is_first_process():
             print(f"{result}\n{next_commands(config, result)}")
         return
     rate = parse_option(dry[-1].partition("=")[2])
     # Before the model is made.
     check_value(_DRY, rate, float | None, "(0, inf)")
-    estimate = recipe_of(config).estimate()
+    estimate = kind_of(config).estimate()
     print(estimate)
     if rate is not None:
         print(f"{estimate.hours(rate):.4g} hours at {rate:g} TFLOP/s in each process")

@@ -18,7 +18,7 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.io.progress import progress_bar
 from mmod.training.chat.evaluate import generate
-from mmod.training.chat.recipe import read_prompts
+from mmod.training.chat.kind import read_prompts
 from scripts.real_halves.rows import Row
 
 LONGEST_ANSWER = 7

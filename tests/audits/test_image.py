@@ -21,7 +21,7 @@ from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.io.journal import Journal
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.kind import ImageKind
 from tests.kit.sets import SETS
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
@@ -100,7 +100,7 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
     arguments = [str(run), *QUICK, "--audit.conditions", "[random]", "--audit.maps", "0", "--data.batch_size", "16"]
     (uninterrupted,) = main([*arguments, "--output", str(tmp_path / "whole")])
     cut = [*arguments, "--output", str(tmp_path / "cut")]
-    left, judge = itertools.count(18, -1), ImageRecipe.judge
+    left, judge = itertools.count(18, -1), ImageKind.judge
 
     def stopping(*args: Any) -> Any:
         if not next(left):
@@ -108,10 +108,10 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
         return judge(*args)
 
     monkeypatch.setattr(progress_module, "_EVERY", 0.0)
-    monkeypatch.setattr(ImageRecipe, "judge", staticmethod(stopping))
+    monkeypatch.setattr(ImageKind, "judge", staticmethod(stopping))
     with pytest.raises(KeyboardInterrupt):
         main(cut)
-    monkeypatch.setattr(ImageRecipe, "judge", staticmethod(judge))
+    monkeypatch.setattr(ImageKind, "judge", staticmethod(judge))
     assert Journal(tmp_path / "cut/audit/progress.jsonl", None, "audit").records[0]["done"] == {
         "positions": 4,
         "audit": 3,

@@ -13,7 +13,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 
 from mmod.blocks import RoutedBlock
-from mmod.training.chat import recipe
+from mmod.training.chat import kind
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.trainer import RoutedTrainer
 from tests.kit.chat_configs import GAMMA, P_MOD, vlm_config
@@ -57,7 +57,7 @@ def train_split(folder: Path) -> None:
     recipe.training_arguments, recipe.RoutedTrainer = on_cpu, Watching  # type: ignore[assignment,misc]
     for name in RUNS:
         config = run_config(folder, name, 2)
-        recipe.ChatRecipe(config).fit(progress=False)
+        kind.ChatKind(config).fit(progress=False)
         run = Path(config.output)
         state = PartialState()
         if state.is_main_process:
@@ -66,6 +66,6 @@ def train_split(folder: Path) -> None:
             shutil.rmtree(run / "model")
             shutil.rmtree(run / "checkpoints" / "checkpoint-4")
         state.wait_for_everyone()
-        assert not recipe.ChatRecipe(config).fit(progress=False).reused
+        assert not kind.ChatKind(config).fit(progress=False).reused
     if PartialState().is_main_process:
         (folder / "split.json").write_text(json.dumps(split))

@@ -18,7 +18,7 @@ from mmod.methods.base import deciding_together
 from mmod.methods.experts import ExpertMlp
 from mmod.training.engine.distributed import Process
 from mmod.training.text.evaluate import evaluate
-from mmod.training.text.recipe import TextRecipe
+from mmod.training.text.kind import TextKind
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import PREDICTOR, text_config
 from tests.kit.vlm_zoo import make_joint, make_language, random_words
@@ -207,21 +207,21 @@ SINGLE = Process(0, 1, torch.device("cpu"))
 def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, choice: str) -> None:
     method = {"kind": "experts", "experts": 2, "capacity": 0.5, "choice": choice, "membership": 0.1}
     config = text_config(tmp_path / "run", methods=[method], epochs=1)
-    evaluation: Any = TextRecipe(config).fit(progress=False).evaluation
+    evaluation: Any = TextKind(config).fit(progress=False).evaluation
     assert len(evaluation.kept) == len(evaluation.agreement) == 8
     assert evaluation.kept["model.layers.3.mlp.expert2"] == 0.25
     assert evaluation.causal_loss != evaluation.loss
     assert 0 < evaluation.mean_agreement <= 1
     start = {"config": None, "checkpoint": str(tmp_path / "run")}
-    again, _ = TextRecipe(text_config(tmp_path / "next", model=start, methods=[method])).create_models()
+    again, _ = TextKind(text_config(tmp_path / "next", model=start, methods=[method])).create_models()
     assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
-    assert evaluate(again, TextRecipe(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(evaluation.loss)
+    assert evaluate(again, TextKind(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(evaluation.loss)
 
 
 def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_path: Path) -> None:
     method = {"kind": "experts", "experts": 2, "choice": "predictor"}
     config = text_config(tmp_path / "a", methods=[method], routing=PREDICTOR, epochs=1)
-    staged: Any = TextRecipe(config).fit(progress=False)
+    staged: Any = TextKind(config).fit(progress=False)
     evaluation = staged.evaluation
     # Experts inside routed layers share the tokens of these.
     assert [name.rpartition(".")[2] for name in evaluation.kept] == [
@@ -235,7 +235,7 @@ def test_a_staged_run_measures_both_ways_and_one_of_tokens_that_choose_one(tmp_p
     assert evaluation.kept["model.layers.0.mlp.expert1"] == 0.5
     assert evaluation.causal_loss != evaluation.loss
     method = {"kind": "experts", "experts": 2, "choice": "tokens", "capacity": None}
-    tokens: Any = TextRecipe(text_config(tmp_path / "b", methods=[method], epochs=1)).fit(progress=False).evaluation
+    tokens: Any = TextKind(text_config(tmp_path / "b", methods=[method], epochs=1)).fit(progress=False).evaluation
     assert tokens.causal_loss == tokens.loss
     assert not tokens.agreement
     assert sum(tokens.kept.values()) == pytest.approx(4)

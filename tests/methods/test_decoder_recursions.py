@@ -19,7 +19,7 @@ from mmod.methods.base import deciding_together
 from mmod.methods.recursions import Cycle
 from mmod.training.engine.distributed import Process
 from mmod.training.text.evaluate import evaluate
-from mmod.training.text.recipe import TextRecipe
+from mmod.training.text.kind import TextKind
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import text_config
@@ -276,21 +276,21 @@ SINGLE = Process(0, 1, torch.device("cpu"))
 def test_both_losses_are_measured_and_training_goes_on_from_a_run(tmp_path: Path, choice: str) -> None:
     method = {"kind": "recursions", "recursions": 2, "choice": choice, "membership": 0.1}
     config = text_config(tmp_path / "run", methods=[method], epochs=1)
-    evaluation: Any = TextRecipe(config).fit(progress=False).evaluation
+    evaluation: Any = TextKind(config).fit(progress=False).evaluation
     assert list(evaluation.kept) == ["model.layers.1.recursion2"]
     assert evaluation.mean_kept == 0.5
     assert evaluation.causal_loss != evaluation.loss
     assert 0 < evaluation.mean_agreement <= 1
     start = {"config": None, "checkpoint": str(tmp_path / "run")}
-    again, teacher = TextRecipe(text_config(tmp_path / "next", model=start, methods=[method])).create_models()
+    again, teacher = TextKind(text_config(tmp_path / "next", model=start, methods=[method])).create_models()
     assert teacher is None
     assert methods_of(again)[0] == methods_of(mmod.load_pretrained(tmp_path / "run" / "model"))[0]
-    assert evaluate(again, TextRecipe(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(evaluation.loss)
+    assert evaluate(again, TextKind(config).create_streams(SINGLE, again)[1]).loss == pytest.approx(evaluation.loss)
 
 
 def test_what_decides_in_one_way_has_one_loss(tmp_path: Path) -> None:
     tokens, best = (
-        TextRecipe(text_config(tmp_path / way["choice"], methods=[way], epochs=1)).fit(progress=False).evaluation
+        TextKind(text_config(tmp_path / way["choice"], methods=[way], epochs=1)).fit(progress=False).evaluation
         for way in ({"kind": "recursions", "choice": "tokens"}, {"kind": "recursions", "choice": "topk"})
     )
     assert tokens.causal_loss == tokens.loss

@@ -18,7 +18,7 @@ import mmod
 from mmod.analysis import flops
 from mmod.methods import Prune, Recursions, methods_of, read_method, undo_
 from mmod.training import evaluate
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.kind import ImageKind
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
 from tests.kit.engine_worker import TensorStream, run, tiny_config
@@ -229,9 +229,7 @@ def test_training_goes_on_from_a_run(tmp_path: Path, way: dict[str, Any]) -> Non
     method = {"kind": "recursions", "recursions": 2, **way}
     config = tiny_config(output=tmp_path / "run", epochs=1, methods=[method])
     result = run(config)
-    model, teacher = ImageRecipe(
-        replace(config, model=config.model.started_from(str(tmp_path / "run")))
-    ).create_models()
+    model, teacher = ImageKind(replace(config, model=config.model.started_from(str(tmp_path / "run")))).create_models()
     assert methods_of(model)[0] == read_method(method)
     assert teacher is None
     assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation

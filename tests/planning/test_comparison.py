@@ -18,8 +18,8 @@ from mmod.planning.comparison import Reading, SampleScores, as_fast, time_models
 from mmod.studies.command import CONFIGS as STUDY_CONFIGS
 from mmod.studies.command import STUDIES
 from mmod.studies.study import Study
-from mmod.training.engine.recipe import Recipe
-from mmod.training.kinds import CONFIGS, RECIPES
+from mmod.training.engine.kind import Recipe
+from mmod.training.kinds import CONFIGS, KINDS
 from tests.kit.image_study import config as image_config
 
 
@@ -97,9 +97,9 @@ def test_a_method_of_another_package_is_printed_by_its_kind(monkeypatch: pytest.
 
 
 def test_each_kind_names_its_recipe_and_its_study() -> None:
-    assert RECIPES.keys() == CONFIGS.keys()
+    assert KINDS.keys() == CONFIGS.keys()
     assert STUDIES.keys() == STUDY_CONFIGS.keys()
-    assert all(issubclass(import_path(path), Recipe) for path in RECIPES.values())
+    assert all(issubclass(import_path(path), Recipe) for path in KINDS.values())
     assert all(issubclass(import_path(path), Study) for path in STUDIES.values())
 
 

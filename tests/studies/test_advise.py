@@ -21,7 +21,7 @@ from mmod.studies.advised import open_model
 from mmod.training import fit
 from mmod.training.engine.config import ScheduleConfig
 from mmod.training.image.config import ModelConfig, TrainConfig
-from mmod.training.kinds import recipe_of
+from mmod.training.kinds import kind_of
 from tests.kit.clip_zoo import make_clip, small_config
 from tests.kit.folders import make_image_model, save_image_model, save_images
 from tests.kit.prompts import make_prompts
@@ -134,7 +134,7 @@ def test_a_run_is_advised_with_the_preprocessing_of_its_training(
         schedule=ScheduleConfig(warmup_epochs=0),
     )
     fit(config, progress=False)
-    expected = recipe_of(config).finished("run")
+    expected = config.finished("run")
     for name in ("run", "run/model"):
         main(["advise", name, "--images", str(folder), "--output", name.replace("/", "-") + "-advice"])
         shown = capsys.readouterr().out
@@ -146,7 +146,7 @@ def test_a_run_is_advised_with_the_preprocessing_of_its_training(
     advised = open_model("run")
     assert not methods_of(advised.model)
     pixels = torch.stack([advised.preprocessing.transform()(Image.new("L", (50, 40), 9 * n)) for n in range(3)])
-    dense = mmod.undo_(recipe_of(expected).load())
+    dense = mmod.undo_(kind_of(expected).load())
     with torch.no_grad():
         torch.testing.assert_close(advised.model.eval()(pixels), dense(pixels))
     main(["advise", "run", "--images", str(folder), "--output", "other", "--mean", "0.5", "--std", "0.2"])

@@ -11,8 +11,8 @@ from mmod import flops
 from mmod.data.loader import image_stream
 from mmod.studies.assess import assess, main
 from mmod.training import evaluate, fit
-from mmod.training.engine.recipe import seed_draws
-from mmod.training.image.recipe import ImageRecipe, sample_images, timed_images
+from mmod.training.engine.kind import seed_draws
+from mmod.training.image.kind import ImageKind, sample_images, timed_images
 from mmod.training.kinds import CONFIGS, parse_kind
 from tests.kit.image_study import MODEL, config
 
@@ -31,7 +31,7 @@ def test_a_checkpoint_is_evaluated_as_it_is_routed_or_not(tmp_path: Path, capsys
     run_config = config(tmp_path, model=start, routing={"router": "random", "blocks": "late", "capacity": 0.25})
     routed = assess(run_config, progress=False)
     seed_draws(0, 0, 0)
-    model = ImageRecipe(run_config).create_models()[0].eval()
+    model = ImageKind(run_config).create_models()[0].eval()
     assert routed.evaluation == evaluate(model, image_stream(run_config.data))
     assert routed.gflops == {"image": flops(model, (1, 32, 32)).routed / 1e9}
     assert routed.gflops["image"] < dense.gflops["image"]

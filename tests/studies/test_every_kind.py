@@ -13,7 +13,7 @@ import mmod
 from mmod.io.yaml import read_yaml
 from mmod.studies import assess, plan
 from mmod.training.engine.evaluate import RoutedResult
-from mmod.training.kinds import CONFIGS, kind_of, recipe_of
+from mmod.training.kinds import CONFIGS, kind_named, kind_of
 from tests.kit.chat_configs import vlm_config
 from tests.kit.image_study import config as image_config
 from tests.kit.pairs_worker import MODEL, write_model
@@ -51,13 +51,13 @@ UNITS = {"image": {"image"}, "pairs": {"image", "text"}, "chat": {"prompt"}, "te
 def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = recipe_of(_tiny(kind, tmp_path))
+    recipe = kind_of(_tiny(kind, tmp_path))
     shares: list[float] = []
-    trained: RoutedResult = recipe.train(shares.append)
-    done = dataclasses.replace(recipe.finished(recipe.config.output), output=str(tmp_path / "done"))
+    trained: RoutedResult = recipe.fit(progress=False, tick=shares.append).best
+    done = dataclasses.replace(recipe.config.finished(recipe.config.output), output=str(tmp_path / "done"))
     path = tmp_path / "done.yaml"
     path.write_text(yaml.safe_dump(done.to_dict()))
-    assert kind_of([str(path), "--seed", "1"]) == kind
+    assert kind_named([str(path), "--seed", "1"]) == kind
 
     evaluation = assess.assess(done, progress=False)
     assert evaluation.evaluation == trained
@@ -68,7 +68,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
 
     plan.main([str(path), "--plan.batches", "2", "--plan.batch_size", "2", "--plan.budget", "0.8"])
     searched = mmod.RoutingConfig.load(tmp_path / "done/plan/flops-0.8.json")
-    routed = mmod.route_(recipe_of(done).load(), **{recipe.part: searched})
+    routed = mmod.route_(kind_of(done).load(), **{recipe.part: searched})
     assert mmod.routed_blocks(routed)
     assert "divergence added by each option" in capsys.readouterr().out
 
@@ -80,15 +80,15 @@ def test_a_config_says_its_kind(path: Path) -> None:
     kinds = {"clip": "pairs", "vlm": "chat", "text": "text"}
     if path.parent.name in ("digits", "imagenet", "patches", "photos", "clip", "vlm", "text"):
         fields = read_yaml(path)
-        assert kind_of([str(path)]) == kinds.get(path.parent.name, "image")
-        assert CONFIGS[kind_of([str(path)])].from_dict(fields).output
+        assert kind_named([str(path)]) == kinds.get(path.parent.name, "image")
+        assert CONFIGS[kind_named([str(path)])].from_dict(fields).output
 
 
 def test_only_a_config_of_a_kind_has_a_recipe() -> None:
     with pytest.raises(TypeError, match="one of image, pairs, chat, text, got str"):
-        recipe_of("image")
+        kind_of("image")
     with pytest.raises(ValueError, match="kind must be one of"):
-        kind_of(["--kind", "audio"])
+        kind_named(["--kind", "audio"])
 
 
 def test_a_refused_config_that_names_no_kind_is_told_of_the_key(

@@ -38,8 +38,8 @@ from mmod.studies.scorer import Findings
 from mmod.training.engine.parse import read_config
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import feature_of, read_features
+from mmod.training.image.kind import ImageKind
 from mmod.training.image.model import create_dense_model
-from mmod.training.image.recipe import ImageRecipe
 from tests.kit.scripts import ROOT
 
 MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": 3}
@@ -188,7 +188,7 @@ def test_too_few_images_of_a_class_are_refused_before_any_model_is_made(
     given_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[object] = []
-    monkeypatch.setattr(ImageRecipe, "create", lambda self: made.append(self.config))
+    monkeypatch.setattr(ImageKind, "create", lambda self: made.append(self.config))
     study = FeaturesStudy(config(given_files, tmp_path / "study", folds=EACH + 1, rivals={}, routers=ONE))
     with pytest.raises(ValueError, match=rf"folds={EACH + 1} .* class 0 has {EACH}"):
         study.run(progress=False)

@@ -15,7 +15,7 @@ from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import ImageStudy
 from mmod.training import TrainConfig
 from mmod.training.engine.parse import parse_config
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.kind import ImageKind
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
 
@@ -70,10 +70,10 @@ def test_rivals_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.Monk
     study = ImageStudy(parse_config(["configs/tradeoff/patches.yaml"], ImageStudyConfig))
     dense = TrainConfig.load("configs/patches/dense.yaml")
     costs = {}
-    for candidate in candidates_of(study.config, ImageRecipe, dense, dense):
+    for candidate in candidates_of(study.config, ImageKind, dense, dense):
         config = candidate.configure(dense, dense)
         size = config.data.image_size
-        costs[candidate.name] = flops(ImageRecipe(config).create(), (1, size, size)).routed
+        costs[candidate.name] = flops(ImageKind(config).create(), (1, size, size)).routed
     assert len(costs) == 14
     # Narrow models take more time than their FLOPs, so theirs are fewer. Comparing tokens within cells costs little.
     shares = {"dense": 1.0, "resolution-0.5": 0.6, "narrow-0.25": 0.3, "cells, merged": 0.43}

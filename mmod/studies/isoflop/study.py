@@ -18,11 +18,11 @@ from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop.report import draw, optima, table, verdict
 from mmod.studies.jobs import best_rates, try_rates, with_rate
 from mmod.studies.results import StudyResult, means_over_seeds, write_outcome
-from mmod.training.engine.recipe import steps_of_epoch
+from mmod.training.engine.kind import steps_of_epoch
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult
+from mmod.training.text.kind import TextKind
 from mmod.training.text.model import window_flops
-from mmod.training.text.recipe import TextRecipe
 from mmod.values import refuse_unknown
 
 
@@ -65,7 +65,7 @@ def plan(config: IsoflopConfig) -> list[Place]:
         for size, changes in config.sizes.items():
             sized = dataclasses.replace(candidate, changes={"model": {"config": changes}})
             run = sized.configure(dense, dense)
-            model = TextRecipe(run).create()
+            model = TextKind(run).create()
             parameters = sum(parameter.numel() for parameter in model.parameters())
             # Counted as in training: logits of every token, and the top-k of routed layers.
             forward = window_flops(model, run.data.length)
@@ -174,7 +174,7 @@ def _find_rates(config: IsoflopConfig, places: list[Place], runner: Runner) -> d
 
 
 def _train(job: Job[TrainConfig], tick: Tick) -> EvalResult:
-    return TextRecipe(job.config).train(tick)
+    return TextKind(job.config).fit(progress=False, tick=tick).best
 
 
 def _try(job: Job[TrainConfig], tick: Tick) -> float:

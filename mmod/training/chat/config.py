@@ -185,6 +185,14 @@ class TrainConfig(RunConfig):
         """Keys that a resumed run may change; see `RunConfig.free_keys`."""
         return super().free_keys | {"data.root", "eval_batch_size", *(f"trainer.{name}" for name in _FREE)}
 
+    def plain(self) -> TrainConfig:
+        """Return the config without adapters and frozen parts; see `RunConfig.plain`."""
+        return dataclasses.replace(self, lora=None, frozen=[])
+
+    def finished(self, folder: str) -> TrainConfig:
+        """Return the config of a final model, which was saved with its methods and merged adapters."""
+        return dataclasses.replace(self.plain().started_from(folder), routing=None, methods=[])
+
     def continued(self, folder: str, length: Mapping[str, Any]) -> TrainConfig:
         """Return the config of a run that trains on; the final model has its methods. See `RunConfig.continued`."""
         trainer = {**self.trainer, **{key.removeprefix("trainer."): value for key, value in length.items()}}

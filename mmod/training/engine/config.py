@@ -233,6 +233,18 @@ class RunConfig:
         """Keys that a resumed run may change, because they do not affect its result."""
         return frozenset({"kind", "output"})
 
+    def started_from(self, folder: str) -> Self:
+        """Return the config of the same run, started from the final weights in a run folder."""
+        return dataclasses.replace(self, model=self.model.started_from(folder))
+
+    def finished(self, folder: str) -> Self:
+        """Return the config of the final model in a run folder of this kind and these settings."""
+        return self.started_from(folder)
+
+    def plain(self) -> Self:
+        """Return the config without what training alone needs: a teacher, adapters, gradient checkpointing."""
+        raise NotImplementedError
+
     def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
         """Return the config of a new run that trains the final model of a run folder on, with a schedule of its own.
 
@@ -394,6 +406,11 @@ class LoopConfig(RunConfig):
             distill=dataclasses.replace(self.distill, teacher=teacher),
             **length,
         )
+
+    def plain(self) -> Self:
+        """Return the config without teacher and gradient checkpointing; see `RunConfig.plain`."""
+        teacher = type(self.distill)(teacher="none")
+        return dataclasses.replace(self, distill=teacher, grad_checkpointing=False)
 
     def routing_parts(self) -> Mapping[str, Mapping[str, Any] | None]:
         """Return the fields of `routing` by part of the model."""

@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from mmod.analysis.memory import ActivationMemory
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.evaluate import KeptShares
+from mmod.training.engine.kind import LoopKind, device_of, step_samples, steps_of_epoch
 from mmod.training.engine.optim import create_optimizer, create_schedule
-from mmod.training.engine.recipe import LoopParts, steps_of_epoch
+from mmod.training.engine.start import check_start, create_models
 
 # Mixup needs a pair of samples.
 _SAMPLES = 2
@@ -71,27 +71,29 @@ def _size(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
 
 
-def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
+def estimate(kind: LoopKind) -> RunEstimate:
     """Create the model and the data of a run, and count what training would cost.
 
     Activations are measured in one forward pass of two samples, and the shares of tokens that a threshold keeps, too.
     """
-    config = recipe.config
+    config = kind.config
+    device = device_of(kind)
     world = int(os.environ.get("WORLD_SIZE", 1))
-    recipe.check(world)
+    check_start(kind, world)
+    kind.find_data()
     torch.manual_seed(config.seed)
-    model, teacher = recipe.create_models()
-    model.to(recipe.device)
-    stream = recipe.create_stream(Process(0, world, recipe.device), model, config.seed)
-    recipe.check_samples(model, stream)
-    batch = recipe.step_samples(world)
+    model, teacher = create_models(kind)
+    model.to(device)
+    stream = kind.create_stream(Process(0, world, device), model, config.seed)
+    kind.check_samples(model, stream)
+    batch = step_samples(config, world)
     epoch_steps = steps_of_epoch(config, stream)
     epochs = create_schedule(config, create_optimizer(config.optim, model, batch), epoch_steps)[1]
 
-    task = recipe.create_task(model, teacher, Process(0, 1, recipe.device)).to(recipe.device).train()
+    task = kind.create_task(model, teacher, Process(0, 1, device)).to(device).train()
     inputs, targets = next(iter(stream.batches(0)))[:2]
-    one_pass = next(iter(task.passes([(inputs[:_SAMPLES], targets[:_SAMPLES])], recipe.device)))
-    kept = KeptShares(model, recipe.device)
+    one_pass = next(iter(task.passes([(inputs[:_SAMPLES], targets[:_SAMPLES])], device)))
+    kept = KeptShares(model, device)
     batch_tensors = [value for value in one_pass.arguments if isinstance(value, torch.Tensor)]
     with kept.watch(), ActivationMemory([*batch_tensors, *task.parameters(), *task.buffers()]) as held:
         output = task(*one_pass.arguments)
@@ -107,7 +109,7 @@ def estimate(recipe: LoopParts[Any, Any]) -> RunEstimate:
         epochs=epochs,
         steps=epochs * epoch_steps,
         batch=batch,
-        flops=recipe.cost(model.eval(), kept.means()),
+        flops=kind.cost(model.eval(), kept.means()),
         parameters=sum(value.numel() for value in model.parameters()),
         trained=sum(value.numel() for value in trained),
         processes=world,

@@ -13,7 +13,7 @@ from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Generic
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,58 +43,50 @@ from mmod.training.engine.distributed import (
     together,
     wait_for_all,
 )
-from mmod.training.engine.estimate import RunEstimate, estimate
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
+from mmod.training.engine.kind import LoopKind, Streams, Tick, seed_draws, step_samples, steps_of_epoch
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
-from mmod.training.engine.recipe import InLoop, LoopParts, Streams, Tick, seed_draws, steps_of_epoch
 from mmod.training.engine.run_folder import (
     FitResult,
-    Result,
     check_recorded,
     read_fit,
     record_classes,
     run_once,
     write_result,
 )
+from mmod.training.engine.start import check_start, create_models
 from mmod.training.engine.task import Batch, Task, all_finite, autocast, find_nonfinite, gradient_norm
 
 
-class LoopRecipe(LoopParts[InLoop, Result]):
-    """A kind of training that uses the loop; see `Recipe`."""
+def fit(
+    kind: LoopKind,
+    *,
+    streams: Streams | None = None,
+    progress: bool = True,
+    tick: Tick = lambda share: None,
+) -> FitResult[Any]:
+    """Train, or read the result of a finished run; see `mmod.training.fit`."""
+    config = kind.config
+    shared = config.distributed
+    with process_group(config.device, grouped=shared.sharded, timeout=shared.timeout) as process:
+        autocast(process.device, config.precision)
 
-    def fit(
-        self, *, streams: Streams | None = None, progress: bool = True, tick: Tick = lambda share: None
-    ) -> FitResult[Result]:
-        """Train, or read the result of a finished run; see `mmod.training.fit`."""
-        config = self.config
-        shared = self.config.distributed
-        with process_group(config.device, grouped=shared.sharded, timeout=shared.timeout) as process:
-            autocast(process.device, config.precision)
+        def train(claim: Callable[[], object]) -> FitResult[Any]:
+            trainer = _Trainer(kind, process, streams, claim, tick, progress=progress and process.is_first)
+            with stop_signals() as trainer.stop:
+                return trainer.run()
 
-            def train(claim: Callable[[], object]) -> FitResult[Result]:
-                trainer = _Trainer(self, process, streams, claim, tick, progress=progress and process.is_first)
-                with stop_signals() as trainer.stop:
-                    return trainer.run()
-
-            return run_once(config, process.rank, process.world, partial(read_fit, kind=self.result), train)
-
-    def train(self, tick: Tick) -> Result:
-        """Train, or read the result of a finished run; see `Recipe.train`."""
-        return self.fit(progress=False, tick=tick).best
-
-    def estimate(self) -> RunEstimate:
-        """Count what the run would cost; see `Recipe.estimate`."""
-        return estimate(self)
+        return run_once(config, process.rank, process.world, partial(read_fit, kind=kind.result), train)
 
 
-class _Trainer(Generic[Result]):
+class _Trainer:
     """The state of one run."""
 
     def __init__(
         self,
-        recipe: LoopParts[Any, Result],
+        kind: LoopKind,
         process: Process,
         streams: Streams | None,
         claim: Callable[[], object],
@@ -102,8 +94,8 @@ class _Trainer(Generic[Result]):
         *,
         progress: bool,
     ) -> None:
-        config = recipe.config
-        self.recipe = recipe
+        config = kind.config
+        self.kind = kind
         self.config = config
         self.process = process
         self.progress = progress
@@ -112,12 +104,13 @@ class _Trainer(Generic[Result]):
         self.stop: StopRequest
         self.folder = Path(config.output)
         self.usage = Usage(process.device)
-        self.step_samples = recipe.step_samples(process.world)
+        self.step_samples = step_samples(config, process.world)
         if streams is None:
-            recipe.check(process.world)
+            check_start(kind, process.world)
+            kind.find_data()
         seed_draws(config.seed, 0, 0)
-        self.model, teacher = recipe.create_models()
-        train, test = streams or recipe.create_streams(process, self.model)
+        self.model, teacher = create_models(kind)
+        train, test = streams or kind.create_streams(process, self.model)
         self.train_stream = train
         self.test_stream = test
         # Streams of a caller may name no classes.
@@ -125,7 +118,7 @@ class _Trainer(Generic[Result]):
         if self.classes is not None:
             check_recorded(self.folder, self.classes.numbers)
         if streams is None:
-            recipe.check_samples(self.model, train)
+            kind.check_samples(self.model, train)
         sharded = config.distributed.sharded
         if not sharded:
             # Blocks with shards are moved one by one: together they may not fit.
@@ -137,7 +130,7 @@ class _Trainer(Generic[Result]):
         average = None if self.ema is None else self.ema.module
         share = Shards if sharded else Replicas
         self.parallel = share(self.model, average, process, config.precision, compiled=config.compile)
-        self.task: Task = recipe.create_task(self.model, teacher, process).to(process.device)
+        self.task: Task = kind.create_task(self.model, teacher, process).to(process.device)
         self.wrapped = self.parallel.wrap(self.task)
         self.steps_per_epoch = steps_of_epoch(config, train)
         if not self.steps_per_epoch:
@@ -153,13 +146,13 @@ class _Trainer(Generic[Result]):
         logs = self.folder / "tensorboard" if config.tensorboard and process.is_first else None
         self.board = TensorBoard(logs, self.step)
 
-    def run(self) -> FitResult[Result]:
+    def run(self) -> FitResult[Any]:
         """Train the remaining epochs and write the result."""
         evaluation = average = None
         if self.step and self.progress:
             note_resumed(self.folder, self.step, self.epochs * self.steps_per_epoch)
         while self.epoch < self.epochs:
-            self.recipe.start_epoch(self.parallel.models, self.epoch)
+            self.kind.start_epoch(self.parallel.models, self.epoch)
             self._train_epoch()
             row: dict[str, float] = {"epoch": self.epoch, "step": self.step, "lr": self._learning_rate()}
             self.meters.gather(keep=True)
@@ -231,7 +224,7 @@ class _Trainer(Generic[Result]):
                     self._save()
                     self._leave()
 
-    def _note_validation(self, data: str, result: Result) -> None:
+    def _note_validation(self, data: str, result: Any) -> None:
         if self.progress:
             weights = "validation" if data == "val" else "validation of the moving average"
             note(f"epoch {self.epoch + 1}/{self.epochs}: {weights} {result}")
@@ -317,12 +310,12 @@ class _Trainer(Generic[Result]):
     def _learning_rate(self) -> float:
         return max(float(group["lr"]) for group in self.optimizer.param_groups)
 
-    def _evaluate(self) -> tuple[Result, Result | None]:
+    def _evaluate(self) -> tuple[Any, Any | None]:
         seed_draws(self.config.seed, self.step + 1, self.process.rank)
         results = []
         for model in (self.model, *([] if self.ema is None else [self.ema.module])):
             with self.parallel.full_weights(model) as gathered_model:
-                results.append(self.recipe.evaluate(gathered_model, self.test_stream, self.process, self.progress))
+                results.append(self.kind.evaluate(gathered_model, self.test_stream, self.process, self.progress))
         return results[0], results[1] if len(results) > 1 else None
 
     @property
@@ -382,7 +375,7 @@ class _Trainer(Generic[Result]):
         streams = {"train": self.train_stream, "val": self.test_stream}
         return {name: together(stream.report) for name, stream in streams.items()}
 
-    def _finish(self, evaluation: Result, average: Result | None) -> FitResult[Result]:
+    def _finish(self, evaluation: Any, average: Any | None) -> FitResult[Any]:
         self.board.close()
         result = FitResult(
             folder=str(self.folder),
@@ -413,5 +406,5 @@ class _Trainer(Generic[Result]):
             # An earlier start may have ended between weights and result.
             shutil.rmtree(self.folder / name, ignore_errors=True)
             with replacing(self.folder / name) as folder:
-                self.recipe.export(gathered_model, folder)
+                self.kind.export(gathered_model, folder)
                 write_sums(folder)

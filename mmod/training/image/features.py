@@ -18,7 +18,7 @@ from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
 from mmod.io.files import replacing
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.training.engine.recipe import seed_draws
+from mmod.training.engine.kind import seed_draws
 from mmod.training.engine.task import autocast
 
 FeatureKind = Literal["head", "class", "mean", "patches"]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from typing_extensions import Self
 
 from mmod.data.config import TextConfig
 from mmod.training.engine.config import LoopConfig, StartConfig, check_described
@@ -67,6 +70,10 @@ class TrainConfig(LoopConfig):
         super().__post_init__()
         if self.elastic and not self.routings:
             raise ValueError("elastic trains a routed model: set routing, or elastic: false")
+
+    def plain(self) -> Self:
+        """Return the config without what training alone needs; see `RunConfig.plain`."""
+        return dataclasses.replace(super().plain(), elastic=False)
 
     def depths(self) -> Mapping[str, int]:
         """Return the number of layers, if the config states it."""

@@ -18,8 +18,8 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ConversationsConfig, open_conversations
 from mmod.data.readers.lengths import open_checked
 from mmod.training import fit
+from mmod.training.chat.kind import ChatKind
 from mmod.training.chat.processor import create_word_processor
-from mmod.training.chat.recipe import ChatRecipe
 from tests.kit.chat_configs import vlm_config
 from tests.kit.conversations import said
 from tests.kit.processors import qwen
@@ -258,7 +258,7 @@ def test_a_run_stops_before_its_first_step_or_counts(tmp_path: Path, monkeypatch
         fit(config, progress=False)
     assert not (tmp_path / "run").exists()
     with pytest.raises(CorruptDataError, match="leaves no answer"):
-        ChatRecipe(config).estimate()
+        ChatKind(config).estimate()
     config = replace(config, data=replace(data, on_corrupt="skip"))
     with monkeypatch.context() as patch:
         patch.setattr(transformers.TrainingArguments, "world_size", 3)
@@ -268,5 +268,5 @@ def test_a_run_stops_before_its_first_step_or_counts(tmp_path: Path, monkeypatch
     assert result.skipped == {"train": {data.train: 1}, "val": {}}
     assert result.evaluation is not None
     assert sum(result.evaluation.asked.values()) == 2, "prompts are not cut"
-    batches = list(ChatRecipe(config).calibration(ChatRecipe(config).create(), 4, 4))
+    batches = list(ChatKind(config).calibration(ChatKind(config).create(), 4, 4))
     assert sum(len(batch["input_ids"]) for batch in batches) == 7

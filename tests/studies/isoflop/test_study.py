@@ -17,8 +17,8 @@ from mmod.studies.isoflop import study
 from mmod.studies.isoflop.study import describe, plan, run_study
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.parse import read_config
+from mmod.training.text.kind import TextKind
 from mmod.training.text.model import window_flops
-from mmod.training.text.recipe import TextRecipe
 from tests.kit.counting import flop_counter
 from tests.kit.cover import in_turn
 from tests.kit.text_configs import LLAMA, PREDICTOR, SCORE, text_config
@@ -57,7 +57,7 @@ def test_the_config_that_comes_with_mmod_is_the_grid_of_its_header() -> None:
 
 @pytest.mark.parametrize("layers", [1, 4])
 def test_flops_of_a_dense_pass_are_those_that_torch_counts(tmp_path: Path, layers: int) -> None:
-    model, _ = TextRecipe(text_config(tmp_path, model={"config": {"num_hidden_layers": layers}})).create_models()
+    model, _ = TextKind(text_config(tmp_path, model={"config": {"num_hidden_layers": layers}})).create_models()
     with flop_counter() as counter, torch.no_grad():
         model(input_ids=torch.zeros(1, 48, dtype=torch.long))
     assert window_flops(model, 48) == counter.get_total_flops()
@@ -83,8 +83,8 @@ def test_a_training_step_spends_what_is_counted(tmp_path: Path, way: str, width:
     sizes = {"hidden_size": width, "intermediate_size": 2 * width}
     config = text_config(tmp_path, **WAYS[way], model={"config": sizes}, data={"length": 64})
     # In fp64 importance has products of its own on a CPU too.
-    model = TextRecipe(config).create_models()[0].double().train()
-    task = TextRecipe(config).create_task(model, None, Process(0, 1, torch.device("cpu")))
+    model = TextKind(config).create_models()[0].double().train()
+    task = TextKind(config).create_task(model, None, Process(0, 1, torch.device("cpu")))
     tokens = torch.randint(0, 256, (1, 64), generator=torch.Generator().manual_seed(0))
     with flop_counter() as counter:
         task.forward(tokens, tokens)["loss"].backward()
@@ -92,11 +92,11 @@ def test_a_training_step_spends_what_is_counted(tmp_path: Path, way: str, width:
 
 
 def test_a_routed_pass_counts_what_training_keeps(tmp_path: Path) -> None:
-    dense, _ = TextRecipe(text_config(tmp_path)).create_models()
+    dense, _ = TextKind(text_config(tmp_path)).create_models()
     costs = []
     for capacity in (0.25, 0.5, 1.0):
         routing = {**PREDICTOR, "capacity": capacity}
-        costs.append(window_flops(TextRecipe(text_config(tmp_path, routing=routing)).create_models()[0], 48))
+        costs.append(window_flops(TextKind(text_config(tmp_path, routing=routing)).create_models()[0], 48))
     assert costs == sorted(costs)
     routers = costs[-1] - window_flops(dense, 48)
     assert 0 < routers < 0.05 * costs[-1]

@@ -121,7 +121,7 @@ QWEN_WEIGHTS = 2 * 3584**2 + 2 * 3584 * 512 + 3 * 3584 * 18944
 # Rank 16 beside queries, keys, values and the output.
 QWEN_ADAPTERS = 16 * (2 * (3584 + 3584) + 2 * (3584 + 512))
 GAMMA = [1.0] * 3 + [0.7] * 28 + [1.0]
-RECIPES = {
+KINDS = {
     # text and image tokens; shares; weights of a layer and its width; vocabulary; parameters without routers
     "llava-1.5-7b-p-mod": (55, 576, decayed(32), LLAMA_WEIGHTS, 4096, 32064, 7_063_427_072),
     "llava-1.5-7b-gamma-mod": (224, 576, GAMMA, LLAMA_WEIGHTS, 4096, 32064, 7_063_427_072),
@@ -135,9 +135,9 @@ RECIPES = {
 PUBLISHED = {"llava-1.5-7b-p-mod": (8.38, 4.92, 0.978), "llava-1.5-7b-gamma-mod": (10.7, 7.7, 1.118)}
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", KINDS)
 def test_estimates_equal_what_a_hand_computes(recipe: str, tmp_path: Path) -> None:
-    text, images, shares, weights, width, vocabulary, parameters = RECIPES[recipe]
+    text, images, shares, weights, width, vocabulary, parameters = KINDS[recipe]
     config, cost = estimate_of(tmp_path, recipe, text)
     tokens, depth = text + images, len(shares)
     assert (cost.tokens, cost.image_tokens, cost.longest, cost.depth) == (tokens, images, tokens, depth)

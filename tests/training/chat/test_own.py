@@ -18,7 +18,7 @@ from mmod.training import fit
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.model import create_model
 from mmod.training.chat.processor import create_bpe_processor, create_processor
-from mmod.training.kinds import recipe_of
+from mmod.training.kinds import kind_of
 from tests.kit.chat_configs import vlm_config
 from tests.kit.conversations import write_own
 
@@ -60,7 +60,7 @@ def test_a_tokenizer_of_the_conversations_knows_every_text_and_is_the_same_each_
     model, processor = create_model(own_config())
     assert model.config.text_config.vocab_size == len(processor.tokenizer)
     chats = open_conversations("data/conversations.json", own_config().data)
-    batch = recipe_of(own_config()).collator([chats[0], chats[1]])
+    batch = kind_of(own_config()).collator([chats[0], chats[1]])
     taught = batch["input_ids"][0][batch["labels"][0] != -100]
     assert processor.tokenizer.decode(taught) == "It's red, naïvely. </s>"
     assert torch.isfinite(model(**batch).loss)
@@ -82,7 +82,7 @@ def test_words_that_the_processor_does_not_know_are_refused_with_one_that_knows_
     config = own_config()
     words = replace(config, model=replace(config.model, processor="words"))
     match = r"does not know 100\.0% of the tokens of training answers.*'<unk>'.* Set model\.processor to bpe"
-    for start in (recipe_of(words).fit, recipe_of(words).estimate):
+    for start in (kind_of(words).fit, kind_of(words).estimate):
         with pytest.raises(ValueError, match=match):
             start()
     assert not Path(config.output, "config.yaml").exists()

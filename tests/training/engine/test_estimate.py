@@ -13,7 +13,7 @@ from mmod.analysis.memory import ActivationMemory
 from mmod.data.config import DataConfig
 from mmod.data.loader import image_stream
 from mmod.training import EmaConfig, ModelConfig, TrainConfig
-from mmod.training.kinds import main, recipe_of
+from mmod.training.kinds import kind_of, main
 from tests.kit.engine_worker import MODEL
 
 
@@ -29,7 +29,7 @@ def test_an_estimate_of_an_image_run_is_what_the_run_does(tmp_path: Path, routin
         ema=EmaConfig(),
         device="cpu",
     )
-    recipe: Any = recipe_of(config)
+    recipe: Any = kind_of(config)
     estimate = recipe.estimate()
     assert not (tmp_path / "run").exists()
 
@@ -59,8 +59,7 @@ def test_shards_are_counted_by_the_number_of_processes(tmp_path: Path, monkeypat
         "device": "cpu",
     }
     unsharded, shards = (
-        recipe_of(TrainConfig.from_dict({**fields, "distributed": {"kind": kind}})).estimate()
-        for kind in ("ddp", "fsdp")
+        kind_of(TrainConfig.from_dict({**fields, "distributed": {"kind": kind}})).estimate() for kind in ("ddp", "fsdp")
     )
     weights = 4 * unsharded.parameters
     assert (unsharded.weight_bytes, unsharded.training_bytes, unsharded.full_bytes) == (2 * weights, 3 * weights, 0)

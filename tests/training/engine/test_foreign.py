@@ -21,7 +21,7 @@ from mmod.data.config import DataConfig
 from mmod.studies.advised import open_model
 from mmod.training import ModelConfig, TrainConfig
 from mmod.training.engine.checkpoint import read_weights
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.kind import ImageKind
 from mmod.training.pairs.model import load_clip
 from tests.kit.pairs_worker import MODEL
 from tests.kit.trap import Trap
@@ -102,7 +102,7 @@ def test_the_weights_of_a_training_script_are_read(
     assert ("the EMA weights" in capsys.readouterr().err) == (which == "ema")
 
     run = config(tmp_path, model=ModelConfig(NAME, SMALL, checkpoint=str(path)), routing={"capacity": 0.5})
-    model, teacher = ImageRecipe(run).create_models()
+    model, teacher = ImageKind(run).create_models()
     assert teacher is not None
     same(teacher.state_dict(), expected)
     same({name: value for name, value in model.state_dict().items() if name in expected}, expected)
@@ -117,8 +117,8 @@ def test_timm_chooses_the_same_weights(layout: str, tmp_path: Path) -> None:
 
 def test_a_teacher_is_read_in_the_same_way(tmp_path: Path) -> None:
     torch.save(LAYOUTS["DeiT"][0], tmp_path / "teacher.pth")
-    recipe = ImageRecipe(config(tmp_path, model=ModelConfig(NAME, SMALL)))
-    teacher = recipe.create_teacher(str(tmp_path / "teacher.pth"), recipe.create_bare())
+    recipe = ImageKind(config(tmp_path, model=ModelConfig(NAME, SMALL)))
+    teacher = recipe.create_teacher(str(tmp_path / "teacher.pth"), recipe.prepare(weights=False))
     same(teacher.state_dict(), AVERAGE)
 
 

@@ -14,7 +14,7 @@ from mmod.io.claim import FolderTakenError
 from mmod.training import TrainConfig, fit
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config
-from mmod.training.kinds import CONFIGS, recipe_of
+from mmod.training.kinds import CONFIGS, kind_of
 from tests.kit.engine_worker import MODEL, weights
 from tests.kit.sets import SETS
 from tests.kit.text_configs import SCORE, text_config
@@ -57,7 +57,7 @@ def test_more_epochs_of_a_finished_run_are_a_new_run_from_its_weights(tmp_path: 
     assert continued.teacher() == teacher
     more = fit(continued, progress=False)
     assert (more.epochs, more.steps) == (2, 2 * first.steps)
-    loaded = recipe_of(continued).load().state_dict()
+    loaded = kind_of(continued).load().state_dict()
     assert all(torch.equal(loaded[name], value) for name, value in weights(tmp_path / "a run" / "model").items())
     # The finished run is as it was.
     assert fit(config, progress=False).reused

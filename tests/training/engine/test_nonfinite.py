@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mmod.training import fit
 from mmod.training.engine.checkpoint import list_checkpoints, load_checkpoint
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.kind import ImageKind
 from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
 
 ROUTED = {"router": "linear", "gate": "tanh", "capacity": 0.5}
@@ -65,9 +65,9 @@ def test_as_many_steps_are_skipped_as_allowed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["blocks.1.router.score", "blocks.2.mlp.fc1"])
 def test_the_module_and_the_batch_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create = ImageRecipe.create_models
+    create = ImageKind.create_models
 
-    def create_models(recipe: ImageRecipe) -> Any:
+    def create_models(recipe: ImageKind) -> Any:
         model, teacher = create(recipe)
         calls = iter(range(10**6))
 
@@ -78,7 +78,7 @@ def test_the_module_and_the_batch_are_named(name: str, tmp_path: Path, monkeypat
         model.get_submodule(name).register_forward_hook(poison)
         return model, teacher
 
-    monkeypatch.setattr(ImageRecipe, "create_models", create_models)
+    monkeypatch.setattr(ImageKind, "create_models", create_models)
     config = tiny_config(output=tmp_path / "run", epochs=1, routing=ROUTED, accumulate=2)
     message = rf"at step 1 .*none was written yet; first in the output of {name}, batch 2 of 2"
     with pytest.raises(FloatingPointError, match=message.replace(".score", r"\.score")):
@@ -87,9 +87,9 @@ def test_the_module_and_the_batch_are_named(name: str, tmp_path: Path, monkeypat
 
 
 def test_an_infinite_gradient_changes_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create = ImageRecipe.create_models
+    create = ImageKind.create_models
 
-    def create_models(recipe: ImageRecipe) -> Any:
+    def create_models(recipe: ImageKind) -> Any:
         model, teacher = create(recipe)
         calls = iter(range(10**6))
         model.get_parameter("blocks.0.mlp.fc1.weight").register_hook(
@@ -97,7 +97,7 @@ def test_an_infinite_gradient_changes_no_weight(tmp_path: Path, monkeypatch: pyt
         )
         return model, teacher
 
-    monkeypatch.setattr(ImageRecipe, "create_models", create_models)
+    monkeypatch.setattr(ImageKind, "create_models", create_models)
     config = tiny_config(output=tmp_path / "run", epochs=1, checkpoint_every=1)
     with pytest.raises(FloatingPointError, match=r"or its gradient, .*at step 4 .*good checkpoint: .*step-000000003"):
         run(config)

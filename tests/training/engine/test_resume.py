@@ -30,7 +30,7 @@ from mmod.training.engine.checkpoint import (
     save_checkpoint,
 )
 from mmod.training.engine.run_folder import run_once
-from mmod.training.kinds import recipe_of
+from mmod.training.kinds import kind_of
 from tests.kit.disk import small_disk
 from tests.kit.engine_worker import TensorStream, main, read_metrics, run, tiny_config, weights, without_usage
 from tests.kit.processes import FORK, run_processes
@@ -300,7 +300,7 @@ def test_a_run_whose_folder_is_removed_ends_with_its_path_and_creates_nothing(tm
     streams = TensorStream(8, seed=0), TensorStream(8, seed=None)
     message = r"run/checkpoints/step-000000004-epoch-00000' could not be written: No such file or directory"
     with pytest.raises(UnwrittenError, match=message):
-        recipe_of(config).fit(streams=streams, progress=False, tick=remove)  # type: ignore[call-arg]
+        kind_of(config).fit(streams=streams, progress=False, tick=remove)  # type: ignore[call-arg]
     assert not (tmp_path / "run").exists()
 
 
@@ -379,7 +379,7 @@ def test_checkpoint_killed_while_written_leaves_the_earlier_one(
 def test_an_epoch_is_kept_whose_evaluation_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=2, ema=EmaConfig(decay=0.9))
     expected = run(replace(config, output=str(tmp_path / "other")))
-    recipe = type(recipe_of(config))
+    recipe = type(kind_of(config))
     evaluate = recipe.evaluate
     calls = iter(range(10**6))
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import mmod
 from mmod.training import ElasticConfig, EmaConfig, InTrainingConfig, LearnCapacityConfig, evaluate
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.kind import ImageKind
 from mmod.training.image.task import ElasticTask
 from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
 
@@ -27,7 +27,7 @@ def elastic(output: Path, **changes: Any) -> Any:
 
 
 def test_others_learn_what_the_largest_says(tmp_path: Path) -> None:
-    model, _ = ImageRecipe(elastic(tmp_path)).create_models()
+    model, _ = ImageKind(elastic(tmp_path)).create_models()
     nn.init.normal_(model.head.weight)  # type: ignore[union-attr,arg-type]
     images, targets = next(TensorStream(8, seed=None).batches(0))
     task = ElasticTask(model, nn.CrossEntropyLoss(), ElasticConfig(CAPACITIES), temperature=2.0)
@@ -50,7 +50,7 @@ def test_others_learn_what_the_largest_says(tmp_path: Path) -> None:
 
 
 def test_a_step_has_the_largest_the_smallest_and_some_between(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, _ = ImageRecipe(elastic(tmp_path)).create_models()
+    model, _ = ImageKind(elastic(tmp_path)).create_models()
     capacities: list[float] = []
     monkeypatch.setattr("mmod.training.image.task.set_capacity_", lambda _, capacity: capacities.append(capacity))
     task = ElasticTask(model, nn.CrossEntropyLoss(), ElasticConfig(CAPACITIES, samples=3))
@@ -64,7 +64,7 @@ def test_a_step_has_the_largest_the_smallest_and_some_between(tmp_path: Path, mo
 def test_an_elastic_run_is_judged_at_each_capacity(tmp_path: Path) -> None:
     done = run(elastic(tmp_path / "run", epochs=1, ema=EmaConfig(0.5)))
     again = elastic(tmp_path / "again", model={"checkpoint": str(tmp_path / "run")})
-    model, _ = ImageRecipe(again).create_models()
+    model, _ = ImageKind(again).create_models()
     for evaluation in (done.evaluation, done.average):
         assert evaluation is not None
         assert evaluation.capacities is not None
@@ -93,7 +93,7 @@ def test_what_is_for_training_alone_leaves_a_dense_model(change: dict[str, Any],
     trained, others = weights(tmp_path / "routed/model"), weights(tmp_path / "dense/model")
     assert trained.keys() == others.keys()
     assert any(not torch.equal(trained[name], others[name]) for name in trained)
-    model, teacher = ImageRecipe(
+    model, teacher = ImageKind(
         tiny_config(output=tmp_path / "next", model={"checkpoint": str(tmp_path / "routed")})
     ).create_models()
     assert teacher is None
@@ -120,7 +120,7 @@ def test_an_interrupted_run_ends_as_another_does(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("epochs", "expected"), [(None, [True, True, True]), (2, [True, True, False])])
 def test_the_first_epochs_are_routed(epochs: int | None, expected: list[bool], tmp_path: Path) -> None:
-    recipe = ImageRecipe(tiny_config(output=tmp_path, in_training=InTrainingConfig(RANDOM, epochs=epochs)))
+    recipe = ImageKind(tiny_config(output=tmp_path, in_training=InTrainingConfig(RANDOM, epochs=epochs)))
     model, _ = recipe.create_models()
     is_routed = []
     for epoch in range(3):

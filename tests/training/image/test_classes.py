@@ -23,7 +23,7 @@ from mmod.studies.advised import AdvisedModel, Preprocessing
 from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
 from mmod.training.engine.distributed import Process
 from mmod.training.image.classes import published_classes, run_classes
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.kind import ImageKind
 from tests.kit.processes import run_processes
 
 NAMES = ["9", "10", "ant", "bee", "cow", "dog"]
@@ -57,7 +57,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assessed(config: TrainConfig) -> tuple[EvalResult, Any]:
-    recipe = ImageRecipe(config)
+    recipe = ImageKind(config)
     model = recipe.load()
     return recipe.assess(model), model
 
@@ -116,7 +116,7 @@ def test_classes_that_the_run_does_not_know_are_refused_and_a_new_classifier_tak
     fresh = replace(config, output=str(tmp_path / "run"), model=model)
     assert fit(fresh, progress=False).steps == 1
     assert read_classes(tmp_path / "run" / "classes.json") == {"ant": 0, "elk": 1}
-    assert assessed(ImageRecipe(fresh).finished(str(tmp_path / "run")))[0].classes is None
+    assert assessed(fresh.finished(str(tmp_path / "run")))[0].classes is None
 
 
 def test_training_on_a_subset_goes_on_with_the_outputs_of_the_run(trained: Path, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_training_on_a_subset_goes_on_with_the_outputs_of_the_run(trained: Path,
     result = fit(config, progress=False)
     assert result.evaluation.classes == "2 of 6 classes, matched by name"
     assert read_classes(tmp_path / "run" / "classes.json") == read_classes(trained / "run" / "classes.json")
-    stream = ImageRecipe(config).create_stream(Process(0, 1, torch.device("cpu")), ImageRecipe(config).create(), seed=0)
+    stream = ImageKind(config).create_stream(Process(0, 1, torch.device("cpu")), ImageKind(config).create(), seed=0)
     assert {int(label) for _, labels in stream.batches(0) for label in labels} == {3, 5}
 
 

@@ -21,7 +21,7 @@ from mmod.training import fit
 from mmod.training.engine.folder import create_model, evaluation_fields
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import feature_of
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.kind import ImageKind
 from tests.kit.folders import NAMES, make_image_model, save_image_model, save_images, side_of
 
 GRADUAL = {"preset": "gradual"}
@@ -59,7 +59,7 @@ def test_a_run_is_evaluated_and_opened_as_it_was_trained(
 ) -> None:
     started = config(images, name, routing=routing)
     trained = fit(started, progress=False).evaluation
-    finished = ImageRecipe(started).finished(started.output)
+    finished = started.finished(started.output)
     assessed = assess(finished, progress=False)
     assert assessed.evaluation == trained
     assert (trained.mean_kept < 1) == (routing is not None)
@@ -70,7 +70,7 @@ def test_a_run_is_evaluated_and_opened_as_it_was_trained(
     else:
         opened = mmod.load_pretrained(folder)
     assert opened.config.id2label == NAMES
-    model, x = ImageRecipe(finished).load(), torch.randn(2, 3, side_of(name), side_of(name))
+    model, x = ImageKind(finished).load(), torch.randn(2, 3, side_of(name), side_of(name))
     assert torch.equal(read(opened, x), read(model, x))
     processor = transformers.AutoImageProcessor.from_pretrained(folder)
     mean = getattr(processor, "image_mean", None) or processor.data_config["mean"]
@@ -82,7 +82,7 @@ def test_a_run_starts_from_another_with_its_routers(images: Path) -> None:
     fit(first, progress=False)
     model = {"name": str(images.parent / "vit"), "checkpoint": first.output}
     second = config(images, output=str(images.parent / "second"), model=model, routing=LEARNED)
-    expected, actual = ImageRecipe(ImageRecipe(first).finished(first.output)).load(), ImageRecipe(second).load()
+    expected, actual = ImageKind(first.finished(first.output)).load(), ImageKind(second).load()
     assert expected.state_dict().keys() == actual.state_dict().keys()
     for name, value in expected.state_dict().items():
         assert torch.equal(actual.state_dict()[name], value)
@@ -91,7 +91,7 @@ def test_a_run_starts_from_another_with_its_routers(images: Path) -> None:
 def test_a_folder_without_a_classifier_gets_one(images: Path) -> None:
     started = config(images, "headless")
     model = {"name": str(images.parent / "headless"), "pretrained": True, "args": {"num_classes": 2}}
-    made: Any = ImageRecipe(config(images, "headless", model=model, routing=GRADUAL)).load()
+    made: Any = ImageKind(config(images, "headless", model=model, routing=GRADUAL)).load()
     dense = make_image_model("headless")
     assert type(made).__name__ == "Dinov2ForImageClassification"
     for name, value in dense.state_dict().items():
@@ -103,12 +103,12 @@ def test_a_folder_without_a_classifier_gets_one(images: Path) -> None:
 def test_a_folder_or_a_run_of_transformers_teaches(images: Path) -> None:
     save_image_model("dinov2", images.parent / "dinov2")
     first = config(images, distill={"teacher": str(images.parent / "dinov2")})
-    teacher: Any = ImageRecipe(first).create_models()[1]
+    teacher: Any = ImageKind(first).create_models()[1]
     x = torch.randn(2, 3, 32, 32)
     assert torch.equal(read(teacher, x), read(make_image_model("dinov2"), x))
     fit(first, progress=False)
     second = config(images, output=str(images.parent / "second"), distill={"teacher": first.output})
-    taught: Any = ImageRecipe(second).create_models()[1]
+    taught: Any = ImageKind(second).create_models()[1]
     opened = transformers.AutoModelForImageClassification.from_pretrained(Path(first.output, "model"))
     assert torch.equal(read(taught, x), read(opened, x))
 
@@ -116,7 +116,7 @@ def test_a_folder_or_a_run_of_transformers_teaches(images: Path) -> None:
 def test_gradients_are_the_same_if_activations_are_recomputed(images: Path) -> None:
     gradients = []
     for recomputes in (False, True):
-        model = ImageRecipe(config(images, routing=GRADUAL, grad_checkpointing=recomputes)).create()
+        model = ImageKind(config(images, routing=GRADUAL, grad_checkpointing=recomputes)).create()
         torch.manual_seed(0)
         image_output(model, torch.randn(2, 3, 32, 32)).square().sum().backward()
         gradients.append({name: value.grad for name, value in model.named_parameters()})
@@ -213,10 +213,10 @@ def test_images_must_be_as_the_processor_says(images: Path) -> None:
     started = config(images)
     data = {**started.to_dict()["data"], "mean": None}
     with pytest.raises(ValueError, match=r"normalised with mean \[0\.5, 0\.5, 0\.5\].*set data\.mean to"):
-        ImageRecipe(config(images, data=data)).load()
+        ImageKind(config(images, data=data)).load()
     data = {**started.to_dict()["data"], "image_size": 64}
     with pytest.raises(ValueError, match=r"data\.image_size is 64 and the model takes 32x32"):
-        ImageRecipe(config(images, data=data)).load()
+        ImageKind(config(images, data=data)).load()
 
 
 def test_architectures_that_are_unknown_are_refused(tmp_path: Path) -> None:

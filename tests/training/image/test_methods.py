@@ -11,7 +11,7 @@ import pytest
 import mmod
 from mmod.methods import methods_of, read_method
 from mmod.training import ModelConfig, TrainConfig, evaluate
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.kind import ImageKind
 from tests.kit.engine_worker import TensorStream, run, tiny_config
 
 METHODS = [
@@ -28,7 +28,7 @@ def test_a_run_folder_gives_the_same_model_again(method: dict[str, Any], tmp_pat
     result = run(config)
     assert run(TrainConfig.from_dict(config.to_dict())).reused
     start = ModelConfig(config.model.name, config.model.args, checkpoint=str(tmp_path / "run"))
-    model, teacher = ImageRecipe(replace(config, model=start)).create_models()
+    model, teacher = ImageKind(replace(config, model=start)).create_models()
     assert methods_of(model)[0] == read_method(method)
     assert teacher is not None
     assert not methods_of(teacher)

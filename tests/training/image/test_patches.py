@@ -35,8 +35,8 @@ from mmod.training import (
     fit,
 )
 from mmod.training.image.features import Features
+from mmod.training.image.kind import ImageKind
 from mmod.training.image.model import check_input, create_criterion
-from mmod.training.image.recipe import ImageRecipe
 from mmod.training.image.task import answers
 from tests.kit.zoo import make_model
 
@@ -186,12 +186,12 @@ def test_a_cheaper_run_from_a_dense_one(changes: dict[str, Any], data: DataConfi
     assert fit(config, progress=False).best == done.best
     # The run's moving average in a model of its own is judged alike.
     resumed = replace(config, model=replace(config.model, checkpoint=str(tmp_path / "tuned")))
-    assert evaluate(ImageRecipe(resumed).create_models()[0], image_stream(data)) == done.best
+    assert evaluate(ImageKind(resumed).create_models()[0], image_stream(data)) == done.best
 
 
 def test_a_router_that_keeps_all_changes_no_answer(data: DataConfig, tmp_path: Path) -> None:
-    dense, _ = ImageRecipe(config_of(tmp_path, data)).create_models()
-    routed, _ = ImageRecipe(
+    dense, _ = ImageKind(config_of(tmp_path, data)).create_models()
+    routed, _ = ImageKind(
         config_of(tmp_path, data, routing={"router": "norm", "gate": "identity", "capacity": 1})
     ).create_models()
     routed.load_state_dict(dense.state_dict())
@@ -210,7 +210,7 @@ def test_models_that_answer_something_else(
     args: dict[str, Any], changes: dict[str, Any], message: str, data: DataConfig, tmp_path: Path
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        ImageRecipe(config_of(tmp_path, replace(data, **changes), args=args)).create_models()
+        ImageKind(config_of(tmp_path, replace(data, **changes), args=args)).create_models()
 
 
 def test_mixed_images_have_no_labels_of_patches(data: DataConfig, tmp_path: Path) -> None:

@@ -20,8 +20,8 @@ from torch import Tensor
 import mmod
 from mmod.data.loader import evaluation_fields
 from mmod.training import CapacityScheduleConfig, DistillConfig, EmaConfig, evaluate, fit
-from mmod.training.engine.recipe import seed_draws
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.engine.kind import seed_draws
+from mmod.training.image.kind import ImageKind
 from tests.kit.engine_worker import TensorStream, main, run, tiny_config, weights
 from tests.kit.processes import run_processes
 
@@ -59,7 +59,7 @@ def test_an_epoch_may_end_before_its_data(tmp_path: Path) -> None:
 def test_the_share_that_is_done_is_told_after_each_step(tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=2, batch_size=8, accumulate=2, epoch_steps=2)
     streams, shares = (TensorStream(8, seed=0), TensorStream(8, seed=None)), list[float]()
-    ImageRecipe(config).fit(streams=streams, progress=False, tick=shares.append)  # type: ignore[arg-type]
+    ImageKind(config).fit(streams=streams, progress=False, tick=shares.append)  # type: ignore[arg-type]
     assert shares == [0.25, 0.5, 0.75, 1.0]
 
 
@@ -119,7 +119,7 @@ def test_capacity_schedule_ends_at_the_configured_capacity(tmp_path: Path) -> No
 def test_capacity_schedule_refuses_a_preset_with_a_capacity_for_each_block(tmp_path: Path) -> None:
     schedule = CapacityScheduleConfig(start=1.0, epochs=1)
     config = tiny_config(output=tmp_path, epochs=2, routing={"preset": "p-mod"}, capacity_schedule=schedule)
-    recipe = ImageRecipe(config)
+    recipe = ImageKind(config)
     with pytest.raises(ValueError, match=r"capacity_schedule needs one capacity for all blocks, got \(0\."):
         recipe.start_epoch([recipe.create()], 0)
 
@@ -156,7 +156,7 @@ def test_label_outside_the_classes_is_named(tmp_path: Path) -> None:
 
 def test_evaluation_counts_what_a_loop_counts(tmp_path: Path) -> None:
     seed_draws(0, 0, 0)
-    model, _ = ImageRecipe(tiny_config(output=tmp_path, routing={"capacity": 0.5})).create_models()
+    model, _ = ImageKind(tiny_config(output=tmp_path, routing={"capacity": 0.5})).create_models()
     stream = TensorStream(8, seed=None)
     result = evaluate(model, stream)
     assert model.training
@@ -183,7 +183,7 @@ class TestStartingWeights:
     def test_dense_teacher_is_the_model_before_routing(self, tmp_path: Path) -> None:
         run(tiny_config(output=tmp_path / "dense", epochs=1))
         config = tiny_config(output=tmp_path / "routed", model={"checkpoint": str(tmp_path / "dense")}, routing=ROUTED)
-        model, teacher = ImageRecipe(config).create_models()
+        model, teacher = ImageKind(config).create_models()
         assert teacher is not None
         assert not mmod.is_routed(teacher)
         assert mmod.is_routed(model)
@@ -197,35 +197,35 @@ class TestStartingWeights:
     def test_routed_run_starts_another(self, tmp_path: Path) -> None:
         run(tiny_config(output=tmp_path / "routed", epochs=1, routing=ROUTED))
         config = tiny_config(output=tmp_path / "again", model={"checkpoint": str(tmp_path / "routed")}, routing=ROUTED)
-        model, _ = ImageRecipe(config).create_models()
+        model, _ = ImageKind(config).create_models()
         for name, value in weights(tmp_path / "routed/model").items():
             assert torch.equal(model.state_dict()[name], value)
 
     def test_missing_checkpoint(self, tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"no checkpoint at '.*nowhere'"):
-            ImageRecipe(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "nowhere")})).create_models()
+            ImageKind(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "nowhere")})).create_models()
 
     def test_other_number_of_classes(self, tmp_path: Path) -> None:
-        model, _ = ImageRecipe(tiny_config(output=tmp_path, args={"num_classes": 7})).create_models()
+        model, _ = ImageKind(tiny_config(output=tmp_path, args={"num_classes": 7})).create_models()
         save_file(model.state_dict(), tmp_path / "seven.safetensors")
         with pytest.raises(ValueError, match=r"has 7 classes, the model 4: head\."):
-            ImageRecipe(
+            ImageKind(
                 tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "seven.safetensors")})
             ).create_models()
 
     def test_other_architecture(self, tmp_path: Path) -> None:
         torch.save({"model": {"conv.weight": torch.zeros(1)}}, tmp_path / "other.pth")
         with pytest.raises(ValueError, match=r"lacks \d+ keys \(.*\) and has 1 keys \(conv\.weight\)"):
-            ImageRecipe(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "other.pth")})).create_models()
+            ImageKind(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "other.pth")})).create_models()
 
     def test_code_in_a_checkpoint_is_not_run(self, tmp_path: Path) -> None:
         torch.save({"model": copy.deepcopy(TensorStream(8, seed=0))}, tmp_path / "code.pth")
         with pytest.raises(ValueError, match=r"it holds .*TensorStream besides; save the state dict alone"):
-            ImageRecipe(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "code.pth")})).create_models()
+            ImageKind(tiny_config(output=tmp_path, model={"checkpoint": str(tmp_path / "code.pth")})).create_models()
 
     def test_unknown_model_lists_near_names(self, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"knows no model 'deit_smal_patch16_224'.*deit_small_patch16_224"):
-            ImageRecipe(tiny_config(output=tmp_path, model={"name": "deit_smal_patch16_224"})).create_models()
+            ImageKind(tiny_config(output=tmp_path, model={"name": "deit_smal_patch16_224"})).create_models()
 
     @pytest.mark.parametrize(
         ("field", "message"),
@@ -235,7 +235,7 @@ class TestStartingWeights:
         config = tiny_config(output=tmp_path)
         config = replace(config, data=replace(config.data, **{field: 3}))
         with pytest.raises(ValueError, match=message):
-            ImageRecipe(config).create_models()
+            ImageKind(config).create_models()
 
 
 @pytest.mark.parametrize("routing", [None, {"router": "linear", "gate": "tanh"}], ids=["dense", "routed"])

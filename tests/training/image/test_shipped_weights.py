@@ -13,7 +13,7 @@ from mmod.data.synthetic.digits import DIFFICULTIES
 from mmod.io.tensors import read_tensors
 from mmod.training import TrainConfig
 from mmod.training.engine.checkpoint import find_weights
-from mmod.training.image.recipe import ImageRecipe
+from mmod.training.image.kind import ImageKind
 from mmod.values import from_plain
 
 CONFIGS = {"digits-dense": "digits/filled.yaml", "digits-shallow": "digits/filled-shallow.yaml"}
@@ -41,7 +41,7 @@ def test_shipped_weights_score_what_they_say(name: str, scenes: Path) -> None:
         model=dataclasses.replace(config.model, checkpoint=f"mmod:{name}"),
         data=dataclasses.replace(config.data, root=str(scenes)),
     )
-    shipped = ImageRecipe(config)
+    shipped = ImageKind(config)
     evaluation = shipped.assess(shipped.load())
     assert (evaluation.samples, evaluation.top1) == (1000, pytest.approx(float(header["top1"]), abs=0.2))
 

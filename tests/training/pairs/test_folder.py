@@ -17,8 +17,8 @@ from mmod.studies.config import PairsStudyConfig
 from mmod.studies.pairs import PairsStudy
 from mmod.training import fit
 from mmod.training.pairs.config import ModelConfig, TrainConfig
+from mmod.training.pairs.kind import PairsKind
 from mmod.training.pairs.model import create_model, create_transforms
-from mmod.training.pairs.recipe import PairsRecipe
 from tests.kit.pair_folders import SIDE, save_pair_model
 from tests.kit.sets import SETS
 
@@ -77,18 +77,18 @@ def test_a_routed_run_is_trained_judged_and_reopened(saved: tuple[Path, Any], tm
     assert type(reopened) is not type(host)
     assert isinstance(reopened, type(host))
     again = config_of(tmp_path / "run" / "model", tmp_path / "again", loss=loss)
-    recipe = PairsRecipe(again)
+    recipe = PairsKind(again)
     assert recipe.assess(recipe.load()).columns() == pytest.approx(result.evaluation.columns())
     dense = config_of(folder, tmp_path / "dense", model={"name": str(folder), "checkpoint": str(tmp_path / "run")})
     with pytest.raises(ValueError, match="router"):
-        PairsRecipe(dense).load()
+        PairsKind(dense).load()
 
 
 def test_capacity_1_is_judged_as_the_dense_model(saved: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = saved
     results = []
     for name, routing in {"dense": None, "routed": {"image": {"router": "linear", "capacity": 1.0}}}.items():
-        recipe = PairsRecipe(config_of(folder, tmp_path / name, routing=routing))
+        recipe = PairsKind(config_of(folder, tmp_path / name, routing=routing))
         results.append(recipe.assess(recipe.load()).columns())
     dense, routed = ({key: value for key, value in columns.items() if "kept" not in key} for columns in results)
     assert routed == pytest.approx(dense)

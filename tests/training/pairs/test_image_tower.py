@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 
 import mmod
 from mmod.training.pairs.config import ModelConfig, TrainConfig
-from mmod.training.pairs.recipe import PairsRecipe
+from mmod.training.pairs.kind import PairsKind
 from tests.kit.pairs_worker import clip_config, write_model
 
 
 def create(folder: Path, **model: Any) -> torch.nn.Module:
     routing = {"image": {"router": "linear", "capacity": 0.5}} if model.pop("routed", False) else None
     fields = clip_config(folder, "run", model=model, routing=routing, distill={"teacher": "none"})
-    return PairsRecipe(TrainConfig.from_dict(fields)).create_models()[0]
+    return PairsKind(TrainConfig.from_dict(fields)).create_models()[0]
 
 
 @pytest.mark.parametrize("part", ["whole", "tower"])

@@ -18,8 +18,8 @@ import mmod
 from mmod.data.corrupt import CorruptDataError
 from mmod.io.files import DamagedFileError
 from mmod.training.pairs.config import TrainConfig
+from mmod.training.pairs.kind import PairsKind
 from mmod.training.pairs.model import create_transforms
-from mmod.training.pairs.recipe import PairsRecipe
 from tests.kit.engine_worker import weights, without_usage
 from tests.kit.pair_files import png, write_tar
 from tests.kit.pairs_worker import clip_config, run, train_together, train_until, write_model
@@ -125,7 +125,7 @@ def test_bf16_with_augmentation_learns_the_training_pairs(folder: Path) -> None:
 
 class TestStartingWeights:
     def state(self, config: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-        model, teacher = PairsRecipe(TrainConfig.from_dict(config)).create_models()
+        model, teacher = PairsKind(TrainConfig.from_dict(config)).create_models()
         return model.state_dict(), teacher
 
     def test_open_clips_own_files_start_a_run(self, folder: Path) -> None:
@@ -161,7 +161,7 @@ class TestStartingWeights:
         for name, value in weights(folder / "dense/model").items():
             assert torch.equal(value, model.state_dict()[name])
         # A folder brings its weights, which a further run, an evaluation and a study start from.
-        again = PairsRecipe(
+        again = PairsKind(
             TrainConfig.from_dict(clip_config(folder, "x") | {"model": {"name": f"local-dir:{folder}/dense/model"}})
         )
         assert again.has_weights
@@ -238,6 +238,6 @@ def test_config_builds_its_model_and_says_what_it_is(path: Path, monkeypatch: py
     assert config.output == f"runs/clip/{path.stem}"
     assert f"mmod train pairs {path.relative_to(ROOT)}" in path.read_text()
     start = config.model.__class__(config.model.name, config.model.config)
-    model, _ = PairsRecipe(TrainConfig.from_dict({**config.to_dict(), "model": vars(start)})).create_models()
+    model, _ = PairsKind(TrainConfig.from_dict({**config.to_dict(), "model": vars(start)})).create_models()
     assert mmod.is_routed(model) == (config.routing is not None)
     create_transforms(model, config.model.name, config.augment)

@@ -10,7 +10,7 @@ import torch
 
 import mmod
 from mmod.training import fit
-from mmod.training.text.recipe import TextRecipe
+from mmod.training.text.kind import TextKind
 from tests.kit.text_configs import text_config
 
 SIZES: dict[str, Any] = {"data": {"length": 64, "batch_size": 16, "val_limit": 16}, "epochs": 1}
@@ -53,7 +53,7 @@ def test_the_load_stays_near_one_until_a_target_is_set(dense: Path) -> None:
 
 @torch.no_grad()
 def test_a_converted_model_starts_near_the_dense_one(dense: Path) -> None:
-    model, _ = TextRecipe(
+    model, _ = TextKind(
         text_config(dense.parent / "start", model={"config": None, "checkpoint": str(dense)})
     ).create_models()
     ids = torch.randint(0, 256, (2, 40))

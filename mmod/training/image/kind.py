@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,19 @@ from mmod.analysis.audit.judges import judge_classes
 from mmod.data.labels import ModelClasses
 from mmod.data.loader import BatchStream, evaluation_fields, find_images, image_stream, normalisation
 from mmod.io.files import is_of_transformers
-from mmod.methods import methods_of
+from mmod.methods import Method, methods_of
+from mmod.planning.comparison import Reading
 from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
+from mmod.training.engine import start
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
+from mmod.training.engine.estimate import estimate
 from mmod.training.engine.folder import read_state, save_model
-from mmod.training.engine.loop import LoopRecipe
+from mmod.training.engine.kind import Streams, device_of, load, needed_shares
+from mmod.training.engine.loop import fit
 from mmod.training.engine.model import classifier_names, converted, load_weights
 from mmod.training.engine.preflight import check_outputs
-from mmod.training.engine.recipe import Reading, Streams, needed_shares
 from mmod.training.image.classes import check_same_classes, model_classes, run_classes
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate
@@ -37,35 +41,50 @@ from mmod.training.image.model import check_input, create_criterion, create_dens
 from mmod.training.image.task import ClassificationTask, ElasticTask
 
 
-class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
-    """Image classification with models of timm or transformers, and timm's criteria and mixup; see `Recipe`."""
+@dataclass(frozen=True)
+class ImageKind:
+    """Image classification with models of timm or transformers, and timm's criteria and mixup; see `Kind`."""
 
+    config: TrainConfig
     result = EvalResult
     part = "image"
     judge = staticmethod(judge_classes)
+    # What all kinds of the loop share.
+    create = start.create
+    create_models = start.create_models
+    load = load
+    sketch = start.sketch
+    check_schedule = start.check_start
+    fit = fit
+    estimate = estimate
+    assess = start.assess
 
-    def create_models(self) -> tuple[nn.Module, nn.Module | None]:
-        """Create model and teacher; freeze dense weights or learn capacities if the config says so."""
-        model, teacher = super().create_models()
+    def prepare(self, weights: bool = True) -> nn.Module:
+        """Create the dense model; with published weights it is checked that it can read the images."""
+        model = self.config.model
+        if not weights:
+            return create_dense_model(ModelConfig(name=model.name, args=model.args))
+        dense = create_dense_model(model)
+        check_input(dense, self.config.data, model.pretrained)
+        return dense
+
+    def finish(self, model: nn.Module) -> None:
+        """Freeze dense weights or learn capacities, if the config says so."""
         if self.config.trained is not None:
             freeze_dense_(model)
         config = self.config.learn_capacity
         if config is not None:
-            example = torch.zeros(self.config.data.batch_size, *self.image_shape, device=self.device)
-            learn_capacity_(model.to(self.device), config.budget, example, cost=config.cost, rate=config.rate)
-        return model, teacher
+            device = device_of(self)
+            example = torch.zeros(self.config.data.batch_size, *self.image_shape, device=device)
+            learn_capacity_(model.to(device), config.budget, example, cost=config.cost, rate=config.rate)
 
-    def create_bare(self) -> nn.Module:
-        """Create the model with random weights."""
-        return create_dense_model(ModelConfig(name=self.config.model.name, args=self.config.model.args))
+    def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
+        """Load a checkpoint by timm's names, with a new classifier where one is asked for; see `LoopKind.load_dense`."""
+        return start.load_dense(
+            model, self._read(checkpoint), checkpoint, methods, partial(self._adapted, checkpoint=checkpoint)
+        )
 
-    def create_dense(self) -> nn.Module:
-        """Create the model, with published weights if the config says so, and check that it can read the images."""
-        model = create_dense_model(self.config.model)
-        check_input(model, self.config.data, self.config.model.pretrained)
-        return model
-
-    def adapted(self, model: nn.Module, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
+    def _adapted(self, model: nn.Module, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
         """Return weights as timm converts them, with a new classifier if a fresh one is asked for."""
         current = model.state_dict()
         head = classifier_names(model)
@@ -82,7 +101,7 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
             )
         return state
 
-    def read(self, checkpoint: str) -> dict[str, Tensor]:
+    def _read(self, checkpoint: str) -> dict[str, Tensor]:
         """Return the weights of a checkpoint by the names that the model has for them."""
         file = find_weights(checkpoint)
         return read_state(file.parent) if is_of_transformers(file.parent) else read_weights(checkpoint)
@@ -90,8 +109,8 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
     def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
         """Create the teacher of a checkpoint, of a folder of transformers, or of a name of timm's registry."""
         if Path(name).exists() and not is_of_transformers(name):
-            teacher = self.create_bare()
-            load_weights(teacher, converted(self.read(name), teacher), name)
+            teacher = self.prepare(weights=False)
+            load_weights(teacher, converted(self._read(name), teacher), name)
         else:
             arguments: dict[str, Any] = {"in_chans": self.config.data.channels}
             teacher = create_dense_model(ModelConfig(name=name, args=arguments, pretrained=True))
@@ -103,7 +122,7 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
         return teacher
 
     def find_data(self) -> None:
-        """Raise if folders or shards of images are missing; see `LoopParts.find_data`."""
+        """Raise if folders or shards of images are missing; see `LoopKind.find_data`."""
         find_images(self.config.data)
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
@@ -119,9 +138,11 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def check_samples(self, model: nn.Module, train: BatchStream) -> None:
         """Raise if the model has another number of outputs than the training data has classes."""
-        start = self.config.model
+        model_config = self.config.model
         outputs = image_facts(model).classes
-        check_outputs(train.classes, outputs, from_checkpoint=start.checkpoint is not None and start.head is None)
+        check_outputs(
+            train.classes, outputs, from_checkpoint=model_config.checkpoint is not None and model_config.head is None
+        )
 
     def create_streams(self, process: Process, model: nn.Module) -> Streams:
         """Create the streams of training and evaluation images; those of evaluation have the classes of training."""
@@ -151,7 +172,7 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
             temperature=config.distill.temperature,
             feature_weight=config.distill.features,
             mixup=mixup,
-            **self.task_options(teacher),
+            **start.task_options(self, teacher),
         )
 
     def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
@@ -187,14 +208,14 @@ class ImageRecipe(LoopRecipe[TrainConfig, EvalResult]):
 
     def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
         """Return forward passes over evaluation images of all classes, which are repeated where there are too few."""
-        images = timed_images(self.config, size * batches).to(self.device)
+        images = timed_images(self.config, size * batches).to(device_of(self))
         return {"image": Reading(partial(_read, model, images.split(size)), len(images))}
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> list[Tensor]:
-        """Return training images, prepared as for evaluation; see `Recipe.calibration`."""
+        """Return training images, prepared as for evaluation; see `Kind.calibration`."""
         data = self.config.data
         prepared = dataclasses.replace(data, val_split=data.train_split, val_limit=batches * size, batch_size=size)
-        return [images.to(self.device) for images, _ in image_stream(prepared).batches(0)]
+        return [images.to(device_of(self)) for images, _ in image_stream(prepared).batches(0)]
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for the host if the model is dense: timm's by `local-dir:`.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -20,11 +21,14 @@ from mmod.io.files import is_of_transformers
 from mmod.io.tensors import write_tensors
 from mmod.methods import Method
 from mmod.methods.read import is_added
+from mmod.planning.comparison import Reading
 from mmod.pretrained import save_pretrained
+from mmod.training.engine import start
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.loop import LoopRecipe
-from mmod.training.engine.recipe import Reading, needed_shares
+from mmod.training.engine.estimate import estimate
+from mmod.training.engine.kind import Streams, device_of, load, needed_shares
+from mmod.training.engine.loop import fit
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate, judge_pairs
 from mmod.training.pairs.folder import TwoTowers, read_state, save_model
@@ -39,21 +43,31 @@ from mmod.training.pairs.model import (
 from mmod.training.pairs.task import PairsTask
 
 
-class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
-    """Image-text pairs with open_clip's models, transforms, tokenisers and losses; see `Recipe`."""
+@dataclass(frozen=True)
+class PairsKind:
+    """Image-text pairs with open_clip's models, transforms, tokenisers and losses; see `Kind`."""
 
+    config: TrainConfig
     result = EvalResult
     part = "image"
     judge = staticmethod(judge_pairs)
+    # What all kinds of the loop share.
+    create = start.create
+    create_models = start.create_models
+    load = load
+    sketch = start.sketch
+    check_schedule = start.check_start
+    create_teacher = start.create_teacher
+    fit = fit
+    estimate = estimate
+    assess = start.assess
 
-    def create_bare(self) -> nn.Module:
-        """Create the model with random weights."""
-        return create_model(self.config.model, weights=False)
-
-    def create_dense(self) -> nn.Module:
-        """Create the model with published weights, or with those of an image tower; refuse a loss that does not fit."""
+    def prepare(self, weights: bool = True) -> nn.Module:
+        """Create the dense model, with published weights or those of an image tower; refuse a loss that does not fit."""
         config = self.config
-        model = create_model(self.config.model)
+        model = create_model(config.model, weights)
+        if not weights:
+            return model
         if isinstance(model, open_clip.CoCa) != (config.loss == "coca"):
             raise ValueError(
                 f"loss={config.loss!r} does not fit a {type(model).__name__}: 'coca' is for CoCa models alone"
@@ -68,25 +82,27 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
         return model
 
     def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
-        """Load a checkpoint as open_clip does, which converts it, if it is dense; see `LoopParts.load_dense`."""
+        """Load a checkpoint as open_clip does, which converts it, if it is dense; see `LoopKind.load_dense`."""
+        file = find_weights(checkpoint)
         if isinstance(model, TwoTowers):
-            return super().load_dense(model, checkpoint, methods)
-        state = None if is_of_numpy(find_weights(checkpoint)) else read_weights(checkpoint)
-        if state is not None and any(map(is_added, state)):
-            return super().load_dense(model, checkpoint, methods)
-        load_clip(model, checkpoint, state)
+            # A folder may hold open_clip's weights beside a config of transformers.
+            is_folder = is_of_transformers(self.config.model.name) and is_of_transformers(file.parent)
+            state = read_state(file.parent) if is_folder else read_weights(checkpoint)
+            return start.load_dense(model, state, checkpoint, methods)
+        known = None if is_of_numpy(file) else read_weights(checkpoint)
+        if known is not None and any(map(is_added, known)):
+            return start.load_dense(model, known, checkpoint, methods)
+        load_clip(model, checkpoint, known)
         return {}
 
-    def read(self, checkpoint: str) -> dict[str, Tensor]:
-        """Return the weights of a checkpoint, which may be a folder of transformers; see `LoopParts.read`."""
-        saved = find_weights(checkpoint).parent
-        # A folder may hold open_clip's weights beside a config of transformers.
-        if is_of_transformers(self.config.model.name) and is_of_transformers(saved):
-            return read_state(saved)
-        return super().read(checkpoint)
+    def finish(self, model: nn.Module) -> None:
+        """Change nothing: all weights train, but those of a locked tower."""
+
+    def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
+        """Change nothing: all epochs are alike."""
 
     def find_data(self) -> None:
-        """Raise if shards are missing; see `LoopParts.find_data`."""
+        """Raise if shards are missing; see `LoopKind.find_data`."""
         find_pairs(self.config.data)
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
@@ -96,11 +112,18 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
         transform, tokenizer = create_transforms(model, config.model.name, augment)
         return pairs_stream(config.data, transform, tokenizer, seed, process.rank, process.world)
 
+    def create_streams(self, process: Process, model: nn.Module) -> Streams:
+        """Create the streams of training and evaluation pairs."""
+        return self.create_stream(process, model, self.config.seed), self.create_stream(process, model)
+
+    def check_samples(self, model: nn.Module, train: BatchStream) -> None:
+        """Accept all pairs: captions are cut to the model's length."""
+
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> PairsTask:
         """Create the task with the config's loss and distillation."""
         distiller = None if teacher is None else create_loss("distill", process)
         criterion = create_loss(self.config.loss, process)
-        return PairsTask(model, criterion, distiller=distiller, **self.task_options(teacher))
+        return PairsTask(model, criterion, distiller=distiller, **start.task_options(self, teacher))
 
     def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
         """Measure retrieval and zero-shot accuracy; see `mmod.training.pairs.evaluate.evaluate`."""
@@ -137,21 +160,21 @@ class PairsRecipe(LoopRecipe[TrainConfig, EvalResult]):
         }
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> list[dict[str, Tensor]]:
-        """Return training pairs, prepared as for evaluation; see `Recipe.calibration`."""
+        """Return training pairs, prepared as for evaluation; see `Kind.calibration`."""
         data = dataclasses.replace(self.config.data, val=self.config.data.train, batch_size=size)
-        prepared = PairsRecipe(dataclasses.replace(self.config, data=data))
-        stream = prepared.create_stream(Process(0, 1, self.device), model)
+        prepared = PairsKind(dataclasses.replace(self.config, data=data))
+        stream = prepared.create_stream(Process(0, 1, device_of(self)), model)
         step = max(1, stream.steps_per_epoch // batches)
         return [self._moved(batch) for batch in islice(stream.batches(0), 0, step * batches, step)]
 
     def _samples(self, model: nn.Module, count: int) -> dict[str, Tensor]:
         """Return the first evaluation images and captions."""
-        batch = self.create_stream(Process(0, 1, self.device), model).first_batch()
+        batch = self.create_stream(Process(0, 1, device_of(self)), model).first_batch()
         return {tower: inputs[:count] for tower, inputs in self._moved(batch).items()}
 
     def _moved(self, batch: tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         images, texts = batch
-        return {"image": images.to(self.device), "text": texts.to(self.device)}
+        return {"image": images.to(device_of(self)), "text": texts.to(device_of(self))}
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write a folder for `mmod.load_pretrained`, or for open_clip's `local-dir:` if the model is dense."""

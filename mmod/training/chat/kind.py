@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -26,6 +27,7 @@ from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingCh
 from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing, write_atomically
+from mmod.planning.comparison import Reading
 from mmod.training.chat.config import MODEL, TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
 from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, check_enough, evaluate
@@ -42,8 +44,8 @@ from mmod.training.chat.trainer import (
 )
 from mmod.training.engine.distributed import gathered, stop_signals, together, wait_for_all
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
+from mmod.training.engine.kind import Tick, device_of, load
 from mmod.training.engine.preflight import check_warmup
-from mmod.training.engine.recipe import Reading, Recipe, Tick
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
 
 ANSWERS = "answers.jsonl"
@@ -52,19 +54,22 @@ ANSWERS = "answers.jsonl"
 _COUNTED = 8
 
 
-class ChatRecipe(Recipe[TrainConfig, EvalResult]):
-    """Image conversations with vision-language models of transformers, in its Trainer; see `Recipe`."""
+@dataclass(frozen=True)
+class ChatKind:
+    """Image conversations with vision-language models of transformers, in its Trainer; see `Kind`."""
 
+    config: TrainConfig
     result = EvalResult
     part = "language"
     judge = staticmethod(judge_answers)
+    load = load
 
     def create(self) -> nn.Module:
         """Create the model that the run starts from; see `mmod.training.chat.model.create_model`."""
         return create_model(self.config)[0]
 
     def check_schedule(self) -> None:
-        """Check the warm-up where the config states the number of steps; see `Recipe.check_schedule`."""
+        """Check the warm-up where the config states the number of steps; see `Kind.check_schedule`."""
         trainer = self.config.trainer
         steps = trainer.get("max_steps", 0)
         # Otherwise the steps follow from the number of conversations.
@@ -72,21 +77,13 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
             check_warmup("trainer.warmup_steps", trainer.get("warmup_steps", 0), "trainer.max_steps", steps)
 
     def sketch(self) -> nn.Module:
-        """Create the model without weights; see `Recipe.sketch`."""
+        """Create the model without weights; see `Kind.sketch`."""
         model = create_dense(self.config, None, on_meta=True)
         apply_methods(model, self.config)
         return model
 
-    def plain(self) -> TrainConfig:
-        """Return the config without adapters and frozen parts."""
-        return dataclasses.replace(self.config, lora=None, frozen=[])
-
-    def finished(self, folder: str) -> TrainConfig:
-        """Return the config of a final model, which was saved with its methods and merged adapters."""
-        return dataclasses.replace(ChatRecipe(self.plain()).started_from(folder), routing=None, methods=[])
-
-    def fit(self, *, progress: bool = True) -> FitResult[EvalResult | None]:
-        """Train, or read the result of a finished run; see `mmod.training.fit`."""
+    def fit(self, *, progress: bool = True, tick: Tick = lambda share: None) -> FitResult[EvalResult | None]:
+        """Train, or read the result of a finished run; `tick` is not called. See `mmod.training.fit`."""
         rank = int(os.environ.get("RANK", 0))
         world = int(os.environ.get("WORLD_SIZE", 1))
         return run_once(self.config, rank, world, partial(read_fit, kind=EvalResult), partial(self._train, progress))
@@ -164,19 +161,12 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
             write_result(folder, result)
         return result
 
-    def train(self, tick: Tick) -> EvalResult:
-        """Train, or read the result of a finished run; `tick` is not called. A ValueError without questions."""
-        evaluation = self.fit(progress=False).evaluation
-        if evaluation is None:
-            raise ValueError("there is nothing to ask: set data.val")
-        return evaluation
-
     def estimate(self) -> ChatEstimate:
-        """Count what the run would cost; see `Recipe.estimate`."""
+        """Count what the run would cost; see `Kind.estimate`."""
         return estimate(self.config)
 
     def assess(self, model: nn.Module, progress: bool = False) -> EvalResult:
-        """Generate answers to the evaluation questions; see `Recipe.assess`."""
+        """Generate answers to the evaluation questions; see `Kind.assess`."""
         return self._ask(model, self.collator, self.questions, progress)
 
     def _ask(
@@ -209,15 +199,18 @@ class ChatRecipe(Recipe[TrainConfig, EvalResult]):
         _, text, image = self.prompts(_COUNTED)
         return {"prompt": flops(model, Prompt(text, image), kept if is_routed(model) else None).routed}
 
+    def report(self, model: nn.Module) -> None:
+        """Count nothing by part."""
+
     def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
         """Return the prefill of a batch of prompts with one image."""
         prompts = self.prompts(size)[0]
         return {"prompt": Reading(partial(read_prompts, model, prompts), len(prompts["input_ids"]))}
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[dict[str, Tensor]]:
-        """Return training conversations; see `Recipe.calibration`."""
+        """Return training conversations; see `Kind.calibration`."""
         collator = self.collator
-        device = self.device
+        device = device_of(self)
         talks = ReplacingChats(open_checked(self.config.data.train, self.config.data, collator))
         count = min(len(talks), batches * size)
         chosen = [place * len(talks) // count for place in range(count)]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,46 +12,76 @@ from typing import Any
 from torch import Tensor, nn
 
 from mmod.data.loader import BatchStream, find_text, text_stream
+from mmod.methods import Method
+from mmod.planning.comparison import Reading
+from mmod.training.engine import start
+from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.loop import LoopRecipe
-from mmod.training.engine.recipe import Reading, needed_shares
+from mmod.training.engine.estimate import estimate
+from mmod.training.engine.kind import Streams, device_of, load, needed_shares
+from mmod.training.engine.loop import fit
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult, evaluate, judge_text
 from mmod.training.text.model import create_dense, logits_of, window_flops
 from mmod.training.text.task import TextTask
 
 
-class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
-    """Next-byte prediction with decoder-only models of transformers; see `Recipe`."""
+@dataclass(frozen=True)
+class TextKind:
+    """Next-byte prediction with decoder-only models of transformers; see `Kind`."""
 
+    config: TrainConfig
     result = EvalResult
     part = "language"
     judge = staticmethod(judge_text)
+    # What all kinds of the loop share.
+    create = start.create
+    create_models = start.create_models
+    load = load
+    sketch = start.sketch
+    check_schedule = start.check_start
+    create_teacher = start.create_teacher
+    fit = fit
+    estimate = estimate
+    assess = start.assess
 
-    def create_bare(self) -> nn.Module:
-        """Create the model with random weights."""
+    def prepare(self, weights: bool = True) -> nn.Module:
+        """Create the dense model; none has published weights. See `LoopKind.prepare`."""
         return create_dense(self.config.model)
 
-    def adapted(self, model: Any, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
-        """Return weights with those that a checkpoint leaves out because they are tied to others."""
-        tied = getattr(model, "all_tied_weights_keys", None) or {}
-        return {**{name: state[source] for name, source in tied.items()}, **state}
+    def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
+        """Load a checkpoint, which leaves out weights that are tied to others; see `LoopKind.load_dense`."""
 
-    def plain(self) -> TrainConfig:
-        """Return the config without what training alone needs."""
-        return dataclasses.replace(super().plain(), elastic=False)
+        def adapt(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+            tied = getattr(model, "all_tied_weights_keys", None) or {}
+            return {**{name: state[source] for name, source in tied.items()}, **state}
+
+        return start.load_dense(model, read_weights(checkpoint), checkpoint, methods, adapt)
+
+    def finish(self, model: nn.Module) -> None:
+        """Change nothing: all weights train."""
+
+    def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
+        """Change nothing: all epochs are alike."""
 
     def find_data(self) -> None:
-        """Raise if text is missing; see `LoopParts.find_data`."""
+        """Raise if text is missing; see `LoopKind.find_data`."""
         find_text(self.config.data)
 
     def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
         """Create the stream of evaluation or training windows."""
         return text_stream(self.config.data, seed, process.rank, process.world)
 
+    def create_streams(self, process: Process, model: nn.Module) -> Streams:
+        """Create the streams of training and evaluation windows."""
+        return self.create_stream(process, model, self.config.seed), self.create_stream(process, model)
+
+    def check_samples(self, model: nn.Module, train: BatchStream) -> None:
+        """Accept all text: a model of bytes reads any."""
+
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> TextTask:
         """Create the task with the config's distillation and auxiliary losses."""
-        return TextTask(model, elastic=self.config.elastic, **self.task_options(teacher))
+        return TextTask(model, elastic=self.config.elastic, **start.task_options(self, teacher))
 
     def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
         """Measure the losses of a model; see `mmod.training.text.evaluate.evaluate`."""
@@ -61,19 +92,22 @@ class TextRecipe(LoopRecipe[TrainConfig, EvalResult]):
         """Count the FLOPs of a window with the decisions of training."""
         return {"window": window_flops(model, self.config.data.length, kept=needed_shares(model, kept))}
 
+    def report(self, model: nn.Module) -> None:
+        """Count nothing by part."""
+
     def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
         """Return a forward pass over a batch of evaluation windows."""
         tokens = self._windows(self.config.data.val_split, size, size)[0]
         return {"window": Reading(partial(logits_of, model, tokens), len(tokens))}
 
     def calibration(self, model: nn.Module, batches: int, size: int) -> list[dict[str, Tensor]]:
-        """Return windows of the training text; see `Recipe.calibration`."""
+        """Return windows of the training text; see `Kind.calibration`."""
         windows = self._windows(self.config.data.train_split, batches * size, size)
         return [{"input_ids": tokens} for tokens in windows]
 
     def _windows(self, split: str, count: int, size: int) -> list[Tensor]:
         data = dataclasses.replace(self.config.data, val_split=split, val_limit=count, batch_size=size)
-        return [tokens.to(self.device) for tokens, _ in text_stream(data).batches(0)]
+        return [tokens.to(device_of(self)) for tokens, _ in text_stream(data).batches(0)]
 
     def export(self, model: Any, folder: Path) -> None:
         """Write a folder for `from_pretrained`, or for `mmod.load_pretrained` if the model is routed."""

@@ -1,0 +1,168 @@
+"""What a kind of training is: the functions that the loop, evaluations, audits, plans and studies call."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from mmod.analysis import FlopReport
+from mmod.blocks import deciding_modules
+from mmod.data.loader import BatchStream
+from mmod.methods import Method
+from mmod.planning.comparison import Reading
+from mmod.training.engine.config import LoopConfig
+from mmod.training.engine.distributed import Process, choose_device
+from mmod.training.engine.task import Task
+
+Streams = tuple[BatchStream, BatchStream]
+Judge = Callable[[Any, Any], tuple[Tensor, Tensor]]
+Tick = Callable[[float], object]
+"""Receives the share of a run that is done, from 0 to 1."""
+
+
+class Kind(Protocol):
+    """A kind of training, made from the config of a run. Models that its functions take are on the run's device.
+
+    A kind is a frozen dataclass that inherits nothing. `mmod.training.kinds` lists the kinds.
+
+    Attributes:
+        config: The config of the run.
+        result: The dataclass that evaluations return, a `RoutedResult`.
+        part: The part of the model whose plan is searched.
+        judge: From a model in evaluation mode and a batch of the evaluation set to loss and accuracy of every sample;
+            see `mmod.analysis.audit.judges`.
+    """
+
+    @property
+    def config(self) -> Any: ...
+    @property
+    def result(self) -> type[Any]: ...
+    @property
+    def part(self) -> str: ...
+    @property
+    def judge(self) -> Judge: ...
+
+    def create(self) -> nn.Module:
+        """Create the model that the run starts from, methods applied, on the CPU and in training mode."""
+
+    def load(self) -> nn.Module:
+        """Create that model as `load` does, for evaluation."""
+
+    def sketch(self) -> nn.Module:
+        """Create that model on the meta device, from names and sizes alone; a ValueError if methods do not fit it."""
+
+    def check_schedule(self) -> None:
+        """Raise a ValueError if the run would train in vain in one process, as far as is known before data are read."""
+
+    def fit(self, *, progress: bool = True, tick: Tick = ...) -> Any:
+        """Train, or read the result of a finished run; see `mmod.training.fit`."""
+
+    def estimate(self) -> Any:
+        """Count what the run would cost, without training; the result's text is for the terminal."""
+
+    def assess(self, model: nn.Module, progress: bool = False) -> Any:
+        """Evaluate a model on the full evaluation set, in this process."""
+
+    def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
+        """Count the FLOPs of a sample by input: an "image", a caption ("text"), a "window" or a "prompt".
+
+        Where the cost depends on the data, it follows from the kept shares of an evaluation, see `RoutedResult.kept`.
+        """
+
+    def report(self, model: nn.Module) -> FlopReport | None:
+        """Count the FLOPs of a sample by part; None for models that `mmod.flops` does not count."""
+
+    def readings(self, model: nn.Module, size: int, batches: int = 1) -> dict[str, Reading]:
+        """Return forward passes over at most so many batches of `size` evaluation samples, by input as in `cost`."""
+
+    def calibration(self, model: nn.Module, batches: int, size: int) -> Iterable[Any]:
+        """Return so many batches of `size` training samples for `mmod.search_plan`, spread evenly over the set."""
+
+
+class LoopKind(Kind, Protocol):
+    """A kind that the training loop trains; `mmod.training.engine.start` and `loop` have the functions that all share."""
+
+    @property
+    def config(self) -> LoopConfig: ...
+
+    def prepare(self, weights: bool = True) -> nn.Module:
+        """Create the dense model with published weights, or random ones, on the CPU; it fits the data."""
+
+    def load_dense(self, model: nn.Module, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
+        """Load the dense part of a checkpoint into a dense model; return the weights that methods added."""
+
+    def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
+        """Create the teacher that a config names, by default from a checkpoint of the model's architecture."""
+
+    def finish(self, model: nn.Module) -> None:
+        """Change a model, methods applied, for training alone, such as to freeze some of its weights."""
+
+    def find_data(self) -> None:
+        """Raise a ValueError if files of the training or evaluation data are missing."""
+
+    def create_stream(self, process: Process, model: nn.Module, seed: int | None = None) -> BatchStream:
+        """Create the stream of evaluation batches of one process, or with a seed of shuffled training batches."""
+
+    def create_streams(self, process: Process, model: nn.Module) -> Streams:
+        """Create the streams of training and evaluation batches of one process."""
+
+    def check_samples(self, model: nn.Module, train: BatchStream) -> None:
+        """Raise a ValueError if the model does not fit the training data."""
+
+    def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> Task:
+        """Create the training objective of a model, on its device, and its frozen teacher."""
+
+    def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Any:
+        """Evaluate a model, on its device, over the evaluation batches of this process."""
+
+    def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
+        """Prepare the model, and its moving average if there is one, for an epoch (from 0)."""
+
+    def export(self, model: nn.Module, folder: Path) -> None:
+        """Write the final weights into a folder that does not exist yet."""
+
+
+def device_of(kind: Kind) -> torch.device:
+    """Return the device of a run's model."""
+    return choose_device(getattr(kind.config, "device", "auto"))
+
+
+def load(kind: Kind) -> nn.Module:
+    """Create the model that a run starts from, drawn as in training, on its device and in evaluation mode."""
+    seed_draws(kind.config.seed, 0, 0)
+    return kind.create().to(device_of(kind)).eval()
+
+
+def seed_draws(seed: int, step: int, rank: int) -> None:
+    """Seed Python, NumPy and torch by seed, optimiser step (from 1; 0 before training) and process."""
+    word = int(np.random.SeedSequence((seed, step, rank)).generate_state(1)[0])
+    random.seed(word)
+    np.random.seed(word)  # noqa: NPY002 (timm's mixup draws from NumPy's global generator)
+    torch.manual_seed(word)
+
+
+def step_samples(config: LoopConfig, world: int) -> int:
+    """Return the samples of an optimiser step over so many processes."""
+    return int(config.data.batch_size) * config.accumulate * world
+
+
+def steps_of_epoch(config: LoopConfig, train: BatchStream) -> int:
+    """Return the number of optimiser steps per epoch."""
+    steps = -(-train.steps_per_epoch // config.accumulate)
+    return steps if config.epoch_steps is None else min(steps, config.epoch_steps)
+
+
+def by_data(model: nn.Module) -> bool:
+    """Return whether the cost of a forward pass depends on the data."""
+    return any(module.cost_follows_data for module in deciding_modules(model).values())
+
+
+def needed_shares(model: nn.Module, kept: Mapping[str, float]) -> Mapping[str, float] | None:
+    """Return kept shares if the cost of the model depends on the data; None otherwise."""
+    return kept if by_data(model) else None

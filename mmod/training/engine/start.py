@@ -1,0 +1,135 @@
+"""The model that a run of the loop starts from: dense weights, methods, those of a checkpoint, and a teacher."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mmod.methods import Method, methods_of
+from mmod.methods.read import is_added
+from mmod.model import apply_
+from mmod.training.engine.distributed import Process
+from mmod.training.engine.kind import LoopKind, device_of, step_samples
+from mmod.training.engine.model import load_weights, some
+from mmod.training.engine.preflight import check_schedule
+
+Adapt = Callable[[Any, dict[str, Tensor]], Mapping[str, Tensor]]
+"""From a dense model and the dense weights of a checkpoint to weights by the model's names and in its shapes."""
+
+
+def create(kind: LoopKind) -> nn.Module:
+    """Create the model that a run starts from; see `Kind.create`."""
+    return create_models(kind)[0]
+
+
+def create_models(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
+    """Create the model to train, on the CPU, and its frozen teacher in evaluation mode, if any.
+
+    Raises:
+        ValueError: The host library does not know the model, or the checkpoint does not fit it.
+        FileNotFoundError: The checkpoint is missing.
+    """
+    config = kind.config
+    checkpoint = config.model.checkpoint
+    model: Any = kind.prepare()
+    added = {} if checkpoint is None else kind.load_dense(model, checkpoint, config.applied)
+    # Copied before methods are applied: a dense teacher is the starting model itself.
+    teacher = _create_teacher(kind, model)
+    names = set(model.state_dict())
+    for method in config.applied[len(methods_of(model)) :]:
+        apply_(model, method)
+    if added:
+        expected = set(model.state_dict()) - names
+        if expected != set(added):
+            raise ValueError(
+                f"checkpoint {checkpoint!r} was routed in another way: it lacks {some(expected - set(added))} and has "
+                f"{some(set(added) - expected)} that the model does not know"
+            )
+        load_weights(model, {**model.state_dict(), **added}, checkpoint)
+    if config.grad_checkpointing:
+        _checkpoint_gradients(model)
+    kind.finish(model)
+    return model, teacher
+
+
+def sketch(kind: LoopKind) -> nn.Module:
+    """Create the model without weights; see `Kind.sketch`."""
+    with torch.device("meta"):
+        model = kind.prepare(weights=False)
+        for method in kind.config.applied:
+            apply_(model, method)
+    return model
+
+
+def load_dense(
+    model: Any, state: dict[str, Tensor], checkpoint: str, methods: Sequence[Method], adapt: Adapt | None = None
+) -> dict[str, Tensor]:
+    """Load the dense part of a checkpoint's weights into a dense model; return the weights that methods added.
+
+    Methods whose weights replace dense ones in the checkpoint are applied first.
+    """
+    replacing = [place for place, method in enumerate(methods) if method.replaced_in(state)]
+    for method in methods[: max(replacing, default=-1) + 1]:
+        apply_(model, method)
+    names = set(model.state_dict())
+    added = {name: value for name, value in state.items() if name not in names and is_added(name)}
+    dense: Mapping[str, Tensor] = {name: value for name, value in state.items() if name not in added}
+    load_weights(model, dense if adapt is None else adapt(model, dict(dense)), checkpoint)
+    return added
+
+
+def create_teacher(kind: LoopKind, name: str, model: nn.Module) -> nn.Module:
+    """Create the dense model of a checkpoint of the model's architecture; see `LoopKind.create_teacher`."""
+    teacher = kind.prepare(weights=False)
+    if kind.load_dense(teacher, name):
+        raise ValueError(f"teacher {name!r} is routed; distill from a dense model")
+    return teacher
+
+
+def _create_teacher(kind: LoopKind, model: nn.Module) -> nn.Module | None:
+    config = kind.config
+    name = config.teacher()
+    if name == "dense" and methods_of(model):
+        if config.distill.teacher == "dense":
+            raise ValueError(
+                f"checkpoint {config.model.checkpoint!r} holds no dense model that distill.teacher='dense' could be"
+            )
+        name = None
+    if name is None:
+        return None
+    teacher = copy.deepcopy(model) if name == "dense" else kind.create_teacher(name, model)
+    return teacher.eval().requires_grad_(False)
+
+
+def _checkpoint_gradients(model: Any) -> None:
+    """Make a model recompute activations in the backward pass."""
+    if hasattr(model, "gradient_checkpointing_enable"):
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.set_grad_checkpointing(True)
+
+
+def check_start(kind: LoopKind, world: int = 1) -> None:
+    """Check the schedule of a run over so many processes; see `Kind.check_schedule`."""
+    check_schedule(kind.config, step_samples(kind.config, world))
+
+
+def assess(kind: LoopKind, model: nn.Module, progress: bool = False) -> Any:
+    """Evaluate a model on the full evaluation set, in this process; see `Kind.assess`."""
+    process = Process(0, 1, device_of(kind))
+    return kind.evaluate(model, kind.create_stream(process, model), process, progress)
+
+
+def task_options(kind: LoopKind, teacher: nn.Module | None) -> dict[str, Any]:
+    """Return the arguments that all tasks share; see `mmod.training.engine.task.Task`."""
+    config = kind.config
+    return {
+        "teacher": teacher,
+        "distill_weight": config.distill.weight,
+        "auxiliary": any(method.has_loss for method in config.applied),
+        "precision": config.precision,
+    }
