@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from mmod import audit, is_routed
 from mmod.adapters import find_stack, image_stack, patch_grid
@@ -41,7 +42,7 @@ from mmod.methods.route import routing_configs
 from mmod.studies.results import save_picture
 from mmod.training.engine.config import RUN_CONFIG
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.evaluate import KeptShares
+from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import device_of, seed_draws
 from mmod.training.engine.parse import read_config
 from mmod.training.image.classes import check_same_classes, run_classes
@@ -131,11 +132,22 @@ class Subject:
 
     def cost(self, model: nn.Module) -> float:
         """Return the mean FLOPs of a sample in a model of another run, which may depend on the sample."""
-        kept = KeptShares(model, next(model.parameters()).device)
-        for labelled in self.batches():
-            with torch.inference_mode(), kept.watch():
-                self.kind.judge(model, labelled.batch)
-        return float(sum(self.kind.cost(model, kept.means()).values()))
+        with torch.inference_mode():
+            parts = [self.kind.evaluate(model, self.on_device(labelled.batch)) for labelled in self.batches()]
+        rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        return float(sum(self.kind.cost(model, kept_means(rows)).values()))
+
+    def judge(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        """Return loss and accuracy of every sample of a batch."""
+        rows = self.kind.evaluate(model, self.on_device(batch))
+        if "labels" in rows and not bool(rows["labels"].all()):
+            raise ValueError(f"each image needs a patch with a class: all patches of an image are {IGNORED}")
+        return rows["loss"], rows["outcome"]
+
+    def on_device(self, batch: Any) -> Any:
+        """Return a batch with its tensors on the model's device."""
+        device = device_of(self.kind)
+        return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
 
     def generation(self) -> Generation | None:
         """Return the decisions of the model while it writes long texts; None where the config asks for none."""
@@ -308,7 +320,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         model,
         subject.batches(),
         dataclasses.replace(options, conditions=subject.conditions),
-        judge=subject.kind.judge,
+        judge=subject.judge,
         positions_from=options.positions_split and subject.batches(**{subject.split: options.positions_split}),
         reference=options.reference and subject.create(options.reference),
         beside=baselines,

@@ -11,7 +11,7 @@ from torch import nn
 
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
-from mmod.training.pairs.evaluate import judge_pairs
+from mmod.training.pairs.evaluate import evaluate_batch
 from tests.kit.pair_files import png, write_tar
 from tests.kit.pairs_worker import clip_config, run
 
@@ -61,7 +61,8 @@ def test_pairs_are_judged_as_clip_loses_on_them() -> None:
 
     images, texts = torch.randn(6, 4), torch.randint(99, (6, 4))
     with torch.no_grad():
-        loss_B, right_B = judge_pairs(Model(), (images, texts))
+        rows = evaluate_batch(Model(), (images, texts))
+        loss_B, right_B = rows["loss"], rows["outcome"]
     logits = 3 * images @ texts.float().T
     both = [
         nn.functional.cross_entropy(direction, torch.arange(6), reduction="none") for direction in (logits, logits.T)
@@ -71,5 +72,5 @@ def test_pairs_are_judged_as_clip_loses_on_them() -> None:
     assert right_B.tolist() == ((rights[0].float() + rights[1].float()) / 2).tolist()
     # Of two pairs with one caption, either's image is right.
     texts[1] = texts[0]
-    outcome = judge_pairs(Model(), (images, texts))[0]
+    outcome = evaluate_batch(Model(), (images, texts))["loss"]
     assert outcome[0] < loss_B[0] or outcome[1] < loss_B[1]

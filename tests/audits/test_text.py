@@ -15,7 +15,7 @@ from mmod.audits.config import AUDITS
 from mmod.audits.subjects import subject_of
 from mmod.report.sources import read_sources
 from mmod.training import fit
-from mmod.training.text.evaluate import judge_text
+from mmod.training.text.evaluate import evaluate_batch
 from mmod.training.text.model import create_dense
 from tests.kit.text_configs import PREDICTOR, text_config
 
@@ -54,7 +54,8 @@ def test_windows_are_judged_one_by_one() -> None:
     model = create_dense(text_config(Path("run")).model).eval()
     tokens = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        loss_B, right_B = judge_text(model, (tokens[:, :-1], tokens[:, 1:]))
+        rows = evaluate_batch(model, (tokens[:, :-1], tokens[:, 1:]))
+        loss_B, right_B = rows["loss"], rows["outcome"]
         for window, loss, right in zip(tokens, loss_B, right_B):
             logits = model(input_ids=window[None, :-1]).logits[0]
             assert float(loss) == pytest.approx(float(cross_entropy(logits.double(), window[1:])), rel=1e-5)

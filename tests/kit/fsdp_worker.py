@@ -39,7 +39,7 @@ def run_config(folder: Path, name: str, processes: int) -> TrainConfig:
 
 def train_split(folder: Path) -> None:
     """Train every run, take its second half back, and train that again."""
-    made, split = recipe.training_arguments, []
+    made, split = kind.training_arguments, []
 
     def on_cpu(config: TrainConfig) -> Any:
         arguments = made(config)
@@ -54,7 +54,7 @@ def train_split(folder: Path) -> None:
             split.append(isinstance(model, FSDPModule) and all(isinstance(block, FSDPModule) for block in blocks))
             return super().compute_loss(model, *args, **kwargs)
 
-    recipe.training_arguments, recipe.RoutedTrainer = on_cpu, Watching  # type: ignore[assignment,misc]
+    kind.training_arguments, kind.RoutedTrainer = on_cpu, Watching  # type: ignore[assignment,misc]
     for name in RUNS:
         config = run_config(folder, name, 2)
         kind.ChatKind(config).fit(progress=False)

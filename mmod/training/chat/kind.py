@@ -43,6 +43,7 @@ from mmod.training.chat.trainer import (
     training_arguments,
 )
 from mmod.training.engine.distributed import gathered, stop_signals, together, wait_for_all
+from mmod.training.engine.evaluate import Rows, decisions_of, kept_rows
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.kind import Tick, device_of, load
 from mmod.training.engine.preflight import check_warmup
@@ -61,7 +62,6 @@ class ChatKind:
     config: TrainConfig
     result = EvalResult
     part = "language"
-    judge = staticmethod(judge_answers)
     load = load
 
     def create(self) -> nn.Module:
@@ -164,6 +164,12 @@ class ChatKind:
     def estimate(self) -> ChatEstimate:
         """Count what the run would cost; see `Kind.estimate`."""
         return estimate(self.config)
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Rows:
+        """Return "loss" and "outcome", whether all tokens of the answers are the most likely, of every conversation."""
+        with decisions_of(model) as decisions:
+            loss_B, outcome_B = judge_answers(model, batch)
+        return {"loss": loss_B, "outcome": outcome_B, **kept_rows(decisions)}
 
     def assess(self, model: nn.Module, progress: bool = False) -> EvalResult:
         """Generate answers to the evaluation questions; see `Kind.assess`."""

@@ -10,7 +10,7 @@ import torch
 
 from mmod.analysis.memory import ActivationMemory
 from mmod.training.engine.distributed import Process
-from mmod.training.engine.evaluate import KeptShares
+from mmod.training.engine.evaluate import decisions_of, kept_means, kept_rows
 from mmod.training.engine.kind import LoopKind, device_of, step_samples, steps_of_epoch
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.start import check_start, create_models
@@ -93,9 +93,11 @@ def estimate(kind: LoopKind) -> RunEstimate:
     task = kind.create_task(model, teacher, Process(0, 1, device)).to(device).train()
     inputs, targets = next(iter(stream.batches(0)))[:2]
     one_pass = next(iter(task.passes([(inputs[:_SAMPLES], targets[:_SAMPLES])], device)))
-    kept = KeptShares(model, device)
     batch_tensors = [value for value in one_pass.arguments if isinstance(value, torch.Tensor)]
-    with kept.watch(), ActivationMemory([*batch_tensors, *task.parameters(), *task.buffers()]) as held:
+    with (
+        decisions_of(model) as decisions,
+        ActivationMemory([*batch_tensors, *task.parameters(), *task.buffers()]) as held,
+    ):
         output = task(*one_pass.arguments)
         activations = held.live * config.data.batch_size // len(inputs[:_SAMPLES])
     del output
@@ -109,7 +111,7 @@ def estimate(kind: LoopKind) -> RunEstimate:
         epochs=epochs,
         steps=epochs * epoch_steps,
         batch=batch,
-        flops=kind.cost(model.eval(), kept.means()),
+        flops=kind.cost(model.eval(), kept_means(kept_rows(decisions))),
         parameters=sum(value.numel() for value in model.parameters()),
         trained=sum(value.numel() for value in trained),
         processes=world,

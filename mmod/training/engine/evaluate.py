@@ -1,22 +1,27 @@
-"""What evaluations share: the pass over a stream in evaluation mode, and the shares of tokens that were kept."""
+"""What evaluations share: rows of samples, read in a pass over a stream, and the shares of tokens that were kept."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.analysis import Trace, trace
 from mmod.analysis.modes import in_mode
 from mmod.data.stream import BatchStream
 from mmod.io.progress import progress_bar
 from mmod.routing import Routing
-from mmod.training.engine.distributed import sum_over_processes
+from mmod.training.engine.distributed import gathered
 from mmod.training.engine.task import Batch, to_device
+
+KEPT = "kept/"
+"""Prefix of the columns of kept shares; the name of a module follows."""
+Rows = dict[str, Tensor]
+"""Values of samples by column: "loss", "outcome" in [0, 1], kept shares, and a kind's own, (B, ...) each."""
 
 
 class RoutedResult:
@@ -45,40 +50,48 @@ class RoutedResult:
         return sum(self.kept.values()) / len(self.kept) if self.kept else 1.0
 
 
-@contextmanager
-def evaluation_batches(
-    model: nn.Module, stream: BatchStream, device: torch.device, *, progress: bool
-) -> Iterator[Iterator[tuple[Batch, Batch]]]:
-    """Context with an iterator over batches, each on the CPU and on the device; in evaluation mode without gradients.
+def read_rows(
+    evaluate: Callable[[nn.Module, Batch], Rows],
+    model: nn.Module,
+    stream: BatchStream,
+    device: torch.device,
+    *,
+    progress: bool = False,
+) -> Rows:
+    """Return the rows of all samples of a stream, over all processes, on the CPU; none for an empty stream.
 
-    The mode of the model is restored at the end.
+    The model is in evaluation mode, without gradients; its mode is restored at the end.
+
+    Args:
+        evaluate: From the model and a batch on its device to the batch's rows.
     """
+    parts = []
     bar = progress_bar(stream.batches(0), total=stream.steps_per_epoch, desc="evaluate", shown=progress, leave=False)
     with in_mode(False, model), torch.no_grad():
-        yield ((batch, to_device(batch, device)) for batch in bar)
+        for batch in bar:
+            parts.append(evaluate(model, to_device(batch, device)))
+    # Moved at the end, because moving waits for the device.
+    mine = {name: torch.cat([part[name] for part in parts]).cpu() for name in (parts or [{}])[0]}
+    # A process may have no batch.
+    everyone = [rows for rows in gathered(mine) if rows]
+    return {name: torch.cat([rows[name] for rows in everyone]) for name in (everyone or [{}])[0]}
 
 
-class KeptShares:
-    """The mean kept share of each module that decides, over the samples of all processes; none for a dense model."""
+@contextmanager
+def decisions_of(model: nn.Module) -> Iterator[Mapping[str, Routing]]:
+    """Context with the decisions of one forward pass by module, once it has run; none of a dense model."""
+    if not Trace(model).names:
+        yield {}
+        return
+    with trace(model) as decisions:
+        yield decisions
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model = model
-        self._names = Trace(model).names
-        # Samples, then the sum of shares of each module.
-        self._sums = torch.zeros(1 + len(self._names), dtype=torch.float64, device=device)
 
-    @contextmanager
-    def watch(self) -> Iterator[Mapping[str, Routing]]:
-        """Context that adds the decisions of one forward pass, which it yields."""
-        if not self._names:
-            yield {}
-            return
-        with trace(self._model) as decisions:
-            yield decisions
-        keeps = [decisions[name].keep_BN.double() for name in self._names]
-        self._sums += torch.stack([keeps[0].new_tensor(len(keeps[0])), *(keep_BN.mean(1).sum() for keep_BN in keeps)])
+def kept_rows(decisions: Mapping[str, Routing], prefix: str = KEPT) -> Rows:
+    """Return the share of tokens that each module kept of each sample, float64 (B,)."""
+    return {f"{prefix}{name}": routing.keep_BN.double().mean(1) for name, routing in decisions.items()}
 
-    def means(self) -> dict[str, float]:
-        """Return the share by module; collective over processes."""
-        count, *sums = sum_over_processes(self._sums).tolist()
-        return {name: total / count for name, total in zip(self._names, sums, strict=True)}
+
+def kept_means(rows: Rows, prefix: str = KEPT) -> dict[str, float]:
+    """Return the mean kept share by module over all samples."""
+    return {name.removeprefix(prefix): float(value.mean()) for name, value in rows.items() if name.startswith(prefix)}

@@ -18,10 +18,10 @@ from mmod.methods import Method
 from mmod.planning.comparison import Reading
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.distributed import Process, choose_device
+from mmod.training.engine.evaluate import Rows
 from mmod.training.engine.task import Task
 
 Streams = tuple[BatchStream, BatchStream]
-Judge = Callable[[Any, Any], tuple[Tensor, Tensor]]
 Tick = Callable[[float], object]
 """Receives the share of a run that is done, from 0 to 1."""
 
@@ -30,23 +30,19 @@ class Kind(Protocol):
     """A kind of training, made from the config of a run. Models that its functions take are on the run's device.
 
     A kind is a frozen dataclass that inherits nothing. `mmod.training.kinds` lists the kinds.
-
-    Attributes:
-        config: The config of the run.
-        result: The dataclass that evaluations return, a `RoutedResult`.
-        part: The part of the model whose plan is searched.
-        judge: From a model in evaluation mode and a batch of the evaluation set to loss and accuracy of every sample;
-            see `mmod.analysis.audit.judges`.
     """
 
     @property
-    def config(self) -> Any: ...
+    def config(self) -> Any:
+        """The config of the run."""
+
     @property
-    def result(self) -> type[Any]: ...
+    def result(self) -> type[Any]:
+        """The dataclass that evaluations return, a `RoutedResult`."""
+
     @property
-    def part(self) -> str: ...
-    @property
-    def judge(self) -> Judge: ...
+    def part(self) -> str:
+        """The part of the model whose plan is searched."""
 
     def create(self) -> nn.Module:
         """Create the model that the run starts from, methods applied, on the CPU and in training mode."""
@@ -65,6 +61,9 @@ class Kind(Protocol):
 
     def estimate(self) -> Any:
         """Count what the run would cost, without training; the result's text is for the terminal."""
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Rows:
+        """Return the rows of a batch of the evaluation set, on the model's device, of a model in evaluation mode."""
 
     def assess(self, model: nn.Module, progress: bool = False) -> Any:
         """Evaluate a model on the full evaluation set, in this process."""
@@ -86,10 +85,11 @@ class Kind(Protocol):
 
 
 class LoopKind(Kind, Protocol):
-    """A kind that the training loop trains; `mmod.training.engine.start` and `loop` have the functions that all share."""
+    """A kind that the training loop trains; `start.py` and `loop.py` have the functions that all of them share."""
 
     @property
-    def config(self) -> LoopConfig: ...
+    def config(self) -> LoopConfig:
+        """The config of the run."""
 
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model with published weights, or random ones, on the CPU; it fits the data."""
@@ -118,7 +118,7 @@ class LoopKind(Kind, Protocol):
     def create_task(self, model: nn.Module, teacher: nn.Module | None, process: Process) -> Task:
         """Create the training objective of a model, on its device, and its frozen teacher."""
 
-    def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Any:
+    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Any:
         """Evaluate a model, on its device, over the evaluation batches of this process."""
 
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:

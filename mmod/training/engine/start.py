@@ -121,7 +121,7 @@ def check_start(kind: LoopKind, world: int = 1) -> None:
 def assess(kind: LoopKind, model: nn.Module, progress: bool = False) -> Any:
     """Evaluate a model on the full evaluation set, in this process; see `Kind.assess`."""
     process = Process(0, 1, device_of(kind))
-    return kind.evaluate(model, kind.create_stream(process, model), process, progress)
+    return kind.evaluate_set(model, kind.create_stream(process, model), process, progress)
 
 
 def task_options(kind: LoopKind, teacher: nn.Module | None) -> dict[str, Any]:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.data.labels import Classes
+from mmod.data.labels import IGNORED, Classes
 from mmod.data.loader import BatchStream
-from mmod.training.engine.distributed import gathered, sum_over_processes
-from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluation_batches
+from mmod.training.engine.evaluate import RoutedResult, Rows, decisions_of, kept_means, kept_rows, read_rows
 from mmod.training.engine.task import autocast
-from mmod.training.image.task import answers, check_targets, labelled
+from mmod.training.image.task import answers, check_targets
 from mmod.values import check_value
 
 
@@ -90,68 +90,86 @@ def evaluate(
         64
     """
     device = torch.device(device)
-    kept = KeptShares(model, device)
-    # Streams of a caller may name no classes.
-    classes: Classes | None = getattr(stream, "classes", None)
-    # First guesses, first five guesses, loss, labels, images.
-    sums = torch.zeros(5, dtype=torch.float64, device=device)
-    # Patches by class and first guess; empty for labels of images.
-    confusion = torch.zeros(0, dtype=torch.float64, device=device)
-    with evaluation_batches(model, stream, device, progress=progress) as batches:
-        for (_, labels), (images, targets) in batches:
-            with autocast(device, precision), kept.watch():
-                logits = answers(model, images, targets)
-            if not logits.is_floating_point():
-                raise TypeError(f"this {type(model).__name__} must return floating-point logits, got {logits.dtype}")
-            if classes is not None:
-                classes.check_outputs(logits.shape[-1])
-            check_targets(labels, logits.shape[-1])
-            logits, known = labelled(logits.float(), targets.flatten(), targets)
-            sums += _batch_sums(logits, known, len(images))
-            if targets.ndim == 2:
-                confusion = _count(logits, known) + (confusion if len(confusion) else 0)
-    first, five, loss, labels, samples = sum_over_processes(sums).tolist()
-    if samples == 0:
+    rows = read_rows(partial(evaluate_batch, precision=precision), model, stream, device, progress=progress)
+    if not rows:
         report = getattr(stream, "report", None)
         raise ValueError(f"the evaluation stream holds no images that can be read{f'; {report}' if report else ''}")
-    # One check for all batches, because a check waits for the device; any non-finite logit makes the loss non-finite.
-    check_value("the mean loss of an evaluation", loss / labels, float)
-    # A process may have no batch, and then does not know the shape.
-    parts = [part.to(device) for part in gathered(confusion.cpu()) if len(part)]
-    objects, mean_iou = _patch_figures(torch.stack(parts).sum(0)) if parts else (None, None)
+    # Streams of a caller may name no classes.
+    return score(rows, getattr(stream, "classes", None))
+
+
+def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Rows:
+    """Return the rows of a batch: "loss" and "outcome", means over an image's labels, and "five" and "labels".
+
+    "five" is the share of labels among the first five guesses and "labels" their number. Patches have "guess" and
+    "target" besides, class numbers (B, N).
+
+    Args:
+        batch: Images (B, C, H, W) and class numbers (B,), or of patches (B, N), where `IGNORED` marks those without.
+    """
+    images, targets = batch
+    with autocast(images.device, precision), decisions_of(model) as decisions:
+        logits = answers(model, images, targets)
+    if not logits.is_floating_point():
+        raise TypeError(f"this {type(model).__name__} must return floating-point logits, got {logits.dtype}")
+    check_targets(targets, logits.shape[-1])
+    target_BN = targets if targets.ndim == 2 else targets[:, None]
+    logits_BNC = logits.float().unflatten(0, target_BN.shape)
+    has_label_BN = target_BN != IGNORED
+    count_B = has_label_BN.sum(1)
+    # An image without labels has weight 0.
+    labels_B = count_B.clamp(min=1)
+    loss_BN = F.cross_entropy(logits_BNC.movedim(-1, 1), target_BN, ignore_index=IGNORED, reduction="none")
+    guess_BNK = logits_BNC.topk(min(5, logits.shape[-1]), dim=-1).indices
+    right_BNK = guess_BNK == target_BN[..., None]
+    rows = {
+        "loss": loss_BN.double().sum(1) / labels_B,
+        "outcome": right_BNK[..., 0].double().sum(1) / labels_B,
+        "five": right_BNK.any(-1).double().sum(1) / labels_B,
+        "labels": count_B,
+        "outputs": torch.full_like(count_B, logits.shape[-1]),
+        **kept_rows(decisions),
+    }
+    if targets.ndim == 2:
+        rows |= {"guess": guess_BNK[..., 0].short(), "target": targets.short()}
+    return rows
+
+
+def score(rows: Rows, classes: Classes | None = None) -> EvalResult:
+    """Return the result of the rows of all images.
+
+    Args:
+        classes: The classes of the data; None where they are not known.
+    """
+    if classes is not None:
+        classes.check_outputs(int(rows["outputs"][0]))
+    labels_N = rows["labels"].double()
+    means = {name: float((rows[name] * labels_N).sum() / labels_N.sum()) for name in ("loss", "outcome", "five")}
+    # One check for all images: any logit that is not finite makes the loss so.
+    check_value("the mean loss of an evaluation", means["loss"], float)
+    objects, mean_iou = _patch_figures(rows["target"], rows["guess"]) if "guess" in rows else (None, None)
     return EvalResult(
-        top1=100 * first / labels,
-        top5=100 * five / labels,
-        loss=loss / labels,
-        samples=int(samples),
-        kept=kept.means(),
+        top1=100 * means["outcome"],
+        top5=100 * means["five"],
+        loss=means["loss"],
+        samples=len(labels_N),
+        kept=kept_means(rows),
         objects=objects,
         mean_iou=mean_iou,
         classes=None if classes is None or classes.is_plain else str(classes),
     )
 
 
-def _batch_sums(logits: Tensor, targets: Tensor, images: int) -> Tensor:
-    """Return the sums of one batch in the order of `evaluate`."""
-    guesses = logits.topk(min(5, logits.shape[1]), dim=1).indices == targets[:, None]
-    loss = F.cross_entropy(logits, targets, reduction="sum")
-    counts = loss.new_tensor([len(targets), images], dtype=torch.float64)
-    return torch.stack([guesses[:, 0].sum().double(), guesses.sum().double(), loss.double(), *counts])
-
-
-def _count(logits: Tensor, targets: Tensor) -> Tensor:
-    """Count patches by class and first guess, (classes, classes)."""
-    classes = logits.shape[-1]
-    pairs = targets * classes + logits.argmax(1)
-    return torch.bincount(pairs, minlength=classes**2).reshape(classes, classes).double()
-
-
-def _patch_figures(confusion: Tensor) -> tuple[float, float]:
-    """Return `objects` and `mean_iou` of counts by class and first guess."""
+def _patch_figures(target_NP: Tensor, guess_NP: Tensor) -> tuple[float, float]:
+    """Return `objects` and `mean_iou` of the classes of patches and their first guesses (images, patches)."""
+    known = target_NP != IGNORED
+    target = target_NP[known].long()
+    guess = guess_NP[known].long()
+    classes = int(torch.maximum(target, guess).max()) + 1
+    confusion = torch.bincount(target * classes + guess, minlength=classes**2).reshape(classes, classes).double()
     right = confusion.diagonal()
     labelled = confusion.sum(1)
-    guessed = confusion.sum(0)
-    union = labelled + guessed - right
+    union = labelled + confusion.sum(0) - right
     objects = right[1:].sum() / labelled[1:].sum()
     mean_iou = (right[union > 0] / union[union > 0]).mean()
     return 100 * float(objects), 100 * float(mean_iou)

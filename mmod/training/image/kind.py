@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from mmod import flops, freeze_dense_, learn_capacity_, routing_config, set_capacity_, settle_capacity_, undo_
 from mmod.adapters import find_library, image_facts, image_output
 from mmod.analysis import FlopReport
-from mmod.analysis.audit.judges import judge_classes
 from mmod.data.labels import ModelClasses
 from mmod.data.loader import BatchStream, evaluation_fields, find_images, image_stream, normalisation
 from mmod.io.files import is_of_transformers
@@ -29,6 +28,7 @@ from mmod.training.engine import start
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
+from mmod.training.engine.evaluate import Rows
 from mmod.training.engine.folder import read_state, save_model
 from mmod.training.engine.kind import Streams, device_of, load, needed_shares
 from mmod.training.engine.loop import fit
@@ -36,7 +36,7 @@ from mmod.training.engine.model import classifier_names, converted, load_weights
 from mmod.training.engine.preflight import check_outputs
 from mmod.training.image.classes import check_same_classes, model_classes, run_classes
 from mmod.training.image.config import ModelConfig, TrainConfig
-from mmod.training.image.evaluate import EvalResult, evaluate
+from mmod.training.image.evaluate import EvalResult, evaluate, evaluate_batch
 from mmod.training.image.model import check_input, create_criterion, create_dense_model
 from mmod.training.image.task import ClassificationTask, ElasticTask
 
@@ -48,7 +48,6 @@ class ImageKind:
     config: TrainConfig
     result = EvalResult
     part = "image"
-    judge = staticmethod(judge_classes)
     # What all kinds of the loop share.
     create = start.create
     create_models = start.create_models
@@ -79,10 +78,9 @@ class ImageKind:
             learn_capacity_(model.to(device), config.budget, example, cost=config.cost, rate=config.rate)
 
     def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
-        """Load a checkpoint by timm's names, with a new classifier where one is asked for; see `LoopKind.load_dense`."""
-        return start.load_dense(
-            model, self._read(checkpoint), checkpoint, methods, partial(self._adapted, checkpoint=checkpoint)
-        )
+        """Load a checkpoint by timm's names, with a new classifier if one is asked for; see `LoopKind.load_dense`."""
+        adapt = partial(self._adapted, checkpoint=checkpoint)
+        return start.load_dense(model, self._read(checkpoint), checkpoint, methods, adapt)
 
     def _adapted(self, model: nn.Module, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
         """Return weights as timm converts them, with a new classifier if a fresh one is asked for."""
@@ -175,19 +173,23 @@ class ImageKind:
             **start.task_options(self, teacher),
         )
 
-    def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
+    def evaluate(self, model: nn.Module, batch: Any) -> Rows:
+        """Return the rows of a batch; see `mmod.training.image.evaluate.evaluate_batch`."""
+        return evaluate_batch(model, batch, self.config.precision)
+
+    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
         """Measure accuracy at every trained capacity; see `mmod.training.image.evaluate.evaluate`."""
         config = self.config
         routing = self.config.image_routing
         if config.in_training is not None:
             _make_dense(model)
-        judge = partial(evaluate, model, stream, process.device, config.precision, progress=progress)
+        measure = partial(evaluate, model, stream, process.device, config.precision, progress=progress)
         if config.elastic is None or routing is None:
-            return judge()
+            return measure()
         results = {}
         for capacity in config.elastic.capacities:
             set_capacity_(model, capacity)
-            results[capacity] = judge()
+            results[capacity] = measure()
         chosen = next(capacity for capacity in results if capacity == routing.capacity)
         set_capacity_(model, chosen)
         accuracies = {f"{capacity:g}": result.accuracies() for capacity, result in results.items()}

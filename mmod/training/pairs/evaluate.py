@@ -5,20 +5,22 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mmod.analysis.modes import in_mode
 from mmod.data.config import PairsConfig
 from mmod.data.loader import BatchStream, Tokenizer, Transform
 from mmod.data.readers.timm import TimmSource
 from mmod.data.stream import ImageReader
 from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.io.progress import progress_bar
-from mmod.training.engine.distributed import gathered, process_count, process_rank, sum_over_processes
-from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluation_batches
+from mmod.training.engine.distributed import process_count, process_rank, sum_over_processes
+from mmod.training.engine.evaluate import RoutedResult, Rows, decisions_of, kept_means, kept_rows, read_rows
 from mmod.training.engine.task import autocast
 from mmod.values import check_finite
 
@@ -94,30 +96,59 @@ def evaluate(
         ValueError: The stream is empty, embeddings are not finite, or an image has no zero-shot class.
     """
     device = torch.device(device)
-    kept = KeptShares(model, device)
-    parts = []
-    with evaluation_batches(model, stream, device, progress=progress) as batches:
-        for _, (images, tokens) in batches:
-            with autocast(device, precision), kept.watch():
-                output = model(images, tokens)
-            parts.append([output["image_features"].float(), output["text_features"].float(), tokens])
-        # Processes may have different numbers of rows, or none.
-        mine = [torch.cat(column).cpu() for column in zip(*parts)]
-        collected = [torch.cat(rows).to(device) for rows in zip(*filter(None, gathered(mine)))]
-        if not collected:
-            raise ValueError("the evaluation stream holds no pairs")
-        images, texts, tokens = collected
-        for name, embeddings in (("image", images), ("text", texts)):
-            check_finite(f"the {name} embeddings of an evaluation", embeddings)
-        top1 = top5 = None
-        with autocast(device, precision):
-            if zero_shot == "scenes":
-                top1, top5 = classify_scenes(model, tokenizer, images, tokens)
-            elif zero_shot is not None:
-                folder = zero_shot.partition(":")[2]
-                assert transform is not None
-                options: Any = {"stream": stream, "workers": workers, "bar": progress}
-                top1, top5 = classify_folder(model, tokenizer, transform, folder, **options)
+    rows = read_rows(partial(evaluate_batch, precision=precision), model, stream, device, progress=progress)
+    if not rows:
+        raise ValueError("the evaluation stream holds no pairs")
+    images, texts, tokens = (rows[name].to(device) for name in ("image", "text", "tokens"))
+    for name, embeddings in (("image", images), ("text", texts)):
+        check_finite(f"the {name} embeddings of an evaluation", embeddings)
+    top1 = top5 = None
+    with in_mode(False, model), torch.no_grad(), autocast(device, precision):
+        if zero_shot == "scenes":
+            top1, top5 = classify_scenes(model, tokenizer, images, tokens)
+        elif zero_shot is not None:
+            folder = zero_shot.partition(":")[2]
+            assert transform is not None
+            options: Any = {"stream": stream, "workers": workers, "bar": progress}
+            top1, top5 = classify_folder(model, tokenizer, transform, folder, **options)
+    return score(rows, device, top1, top5)
+
+
+def evaluate_batch(model: Any, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Rows:
+    """Return the rows of a batch: embeddings, the captions' tokens, and "loss" and "outcome" among its pairs.
+
+    These two are cross entropy and recall at 1, the mean of both directions. Images with equal captions match each
+    other's, and a tie counts as a miss.
+
+    Args:
+        model: An open_clip model, made with `output_dict=True`.
+        batch: Images (B, C, H, W) and their captions' tokens (B, L).
+
+    Source: the loss of CLIP (arXiv 2103.00020).
+    """
+    images, texts = batch
+    with autocast(images.device, precision), decisions_of(model) as decisions:
+        output = model(images, texts)
+    image_BD, text_BD, scale = (output[name].float() for name in ("image_features", "text_features", "logit_scale"))
+    loss_B, outcome_B = _among(image_BD, text_BD, scale, texts)
+    return {
+        "loss": loss_B,
+        "outcome": outcome_B,
+        "image": image_BD,
+        "text": text_BD,
+        "tokens": texts,
+        **kept_rows(decisions),
+    }
+
+
+def score(rows: Rows, device: torch.device, top1: float | None = None, top5: float | None = None) -> EvalResult:
+    """Return the result of the rows of all pairs.
+
+    Args:
+        device: Where similarities are computed.
+        top1: Zero-shot accuracy in percent; so is `top5`.
+    """
+    images, texts, tokens = (rows[name].to(device) for name in ("image", "text", "tokens"))
     first = rank_matches(images, texts, tokens)
     second = rank_matches(texts, images, tokens)
     return EvalResult(
@@ -128,7 +159,7 @@ def evaluate(
         samples=len(tokens),
         zero_shot_top1=top1,
         zero_shot_top5=top5,
-        kept=kept.means(),
+        kept=kept_means(rows),
     )
 
 
@@ -155,25 +186,12 @@ def rank_matches(queries: Tensor, entries: Tensor, tokens: Tensor) -> Tensor:
     return torch.cat(ranks)
 
 
-def judge_pairs(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cross entropy and recall at 1 of every pair among those of its batch, the mean of both directions.
-
-    Images with equal captions match each other's, and a tie counts as a miss.
-
-    Args:
-        model: An open_clip model, made with `output_dict=True`.
-        batch: Images (B, C, H, W) and their captions' tokens (B, L).
-
-    Source: the loss of CLIP (arXiv 2103.00020).
-    """
-    device = next(model.parameters()).device
-    images, texts = (part.to(device) for part in batch)
-    output = model(images, texts)
-    image_BD, text_BD, scale = (output[name].float() for name in ("image_features", "text_features", "logit_scale"))
+def _among(image_BD: Tensor, text_BD: Tensor, scale: Tensor, texts: Tensor) -> tuple[Tensor, Tensor]:
+    """Return loss and recall at 1 of every pair among those of its batch; see `evaluate_batch`."""
     captions = torch.unique(texts, dim=0, return_inverse=True)[1]
     same_BB = captions[:, None] == captions[None]
-    loss_B = torch.zeros(len(images), device=device)
-    right_B = torch.zeros(len(images), device=device)
+    loss_B = image_BD.new_zeros(len(texts))
+    right_B = image_BD.new_zeros(len(texts))
     for queries, others in ((image_BD, text_BD), (text_BD, image_BD)):
         similarity_BB = scale * queries @ others.T
         matched_B = similarity_BB.masked_fill(~same_BB, -torch.inf).logsumexp(1)

@@ -27,10 +27,11 @@ from mmod.training.engine import start
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
+from mmod.training.engine.evaluate import Rows
 from mmod.training.engine.kind import Streams, device_of, load, needed_shares
 from mmod.training.engine.loop import fit
 from mmod.training.pairs.config import TrainConfig
-from mmod.training.pairs.evaluate import EvalResult, evaluate, judge_pairs
+from mmod.training.pairs.evaluate import EvalResult, evaluate, evaluate_batch
 from mmod.training.pairs.folder import TwoTowers, read_state, save_model
 from mmod.training.pairs.model import (
     create_loss,
@@ -50,7 +51,6 @@ class PairsKind:
     config: TrainConfig
     result = EvalResult
     part = "image"
-    judge = staticmethod(judge_pairs)
     # What all kinds of the loop share.
     create = start.create
     create_models = start.create_models
@@ -63,7 +63,7 @@ class PairsKind:
     assess = start.assess
 
     def prepare(self, weights: bool = True) -> nn.Module:
-        """Create the dense model, with published weights or those of an image tower; refuse a loss that does not fit."""
+        """Create the dense model, with published weights or an image tower's; refuse a loss that does not fit."""
         config = self.config
         model = create_model(config.model, weights)
         if not weights:
@@ -125,7 +125,11 @@ class PairsKind:
         criterion = create_loss(self.config.loss, process)
         return PairsTask(model, criterion, distiller=distiller, **start.task_options(self, teacher))
 
-    def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
+    def evaluate(self, model: nn.Module, batch: Any) -> Rows:
+        """Return the rows of a batch; see `mmod.training.pairs.evaluate.evaluate_batch`."""
+        return evaluate_batch(model, batch, self.config.precision)
+
+    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
         """Measure retrieval and zero-shot accuracy; see `mmod.training.pairs.evaluate.evaluate`."""
         transform, tokenizer = create_transforms(model, self.config.model.name, None)
         return evaluate(

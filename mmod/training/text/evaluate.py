@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -13,15 +12,15 @@ from torch import Tensor, nn
 
 from mmod.data.stream import BatchStream
 from mmod.methods.base import decided_alone, deciding_together, methods_of
-from mmod.routing import Routing
 from mmod.speculation import every_token
-from mmod.training.engine.distributed import sum_over_processes
-from mmod.training.engine.evaluate import KeptShares, RoutedResult, evaluation_batches
+from mmod.training.engine.evaluate import KEPT, RoutedResult, Rows, decisions_of, kept_means, kept_rows, read_rows
 from mmod.training.engine.task import autocast
 from mmod.training.text.model import logits_of
 from mmod.values import check_value
 
 _PARTS = 8
+_AGREEMENT = "agreement/"
+_CAUSAL = "causal_kept/"
 
 
 @dataclass(frozen=True)
@@ -91,73 +90,70 @@ def evaluate(
         elastic: Also measure the loss with all tokens in all layers.
     """
     device = torch.device(device)
-    methods = methods_of(model)
-    two_ways = any(method.two_ways for method in methods)
-    together, alone, full = (_Losses(model, device) for _ in range(3))
-    # By module: samples, then how many of them are decided alike at each position.
-    agreement: dict[str, Tensor] = {}
-    with evaluation_batches(model, stream, device, progress=progress) as batches, autocast(device, precision):
-        for _, (tokens, following) in batches:
-            with deciding_together(model):
-                decisions = together.add(tokens, following)
-            if two_ways:
-                for name, alone_BN in decided_alone(model, decisions).items():
-                    same_N = (alone_BN == decisions[name].keep_BN).double().sum(0)
-                    counts = torch.cat([same_N.new_tensor([len(alone_BN)]), same_N])
-                    agreement[name] = agreement.get(name, 0) + counts
-                alone.add(tokens, following)
-            if elastic:
-                with every_token(model):
-                    full.add(tokens, following)
-    loss, kept, samples = together.means()
-    causal_loss, causal_kept, _ = alone.means() if two_ways else (loss, {}, samples)
-    shares = {name: _agreement_by_part(counts) for name, counts in agreement.items()}
+    read = partial(evaluate_ways, precision=precision, elastic=elastic)
+    return score(read_rows(read, model, stream, device, progress=progress), model)
+
+
+def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str = "fp32") -> Rows:
+    """Return the rows of a batch of windows, as the model decides in its mode, in one pass.
+
+    These are "loss" in nats per byte, "outcome", the share of bytes that are right, and kept shares.
+
+    Args:
+        batch: Bytes (B, N) and the bytes after them.
+    """
+    tokens_BN, following_BN = batch
+    with autocast(tokens_BN.device, precision), decisions_of(model) as decisions:
+        logits_BNC = logits_of(model, tokens_BN).float()
+    loss_BN = F.cross_entropy(logits_BNC.movedim(-1, 1), following_BN, reduction="none")
+    right_BN = logits_BNC.argmax(-1) == following_BN
+    return {"loss": loss_BN.double().mean(1), "outcome": right_BN.double().mean(1), **kept_rows(decisions)}
+
+
+def evaluate_ways(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str, elastic: bool) -> Rows:
+    """Return the rows of a batch in every way in which the model can decide.
+
+    Those of the decisions of training have the names of `evaluate_batch`. "causal_loss" and "causal_kept/" are of
+    tokens that are decided alone, "full_loss" of all tokens in all layers. "agreement/" has the tokens that both ways
+    decide alike, by module (B, N).
+    """
+    with deciding_together(model), decisions_of(model) as decisions:
+        rows = evaluate_batch(model, batch, precision)
+    if any(method.two_ways for method in methods_of(model)):
+        with autocast(batch[0].device, precision):
+            alone = decided_alone(model, decisions)
+        for name, alone_BN in alone.items():
+            rows[f"{_AGREEMENT}{name}"] = alone_BN == decisions[name].keep_BN
+        causal = evaluate_batch(model, batch, precision)
+        rows["causal_loss"] = causal["loss"]
+        kept = {name.removeprefix(KEPT): value for name, value in causal.items() if name.startswith(KEPT)}
+        rows |= {f"{_CAUSAL}{name}": value for name, value in kept.items()}
+    if elastic:
+        with every_token(model):
+            rows["full_loss"] = evaluate_batch(model, batch, precision)["loss"]
+    return rows
+
+
+def score(rows: Rows, model: nn.Module) -> EvalResult:
+    """Return the result of the rows of all windows of a model."""
+    if not rows:
+        raise ValueError("the evaluation stream holds no windows")
+    losses = {name: float(rows[name].mean()) for name in ("loss", "causal_loss", "full_loss") if name in rows}
+    for loss in losses.values():
+        check_value("the mean loss of an evaluation", loss, float)
+    shares = {}
+    for name, same_BN in rows.items():
+        if name.startswith(_AGREEMENT):
+            parts = same_BN.double().mean(0).tensor_split(_PARTS)
+            shares[name.removeprefix(_AGREEMENT)] = [float(part.mean()) for part in parts if len(part)]
+    is_causal = all(method.causal for method in methods_of(model))
     return EvalResult(
-        loss=loss,
-        samples=samples,
-        kept=kept,
-        causal_loss=causal_loss if all(method.causal for method in methods) else None,
-        causal_kept=causal_kept,
+        loss=losses["loss"],
+        samples=len(rows["loss"]),
+        kept=kept_means(rows),
+        causal_loss=losses.get("causal_loss", losses["loss"]) if is_causal else None,
+        causal_kept=kept_means(rows, _CAUSAL),
         agreement={name: sum(parts) / len(parts) for name, parts in shares.items()},
         agreement_by_position=[sum(parts) / len(parts) for parts in zip(*shares.values())],
-        full_loss=full.means()[0] if elastic else None,
+        full_loss=losses.get("full_loss"),
     )
-
-
-def judge_text(model: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Return cross entropy in nats per byte and accuracy, of every window of bytes and the following bytes (B, N)."""
-    device = next(model.parameters()).device
-    tokens_BN, following_BN = (part.to(device) for part in batch)
-    logits = logits_of(model, tokens_BN).float()
-    loss_BN = F.cross_entropy(logits.movedim(-1, 1), following_BN, reduction="none")
-    return loss_BN.mean(1), (logits.argmax(-1) == following_BN).float().mean(1)
-
-
-class _Losses:
-    """Loss and kept shares of one way to decide."""
-
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
-        self._model = model
-        self._shares = KeptShares(model, device)
-        # Samples, tokens and loss.
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
-
-    def add(self, tokens: Tensor, following: Tensor) -> Mapping[str, Routing]:
-        """Evaluate a batch; return the decisions."""
-        with self._shares.watch() as decisions:
-            logits = logits_of(self._model, tokens)
-        loss = F.cross_entropy(logits.flatten(0, 1).float(), following.flatten(), reduction="sum")
-        self._sums += torch.stack([loss.new_tensor(len(tokens)), loss.new_tensor(tokens.numel()), loss]).double()
-        return decisions
-
-    def means(self) -> tuple[float, dict[str, float], int]:
-        """Return loss per token, kept share by module, and samples; collective over processes."""
-        samples, tokens, loss = sum_over_processes(self._sums).tolist()
-        check_value("the mean loss of an evaluation", loss / tokens, float)
-        return loss / tokens, self._shares.means(), int(samples)
-
-
-def _agreement_by_part(counts: Tensor) -> list[float]:
-    """Return the share of samples decided alike, by eighth of the window; collective over processes."""
-    total = sum_over_processes(counts)
-    return [float(part.mean()) for part in (total[1:] / total[0]).tensor_split(_PARTS) if len(part)]

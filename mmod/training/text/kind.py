@@ -18,10 +18,11 @@ from mmod.training.engine import start
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
+from mmod.training.engine.evaluate import Rows
 from mmod.training.engine.kind import Streams, device_of, load, needed_shares
 from mmod.training.engine.loop import fit
 from mmod.training.text.config import TrainConfig
-from mmod.training.text.evaluate import EvalResult, evaluate, judge_text
+from mmod.training.text.evaluate import EvalResult, evaluate, evaluate_batch
 from mmod.training.text.model import create_dense, logits_of, window_flops
 from mmod.training.text.task import TextTask
 
@@ -33,7 +34,6 @@ class TextKind:
     config: TrainConfig
     result = EvalResult
     part = "language"
-    judge = staticmethod(judge_text)
     # What all kinds of the loop share.
     create = start.create
     create_models = start.create_models
@@ -83,7 +83,11 @@ class TextKind:
         """Create the task with the config's distillation and auxiliary losses."""
         return TextTask(model, elastic=self.config.elastic, **start.task_options(self, teacher))
 
-    def evaluate(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
+    def evaluate(self, model: nn.Module, batch: Any) -> Rows:
+        """Return the rows of a batch; see `mmod.training.text.evaluate.evaluate_batch`."""
+        return evaluate_batch(model, batch, self.config.precision)
+
+    def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> EvalResult:
         """Measure the losses of a model; see `mmod.training.text.evaluate.evaluate`."""
         options: dict[str, Any] = {"elastic": self.config.elastic, "progress": progress}
         return evaluate(model, stream, process.device, self.config.precision, **options)
