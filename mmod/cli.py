@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from mmod.io.configs import config_names, existing_config
 from mmod.training.engine.command import one_line_errors
+from mmod.training.table import KINDS
 
 
 class Command(NamedTuple):
@@ -39,16 +40,10 @@ COMMANDS = {
     "tradeoff CONFIG": Command(
         "mmod.studies.command", "accuracy against FLOPs, time and memory, with controls", "digits"
     ),
-    "train image CONFIG": Command("mmod.training.kinds", "train an image classifier", "digits/dense", "image"),
-    "train pairs CONFIG": Command(
-        "mmod.training.kinds", "train a CLIP model on image-text pairs", "clip/scenes", "pairs"
-    ),
-    "train chat CONFIG": Command(
-        "mmod.training.kinds", "fine-tune a vision-language model on conversations", "vlm/tiny-llava", "chat"
-    ),
-    "train text CONFIG": Command(
-        "mmod.training.kinds", "train a causal language model on text, byte by byte", "text/mod", "text"
-    ),
+    **{
+        f"train {name} CONFIG": Command("mmod.training.kinds", row.purpose, row.example, name)
+        for name, row in KINDS.items()
+    },
     "train open-clip [ROUTING] -- ARGUMENTS": Command(
         "mmod.training.pairs.open_clip_program", "run open_clip's own training program on a routed model"
     ),

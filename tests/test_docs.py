@@ -22,7 +22,7 @@ from PIL import Image
 
 import mmod
 from mmod import cli
-from mmod.training.kinds import CONFIGS
+from mmod.training.kinds import config_class
 from scripts import doc_tables
 from tests.kit.pages import COMPLETE, DOWNLOADS, FENCE, FOLDERS, FOREIGN, NAMED, NESTED, PAGES, commands_of
 from tests.kit.scripts import ROOT, run_script
@@ -150,7 +150,7 @@ def test_complete_configs_of_pages_are_read() -> None:
     complete = [fields for fields in map(yaml.safe_load, texts) if "kind" in fields and "model" in fields]
     assert {fields["kind"] for fields in complete} == {"chat", "image", "pairs"}
     for fields in complete:
-        CONFIGS[fields["kind"]].from_dict(fields)
+        config_class(fields["kind"]).from_dict(fields)
 
 
 def test_every_picture_is_shown_on_a_page() -> None:

@@ -6,11 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 from mmod.config import AuditConfig
-from mmod.training.chat import config as chat
 from mmod.training.engine.config import RunConfig
-from mmod.training.image import config as image
-from mmod.training.pairs import config as pairs
-from mmod.training.text import config as text
+from mmod.training.kinds import extended
 
 
 @dataclass(frozen=True)
@@ -56,28 +53,8 @@ class Audited:
     audit: AuditOptions = field(default_factory=AuditOptions)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageAudit(Audited, image.TrainConfig):
-    """A training config, whose model and data are audited on its device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairsAudit(Audited, pairs.TrainConfig):
-    """A training config, whose model and data are audited on its device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatAudit(Audited, chat.TrainConfig):
-    """A training config, whose model and data are audited on its device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextAudit(Audited, text.TrainConfig):
-    """A training config, whose model and data are audited on its device."""
-
-
-AUDITS: dict[str, type[RunConfig]] = {"image": ImageAudit, "pairs": PairsAudit, "chat": ChatAudit, "text": TextAudit}
-"""The configs of audits by kind."""
+AUDITS = extended(Audited)
+"""The configs of audits by kind: training configs, whose model and data are audited on their device."""
 
 
 def record_of(config: RunConfig) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     from mmod.studies.advised import dense, run_folder
     from mmod.training.chat.config import ModelConfig, TrainConfig
     from mmod.training.chat.kind import ChatKind
-    from mmod.training.kinds import CONFIGS, parse_kind
+    from mmod.training.kinds import parse_kind
 
     unusable = [name for name in ("checkpoint", "image_size", "measure", "mean", "std") if getattr(options, name)]
     if unusable or not options.pretrained:
@@ -144,7 +144,7 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
     if run is None:
         config = TrainConfig(output=options.output or "runs/advise", model=ModelConfig(options.model), data=data)
     else:
-        config = parse_kind([str(run)], CONFIGS.__getitem__)
+        config = parse_kind([str(run)])
         if config.kind != "chat":
             raise ValueError(f"--prompts are for runs of kind 'chat', and {str(run)!r} is one of kind {config.kind!r}")
         config = dataclasses.replace(config, data=data)

@@ -22,7 +22,7 @@ from mmod.training.engine.model import classifier_names, converted, load_weights
 from mmod.training.image.classes import published_classes, run_classes
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.model import create_dense_model
-from mmod.training.kinds import CONFIGS, kind_of, parse_kind
+from mmod.training.kinds import kind_of, parse_kind
 
 OPEN_CLIP = "open_clip:"
 
@@ -132,7 +132,7 @@ def run_folder(name: str) -> Path | None:
 
 
 def _run_model(folder: Path) -> AdvisedModel:
-    config: Any = parse_kind([str(folder)], CONFIGS.__getitem__)
+    config: Any = parse_kind([str(folder)])
     if config.kind not in ("image", "pairs"):
         advice = "give its prompts by --prompts FILE" if config.kind == "chat" else "use mmod.search_plan"
         raise ValueError(f"{str(folder)!r} is a run of kind {config.kind!r}, whose model reads text: {advice}")

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mmod.training.engine.config import RunConfig
-from mmod.training.kinds import CONFIGS, kind_of, parse_kind
+from mmod.training.kinds import kind_of, parse_kind
 
 if TYPE_CHECKING:
     from mmod.training.engine.evaluate import RoutedResult
@@ -67,5 +67,5 @@ def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
 
 def main(arguments: Sequence[str]) -> None:
     """Evaluate as the command line `CONFIG_OR_RUN [--kind KIND] [--key value]` says and print the assessment."""
-    config: Any = parse_kind(arguments, CONFIGS.__getitem__)
+    config: Any = parse_kind(arguments)
     print(assess(config))

@@ -9,12 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.io.files import locked
 from mmod.planning.options import PlanOptions
-from mmod.training.chat import config as chat
 from mmod.training.engine.config import RunConfig
-from mmod.training.image import config as image
-from mmod.training.kinds import kind_of, parse_kind
-from mmod.training.pairs import config as pairs
-from mmod.training.text import config as text
+from mmod.training.kinds import extended, kind_of, parse_kind
 
 if TYPE_CHECKING:
     # By way of the package, which readers of the fields' types import without torch.
@@ -32,33 +28,8 @@ class Searched:
     plan: PlanOptions = field(default_factory=PlanOptions)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImageSearch(Searched, image.TrainConfig):
-    """A training config, whose model and data are searched on its device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairsSearch(Searched, pairs.TrainConfig):
-    """A training config, whose model and data are searched on its device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ChatSearch(Searched, chat.TrainConfig):
-    """A training config, whose model and data are searched on its device."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextSearch(Searched, text.TrainConfig):
-    """A training config, whose model and data are searched on its device."""
-
-
-SEARCHES: dict[str, type[RunConfig]] = {
-    "image": ImageSearch,
-    "pairs": PairsSearch,
-    "chat": ChatSearch,
-    "text": TextSearch,
-}
-"""The configs of searches by kind."""
+SEARCHES = extended(Searched)
+"""The configs of searches by kind: training configs, whose model and data are searched on their device."""
 
 
 def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.planning.PlanSearch:

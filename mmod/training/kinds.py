@@ -13,46 +13,52 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.io.yaml import parse_option, stack_configs
 from mmod.lazy import import_path
-from mmod.training.chat import config as chat
 from mmod.training.engine.config import RUN_CONFIG, RunConfig
 from mmod.training.engine.parse import parse_config
-from mmod.training.image import config as image
-from mmod.training.pairs import config as pairs
-from mmod.training.text import config as text
+from mmod.training.table import KINDS
 from mmod.values import check_value, one_of
 
 if TYPE_CHECKING:
+    from mmod.training.chat import config as chat
     from mmod.training.chat.evaluate import EvalResult as ChatResult
     from mmod.training.engine.kind import Kind
     from mmod.training.engine.run_folder import FitResult
+    from mmod.training.image import config as image
     from mmod.training.image.evaluate import EvalResult
+    from mmod.training.pairs import config as pairs
     from mmod.training.pairs.evaluate import EvalResult as PairsResult
+    from mmod.training.text import config as text
     from mmod.training.text.evaluate import EvalResult as TextResult
 
-CONFIGS: dict[str, type[RunConfig]] = {
-    "image": image.TrainConfig,
-    "pairs": pairs.TrainConfig,
-    "chat": chat.TrainConfig,
-    "text": text.TrainConfig,
-}
-"""Configs by kind; imported without torch, so that `--help` is fast."""
 
-KINDS = {
-    "image": "mmod.training.image.kind:ImageKind",
-    "pairs": "mmod.training.pairs.kind:PairsKind",
-    "chat": "mmod.training.chat.kind:ChatKind",
-    "text": "mmod.training.text.kind:TextKind",
-}
-"""Import paths of the kinds by name: each needs libraries that the others do not."""
+def config_class(name: str) -> type[RunConfig]:
+    """Return the config of a kind by name; imported without torch, so that `--help` is fast."""
+    one_of("kind", name, tuple(KINDS))
+    config: type[RunConfig] = import_path(KINDS[name].config)
+    return config
+
+
+def extended(keys: type[Any]) -> dict[str, type[RunConfig]]:
+    """Return the config of every kind with further keys.
+
+    Args:
+        keys: A frozen dataclass of the further keys.
+    """
+    configs: dict[str, type[RunConfig]] = {}
+    for name in KINDS:
+        base = config_class(name)
+        # The base's description stands for the keys that both have.
+        made = type(f"{name.capitalize()}{keys.__name__}", (keys, base), {"__doc__": base.__doc__})
+        configs[name] = dataclasses.dataclass(frozen=True, kw_only=True)(made)
+    return configs
 
 
 def kind_of(config: Any) -> Kind:
     """Return the kind of a run; imports its libraries. A TypeError for a config of no kind."""
     if not isinstance(config, RunConfig):
-        raise TypeError(f"a run's config must be one of {', '.join(CONFIGS)}, got {type(config).__name__}")
-    kind: type[Kind] = import_path(KINDS[config.kind])
-    # A protocol says nothing of how its classes are made.
-    return kind(config)  # type: ignore[call-arg]
+        raise TypeError(f"a run's config must be one of {', '.join(KINDS)}, got {type(config).__name__}")
+    kind: Callable[[RunConfig], Kind] = import_path(KINDS[config.kind].kind)
+    return kind(config)
 
 
 @typing.overload
@@ -97,7 +103,7 @@ def fit(config: RunConfig, **options: Any) -> Any:
 def kind_named(arguments: Sequence[str]) -> str:
     """Return the kind that the files or options of a command line name; "image" unless they do."""
     kind = _named_kind(arguments) or "image"
-    one_of("kind", kind, tuple(CONFIGS))
+    one_of("kind", kind, tuple(KINDS))
     return kind
 
 
@@ -108,7 +114,7 @@ def _named_kind(arguments: Sequence[str]) -> str | None:
     return parser.parse_known_args(words)[0].kind
 
 
-def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]]) -> Any:
+def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]] = config_class) -> Any:
     """Return the config of a command line as `parse_config` does; `config_of` returns the class for a kind.
 
     A run folder in place of the config stands for its final model, see `finished_run`.
@@ -120,7 +126,7 @@ def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]]) 
         config = parse_config(words if folder is None else [words[0], "--kind", kind], config_of(kind))
     except SystemExit as end:
         if end.code and _named_kind(words) is None:
-            print(f"without a key `kind`, a config is read as {kind}; valid are {', '.join(CONFIGS)}", file=sys.stderr)
+            print(f"without a key `kind`, a config is read as {kind}; valid are {', '.join(KINDS)}", file=sys.stderr)
         raise
     if folder is None:
         return config
@@ -165,7 +171,7 @@ def main(arguments: Sequence[str], kind: str) -> None:
         arguments: `CONFIG [--key value] [--dry-run[=RATE]]`; with a rate, in TFLOP/s of each process, hours too.
     """
     dry = [word for word in arguments if word.partition("=")[0] == _DRY]
-    config = parse_config([word for word in arguments if word not in dry], CONFIGS[kind])
+    config = parse_config([word for word in arguments if word not in dry], config_class(kind))
     if not dry:
         result = kind_of(config).fit()
         if is_first_process():

@@ -100,18 +100,18 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
     arguments = [str(run), *QUICK, "--audit.conditions", "[random]", "--audit.maps", "0", "--data.batch_size", "16"]
     (uninterrupted,) = main([*arguments, "--output", str(tmp_path / "whole")])
     cut = [*arguments, "--output", str(tmp_path / "cut")]
-    left, judge = itertools.count(18, -1), ImageKind.judge
+    left, evaluate = itertools.count(18, -1), ImageKind.evaluate
 
     def stopping(*args: Any) -> Any:
         if not next(left):
             raise KeyboardInterrupt
-        return judge(*args)
+        return evaluate(*args)
 
     monkeypatch.setattr(progress_module, "_EVERY", 0.0)
-    monkeypatch.setattr(ImageKind, "judge", staticmethod(stopping))
+    monkeypatch.setattr(ImageKind, "evaluate", stopping)
     with pytest.raises(KeyboardInterrupt):
         main(cut)
-    monkeypatch.setattr(ImageKind, "judge", staticmethod(judge))
+    monkeypatch.setattr(ImageKind, "evaluate", evaluate)
     assert Journal(tmp_path / "cut/audit/progress.jsonl", None, "audit").records[0]["done"] == {
         "positions": 4,
         "audit": 3,

@@ -18,8 +18,8 @@ from mmod.planning.comparison import Reading, SampleScores, as_fast, time_models
 from mmod.studies.command import CONFIGS as STUDY_CONFIGS
 from mmod.studies.command import STUDIES
 from mmod.studies.study import Study
-from mmod.training.engine.kind import Recipe
-from mmod.training.kinds import CONFIGS, KINDS
+from mmod.training.engine.config import RunConfig
+from mmod.training.table import KINDS
 from tests.kit.image_study import config as image_config
 
 
@@ -96,10 +96,16 @@ def test_a_method_of_another_package_is_printed_by_its_kind(monkeypatch: pytest.
     assert candidate.code("image", 12) == "mmod.apply_(model, {'kind': 'merge', 'r': 8})"
 
 
-def test_each_kind_names_its_recipe_and_its_study() -> None:
-    assert KINDS.keys() == CONFIGS.keys()
+def test_each_kind_is_a_frozen_object_that_inherits_nothing() -> None:
+    for row in KINDS.values():
+        kind = import_path(row.kind)
+        assert kind.__bases__ == (object,)
+        assert [field.name for field in dataclasses.fields(kind)] == ["config"]
+        assert issubclass(import_path(row.config), RunConfig)
+
+
+def test_each_kind_of_study_has_a_config() -> None:
     assert STUDIES.keys() == STUDY_CONFIGS.keys()
-    assert all(issubclass(import_path(path), Recipe) for path in KINDS.values())
     assert all(issubclass(import_path(path), Study) for path in STUDIES.values())
 
 

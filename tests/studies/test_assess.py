@@ -13,7 +13,7 @@ from mmod.studies.assess import assess, main
 from mmod.training import evaluate, fit
 from mmod.training.engine.kind import seed_draws
 from mmod.training.image.kind import ImageKind, sample_images, timed_images
-from mmod.training.kinds import CONFIGS, parse_kind
+from mmod.training.kinds import parse_kind
 from tests.kit.image_study import MODEL, config
 
 
@@ -55,8 +55,8 @@ def test_the_kind_of_a_run_folder_without_one_is_an_option(tmp_path: Path, capsy
         "output: here\nmodel: {config: {model_type: llama}}\ndata: {length: 8}\nworld_size: 1\n"
     )
     with pytest.raises(SystemExit):
-        parse_kind([str(tmp_path)], CONFIGS.__getitem__)
+        parse_kind([str(tmp_path)])
     assert "without a key `kind`, a config is read as image" in capsys.readouterr().err
-    run = parse_kind([str(tmp_path), "--kind", "text", "--seed", "3"], CONFIGS.__getitem__)
+    run = parse_kind([str(tmp_path), "--kind", "text", "--seed", "3"])
     assert (run.kind, run.output, run.seed, run.data.length) == ("text", str(tmp_path), 3, 8)
     assert run.model.checkpoint == str(tmp_path)

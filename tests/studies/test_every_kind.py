@@ -13,7 +13,8 @@ import mmod
 from mmod.io.yaml import read_yaml
 from mmod.studies import assess, plan
 from mmod.training.engine.evaluate import RoutedResult
-from mmod.training.kinds import CONFIGS, kind_named, kind_of
+from mmod.training.kinds import config_class, kind_named, kind_of
+from mmod.training.table import KINDS
 from tests.kit.chat_configs import vlm_config
 from tests.kit.image_study import config as image_config
 from tests.kit.pairs_worker import MODEL, write_model
@@ -41,13 +42,13 @@ def _tiny(kind: str, folder: Path) -> Any:
         "epoch_steps": 1,
         "device": "cpu",
     }
-    return CONFIGS["pairs"].from_dict(fields)
+    return config_class("pairs").from_dict(fields)
 
 
 UNITS = {"image": {"image"}, "pairs": {"image", "text"}, "chat": {"prompt"}, "text": {"window"}}
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -81,7 +82,7 @@ def test_a_config_says_its_kind(path: Path) -> None:
     if path.parent.name in ("digits", "imagenet", "patches", "photos", "clip", "vlm", "text"):
         fields = read_yaml(path)
         assert kind_named([str(path)]) == kinds.get(path.parent.name, "image")
-        assert CONFIGS[kind_named([str(path)])].from_dict(fields).output
+        assert config_class(kind_named([str(path)])).from_dict(fields).output
 
 
 def test_only_a_config_of_a_kind_has_a_recipe() -> None:

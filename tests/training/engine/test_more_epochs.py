@@ -14,7 +14,7 @@ from mmod.io.claim import FolderTakenError
 from mmod.training import TrainConfig, fit
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config
-from mmod.training.kinds import CONFIGS, kind_of
+from mmod.training.kinds import config_class, kind_of
 from tests.kit.engine_worker import MODEL, weights
 from tests.kit.sets import SETS
 from tests.kit.text_configs import SCORE, text_config
@@ -32,7 +32,7 @@ def advised(config: RunConfig, epochs: int) -> RunConfig:
     with pytest.raises(FolderTakenError, match=rf"epochs: \d there, {epochs} now.* It is finished\. ") as caught:
         fit(replace(config, epochs=epochs), progress=False)  # type: ignore[call-overload]
     words = shlex.split(str(caught.value).partition(f"mmod train {config.kind} ")[2])
-    continued: RunConfig = parse_config(words, CONFIGS[config.kind])
+    continued: RunConfig = parse_config(words, config_class(config.kind))
     return continued
 
 

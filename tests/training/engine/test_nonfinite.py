@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmod.training import fit
 from mmod.training.engine.checkpoint import list_checkpoints, load_checkpoint
@@ -65,10 +65,7 @@ def test_as_many_steps_are_skipped_as_allowed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["blocks.1.router.score", "blocks.2.mlp.fc1"])
 def test_the_module_and_the_batch_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create = ImageKind.create_models
-
-    def create_models(recipe: ImageKind) -> Any:
-        model, teacher = create(recipe)
+    def finish(kind: ImageKind, model: nn.Module) -> None:
         calls = iter(range(10**6))
 
         def poison(module: Any, inputs: Any, output: Tensor) -> Tensor | None:
@@ -76,9 +73,8 @@ def test_the_module_and_the_batch_are_named(name: str, tmp_path: Path, monkeypat
             return output * torch.nan if next(calls) in (1, 3) else None
 
         model.get_submodule(name).register_forward_hook(poison)
-        return model, teacher
 
-    monkeypatch.setattr(ImageKind, "create_models", create_models)
+    monkeypatch.setattr(ImageKind, "finish", finish)
     config = tiny_config(output=tmp_path / "run", epochs=1, routing=ROUTED, accumulate=2)
     message = rf"at step 1 .*none was written yet; first in the output of {name}, batch 2 of 2"
     with pytest.raises(FloatingPointError, match=message.replace(".score", r"\.score")):
@@ -87,17 +83,13 @@ def test_the_module_and_the_batch_are_named(name: str, tmp_path: Path, monkeypat
 
 
 def test_an_infinite_gradient_changes_no_weight(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    create = ImageKind.create_models
-
-    def create_models(recipe: ImageKind) -> Any:
-        model, teacher = create(recipe)
+    def finish(kind: ImageKind, model: nn.Module) -> None:
         calls = iter(range(10**6))
         model.get_parameter("blocks.0.mlp.fc1.weight").register_hook(
             lambda gradient: gradient * torch.inf if next(calls) == 3 else None
         )
-        return model, teacher
 
-    monkeypatch.setattr(ImageKind, "create_models", create_models)
+    monkeypatch.setattr(ImageKind, "finish", finish)
     config = tiny_config(output=tmp_path / "run", epochs=1, checkpoint_every=1)
     with pytest.raises(FloatingPointError, match=r"or its gradient, .*at step 4 .*good checkpoint: .*step-000000003"):
         run(config)

@@ -13,7 +13,7 @@ from mmod.cli import main
 from mmod.data.labels import Classes
 from mmod.training import TrainConfig, fit
 from mmod.training.engine.preflight import check_outputs, check_warmup, check_words
-from mmod.training.kinds import CONFIGS, kind_of
+from mmod.training.kinds import config_class, kind_of
 from tests.kit.engine_worker import MODEL
 from tests.kit.sets import SETS
 
@@ -63,7 +63,7 @@ def test_a_rate_that_a_small_batch_scaled_below_its_bounds_names_the_batch(tmp_p
     )
     refused(tmp_path, fields, match)
     for advised in ({"optim": {"lr": 1e-3}}, {"schedule": {**fields["schedule"], key: 0.0}}):
-        kind_of(TrainConfig.from_dict({**IMAGES, **fields, **advised, "output": "run"})).check(world=1)
+        kind_of(TrainConfig.from_dict({**IMAGES, **fields, **advised, "output": "run"})).check_schedule()
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_missing_data_are_told_before_missing_weights(
         "chat": {},
     }
     model = {**models[kind], "checkpoint": str(tmp_path / "no-weights")}
-    config = CONFIGS[kind].from_dict({"output": str(tmp_path / "run"), "model": model, "data": data})
+    config = config_class(kind).from_dict({"output": str(tmp_path / "run"), "model": model, "data": data})
     for start in (kind_of(config).estimate, kind_of(config).fit):
         with pytest.raises((ValueError, FileNotFoundError), match=match):
             start()

@@ -379,8 +379,8 @@ def test_checkpoint_killed_while_written_leaves_the_earlier_one(
 def test_an_epoch_is_kept_whose_evaluation_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=2, ema=EmaConfig(decay=0.9))
     expected = run(replace(config, output=str(tmp_path / "other")))
-    recipe = type(kind_of(config))
-    evaluate = recipe.evaluate
+    kind = type(kind_of(config))
+    evaluate: Any = kind.evaluate_set  # type: ignore[attr-defined]
     calls = iter(range(10**6))
 
     def failing(*arguments: Any, **options: Any) -> Any:
@@ -390,7 +390,7 @@ def test_an_epoch_is_kept_whose_evaluation_fails(tmp_path: Path, monkeypatch: py
         return evaluate(*arguments, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(recipe, "evaluate", failing)
+        patch.setattr(kind, "evaluate_set", failing)
         with pytest.raises(OSError, match="a damaged image"):
             run(config)
     kept = [path.name for path in list_checkpoints(tmp_path / "run/checkpoints")]

@@ -28,11 +28,12 @@ def quiet(output: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("changes", [{}, {"routing": PREDICTOR}, {"routing": SCORE, "elastic": True}], ids=str)
-def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_an_interrupted_run_ends_as_one_that_was_not(
+    tmp_path: Path, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     uninterrupted = quiet(tmp_path / "whole", **changes)
     config = text_config(tmp_path / "parts", checkpoint_every=1, **changes)
-    recipe = TextKind(config)
-    create = recipe.create_streams
+    create = TextKind.create_streams
 
     def create_streams(*args: Any) -> Any:
         train, test = create(*args)
@@ -46,9 +47,10 @@ def test_an_interrupted_run_ends_as_one_that_was_not(tmp_path: Path, changes: di
                 raise KeyboardInterrupt
             yield batch
 
-    recipe.create_streams = create_streams  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        recipe.fit(progress=False)
+    with monkeypatch.context() as patched:
+        patched.setattr(TextKind, "create_streams", create_streams)
+        with pytest.raises(KeyboardInterrupt):
+            fit(config, progress=False)
     parts = fit(config, progress=False)
     assert parts.evaluation == uninterrupted.evaluation
     first, other = (weights(tmp_path / name / "model") for name in ("whole", "parts"))

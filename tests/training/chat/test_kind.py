@@ -34,7 +34,7 @@ from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RoutedTrainer, RunCallback, last_checkpoint
 from mmod.training.engine.health import FIGURES
 from mmod.training.engine.parse import parse_config
-from mmod.training.kinds import CONFIGS
+from mmod.training.kinds import config_class
 from tests.kit.chat_configs import GAMMA, MASKED, P_MOD, same, vlm_config, weights
 from tests.kit.disk import small_disk
 from tests.kit.sets import SETS
@@ -423,7 +423,7 @@ def test_a_longer_run_on_conversations_says_how_to_go_on(folder: Path) -> None:
     with pytest.raises(FolderTakenError, match=r"trainer\.max_steps: 1 there, 3 now.* It is finished") as caught:
         fit(replace(config, trainer={**config.trainer, "max_steps": 3}), progress=False)
     command = shlex.split(str(caught.value).partition("mmod train chat ")[2])
-    continued = parse_config(command, CONFIGS["chat"])
+    continued = parse_config(command, config_class("chat"))
     assert continued.trainer["max_steps"] == 2
     result = fit(continued, progress=False)
     assert (result.steps, result.folder) == (2, f"{folder}/short-more")
