@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmod.analysis.memory import ActivationMemory
 from mmod.analysis.trace import trace
-from mmod.methods.base import methods_of
+from mmod.methods.base import methods_inside
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
 from mmod.routing import Routing
 
@@ -125,7 +125,7 @@ def count_pass(model: nn.Module, blocks: Mapping[str, nn.Module], inputs: Mappin
     kwargs = {} if is_image_model else inputs
     inference = _CountingPass(model, inputs)
     training = _CountingPass(model, inputs)
-    tracing: AbstractContextManager[Mapping[str, Routing]] = trace(model) if methods_of(model) else nullcontext({})
+    tracing: AbstractContextManager[Mapping[str, Routing]] = trace(model) if methods_inside(model) else nullcontext({})
     with tracing as decisions:
         with torch.no_grad(), _running_modules(model, inference.running), _WithoutMaps(), inference:
             model(*args, **kwargs)

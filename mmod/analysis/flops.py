@@ -17,7 +17,7 @@ from mmod.analysis.flop_report import REST, BlockFlops, FlopReport, PrefillFlops
 from mmod.analysis.prefill import Prompt, count_prefill
 from mmod.analysis.trace import Trace
 from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
-from mmod.methods.base import methods_of, undo_
+from mmod.methods.base import methods_inside, restore_
 from mmod.values import brief, check_module, check_value
 
 Size = int | tuple[int, int, int] | Mapping[str, Tensor]
@@ -51,8 +51,8 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
     nor memory, and all pairs of queries and keys that are computed, as `torch.utils.flop_counter` does.
 
     Args:
-        model: A model of a supported library, routed or dense; it stays unchanged. A model without blocks that can be
-            routed, such as a ResNet, is counted as a whole.
+        model: A model of a supported library or a part of one, such as `clip.visual`, routed or dense; it stays
+            unchanged. A model without blocks that can be routed, such as a ResNet, is counted as a whole.
         input_size: Channels, height and width of the image, or one number for a square RGB image. Or the model's
             arguments by name: `{"text": ids}` counts the text tower of a CLIP model. Or the `Prompt` of a language
             model, as numbers of tokens.
@@ -77,7 +77,7 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
         return count_prefill(model, input_size, kept)
     routed = _meta_copy(model)
     images = _fix_shares(routed, kept)
-    dense = undo_(_meta_copy(routed)) if methods_of(routed) else routed
+    dense = restore_(_meta_copy(routed)) if methods_inside(routed) else routed
     stacks = _stacks(dense)
     for stack in stacks.values():
         if stack.language and any(isinstance(block, RoutedBlock) for block in _blocks(routed, stack).values()):
@@ -99,6 +99,12 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
         # As timm's models refuse the size of an image.
         shapes = ", ".join(f"{name} {tuple(value.shape[1:])}" for name, value in inputs.items())
         raise ValueError(f"this {type(model).__name__} cannot take {shapes}: {error}") from error
+    except NotImplementedError as error:
+        # As of torch, for values of meta tensors.
+        raise ValueError(
+            f"this {type(model).__name__} reads the values of {', '.join(inputs)}, and FLOPs are counted from shapes "
+            "alone: time it, or count another part"
+        ) from error
     routed_count = dense_count if dense is routed else count(routed)
     rows = []
     for stack in stacks.values():

@@ -153,7 +153,7 @@ class _Counter:
 
     def _row(self, name: str, block: nn.Module) -> BlockFlops:
         others = {place: module for place, module in block.named_modules() if isinstance(module, Mixin)}
-        others = {place: module for place, module in others.items() if module.mod_method != Route.kind}
+        others = {place: module for place, module in others.items() if not isinstance(module.mod_method, Route)}
         if "" in others:
             raise ValueError("layers that are shared are counted as a whole: mmod.flops(model, {'input_ids': ids})")
         _check_countable(name, block)

@@ -13,7 +13,7 @@ from mmod.adapters import SeenGrid, image_stack, watch_grid
 from mmod.analysis.maps import draw_maps
 from mmod.blocks import Deciding, Grid, deciding_modules
 from mmod.io.tables import markdown_table
-from mmod.methods.base import method_owners, methods_of
+from mmod.methods.base import method_owners, methods_inside
 from mmod.routing import Routing
 from mmod.values import check_module
 
@@ -224,7 +224,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         | blocks.5 |    101 | 0.495 |
     """
     decisions = Trace(model)
-    if not decisions.names and not methods_of(model):
+    if not decisions.names and not methods_inside(model):
         raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
     with decisions.watching_grid():
         decisions.start()

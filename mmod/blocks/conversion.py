@@ -15,13 +15,13 @@ class Mixin(nn.Module):
 
     Attributes:
         mod_state: Plain state, invisible to state dicts and exports.
-        mod_method: Kind of the method that put it there; empty for none.
+        mod_method: The method that put it there; None for none.
         keeps_name: The converted class has the name of the host's.
         added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
     """
 
     mod_state: Any
-    mod_method: str = ""
+    mod_method: Any = None
     keeps_name: ClassVar[bool] = False
     added_modules: ClassVar[tuple[str, ...]] = ()
 
@@ -119,19 +119,23 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
 
 
 def _maker(module: Any) -> str:
-    return f"the method {module.mod_method!r}" if module.mod_method else "no method"
+    return f"the method {_kind(module)!r}" if _kind(module) else "no method"
+
+
+def _kind(module: Mixin) -> str:
+    return "" if module.mod_method is None else str(module.mod_method.kind)
 
 
 def modules_of(model: nn.Module, method: str) -> list[Mixin]:
     """Return the modules that a method of a kind put into a model, or in front of its classes."""
-    return [module for module in model.modules() if isinstance(module, Mixin) and module.mod_method == method]
+    return [module for module in model.modules() if isinstance(module, Mixin) and _kind(module) == method]
 
 
 def make_dense(module: nn.Module) -> None:
     """Give a converted module its host's class back, and so those inside it that the same method converted."""
     assert isinstance(module, Mixin)
     # Modules inside that another method converted stay converted.
-    for inner in modules_of(module, module.mod_method):
+    for inner in modules_of(module, _kind(module)):
         if is_converted(inner):
             _restore(inner)
 

@@ -85,7 +85,7 @@ class Method(Checked, ABC, group="method"):
         self.change(model, target)
         for module in model.modules():
             if isinstance(module, Mixin) and module not in earlier:
-                module.mod_method = self.kind
+                module.mod_method = self
         for stack in target.values() if isinstance(target, Mapping) else (target,):
             if isinstance(stack, BlockStack):
                 remember(model, stack)
@@ -197,10 +197,19 @@ def undo_(model: Model) -> Model:
         'Block'
     """
     owners = method_owners(model)
+    if not owners and methods_inside(model):
+        raise ValueError(f"this {type(model).__name__} is a part of a changed model: call mmod.undo_ on that model")
     if not owners:
         raise ValueError(f"no method changed this {type(model).__name__}")
-    for owner in owners:
+    return restore_(model)
+
+
+def restore_(model: Model) -> Model:
+    """Restore the host's classes and keys in a model, or in a copy of a part of one; see `undo_`."""
+    for owner in method_owners(model):
         undo_last_(owner, len(methods_of(owner)))
+    for method in methods_inside(model):
+        method.restore(model)
     return model
 
 
@@ -244,6 +253,17 @@ def methods_of(model: nn.Module) -> tuple[Method, ...]:
     for owner in method_owners(model):
         found += vars(owner)["mod_methods"]
     return tuple(found)
+
+
+def methods_inside(model: nn.Module) -> tuple[Method, ...]:
+    """Return the methods that changed modules in a model, also if it is a part of the model they were applied to."""
+    applied = list(methods_of(model))
+    kinds = {method.kind for method in applied}
+    for module in model.modules():
+        if isinstance(module, Mixin) and module.mod_method is not None and module.mod_method.kind not in kinds:
+            kinds.add(module.mod_method.kind)
+            applied.append(module.mod_method)
+    return tuple(applied)
 
 
 @contextmanager

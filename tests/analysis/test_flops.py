@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import timm
 import torch
+import transformers
 
 import mmod
 from mmod.analysis import flops, trace
 from mmod.analysis.counting import _WithoutMaps
 from mmod.analysis.memory import ActivationMemory
+from tests.kit import clip_zoo, towers
 from tests.kit.counting import flop_counter
 from tests.kit.quantized import quantize_
-from tests.kit.vlm_zoo import make_language
+from tests.kit.vlm_zoo import make_joint, make_language
 from tests.kit.zoo import make_images, make_model
 
 # Small versions of every kind of block that can be routed: name, image side, further arguments.
@@ -242,6 +246,76 @@ def test_errors_name_what_is_wrong() -> None:
     language = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear"))
     with pytest.raises(ValueError, match=r"use mmod\.flops\(model, mmod\.Prompt"):
         flops(language, {"input_ids": torch.ones(1, 4, dtype=torch.int64)})
+
+
+def make_dual(config: type[Any], model: type[Any]) -> torch.nn.Module:
+    """Return a model of transformers with two towers."""
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    vision = {**sizes, "image_size": 64, "patch_size": 16}
+    text = {**sizes, "vocab_size": 99, "max_position_embeddings": 8}
+    return model(config(vision_config=vision, text_config=text)).eval()
+
+
+# A model of several parts, the routed part in mmod's words, the module that it is, and what that takes.
+PARTS: dict[str, tuple[Callable[[], torch.nn.Module], str, Callable[[Any], Any], Any]] = {
+    "CLIP of transformers": (
+        lambda: make_dual(transformers.CLIPConfig, transformers.CLIPModel),
+        "vision",
+        lambda model: model.vision_model,
+        64,
+    ),
+    "SigLIP of transformers": (
+        lambda: make_dual(transformers.SiglipConfig, transformers.SiglipModel),
+        "vision",
+        lambda model: model.vision_model,
+        64,
+    ),
+    "LLaVA": (lambda: make_joint("llava"), "vision", towers.tower_of, 12),
+    "CLIP of open_clip": (lambda: clip_zoo.make_clip("ViT-B-32"), "image", lambda model: model.visual, 64),
+    "timm's tower in open_clip": (lambda: clip_zoo.make_clip("EVA02-B-16"), "image", lambda model: model.visual, 56),
+    "text tower of open_clip": (
+        lambda: clip_zoo.make_clip("ViT-B-16-SigLIP"),
+        "text",
+        lambda model: model.text,
+        {"text": clip_zoo.make_captions("ViT-B-16-SigLIP", (7,))},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_a_part_of_a_routed_model_is_counted_as_the_part_routed_alone(name: str) -> None:
+    make_whole, part, tower_of, size = PARTS[name]
+    model, other = make_whole(), make_whole()
+    config = mmod.RoutingConfig(router="linear", blocks=(0, 1), capacity=(0.75, 0.25))
+    alone = tower_of(other)
+    dense = flops(alone, size).dense
+    mmod.route_(alone, config)
+    mmod.route_(model, **{part: config})
+    report = flops(tower_of(model), size)
+    assert report == flops(alone, size)
+    assert report.dense == dense
+    assert report.routed < dense
+    assert [row.kept < row.tokens for row in report.blocks[:2]] == [True, True]
+    with pytest.raises(ValueError, match=r"is a part of a changed model: call mmod\.undo_ on that model"):
+        mmod.undo_(tower_of(model))
+
+
+@pytest.mark.parametrize(
+    "method", [mmod.methods.Merge(r=1), mmod.methods.Prune(keep=0.5, blocks=(1,)), mmod.methods.Recursions()]
+)
+def test_a_part_is_counted_with_any_method(method: mmod.methods.Method) -> None:
+    model, other = (make_dual(transformers.CLIPConfig, transformers.CLIPModel) for _ in range(2))
+    mmod.apply_(model, method)
+    mmod.apply_(other.vision_model, method)
+    report = flops(model.vision_model, 64)
+    assert report == flops(other.vision_model, 64)
+    assert report.speedup > 1 or report.added_parameters < 0
+
+
+def test_a_tower_that_reads_the_values_of_sizes_is_refused() -> None:
+    tower = towers.tower_of(make_joint("qwen2.5-vl"))
+    with pytest.raises(ValueError, match=r"reads the values of hidden_states, grid_thw, and FLOPs are counted from"):
+        flops(tower, towers.images("qwen2.5-vl", (0,)))
 
 
 def test_a_model_that_cannot_be_routed_is_counted_as_a_whole() -> None:

@@ -242,7 +242,7 @@ def test_every_module_of_a_method_knows_it(name: str) -> None:
         mmod.apply_(model, change)
     kinds = {method.kind for method in methods_of(model)}
     mixins = [module for module in model.modules() if isinstance(module, Mixin)]
-    assert {module.mod_method for module in mixins} == kinds
+    assert {module.mod_method.kind for module in mixins} == kinds
     assert all(isinstance(module, Mixin) for module in model.modules() if is_converted(module))
     assert any(isinstance(module, Deciding) for module in mixins) == (name != "resize")
 
