@@ -82,7 +82,7 @@ def evaluate(
 ) -> EvalResult:
     """Measure retrieval in both directions, zero-shot accuracy and kept shares over one pass of a stream.
 
-    A caption of several images matches each of them. With several processes, each evaluates its share of the data and
+    A caption of several images matches each of them, and counts once among the captions of an image. With several processes, each evaluates its share of the data and
     all return the result of all data.
 
     Args:
@@ -149,8 +149,7 @@ def score(rows: Rows, device: torch.device, top1: float | None = None, top5: flo
         top1: Zero-shot accuracy in percent; so is `top5`.
     """
     images, texts, tokens = (rows[name].to(device) for name in ("image", "text", "tokens"))
-    first = rank_matches(images, texts, tokens)
-    second = rank_matches(texts, images, tokens)
+    first, second = rank_both_ways(images, texts, tokens)
     return EvalResult(
         image_to_text_r1=share(first < 1),
         image_to_text_r5=share(first < 5),
@@ -163,23 +162,45 @@ def score(rows: Rows, device: torch.device, top1: float | None = None, top5: flo
     )
 
 
-def rank_matches(queries: Tensor, entries: Tensor, tokens: Tensor) -> Tensor:
+def rank_both_ways(images: Tensor, texts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of wrong captions before the right one of each image, and of wrong images for each caption.
+
+    Equal captions are one caption: its copies would fill the first ranks of an image together.
+
+    Args:
+        images: Embeddings of images (N, D), of length 1.
+        texts: Embeddings of their captions (N, D), of length 1.
+        tokens: The captions' tokens (N, L).
+
+    Example:
+        >>> images, texts = torch.eye(3), torch.eye(3)[[1, 0, 0]]
+        >>> rank_both_ways(images, texts, torch.tensor([[7], [8], [8]]))
+        (tensor([1, 1, 1]), tensor([2, 1, 1]))
+    """
+    captions, copy_N = torch.unique(tokens, dim=0, return_inverse=True)
+    place_N = torch.arange(len(tokens), device=tokens.device)
+    once_C = place_N.new_full((len(captions),), len(tokens)).scatter_reduce(0, copy_N, place_N, "amin")
+    caption_N = copy_N.to(images.device)
+    distinct_C = once_C.to(images.device)
+    return (
+        rank_matches(images, texts[distinct_C], caption_N, caption_N[distinct_C]),
+        rank_matches(texts, images, caption_N, caption_N),
+    )
+
+
+def rank_matches(queries: Tensor, entries: Tensor, query_captions: Tensor, entry_captions: Tensor) -> Tensor:
     """Return the number of wrong entries (N,) before the best match of each query; a tie counts against the query.
 
     Args:
         queries: Embeddings (N, D), of length 1.
-        entries: Embeddings (N, D) of the other modality; entry `i` belongs to query `i`.
-        tokens: The captions' tokens (N, L); entries with the query's caption match too.
-
-    Example:
-        >>> rank_matches(torch.eye(3), torch.eye(3).roll(1, 0), torch.arange(3)[:, None])
-        tensor([2, 2, 2])
+        entries: Embeddings (M, D) of the other modality.
+        query_captions: Number of each query's caption (N,).
+        entry_captions: Number of each entry's caption (M,); a query and an entry of one caption match.
     """
-    same = torch.unique(tokens, dim=0, return_inverse=True)[1].to(queries.device)
     ranks = []
     for first in range(0, len(queries), _ROWS):
         similarity = queries[first : first + _ROWS] @ entries.T
-        right = same[first : first + _ROWS, None] == same[None]
+        right = query_captions[first : first + _ROWS, None] == entry_captions[None]
         best = similarity.masked_fill(~right, -torch.inf).amax(1, keepdim=True)
         # Negated comparison: a NaN similarity ranks before the match.
         ranks.append((~right & ~(similarity < best)).sum(1))
@@ -191,12 +212,12 @@ def _among(image_BD: Tensor, text_BD: Tensor, scale: Tensor, texts: Tensor) -> t
     captions = torch.unique(texts, dim=0, return_inverse=True)[1]
     same_BB = captions[:, None] == captions[None]
     loss_B = image_BD.new_zeros(len(texts))
-    right_B = image_BD.new_zeros(len(texts))
     for queries, others in ((image_BD, text_BD), (text_BD, image_BD)):
         similarity_BB = scale * queries @ others.T
         matched_B = similarity_BB.masked_fill(~same_BB, -torch.inf).logsumexp(1)
         loss_B += (similarity_BB.logsumexp(1) - matched_B) / 2
-        right_B += (rank_matches(queries, others, texts) < 1) / 2
+    image_to_text_B, text_to_image_B = rank_both_ways(image_BD, text_BD, texts)
+    right_B = ((image_to_text_B < 1).float() + (text_to_image_B < 1)) / 2
     return loss_B, right_B
 
 

@@ -17,33 +17,48 @@ import mmod
 from mmod.data.config import PairsConfig
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.loader import pairs_stream
-from mmod.training.pairs.evaluate import check_imagenet, evaluate, rank_matches
+from mmod.training.pairs.evaluate import check_imagenet, evaluate, rank_both_ways
 from tests.kit.pairs_worker import MODEL
 from tests.kit.sets import SETS
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 12), kinds=st.integers(1, 12))
-def test_ranks_are_those_of_a_loop(seed: int, count: int, kinds: int) -> None:
+def test_ranks_are_those_of_a_loop_over_images_and_distinct_captions(seed: int, count: int, kinds: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # Coarse embeddings, so that ties happen.
-    queries, candidates = (torch.randint(-1, 2, (count, 3), generator=generator).float() for _ in range(2))
-    tokens = torch.randint(0, kinds, (count, 1), generator=generator).expand(-1, 2)
-    expected = []
-    for query, match in zip(queries, tokens):
-        right = max(float(query @ other) for other, name in zip(candidates, tokens) if torch.equal(name, match))
-        expected.append(
-            sum(
-                float(query @ other) >= right for other, name in zip(candidates, tokens) if not torch.equal(name, match)
-            )
+    caption_N = torch.randint(0, kinds, (count,), generator=generator)
+    # Coarse embeddings, so that ties happen. Equal captions have equal ones.
+    image_ND = torch.randint(-1, 2, (count, 3), generator=generator).float()
+    text_ND = torch.randint(-1, 2, (kinds, 3), generator=generator).float()[caption_N]
+    texts = {int(caption): text for caption, text in zip(caption_N, text_ND)}
+    captions_before = []
+    images_before = []
+    for image, caption in zip(image_ND, caption_N.tolist()):
+        right = float(image @ texts[caption])
+        captions_before.append(sum(float(image @ text) >= right for other, text in texts.items() if other != caption))
+        best = max(float(other @ texts[caption]) for other, its in zip(image_ND, caption_N) if its == caption)
+        images_before.append(
+            sum(float(other @ texts[caption]) >= best for other, its in zip(image_ND, caption_N) if its != caption)
         )
-    assert rank_matches(queries, candidates, tokens).tolist() == expected
+    tokens = caption_N[:, None].expand(-1, 2)
+    actual = [ranks.tolist() for ranks in rank_both_ways(image_ND, text_ND, tokens)]
+    assert actual == [captions_before, images_before]
+
+
+@pytest.mark.parametrize("copies", [1, 2, 7])
+def test_copies_of_captions_change_no_recall(copies: int) -> None:
+    images, texts = torch.randn(2, 8, 3)
+    tokens = torch.arange(8)[:, None]
+    expected, _ = rank_both_ways(images, texts, tokens)
+    assert len(expected.unique()) > 3
+    actual, _ = rank_both_ways(*(part.repeat(copies, 1) for part in (images, texts, tokens)))
+    assert actual.tolist() == expected.repeat(copies).tolist()
 
 
 def test_embeddings_that_say_nothing_find_nothing() -> None:
     tokens = torch.arange(6)[:, None]
     for value in (1.0, float("nan")):
         constant = torch.full((6, 4), value)
-        assert rank_matches(constant, constant, tokens).tolist() == [5] * 6
+        assert [ranks.tolist() for ranks in rank_both_ways(constant, constant, tokens)] == [[5] * 6] * 2
 
 
 @pytest.fixture(scope="module")
