@@ -152,7 +152,8 @@ def is_first_process() -> bool:
 def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
     """Return the commands that a finished run may be followed by, and where its model is."""
     folder = shlex.quote(result.folder)
-    lines = [f"next: the final model is in {folder}/{'ema' if result.average is not None else 'model'}"]
+    model = "final model" if result.average is None else "final model, the moving average of the weights,"
+    lines = [f"next: the {model} is in {folder}/model"]
     commands = {}
     if result.evaluation is not None:
         commands[f"mmod evaluate {folder}"] = "score, FLOPs and time of the final model"

@@ -248,8 +248,7 @@ def find_weights(path: str | Path) -> Path:
     if path.is_file():
         return path
     if path.is_dir():
-        # The moving average is the final model of a run that has one.
-        folders = [path, path / "ema", path / "model", *list_checkpoints(path / "checkpoints")[:1]]
+        folders = [path, path / "model", *list_checkpoints(path / "checkpoints")[:1]]
         for folder, name in product(folders, (_WEIGHTS, _CLIP_WEIGHTS)):
             candidate = folder / name
             if candidate.is_file():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,6 +26,8 @@ RUN_CONFIG = "config.yaml"
 SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant", "none")
 """Learning-rate schedules that are functions of the step."""
 
+# Share of the start in a moving average from which on it is refused.
+_START_IN_AVERAGE = 0.05
 _SIZES = {"hidden_size", "intermediate_size", "head_dim"} | {
     f"num_{name}" for name in ("hidden_layers", "attention_heads", "key_value_heads")
 }
@@ -105,15 +108,29 @@ class ScheduleConfig(Checked, group="schedule"):
 
 @dataclass(frozen=True)
 class EmaConfig(Checked, group="ema"):
-    """Moving average of the weights: arguments of `timm.utils.ModelEmaV3`.
+    """Moving average of the weights, which is the final model of a run: arguments of `timm.utils.ModelEmaV3`.
 
     Args:
         decay: Share of the old average kept at each optimiser step.
-        use_warmup: Start with a small decay that grows with the steps.
+        use_warmup: Start with a small decay that grows with the steps, so that a run of any length forgets its start.
     """
 
     decay: Annotated[float, "[0, 1)"] = 0.9999
-    use_warmup: bool = False
+    use_warmup: bool = True
+
+    def check_steps(self, steps: int) -> None:
+        """Raise a ValueError if the average after so many steps would largely be that of the start."""
+        # The first step sets the average.
+        updates = steps - 1
+        start = self.decay**updates
+        if self.use_warmup or updates < 1 or start <= _START_IN_AVERAGE:
+            return
+        most = math.floor(_START_IN_AVERAGE ** (1 / updates) * 10**6) / 10**6
+        raise ValueError(
+            f"ema.decay={self.decay} averages over {1 / (1 - self.decay):,.0f} steps, and the run has {steps:,}: the "
+            f"weights after its first step would be {start:.0%} of its final model. Set ema.use_warmup to true, or "
+            f"ema.decay to at most {most}"
+        )
 
 
 @dataclass(frozen=True)

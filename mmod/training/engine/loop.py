@@ -49,6 +49,8 @@ from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
 from mmod.training.engine.run_folder import (
+    FINAL_MODEL,
+    LAST_WEIGHTS,
     FitResult,
     check_recorded,
     read_fit,
@@ -388,9 +390,9 @@ class _Trainer:
             skipped_steps=self.skipped,
             usage=self.usage.figures(),
         )
-        self._export(self.model, "model")
+        self._export(self.model if self.ema is None else self.ema.module, FINAL_MODEL)
         if self.ema is not None:
-            self._export(self.ema.module, "ema")
+            self._export(self.model, LAST_WEIGHTS)
         if self.process.is_first:
             write_csv(self.folder / "metrics.csv", self.history)
             write_rows(self.folder, self.routers)

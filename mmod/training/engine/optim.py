@@ -51,7 +51,11 @@ def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: in
 def create_schedule(
     config: LoopConfig, optimizer: torch.optim.Optimizer, steps_per_epoch: int
 ) -> tuple[Scheduler | None, int]:
-    """Create timm's schedule (None for "none"); also return the epochs to train, those of a cool-down included."""
+    """Create timm's schedule (None for "none"); also return the epochs to train, those of a cool-down included.
+
+    Raises:
+        ValueError: The run is too short for its moving average.
+    """
     schedule = config.schedule
     scheduler, epochs = create_scheduler_v2(
         optimizer,
@@ -64,6 +68,8 @@ def create_schedule(
         updates_per_epoch=steps_per_epoch,
         **schedule.args,
     )
+    if config.ema is not None:
+        config.ema.check_steps(int(epochs) * steps_per_epoch)
     return scheduler, int(epochs)
 
 

@@ -23,6 +23,9 @@ from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
 
 _RESULT = "result.json"
+# Folders of weights in a finished run folder; the last weights are apart where an average is the final model.
+FINAL_MODEL = "model"
+LAST_WEIGHTS = "last"
 # A resumed run may change them as long as their product is the same.
 _BATCH_KEYS = frozenset({"world_size", "accumulate", "data.batch_size"})
 Result = TypeVar("Result", bound=RoutedResult | None)
@@ -34,8 +37,9 @@ class FitResult(Generic[Result]):
     """The result of a training run.
 
     Args:
-        folder: The run folder. `model/` holds the final weights, `ema/` their moving average.
-        evaluation: The evaluation of the final weights; None where there is no evaluation data.
+        folder: The run folder. `model/` holds the final model: the moving average of a run that has one, whose last
+            weights are in `last/`.
+        evaluation: The evaluation of the last weights; None where there is no evaluation data.
         average: The evaluation of their moving average; None without one.
         history: One row per epoch, as in `metrics.csv`; of conversations, the logs of the trainer.
         skipped: Number of unreadable samples by file, for "train" and "val".
@@ -57,7 +61,7 @@ class FitResult(Generic[Result]):
 
     @property
     def best(self) -> Result:
-        """The evaluation to report: that of the moving average if there is one."""
+        """The evaluation of the final model: that of the moving average if there is one."""
         return self.average or self.evaluation
 
     def __str__(self) -> str:
@@ -179,7 +183,7 @@ def read_fit(folder: Path, kind: type[Any]) -> FitResult[Any] | None:
     if not path.exists():
         return None
     try:
-        for name in ("model", "ema"):
+        for name in (FINAL_MODEL, LAST_WEIGHTS):
             check_complete(folder / name)
     except DamagedFileError as error:
         raise DamagedFileError(

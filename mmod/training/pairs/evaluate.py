@@ -82,8 +82,8 @@ def evaluate(
 ) -> EvalResult:
     """Measure retrieval in both directions, zero-shot accuracy and kept shares over one pass of a stream.
 
-    A caption of several images matches each of them, and counts once among the captions of an image. With several processes, each evaluates its share of the data and
-    all return the result of all data.
+    A caption of several images matches each of them, and counts once among the captions of an image. With several
+    processes, each evaluates its share of the data and all return the result of all data.
 
     Args:
         model: An open_clip model, on `device`; its mode is restored at the end.

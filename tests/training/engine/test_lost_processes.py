@@ -71,7 +71,7 @@ def test_torchrun_restarts_a_killed_run_which_ends_as_an_undisturbed_one(tmp_pat
     assert run_processes(train, {**options, "output": str(tmp_path / "whole")}, world=2) == [0, 0]
     assert run_processes(launch, {**options, "output": str(tmp_path / "killed")}, log=tmp_path / "log") == [0]
     assert sorted((tmp_path / "killed.starts").read_text()) == ["0", "0", "1", "1"]
-    for name in ("model", "ema"):
+    for name in ("model", "last"):
         uninterrupted, killed = (weights(tmp_path / run / name) for run in ("whole", "killed"))
         for key, value in uninterrupted.items():
             torch.testing.assert_close(killed[key], value, rtol=0, atol=1e-6)

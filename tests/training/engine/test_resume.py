@@ -8,10 +8,12 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import shutil
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,9 +21,10 @@ from typing import Any
 
 import pytest
 import torch
+from timm.utils import ModelEmaV3
 
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
-from mmod.training import EmaConfig, OptimConfig, TrainConfig
+from mmod.training import EmaConfig, OptimConfig, TrainConfig, evaluate
 from mmod.training.engine.checkpoint import (
     Checkpoint,
     find_weights,
@@ -65,7 +68,7 @@ def test_killed_run_ends_bitwise_equal(tmp_path: Path, options: dict[str, Any], 
     for step in steps:
         assert run_processes(partial(main, signals={step: signal.SIGKILL}), interrupted) == [-signal.SIGKILL]
     assert run_processes(main, interrupted) == [0], f"killed at {steps}"
-    for name in ("model", "ema")[: 1 + ("ema" in options)]:
+    for name in ("model", "last")[: 1 + ("ema" in options)]:
         left, right = weights(tmp_path / "whole" / name), weights(tmp_path / "killed" / name)
         assert left.keys() == right.keys()
         assert all(torch.equal(left[key], right[key]) for key in left), f"killed at {steps}"
@@ -336,7 +339,7 @@ def kill_twice(name: str) -> None:
 def test_a_finished_run_whose_weights_were_damaged_since_is_refused(tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=1, ema={"decay": 0.9})
     run(config)
-    path = tmp_path / "run/ema/model.safetensors"
+    path = tmp_path / "run/last/model.safetensors"
     content = path.read_bytes()
     path.write_bytes(content[:-100])
     with pytest.raises(DamagedFileError, match=rf"had finished, .* damaged since: '{path}'.*choose another output"):
@@ -397,7 +400,7 @@ def test_an_epoch_is_kept_whose_evaluation_fails(tmp_path: Path, monkeypatch: py
     # The last step before its evaluation, and the one before it after its own.
     assert kept == ["step-000000012-epoch-00001", "step-000000006-epoch-00001"]
     assert run(config).evaluation == expected.evaluation
-    for name in ("model", "ema"):
+    for name in ("model", "last"):
         left, right = weights(tmp_path / "run" / name), weights(tmp_path / "other" / name)
         assert all(torch.equal(left[key], right[key]) for key in left)
 
@@ -410,8 +413,45 @@ def test_a_run_goes_on_with_the_data_elsewhere_and_damaged_samples_allowed(tmp_p
     assert finished.folder == str(tmp_path / "run")
 
 
-def test_the_moving_average_is_the_final_model_of_a_run(tmp_path: Path) -> None:
-    run(tiny_config(output=tmp_path / "run", epochs=1, ema=EmaConfig(decay=0.9)))
-    assert find_weights(tmp_path / "run") == tmp_path / "run/ema/model.safetensors"
-    run(tiny_config(output=tmp_path / "plain", epochs=1))
-    assert find_weights(tmp_path / "plain") == tmp_path / "plain/model/model.safetensors"
+@pytest.mark.parametrize("average", [None, EmaConfig(), EmaConfig(decay=0.5), EmaConfig(0.5, use_warmup=False)])
+def test_the_final_model_is_what_is_scored(tmp_path: Path, average: EmaConfig | None) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1, ema=average)
+    finished = run(config)
+    assert find_weights(tmp_path / "run") == tmp_path / "run/model/model.safetensors"
+    scores = {"model": finished.best} | ({} if average is None else {"last": finished.evaluation})
+    assert {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()} == set(scores)
+    for folder, expected in scores.items():
+        model = recipe_of(config).create()
+        model.load_state_dict(weights(tmp_path / "run" / folder))
+        assert evaluate(model, TensorStream(8, seed=None)) == expected  # type: ignore[arg-type]
+    assert (finished.best == finished.evaluation) == (average is None)
+
+
+def test_a_moving_average_forgets_the_start_or_is_refused() -> None:
+    """Weights stand for the steps of a run: the start is 0, the end 1."""
+    for steps in (2, 10, 100, 1000):
+        for config in (EmaConfig(), EmaConfig(0.99), EmaConfig(0.99, use_warmup=False), EmaConfig(0.5, False)):
+            step_weight = torch.nn.Linear(1, 1, bias=False)
+            step_weight.weight.data.fill_(0)
+            average = ModelEmaV3(step_weight, decay=config.decay, use_warmup=config.use_warmup)
+            average.update(step_weight, step=1)
+            step_weight.weight.data.fill_(1)
+            for step in range(2, steps + 1):
+                average.update(step_weight, step=step)
+            start = 1 - average.module.weight.item()
+            if config.use_warmup and steps > 2:
+                assert start < 0.05
+            is_refused = not config.use_warmup and start > 0.05
+            with pytest.raises(ValueError, match=r"first step would be") if is_refused else nullcontext():
+                config.check_steps(steps)
+
+
+def test_a_run_that_is_too_short_for_its_average_is_refused_with_what_works(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=1, ema=EmaConfig(0.9999, use_warmup=False))
+    message = r"over 10,000 steps, and the run has 6: .*Set ema\.use_warmup to true, or ema\.decay to at most ([\d.]+)"
+    with pytest.raises(ValueError, match=message) as refusal:
+        run(config)
+    assert not (tmp_path / "run").exists()
+    most = float(re.search(message, str(refusal.value))[1])
+    for advised in (EmaConfig(0.9999, use_warmup=True), EmaConfig(most, use_warmup=False)):
+        advised.check_steps(6)

@@ -29,7 +29,7 @@ OPTIONS: dict[str, Any] = {
 
 
 def same(one: Path, other: Path) -> None:
-    for name in ("model", "ema"):
+    for name in ("model", "last"):
         left, right = weights(one / name), weights(other / name)
         assert left.keys() == right.keys()
         for key, value in left.items():

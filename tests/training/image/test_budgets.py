@@ -187,12 +187,12 @@ def learned(output: Path, **changes: Any) -> Any:
 def test_learned_capacities_are_kept_with_the_model(tmp_path: Path) -> None:
     done = run(learned(tmp_path / "run", ema=EmaConfig(0.5)))
     plan = mmod.RoutingConfig.load(tmp_path / "run/model/plan.json")
-    assert plan == mmod.RoutingConfig.load(tmp_path / "run/ema/plan.json")
+    assert plan == mmod.RoutingConfig.load(tmp_path / "run/last/plan.json")
     assert len(set(plan.capacity)) > 1
     model = mmod.load_pretrained(tmp_path / "run/model")
     assert tuple(mmod.capacities(model).values()) == plan.capacity
     assert mmod.flops(model, (1, 16, 16)).share <= 0.7 + 1e-6
-    assert evaluate(model, TensorStream(8, seed=None)) == done.evaluation  # type: ignore[arg-type]
+    assert evaluate(model, TensorStream(8, seed=None)) == done.average  # type: ignore[arg-type]
     # Images have 17 tokens.
     assert list(done.evaluation.kept.values()) == [max(1, int(17 * capacity + 1e-9)) / 17 for capacity in plan.capacity]
 
