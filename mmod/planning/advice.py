@@ -16,7 +16,6 @@ from mmod.io.tables import Table, table_of
 from mmod.lazy import name_missing_extra
 
 AGREEMENT = "agreement"
-ACCURACY = "accuracy"
 # Samples that the intervals of shares and changes count beside the real ones (Agresti and Coull, 1998).
 _PSEUDO = 4
 # Each decision is a one-sided test at 5 %: one end of a 90 % interval, as in TOST (Schuirmann, 1987). Its half as a
@@ -40,8 +39,8 @@ class RecipeResult:
         speedup: Time of the dense model over the recipe's, over the rounds: median and quartiles.
         score: Share of images with the dense model's top class, mean cosine of features, or share of next tokens that
             are the dense model's; 95 % interval over images or prompts.
-        accuracy: Difference of top-1 accuracy to the dense model's, where images have labels; 95 % interval. It
-            replaces the score in every comparison.
+        accuracy: Difference of top-1 accuracy, or of prompts next-token accuracy, to the dense model's, where there are
+            labels; 95 % interval. It replaces the score in every comparison.
         images: Number of images; few for recipes that were far from the front.
         code: The line of Python that applies it; `config` the key of a training config that does.
         on_front: No other row is faster and loses less.
@@ -74,7 +73,8 @@ class Advice:
         rows: The recipes, the fastest first.
         refused: Reasons why recipes were left out, by name.
         measure: "agreement" of the top class, "cosine of features" for a model without a head, or "cosine of patches".
-        accuracy: Top-1 accuracy of the dense model, where images have labels.
+        accuracy: Accuracy of the dense model where there are labels: top-1 of images; of prompts, the share of their
+            answers' tokens that are the most probable ones after the true tokens before them.
         milliseconds: Time of a batch of `batch_size` images or prompts in the dense model.
         tolerance: Share of agreement, or of accuracy, that may be lost.
         redundancy: Redundancy of the images at the model's patch size; None where that is unknown.
@@ -98,8 +98,12 @@ class Advice:
 
     @property
     def metric(self) -> str:
-        """What decides: "accuracy" where there are labels, else the `measure`."""
-        return self.measure if self.accuracy is None else ACCURACY
+        """What decides: "accuracy" or "next-token accuracy" where there are labels, else the `measure`."""
+        return self.measure if self.accuracy is None else self._accuracy_name
+
+    @property
+    def _accuracy_name(self) -> str:
+        return "accuracy" if self.samples == "images" else "next-token accuracy"
 
     @property
     def samples(self) -> str:
@@ -191,7 +195,7 @@ class Advice:
     def _measured(self, row: RecipeResult) -> str:
         """Return what a recipe scores by the `metric`, in words."""
         if row.accuracy is not None:
-            return f"{100 * row.accuracy:+.1f} points of accuracy"
+            return f"{100 * row.accuracy:+.1f} points of {self.metric}"
         if self.measure == AGREEMENT:
             return f"{100 * row.score} % agreement with the dense model"
         return f"a {self.measure} of {row.score:.3f} with the dense model"
@@ -208,7 +212,7 @@ class Advice:
             "recipe": ("recipe", ""),
             "speedup": ("speed-up", "[.2f"),
             "score": (self.measure, ".1f" if in_percent else ".3f"),
-            "accuracy": ("change of accuracy", "+.1f"),
+            "accuracy": (f"change of {self._accuracy_name}", "+.1f"),
             "cache": ("cache", ".2f"),
             "images": (self.samples, ""),
         }
@@ -237,13 +241,18 @@ class Advice:
         if self.cache is not None:
             dense += f", whose KV caches have {self.cache / 2**20:.3g} MiB each on average"
         if self.accuracy is not None:
-            dense += f", and has an accuracy of {100 * self.accuracy:.1f} %"
+            dense += f", and has {100 * self.accuracy:.1f} % {self.metric}"
         unit = f"{'in %, ' if self.measure == AGREEMENT else ''}with a 95 % interval over {self.samples}"
         columns = (
             f"Speed-up: median and quartiles over rounds. The {self.measure} is that with the dense model, {unit}."
         )
         if self.accuracy is not None:
-            columns += " The change of accuracy, in points, decides."
+            columns += f" The change of {self.metric}, in points, decides."
+        if self.accuracy is not None and self.samples == "prompts":
+            columns += (
+                " It is the share of the answers' tokens that are the most probable ones after the true tokens before "
+                "them; whole answers are right less often, see `mmod evaluate`."
+            )
         redundancy = [] if self.redundancy is None else [f"The images: {self.redundancy}. {self.redundancy.suggestion}"]
         return [
             f"{dense}.",
@@ -274,7 +283,7 @@ class Advice:
         from mmod.analysis.fronts import Mark, draw_marks, finish, lost_marks
         from mmod.analysis.style import FAINT, looks, new_figure, save_figure, tidy
 
-        is_share = self.metric in (ACCURACY, AGREEMENT)
+        is_share = self.accuracy is not None or self.measure == AGREEMENT
         factor = 100 if is_share else 1
         lossless = 1.0 if self.accuracy is None else 0.0
         baseline = factor * lossless
@@ -291,7 +300,7 @@ class Advice:
         axis.axhline(factor * (lossless - self.tolerance), color=FAINT, linewidth=0.8, linestyle=":", zorder=0)
         title = f"{self.measure} with the dense model{', in %' if is_share else ''}"
         if self.accuracy is not None:
-            title = "change of accuracy in points"
+            title = f"change of {self.metric} in points"
         axis.set(xlabel=f"times as fast, batches of {self.batch_size}", ylabel=title)
         tidy(axis, "both")
         lost = lost_marks(marks, faster=True)

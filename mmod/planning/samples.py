@@ -25,7 +25,7 @@ FIRST_LOOK = 64
 _AT_ONCE = 32
 
 Judgement = tuple[np.ndarray, np.ndarray]
-"""Agreement with the dense model and, with labels, accuracy, by sample."""
+"""Agreement with the dense model and, with labels, accuracy of classes or next tokens, by sample."""
 
 
 class Samples(Protocol):

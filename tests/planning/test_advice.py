@@ -169,9 +169,18 @@ def test_accuracy_decides_where_there_are_labels(tmp_path: Path) -> None:
     advice = advice_of([wrong, right])
     assert advice.metric == "accuracy"
     assert advice.sentence == "Use right: 1.50 times as fast at +0.1 [-0.5, +0.7] points of accuracy."
-    assert "and has an accuracy of 90.0 %" in str(advice)
+    assert "and has 90.0 % accuracy." in str(advice)
     advice.save(tmp_path / "with")
     assert "![accuracy over speed-up]" in (tmp_path / "with/advice.md").read_text()
+    # With a cache it is advice for prompts.
+    prompts = dataclasses.replace(advice, cache=2**20)
+    assert prompts.metric == "next-token accuracy"
+    assert prompts.sentence.endswith(" points of next-token accuracy.")
+    prompts.save(tmp_path / "prompts")
+    page = (tmp_path / "prompts/advice.md").read_text()
+    assert "change of next-token accuracy" in page
+    assert "and has 90.0 % next-token accuracy." in page
+    assert "accuracy" not in page.replace("next-token accuracy", "")
     without = advice_of([(*row[:3], None) for row in (wrong, right)])
     assert without.metric == "agreement"
     assert without.sentence.startswith("Use wrong: 2.00 times as fast at 100.0 [99.0, 100.0] % agreement")
@@ -372,6 +381,7 @@ def test_a_language_model_is_judged_by_its_next_tokens(
     assert advice.cache is not None
     assert "| cache" in str(advice)
     assert "95 % interval over prompts" in str(advice)
+    assert advice.metric == ("next-token accuracy" if labels else "agreement")
     dense = make_joint("llava")
     for row in advice.rows:
         model = make_joint("llava")

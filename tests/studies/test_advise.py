@@ -70,7 +70,7 @@ def test_a_checkpoint_of_as_many_classes_is_judged_by_accuracy(
             str(tmp_path / "advice"),
         ]
     )
-    assert "and has an accuracy of" in capsys.readouterr().out
+    assert "% accuracy." in capsys.readouterr().out
     advised = open_model(str(tmp_path / "saved"))
     loaded: Any = advised.model
     assert loaded.dynamic_img_size
@@ -142,7 +142,7 @@ def test_a_run_is_advised_with_the_preprocessing_of_its_training(
         assert "mean (0.1), std (0.3)." in shown
         assert "The model of run is changed by merge: advice undoes that and starts from its dense weights." in shown
         # Its classes are known by name.
-        assert "and has an accuracy of" in shown
+        assert "% accuracy." in shown
     advised = open_model("run")
     assert not methods_of(advised.model)
     pixels = torch.stack([advised.preprocessing.transform()(Image.new("L", (50, 40), 9 * n)) for n in range(3)])
@@ -264,7 +264,7 @@ def test_a_folder_of_transformers_gives_a_report(
     main([*words, "--output", str(tmp_path / "advice"), "--batch_size", "2"])
     text = capsys.readouterr().out
     assert shown in text
-    assert ("has an accuracy of" in text) == (name in ("dinov2", "timm wrapper"))
+    assert ("% accuracy." in text) == (name in ("dinov2", "timm wrapper"))
     recipes = [row.split("|")[1].strip(" *") for row in text.splitlines() if row.startswith("| ")]
     size = 32 if name == "timm wrapper" else 16
     assert {"gradual 0.6", "prune 0.6", "random 0.5", f"images of {size} px"} <= set(recipes)
