@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from webdataset import TarWriter
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_REFUSED = (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+# A file in the place of a folder exists.
+_REFUSED = (errno.ENOENT, errno.ENOTDIR, errno.EEXIST, errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 class DamagedFileError(ValueError):
@@ -108,7 +109,7 @@ def writing(target: str | Path, kept: str | Path | None = None) -> Iterator[None
             remedy = f"make {str(target.parent)!r} a folder that can be written"
         else:
             raise
-        if kept is None and target.exists():
+        if kept is None and os.path.exists(target):
             kept = target
         remains = "nothing was written" if kept is None else f"{str(kept)!r} is kept as it was"
         raise UnwrittenError(
@@ -181,12 +182,13 @@ def _disk_fault(error: BaseException | None) -> str | None:
 
 
 def _is_refused(error: Exception, target: Path) -> TypeGuard[OSError]:
-    """Return whether the system refused to write into the folder of a file."""
+    """Return whether the system refused to write into the folder of a file, or to make that folder."""
     if not isinstance(error, OSError) or error.errno not in _REFUSED:
         return False
     if not isinstance(error.filename, (str, Path)):
         return False
-    return Path(error.filename).is_relative_to(target.parent)
+    refused = Path(error.filename)
+    return refused.is_relative_to(target.parent) or target.is_relative_to(refused)
 
 
 def _remove(path: Path) -> None:
@@ -211,16 +213,26 @@ class LockedError(RuntimeError):
 
 @contextmanager
 def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock of a folder: a file beside it, which the system releases when the process ends or crashes."""
+    """Hold the lock of a folder: a file beside it, which the system releases when the process ends or crashes.
+
+    Raises:
+        LockedError: Another process holds it, and `wait` is false.
+        UnwrittenError: The folder beside which the file stands cannot be written.
+    """
     from filelock import FileLock, Timeout
 
     path = Path(folder).absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path.parent / f".{path.name}.lock", blocking=wait)
-    try:
-        lock.acquire()
-    except Timeout as error:
-        raise LockedError(f"another process is writing to {str(folder)!r}: wait for it to end") from error
+    file = path.parent / f".{path.name}.lock"
+    lock = FileLock(file, blocking=wait)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # filelock takes some folders in which no file can be made for locked ones.
+        if not file.exists():
+            file.touch()
+        try:
+            lock.acquire()
+        except Timeout as error:
+            raise LockedError(f"another process is writing to {str(folder)!r}: wait for it to end") from error
     try:
         yield
     finally:

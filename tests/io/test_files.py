@@ -8,6 +8,7 @@ import torch
 from mmod.io.files import (
     DamagedFileError,
     UnwrittenError,
+    locked,
     open_shard,
     parse_json,
     read_json_object,
@@ -130,6 +131,27 @@ def test_a_folder_that_does_not_fit_is_not_there(tmp_path: Path) -> None:
     with small_disk(20_000), pytest.raises(UnwrittenError, match=r"set' could not be written: File too large"):
         save_folder(tmp_path / "set", torch.zeros(100_000))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("wait", [False, True])
+@pytest.mark.parametrize("place", ["/proc", "/proc/a/b", "file", "file/a/b"])
+def test_a_folder_that_cannot_be_written_is_not_taken_for_a_locked_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, wait: bool
+) -> None:
+    if place.startswith("/proc") and not Path("/proc/self").exists():
+        pytest.skip("this system has no folder in which nobody can make a file")
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    parent = Path(place).absolute()
+    with (
+        pytest.raises(UnwrittenError, match=rf"'{parent}/run' could not be written: .*make '{parent}' a folder that"),
+        locked(f"{place}/run", wait=wait),
+    ):
+        raise AssertionError("locked")
+    # As advised.
+    Path("file").unlink()
+    with locked("file/a/b/run", wait=wait):
+        assert Path("file/a/b").is_dir()
 
 
 def test_errors_of_other_kinds_stay_as_they_are(tmp_path: Path) -> None:
