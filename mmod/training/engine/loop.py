@@ -194,9 +194,16 @@ class _Trainer:
         done = self.step - self.epoch * self.steps_per_epoch
         start = min(done * config.accumulate, self.train_stream.steps_per_epoch)
         batches = self.usage.waiting(self.train_stream.batches(self.epoch, start))
+        epoch_batches = min(self.steps_per_epoch * config.accumulate, self.train_stream.steps_per_epoch)
+        samples_per_epoch = epoch_batches * config.data.batch_size * self.process.world
+        # Streams of a caller may not say how many samples they have.
+        available = getattr(self.train_stream, "num_samples", samples_per_epoch)
+        left_out = ""
+        if available > samples_per_epoch:
+            left_out = f", {available - samples_per_epoch:,} of {available:,} samples left out"
         bar = progress_bar(
-            desc=f"epoch {self.epoch + 1}/{self.epochs}",
-            total=self.steps_per_epoch * self.step_samples,
+            desc=f"epoch {self.epoch + 1}/{self.epochs}{left_out}",
+            total=samples_per_epoch,
             initial=done * self.step_samples,
             unit="sample",
             unit_scale=True,

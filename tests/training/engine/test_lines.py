@@ -54,6 +54,19 @@ def test_each_epoch_has_a_line_with_its_loss_and_one_with_its_validation(
     assert not lines_of(capsys)
 
 
+@pytest.mark.parametrize(
+    ("batch_size", "accumulate", "seen"), [(64, 1, 256), (60, 1, 240), (60, 3, 240), (64, 3, 256), (200, 1, 200)]
+)
+def test_an_epoch_says_how_many_samples_it_leaves_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], batch_size: int, accumulate: int, seen: int
+) -> None:
+    config = digits_config(tmp_path / "run", epochs=1, accumulate=accumulate)
+    fit(replace(config, data=replace(config.data, batch_size=batch_size)))
+    line = next(line for line in lines_of(capsys) if line.startswith("epoch 1/1"))
+    left_out = f", {256 - seen} of 256 samples left out" if seen < 256 else ""
+    assert line.startswith(f"epoch 1/1{left_out}: {seen} of {seen} sample, ")
+
+
 def test_a_resumed_run_names_its_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = digits_config(tmp_path / "run", epochs=2, checkpoint_every=1)
     steps = fit(config, progress=False).steps
