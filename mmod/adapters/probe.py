@@ -29,6 +29,11 @@ _SIZES = ("image_size", "img_size", "crop_size", "input_size")
 GRIDS = "grid_thw"
 # Rows and columns of patches in such images: twice those of windows in Qwen2.5-VL, so that blocks with windows show.
 _GRID_SIDE = 16
+_UNCALLED = (
+    "is not called: the model takes it apart and runs the modules in it, such as a pair of attention and MLP. Write a "
+    "class of blocks whose forward(x) runs these modules, and let the model call each block with the tokens (images, "
+    "tokens, channels)"
+)
 # Tokens of each image that are kept of one sequence: trials need few.
 _KEPT = 16
 
@@ -78,6 +83,7 @@ class _Block(nn.Module):
     def __init__(self, block: nn.Module, watch: _Reads, last: bool) -> None:
         super().__init__()
         self.parameters_of_forward = inspect.signature(host_class(block).forward)
+        self.names_inside = frozenset(block._modules)
         self.watch = watch
         self.last = last
         self.x: Any = None
@@ -85,13 +91,21 @@ class _Block(nn.Module):
         self.boundaries = ""
 
     def __getattr__(self, name: str) -> Any:
-        """Return None for attributes of the block that its model reads before it is called."""
+        """Return None for attributes of the block that its model reads before it is called, but stand for modules."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             if name.startswith("_"):
                 raise
-            return None
+            return _Inside() if name in self.names_inside else None
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        """Refuse a model that runs what is in the block, as that of pairs of attention and MLP."""
+        raise _NoTokens(_UNCALLED)
+
+    def __getitem__(self, place: Any) -> nn.Module:
+        """Refuse as `__iter__` does."""
+        raise _NoTokens(_UNCALLED)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Keep the arguments by name, and stop or pass the tokens on."""
@@ -113,6 +127,14 @@ class _Block(nn.Module):
                 self.arguments[name] = value
         if isinstance(self.x, Tensor):
             self.boundaries = boundaries_of(self.arguments, self.x)
+
+
+class _Inside(nn.Module):
+    """Stands for a module in a block that was not called."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse a model that runs the modules in its blocks itself."""
+        raise _NoTokens(_UNCALLED)
 
 
 class _Reads(TorchFunctionMode):
@@ -163,19 +185,19 @@ def see(model: nn.Module, blocks: str, example: Tensor | None = None) -> Seen:
             try:
                 return see_call(model, blocks, inputs)
             except _NoTokens as refusal:
-                raise ValueError(f"cannot route {title}: the first of its {blocks} gets {refusal}") from None
+                raise ValueError(f"cannot route {title}: the first of its {blocks} {refusal}") from None
             # A model may raise anything for an input that it was not made for.
             except Exception as error:
                 reasons.append(f"{shapes_of(inputs)}: {error}")
     tried = "; ".join(reasons[:2]) or "nothing that it takes is known"
-    raise ValueError(
-        f"cannot route {title}: no input reached the first of its {blocks} ({tried}). Pass mmod.Tokens({blocks!r}, "
-        "example=images) with a batch that the model takes"
-    )
+    advice = f"Pass mmod.Tokens({blocks!r}, example=images) with a batch that the model takes"
+    if example is not None:
+        advice = "The example must be images that model(example) takes as its only argument, in fp32 on a CPU too"
+    raise ValueError(f"cannot route {title}: no input reached the first of its {blocks} ({tried}). {advice}")
 
 
 class _NoTokens(Exception):
-    """Says what a block gets instead of tokens."""
+    """Says what a block gets instead of tokens, or that it gets nothing."""
 
 
 def see_call(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen:
@@ -205,7 +227,7 @@ def see_call(model: nn.Module, blocks: str, inputs: Mapping[str, Any]) -> Seen:
         numbers = [number for number, stand in enumerate(standing) if _sees_images(stand)]
         if not numbers:
             raise _NoTokens(
-                f"windows of {_boundaries(standing[0]).longest} tokens, as all others do, and no whole images"
+                f"gets windows of {_boundaries(standing[0]).longest} tokens, as all others do, and no whole images"
             )
         whole = _seen_of(standing[numbers[0]])
         subset = tuple(numbers) if len(numbers) < len(standing) else ()
@@ -229,10 +251,10 @@ def _seen_of(stand: _Block) -> Seen:
         x, arguments = _as_batch(stand)
     if not isinstance(x, Tensor) or x.ndim != 3 or x.shape[0] != 2 or not x.is_floating_point():
         got = f"a tensor {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-        raise _NoTokens(f"{got} for two images: blocks must get tokens (images, tokens, channels)")
+        raise _NoTokens(f"gets {got} for two images: blocks must get tokens (images, tokens, channels)")
     same_N = (x[0] == x[1]).all(dim=-1)
     if bool(same_N.all()):
-        raise _NoTokens("equal tokens for two different images: are the model's weights loaded?")
+        raise _NoTokens("gets equal tokens for two different images: are the model's weights loaded?")
     changed = same_N.logical_not().nonzero().flatten()
     suffix = x.shape[1] - 1 - int(changed[-1])
     return Seen(x.float(), arguments, int(changed[0]), suffix, "", stand.boundaries, layout)
