@@ -126,19 +126,19 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
             raise ValueError("no auxiliary loss: the model did not run in training mode since the last call")
         parameter = next(model.parameters(), None)
         return torch.zeros((), device=None if parameter is None else parameter.device)
-    terms += [_block_loss(name, block) for name, block in blocks.items() if block.router.config.losses]
+    terms += [_block_loss(model, name, block) for name, block in blocks.items() if block.router.config.losses]
     # Blocks may be on several devices.
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
 
 
-def _block_loss(name: str, block: RoutedBlock) -> Tensor:
+def _block_loss(model: nn.Module, name: str, block: RoutedBlock) -> Tensor:
     routing = block.mod_state.routing
     if routing is None or not block.record.fresh:
         if not block.training:
-            raise RuntimeError(
-                f"{name} is in evaluation mode, in which no auxiliary loss is kept: write `if model.training: loss = "
-                "loss + mmod.auxiliary_loss(model)`"
-            )
+            advice = "write `if model.training: loss = loss + mmod.auxiliary_loss(model)`"
+            if model.training:
+                advice = f"the model is not, so call `model.get_submodule({name!r}).train()` before the forward pass"
+            raise RuntimeError(f"{name} is in evaluation mode, in which no auxiliary loss is kept: {advice}")
         raise RuntimeError(f"{name} has routed nothing in training mode since its loss was last collected")
     if not routing.score_BN.requires_grad:
         raise RuntimeError(

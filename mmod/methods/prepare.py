@@ -258,7 +258,8 @@ def check_budget(name: str, router: Router, capacity: Fraction) -> None:
     if config.select != "topk":
         raise ValueError(
             f"{name} keeps the tokens whose scores reach a threshold, so no capacity applies: call mmod.unroute_ and "
-            "mmod.route_ with another RoutingConfig(select=mmod.Threshold(...)), or with select='topk' and a capacity"
+            "mmod.route_ with another mmod.RoutingConfig(select=mmod.Threshold(...)), or with select='topk' and a "
+            "capacity"
         )
     if config.language.inference_threshold is not None and router.capacity != capacity:
         raise ValueError(

@@ -181,8 +181,14 @@ def labelled(logits: Tensor, labels: Tensor, targets: Tensor) -> tuple[Tensor, T
 def check_targets(targets: Tensor, classes: int | None) -> None:
     """Raise a ValueError if a label is not a class of the model, nor `IGNORED`; None classes are unknown."""
     known = targets[targets != IGNORED] if targets.ndim == 2 else targets
-    if classes is not None and len(known) and not 0 <= int(known.min()) <= int(known.max()) < classes:
-        raise ValueError(
-            f"labels run from {int(known.min())} to {int(known.max())} and the model has {classes} "
-            f"classes (0 to {classes - 1}); set model.args.num_classes to the data's number of classes"
-        )
+    if classes is None or not len(known):
+        return
+    first = int(known.min())
+    last = int(known.max())
+    if first >= 0 and last < classes:
+        return
+    advice = "number classes from 0" if first < 0 else f"train it with model.args.num_classes={last + 1} or more"
+    ignored = f"; patches without a class are {IGNORED}" if targets.ndim == 2 else ""
+    raise ValueError(
+        f"labels run from {first} to {last} and the model has {classes} classes (0 to {classes - 1}): {advice}{ignored}"
+    )

@@ -245,7 +245,8 @@ def test_labels_that_no_class_has_are_refused(label: int) -> None:
     # As with a model that does not say how many classes it knows.
     del model.num_classes
     targets[3, 2] = label
-    with pytest.raises(ValueError, match=f"labels run from .*{label}.* and the model has 5 classes"):
+    advice = "number classes from 0" if label < 0 else f"train it with model.args.num_classes={label + 1} or more"
+    with pytest.raises(ValueError, match=rf"labels run from .*{label}.* the model has 5 classes.*: {advice}; patch"):
         evaluate(model, Labels(targets, 2))  # type: ignore[arg-type]
 
 
