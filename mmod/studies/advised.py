@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -188,15 +189,16 @@ def _open_clip_model(name: str, checkpoint: str | None, pretrained: bool, image_
     architecture, _, weights = name.removeprefix(OPEN_CLIP).partition(":")
     if architecture not in open_clip.list_models():
         raise ValueError(f"open_clip knows no model {architecture!r}; open_clip.list_models() lists the known ones")
-    tower, _, _ = open_clip.create_model_and_transforms(
-        architecture,
-        pretrained=None if checkpoint else weights or None,
-        require_pretrained=pretrained and checkpoint is None,
-        force_image_size=image_size,
-    )
-    if checkpoint is not None:
-        from mmod.training.pairs.model import load_clip
+    from mmod.training.pairs.model import load_clip, weights_follow
 
+    with nullcontext() if checkpoint is None else weights_follow():
+        tower, _, _ = open_clip.create_model_and_transforms(
+            architecture,
+            pretrained=None if checkpoint else weights or None,
+            require_pretrained=pretrained and checkpoint is None,
+            force_image_size=image_size,
+        )
+    if checkpoint is not None:
         load_clip(tower, checkpoint)
     return AdvisedModel(tower, _clip_preprocessing(tower, "of open_clip"), None)
 
@@ -225,7 +227,9 @@ def _timm_model(name: str, checkpoint: str | None, pretrained: bool, image_size:
         raise FileNotFoundError(f"no folder of a model at {name!r}; a model of a hub is hf-hub:OWNER/NAME")
     sizes = {} if image_size is None else {"img_size": image_size}
     try:
-        model: Any = create_dense_model(ModelConfig(name=name, pretrained=pretrained, args=sizes))
+        model: Any = create_dense_model(
+            ModelConfig(name=name, pretrained=pretrained, args=sizes), "name a file of weights, --checkpoint FILE"
+        )
     except TypeError as error:
         raise ValueError(f"{name} takes no {' or '.join(sizes)}: {error}") from error
     if checkpoint is not None:

@@ -302,7 +302,7 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
             streams = _streams(config.data)
             if len(streams) == 1:
                 split_by_class(streams[_TESTED].reader.labels.numpy(), study.folds)  # type: ignore[attr-defined]
-            check_published(config.model)
+            check_published(config.model, "set checkpoint to a file of weights")
         claim_folder(folder, record, file="config.json", kind="features")
         settings = {"neighbours": study.neighbours, "strengths": study.strengths, "folds": study.folds}
         if dense is not None:

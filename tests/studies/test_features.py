@@ -39,7 +39,7 @@ from mmod.training.engine.parse import read_config
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import feature_of, read_features
 from mmod.training.image.kind import ImageKind
-from mmod.training.image.model import create_dense_model
+from mmod.training.image.model import check_published, create_dense_model
 from tests.kit.scripts import ROOT
 
 MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": 3}
@@ -208,8 +208,11 @@ def test_weights_that_cannot_be_fetched_are_named_at_once(monkeypatch: pytest.Mo
 
     monkeypatch.setattr("urllib.request.urlopen", fail)
     monkeypatch.setattr(timm, "create_model", lambda *_, **__: pytest.fail("weights were asked for"))
-    with pytest.raises(ConnectionError, match=r"weights of 'vit_small_patch14_dinov2' .*`--checkpoint FILE`"):
-        create_dense_model(ModelConfig(name="vit_small_patch14_dinov2", pretrained=True))
+    config = ModelConfig(name="vit_small_patch14_dinov2", pretrained=True)
+    with pytest.raises(ConnectionError, match=r"'vit_small_patch14_dinov2' .*: set model\.checkpoint to a file"):
+        create_dense_model(config)
+    with pytest.raises(ConnectionError, match=r"'vit_small_patch14_dinov2' .*: set checkpoint to a file of weights$"):
+        check_published(config, "set checkpoint to a file of weights")
 
 
 @pytest.mark.parametrize("name", ["dinov2-untrained", "segmentation-untrained"])

@@ -111,7 +111,8 @@ class ImageKind:
             load_weights(teacher, converted(self._read(name), teacher), name)
         else:
             arguments: dict[str, Any] = {"in_chans": self.config.data.channels}
-            teacher = create_dense_model(ModelConfig(name=name, args=arguments, pretrained=True))
+            published = ModelConfig(name=name, args=arguments, pretrained=True)
+            teacher = create_dense_model(published, "set distill.teacher to a run folder or a file of weights")
             check_input(teacher, self.config.data, pretrained=True)
         classes = image_facts(teacher).classes
         expected = image_facts(model).classes

@@ -21,9 +21,15 @@ from mmod.training.engine import folder
 from mmod.training.image.config import LossConfig, ModelConfig
 from mmod.values import near_names
 
+_FILE = "set model.checkpoint to a file of weights and model.pretrained to false"
 
-def create_dense_model(config: ModelConfig) -> nn.Module:
-    """Create a model of timm, or of a folder of timm or transformers, without its checkpoint, in training mode."""
+
+def create_dense_model(config: ModelConfig, advice: str = _FILE) -> nn.Module:
+    """Create a model of timm, or of a folder of timm or transformers, without its checkpoint, in training mode.
+
+    Args:
+        advice: What to do where published weights are not available, an English imperative.
+    """
     name = config.name
     if is_of_transformers(name):
         return folder.create_model(name, config.pretrained, config.args)
@@ -32,7 +38,7 @@ def create_dense_model(config: ModelConfig) -> nn.Module:
     elif "/" not in name and not timm.is_model(name):
         hint = near_names(name.split(".")[0], timm.list_models(), "timm.list_models()")
         raise ValueError(f"timm knows no model {name!r}; {hint}")
-    check_published(config)
+    check_published(config, advice)
     try:
         return timm.create_model(name, pretrained=config.pretrained, **config.args)
     except TypeError as error:
@@ -41,8 +47,8 @@ def create_dense_model(config: ModelConfig) -> nn.Module:
         raise TypeError(f"model.args does not fit {config.name!r}: {error}") from error
 
 
-def check_published(config: ModelConfig) -> None:
-    """Raise if published weights are asked for and neither cached nor available."""
+def check_published(config: ModelConfig, advice: str) -> None:
+    """Raise if published weights are asked for and neither cached nor available; see `create_dense_model`."""
     if "/" in config.name or Path(config.name).is_dir():
         return
     hub = getattr(timm.get_pretrained_cfg(config.name), "hf_hub_id", None)
@@ -59,8 +65,7 @@ def check_published(config: ModelConfig) -> None:
     except OSError as error:
         raise ConnectionError(
             f"the published weights of {config.name!r} are not in the cache and {constants.ENDPOINT} does not answer: "
-            "name a file of weights, `--checkpoint FILE` for a study of features, else `--model.checkpoint FILE "
-            "--model.pretrained false`"
+            f"{advice}"
         ) from error
 
 

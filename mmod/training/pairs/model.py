@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,9 +54,27 @@ def create_model(config: ModelConfig, weights: bool = True) -> Any:
     # open_clip moves the model to a device that it is told, which must not be another than the one in use (meta).
     device = torch.get_default_device()
     published = config.pretrained if weights else None
-    return open_clip.create_model(
-        config.name, pretrained=published, load_weights=weights, output_dict=True, device=device
-    )
+    follow = not weights or config.checkpoint is not None or config.image_checkpoint is not None
+    with weights_follow() if follow else nullcontext():
+        return open_clip.create_model(
+            config.name, pretrained=published, load_weights=weights, output_dict=True, device=device
+        )
+
+
+@contextmanager
+def weights_follow() -> Iterator[None]:
+    """Context in which open_clip does not report random weights, as weights are loaded into the model afterwards."""
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        return "initialized randomly" not in record.getMessage()
+
+    # open_clip writes to the root.
+    root = logging.getLogger()
+    root.addFilter(is_shown)
+    try:
+        yield
+    finally:
+        root.removeFilter(is_shown)
 
 
 def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> tuple[Transform, Tokenizer]:

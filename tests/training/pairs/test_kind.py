@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
 import signal
 from pathlib import Path
@@ -241,3 +242,21 @@ def test_config_builds_its_model_and_says_what_it_is(path: Path, monkeypatch: py
     model, _ = PairsKind(TrainConfig.from_dict({**config.to_dict(), "model": vars(start)})).create_models()
     assert mmod.is_routed(model) == (config.routing is not None)
     create_transforms(model, config.model.name, config.augment)
+
+
+@pytest.mark.parametrize(
+    ("start", "is_random"), [("scratch", True), ("checkpoint", False), ("image_checkpoint", False)]
+)
+def test_random_weights_are_reported_only_where_none_follow(
+    folder: Path, caplog: pytest.LogCaptureFixture, start: str, is_random: bool
+) -> None:
+    finished = run(clip_config(folder, "base"))
+    caplog.clear()
+    given = {} if start == "scratch" else {start: f"{finished.folder}/model"}
+    run(clip_config(folder, "tuned", model=given))
+    assert ("initialized randomly" in caplog.text) == is_random
+    caplog.clear()
+    base = PairsRecipe(TrainConfig.from_dict(clip_config(folder, "base")))
+    PairsRecipe(base.finished(finished.folder)).load()
+    assert "initialized randomly" not in caplog.text
+    assert not logging.getLogger().filters
