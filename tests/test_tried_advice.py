@@ -191,6 +191,50 @@ CALLS = {
         "no capacity applies",
         ("mmod.unroute_(model); mmod.route_(model, mmod.RoutingConfig(select='topk', capacity=0.5))",),
     ),
+    "rows of a config for any depth": Call(
+        "config = mmod.RoutingConfig()",
+        "config.rows",
+        "models of any depth: call config.resolved",
+        ("config = config.resolved(12)",),
+    ),
+    "a predictor without a threshold": Call(
+        "options = {'predictor': True}",
+        "mmod.RoutingConfig(router='linear', language=options, losses={'membership': 0.01})",
+        "set it, as to 0.5",
+        ("options['inference_threshold'] = 0.5",),
+    ),
+    "a predictor that nothing trains": Call(
+        "losses = {}",
+        "mmod.RoutingConfig(router='linear', language={'predictor': True, 'inference_threshold': 0.5}, losses=losses)",
+        "add it to losses, as with 0.01",
+        ("losses['membership'] = 0.01",),
+    ),
+    "thresholds of a routed model": Call(
+        "model = mmod.route_(vit()); images = torch.randn(2, 3, 160, 160)",
+        "mmod.planning.calibrate_thresholds(model, images, budget=0.7)",
+        "is routed already",
+        ("mmod.unroute_(model)",),
+    ),
+    "advice for a changed model": Call(
+        "model = mmod.route_(vit()); images = [torch.randn(2, 3, 160, 160)]\n"
+        "candidates = [mmod.planning.Candidate('a-mod', routing={'preset': 'a-mod'})]",
+        "mmod.advise(model, images, batch_size=2, candidates=candidates, progress=False)",
+        "is changed already",
+        ("mmod.undo_(model)",),
+    ),
+    "an early exit without classes": Call(
+        "model = mmod.apply_(vit(), mmod.methods.Exit(blocks=(1,)))",
+        "model.reset_classifier(0)",
+        "needs class probabilities",
+        ("mmod.undo_(model)",),
+    ),
+    "a folder of a class of one's own": Call(
+        "dense = own(); mmod.save_pretrained(mmod.route_(own()), folder)",
+        "mmod.load_pretrained(folder)",
+        "which mmod cannot build",
+        ("mmod.load_pretrained(folder, model=dense)",),
+        replaces=True,
+    ),
     "FLOPs of a routed language model": Call(
         "model = mmod.route_(llama(), mmod.RoutingConfig(router='linear')); text_tokens = 8; image_tokens = 0",
         "mmod.flops(model, {'input_ids': torch.ones(1, 8, dtype=torch.int64)})",
@@ -266,6 +310,7 @@ HELPERS: dict[str, Any] = {
     "clip": make_clip,
     "llama": lambda: make_language("llama"),
     "lossy": lossy,
+    "own": lambda: OwnViT(lambda _: OwnBlock()).eval(),
     "oblong": lambda: Oblong(lambda _: OwnBlock()).eval(),
     "taken": lambda kind: Taken(kind).eval(),
 }
