@@ -21,7 +21,7 @@ from mmod.studies.advised import open_model
 from mmod.training import TrainConfig, fit
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.model import create_dense_model
-from mmod.training.kinds import recipe_of
+from mmod.training.kinds import kind_of
 from tests.kit.clip_zoo import make_clip
 from tests.kit.engine_worker import MODEL
 from tests.kit.own_vits import DIM, Mlp, OwnBlock, OwnViT, Sdpa
@@ -401,7 +401,7 @@ def start_run(folder: Path, **model: Any) -> None:
     args = {"img_size": 32, "patch_size": 16, "in_chans": 1, "num_classes": 10}
     data = {"source": "digits:tiny", "root": str(SETS / "digits")}
     fields = {"output": str(folder), "model": {"name": "test_vit", "args": args} | model, "data": data}
-    recipe_of(TrainConfig.from_dict(fields)).create_models()
+    kind_of(TrainConfig.from_dict(fields)).create_models()
 
 
 # What asks for published weights, the advice of its command, and a call that follows it, given a file of weights.

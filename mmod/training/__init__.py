@@ -1,7 +1,7 @@
 """Training: image classifiers, image-text pairs, conversations and text.
 
-`engine` has what the kinds share: the contract of a kind (`kind.py`), the model that a run starts from (`start.py`), run
-folder, checkpoints, logs, processes, command lines, checks before the first step (`preflight.py`) and the loop.
+`engine` has what the kinds share: the contract of a kind (`kind.py`), the model that a run starts from (`start.py`),
+run folder, checkpoints, logs, processes, command lines, checks before the first step (`preflight.py`) and the loop.
 Conversations run in transformers' Trainer and share everything else; the other kinds run in the loop.
 
 Every kind is a folder with the same files:
@@ -10,7 +10,7 @@ Every kind is a folder with the same files:
   (`RunConfig` without the loop). It is imported without torch, so that `--help` is fast.
 - `model.py`: creates the dense model and the objects around it.
 - `task.py`: the objective, a subclass of `engine.task.Task`; a trainer if another library has the loop.
-- `evaluate.py`: the rows of a batch, and `EvalResult`, a `RoutedResult` whose `columns()` become columns of the history.
+- `evaluate.py`: the rows of a batch, and `EvalResult`, a `RoutedResult` whose `columns()` are columns of the history.
 - `kind.py`: the frozen object whose functions the loop and all commands call. It inherits nothing.
 
 A new kind is such a folder, a row in `mmod/training/table.py`, and the same folder of tests.

@@ -421,7 +421,7 @@ def test_the_final_model_is_what_is_scored(tmp_path: Path, average: EmaConfig | 
     scores = {"model": finished.best} | ({} if average is None else {"last": finished.evaluation})
     assert {path.name for path in (tmp_path / "run").iterdir() if path.is_dir()} == set(scores)
     for folder, expected in scores.items():
-        model = recipe_of(config).create()
+        model = kind_of(config).create()
         model.load_state_dict(weights(tmp_path / "run" / folder))
         assert evaluate(model, TensorStream(8, seed=None)) == expected  # type: ignore[arg-type]
     assert (finished.best == finished.evaluation) == (average is None)

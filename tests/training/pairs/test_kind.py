@@ -256,7 +256,7 @@ def test_random_weights_are_reported_only_where_none_follow(
     run(clip_config(folder, "tuned", model=given))
     assert ("initialized randomly" in caplog.text) == is_random
     caplog.clear()
-    base = PairsRecipe(TrainConfig.from_dict(clip_config(folder, "base")))
-    PairsRecipe(base.finished(finished.folder)).load()
+    base = TrainConfig.from_dict(clip_config(folder, "base"))
+    PairsKind(base.finished(finished.folder)).load()
     assert "initialized randomly" not in caplog.text
     assert not logging.getLogger().filters
