@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mmod.audits.config import AUDITS
+from mmod.io.files import read_text
 from mmod.training.kinds import parse_kind
 
 
@@ -18,5 +19,5 @@ def main(arguments: Sequence[str]) -> list[Path]:
 
     audit_run(config, command=shlex.join(["mmod", "audit", *arguments]))
     folder = Path(config.output) / "audit"
-    print(f"{(folder / 'audit.md').read_text()}\nTables and pictures: {folder}")
+    print(f"{read_text(folder / 'audit.md')}\nTables and pictures: {folder}")
     return [Path(config.output)]

@@ -37,7 +37,7 @@ from mmod.data.readers.lengths import open_checked
 from mmod.data.stream import BatchStream
 from mmod.data.synthetic.digits import DigitScene
 from mmod.io.claim import claim_folder
-from mmod.io.files import write_atomically
+from mmod.io.files import read_json_object, write_atomically
 from mmod.methods.route import routing_configs
 from mmod.studies.results import save_picture
 from mmod.training.engine.config import RUN_CONFIG
@@ -302,7 +302,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     options = config.audit
     if result.exists():
         claim_folder(folder, record_of(config), file="config.json", kind="an audit")
-        return Audit.from_dict(json.loads(result.read_text())["audit"])
+        return Audit.from_dict(read_json_object(result)["audit"])
     seed_draws(config.seed, 0, 0)
     subject = subject_of(config)
     model = subject.create() if config.model.has_weights else None

@@ -32,6 +32,7 @@ from mmod.benchmarks.report import (
     identity_of,
     read_report,
 )
+from mmod.io.files import read_text
 from mmod.io.journal import Journal
 from mmod.io.progress import say
 from mmod.io.tables import Column
@@ -325,7 +326,7 @@ def _report(config: SuiteConfig, identity: Mapping[str, Any], states: Mapping[st
     checked = [threshold.check(rows_of(threshold.parts)) for threshold in config.thresholds]
     tables = {name: folder / name / f"{NAME}.md" for name in states}
     notes = [f"{name}: {state}" for name, state in states.items()]
-    notes += [f"## {name}\n\n{table.read_text()}" for name, table in tables.items() if table.exists()]
+    notes += [f"## {name}\n\n{read_text(table)}" for name, table in tables.items() if table.exists()]
     report = BenchmarkReport("thresholds", COLUMNS, **identity, rows=checked, notes=notes)
     report.save(folder)
     return report

@@ -245,8 +245,9 @@ class TextConfig(StreamConfig):
 
     Args:
         source: "python", the standard library of the running Python, which differs between versions; or a glob pattern
-            such as "books/**/*.txt"; or `hf-datasets:NAME:SPLIT` or `hf-datasets:BUILDER:FILES`, whose column `text`
-            is read into memory at the start, as files are.
+            such as "books/**/*.txt", whose files are read as bytes, without a byte order mark; or
+            `hf-datasets:NAME:SPLIT` or `hf-datasets:BUILDER:FILES`, whose column `text` is read into memory at the
+            start, as files are.
         train_split: Split to train on: "train", "val" or "test".
         val_split: Split to evaluate on.
         val_limit: Number of evaluation windows, spread evenly over the split; None uses all.

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmod.data.corrupt import UnusableError
-from mmod.io.files import parse_json
+from mmod.io.files import MARK, parse_json, read_text
 from mmod.values import brief
 
 IGNORED = -100
@@ -115,7 +115,8 @@ def read_classes(path: str | Path) -> dict[str, int]:
     """Read the number of each class by its name.
 
     Args:
-        path: A `.json` file with a list of names or numbers by name, or a text file with a name in each line.
+        path: A `.json` file with a list of names or numbers by name, or a text file with a name in each line, whose
+            blanks at the ends are left out.
     """
     path = Path(path)
     if not path.is_file():
@@ -123,7 +124,10 @@ def read_classes(path: str | Path) -> dict[str, int]:
     if path.suffix == ".json":
         content: Any = parse_json(path.read_bytes(), str(path))
     else:
-        content = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+        text = read_text(path).rstrip()
+        content = [line.strip() for line in text.split("\n")] if text else []
+        if "" in content:
+            raise ValueError(f"{str(path)!r} names no class in line {content.index('') + 1}: remove the blank line")
     if isinstance(content, list) and all(isinstance(name, str) for name in content):
         if len(set(content)) < len(content):
             twice = next(name for name in content if content.count(name) > 1)
@@ -161,18 +165,19 @@ def class_number(value: Any, names: Mapping[str, int] | None = None) -> int:
 
 
 def read_caption(value: Any) -> str:
-    """Return a caption without spaces around it; an `UnusableError` unless it is a text with a word.
+    """Return a caption as it is, but for a byte order mark; an `UnusableError` unless it is a text with a word.
 
     Example:
-        >>> read_caption(" two cats ")
-        'two cats'
+        >>> read_caption("\\ufefftwo cats\\n")
+        'two cats\\n'
     """
     if not isinstance(value, str):
         raise UnusableError("no caption", f"{brief(value)} is not one text")
+    value = value.removeprefix(MARK)
     if not value.strip():
         raise UnusableError("no caption", f"{value[:20]!r} holds no text")
     try:
         value.encode()
     except UnicodeEncodeError as error:
         raise UnusableError("caption is not UTF-8", ascii(value)) from error
-    return value.strip()
+    return value

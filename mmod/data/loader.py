@@ -32,6 +32,7 @@ from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.crowds import CROWDS
 from mmod.data.synthetic.digits import DIGITS
 from mmod.data.synthetic.scenes import SCENES
+from mmod.io.files import text_bytes
 
 _SETS: dict[str, SyntheticSet[Any]] = {"digits": DIGITS, "crowds": CROWDS}
 # Mean and standard deviation of the embedded sets' grey values; approximate, for all difficulties.
@@ -290,7 +291,8 @@ def text_stream(config: TextConfig, seed: int | None = None, rank: int = 0, worl
 @functools.lru_cache(maxsize=4)
 def read_text(source: str, split: str) -> np.ndarray:
     """Return the bytes of a split of `TextConfig.source`: all its files, each followed by `END`."""
-    files = list(documents(source, "text") if is_streamed(source) else (path.read_bytes() for path in _paths(source)))
+    streamed = is_streamed(source)
+    files = list(documents(source, "text") if streamed else map(_read_document, _paths(source)))
     if not files:
         raise ValueError(f"data.source={source!r} matches no file")
     # Of twenty files one is in "val" and one in "test", by a checksum.
@@ -322,6 +324,10 @@ class TextReader:
         places = self.starts[indices][:, None] + np.arange(self.length + 1)
         window = torch.from_numpy(self.text[places].astype(np.int64))
         return Batch(window[:, :-1], window[:, 1:], [])
+
+
+def _read_document(path: Path) -> bytes:
+    return text_bytes(path.read_bytes(), str(path))
 
 
 def _paths(source: str) -> Iterator[Path]:

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mmod.io.files import DuplicateKeyError, check_regular, parse_json
+from mmod.io.files import DuplicateKeyError, check_regular, decode_text, open_rows, parse_json
 from mmod.values import brief
 
 IMAGE = "<image>"
@@ -219,17 +219,21 @@ def _part_name(part: Mapping[str, Any]) -> str | None:
 
 def read_records(path: Path) -> list[Any]:
     """Read a `.json` file with a list of records, or a `.jsonl` file; a line that is no JSON becomes a `BrokenLine`."""
-    check_regular(path)
     if path.suffix == ".jsonl":
-        with open(path, "rb") as file:
-            return [_parse(line, f"line {number}") for number, line in enumerate(file, 1) if line.strip()]
-    content = path.read_bytes()
+        with open_rows(path) as file:
+            return [
+                _parse(line.encode(errors="surrogateescape"), f"line {number}")
+                for number, line in enumerate(file, 1)
+                if line.strip()
+            ]
+    check_regular(path)
+    content = decode_text(path.read_bytes(), str(path))
     try:
         records = parse_json(content, str(path))
     except DuplicateKeyError:
         records = parse_json(content, str(path), unique_keys=False)
         if isinstance(records, list):
-            records = [_parse(text, "the record") for text in _split(content.decode(json.detect_encoding(content)))]
+            records = [_parse(text, "the record") for text in _split(content)]
     if not isinstance(records, list):
         raise ValueError(f"{path} holds no list of conversations")
     return records

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from mmod.io.files import read_text
 from mmod.values import near_names
 
 _PACKAGE = Path(__file__).parents[1]
@@ -74,7 +75,7 @@ def main(arguments: Sequence[str]) -> None:
         print("\n".join(config_names()))
         return
     names = [*arguments[1:], _SMALLEST] if arguments[0] == _SHOW else arguments
-    print(existing_config(names[0]).read_text(encoding="utf-8").rstrip())
+    print(read_text(existing_config(names[0])).rstrip())
 
 
 def _folder() -> Path:

@@ -12,10 +12,13 @@ import stat
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, TextIO, TypeGuard
 
 if TYPE_CHECKING:
     from webdataset import TarWriter
+
+MARK = "\ufeff"
+"""The byte order mark, which Windows and Excel write before a text; it is no part of the text."""
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # A file in the place of a folder exists.
@@ -40,10 +43,59 @@ def check_regular(path: str | Path) -> None:
         raise ValueError(f"{path} is no regular file")
 
 
-def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any:
-    """Parse JSON in any Unicode encoding; of duplicate keys the last wins if they are allowed."""
+def text_bytes(data: bytes, name: str) -> bytes:
+    """Return the bytes of a text without its byte order mark; a ValueError refuses UTF-16 and UTF-32 by name.
+
+    Args:
+        name: What holds the text, for messages.
+
+    Example:
+        >>> text_bytes("two cats".encode("utf-8-sig"), "a caption")
+        b'two cats'
+    """
+    encoding = json.detect_encoding(data)
+    if not encoding.startswith("utf-8"):
+        raise ValueError(f"{name} is no text in UTF-8 but in {encoding[:6].upper()}: save it as UTF-8")
+    return data.removeprefix(MARK.encode())
+
+
+def decode_text(data: bytes, name: str) -> str:
+    """Decode a text that a user wrote: every character but a byte order mark; a ValueError unless it is UTF-8."""
+    plain = text_bytes(data, name)
     try:
-        return json.loads(data, object_pairs_hook=_object if unique_keys else None)
+        return plain.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is no text in UTF-8: {error.reason} at byte {error.start + len(data) - len(plain)}; save it as "
+            "UTF-8"
+        ) from error
+
+
+def read_text(path: str | Path) -> str:
+    """Read a text that a user wrote, see `decode_text`; lines end in "\\n", whatever ended them in the file."""
+    check_regular(path)
+    return decode_text(Path(path).read_bytes(), repr(str(path))).replace("\r\n", "\n").replace("\r", "\n")
+
+
+def open_rows(path: str | Path, newline: str | None = None) -> TextIO:
+    """Open a file that is read by lines, as `read_text` reads others.
+
+    Bytes that are not UTF-8 become lone surrogates, which have no form in UTF-8: faults of their row, not of the file.
+
+    Args:
+        newline: As for `open`; the parser of tables needs "".
+    """
+    check_regular(path)
+    with open(path, "rb") as file:
+        text_bytes(file.read(4), repr(str(path)))
+    return open(path, encoding="utf-8-sig", errors="surrogateescape", newline=newline)
+
+
+def parse_json(data: str | bytes, name: str, *, unique_keys: bool = True) -> Any:
+    """Parse JSON, bytes as `decode_text` decodes them; of duplicate keys the last wins if they are allowed."""
+    text = data if isinstance(data, str) else decode_text(data, name)
+    try:
+        return json.loads(text, object_pairs_hook=_object if unique_keys else None)
     except DuplicateKeyError as error:
         raise DuplicateKeyError(f"{name}: {error}") from error
     except (ValueError, RecursionError) as error:

@@ -13,6 +13,7 @@ import yaml
 from yaml.composer import ComposerError
 
 from mmod.io.configs import existing_config, shipped_config
+from mmod.io.files import read_text
 
 _DEPTH = 100
 # Parsing takes seconds per 100 kB.
@@ -143,11 +144,7 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _BYTES:
         raise ValueError(f"{str(path)!r} has {path.stat().st_size} bytes; a config has at most {_BYTES}")
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is no text in UTF-8: {error.reason} at byte {error.start}") from error
-    fields = parse_yaml(text, str(path))
+    fields = parse_yaml(read_text(path), str(path))
     if not isinstance(fields, dict):
         content = "nothing" if fields is None else type(fields).__name__
         raise ValueError(f"{str(path)!r} must hold a mapping of keys to values, got {content}")

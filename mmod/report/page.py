@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from mmod.analysis.style import inline_svg
 from mmod.io.claim import claim_folder
-from mmod.io.files import write_atomically
+from mmod.io.files import read_text, write_atomically
 from mmod.io.tables import Table, write_csv
 from mmod.report.charts import HEADER, Chart, audit_charts, health_chart, rows_over_runs
 from mmod.report.sources import PAGE, AuditRecord, RunRecord, StudyRecord, read_sources
@@ -208,7 +208,7 @@ def _pictures(study: str, texts: Mapping[Path, str]) -> str:
     """Return a study's SVG files with their texts."""
     shown = ""
     for path, text in texts.items():
-        svg = inline_svg(path.read_text(), f"{study}-{path.parent.name}-{path.stem}", text)
+        svg = inline_svg(read_text(path), f"{study}-{path.parent.name}-{path.stem}", text)
         shown += f'<figure><div class="wide">{svg}</div><figcaption>{escape(text)}</figcaption></figure>'
     return shown
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from mmod.analysis.audit.generation import Generation
 from mmod.analysis.audit.result import Audit
-from mmod.io.files import parse_json
+from mmod.io.files import open_rows, parse_json, read_text
 from mmod.values import check_value, from_plain
 
 _STUDIES = ("tradeoff.json", "isoflop.json")
@@ -108,9 +108,9 @@ def _read_study(path: Path) -> StudyRecord:
         config = record["config"]
         title = record["title"]
         rows = _read_table(path.with_suffix(".csv"))
-        svg = path.with_suffix(".svg").read_text()
+        svg = read_text(path.with_suffix(".svg"))
         code = record.get("code", "")
-        blocks = path.with_suffix(".md").read_text().strip().removesuffix(code).strip().split("\n\n")
+        blocks = read_text(path.with_suffix(".md")).strip().removesuffix(code).strip().split("\n\n")
     except (KeyError, TypeError, ValueError, OSError) as error:
         raise ValueError(
             f"{str(path)!r} is no study with its table and picture beside it ({type(error).__name__}: {error}); the "
@@ -189,7 +189,7 @@ def _numbered(records: Sequence[AnyRecord]) -> list[AnyRecord]:
 
 
 def _read_table(path: Path) -> list[dict[str, Any]]:
-    with path.open(newline="") as file:
+    with open_rows(path, newline="") as file:
         return [{name: _value(cell) for name, cell in row.items()} for row in csv.DictReader(file)]
 
 

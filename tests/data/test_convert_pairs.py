@@ -91,7 +91,7 @@ def test_every_row_is_a_sample_or_reported_with_its_reason(folder: Path, suffix:
     packed = samples(folder / "shards")
     assert [json.loads(one["json"])["row"] for one in packed] == [0, 1, 2, 3, *range(11, 17)]
     assert packed[0]["jpg"] == (folder / "images/0.jpg").read_bytes()
-    assert packed[0]["txt"].decode() == ROWS[0][1].strip()
+    assert packed[0]["txt"].decode() == ROWS[0][1]
     large = next(one for one in packed if one["txt"] == b"big")
     assert Image.open(io.BytesIO(large["jpg"])).size == (100, 50)
     record = json.loads(large["json"])

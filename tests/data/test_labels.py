@@ -64,11 +64,13 @@ def test_other_values_are_no_class(value: Any) -> None:
     assert class_number("dog", {"dog": 4}) == 4
 
 
-@pytest.mark.parametrize("value", [None, "", " \n", 3, ["a"], {"raw": "a"}, float("nan"), "\ud800"])
+@pytest.mark.parametrize("value", [None, "", " \n", 3, ["a"], {"raw": "a"}, float("nan"), "\ud800", "\ufeff \n"])
 def test_a_caption_is_one_text_with_a_word(value: Any) -> None:
     with pytest.raises(UnusableError, match=r"no caption|not UTF-8"):
         read_caption(value)
-    assert read_caption("  two words ") == "two words"
+    # Every character but the mark that Windows writes before a text.
+    for caption in ("two words", "  two words \n", "two\r\nwords"):
+        assert read_caption(caption) == read_caption(f"\ufeff{caption}") == caption
 
 
 def test_files_of_class_names(tmp_path: Path) -> None:
@@ -81,5 +83,8 @@ def test_files_of_class_names(tmp_path: Path) -> None:
         (tmp_path / "bad.json").write_text(json.dumps(content))
         with pytest.raises(ValueError, match=r"bad\.json' (must name classes|names the class 'a' twice)"):
             read_classes(tmp_path / "bad.json")
+    (tmp_path / "names.txt").write_text("sea\n \ncat")
+    with pytest.raises(ValueError, match=r"names\.txt' names no class in line 2: remove the blank line"):
+        read_classes(tmp_path / "names.txt")
     with pytest.raises(FileNotFoundError, match="no file of class names"):
         read_classes(tmp_path / "none.txt")

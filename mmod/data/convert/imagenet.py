@@ -30,7 +30,7 @@ from mmod.data.convert.packing import DROPPED, REPORT, SETTINGS, run_conversion
 from mmod.data.corrupt import CorruptDataError, UnusableError
 from mmod.data.readers.images import MAX_BYTES, open_image
 from mmod.io.claim import check_same, claim_folder
-from mmod.io.files import check_regular, locked, read_json_object, write_atomically
+from mmod.io.files import check_regular, locked, read_json_object, read_text, write_atomically
 from mmod.io.progress import progress_bar
 from mmod.values import Checked, check_distinct
 
@@ -130,7 +130,7 @@ def read_labels(config: ImageNetConversion) -> list[str]:
         )
     check_regular(path)
     if path.suffix == ".txt":
-        labels = path.read_text(encoding="utf-8").split()
+        labels = read_text(path).split()
     else:
         labels = _devkit_labels(path)
     wrong = next((label for label in labels if not _SYNSET.fullmatch(label)), None)

@@ -24,7 +24,7 @@ from mmod.data.corrupt import UnusableError
 from mmod.data.labels import read_caption
 from mmod.data.readers.images import ImageFiles, is_deep, read_image
 from mmod.data.synthetic.build import SIZES
-from mmod.io.files import check_regular, parse_json, write_atomically
+from mmod.io.files import check_regular, open_rows, parse_json, write_atomically
 from mmod.values import check_fields
 
 SUFFIXES = (".csv", ".tsv", ".parquet", ".json")
@@ -162,9 +162,8 @@ def read_rows(config: PairsConversion) -> Iterator[TableRow]:
 
 
 def _read_csv(config: PairsConversion) -> Iterator[TableRow]:
-    # surrogateescape: invalid UTF-8 invalidates one row instead of the table.
     delimiter = "\t" if config._suffix == ".tsv" else ","
-    with open(config.source, newline="", encoding="utf-8-sig", errors="surrogateescape") as file:
+    with open_rows(config.source, newline="") as file:
         reader = csv.DictReader(file, delimiter=delimiter)
         try:
             _check_columns(config, list(reader.fieldnames or ()))

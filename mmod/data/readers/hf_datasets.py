@@ -16,6 +16,7 @@ from PIL import Image
 from mmod.data.corrupt import CorruptDataError, Fault
 from mmod.data.labels import Classes, ModelClasses, class_number, match_classes, rank_names, read_caption
 from mmod.data.readers.images import MAX_BYTES, UnreadableSampleError, decode_image
+from mmod.io.files import MARK
 from mmod.lazy import name_missing_extra
 from mmod.values import brief
 
@@ -278,7 +279,7 @@ def documents(source: str, column: str) -> Iterator[bytes]:
             if text is not None and not isinstance(text, str):
                 raise ValueError(f"the column {column!r} of {source!r} holds {brief(text)}, which is no text")
             if text:
-                yield text.encode()
+                yield text.removeprefix(MARK).encode()
 
 
 def _batches(dataset: Any, source: str) -> Iterator[Any]:

@@ -30,7 +30,7 @@ from mmod.data.readers.images import (
     patch_classes,
 )
 from mmod.data.readers.shard_files import Index, ShardFiles, read_at
-from mmod.io.files import check_regular
+from mmod.io.files import check_regular, decode_text
 from mmod.io.remote import RemoteConfig, RemoteError, is_remote
 
 # Errors of `tarfile` on damaged archives, whose headers may hold any value.
@@ -53,19 +53,15 @@ class Target(NamedTuple):
 
 def parse_class(data: bytes) -> int:
     """Parse a class number."""
-    text = data.decode("ascii", "replace").strip()
-    if not text.isdecimal() or len(text) > _DIGITS:
+    text = decode_text(data, "the .cls member").strip()
+    if not (text.isascii() and text.isdecimal()) or len(text) > _DIGITS:
         raise ValueError(f"the .cls member holds {text[:40]!r}, not a class number")
     return int(text)
 
 
 def parse_caption(data: bytes) -> str:
     """Parse a caption: UTF-8 text that is not blank."""
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"the .txt member is not UTF-8: {error}") from error
-    return read_caption(text)
+    return read_caption(decode_text(data, "the .txt member"))
 
 
 def parse_patches(data: bytes, side: int) -> list[int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import warnings
 from collections.abc import Mapping
 from itertools import chain
@@ -17,6 +16,7 @@ from mmod import is_routed, routed_blocks
 from mmod.adapters import find_parts
 from mmod.adapters.transformers.saving import take_description
 from mmod.blocks import RoutedBlock, model_hooks
+from mmod.io.files import read_json_object
 from mmod.io.tensors import check_complete
 from mmod.planning.resolve import resolve_methods
 from mmod.pretrained import apply_again, load_pretrained
@@ -178,7 +178,7 @@ def create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
 
 def _was_routed(folder: str) -> bool:
     path = Path(folder) / "config.json"
-    return path.is_file() and "mmod" in json.loads(path.read_text())
+    return path.is_file() and "mmod" in read_json_object(path)
 
 
 def _with_vocabulary(fields: Mapping[str, Any], processor: Any) -> dict[str, Any]:

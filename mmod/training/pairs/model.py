@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from mmod.data.loader import Tokenizer, Transform
 from mmod.io.configs import find_config
-from mmod.io.files import is_of_transformers
+from mmod.io.files import is_of_transformers, read_json_object, write_atomically
 from mmod.io.tensors import write_tensors
 from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
@@ -47,7 +48,7 @@ def create_model(config: ModelConfig, weights: bool = True) -> Any:
         if path.stem != config.name:
             raise ValueError(f"{config.config!r} describes a model of the name {path.stem!r}, not {config.name!r}")
         if path.stem not in open_clip.list_models():
-            open_clip.add_model_config(path)
+            add_model_configs(path)
     if ":" not in config.name and config.name not in open_clip.list_models():
         hint = near_names(config.name, open_clip.list_models(), "open_clip.list_models()")
         raise ValueError(f"open_clip knows no model {config.name!r}; {hint}")
@@ -75,6 +76,16 @@ def weights_follow() -> Iterator[None]:
         yield
     finally:
         root.removeFilter(is_shown)
+
+
+def add_model_configs(path: Path) -> None:
+    """Tell open_clip of the models that a JSON file describes, or a folder of such files."""
+    files = sorted(path.glob("*.json")) if path.is_dir() else [path]
+    # Copies: open_clip takes a byte order mark for damage, and would keep the name of a file that it cannot read.
+    with TemporaryDirectory() as copies:
+        for file in files:
+            write_atomically(Path(copies) / file.name, json.dumps(read_json_object(file)))
+        open_clip.add_model_config(Path(copies))
 
 
 def create_transforms(model: Any, name: str, augment: dict[str, Any] | None) -> tuple[Transform, Tokenizer]:

@@ -48,14 +48,13 @@ def train_open_clip(
     """
     if any(argument.startswith("--distill") for argument in arguments):
         raise ValueError("--distill-model would be routed like the model: distill with mmod train pairs instead")
-    import open_clip
-
     from mmod.registry.open_clip import routed
+    from mmod.training.pairs.model import add_model_configs
 
     if models is not None:
         if not Path(models).exists():
             raise FileNotFoundError(f"no model config at {models!r}")
-        open_clip.add_model_config(models)
+        add_model_configs(Path(models))
     with readable_shards(), routed(config, **parts):
         from open_clip_train.main import main
 

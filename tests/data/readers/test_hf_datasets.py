@@ -243,7 +243,7 @@ def test_columns_of_another_kind_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("blank", ["", "  ", None])
 def test_a_blank_caption_is_a_fault_as_in_shards(tmp_path: Path, blank: str | None) -> None:
-    source = write_rows(tmp_path, "val", "text", ["a", blank, " c "]).replace("{split}", "val")
+    source = write_rows(tmp_path, "val", "text", ["a", blank, "c"]).replace("{split}", "val")
 
     def stream(**options: object) -> BatchStream:
         pairs = PairsConfig(train=source, val=source, batch_size=1, **options)

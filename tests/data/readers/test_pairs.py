@@ -108,7 +108,7 @@ REASONS = {
     "no image": "needs one image and one .txt member",
     "no caption": "needs one image and one .txt member",
     "empty caption": "holds no text",
-    "wrong encoding": "is not UTF-8",
+    "wrong encoding": "is no text in UTF-8",
 }
 
 
