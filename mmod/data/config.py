@@ -12,10 +12,10 @@ from mmod.values import Checked, one_of
 EMBEDDED = ("digits", "crowds")
 """Embedded image sets, built on demand."""
 FOLDERS = ("folder", "", "torch/folder", "torch/image_folder")
-"""Names of image folders with one folder per class."""
+"""Names of image folders with one folder per class, in any case."""
 _TORCHVISION = (
     *("cifar10", "cifar100", "mnist", "kmnist", "fashion_mnist", "qmnist", "inaturalist", "inat", "places365"),
-    *("imagenet", "image_folder", "folder"),
+    "imagenet",
 )
 _STREAMS = ("hfids", "tfds", "wds")
 _TEXT_SPLITS = ("train", "val", "test")
@@ -109,8 +109,8 @@ class DataConfig(StreamConfig, SourceConfig):
             pattern; "maps:SIDE", images and label maps scaled to squares of SIDE pixels, see
             `mmod.data.readers.images.MapSource`; "hf-datasets:NAME:SPLIT", "hf-datasets:NAME@SUBSET:SPLIT" or
             "hf-datasets:BUILDER:FILES" (such as "hf-datasets:parquet:data/{split}-*.parquet"), streamed by `datasets`,
-            also with `{split}`; or a name for `timm.data.create_dataset`: "folder", "torch/...",
-            "hfds/...".
+            also with `{split}`; "folder", a folder of class folders for each split, `ROOT/SPLIT/CLASS/`, see
+            `mmod.data.readers.folders.walk_images`; or a name for `timm.data.create_dataset`: "torch/...", "hfds/...".
         root: Folder of the data. Embedded sets default to `runs/data/TITLE-DIFFICULTY`, such as
             `runs/data/cluttered-digits-tiny`. For shards, the folder of
             copies of remote ones and of indices.
@@ -127,10 +127,12 @@ class DataConfig(StreamConfig, SourceConfig):
             `image_size`. Embedded sets are never cropped.
         interpolation: Interpolation of the evaluation resize.
         in_memory: Decode all images once and keep them as uint8; None does so for embedded sets without augmentation.
-        options: Further arguments of `timm.data.create_dataset`, such as `class_map`.
+        options: Further arguments of `timm.data.create_dataset`. Of class folders `class_map` alone: numbers of classes
+            by name, or a file of them in the form of `classes`; folders that it does not name are left out.
         classes: File with the names of the model's classes, in the order of its outputs: one in each line, or JSON. The
-            names of the data are matched to them. Needed only for weights whose run folder has no
-            `classes.json`. None numbers the classes of the training data in order of their names.
+            names of the data are matched to them. Needed only for weights whose run folder has no `classes.json`, and
+            for class folders whose names begin with `.`, `__` or `@`. None numbers the classes of the training data in
+            order of their names.
         columns: Columns of images and classes of "hf-datasets:".
         label_patch: Side of a patch in pixels, for one class per patch: the most frequent class of its pixels in the
             label map (the member `.seg.png` of shards, or the map of "maps:SIDE"). Images are square, and maps have
@@ -198,8 +200,13 @@ class DataConfig(StreamConfig, SourceConfig):
             raise ValueError(f"label_patch={side} cannot be combined with augment, which moves images only")
 
 
+def is_folder(source: str) -> bool:
+    """Return whether a source is a folder of class folders."""
+    return source.lower() in FOLDERS
+
+
 def check_name(name: str) -> None:
-    """Refuse data set names that timm does not know: it would read `root` as an image folder instead."""
+    """Refuse names of data sets that are neither class folders nor timm's, which would read `root` instead."""
     reader, _, dataset = name.partition("/")
     reader = reader.lower()
     if reader in _STREAMS and dataset:
@@ -208,7 +215,7 @@ def check_name(name: str) -> None:
             "use 'shards:PATTERN' for webdataset shards, 'hf-datasets:NAME:SPLIT' for other streams"
         )
     is_torchvision = reader == "torch" and dataset.lower() in _TORCHVISION
-    if name not in FOLDERS and not is_torchvision and not (reader == "hfds" and dataset):
+    if not is_folder(name) and not is_torchvision and not (reader == "hfds" and dataset):
         raise ValueError(
             f"source {name!r} is unknown; valid: digits, digits:DIFFICULTY, crowds, crowds:DIFFICULTY, shards:PATTERN, "
             "hf-datasets:NAME:SPLIT, maps:SIDE, folder, hfds/NAME, and torch/NAME with one of "

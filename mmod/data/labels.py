@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import numbers
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -19,8 +20,6 @@ UNLABELLED = 255
 CLASSES = "classes.json"
 """File of a run folder with the number of each class by its name."""
 
-_SHOWN = 5
-
 
 @dataclass(frozen=True)
 class Classes:
@@ -31,22 +30,29 @@ class Classes:
         present: Number of classes of the set; None if that is not known.
         given: The numbers are a class map's or a model's, not ranks of names in the data.
         is_plain: The data set has the same classes by the same numbers without being matched.
+        origin: What was taken for classes, such as "the folders cat, dog of data/train", for messages.
     """
 
     numbers: Mapping[str, int]
     present: int | None = None
     given: bool = False
     is_plain: bool = True
+    origin: str = ""
+
+    @property
+    def taken(self) -> str:
+        """What was taken for classes: folders, or the names."""
+        return self.origin or some_names([*self.numbers])
 
     def check_outputs(self, outputs: int | None) -> None:
         """Raise a ValueError if numbers that are ranks cannot be those of a model with so many outputs."""
         count = 1 + max(self.numbers.values())
         if not self.given and outputs and count != outputs:
             raise ValueError(
-                f"the data names {count} classes and the model has {outputs} outputs, so the rank of a class among "
-                "these names is not its output. Name a run folder as model.checkpoint, which holds the names of its "
-                "classes; list the model's classes in a file, data.classes; or, for image folders, put the training "
-                "folder with all classes beside this one or give data.options a class_map"
+                f"the data names {count} classes, {self.taken}, and the model has {outputs} outputs, so the rank of a "
+                "class among these names is not its output. Name a run folder as model.checkpoint, which holds the "
+                "names of its classes; list the model's classes in a file, data.classes; or, for image folders, put "
+                "the training folder with all classes beside this one or give data.options a class_map"
             )
 
     def __str__(self) -> str:
@@ -70,18 +76,22 @@ class ModelClasses:
     required: bool = True
 
 
+def name_key(name: str) -> Any:
+    """Return the key of timm's order: by the text, numbers in it by value."""
+    from timm.utils.misc import natural_key
+
+    # timm's key ignores case and leading zeros: names that differ in these alone need an order, too.
+    return natural_key(name), name
+
+
 def rank_names(names: Iterable[str]) -> dict[str, int]:
-    """Number names in timm's order: by their text, numbers in it by value.
+    """Number names in the order of `name_key`.
 
     Example:
         >>> rank_names({"10", "9", "b2"})
         {'9': 0, '10': 1, 'b2': 2}
     """
-    from timm.utils.misc import natural_key
-
-    # timm's key ignores case and leading zeros: names that differ in these alone need an order, too.
-    ordered = sorted(set(names), key=lambda name: (natural_key(name), name))
-    return {name: number for number, name in enumerate(ordered)}
+    return {name: number for number, name in enumerate(sorted(set(names), key=name_key))}
 
 
 def match_classes(own: Classes, found: Collection[str], model: ModelClasses | None, source: str) -> Classes:
@@ -91,24 +101,37 @@ def match_classes(own: Classes, found: Collection[str], model: ModelClasses | No
         own: The classes by the numbers of the data set.
         found: Names of the classes that the set has.
         source: The set, for messages.
+
+    Raises:
+        ValueError: The model requires its names and lacks one, or tells classes apart that share a number in the set.
     """
     if model is None:
         return own
     unknown = [name for name in rank_names(found) if name not in model.numbers]
     if not unknown:
-        return Classes(model.numbers, len(set(found)), given=True, is_plain=own.numbers == model.numbers)
+        joined: dict[int, int] = {}
+        for name in rank_names(found):
+            number = model.numbers[name]
+            if joined.setdefault(own.numbers.get(name, number), number) != number:
+                raise ValueError(
+                    f"{source}: the number {own.numbers[name]} stands for several classes of the model, one of which "
+                    f"is {name!r}: leave class_map out, as classes are matched by name"
+                )
+        plain = own.numbers == model.numbers
+        return dataclasses.replace(own, numbers=model.numbers, present=len(set(found)), given=True, is_plain=plain)
     if not model.required:
         return own
     raise ValueError(
-        f"{source} has classes that {model.origin} does not name: {_some(unknown)}; it names "
-        f"{_some(list(model.numbers))}. Rename or remove their folders or labels; to train on them, start with a new "
-        "classifier, model.head='fresh'"
+        f"{source} has classes that {model.origin} does not name: {some_names(unknown)}; it names "
+        f"{some_names(list(model.numbers))}. Rename or remove their folders or labels; to train on them, start with a "
+        "new classifier, model.head='fresh'"
     )
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return f"{', '.join(names[:_SHOWN])}{more}"
+def some_names(names: list[str], shown: int = 5) -> str:
+    """Return the first of some names, and how many more there are."""
+    more = f" and {len(names) - shown} more" if len(names) > shown else ""
+    return f"{', '.join(names[:shown])}{more}"
 
 
 def read_classes(path: str | Path) -> dict[str, int]:
@@ -138,6 +161,24 @@ def read_classes(path: str | Path) -> dict[str, int]:
     return content
 
 
+def read_class_map(value: Any, folder: str) -> dict[str, int]:
+    """Return the number of each class by its name in a class map of timm.
+
+    Args:
+        value: A mapping; or a file, also in `folder`, see `read_classes`, or one that timm has pickled.
+    """
+    if isinstance(value, Mapping):
+        return dict(value)
+    path = Path(value)
+    if not path.exists():
+        path = Path(folder) / path
+    if path.suffix != ".pkl":
+        return read_classes(path)
+    from timm.data.readers.class_map import load_class_map
+
+    return load_class_map(str(path))
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
@@ -159,7 +200,7 @@ def class_number(value: Any, names: Mapping[str, int] | None = None) -> int:
     if number >= 0 and number.is_integer():
         return int(number)
     if isinstance(value, str) and names is not None:
-        raise ValueError(f"{brief(value)} is not the name of a class; known are {_some(list(names))}")
+        raise ValueError(f"{brief(value)} is not the name of a class; known are {some_names(list(names))}")
     reason = ", which marks samples without a label" if value == -1 else ""
     raise ValueError(f"{brief(value)} is no class{reason}; classes are numbers from 0")
 

@@ -20,13 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mmod.data.config import EMBEDDED, FOLDERS, DataConfig, PairsConfig, TextConfig
+from mmod.data.config import EMBEDDED, DataConfig, PairsConfig, TextConfig, is_folder
 from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.labels import Classes, ModelClasses, read_classes
+from mmod.data.readers.folders import FolderSource, MapSource, map_folders, split_folder
 from mmod.data.readers.hf_datasets import ClassColumn, StreamedSource, documents, is_streamed
-from mmod.data.readers.images import ImageSource, MapSource, Subset, UnreadableSampleError, map_folders, spread
+from mmod.data.readers.images import ImageSource, Subset, UnreadableSampleError, spread
 from mmod.data.readers.shards import CAPTION, CLASS, ShardSource, expand_pattern, label_map
-from mmod.data.readers.timm import TimmSource, split_folder
+from mmod.data.readers.timm import TimmSource
 from mmod.data.stream import Batch, BatchStream, ImageReader, MemoryReader
 from mmod.data.synthetic.build import SyntheticSet
 from mmod.data.synthetic.crowds import CROWDS
@@ -50,7 +51,7 @@ def find_images(config: DataConfig) -> None:
     """
     reader, _, argument = config.source.partition(":")
     for split in (config.train_split, config.val_split):
-        if config.source in FOLDERS:
+        if is_folder(config.source):
             split_folder(config.root, split)
         elif reader == "maps":
             map_folders(str(config.root), split)
@@ -95,7 +96,9 @@ def image_stream(
         classes = source.classes
     else:
         complete = _create_source(config, split, report, model)
-        classes = complete.classes if isinstance(complete, TimmSource) else None
+        classes = complete.classes if isinstance(complete, (FolderSource, TimmSource)) else None
+        if rank == 0 and isinstance(complete, (FolderSource, MapSource)) and complete.left_out:
+            warnings.warn(complete.left_out, stacklevel=2)
         source = complete if limit is None else Subset(complete, spread(complete.labels(), limit))
     if rank == 0 and (not training or config.augment is None):
         _warn_of_cropping(config, source)
@@ -134,7 +137,7 @@ def _warn_of_cropping(config: DataConfig, source: ImageSource) -> None:
 
 def _create_source(
     config: DataConfig, split: str, report: CorruptReport, model: ModelClasses | None
-) -> ShardSource | MapSource | TimmSource:
+) -> ShardSource | MapSource | FolderSource | TimmSource:
     source, _, argument = config.source.partition(":")
     target = CLASS if config.label_patch is None else label_map(config.label_patch)
     if _is_embedded(config):
@@ -154,7 +157,9 @@ def _create_source(
         assert config.root is not None
         assert config.label_patch is not None
         return MapSource(config.root, split, int(argument), config.label_patch)
-    return TimmSource(config.source, config.root, split, config.options, config.train_split, model)
+    if is_folder(config.source):
+        return FolderSource(config.root, split, config.options, config.train_split, model)
+    return TimmSource(config.source, config.root, split, config.options, model)
 
 
 def _is_embedded(config: DataConfig) -> bool:

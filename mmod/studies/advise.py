@@ -165,15 +165,15 @@ def read_images(
 
     from mmod.adapters import image_facts
     from mmod.data.corrupt import CorruptReport
-    from mmod.data.labels import ModelClasses
-    from mmod.data.readers.timm import TimmSource
+    from mmod.data.labels import ModelClasses, some_names
+    from mmod.data.readers.folders import FolderSource
     from mmod.data.stream import ImageReader
 
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no folder of images at {folder!r}")
     named = advised.classes
     names = None if named is None else ModelClasses(named, "the model", required=False)
-    source = TimmSource("folder", folder, "", train_split="", model=names, labelled=False)
+    source = FolderSource(folder, "", train_split="", model=names, labelled=False)
     report = CorruptReport(on_corrupt)  # type: ignore[arg-type]
     places = np.arange(min(number, len(source))) * max(1.0, len(source) / number)
     reader = ImageReader(source, advised.preprocessing.mode, advised.preprocessing.transform())
@@ -181,9 +181,14 @@ def read_images(
     report.add(faults)
     if not len(labels):
         raise ValueError(f"{folder!r} holds no image that can be read: {report}")
-    classes = len(set(source.labels()))
+    classes = len(source.names)
     known = image_facts(advised.model).classes or 0
-    notes = [f"{len(report.faults)} broken images were skipped."] if report.faults else []
+    notes = [f"{source.left_out}."] if source.left_out else []
+    if report.faults:
+        notes.append(f"{len(report.faults)} broken images were skipped.")
+    if source.classes is None and classes and known:
+        notes.append(f"Labels are not used: some images are in no class folder, beside {some_names(source.names)}.")
+        return images, " ".join(notes)
     if classes > 1 and known and source.classes is not None and source.classes.given:
         notes.append("" if source.classes.is_plain else f"{source.classes}.")
         return (images, labels), " ".join(filter(None, notes))
@@ -192,6 +197,7 @@ def read_images(
     if classes > 1 and known:
         others = " of other names" if advised.is_run else ""
         notes.append(
-            f"Labels are not used: the images are in {classes} folders, and the model has {known} classes{others}."
+            f"Labels are not used: the images are in {classes} folders ({some_names(source.names)}), and the model has "
+            f"{known} classes{others}."
         )
     return images, " ".join(notes)

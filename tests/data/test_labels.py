@@ -45,7 +45,7 @@ def test_classes_that_a_model_does_not_know_are_named() -> None:
     with pytest.raises(ValueError, match=r"^the set has classes that the run of 'r' does not name: x; it names a, b"):
         match_classes(classes, "abx", model, "the set")
     assert match_classes(classes, "abx", ModelClasses(model.numbers, "timm", required=False), "the set") is classes
-    with pytest.raises(ValueError, match="names 3 classes and the model has 10 outputs"):
+    with pytest.raises(ValueError, match="names 3 classes, a, b, x, and the model has 10 outputs"):
         classes.check_outputs(10)
     classes.check_outputs(3)
 

@@ -51,7 +51,10 @@ def test_a_folder_of_images_gives_a_report(tmp_path: Path, capsys: pytest.Captur
     shown = capsys.readouterr().out
     assert "| recipe" in shown
     assert "images of 96 px" in shown
-    assert "Labels are not used: the images are in 3 folders, and the model has 1000 classes." in shown
+    assert (
+        "Labels are not used: the images are in 3 folders (class 0, class 1, class 2), and the model has 1000 classes."
+        in shown
+    )
     assert {file.name for file in output.iterdir()} == {"advice.json", "advice.md", "advice.png", "journal.jsonl"}
 
 

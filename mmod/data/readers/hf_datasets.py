@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
+from pathlib import Path
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -94,10 +95,16 @@ class ClassColumn:
         """Return the classes of a column if they have names, and the number of each label with a name.
 
         Raises:
-            ValueError: Labels are texts whose set is not known, or neither numbers nor texts.
+            ValueError: Labels are texts whose set is not known, or neither numbers nor texts; or names of folders.
         """
         names = getattr((dataset.features or {}).get(column), "names", None)
         if names:
+            folder = source.removeprefix(PREFIX).partition(":")[0]
+            if dataset.info.builder_name == "imagefolder" and Path(folder).is_dir():
+                raise ValueError(
+                    f"{folder!r} is a folder of class folders, of which `datasets` takes the innermost for classes: "
+                    "read it by data.source: folder"
+                )
             raw = {name: number for number, name in enumerate(names)}
             classes = match_classes(Classes(raw, len(raw)), names, self.model, source)
             return classes, {number: classes.numbers[name] for name, number in raw.items()}

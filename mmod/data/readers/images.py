@@ -19,17 +19,17 @@ from mmod.data.labels import IGNORED, UNLABELLED
 from mmod.io.files import check_regular
 
 EXTENSIONS = {
-    "JPEG": ("jpg", "jpeg", "jfif"),
-    "PNG": ("png",),
+    "JPEG": ("jpg", "jpeg", "jfif", "jpe"),
+    "PNG": ("png", "apng"),
     "WEBP": ("webp",),
     "BMP": ("bmp",),
-    "PPM": ("ppm", "pgm"),
+    "PPM": ("ppm", "pgm", "pbm", "pnm"),
     "TIFF": ("tif", "tiff"),
     "GIF": ("gif",),
-    "JPEG2000": ("jp2",),
+    "JPEG2000": ("jp2", "j2k", "jpx"),
     "AVIF": ("avif",),
 }
-"""Supported formats by Pillow's name, with their extensions in shards; the first one is written."""
+"""Supported formats by Pillow's name, with their extensions in folders and shards; the first one is written."""
 IMAGE_EXTENSIONS = tuple(chain.from_iterable(EXTENSIONS.values()))
 MAX_BYTES = 1 << 28
 """Maximum size of a file or shard member in bytes: Pillow's pixel limit at 3 bytes per pixel."""
@@ -39,12 +39,16 @@ _BITS_PER_SAMPLE = 258
 _PHOTOMETRIC = 262
 
 
+def identify_image(data: bytes) -> Image.Image:
+    """Open an image without decoding it, of the formats in `EXTENSIONS`: Pillow starts other programs for some."""
+    Image.init()
+    return Image.open(io.BytesIO(data), formats=[name for name in EXTENSIONS if name in Image.OPEN])
+
+
 def open_image(data: bytes) -> Image.Image:
     """Decode an image completely, upright, in its stored mode; of a file with several the first."""
-    Image.init()
     try:
-        # Only the formats in `EXTENSIONS`, because Pillow starts other programs for some formats.
-        image = Image.open(io.BytesIO(data), formats=[name for name in EXTENSIONS if name in Image.OPEN])
+        image = identify_image(data)
         image.load()
     except UnidentifiedImageError as error:
         # Pillow's message contains a memory address, which would make equal faults count as different.
@@ -220,67 +224,6 @@ def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:
     rank[order] = np.arange(len(classes)) - first
     turns = np.lexsort((np.random.default_rng([seed, 1]).permutation(len(classes)), rank))
     return np.sort(turns[:count])
-
-
-def map_folders(root: str | Path, split: str) -> tuple[Path, Path]:
-    """Return the folders of images and label maps of a split; a ValueError if one is missing."""
-    folders = Path(root) / "images" / split, Path(root) / "labels" / split
-    for folder in folders:
-        if not folder.is_dir():
-            raise ValueError(
-                f"label maps need the folder {folder}, which does not exist: name its root by data.root, or by images "
-                "in a study"
-            )
-    return folders
-
-
-class MapSource:
-    """The images of `ROOT/images/SPLIT`, each with a map of the same name and size in `ROOT/labels/SPLIT`.
-
-    Both are cropped to the central square and scaled to `side`. A map is a PNG file whose values or palette indices are
-    classes, 255 stands for none; a patch of `patch` pixels gets its most frequent one.
-    """
-
-    def __init__(self, root: str | Path, split: str, side: int, patch: int) -> None:
-        self.side = side
-        self.patch = patch
-        images, labels = map_folders(root, split)
-        known = {f".{extension}" for extension in IMAGE_EXTENSIONS}
-        paths = sorted(path for path in images.iterdir() if path.suffix.lower() in known)
-        if not paths:
-            raise ValueError(f"{images} holds no image")
-        self._paths = [(path, labels / f"{path.stem}.png") for path in paths]
-        missing = [path.name for _, path in self._paths if not path.is_file()]
-        if missing:
-            raise ValueError(f"{labels} lacks {len(missing)} of {len(paths)} label maps, the first {missing[0]}")
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def labels(self) -> list[int]:
-        """Return -1 for each sample, which has many classes."""
-        return [-1] * len(self)
-
-    def read(self, index: int, mode: str) -> tuple[Image.Image, list[int]]:
-        """Read one sample; see `ImageSource.read`."""
-        path, map_path = self._paths[index]
-        try:
-            image = decode_image(read_image(str(path)), mode)
-            labels = open_image(read_image(str(map_path)))
-            if labels.size != image.size or labels.mode not in ("L", "P"):
-                raise ValueError(
-                    f"the label map {map_path.name} has {labels.width}x{labels.height} pixels and mode {labels.mode}; "
-                    f"it must have {image.width}x{image.height} pixels, as its image, and mode L or P"
-                )
-            classes = patch_classes(np.asarray(self._square(labels, Image.Resampling.NEAREST)), self.patch)
-        except ValueError as error:
-            raise UnreadableSampleError(Fault(str(path.parent), path.name, str(error))) from error
-        return self._square(image, Image.Resampling.BICUBIC), classes
-
-    def _square(self, image: Image.Image, resampling: Image.Resampling) -> Image.Image:
-        short = min(image.size)
-        left, top = (image.width - short) // 2, (image.height - short) // 2
-        return image.resize((self.side, self.side), resampling, (left, top, left + short, top + short))
 
 
 def patch_classes(labels_HH: np.ndarray, side: int) -> list[int]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import json
 import os
 import unicodedata
@@ -23,7 +22,7 @@ from PIL import Image
 from mmod.data.corrupt import Fault
 from mmod.data.readers.chat import ChatCollator, PlainTokens
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ConversationsConfig, open_conversations
-from mmod.data.readers.images import EXTENSIONS
+from mmod.data.readers.images import identify_image
 from mmod.data.records import IMAGE, Message
 from mmod.io.files import locked, parse_json, write_atomically
 from mmod.io.progress import progress_bar
@@ -313,9 +312,8 @@ def _image_size(place: str | list[Any]) -> tuple[int, int]:
 
 
 def _size_in(data: bytes) -> tuple[int, int]:
-    Image.init()
     try:
-        with Image.open(io.BytesIO(data), formats=[name for name in EXTENSIONS if name in Image.OPEN]) as image:
+        with identify_image(data) as image:
             return image.size
     except Exception as error:  # Pillow's decoders raise OSError, SyntaxError, struct.error and others
         raise ValueError(f"the size of an image of {len(data)} bytes cannot be read") from error

@@ -67,8 +67,8 @@ def check_outputs(classes: Classes | None, outputs: int | None, *, from_checkpoi
     head = " and model.head to fresh" if from_checkpoint else ""
     names = "; or list the classes of all outputs in a file, data.classes" if count < outputs else ""
     raise ValueError(
-        f"the training data has {count} classes and the model {outputs} outputs: set model.args.num_classes to {count}"
-        f"{head}{names}"
+        f"the training data has {count} classes, {classes.taken}, and the model {outputs} outputs: set "
+        f"model.args.num_classes to {count}{head}{names}"
     )
 
 

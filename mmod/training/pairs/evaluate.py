@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,8 +15,9 @@ from torch import Tensor
 
 from mmod.analysis.modes import in_mode
 from mmod.data.config import PairsConfig
+from mmod.data.labels import some_names
 from mmod.data.loader import BatchStream, Tokenizer, Transform
-from mmod.data.readers.timm import TimmSource
+from mmod.data.readers.folders import FolderSource
 from mmod.data.stream import ImageReader
 from mmod.data.synthetic.scenes import zero_shot_prompts
 from mmod.io.progress import progress_bar
@@ -242,9 +244,10 @@ def classify_folder(
     """
     from open_clip import IMAGENET_CLASSNAMES, OPENAI_IMAGENET_TEMPLATES
 
-    source = TimmSource("folder", folder, "", train_split="")
-    assert source.classes is not None
-    check_imagenet(list(source.classes.numbers), len(IMAGENET_CLASSNAMES), folder)
+    source = FolderSource(folder, "", train_split="")
+    if source.left_out and process_rank() == 0:
+        warnings.warn(source.left_out, stacklevel=2)
+    check_imagenet(source.names, len(IMAGENET_CLASSNAMES), folder)
     reader = ImageReader(source, "RGB", transform)
     config = PairsConfig(batch_size=64, workers=workers)
     batches = BatchStream(reader, stream.report, config, (process_rank(), process_count()), name=repr(folder))
@@ -267,7 +270,10 @@ def check_imagenet(names: Sequence[str], expected: int, folder: str) -> None:
     Valid names are all WordNet identifiers, as ImageNet comes, or all numbers of classes.
     """
     if len(names) != expected:
-        raise ValueError(f"{folder!r} holds {len(names)} classes, ImageNet's validation set has {expected}")
+        raise ValueError(
+            f"{folder!r} holds {len(names)} classes, the folders {some_names([*names], 20)}, and ImageNet's validation "
+            f"set has {expected}"
+        )
     numbered = all(name.isdecimal() for name in names) and sorted(map(int, names)) == list(range(expected))
     if not numbered and not all(re.fullmatch(r"n\d+", name) for name in names):
         other = next(name for name in names if not re.fullmatch(r"n\d+", name))

@@ -222,7 +222,7 @@ def test_names_of_a_class_label_are_matched(tmp_path: Path) -> None:
     plain = image_stream(config(tmp_path, **options))
     assert labels_of(plain) == [2, 0]
     assert plain.classes is not None
-    with pytest.raises(ValueError, match="names 3 classes and the model has 4 outputs"):
+    with pytest.raises(ValueError, match="names 3 classes, cat, dog, sea, and the model has 4 outputs"):
         plain.classes.check_outputs(4)
     stream = image_stream(config(tmp_path, **options, classes=str(tmp_path / "names.txt")))
     assert labels_of(stream) == [0, 3]

@@ -110,7 +110,7 @@ def test_classes_that_the_run_does_not_know_are_refused_and_a_new_classifier_tak
         assessed(config)
     with pytest.raises(ValueError, match=r"does not name: elk.*model\.head='fresh'"):
         fit(replace(config, output=str(tmp_path / "run")), progress=False)
-    with pytest.raises(ValueError, match=r"has 2 classes and the model 6 outputs: .*num_classes to 2; or"):
+    with pytest.raises(ValueError, match=r"2 classes, the folders ant, elk of .*train, and the model 6 .* to 2; or"):
         fit(replace(config, output=str(tmp_path / "run"), model=replace(config.model, head="fresh")), progress=False)
     model = replace(config.model, head="fresh", args={**ARGS, "num_classes": 2})
     fresh = replace(config, output=str(tmp_path / "run"), model=model)
@@ -137,7 +137,7 @@ def test_without_names_another_number_of_classes_is_refused_and_each_advice_work
     weights = tmp_path / "model.safetensors"
     shutil.copy(trained / "run" / "model" / "model.safetensors", weights)
     bare = config_of(tmp_path / "none", tmp_path, model={"checkpoint": str(weights)})
-    with pytest.raises(ValueError, match=r"data names 2 classes and the model has 6 outputs.*data\.classes.*class_map"):
+    with pytest.raises(ValueError, match=r"2 classes, the folders ant, bee of .*val, and .*data\.classes.*class_map"):
         assessed(bare)
     (tmp_path / "names.txt").write_text("\n".join(NAMES))
     expected = assessed(of_run(trained, tmp_path))[0]
@@ -157,6 +157,29 @@ def test_another_set_of_classes_does_not_resume(trained: Path, tmp_path: Path) -
     shutil.rmtree(tmp_path / "data" / "train" / "cow")
     shutil.rmtree(tmp_path / "data" / "val" / "cow")
     with pytest.raises(ValueError, match=r"classes\.json' records other classes .*gone: cow; new: none.*restore"):
+        fit(config, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "changes"),
+    [
+        ({"indoor": 0, "outdoor": 1}, "gone: indoor, outdoor; new: ant, bee"),
+        ({".ipynb_checkpoints": 0, "ant": 1, "bee": 2}, r"gone: \.ipynb_checkpoints; new: none"),
+    ],
+)
+def test_a_run_whose_classes_were_other_folders_does_not_resume(
+    recorded: dict[str, int], changes: str, tmp_path: Path
+) -> None:
+    for split in ("train", "val"):
+        for name in ("ant/indoor", "ant/outdoor", "bee/indoor", "bee/outdoor", "ant/.ipynb_checkpoints"):
+            write_images(tmp_path / split, [name])
+    config = config_of(tmp_path / "run", tmp_path, classes=2)
+    with pytest.warns(UserWarning, match=r"left out are folders .*: \.ipynb_checkpoints \(1\)"):
+        fit(config, progress=False)
+    assert read_classes(tmp_path / "run" / "classes.json") == {"ant": 0, "bee": 1}
+    (tmp_path / "run" / "result.json").unlink()
+    (tmp_path / "run" / "classes.json").write_text(json.dumps(recorded))
+    with pytest.raises(ValueError, match=rf"records other classes than the training data has now \({changes}\)"):
         fit(config, progress=False)
 
 
@@ -180,7 +203,9 @@ def test_published_weights_know_imagenet_by_name(tmp_path: Path) -> None:
     assert batch[1].tolist() == [7] * 3 + [500] * 3 + [999] * 3  # type: ignore[union-attr]
     assert note == "3 of 1000 classes, matched by name."
     _, note = read_images(str(tmp_path), advised(timm.create_model("test_vit", num_classes=7)), 9, "raise")
-    assert note == "Labels are not used: the images are in 3 folders, and the model has 7 classes."
+    assert (
+        note == f"Labels are not used: the images are in 3 folders ({', '.join(chosen)}), and the model has 7 classes."
+    )
 
 
 def advised(model: torch.nn.Module, classes: dict[str, int] | None = None) -> AdvisedModel:
@@ -198,7 +223,9 @@ def test_advice_uses_labels_of_a_run_only_by_name(trained: Path, tmp_path: Path)
     write_images(tmp_path / "others", ["a", "b", "c", "d", "e", "f"])
     batch, note = read_images(str(tmp_path / "others"), advised(model, classes), 6, "raise")
     assert isinstance(batch, torch.Tensor)
-    assert note.endswith("the images are in 6 folders, and the model has 6 classes of other names.")
+    assert note.endswith(
+        "the images are in 6 folders (a, b, c, d, e and 1 more), and the model has 6 classes of other names."
+    )
 
 
 def evaluate_in_processes(folder: str, patches: bool) -> None:

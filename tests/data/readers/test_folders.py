@@ -1,0 +1,311 @@
+"""Folders of images: one meaning for every reader, and what is left out is told."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from mmod.data import DataConfig, image_stream
+from mmod.data.config import FOLDERS
+from mmod.data.labels import ModelClasses
+from mmod.data.readers.folders import FolderSource, walk_images
+from mmod.data.readers.images import EXTENSIONS, UnreadableSampleError
+from mmod.studies.advise import read_images
+from mmod.studies.advised import AdvisedModel, Preprocessing
+
+
+def save(path: Path, value: int, kind: str | None = None) -> None:
+    """Save an image of one colour."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (8, 8), (value,) * 3).save(path, kind)
+
+
+def stream_of(root: Path, training: bool = False, **options: Any) -> Any:
+    fields: dict[str, Any] = {
+        "source": "folder",
+        "channels": 3,
+        "image_size": 8,
+        "crop_pct": 1.0,
+        "batch_size": 4,
+        "mean": (0.0,) * 3,
+        "std": (1.0,) * 3,
+    }
+    return image_stream(DataConfig(root=str(root), **{**fields, **options}), 0 if training else None)
+
+
+def pairs_of(batches: Any) -> list[tuple[int, int]]:
+    """Return grey value and label of every image, in order of both."""
+    return sorted(
+        (round(float(image.mean() * 255)), int(label))
+        for images, labels in batches
+        for image, label in zip(images, labels)
+    )
+
+
+def advice_on(folder: Path, classes: dict[str, int]) -> tuple[Any, str]:
+    fields = {"input_size": (3, 8, 8), "mean": (0.0,) * 3, "std": (1.0,) * 3, "crop_pct": 1.0}
+    model: Any = torch.nn.Linear(1, len(classes))
+    model.num_classes = len(classes)
+    return read_images(str(folder), AdvisedModel(model, Preprocessing(fields, "of a test"), classes), 99, "raise")
+
+
+def flat(name: str, number: int) -> str:
+    return f"{name}/{number}.png"
+
+
+# Where images lie; what else lies there, by the words of what is told.
+LAYOUTS: dict[str, tuple[Callable[[str, int], str], str, list[str]]] = {
+    "plain": (flat, "", []),
+    "equal folders": (lambda name, number: f"{name}/{('indoor', 'outdoor')[number % 2]}/{number}.png", "", []),
+    "own folders": (lambda name, number: f"{name}/{name}-{number % 2}/more/{number}.png", "", []),
+    "some images deeper": (lambda name, number: f"{name}/{'more/' * (number % 3)}{number}.png", "", []),
+    "a notebook's": (flat, ".ipynb_checkpoints (2)", [".ipynb_checkpoints/a.png", "cat/.ipynb_checkpoints/b.png"]),
+    "of macOS": (flat, "__MACOSX (1)", ["__MACOSX/cat/._0.png", "dog/._0.png"]),
+    "of a network drive": (flat, "@eaDir (2)", ["@eaDir/a.jpg", "dog/@eaDir/0.png/thumb.jpg"]),
+    "hidden files": (flat, "hidden files: .DS_Store (2)", ["cat/.DS_Store", "dog/.DS_Store"]),
+    "other files": (flat, ".csv (1), .heic (1), .txt (1)", ["cat/notes.txt", "list.csv", "cat/0.HEIC"]),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_reader_has_the_same_classes_and_tells_what_it_leaves_out(layout: str, tmp_path: Path) -> None:
+    place, told, others = LAYOUTS[layout]
+    for split in ("train", "val"):
+        for value, name in ((60, "cat"), (180, "dog")):
+            for number in range(4):
+                save(tmp_path / split / place(name, number), value)
+        for other in others:
+            save(tmp_path / split / other, 250, "PNG")
+    expected = [(60, 0)] * 4 + [(180, 1)] * 4
+    for source in FOLDERS:
+        for training in (False, True):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                stream = stream_of(tmp_path, training, source=source)
+            assert stream.classes.numbers == {"cat": 0, "dog": 1}
+            assert pairs_of(stream.batches(0)) == expected
+            said = " ".join(str(warning.message) for warning in caught)
+            assert told in said
+            assert bool(said) == bool(told)
+    (images, labels), note = advice_on(tmp_path / "val", {"cat": 0, "dog": 1})
+    assert pairs_of([(images, labels)]) == expected
+    assert told in note
+    assert bool(note) == bool(told)
+
+
+def test_every_format_that_is_decoded_is_read_from_folders(tmp_path: Path) -> None:
+    Image.init()
+    endings = {ending: kind for kind, names in EXTENSIONS.items() if kind in Image.SAVE for ending in names}
+    for ending, kind in endings.items():
+        for folder in ("val/a", "images/val"):
+            save(tmp_path / folder / f"{ending}.{ending}", 9, kind)
+            save(tmp_path / folder / f"upper-{ending}.{ending.upper()}", 9, kind)
+        (tmp_path / "labels/val").mkdir(parents=True, exist_ok=True)
+        for stem in (ending, f"upper-{ending}"):
+            Image.new("L", (8, 8)).save(tmp_path / f"labels/val/{stem}.png")
+    assert stream_of(tmp_path).num_samples == 2 * len(endings)
+    assert len(pairs_of(stream_of(tmp_path).batches(0))) == 2 * len(endings)
+    maps = stream_of(tmp_path, source="maps:8", label_patch=8)
+    assert sum(len(labels) for _, labels in maps.batches(0)) == 2 * len(endings)
+
+
+def test_a_file_of_names_makes_a_class_of_any_folder(tmp_path: Path) -> None:
+    for name in ("@home", "__background__", ".hidden", "cat"):
+        save(tmp_path / "val" / name / "0.png", 60)
+    (tmp_path / "names.txt").write_text("cat\n@home\n__background__")
+    with pytest.warns(UserWarning, match=r"folders whose names begin with \. or __ or @ .*: \.hidden \(1\)"):
+        stream = stream_of(tmp_path, classes=str(tmp_path / "names.txt"))
+    assert sorted(label for _, label in pairs_of(stream.batches(0))) == [0, 1, 2]
+    mapped = FolderSource(str(tmp_path), "val", {"class_map": {"@home": 3}})
+    assert mapped.labels() == [3]
+    assert "options.class_map does not name: cat (1)" in mapped.left_out
+
+
+def test_a_class_map_is_a_file_of_names(tmp_path: Path) -> None:
+    for name in ("cat", "dog"):
+        save(tmp_path / "val" / name / "0.png", 60)
+    for name, content in {"map.txt": "\ufeffdog \r\ncat\r\n", "map.json": '["dog", "cat"]'}.items():
+        for folder in (tmp_path, tmp_path / "val"):
+            (folder / name).write_text(content, newline="")
+        # Beside the classes, too.
+        for path in (str(tmp_path / name), name):
+            assert FolderSource(str(tmp_path), "val", {"class_map": path}).labels() == [1, 0]
+    (tmp_path / "map.txt").write_bytes("dog\ncat".encode("utf-16"))
+    with pytest.raises(ValueError, match=r"map\.txt' is no text in UTF-8 but in UTF-16: save it as UTF-8"):
+        FolderSource(str(tmp_path), "val", {"class_map": str(tmp_path / "map.txt")})
+    with pytest.raises(ValueError, match="unknown option of class folders input_key; valid ones are class_map"):
+        FolderSource(str(tmp_path), "val", {"input_key": ".png"})
+
+
+def test_a_link_to_a_folder_above_is_no_copy_of_its_images(tmp_path: Path) -> None:
+    save(tmp_path / "a" / "0.png", 60)
+    (tmp_path / "a" / "again").symlink_to(tmp_path)
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    images, reasons = walk_images(str(tmp_path))
+    assert {name: len(paths) for name, paths in images.items()} == {"a": 1, "b": 1}
+    assert reasons == ["links to a folder that holds them: again (2)"]
+
+
+def test_a_folder_that_cannot_be_listed_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "a" / "0.png", 60)
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:
+        if str(path).endswith("/a"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(PermissionError, match="/a"):
+        walk_images(str(tmp_path))
+
+
+def test_a_folder_of_splits_is_no_set_of_classes(tmp_path: Path) -> None:
+    for split in ("train", "val"):
+        save(tmp_path / split / "cat" / "0.png", 60)
+    with pytest.raises(ValueError, match=rf"holds splits, train, val, and no class folders: .* as {tmp_path}/train"):
+        advice_on(tmp_path, {"cat": 0, "dog": 1})
+
+
+def test_images_beside_class_folders_have_no_label_in_advice(tmp_path: Path) -> None:
+    save(tmp_path / "0.png", 60)
+    save(tmp_path / "cat" / "0.png", 60)
+    images, note = advice_on(tmp_path, {"cat": 0, "dog": 1})
+    assert len(images) == 2
+    assert note == "Labels are not used: some images are in no class folder, beside cat."
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for split, classes in (("train", "abc"), ("validation", "abc"), ("odd", "ac")):
+        for number, label in enumerate(classes):
+            (tmp_path / split / label).mkdir(parents=True)
+            Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / split / label / "0.png")
+    return tmp_path
+
+
+@pytest.mark.parametrize(("split", "folder"), [("train", "train"), ("val", "validation"), ("validation", "validation")])
+def test_a_split_is_a_folder_under_any_of_its_usual_names(root: Path, split: str, folder: str) -> None:
+    source = FolderSource(str(root), split)
+    assert [source.read(index, "RGB")[1] for index in range(len(source))] == [0, 1, 2]
+    (root / folder / "b" / "0.png").write_bytes(b"broken")
+    with pytest.raises(UnreadableSampleError, match=f"{folder}/b/0.png: image of 6 bytes"):
+        source.read(1, "RGB")
+
+
+def test_no_split_is_the_folder_itself(root: Path) -> None:
+    assert len(FolderSource(str(root / "odd"), "")) == 2
+
+
+def test_a_missing_split_is_an_error_not_the_whole_root(root: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no folder for the split 'test'; it has: odd, train, validation"):
+        FolderSource(str(root), "test")
+    with pytest.raises(ValueError, match="is no folder"):
+        FolderSource(str(root / "nowhere"), "train")
+
+
+def test_a_split_with_fewer_classes_has_the_numbers_of_the_training_split(root: Path) -> None:
+    for options in ({}, {"class_map": {"a": 0, "b": 1, "c": 2}}):
+        source = FolderSource(str(root), "odd", options)
+        assert [source.read(index, "RGB")[1] for index in range(2)] == source.labels() == [0, 2]
+    assert str(FolderSource(str(root), "odd").classes) == "2 of 3 classes, matched by name"
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+@pytest.mark.parametrize("emptied", ["train", "val"])
+def test_a_class_folder_without_images_would_shift_labels(tmp_path: Path, name: str, emptied: str) -> None:
+    for split in ("train", "val"):
+        for label in "abc":
+            (tmp_path / split / label).mkdir(parents=True)
+            if (split, label) != (emptied, "b"):
+                Image.new("RGB", (8, 8)).save(tmp_path / split / label / "0.png")
+    (tmp_path / emptied / "b" / "note.txt").write_text("no image")
+    with pytest.raises(
+        ValueError, match=rf"class folders without readable images: {tmp_path}/{emptied}/b\. Remove them"
+    ):
+        image_stream(DataConfig(name, str(tmp_path), channels=3))
+    chosen = {"class_map": {"a": 0, "c": 1}}
+    assert len(FolderSource(str(tmp_path), emptied, chosen)) == 2
+
+
+def test_a_class_folder_without_images_is_named_where_there_is_no_other_split(tmp_path: Path) -> None:
+    for label in "abc":
+        (tmp_path / "train" / label / "below").mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(tmp_path / "train" / "b" / "below" / "0.png")
+    (tmp_path / "train" / ".cache").mkdir()
+    with pytest.raises(ValueError, match=rf"images: {tmp_path}/train/a, {tmp_path}/train/c\. Remove them"):
+        FolderSource(str(tmp_path), "train")
+
+
+def test_classes_are_compared_with_those_of_the_training_split_that_is_named(root: Path) -> None:
+    FolderSource(str(root), "val")
+    with pytest.raises(ValueError, match=r"validation and .*odd have images of different classes"):
+        image_stream(DataConfig("folder", str(root), train_split="odd"))
+
+
+def test_a_folder_without_any_image_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "train" / "a").mkdir(parents=True)
+    (tmp_path / "train" / "a" / "note.txt").write_text("no image")
+    with pytest.raises(
+        ValueError,
+        match=r"train holds no image that is read; .* jpg, .*left out are .*: \.txt \(1\)",
+    ):
+        FolderSource(str(tmp_path), "train")
+
+
+def test_an_image_in_no_class_folder_is_refused(root: Path, tmp_path: Path) -> None:
+    flat = tmp_path / "flat" / "val"
+    flat.mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(flat / "ILSVRC2012_val_00000001.JPEG")
+    with pytest.raises(ValueError, match="flat/val has images outside class folders"):
+        FolderSource(str(tmp_path / "flat"), "val")
+    assert FolderSource(str(tmp_path / "flat"), "val", labelled=False).classes is None
+    # One stray image would move all classes by one.
+    Image.new("RGB", (8, 8)).save(root / "train" / "stray.png")
+    with pytest.raises(ValueError, match="train has images outside class folders"):
+        FolderSource(str(root), "train")
+
+
+def test_classes_are_in_timms_order(tmp_path: Path) -> None:
+    names = [*(str(number) for number in range(12)), "b", "A", "a10", "a9"]
+    for number, label in enumerate(names):
+        save(tmp_path / "val" / label / "0.png", number)
+
+    def read(**options: Any) -> dict[str, int]:
+        source = FolderSource(str(tmp_path), "val", **options)
+        samples = [source.read(index, "RGB") for index in range(len(source))]
+        assert source.labels() == [label for _, label in samples]
+        return {names[image.getpixel((0, 0))[0]]: label for image, label in samples}
+
+    assert read() == {label: number for number, label in enumerate([*names[:12], "A", "a9", "a10", "b"])}
+    assert read(options={"class_map": {"3": 1, "a9": 0}}) == {"3": 1, "a9": 0}
+    numbers = {label: number for number, label in enumerate(reversed(names))}
+    assert read(model=ModelClasses(numbers, "the model")) == numbers
+
+
+def test_a_file_names_the_classes_of_the_model(root: Path) -> None:
+    (root / "names.txt").write_text("\n".join("dcba"))
+    config = DataConfig("folder", str(root), val_split="odd", channels=3, classes=str(root / "names.txt"))
+    stream = image_stream(config)
+    assert next(stream.batches(0))[1].tolist() == [3, 1]
+    assert str(stream.classes) == "2 of 4 classes, matched by name"
+    (root / "names.txt").write_text("a\nb")
+    with pytest.raises(ValueError, match=r"odd has classes that .*names\.txt does not name: c; it names a, b"):
+        image_stream(config)
+
+
+def test_a_map_that_joins_classes_of_the_model_is_refused(root: Path) -> None:
+    joined = {"class_map": {"a": 0, "b": 0, "c": 1}}
+    assert FolderSource(str(root), "val", joined).labels() == [0, 0, 1]
+    apart = ModelClasses({"a": 0, "b": 1, "c": 2}, "the run")
+    with pytest.raises(ValueError, match=r"the number 0 stands for several classes of the model.*leave class_map out"):
+        FolderSource(str(root), "val", joined, model=apart)
+    # A run that was trained with the map has its numbers.
+    assert FolderSource(str(root), "val", joined, model=ModelClasses({"a": 0, "b": 0, "c": 1}, "")).labels()[1] == 0
