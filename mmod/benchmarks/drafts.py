@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mmod.analysis.timing import Spread
 from mmod.benchmarks.report import HIDDEN, Options, Row, Runs
-from mmod.data.loader import TextReader, read_text
+from mmod.data.loader import TextReader, read_corpus
 from mmod.io.tables import Column
 from mmod.speculation import DraftReport, judge_drafts
 from mmod.training.engine.config import RUN_CONFIG
@@ -106,7 +106,7 @@ def summarise(draft_tokens: int, reports: Sequence[DraftReport]) -> Row:
 
 
 def _prompts(config: DraftConfig, trained: TrainConfig) -> list[Tensor]:
-    text = read_text(trained.data.source, trained.data.val_split)
+    text = read_corpus(trained.data.source, trained.data.val_split)
     reader = TextReader(text, config.prompt_tokens, config.prompts)
     tokens, *_ = reader.read(np.arange(len(reader)), (0, 0))
     return list(tokens.to(config.device).split(1))

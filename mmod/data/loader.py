@@ -289,12 +289,12 @@ def text_stream(config: TextConfig, seed: int | None = None, rank: int = 0, worl
         (torch.Size([4, 16]), True)
     """
     split, limit = (config.val_split, config.val_limit) if seed is None else (config.train_split, None)
-    reader = TextReader(read_text(config.source, split), config.length, limit)
+    reader = TextReader(read_corpus(config.source, split), config.length, limit)
     return BatchStream(reader, CorruptReport("raise"), config, (rank, world), seed, f"data.source={config.source!r}")
 
 
 @functools.lru_cache(maxsize=4)
-def read_text(source: str, split: str) -> np.ndarray:
+def read_corpus(source: str, split: str) -> np.ndarray:
     """Return the bytes of a split of `TextConfig.source`: all its files, each followed by `END`."""
     streamed = is_streamed(source)
     files = list(documents(source, "text") if streamed else map(_read_document, _paths(source)))

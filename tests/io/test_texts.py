@@ -15,7 +15,7 @@ from mmod import RoutingConfig
 from mmod.data.convert.imagenet import ImageNetConversion, read_labels
 from mmod.data.convert.pairs import PairsConversion, read_rows
 from mmod.data.labels import read_classes
-from mmod.data.loader import read_text
+from mmod.data.loader import read_corpus
 from mmod.data.readers.shards import parse_caption, parse_class
 from mmod.data.records import BrokenLine, check_record, read_records
 from mmod.io.yaml import read_yaml
@@ -51,7 +51,7 @@ def corpus(path: Path) -> bytes:
     """Return the document of all splits."""
     for split in ("train", "val", "test"):
         try:
-            return read_text(str(path), split).tobytes()
+            return read_corpus(str(path), split).tobytes()
         except ValueError as error:
             if "none is in the split" not in str(error):
                 raise
@@ -151,4 +151,4 @@ def test_a_document_is_its_bytes_without_the_mark(tmp_path: Path) -> None:
         assert corpus(path) == "Größe\r\n".encode(plain) + b"\0"
     path.write_bytes("Größe".encode("utf-16"))
     with pytest.raises(ValueError, match=r"latin-1\.txt is no text in UTF-8 but in UTF-16"):
-        read_text(f"{path.parent}/lat*.txt", "train")
+        read_corpus(f"{path.parent}/lat*.txt", "train")

@@ -147,9 +147,10 @@ class FolderSource:
                 f"{os.path.join(folder, self.names[0])}"
             )
         if labelled and "" in images:
+            first = os.path.basename(min(images[""]))
             raise ValueError(
-                f"{folder} has images outside class folders, so they have no class: put each into the folder of "
-                "its class, or remove it"
+                f"{folder} has images outside class folders, such as {first}, so they have no class: put each into the "
+                "folder of its class, or remove it"
             )
         self.classes = None
         if "" not in images:

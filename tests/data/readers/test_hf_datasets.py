@@ -14,7 +14,7 @@ from PIL import Image
 
 from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError
-from mmod.data.loader import image_stream, pairs_stream, read_text, text_stream
+from mmod.data.loader import image_stream, pairs_stream, read_corpus, text_stream
 from mmod.data.stream import BatchStream
 
 FILES, ROWS = 5, 20
@@ -123,7 +123,7 @@ def test_pairs_and_text(folder: Path) -> None:
     for seed in (None, 0):
         images, tokens = next(pairs_stream(pairs, transform, tokenizer, seed).batches(0))
         assert torch.equal(images[:, 0], tokens)
-    documents = [text for split in ("train", "val", "test") for text in bytes(read_text(source, split)).split(b"\0")]
+    documents = [text for split in ("train", "val", "test") for text in bytes(read_corpus(source, split)).split(b"\0")]
     assert sorted(filter(None, documents)) == sorted(b"number %d" % value for value in range(100))
     assert text_stream(TextConfig(source, length=16, batch_size=4), seed=0).steps_per_epoch > 0
 
@@ -229,6 +229,16 @@ def test_names_of_a_class_label_are_matched(tmp_path: Path) -> None:
     assert str(stream.classes) == "3 of 4 classes, matched by name"
 
 
+def test_class_folders_have_one_reader(tmp_path: Path) -> None:
+    for name in ("cat/indoor", "cat/outdoor", "dog/indoor", "dog/outdoor"):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "train" / name / "0.png")
+    with pytest.raises(
+        ValueError, match=rf"'{tmp_path}' is a folder of class folders, .* read it by data.source: folder"
+    ):
+        image_stream(config(tmp_path, source=f"hf-datasets:{tmp_path}:train"), seed=0)
+
+
 def test_columns_of_another_kind_are_named(tmp_path: Path) -> None:
     source = write_rows(tmp_path, "val", "label", [[0], [1, 2]])
     with pytest.raises(ValueError, match=r"the column 'label' of .* holds values such as \[0\], and needs one class"):
@@ -238,7 +248,7 @@ def test_columns_of_another_kind_are_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"the column 'text' of .* and needs one caption"):
             pairs_stream(PairsConfig(val=source), torch.tensor, torch.tensor)
     with pytest.raises(ValueError, match=r"the column 'text' of .* holds 3, which is no text"):
-        read_text(source, "train")
+        read_corpus(source, "train")
 
 
 @pytest.mark.parametrize("blank", ["", "  ", None])

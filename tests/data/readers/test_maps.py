@@ -41,6 +41,20 @@ def test_the_middle_square_of_image_and_map_go_together(tmp_path: Path) -> None:
     assert count == 3
 
 
+def test_folders_inside_are_read_and_what_is_left_out_is_told(tmp_path: Path) -> None:
+    for place in ("test", "test/city/street"):
+        save(tmp_path, "a", np.zeros((32, 32, 3)), np.ones((32, 32)), place)
+    for other in ("notes.txt", "city/.DS_Store", "@eaDir/a.png"):
+        path = tmp_path / "images/test" / other
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(b"no picture")
+    with pytest.warns(
+        UserWarning, match=r"images/test: left out are .*: @eaDir \(1\); .*\.DS_Store \(1\); .*\.txt \(1\)"
+    ):
+        stream = image_stream(config(tmp_path, image_size=32))
+    assert [classes.tolist() for _, classes in stream.batches(0)] == [[[1] * 16] * 2]
+
+
 def test_smaller_images_keep_the_labels_of_the_square(tmp_path: Path) -> None:
     labels = np.kron(np.arange(16).reshape(4, 4), np.ones((8, 8), int))
     save(tmp_path, "a", np.stack([labels] * 3, axis=-1), labels)

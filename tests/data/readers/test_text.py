@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.data.config import TextConfig
-from mmod.data.loader import TextReader, read_text, text_stream
+from mmod.data.loader import TextReader, read_corpus, text_stream
 
 
 @given(size=st.integers(2, 200), length=st.integers(1, 40), limit=st.integers(1, 50))
@@ -29,7 +29,7 @@ def test_windows_follow_each_other_and_know_what_comes_next(size: int, length: i
 
 def test_the_embedded_text_is_dealt_file_by_file() -> None:
     splits = {
-        split: set(read_text("python", split).tobytes().split(b"\0")) - {b""} for split in ("train", "val", "test")
+        split: set(read_corpus("python", split).tobytes().split(b"\0")) - {b""} for split in ("train", "val", "test")
     }
     assert all(splits.values())
     assert not splits["train"] & splits["val"] | splits["train"] & splits["test"] | splits["val"] & splits["test"]
@@ -42,13 +42,13 @@ def test_files_of_ones_own_are_found_by_a_pattern(tmp_path: Path) -> None:
         (tmp_path / f"copy-{number}.txt").write_bytes(b"%d " % number * 20)
     (tmp_path / "other.bin").write_bytes(b"not read")
     pattern = str(tmp_path / "*.txt")
-    contents_of_splits = [read_text(pattern, split).tobytes().split(b"\0")[:-1] for split in ("train", "val", "test")]
+    contents_of_splits = [read_corpus(pattern, split).tobytes().split(b"\0")[:-1] for split in ("train", "val", "test")]
     assert sum(map(len, contents_of_splits)) == 160
     assert all(texts.count(content) == 2 for texts in contents_of_splits for content in texts)
     with pytest.raises(ValueError, match="matches no file"):
-        read_text(str(tmp_path / "*.md"), "train")
+        read_corpus(str(tmp_path / "*.md"), "train")
     with pytest.raises(ValueError, match=r"of 1 files .* none is in the split"):
-        [read_text(str(tmp_path / "other.bin"), split) for split in ("train", "val", "test")]
+        [read_corpus(str(tmp_path / "other.bin"), split) for split in ("train", "val", "test")]
 
 
 def test_batches_follow_from_seed_epoch_and_place() -> None:
