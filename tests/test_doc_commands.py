@@ -23,6 +23,7 @@ from mmod import cli
 from mmod.benchmarks.report import BenchmarkReport
 from mmod.planning import comparison
 from mmod.studies.study import Study
+from mmod.training.kinds import kind_of
 from tests.kit import pages
 from tests.kit.conversations import write_own
 from tests.kit.folders import save_image_model
@@ -266,7 +267,7 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
                 asked = (type(config), model, config.data, *(getattr(config, name, None) for name in CREATED))
                 if repr(asked) not in known:
                     known.add(repr(asked))
-                    study.scorer.recipe(dataclasses.replace(config, model=model, **untrained)).create()
+                    kind_of(dataclasses.replace(config, model=model, **untrained)).create()
         raise _MadeError
 
     monkeypatch.setattr(Study, "run", make)

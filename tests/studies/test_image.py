@@ -26,6 +26,7 @@ from mmod.studies.image import ImageStudy
 from mmod.studies.results import SeedScores
 from mmod.training.engine.parse import read_config
 from mmod.training.engine.preflight import check_schedule
+from mmod.training.kinds import kind_of
 from tests.kit.image_study import DENSE
 from tests.kit.processes import FORKING, run_processes
 from tests.kit.sets import SETS
@@ -319,7 +320,7 @@ def test_budgets_of_the_smallest_study_are_shares_of_the_dense_flops() -> None:
     shares = {}
     for job in study.plan()[1]:
         with torch.device("meta"):
-            model = study.scorer.recipe(job.config).create()
+            model = kind_of(job.config).create()
         shares[job.name] = mmod.flops(model, job.config.data.image_size).routed
     for name, flops in shares.items():
         budget = float(name.rpartition("-")[2]) if name != "dense" else 1.0

@@ -96,7 +96,7 @@ def test_a_subset_has_the_labels_of_the_run_without_a_training_folder(
 
 def _audited(config: TrainConfig) -> Any:
     subject = subject_of(config)
-    subject.model = subject.recipe.load()
+    subject.model = subject.kind.load()
     return subject.batches()
 
 

@@ -165,8 +165,8 @@ class TestStartingWeights:
         again = PairsKind(
             TrainConfig.from_dict(clip_config(folder, "x") | {"model": {"name": f"local-dir:{folder}/dense/model"}})
         )
-        assert again.has_weights
-        loaded, drawn = again.load().state_dict(), again.create_bare().state_dict()
+        assert again.config.model.has_weights
+        loaded, drawn = again.load().state_dict(), again.prepare(weights=False).state_dict()
         for name, value in weights(folder / "dense/model").items():
             assert torch.equal(value, loaded[name])
         assert not torch.equal(drawn["visual.conv1.weight"], loaded["visual.conv1.weight"])
