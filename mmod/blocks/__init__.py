@@ -9,6 +9,7 @@ from mmod.blocks.branches import Branch, SilencedHalves, Unchanged, Zero, make_h
 from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import (
     NO_SHELL,
+    HiddenClass,
     Mixin,
     Shell,
     convert,
@@ -19,6 +20,7 @@ from mmod.blocks.conversion import (
     modules_of,
 )
 from mmod.blocks.decoder import ImportanceDecoderBlock, RoutedDecoderBlock
+from mmod.blocks.first_call import FirstCall, has_replaced_forward
 from mmod.blocks.grid import Grid, GridHook, GridOfPass, GridSource, grid_of_map
 from mmod.blocks.hook import ModelHook, SpanHook, attach, detach_hooks, model_hooks
 from mmod.blocks.inner import BranchRunner

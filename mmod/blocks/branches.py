@@ -106,18 +106,24 @@ class Branch(Mixin):
         return branch.run(super().forward, args, kwargs)
 
 
-def make_branch(block: nn.Module, name: str, inner: PerThread[Inner]) -> None:
+class ObservedBranch(Branch):
+    """A branch that is only observed, and is observed from around the block where its forward is replaced."""
+
+    optional = True
+
+
+def make_branch(block: nn.Module, name: str, inner: PerThread[Inner], mixin: type[Branch] = Branch) -> None:
     """Let a residual branch of a block run as the block wants; one that does already stays as it is."""
     module = block.get_submodule(name)
     if not isinstance(module, Branch):
-        convert(module, Branch, BranchState(inner, name))
+        convert(module, mixin, BranchState(inner, name))
 
 
 def make_observed(block: nn.Module, call: BlockCall, inner: PerThread[Inner]) -> None:
     """Let the attention of a block be read alone; one that another method has changed is read from around the block."""
     name = call.operators.get("attention")
     if name is not None and not is_converted(block.get_submodule(name)):
-        make_branch(block, name, inner)
+        make_branch(block, name, inner, ObservedBranch)
 
 
 def make_halves(block: nn.Module, call: BlockCall, inner: PerThread[Inner]) -> None:

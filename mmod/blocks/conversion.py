@@ -18,12 +18,14 @@ class Mixin(nn.Module):
         mod_method: The method that put it there; None for none.
         keeps_name: The converted class has the name of the host's.
         added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
+        optional: Its method works without it too: a module whose `forward` stands on the instance stays as it is.
     """
 
     mod_state: Any
     mod_method: Any = None
     keeps_name: ClassVar[bool] = False
     added_modules: ClassVar[tuple[str, ...]] = ()
+    optional: ClassVar[bool] = False
 
     def chooses_together(self, training: bool) -> bool:
         """Return whether a token's output depends on the other tokens of its image or text."""
@@ -103,7 +105,7 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
 
     Raises:
         TypeError: The mixin derives from no `Mixin`.
-        ValueError: Another mixin stands there, which would be lost.
+        ValueError: Another mixin stands there, which would be lost; or a `forward` on the instance hides the class.
     """
     if not issubclass(mixin, Mixin):
         raise TypeError(f"{mixin.__name__} must derive from mmod.blocks.Mixin to stand in front of a host's class")
@@ -113,9 +115,37 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
             f"this {type(module).__name__} was converted by {_maker(module)}, so {mixin.__name__} cannot convert it: "
             "call mmod.undo_ first"
         )
+    if "forward" in vars(module) and not is_converted(module) and mixin_forwards(converted):
+        if mixin.optional:
+            return
+        raise HiddenClass(module)
     # Nothing is wrapped: parameters keep their names, and hooks and all who hold the module their object.
     module.__class__ = converted
     module.mod_state = state  # type: ignore[assignment]
+
+
+class HiddenClass(ValueError):
+    """Says that a `forward` on the instance hides a module's class, which alone a method changes.
+
+    Args:
+        module: The module.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(
+            f"({host_class(module).__name__}) has a `forward` on the instance: accelerate puts one there "
+            "(device_map=, dispatch_model, offloading), and so do adapters and profilers. It hides the class, so the "
+            "method would have no effect. Route first, then dispatch: load the model without device_map, call "
+            "mmod.route_ or mmod.apply_, then accelerate.dispatch_model; or remove it first "
+            "(accelerate.hooks.remove_hook_from_module(model, recurse=True), or `del module.forward`)"
+        )
+        self.module = module
+
+
+def mixin_forwards(module_class: type[nn.Module]) -> list[Any]:
+    """Return the forwards of the mixins in a class, without those of its host."""
+    mixins = [base for base in module_class.__mro__ if issubclass(base, Mixin) and "mod_host" not in vars(base)]
+    return [vars(mixin)["forward"] for mixin in mixins if "forward" in vars(mixin)]
 
 
 def _maker(module: Any) -> str:

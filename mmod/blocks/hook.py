@@ -65,19 +65,26 @@ def detach_hooks(model: nn.Module, kind: type = ModelHook) -> None:
         if isinstance(hook, kind):
             hook.release()
     for module in model.modules():
-        for key, before in list(module._forward_pre_hooks.items()):
+        for before in list(module._forward_pre_hooks.values()):
             if isinstance(before, kind):
-                del module._forward_pre_hooks[key]
-                # Torch notes in a table of its own which hooks take keywords.
-                module._forward_pre_hooks_with_kwargs.pop(key, None)
-        for key, after in list(module._forward_hooks.items()):
-            if isinstance(getattr(after, "__self__", None), kind):
-                for hooks in (
-                    module._forward_hooks,
-                    module._forward_hooks_with_kwargs,
-                    module._forward_hooks_always_called,
-                ):
-                    hooks.pop(key, None)
+                detach(module, before)
+
+
+def detach(module: nn.Module, hook: object) -> None:
+    """Remove one hook from a module; a call that runs may go on without it."""
+    for key, before in list(module._forward_pre_hooks.items()):
+        if before is hook:
+            module._forward_pre_hooks.pop(key, None)
+            # Torch notes in a table of its own which hooks take keywords.
+            module._forward_pre_hooks_with_kwargs.pop(key, None)
+    for key, after in list(module._forward_hooks.items()):
+        if getattr(after, "__self__", None) is hook:
+            for hooks in (
+                module._forward_hooks,
+                module._forward_hooks_with_kwargs,
+                module._forward_hooks_always_called,
+            ):
+                hooks.pop(key, None)
 
 
 @dataclass(eq=False, repr=False)

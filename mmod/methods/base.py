@@ -18,7 +18,18 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_library, find_stack, find_stacks, load_adapter
 from mmod.adapters.tokens import forget, remember
-from mmod.blocks import Deciding, Mixin, is_converted, make_dense, modules_of
+from mmod.blocks import (
+    Deciding,
+    FirstCall,
+    HiddenClass,
+    Mixin,
+    attach,
+    detach_hooks,
+    has_replaced_forward,
+    is_converted,
+    make_dense,
+    modules_of,
+)
 from mmod.config.registry import Registry, check_frozen
 from mmod.methods.enclosed import watch_saving
 from mmod.routing import Routing
@@ -82,13 +93,15 @@ class Method(Checked, ABC, group="method"):
         target = self.find(model)
         self.check(model, target)
         earlier = {module for module in model.modules() if isinstance(module, Mixin)}
-        self.change(model, target)
+        with _unchanged_on_error(model):
+            self.change(model, target)
         for module in model.modules():
             if isinstance(module, Mixin) and module not in earlier:
                 module.mod_method = self
         for stack in target.values() if isinstance(target, Mapping) else (target,):
             if isinstance(stack, BlockStack):
                 remember(model, stack)
+            attach(owner_of(model, stack) if isinstance(stack, BlockStack) else model, FirstCall())
         _record(model, self.joined(vars(model).get("mod_methods", ())))
         return model
 
@@ -184,6 +197,41 @@ class Method(Checked, ABC, group="method"):
                 make_dense(module)
 
 
+@contextmanager
+def _unchanged_on_error(model: nn.Module) -> Iterator[None]:
+    """Context that gives the modules of a model their classes and attributes back if a change of it fails."""
+    earlier = [_Earlier(module) for module in model.modules()]
+    names = {module: name for name, module in model.named_modules()}
+    try:
+        yield
+    except BaseException as error:
+        for module in earlier:
+            module.restore()
+        if isinstance(error, HiddenClass):
+            raise ValueError(f"{names.get(error.module) or 'the model'} {error}") from None
+        raise
+
+
+class _Earlier:
+    """A module as it was: its class, its attributes, and the tables among them, such as those of its submodules."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.module_class = type(module)
+        self.attributes = dict(vars(module))
+        self.tables = {name: dict(value) for name, value in vars(module).items() if isinstance(value, dict)}
+
+    def restore(self) -> None:
+        """Give the module its class and attributes back."""
+        self.module.__class__ = self.module_class
+        vars(self.module).clear()
+        vars(self.module).update(self.attributes)
+        for name, entries in self.tables.items():
+            table = self.attributes[name]
+            table.clear()
+            table.update(entries)
+
+
 def undo_(model: Model) -> Model:
     """Undo all methods of a model, possibly wrapped, the last one first: it has the host's classes and keys again.
 
@@ -215,6 +263,13 @@ def restore_(model: Model) -> Model:
 
 def undo_last_(model: nn.Module, count: int = 1) -> None:
     """Undo the last methods of a model itself, not of a wrapper."""
+    replaced = [name for name, module in model.named_modules() if has_replaced_forward(module)]
+    if replaced:
+        raise ValueError(
+            f"{replaced[0] or 'the model'} has a `forward` on the instance, put there since a method was applied, "
+            "which may run that method's code: remove it before the method is undone "
+            "(accelerate.hooks.remove_hook_from_module(model, recurse=True), or `del module.forward`)"
+        )
     for _ in range(count):
         *remaining, method = methods_of(model)
         method.restore(model)
@@ -234,6 +289,7 @@ def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:
     if not methods:
         del model.mod_methods
         forget(model)
+        detach_hooks(model, FirstCall)
     watch_saving(model, bool(methods))
     library = find_library(model)
     describe = None if library is None else getattr(load_adapter(library), "describe_methods", None)
