@@ -269,6 +269,23 @@ def _rows(seen: Seen) -> tuple[tuple[str, ...], int]:
     return tuple(found), next(iter(found.values()), 0)
 
 
+class _TrialBlock(ConvertedBlock):
+    """Mixin of the block of a trial, which has what methods add."""
+
+    added_modules = ("router",)
+
+
+class _Added(nn.Module):
+    """Stands for a module that a method adds to a block, and that the block's own code must not call."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Refuse the block."""
+        raise _Refused(
+            "runs whatever modules it contains, so it would run the router that a method adds as one of them: let it "
+            "iterate over itself, as nn.Sequential does, or name the modules that it runs"
+        )
+
+
 class _TrialState:
     """Plain state of the block of a trial."""
 
@@ -290,7 +307,9 @@ class _Trial:
         self.biased = biased
         self.call = call_of(proof, block)
         self.block: Any = copy.copy(block)
-        convert(self.block, ConvertedBlock, _TrialState(self.call), Shell(inner=self.call.shell.inner))
+        vars(self.block)["_modules"] = dict(block._modules)
+        convert(self.block, _TrialBlock, _TrialState(self.call), Shell(inner=self.call.shell.inner))
+        self.block.router = _Added()
         self.arguments = self.call.bind((), _given(seen))
         generator = torch.Generator().manual_seed(1)
         patches = seen.x_BND.shape[1] - seen.prefix - seen.suffix
@@ -310,6 +329,8 @@ class _Trial:
         arguments = dict(self.call.select_tokens(self.arguments, self.x_BND, routing))
         try:
             y: Tensor = self.block.run_host(z_BKD, **arguments)
+        except _Refused:
+            raise
         # A host may raise anything on a number of tokens that it was not made for.
         except Exception as error:
             raise _Refused(

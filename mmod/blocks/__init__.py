@@ -9,6 +9,7 @@ from mmod.blocks.branches import Branch, SilencedHalves, Unchanged, Zero, make_h
 from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import (
     NO_SHELL,
+    Container,
     HiddenClass,
     Mixin,
     Shell,

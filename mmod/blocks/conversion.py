@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
 from torch import nn
@@ -40,6 +41,28 @@ class Mixin(nn.Module):
         return []
 
 
+class Container(Mixin):
+    """Mixin of a host that may run its children in turn: the modules that a method added are none of them."""
+
+    def _children(self) -> list[Any]:
+        return [module for name, module in self._modules.items() if name not in self.added_modules]
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return the host's children."""
+        return iter(self._children())
+
+    def __len__(self) -> int:
+        """Return the number of the host's children."""
+        return len(self._children())
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a child of the host, or several as a container of torch's."""
+        chosen = self._children()[index]
+        if not isinstance(chosen, list):
+            return chosen
+        return nn.Sequential(*chosen) if isinstance(self, nn.Sequential) else nn.ModuleList(chosen)
+
+
 class Shell(NamedTuple):
     """Mixins around a method's mixin that adapt the interface of a host's block, for example one that returns a tuple.
 
@@ -72,7 +95,8 @@ def converted_class(mixin: type[Mixin], host: type[nn.Module], shell: Shell = NO
     # The host's module and text, so that tools which tell a class by them still know it.
     members = {"__module__": host.__module__, "__doc__": host.__doc__, "__reduce_ex__": reduce, "mod_host": host}
     # Of two threads that make the class at once, both get the first one.
-    bases = [base for base in (shell.outer, mixin, shell.inner, host) if base is not None]
+    container = Container if issubclass(host, (nn.Sequential, nn.ModuleList)) else None
+    bases = [base for base in (shell.outer, mixin, shell.inner, container, host) if base is not None]
     return _CLASSES.setdefault((mixin, host, shell), type(prefix + host.__name__, tuple(bases), members))
 
 
@@ -114,6 +138,12 @@ def convert(module: nn.Module, mixin: type[Mixin], state: object, shell: Shell =
         raise ValueError(
             f"this {type(module).__name__} was converted by {_maker(module)}, so {mixin.__name__} cannot convert it: "
             "call mmod.undo_ first"
+        )
+    taken = [name for name in mixin.added_modules if name in module._modules and not is_converted(module)]
+    if taken:
+        raise ValueError(
+            f"this {type(module).__name__} has a module {taken[0]!r} of its own, which the one of that name that the "
+            "method adds would replace: give it another name"
         )
     if "forward" in vars(module) and not is_converted(module) and mixin_forwards(converted):
         if mixin.optional:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, cast
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from mmod.blocks.branches import Branch, BranchState, OneBranch, make_branch, make_halves, make_observed
 from mmod.blocks.call import BlockCall, DecoderCall
@@ -204,7 +204,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
         Source: Raposo et al., arXiv 2404.02258 (MoD), equation 1.
         """
-        if isinstance(x, fx.Proxy):
+        if not isinstance(x, Tensor):
             return trace_as_node(self, x, args, kwargs)
         if torch.jit.is_tracing():
             raise RuntimeError(_TRACED)
@@ -295,7 +295,7 @@ class ImportanceBlock(ConvertedBlock):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on tokens (B, N, D) and share their importance."""
-        if isinstance(x, fx.Proxy):
+        if not isinstance(x, Tensor):
             return trace_as_node(self, x, args, kwargs)
         state = self.mod_state
         # A loss alone reads the importance, and only in training.

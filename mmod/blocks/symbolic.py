@@ -5,11 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
+
+from mmod.blocks.conversion import host_class
 
 
-def trace_as_node(block: nn.Module, x: fx.Proxy, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> fx.Proxy:
-    """Return the block as one node of torch.fx's graph, because decisions depend on values."""
+def trace_as_node(block: nn.Module, x: object, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Return the block as one node of torch.fx's graph, because decisions depend on values.
+
+    Raises:
+        ValueError: What stands in the place of tokens is no proxy of a tracer.
+    """
+    check_tokens(block, x)
+    assert isinstance(x, fx.Proxy)
     tracer: Any = x.tracer
     path = tracer.path_of_module(block)
     names = getattr(tracer, "node_to_qualname", None)
@@ -22,6 +30,16 @@ def trace_as_node(block: nn.Module, x: fx.Proxy, args: tuple[Any, ...], kwargs: 
                 proxy = tracer.create_proxy("call_function", refuse_inside, (x, path), {})
                 names[proxy.node] = inside
     return tracer.create_proxy("call_module", path, (x, *args), dict(kwargs))
+
+
+def check_tokens(block: nn.Module, x: object) -> None:
+    """Raise a ValueError if a block gets anything but tokens, such as a list of batches of several sizes."""
+    if not isinstance(x, (Tensor, fx.Proxy)):
+        what = f"{type(x).__name__} of {len(x)}" if isinstance(x, (list, tuple)) else type(x).__name__
+        raise ValueError(
+            f"a changed {host_class(block).__name__} takes tokens (images, tokens, channels), got a {what}: call the "
+            "model once for each batch of images of one size"
+        )
 
 
 def _names_inside(block: nn.Module) -> list[str]:

@@ -35,6 +35,7 @@ from mmod.blocks import (
 )
 from mmod.blocks.passes import StackCall
 from mmod.blocks.routed import ConvertedBlock
+from mmod.blocks.symbolic import check_tokens
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import exporting
@@ -222,6 +223,8 @@ class ExitBlock(Deciding, ConvertedBlock):
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on tokens (B, N, D), and return those of the remaining images."""
+        if not isinstance(x, Tensor):
+            check_tokens(self, x)
         if recomputing():
             raise RuntimeError(
                 "early exit does not support gradient checkpointing, which runs blocks twice: turn it off"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Annotated, Any, ClassVar, NamedTuple
@@ -149,8 +149,7 @@ class Experts(Mixture):
             others = nn.ModuleList(copy.deepcopy(mlp) for _ in range(self.experts - 1))
             # Copies were made before the MLP is converted, so that they are plain modules of the host.
             router = TokenRouter(stack.dim, self.experts + self.idle, weight)
-            mixin = ExpertSequential if isinstance(mlp, nn.Sequential) else ExpertMlp
-            convert(mlp, mixin, ExpertState(self, Records(ExpertRecord)))
+            convert(mlp, ExpertMlp, ExpertState(self, Records(ExpertRecord)))
             mlp.router = router
             mlp.others = others
             attention = stack.call_of(stack.blocks[index], None).operators.get("attention")
@@ -352,11 +351,3 @@ class ExpertMlp(Deciding):
             return config.balance * balance_loss(counted)
         assert logit_EBN is not None
         return config.membership * membership_loss(logit_EBN, computed(rows, prob_BNJ))
-
-
-class ExpertSequential(ExpertMlp):
-    """Mixin of an MLP that runs its modules in sequence: the added ones are not among them."""
-
-    def __iter__(self) -> Iterator[nn.Module]:
-        """Return the host's modules."""
-        return (module for name, module in self._modules.items() if module and name not in self.added_modules)

@@ -37,6 +37,7 @@ from mmod.blocks.hook import runs_code_of
 from mmod.blocks.inner import Inner
 from mmod.blocks.passes import StackCall, recomputing
 from mmod.blocks.routed import ConvertedBlock
+from mmod.blocks.symbolic import check_tokens
 from mmod.methods.base import Method
 from mmod.ops import capture_inputs, gather_rows
 from mmod.routing import Evidence, Joined, Kept, Routing
@@ -223,6 +224,8 @@ class ReducedBlock(Deciding, ConvertedBlock):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Run the host's block on the remaining tokens, and reduce them if it has a reduction."""
         state = self.mod_state
+        if not isinstance(x, Tensor):
+            check_tokens(self, x)
         if recomputing():
             raise RuntimeError(
                 "gradient checkpointing runs blocks twice, which pruning and merging do not support: turn it off"

@@ -107,6 +107,51 @@ class ParallelBlock(OwnBlock):
         return x + self.mixer(y) + self.channels(y)
 
 
+class Half(nn.Module):
+    """A branch with its residual sum."""
+
+    def __init__(self, branch: nn.Module) -> None:
+        super().__init__()
+        self.branch = nn.Sequential(nn.LayerNorm(DIM), branch)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.branch(x)
+
+
+class HalvesInSequence(nn.Sequential):
+    """A block that is a container of its halves."""
+
+    def __init__(self) -> None:
+        super().__init__(Half(Sdpa()), Half(Mlp()))
+
+
+class Chunk(nn.ModuleList):
+    """Several blocks in a list that runs them, as DINOv2's, which FSDP wraps as one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self:
+            x = block(x)
+        return x
+
+
+class IndexedChunk(Chunk):
+    """The same by numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(len(self)):
+            x = self[number](x)
+        return nn.Sequential(*self[3:])(x)
+
+
+class ChildrenBlock(HalvesInSequence):
+    """A block that runs whatever modules it contains."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for module in self.children():
+            x = module(x)
+        return x
+
+
 class WindowedBlock(OwnBlock):
     """Attention within quarters of the sequence."""
 
@@ -190,6 +235,7 @@ ROUTED: dict[str, Callable[[], OwnViT]] = {
     "no class token": lambda: OwnViT(lambda _: OwnBlock(Sdpa), prefix=0),
     "norms behind": lambda: OwnViT(lambda _: PostNormBlock(Sdpa)),
     "parallel branches": lambda: OwnViT(lambda _: ParallelBlock(Sdpa)),
+    "halves in sequence": lambda: OwnViT(lambda _: HalvesInSequence()),
 }
 # Model -> the property that it lacks.
 REFUSED: dict[str, tuple[Callable[[], OwnViT], str]] = {
@@ -205,6 +251,7 @@ REFUSED: dict[str, tuple[Callable[[], OwnViT], str]] = {
     "convolution": (lambda: OwnViT(lambda _: ConvolvedBlock()), "convolution between tokens"),
     "pooling": (lambda: OwnViT(lambda _: PooledBlock()), "another way than attention"),
     "batch": (lambda: OwnViT(lambda _: BatchBlock()), "another batch"),
+    "any children": (lambda: OwnViT(lambda _: ChildrenBlock()), "would run the router that a method adds"),
     "one windowed block": (
         lambda: OwnViT(lambda index: WindowedBlock() if index == 3 else OwnBlock(), prefix=0),
         "stages.3",
