@@ -25,6 +25,7 @@ PACKAGE = ROOT / "mmod"
 IMPORT_ORDER = [
     "extras",
     "lazy",
+    "random_state",
     "threads",
     "values",
     "version",

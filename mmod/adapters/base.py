@@ -39,6 +39,7 @@ from mmod.blocks import (
     RoutedBlock,
     Shell,
     StackCalls,
+    is_converted,
     map_rows,
 )
 from mmod.config import RoutingConfig
@@ -107,6 +108,13 @@ class BlockStack:
     read_blocks: ReadBlocks | None = None
     grid: GridSource | None = None
     proof: Any = None
+
+    @property
+    def dividing(self) -> dict[str, nn.Module]:
+        """The converted blocks, by name, if a branch of theirs runs on a part of the batch in training; else none."""
+        if self.proof is None or not self.proof.divides:
+            return {}
+        return {name: block for name, block in zip(self.names, self.blocks) if is_converted(block)}
 
 
 # Returns the blocks of a part, or raises a ValueError that says why the part cannot be routed.

@@ -168,7 +168,7 @@ def see(model: nn.Module, blocks: str, example: Tensor | None = None) -> Seen:
     """Call a copy of a model on two images, up to its first block.
 
     The copy shares weights on the CPU in fp32; others are converted, and those on the meta device drawn at random. The
-    model, its modes and random number generators stay as they are.
+    model and its modes stay as they are.
 
     Args:
         blocks: Name of the list of blocks.
@@ -179,8 +179,8 @@ def see(model: nn.Module, blocks: str, example: Tensor | None = None) -> Seen:
     """
     title = host_class(model).__name__
     reasons: list[str] = []
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(0)
+    with torch.no_grad():
+        torch.default_generator.manual_seed(0)
         for inputs in inputs_of(model, example):
             try:
                 return see_call(model, blocks, inputs)

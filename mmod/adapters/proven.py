@@ -61,6 +61,8 @@ class Proof:
         silent_mlp: Modules that return zeros while the MLP is silent.
         idle_mlp: Modules whose output nothing reads then.
         halves: The block is its attention half followed by its MLP half.
+        divides: In training, a branch runs on some of the images or tokens, or on none, as stochastic depth by parts of
+            the batch does.
     """
 
     blocks: str
@@ -87,6 +89,7 @@ class Proof:
     silent_mlp: tuple[str, ...] = ()
     idle_mlp: tuple[str, ...] = ()
     halves: bool = False
+    divides: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, from which `read_proof` makes the proof again."""

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from mmod.adapters.base import BlockStack
 from mmod.adapters.probe import see
 from mmod.adapters.proven import Proof, read_proof, stack_of
-from mmod.adapters.trial import prove, settings_of
+from mmod.adapters.trial import drop_rate, prove, settings_of
 from mmod.blocks import host_class
+from mmod.random_state import kept_random_state
 
 # Attributes that store, on a list of blocks, how they are called, and on a model, what its user just said of it.
 _PROOF = "mod_proof"
@@ -116,11 +117,11 @@ def _prove(model: nn.Module, name: str, tokens: Tokens, title: str) -> Proof:
         raise ValueError(f"cannot route {title}: {name!r} is no ModuleList or Sequential of blocks")
     # Of an example the shape counts; two tensors cannot be compared as one value.
     shape = None if tokens.example is None else tuple(tokens.example.shape)
-    settings = (name, tokens.prefix, shape, *map(settings_of, block_list))
+    settings = (name, tokens.prefix, shape, *map(settings_of, block_list), *map(drop_rate, block_list))
     if block_list in _PROVEN and _PROVEN[block_list][0] == settings:
         return _PROVEN[block_list][1]
     # Libraries build models on the meta device, where nothing could be compared.
-    with torch.device("cpu"):
+    with torch.device("cpu"), kept_random_state():
         seen = see(model, name, tokens.example)
         if tokens.prefix is not None:
             seen = dataclasses.replace(seen, prefix=tokens.prefix)

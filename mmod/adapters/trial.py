@@ -24,6 +24,7 @@ from mmod.blocks import KEY_BIAS, MASKS, Shell, as_one_sequence, convert, host_c
 from mmod.blocks.inner import Inner
 from mmod.blocks.routed import ConvertedBlock
 from mmod.ops.intercept import AttentionCall, AttentionIntercept
+from mmod.random_state import drawn_from
 from mmod.routing import Evidence, Kept, Routing
 from mmod.threads import PerThread
 
@@ -32,6 +33,8 @@ PLACES = ("position_mask",)
 # Patches of a trial, of which some run alone.
 PATCHES = 12
 ALONE = 5
+# Passes of a trial in training, in which some images may be dropped.
+DRAWS = 16
 LAYOUTS = ("heads", "batch", "flat")
 
 
@@ -42,26 +45,34 @@ def prove(seen: Seen, blocks: str, block_list: Sequence[nn.Module], title: str) 
         ValueError: A block lacks a property, or blocks differ in how they are called.
     """
     proofs: dict[Proof, str] = {}
-    tried: set[tuple[object, ...]] = set()
+    alike: dict[tuple[object, ...], list[int]] = {}
     for index in seen.numbers or range(len(block_list)):
+        alike.setdefault(settings_of(block_list[index]), []).append(index)
+    divides = False
+    for numbers in alike.values():
+        # What stochastic depth does shows where it drops most.
+        index = max(numbers, key=lambda number: drop_rate(block_list[number]))
         block = block_list[index]
-        settings = settings_of(block)
-        if settings in tried:
-            continue
-        tried.add(settings)
         name = f"{blocks}.{index}"
         try:
             proof = _prove_block(seen, blocks, block)
         except _Refused as refusal:
             raise ValueError(f"cannot route {title}: {name} ({host_class(block).__name__}) {refusal}") from None
-        proofs.setdefault(proof, name)
+        # Its rate may begin at zero.
+        divides = divides or proof.divides
+        proofs.setdefault(dataclasses.replace(proof, divides=False), name)
     if len(proofs) > 1:
         first, second, *_ = proofs.values()
         raise ValueError(
             f"cannot route {title}: {first} and {second} differ in how they are called, so what a span shares would "
             "not fit both"
         )
-    return next(iter(proofs))
+    return dataclasses.replace(next(iter(proofs)), divides=divides)
+
+
+def drop_rate(block: nn.Module) -> float:
+    """Return the sum of the rates of stochastic depth in a block, which grow with its depth."""
+    return sum(float(getattr(module, "drop_prob", None) or 0) for module in block.modules())
 
 
 class _Refused(ValueError):
@@ -151,7 +162,8 @@ def _prove_block(seen: Seen, blocks: str, block: nn.Module) -> Proof:
         # Arguments with a row for each token fit all tokens only.
         tokens = None if candidate.rows else seen.prefix + PATCHES
         x, given = _as_host(candidate, seen.x_BND[:, :tokens], _given(seen))
-        return dataclasses.replace(candidate, **find_branches(trial, x, given))
+        branches = find_branches(trial, x, given)
+        return dataclasses.replace(candidate, **branches, divides=_divides(trial, branches, x, given))
     # The candidate that got furthest tells most.
     raise max(refusals, key=lambda refusal: refusal.passed)
 
@@ -224,14 +236,60 @@ class _AttentionCalls(AttentionIntercept):
         self.fused = 0
         self.maps = 0
         self.biased = False
+        self.shapes: list[tuple[int, ...]] = []
 
     def attend(self, call: AttentionCall) -> Tensor:
         self.fused += 1
+        self.shapes.append((*call.query.shape[:-1], call.key.shape[-2]))
         self.biased = self.biased or call.attn_mask is not None
         return call.run()
 
     def observe(self, score: Tensor, attention: Tensor) -> None:
         self.maps += 1
+        self.shapes.append(tuple(attention.shape))
+
+
+def _divides(block: nn.Module, branches: Mapping[str, Any], x: Tensor, arguments: Mapping[str, Any]) -> bool:
+    """Return whether a branch of a block runs on fewer images or tokens in training than in evaluation, see `Proof`."""
+    # Batch norms learn in training.
+    trained = copy.deepcopy(block)
+    names = [branches[name] for name in ("attention", "mlp") if branches.get(name)]
+    expected = _shapes(trained, names, x, arguments)
+    trained.train()
+    torch.default_generator.manual_seed(0)
+    for _ in range(DRAWS):
+        before = drawn_from()
+        try:
+            shapes = _shapes(trained, names, x, arguments)
+        # What does not run in training will say so there.
+        except Exception:
+            return False
+        if shapes != expected:
+            return True
+        if drawn_from() == before:
+            break
+    return False
+
+
+@torch.no_grad()
+def _shapes(
+    block: nn.Module, names: Sequence[str], x: Tensor, arguments: Mapping[str, Any]
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Return the shapes of a block's attention, and of the inputs of modules in it, by name."""
+    calls = _AttentionCalls()
+    inputs: list[tuple[int, ...]] = []
+
+    def keep(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs.append(tuple(next(value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))))
+
+    handles = [block.get_submodule(name).register_forward_pre_hook(keep, with_kwargs=True) for name in names]
+    try:
+        with calls:
+            block(x, **arguments)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return calls.shapes, inputs
 
 
 def _given(seen: Seen) -> dict[str, Any]:

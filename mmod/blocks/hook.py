@@ -87,6 +87,28 @@ def detach(module: nn.Module, hook: object) -> None:
                 hooks.pop(key, None)
 
 
+class WholeBatchHook(ModelHook):
+    """Refuses training where a method reads or narrows the branches of blocks that divide the batch there.
+
+    Args:
+        blocks: The blocks, by name.
+    """
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        self.blocks = dict(blocks)
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse a call in which a block trains."""
+        for name, block in self.blocks.items():
+            if block.training:
+                raise ValueError(
+                    f"{name} ({host_class(block).__name__}) runs its attention or its MLP on a part of the batch in "
+                    "training, as DINOv2's stochastic depth does, and this method needs them for all images: set the "
+                    "rate of stochastic depth to 0 before the method is applied, or use one that runs whole blocks "
+                    "alone, such as mmod.RoutingConfig(router='linear', capacity=0.5)"
+                )
+
+
 @dataclass(eq=False, repr=False)
 class SpanHook(ModelHook):
     """Begins and ends a `StackCall` with each call of the module that holds the blocks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from mmod.data.config import DataConfig, PairsConfig, TextConfig
 from mmod.data.corrupt import CorruptDataError, CorruptReport, Fault, original_errors
 from mmod.data.labels import Classes
 from mmod.data.readers.images import ImageSource, UnreadableSampleError
+from mmod.random_state import kept_random_state
 
 
 class Batch(NamedTuple):
@@ -60,7 +60,7 @@ class ImageReader:
         faults: list[Fault] = []
         images = []
         labels = []
-        with _kept_random_state():
+        with kept_random_state():
             for index in indices.tolist():
                 sample = self._read_one(index, faults)
                 if sample is None:
@@ -227,15 +227,3 @@ def _seed_all(*seeds: int) -> None:
     np.random.seed(numpy)  # noqa: NPY002 (transforms draw from the global state)
     # Not torch.manual_seed, which would also reset the generators of GPUs.
     torch.default_generator.manual_seed(first << 32 | second)
-
-
-@contextlib.contextmanager
-def _kept_random_state() -> Iterator[None]:
-    """Restore the random states of Python, NumPy and torch's CPU generator on exit."""
-    state = random.getstate(), np.random.get_state(), torch.default_generator.get_state()  # noqa: NPY002
-    try:
-        yield
-    finally:
-        random.setstate(state[0])
-        np.random.set_state(state[1])  # noqa: NPY002
-        torch.default_generator.set_state(state[2])

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
-from mmod.blocks import Deciding, Mixin, ReadBlocks, Records, Shell, convert
+from mmod.blocks import Deciding, Mixin, ReadBlocks, Records, Shell, WholeBatchHook, attach, convert, detach_hooks
 from mmod.blocks.inner import Inner
 from mmod.blocks.passes import recomputing
 from mmod.blocks.rows import write_kept
-from mmod.methods.base import register_method
+from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
     Mixture,
     TokenRouter,
@@ -133,6 +133,9 @@ class Recursions(Mixture):
         if shell.outer is not None:
             convert(cycle, shell.outer, cycle.mod_state)
         container[self.first] = cycle
+        # Tokens that chose fewer recursions than others of their image are hidden as keys.
+        if stack.dividing and (self.choice == "tokens" or stack.proof.rows):
+            attach(owner_of(model, stack), WholeBatchHook(stack.dividing))
 
     def restore(self, model: nn.Module) -> None:
         """Restore the removed blocks, on the model's current device and in its dtype."""
@@ -145,6 +148,7 @@ class Recursions(Mixture):
                 blocks += restored if child is cycle else [child]
             del container[:]
             container.extend(blocks)
+        detach_hooks(model, WholeBatchHook)
         super().restore(model)
 
 

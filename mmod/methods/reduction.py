@@ -26,6 +26,7 @@ from mmod.blocks import (
     Records,
     SpanHook,
     StackCalls,
+    WholeBatchHook,
     attach,
     convert,
     detach_hooks,
@@ -103,8 +104,9 @@ class Reducing(Method):
     """
 
     def restore(self, model: nn.Module) -> None:
-        """Restore the host's classes, and remove the hook."""
-        detach_hooks(model, ReductionHook)
+        """Restore the host's classes, and remove the hooks."""
+        for kind in (ReductionHook, WholeBatchHook):
+            detach_hooks(model, kind)
         super().restore(model)
 
 
@@ -391,6 +393,8 @@ def reduce_(
     block_list = stack.names[0].split(".")[-2]
     read_blocks = None if stack.read_blocks is None else partial(_all_or_none, stack.read_blocks)
     attach(owner, ReductionHook(stack.calls, block_list, tuple(stack.blocks), stack.host, read_blocks, heads))
+    if stack.dividing:
+        attach(owner, WholeBatchHook(stack.dividing))
     return stack.calls
 
 

@@ -18,6 +18,7 @@ from mmod.blocks import (
     RoutedBlock,
     RoutedState,
     SpanHook,
+    WholeBatchHook,
     attach,
     convert,
     detach_hooks,
@@ -25,7 +26,7 @@ from mmod.blocks import (
     make_importance,
     make_routed,
 )
-from mmod.config import Preset, RoutingConfig, rational, read_routing, rescaled
+from mmod.config import Merged, Preset, RoutingConfig, rational, read_routing, rescaled
 from mmod.methods.base import Method, Model, method_owners, methods_of, register_method
 from mmod.methods.prepare import Conversion, prepare
 from mmod.routing import Router, Routing, share_score, unshare_score
@@ -181,6 +182,8 @@ class Route(Method):
             owner = model.get_submodule(".".join(path))
             if self.parts[name].router.tied:
                 share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
+            if stack.dividing and _runs_inside(stack, self.parts[name]):
+                hooks.append((owner, WholeBatchHook(stack.dividing)))
             if stack.captions is not None or any(state.span is not None for _, _, state in conversions[name]):
                 blocks = tuple(stack.blocks)
                 hooks.append((owner, SpanHook(stack.calls, block_list, blocks, stack.host, stack.read_blocks)))
@@ -197,6 +200,12 @@ class Route(Method):
         super().restore(model)
         for module in model.modules():
             unshare_score(module)
+
+
+def _runs_inside(stack: BlockStack, config: RoutingConfig) -> bool:
+    """Return whether a routing reads or narrows what is inside a block: branches, keys, or rows of arguments."""
+    hides_keys = isinstance(config.skipped, Merged) or (config.select != "topk" and not config.router.per_image)
+    return config.operator != "block" or hides_keys or bool(stack.proof.rows) or config.reads_attention(training=True)
 
 
 def _check_read_blocks(

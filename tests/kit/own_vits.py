@@ -5,9 +5,11 @@ Axes: B images, N tokens, H heads, E channels of a head, D channels.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -150,6 +152,47 @@ class ChildrenBlock(HalvesInSequence):
         for module in self.children():
             x = module(x)
         return x
+
+
+class DividingBlock(OwnBlock):
+    """Stochastic depth as DINOv2 has it: in training, a branch runs on a part of the batch.
+
+    Args:
+        rate: The share of images that a branch drops.
+    """
+
+    def __init__(self, rate: float) -> None:
+        super().__init__()
+        self.drop_prob = rate
+
+    def choose(self, images: int) -> Tensor:
+        return torch.randperm(images)[: max(int(images * (1 - self.drop_prob)), 1)]
+
+    def add(self, x: Tensor, branch: Callable[[Tensor], Tensor]) -> Tensor:
+        if not self.training or not self.drop_prob:
+            return x + branch(x)
+        chosen = self.choose(len(x))
+        if not len(chosen):
+            return x
+        return torch.index_add(x, 0, chosen, branch(x[chosen]), alpha=len(x) / len(chosen))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.add(x, lambda y: self.mixer(self.first(y)))
+        return self.add(x, lambda y: self.channels(self.second(y)))
+
+
+class DrawingBlock(DividingBlock):
+    """The same with a draw for each image, from NumPy."""
+
+    def choose(self, images: int) -> Tensor:
+        return torch.from_numpy(np.flatnonzero(np.random.rand(images) >= self.drop_prob))  # noqa: NPY002
+
+
+class SkippingBlock(DividingBlock):
+    """The same with a draw for the batch, from Python."""
+
+    def choose(self, images: int) -> Tensor:
+        return torch.arange(images if random.random() >= self.drop_prob else 0)
 
 
 class WindowedBlock(OwnBlock):
