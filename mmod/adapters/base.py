@@ -29,6 +29,7 @@ from mmod.blocks import (
     KEY_BIAS,
     NO_SHELL,
     BlockCall,
+    FirstGrid,
     GridSource,
     Halves,
     ImportanceBlock,
@@ -39,6 +40,7 @@ from mmod.blocks import (
     RoutedBlock,
     Shell,
     StackCalls,
+    attach,
     is_converted,
     map_rows,
 )
@@ -114,7 +116,23 @@ class BlockStack:
         """The converted blocks, by name, if a branch of theirs runs on a part of the batch in training; else none."""
         if self.proof is None or not self.proof.divides:
             return {}
+        return self.converted
+
+    @property
+    def converted(self) -> dict[str, nn.Module]:
+        """The converted blocks, by name."""
         return {name: block for name, block in zip(self.names, self.blocks) if is_converted(block)}
+
+    def watch_grid(self, blocks: Mapping[str, nn.Module]) -> None:
+        """Tell once if blocks whose prefix is always kept get further tokens that are no patches.
+
+        Args:
+            blocks: The blocks that a method changed, by name.
+        """
+        if self.grid is not None and not getattr(self.proof, "boundaries", ""):
+            name, block = next(iter(blocks.items()))
+            accepts_tokens = self.library in ("", "timm")
+            attach(self.grid.module, FirstGrid(self.grid.read, block, name, self.prefix, accepts_tokens))
 
 
 # Returns the blocks of a part, or raises a ValueError that says why the part cannot be routed.

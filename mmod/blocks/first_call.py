@@ -1,20 +1,24 @@
-"""What is seen once, in the first call of a changed model: forwards that hide mixins.
+"""What is seen once, in the first call of a changed model: forwards that hide mixins, and tokens that are no patches.
 
-Nothing stays in later calls.
+Nothing stays in later calls. Compiled calls see nothing.
+
+Axes: B images, N tokens, D channels.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mmod.blocks.conversion import host_class, mixin_forwards
 from mmod.blocks.hook import ModelHook, attach, detach
+from mmod.blocks.passes import Grid
 
 
 def has_replaced_forward(module: nn.Module) -> bool:
@@ -22,7 +26,14 @@ def has_replaced_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) and bool(mixin_forwards(type(module)))
 
 
-class FirstCall(ModelHook):
+class OnceHook(ModelHook):
+    """A hook of one call, in which it removes itself."""
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Do nothing before the call."""
+
+
+class FirstCall(OnceHook):
     """Refuses, once, a `forward` that was put on a converted module and does not run the mixin.
 
     accelerate's forward runs the one before it. Code that replaces a forward would run the host's block densely.
@@ -42,14 +53,11 @@ class FirstCall(ModelHook):
             attach(module, _WatchedCall(watches))
 
 
-class _WatchedCall(ModelHook):
+class _WatchedCall(OnceHook):
     """Ends the first call of a module that contains watched ones."""
 
     def __init__(self, watches: Sequence[_Watch]) -> None:
         self.watches = watches
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Do nothing before the call."""
 
     def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
         """Refuse a module that was called without its mixin; there is no output of a call that failed."""
@@ -96,3 +104,62 @@ class _Watch:
         """Remove the hooks."""
         for handle in self.handles:
             handle.remove()
+
+
+class FirstGrid(OnceHook):
+    """Tells once of tokens beside patches and prefix, such as learned prompts, which are skipped like patches.
+
+    Args:
+        read: Returns the grid of patches from the output of the module that shows it.
+        block: The first changed block.
+        name: Its name in the model.
+        prefix: Number of tokens that are always kept.
+        accepts_tokens: `mmod.Tokens` may say the number of these.
+    """
+
+    def __init__(
+        self, read: Callable[[Any], Grid | None], block: nn.Module, name: str, prefix: int, accepts_tokens: bool
+    ) -> None:
+        self.read = read
+        self.block = block
+        self.name = name
+        self.prefix = prefix
+        self.accepts_tokens = accepts_tokens
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Hand the grid to the block; there is no output of a call that failed."""
+        if output is None or torch.compiler.is_compiling():
+            return
+        detach(module, self)
+        grid = self.read(output)
+        if grid is not None:
+            attach(self.block, _FirstInput(self, grid))
+
+
+class _FirstInput(OnceHook):
+    """Compares the tokens of a block with the grid of patches."""
+
+    def __init__(self, source: FirstGrid, grid: Grid) -> None:
+        self.source = source
+        self.grid = grid
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Tell of more tokens than patches and prefix."""
+        detach(module, self)
+        rows, columns = self.grid
+        x_BND = next((value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)), None)
+        if x_BND is None or x_BND.ndim != 3 or x_BND.shape[1] <= rows * columns + self.source.prefix:
+            return
+        tokens = x_BND.shape[1]
+        beside = tokens - rows * columns
+        name = self.source.name
+        remedy = "only models of timm and of your own class can have more of them, by mmod.Tokens(prefix=...)"
+        if self.source.accepts_tokens:
+            block_list = name.rpartition(".")[0]
+            remedy = f"put them in front of the patches and pass tokens=mmod.Tokens({block_list!r}, prefix={beside})"
+        warnings.warn(
+            f"{name} gets {tokens} tokens, but {rows} x {columns} patches and {self.source.prefix} tokens that are "
+            f"always kept make {rows * columns + self.source.prefix}: the others, such as learned prompts, are skipped "
+            f"like patches. To keep them, {remedy}",
+            stacklevel=2,
+        )

@@ -187,8 +187,11 @@ class SpanHook(ModelHook):
 
 
 def _is_known(hook: object) -> bool:
-    """Return whether `StackCall.read_blocks` tells what a hook reads: transformers keeps its collecting hooks."""
-    return getattr(hook, "__module__", "") == "transformers.utils.output_capturing"
+    """Return whether `StackCall.read_blocks` tells what a hook reads, or a hook of mmod's counts tokens alone.
+
+    transformers keeps its collecting hooks.
+    """
+    return getattr(hook, "__module__", "") in ("transformers.utils.output_capturing", "mmod.blocks.first_call")
 
 
 # The functions of hosts between a call of the module that holds the blocks and those of the blocks.

@@ -23,6 +23,7 @@ from mmod.blocks import (
     FirstCall,
     HiddenClass,
     Mixin,
+    OnceHook,
     attach,
     detach_hooks,
     has_replaced_forward,
@@ -289,7 +290,7 @@ def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:
     if not methods:
         del model.mod_methods
         forget(model)
-        detach_hooks(model, FirstCall)
+        detach_hooks(model, OnceHook)
     watch_saving(model, bool(methods))
     library = find_library(model)
     describe = None if library is None else getattr(load_adapter(library), "describe_methods", None)

@@ -133,6 +133,7 @@ class Recursions(Mixture):
         if shell.outer is not None:
             convert(cycle, shell.outer, cycle.mod_state)
         container[self.first] = cycle
+        stack.watch_grid({stack.names[self.first]: cycle})
         # Tokens that chose fewer recursions than others of their image are hidden as keys.
         if stack.dividing and (self.choice == "tokens" or stack.proof.rows):
             attach(owner_of(model, stack), WholeBatchHook(stack.dividing))

@@ -393,6 +393,7 @@ def reduce_(
     block_list = stack.names[0].split(".")[-2]
     read_blocks = None if stack.read_blocks is None else partial(_all_or_none, stack.read_blocks)
     attach(owner, ReductionHook(stack.calls, block_list, tuple(stack.blocks), stack.host, read_blocks, heads))
+    stack.watch_grid(stack.converted)
     if stack.dividing:
         attach(owner, WholeBatchHook(stack.dividing))
     return stack.calls

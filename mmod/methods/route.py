@@ -182,6 +182,8 @@ class Route(Method):
             owner = model.get_submodule(".".join(path))
             if self.parts[name].router.tied:
                 share_score(owner, [router for _, router, _ in conversions[name] if router is not None])
+            if self.parts[name].protect_prefix and not self.parts[name].router.per_image:
+                stack.watch_grid(stack.converted)
             if stack.dividing and _runs_inside(stack, self.parts[name]):
                 hooks.append((owner, WholeBatchHook(stack.dividing)))
             if stack.captions is not None or any(state.span is not None for _, _, state in conversions[name]):
