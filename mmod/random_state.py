@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +25,6 @@ def kept_random_state() -> Iterator[None]:
 
 def drawn_from() -> tuple[object, ...]:
     """Return what changes when a number is drawn from any of them."""
-    _, keys, position, *_ = np.random.get_state()  # noqa: NPY002
-    torch_state = torch.default_generator.get_state().numpy().tobytes()
-    return random.getstate(), bytes(keys), position, torch_state
+    numpy_state: Any = np.random.get_state()  # noqa: NPY002
+    torch_state = torch.default_generator.get_state()
+    return random.getstate(), numpy_state[1].tobytes(), numpy_state[2], torch_state.numpy().tobytes()
