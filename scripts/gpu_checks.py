@@ -29,9 +29,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from mmod.analysis.flops import flops
 from mmod.analysis.memory import peak_bytes
-from mmod.analysis.timing import Spread, environment, interleave, ratios
+from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.config import Gate
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
+from mmod.io.environment import environment
 from mmod.model import apply_
 from mmod.ops import attention_with_importance, choices
 from mmod.planning import preset

@@ -6,16 +6,12 @@ Functions take turns in random order, so that drift of the machine affects all a
 from __future__ import annotations
 
 import gc
-import os
-import platform
 import random
 import statistics
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -139,25 +135,3 @@ def _without_garbage_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def environment(device: str = "cpu") -> dict[str, Any]:
-    """Return what a measurement depends on: versions, processor or GPU, and threads.
-
-    Raises:
-        ValueError: A GPU is asked for and torch sees none.
-    """
-    machine: dict[str, Any] = {"mmod": version("mmod"), "torch": str(torch.__version__)}
-    machine |= {"python": platform.python_version(), "device": device}
-    if torch.device(device).type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device {device!r} was asked for and torch sees no GPU; use 'cpu'")
-        return {**machine, "gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
-    return {**machine, "processor": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.processor() or platform.machine())

@@ -28,7 +28,6 @@ from mmod.analysis.audit.shifts import SHIFTS, ImageShift
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.statistics import published
 from mmod.analysis.style import save_figure
-from mmod.analysis.timing import environment
 from mmod.audits.config import AUDITS, record_of
 from mmod.audits.strata import regions_of, roles_of, scenes_of, strata_of
 from mmod.data.loader import text_stream
@@ -37,6 +36,7 @@ from mmod.data.readers.lengths import open_checked
 from mmod.data.stream import BatchStream
 from mmod.data.synthetic.digits import DigitScene
 from mmod.io.claim import claim_folder
+from mmod.io.environment import environment
 from mmod.io.files import read_json_object, write_atomically
 from mmod.methods.route import routing_configs
 from mmod.studies.results import save_picture

@@ -10,8 +10,9 @@ from typing import Annotated, Any, NamedTuple
 
 import torch
 
-from mmod.analysis.timing import Spread, environment
+from mmod.analysis.timing import Spread
 from mmod.io.claim import check_same
+from mmod.io.environment import environment
 from mmod.io.files import parse_json, write_atomically
 from mmod.io.jobs import Job, Runner, Tick
 from mmod.io.journal import Journal

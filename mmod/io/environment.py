@@ -1,0 +1,34 @@
+"""What times depend on: the machine and the versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mmod.version import __version__
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Return what a measurement depends on: versions, processor or GPU, and threads.
+
+    Raises:
+        ValueError: A GPU is asked for and torch sees none.
+    """
+    machine: dict[str, Any] = {"mmod": __version__, "torch": str(torch.__version__)}
+    machine |= {"python": platform.python_version(), "device": device}
+    if torch.device(device).type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device {device!r} was asked for and torch sees no GPU; use 'cpu'")
+        return {**machine, "gpu": torch.cuda.get_device_name(device), "cuda": torch.version.cuda}
+    return {**machine, "processor": _processor(), "cores": os.cpu_count(), "threads": torch.get_num_threads()}
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, platform.processor() or platform.machine())

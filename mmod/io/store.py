@@ -1,0 +1,313 @@
+"""The store: results by what produced them, so that an interrupted call resumes and nothing is computed twice."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import errno
+import hashlib
+import io
+import json
+import os
+import re
+import secrets
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mmod.io.environment import environment
+from mmod.io.files import check_regular, locked, parse_json, write_atomically, writing
+from mmod.io.progress import say
+from mmod.values import brief, from_plain
+from mmod.version import __version__
+
+STORE = "store.jsonl"
+"""Name of the store in a folder of results."""
+_MAGIC = b"mmod store "
+_FORMAT = b"1"
+# No header is longer, of any format.
+_LONGEST_HEADER = 2**20
+_ARRAY = "$array"
+_TENSOR = "$tensor"
+
+
+class Store:
+    """Results by their identity, in memory or in one file, which several processes may read and write at once.
+
+    An identity is a mapping of plain values that names all a result depends on: config, seed, samples, weights, data.
+    The store adds mmod's version. Another identity finds nothing, and its result joins the others. Results of another
+    version stay in the file unread; a file of an older format is kept beside as `NAME.old`. Both are said in one line.
+
+    The file has a header, and a line for each result: a checksum, then version, identity and value as JSON. A line that
+    was cut when its process was killed is dropped; a damaged one is refused. A later result of an identity supersedes
+    the earlier one. Once such lines outweigh the others, the file is replaced by one without them. Only writing takes
+    the lock, the file `.NAME.lock`, so that processes see each other's results while all of them run. Nothing is
+    written before the first result.
+
+    Args:
+        path: The file; None keeps the results in memory.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "store.jsonl"
+        >>> Store(path).once({"seed": 0, "batch": 3}, lambda: {"losses": np.array([0.5, 0.25])})
+        {'losses': array([0.5 , 0.25])}
+        >>> Store(path).get({"seed": 0, "batch": 3})
+        {'losses': array([0.5 , 0.25])}
+    """
+
+    def __init__(self, path: str | Path | None = None) -> None:
+        self.path = None if path is None else Path(path)
+        # Whether the file was there at any time.
+        self._was_there = False
+        self._forget()
+        self._refresh()
+
+    def get(self, identity: Mapping[str, Any], as_type: type | None = None, *, timed_on: str | None = None) -> Any:
+        """Return the result of an identity; None without one.
+
+        Args:
+            as_type: A dataclass that the result's values are the fields of.
+            timed_on: Device on which the result was timed. Versions, machine and threads then join the identity.
+        """
+        self._refresh()
+        line = self._lines.get(_key(_whole(identity, timed_on)))
+        if line is None:
+            return None
+        try:
+            value = _unpacked(json.loads(line[9:])["value"])
+            return value if as_type is None else from_plain(as_type, value, "value", limit=None)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError, zlib.error) as error:
+            self._refuse(f"{type(error).__name__}: {error}")
+
+    def put(self, identity: Mapping[str, Any], value: Any, *, timed_on: str | None = None) -> None:
+        """Keep the result of an identity in place of an earlier one, see `get`.
+
+        Args:
+            value: Plain values, arrays, tensors, and dataclasses, whose fields are kept.
+        """
+        self._write(identity, value, timed_on, supersede=True)
+
+    def once(self, identity: Mapping[str, Any], compute: Callable[[], Any], *, timed_on: str | None = None) -> Any:
+        """Return the result of an identity, and compute it if there is none.
+
+        It is returned as the file holds it, so that it does not depend on who computed it: a tuple is a list, keys are
+        texts. Of processes that compute it at once, all return the result of the first.
+        """
+        self._refresh()
+        if _key(_whole(identity, timed_on)) not in self._lines:
+            self._write(identity, compute(), timed_on, supersede=False)
+        return self.get(identity, timed_on=timed_on)
+
+    def remove(self) -> None:
+        """Remove the file, once its results are kept elsewhere."""
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+    def _forget(self) -> None:
+        # By the hash of a result's identity, the last line that holds one.
+        self._lines: dict[str, bytes] = {}
+        self._header = b""
+        # Bytes and lines of the file that have been read.
+        self._end = 0
+        self._number = 0
+
+    def _refresh(self) -> None:
+        """Read what has been written since the last time; a cut line at the end is not read."""
+        if self.path is None:
+            return
+        try:
+            check_regular(self.path)
+            with self.path.open("rb") as file:
+                header = file.readline(_LONGEST_HEADER)
+                # A file of other results has another header.
+                is_other = header != self._header or file.seek(0, os.SEEK_END) < self._end
+                if is_other:
+                    self._forget()
+                    if not self._accepts(header):
+                        return
+                    self._was_there = True
+                    self._header = header
+                    self._end = len(header)
+                file.seek(self._end)
+                content = file.read()
+        except FileNotFoundError:
+            self._forget()
+            return
+        except ValueError as error:
+            raise ValueError(f"{error}. Delete it or choose another file") from error
+        for line in content[: content.rfind(b"\n") + 1].split(b"\n")[:-1]:
+            self._lines[self._read(line)] = line + b"\n"
+            self._end += len(line) + 1
+        if is_other:
+            self._tell_of_other_versions()
+
+    def _accepts(self, header: bytes) -> bool:
+        """Return whether the first line of a file is a whole header, and set aside a file of an older format."""
+        if not header.endswith(b"\n"):
+            if header.startswith(_MAGIC) or _MAGIC.startswith(header):
+                return False
+            self._refuse("it has no header")
+        text, _, check = header[:-1].rpartition(b" ")
+        if text.startswith(_MAGIC) and check == _checksum(text):
+            if text.split(b" ")[2] == _FORMAT:
+                return True
+        elif not re.match(rb"[0-9a-f]{8} ", header) or header[:8] != _checksum(header[9:-1]):
+            self._refuse("its header does not fit its checksum")
+        self._set_aside(header)
+        return False
+
+    def _set_aside(self, header: bytes) -> None:
+        """Rename a file of an older format."""
+        assert self.path is not None
+        number = 1
+        aside = self.path.with_name(f"{self.path.name}.old")
+        with writing(self.path), locked(self.path, wait=True):
+            while aside.exists():
+                number += 1
+                aside = self.path.with_name(f"{self.path.name}.old{number}")
+            # Another process may have done it in the meantime.
+            if self.path.exists() and self.path.read_bytes().startswith(header):
+                os.replace(self.path, aside)
+                say(f"{str(self.path)!r} is of an older format and not read: it is kept as {aside.name!r}")
+
+    def _read(self, line: bytes) -> str:
+        """Return the hash of the identity in a line."""
+        self._number += 1
+        text = line[9:]
+        if line[:9] != _checksum(text) + b" ":
+            self._refuse(f"result {self._number} does not fit its checksum")
+        try:
+            record = parse_json(text, f"result {self._number}")
+        except ValueError as error:
+            self._refuse(str(error))
+        if not isinstance(record, dict) or record.keys() != {"mmod", "identity", "value"}:
+            self._refuse(f"result {self._number} has no version, identity and value")
+        return _key({name: record[name] for name in ("mmod", "identity")})
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise ValueError(f"{str(self.path)!r} is damaged, or no store: {why}. Delete it or choose another file")
+
+    def _tell_of_other_versions(self) -> None:
+        versions = [json.loads(line[9:])["mmod"] for line in self._lines.values()]
+        if versions and __version__ not in versions:
+            others = ", ".join(sorted(set(map(str, versions))))
+            say(f"{str(self.path)!r} holds results of mmod {others}, which stay in it: mmod {__version__} starts anew")
+
+    def _write(self, identity: Mapping[str, Any], value: Any, timed_on: str | None, *, supersede: bool) -> None:
+        whole = _whole(identity, timed_on)
+        key = _key(whole)
+        text = json.dumps({**whole, "value": value}, default=_packed).encode()
+        line = b"%b %b\n" % (_checksum(text), text)
+        if self.path is None:
+            self._lines[key] = line
+            return
+        # A file of an older format is set aside under the same lock.
+        self._refresh()
+        with writing(self.path):
+            # A folder that vanished after its first result is not made anew, with the last result alone.
+            if self._was_there and not self.path.parent.is_dir():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
+            with locked(self.path, wait=True):
+                self._refresh()
+                if self._lines.get(key) == line or (key in self._lines and not supersede):
+                    return
+                self._append(line)
+                self._refresh()
+                self._compact()
+
+    def _append(self, line: bytes) -> None:
+        """Write a line behind the last whole one."""
+        assert self.path is not None
+        header = b"" if self._header else _new_header()
+        # Unbuffered, so that nothing is left to be written after an error.
+        with self.path.open("ab", buffering=0) as file:
+            file.truncate(self._end)
+            content = memoryview(header + line)
+            try:
+                while content:
+                    content = content[file.write(content) :]
+                os.fsync(file.fileno())
+            except BaseException:
+                with suppress(OSError):
+                    file.truncate(self._end)
+                raise
+
+    def _compact(self) -> None:
+        """Replace the file by one without superseded lines if these outweigh the others."""
+        assert self.path is not None
+        live = sum(map(len, self._lines.values()))
+        if self._end - len(self._header) <= 2 * live:
+            return
+        # Another header tells other processes to read all of it.
+        write_atomically(self.path, b"".join([_new_header(), *self._lines.values()]))
+
+
+def fingerprint(*outputs: Tensor) -> str:
+    """Return what stands for a model and its inputs in an identity: the shapes and sizes of its outputs.
+
+    Six digits, because the last ones depend on the number of threads.
+
+    Example:
+        >>> fingerprint(torch.full((2, 3), -0.5))
+        '2x3 5.000000e-01 2.500000e-01'
+    """
+    parts = []
+    for output in outputs:
+        size = output.detach().double()
+        shape = "x".join(map(str, output.shape))
+        parts.append(f"{shape} {float(size.abs().mean()):.6e} {float(size.square().mean()):.6e}")
+    return ", ".join(parts)
+
+
+def _whole(identity: Mapping[str, Any], timed_on: str | None) -> dict[str, Any]:
+    """Return an identity with mmod's version, and with the environment of times."""
+    if timed_on is not None:
+        identity = {**identity, "environment": environment(timed_on)}
+    return {"mmod": __version__, "identity": dict(identity)}
+
+
+def _key(whole: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(whole, sort_keys=True).encode()).hexdigest()
+
+
+def _new_header() -> bytes:
+    """Return a header like no other: it tells processes that read a file whether they have read its beginning."""
+    text = b"%b%b %b" % (_MAGIC, _FORMAT, secrets.token_hex(8).encode())
+    return b"%b %b\n" % (text, _checksum(text))
+
+
+def _checksum(text: bytes) -> bytes:
+    return b"%08x" % zlib.crc32(text)
+
+
+def _packed(value: Any) -> Any:
+    """Return what JSON cannot hold as plain values."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, (np.ndarray, Tensor)):
+        is_tensor = isinstance(value, Tensor)
+        file = io.BytesIO()
+        np.save(file, value.detach().cpu().numpy() if is_tensor else value, allow_pickle=False)
+        return {_TENSOR if is_tensor else _ARRAY: base64.b64encode(zlib.compress(file.getvalue())).decode()}
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    raise TypeError(f"a store keeps plain values, arrays, tensors and dataclasses, got {brief(value)}")
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unpacked(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() in ({_ARRAY}, {_TENSOR}):
+        ((kind, packed),) = value.items()
+        array = np.load(io.BytesIO(zlib.decompress(base64.b64decode(packed))), allow_pickle=False)
+        return array if kind == _ARRAY else torch.from_numpy(array)
+    return {name: _unpacked(item) for name, item in value.items()}
