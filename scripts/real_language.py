@@ -26,6 +26,7 @@ import mmod
 from mmod.analysis.statistics import Estimate, estimate_of, resampled_means
 from mmod.analysis.timing import interleave, relative_times
 from mmod.io.journal import Journal
+from mmod.io.store import STORE
 from mmod.planning import Option
 
 LENGTH = 128
@@ -133,7 +134,7 @@ def rows(model: Any, chunk_CT: Tensor, output: Path) -> Iterator[Row]:
                 part="language",
                 options=options,
                 rounds=rounds,
-                progress_file=output / f"search-{len(options)}.jsonl",
+                store=output / STORE,
             )
             yield routed(model, f"searched: {name}, {share}", search.plan)
     for share in SHARES:

@@ -14,8 +14,8 @@ from torch import nn
 from mmod.adapters import BlockStack, find_part, find_parts, own_name
 from mmod.analysis.modes import in_mode
 from mmod.config import RoutingConfig, Score, spelled
-from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
+from mmod.io.store import Store, fingerprint
 from mmod.methods.route import is_routed
 from mmod.model import route_, unroute_
 from mmod.planning.divergence import (
@@ -54,7 +54,7 @@ def search_plan(
     cost: str = "flops",
     divergence: str | None = None,
     rounds: int = 0,
-    progress_file: str | Path | None = None,
+    store: str | Path | None = None,
 ) -> PlanSearch:
     """Search for the plan with the lowest divergence from the dense model's output under a budget.
 
@@ -85,12 +85,13 @@ def search_plan(
             budget, or below where no plan is closer.
         divergence: "kl" of logits or "cosine" of features; None selects by the model.
         rounds: Number of further scoring rounds, as expensive as the first.
-        progress_file: Saves the scores after every batch; the same search resumes from it. Times are measured again.
+        store: File that keeps the scores of every batch, from which an interrupted search resumes, see
+            `mmod.io.store.Store`. Searches of any models and batches may share it. Times are measured again.
 
     Raises:
         ValueError: The model is routed, or has several parts and none is named; a block does not support an option; the
-            budget is out of reach; there are no batches, or `rounds` needs to read an iterator twice; or the progress
-            file belongs to another search.
+            budget is out of reach; there are no batches, or `rounds` needs to read an iterator twice; or the store is
+            damaged.
 
     Source: the additive score and its few calibration samples are those of DOP, arXiv 2507.02909, which prunes
         operators of token groups.
@@ -115,7 +116,7 @@ def search_plan(
     chosen = default_options(stack, score) if options is None else tuple(options)
     _check_options(chosen, stack, score)
     compared = Divergence(model, part, divergence_of(divergence, model))
-    scoring = _Scoring(compared, stack.names, chosen, score, progress_file)
+    scoring = _Scoring(compared, stack.names, chosen, score, Store(store))
     with in_mode(False, model), torch.no_grad():
         configs = [option.config(range(scoring.first, len(stack.blocks)), score) for option in chosen]
         # Fail on an option that a block does not support before the first trial.
@@ -151,7 +152,7 @@ class _Scoring:
         names: Sequence[str],
         options: Sequence[Option],
         router: Score,
-        progress_file: str | Path | None,
+        store: Store,
     ) -> None:
         self.divergence = divergence
         self.options = options
@@ -160,14 +161,16 @@ class _Scoring:
         self.depth = len(names)
         self.samples = self.tokens = self.images = self.rows = 0
         self.example: Any = None
-        identity: dict[str, Any] = {
+        # The dense outputs of a batch stand for the model and the batch.
+        self.identity: dict[str, Any] = {
+            "work": "search",
             "blocks": list(names),
             "options": [list(option) for option in options],
             "part": divergence.part,
             "router": str(spelled(router)),
             "divergence": divergence.compare.__name__,
         }
-        self.journal = Journal(progress_file, identity, "search")
+        self.store = store
 
     @property
     def lengths(self) -> tuple[int, int]:
@@ -202,10 +205,8 @@ class _Scoring:
         configs = [plan_of(trial, self.router) for trial in distinct]
         plain_base = [option and list(option) for option in base]
         total = len(batches) * len(distinct) if isinstance(batches, Sized) else None
-        kept = [record for record in self.journal.records if record["base"] == plain_base]
         totals = [0.0] * len(distinct)
         rows = 0
-        place = -1
         with progress_bar(desc="search plan", total=total, leave=False) as bar:
             for place, batch in enumerate(batches):
                 self.example = batch if self.example is None else self.example
@@ -213,24 +214,22 @@ class _Scoring:
                     # Further rounds read the same batches again.
                     self._count_tokens(batch)
                 dense_RF = outputs(self.divergence.model, batch, self.divergence.part)
-                size = f"{float(dense_RF.double().abs().mean()):.6e}"
+                identity = {**self.identity, "base": plain_base, "outputs": fingerprint(dense_RF)}
                 if place == 0:
                     # Costs are counted for the first batch, and refuse a budget before anything is scored.
                     begin()
-                if place < len(kept):
-                    self.journal.check(kept[place]["size"] == size, f"of other weights, or another batch {place}")
-                    divergences = kept[place]["divergences"]
-                    bar.update(len(distinct))
-                else:
+                divergences = self.store.get(identity)
+                if divergences is None:
                     divergences = []
                     for config in configs:
                         divergences.append(self.divergence.added(config, batch, dense_RF))
                         bar.update()
-                    self.journal.add({"base": plain_base, "size": size, "divergences": divergences})
+                    self.store.put(identity, divergences)
+                else:
+                    bar.update(len(distinct))
                 totals = [total + divergence for total, divergence in zip(totals, divergences, strict=True)]
                 rows += len(dense_RF)
         check_rows(rows)
-        self.journal.check(len(kept) <= place + 1, f"it has {len(kept)} batches, and there are {place + 1}")
         self.rows = rows
         means: dict[Choices, float] = {dense: 0.0}
         means |= {trial: total / rows for trial, total in zip(distinct, totals)}

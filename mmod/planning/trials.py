@@ -18,6 +18,7 @@ from mmod.analysis.modes import in_mode
 from mmod.analysis.timing import ratios, relative_times
 from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
+from mmod.io.store import STORE
 from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, RecipeResult
 from mmod.planning.candidate import DENSE, ONLY, Candidate
@@ -188,7 +189,7 @@ def _prompts(
     searched = -(-len(prompts) // 5)
     if searched == len(prompts):
         raise ValueError("one batch of prompts cannot both find plans and judge them: pass two or more")
-    candidates = language_candidates(model, part, depth, prompts[:searched], folder)
+    candidates = language_candidates(model, part, depth, prompts[:searched], folder and folder / STORE)
     return Prompts(model, part, prompts[searched:]), candidates
 
 

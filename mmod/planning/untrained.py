@@ -67,16 +67,15 @@ def _smaller(size: tuple[int, int], resized: tuple[int, int]) -> Candidate:
 
 
 def language_candidates(
-    model: nn.Module, part: str, depth: int, batches: Sequence[Mapping[str, Any]], folder: Path | None
+    model: nn.Module, part: str, depth: int, batches: Sequence[Mapping[str, Any]], store: Path | None
 ) -> list[Candidate]:
     """Return the candidates of a language model that reads images.
 
     Args:
         batches: Prompts on which plans are searched.
-        folder: Keeps the scores of the search, with which it resumes.
+        store: File that keeps the scores of the search, see `search_plan`.
     """
-    scores = None if folder is None else folder / "search.jsonl"
-    search = search_plan(model, batches, _BUDGETS[0], part=part, cost="image_flops", router=_LAST, progress_file=scores)
+    search = search_plan(model, batches, _BUDGETS[0], part=part, cost="image_flops", router=_LAST, store=store)
     least = search.costs.least_share
     plans = {f"searched {budget:g}": search.plan_for(budget) for budget in _BUDGETS if budget >= least}
     plans |= {"as p-MoD": ratio_decay(depth), "as PyramidDrop": stage_drop(depth), "as FastV": drop_once(depth)}

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmod.io.files import locked
+from mmod.io.store import STORE
 from mmod.planning.options import PlanOptions
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import extended, kind_of, parse_kind
@@ -57,7 +58,7 @@ def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.pl
             divergence=options.divergence,
             rounds=options.rounds,
             # A stopped search continues, and another budget scores nothing again.
-            progress_file=folder / "scores.jsonl",
+            store=folder / STORE,
         )
         path = folder / f"{name}.json"
         if not path.exists() or RoutingConfig.load(path) != search.plan:

@@ -14,6 +14,7 @@ from mmod import Option, RoutingConfig
 from mmod.analysis.statistics import Estimate
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
+from mmod.io.store import STORE
 from mmod.planning import horizon, search_plan
 from scripts.real_halves.judge import by_picture, gap, halve, loaded, prefill_times
 from scripts.real_halves.model import TRAINED
@@ -118,7 +119,7 @@ def _search(folder: Path, patches: int) -> dict[str, dict[str, Any]]:
                 options=_OPTIONS,
                 router=router,
                 cost="image_flops",
-                progress_file=folder / f"search-{name}-{patches}.jsonl",
+                store=folder / STORE,
             )
             for name, router in _ROUTERS.items()
         }

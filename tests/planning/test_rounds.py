@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mmod
+from mmod.io.store import Store
 from mmod.planning import search
 from mmod.planning.plan_search import (
     BlockCosts,
@@ -140,7 +141,7 @@ def test_rounds_score_choices_beside_those_of_the_plan() -> None:
     # What one round scores: the whole divergence with a choice, less that with the block dense.
     base = choices_of(first.plan)
     compared = search.Divergence(model, "language", search.divergence_of(None, model))
-    scoring = search._Scoring(compared, first.names, options, STRIDE, progress_file=None)
+    scoring = search._Scoring(compared, first.names, options, STRIDE, Store())
     with torch.no_grad():
         scores, of_base = scoring.run(batches, base)
     assert of_base == pytest.approx(score_of_plan(first.plan))
@@ -155,7 +156,7 @@ def test_rounds_score_choices_beside_those_of_the_plan() -> None:
 
 
 def test_an_interrupted_round_goes_on(tmp_path: Path) -> None:
-    model, images, path = make_model(NAME), make_images(NAME, 4), tmp_path / "scores.jsonl"
+    model, images, path = make_model(NAME), make_images(NAME, 4), tmp_path / "store.jsonl"
     batches = [images[:2], images[2:]]
     uninterrupted = mmod.search_plan(model, batches, 0.8, options=FEW, rounds=2)
 
@@ -170,11 +171,11 @@ def test_an_interrupted_round_goes_on(tmp_path: Path) -> None:
                 yield batch
 
     with pytest.raises(KeyboardInterrupt):
-        mmod.search_plan(model, Stopping(batches), 0.8, options=FEW, rounds=2, progress_file=path)
+        mmod.search_plan(model, Stopping(batches), 0.8, options=FEW, rounds=2, store=path)
     assert len(path.read_text().splitlines()) == 1 + len(batches) + 1
-    assert mmod.search_plan(model, batches, 0.8, options=FEW, rounds=2, progress_file=path) == uninterrupted
+    assert mmod.search_plan(model, batches, 0.8, options=FEW, rounds=2, store=path) == uninterrupted
     # The dense model's scores serve a search without rounds too.
-    assert mmod.search_plan(model, batches, 0.8, options=FEW, progress_file=path).divergence is None
+    assert mmod.search_plan(model, batches, 0.8, options=FEW, store=path).divergence is None
 
 
 def test_rounds_that_cannot_be_are_refused() -> None:

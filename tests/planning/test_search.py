@@ -204,7 +204,7 @@ def test_towers_of_clip_models() -> None:
 
 
 def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
-    model, images, path = make_model(NAME), make_images(NAME, 6), tmp_path / "scores.jsonl"
+    model, images, path = make_model(NAME), make_images(NAME, 6), tmp_path / "store.jsonl"
     batches = [images[:2], images[2:4], images[4:]]
     uninterrupted = mmod.search_plan(model, batches, 0.8, options=FEW)
 
@@ -214,25 +214,30 @@ def test_an_interrupted_search_goes_on(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        mmod.search_plan(model, interrupted(), 0.8, options=FEW, progress_file=path)
-    # The first line says which search it is.
+        mmod.search_plan(model, interrupted(), 0.8, options=FEW, store=path)
+    # A header, and a line for each batch.
     assert len(path.read_text().splitlines()) == 1 + 2
     assert not mmod.is_routed(model)
-    again = mmod.search_plan(model, batches, 0.8, options=FEW, progress_file=path)
-    assert again == uninterrupted
-    for other, given_batches in ((make_model(NAME, seed=1), batches), (model, [images[3:], images[:3]])):
-        with pytest.raises(ValueError, match="belongs to another search"):
-            mmod.search_plan(other, given_batches, 0.8, options=FEW, progress_file=path)
+    assert mmod.search_plan(model, batches, 0.8, options=FEW, store=path) == uninterrupted
 
 
-@pytest.mark.parametrize("change", ["another second batch", "fewer batches"])
-def test_progress_with_other_batches_is_refused(change: str, tmp_path: Path) -> None:
-    model, images, path = make_model(NAME), make_images(NAME, 6), tmp_path / "scores.jsonl"
+def test_a_store_serves_searches_of_other_models_batches_and_options(tmp_path: Path) -> None:
+    """Each finds the scores of its own model and batches alone, also those of another search."""
+    model, images, path = make_model(NAME), make_images(NAME, 6), tmp_path / "store.jsonl"
     batches = list(images.split(2))
-    mmod.search_plan(model, batches, 0.8, options=FEW, progress_file=path)
-    others = batches[:2] if change == "fewer batches" else [batches[0], batches[2], batches[1]]
-    with pytest.raises(ValueError, match="belongs to another search"):
-        mmod.search_plan(model, others, 0.8, options=FEW, progress_file=path)
+    mmod.search_plan(model, batches, 0.8, options=FEW, store=path)
+    for changed, given_batches, options, added in (
+        (model, batches[:2], FEW, 0),
+        (model, [batches[0], batches[2], batches[1]], FEW, 0),
+        (model, [batches[0], batches[1].flip(3)], FEW, 1),
+        (model, [images[3:], images[:3]], FEW, 2),
+        (make_model(NAME, seed=1), batches, FEW, 3),
+        (model, batches, FEW[:1], 3),
+    ):
+        before = len(path.read_text().splitlines())
+        search = mmod.search_plan(changed, given_batches, 0.8, options=options, store=path)
+        assert search == mmod.search_plan(changed, given_batches, 0.8, options=options)
+        assert len(path.read_text().splitlines()) == before + added
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 import mmod
+from mmod.io.store import STORE
 from mmod.studies.plan import SEARCHES, PlanOptions, main, search_for
 from mmod.training import fit
 from mmod.training.chat.model import create_model
@@ -38,18 +39,17 @@ def test_an_image_classifier_is_searched_once(config: Path, capsys: pytest.Captu
     main([str(config), *quick, "--plan.budget", "0.8"])
     folder = config.parent / "searched/plan"
     assert "divergence added by each option, mean over 8 rows" in capsys.readouterr().out
-    scores = (folder / "scores.jsonl").read_text()
+    scores = (folder / STORE).read_text()
     main([str(config), *quick, "--plan.budget", "0.9"])
-    assert (folder / "scores.jsonl").read_text() == scores
+    assert (folder / STORE).read_text() == scores
     names = {f"flops-{budget}.{ending}" for budget in (0.8, 0.9) for ending in ("json", "png", "svg")}
-    assert {path.name for path in folder.iterdir()} == {"scores.jsonl", *names}
+    assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {STORE, *names}
     assert mmod.RoutingConfig.load(folder / "flops-0.8.json").depth == 4
     main([str(config), *quick, "--plan.budget", "0.8", "--plan.rounds", "1"])
-    assert (folder / "scores.jsonl").read_text().startswith(scores)
-    assert (folder / "scores.jsonl").read_text() != scores
+    assert (folder / STORE).read_text().startswith(scores)
+    assert (folder / STORE).read_text() != scores
     assert mmod.RoutingConfig.load(folder / "flops-0.8-rounds-1.json").depth == 4
-    with pytest.raises(ValueError, match="belongs to another search"):
-        main([str(config), "--plan.options", "[[0.5, mlp, kept]]", "--plan.batches", "2", "--plan.batch_size", "4"])
+    main([str(config), *quick, "--plan.options", "[[0.5, mlp, kept]]", "--plan.budget", "0.95"])
     mmod.RoutingConfig(blocks=(0,), capacity=(0.125,), depth=4).save(folder / "flops-0.8.json", overwrite=True)
     with pytest.raises(FileExistsError, match="overwrite"):
         main([str(config), *quick, "--plan.budget", "0.8"])
@@ -75,7 +75,7 @@ def test_a_vision_language_model_is_searched(tmp_path: Path) -> None:
         ]
     )
     folder = Path(dense.output) / "plan"
-    assert len((folder / "scores.jsonl").read_text().splitlines()) == 1 + 2
+    assert len((folder / STORE).read_text().splitlines()) == 1 + 2
     plan = mmod.RoutingConfig.load(folder / "flops-0.7.json")
     assert set(plan.capacity) == {0}
     assert plan.router == mmod.score("stride")

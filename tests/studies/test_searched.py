@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from mmod import RoutingConfig
+from mmod.io.store import STORE
 from mmod.studies.chat import ChatStudy
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig
 from mmod.studies.image import ImageStudy
@@ -77,7 +78,7 @@ def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: 
     for seed in range(config.seeds):
         folder = Path(config.output) / f"seed{seed}" / "searched.plans"
         # One scoring serves both budgets.
-        assert (folder / "scores.jsonl").is_file()
+        assert (folder / STORE).is_file()
         assert {path.name for path in folder.glob("*.json")} == {f"flops-{budget}.json" for budget in budgets}
         plans = [RoutingConfig.load(folder / f"flops-{budget}.json") for budget in budgets]
         assert plans[0] != plans[1]
