@@ -3,7 +3,7 @@
 FOLDER holds train/CLASS and test/CLASS, FILE the weights of timm's ViT-S/14 (DINOv2). A linear classifier of the first
 11 blocks' features is fitted on the photographs for training. All candidates of `mmod.advise` are judged on those for
 testing, by how often their top class is the dense model's, and timed in turns. Advice is then taken from many random
-halves of the photographs, and from smaller parts, and compared with what the others say. RESULT takes a journal, with
+halves of the photographs, and from smaller parts, and compared with what the others say. RESULT takes a store, from
 which the same command resumes, and the table. Caltech-101 at 140 pixels takes about 40 CPU minutes.
 """
 
@@ -26,7 +26,7 @@ from torchvision.datasets import ImageFolder
 
 from mmod.adapters import find_part
 from mmod.analysis.redundancy import RedundancyReport
-from mmod.io.journal import Journal
+from mmod.io.store import STORE, Store
 from mmod.planning.advice import AGREEMENT, LEAST_SPEEDUP, Advice
 from mmod.planning.candidate import DENSE, Candidate
 from mmod.planning.comparison import Reading, time_models
@@ -75,7 +75,8 @@ class Replayed:
         self.recorded = recorded
         self.places = places
         self.measure = AGREEMENT
-        self.fingerprint = ""
+        self.part = "image"
+        self.identity: dict[str, Any] = {}
         self.first = min(FIRST_LOOK, len(places))
         self.batch_size = BATCH
         self.has_labels = False
@@ -103,10 +104,8 @@ class Replayed:
 def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     """Return what `mmod.advise` says of some photographs."""
     samples = Replayed(recorded, places)
-    trials = {name: Trial(Candidate(name), Named(name)) for name in recorded.scores}
-    journal = Journal(None, None, "advice")
-    journal.add({"times": recorded.times})
-    run_trials(trials, samples, journal, progress=False)
+    trials = {name: Trial(Candidate(name), Named(name), times=recorded.times[name]) for name in recorded.scores}
+    run_trials(trials, samples, Store(), progress=False)
     return Advice(tuple(rows_of(trials, samples, "image", BLOCKS)), {}, AGREEMENT, None, 1.0, BATCH, len(places), 0.0)
 
 
@@ -198,11 +197,11 @@ def classifier(weights: Path, folder: Path, file: Path) -> Any:
 
 def record(folder: Path, weights: Path, result: Path) -> Recorded:
     """Judge and time all candidates on the photographs for testing."""
-    journal = Journal(result / "judged.jsonl", {"photographs": str(folder), "weights": str(weights)}, "judging")
-    known = {entry["name"]: np.array(entry["scores"]) for entry in journal.records if "name" in entry}
-    times = next((entry["times"] for entry in journal.records if "times" in entry), None)
-    if times is not None:
-        return Recorded(known, times)
+    store = Store(result / STORE)
+    identity = {"photographs": str(folder), "weights": str(weights)}
+    recorded = store.get(identity, timed_on="cpu")
+    if recorded is not None:
+        return Recorded(*recorded)
     model = classifier(weights, folder / "train", result / "classifier.safetensors")
     pixels, labels = photographs(folder / "test")
     part, stack = find_part(model)
@@ -213,14 +212,14 @@ def record(folder: Path, weights: Path, result: Path) -> Recorded:
         changed, refused = changed_models(model, part, BLOCKS, samples, candidates)
         assert not refused, refused
         trials = {DENSE: Trial(Candidate(DENSE), model), **changed}
+        scores = {}
         for name, trial in trials.items():
-            if name not in known:
-                known[name] = samples.judge(trial.model, 0, len(samples))[0]
-                journal.add({"name": name, "scores": known[name].tolist()})
+            trial.judge(samples, len(samples), store)
+            scores[name] = trial.scores
         readings = {name: {"batch": samples.reading(trial.model)} for name, trial in trials.items()}
         times = time_models(readings, rounds=ROUNDS, device=torch.device("cpu"))["batch"]
-    journal.add({"times": times})
-    return Recorded(known, times)
+    store.put(identity, [scores, times], timed_on="cpu")
+    return Recorded(scores, times)
 
 
 def table_of_parts(recorded: Recorded) -> dict[str, Any]:

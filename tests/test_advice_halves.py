@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 
+from mmod.io.store import STORE
 from scripts import advice_halves
 from scripts.advice_halves import Recorded, advice_from, is_decided, is_right, replay
 
@@ -62,8 +63,8 @@ def test_a_small_model_is_judged_once(tmp_path: Path, monkeypatch: pytest.Monkey
         "sys.argv", ["advice_halves.py", str(tmp_path), str(tmp_path / "weights.safetensors"), str(result)]
     )
     advice_halves.main()
-    journal = (result / "judged.jsonl").read_bytes()
+    store = (result / STORE).read_bytes()
     advice_halves.main()
-    assert (result / "judged.jsonl").read_bytes() == journal
+    assert (result / STORE).read_bytes() == store
     table = json.loads((result / "table.json").read_text())
     assert [row[:2] for row in table["rows"]] == [[4, "1 %"], [4, "2 %"], [4, "5 %"], [4, "10 %"]]

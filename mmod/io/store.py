@@ -250,20 +250,27 @@ class Store:
 
 
 def fingerprint(*outputs: Tensor) -> str:
-    """Return what stands for a model and its inputs in an identity: the shapes and sizes of its outputs.
+    """Return what stands for a model and its inputs in an identity: shapes of outputs, their size, and a weighted mean.
 
-    Six digits, because the last ones depend on the number of threads.
+    Few digits, because the last ones depend on the number of threads.
 
     Example:
         >>> fingerprint(torch.full((2, 3), -0.5))
-        '2x3 5.000000e-01 2.500000e-01'
+        '2x3 5.000000e-01 -2.774e-01'
     """
     parts = []
     for output in outputs:
-        size = output.detach().double()
-        shape = "x".join(map(str, output.shape))
-        parts.append(f"{shape} {float(size.abs().mean()):.6e} {float(size.square().mean()):.6e}")
+        value_RC = output.detach().double().reshape(len(output), -1)
+        rows, columns = value_RC.shape
+        # The weights tell outputs from the same in another order.
+        column_R = value_RC @ _weights(columns, 0.618034).to(value_RC) / columns
+        mean = float(_weights(rows, 0.414214).to(column_R) @ column_R) / rows
+        parts.append(f"{'x'.join(map(str, output.shape))} {float(value_RC.abs().mean()):.6e} {mean:.3e}")
     return ", ".join(parts)
+
+
+def _weights(count: int, step: float) -> Tensor:
+    return 0.5 + torch.arange(count) * step % 1
 
 
 def _whole(identity: Mapping[str, Any], timed_on: str | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from mmod.adapters import image_facts, image_output, patch_grid, watch_grid
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.redundancy import RedundancyReport, redundancy
+from mmod.io.store import fingerprint
 from mmod.ops.grids import resized
 from mmod.planning.advice import AGREEMENT
 from mmod.planning.comparison import Reading
@@ -33,14 +34,16 @@ class Samples(Protocol):
 
     Attributes:
         measure: How outputs are compared.
-        fingerprint: Figure of the dense outputs, which tells models and inputs apart.
+        part: The part of the model that is made cheaper.
+        identity: The model and the samples, as a store knows them; their dense outputs and labels stand for them.
         first: Number of samples of the first look.
         batch_size: Samples of a timed batch.
         has_labels: Whether accuracy is judged.
     """
 
     measure: str
-    fingerprint: str
+    part: str
+    identity: Mapping[str, Any]
     first: int
     batch_size: int
     has_labels: bool
@@ -84,7 +87,8 @@ class Images:
             self.measure = AGREEMENT if facts.classes else "cosine of features"
         self.labels = labels if self.measure == AGREEMENT else None
         self.has_labels = self.labels is not None
-        self.fingerprint = f"{float(self.dense_NRF.double().abs().mean()):.6e}"
+        told = [self.dense_NRF] if self.labels is None else [self.dense_NRF, self.labels]
+        self.identity = _identity(model, part, len(pixels), fingerprint(*told))
         self.first = min(FIRST_LOOK, len(pixels))
         self.size = (int(pixels.shape[2]), int(pixels.shape[3]))
         self.patches = facts.patch
@@ -158,7 +162,7 @@ class Prompts:
         self.has_labels = all(batch.get("labels") is not None for batch in batches)
         tops = [self._top(model, batch) for batch in batches]
         self.dense_T = [top_T for top_T, _ in tops]
-        self.fingerprint = f"{sum(size for _, size in tops) / len(tops):.6e}"
+        self.identity = _identity(model, part, len(self), [told for _, told in tops])
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -197,10 +201,15 @@ class Prompts:
                 correct += [float(x.double().mean()) for x in is_right_T.split(counts)]
         return np.array(scores), np.array(correct)
 
-    def _top(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, float]:
-        """Return the most probable next tokens (T,), and the mean size of their logits."""
+    def _top(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, str]:
+        """Return the most probable next tokens (T,), and what tells their logits and labels from others."""
         logits_TF = outputs(model, batch, self.part)
-        return logits_TF.argmax(-1).cpu(), float(logits_TF.double().abs().mean())
+        told = [logits_TF] if batch.get("labels") is None else [logits_TF, batch["labels"]]
+        return logits_TF.argmax(-1).cpu(), fingerprint(*told)
+
+
+def _identity(model: nn.Module, part: str, samples: int, outputs: str | Sequence[str]) -> dict[str, Any]:
+    return {"work": "advice", "model": type(model).__name__, "part": part, "samples": samples, "outputs": outputs}
 
 
 def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | None]:

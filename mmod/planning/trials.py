@@ -16,9 +16,8 @@ from torch import nn
 from mmod.adapters import BlockStack, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
 from mmod.analysis.timing import ratios, relative_times
-from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
-from mmod.io.store import STORE
+from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, RecipeResult
 from mmod.planning.candidate import DENSE, ONLY, Candidate
@@ -68,8 +67,8 @@ def advise(
         candidates: What to try. None takes gradual and late merging, a-mod and random routing, smaller images, ToMe and
             pruning; for a language model plans of `search_plan`, the schedules of p-MoD, PyramidDrop and FastV, image
             tokens that late layers do not update, random and evenly spread ones.
-        folder: Write `advice.json`, `advice.md` and `advice.png` here, and `journal.jsonl`, with which the same call
-            resumes. None writes nothing.
+        folder: Write `advice.json`, `advice.md` and `advice.png` here, and `store.jsonl`, from which an interrupted
+            call resumes. None writes nothing.
         note: A sentence about the data, for the report.
         title: Title of `advice.md`; None names the model.
         progress: Show a bar.
@@ -78,7 +77,7 @@ def advise(
     Raises:
         TypeError: A batch that holds no images, or no prompts.
         ValueError: A candidate needs training, the model is changed already or cannot be routed, there are no images,
-            one batch alone to search plans and judge them, or the folder belongs to another model or other images.
+            one batch alone to search plans and judge them, or the folder's store is damaged.
 
     Example:
         >>> import timm, torch
@@ -95,28 +94,17 @@ def advise(
         candidates = recipes
     _check_candidates(candidates)
     part, stack = _part_to_change(model, part)
-    folder = None if folder is None else Path(folder)
+    store = None if folder is None else Path(folder) / STORE
     depth = len(stack.blocks)
     with in_mode(False, model), torch.no_grad():
         if stack.language:
-            samples, chosen = _prompts(model, part, depth, batches, images, candidates, folder)
+            samples, chosen = _prompts(model, part, depth, batches, images, candidates, store)
         else:
             samples, chosen = _images(model, part, stack, batches, images, candidates, batch_size)
         dense = Trial(Candidate(DENSE), model, *samples.judge(model, 0, len(samples)))
         changed, refused = changed_models(model, part, depth, samples, chosen)
         trials = {DENSE: dense, **changed}
-        codes = {name: trial.candidate.code(part, 0) for name, trial in changed.items()}
-        identity = {
-            "model": type(model).__name__,
-            "images": len(samples),
-            "batch_size": samples.batch_size,
-            "part": part,
-            # Named and worded as by the first version, whose journals are continued.
-            "recipes": {DENSE: f"mmod.route_(model, {part}=mmod.RoutingConfig())", **codes},
-            "outputs": samples.fingerprint,
-        }
-        journal = Journal(None if folder is None else folder / "journal.jsonl", identity, "advice")
-        run_trials(trials, samples, journal, progress)
+        run_trials(trials, samples, Store(store), progress)
         rows = tuple(rows_of(trials, samples, part, depth))
     advice = Advice(
         rows,
@@ -180,7 +168,7 @@ def _prompts(
     batches: Iterable[Any],
     count: int,
     candidates: Sequence[Candidate] | None,
-    folder: Path | None,
+    store: Path | None,
 ) -> tuple[Samples, Sequence[Candidate]]:
     """Return prompts to judge candidates on, and the candidates; plans are searched on a fifth of the batches."""
     prompts = first_prompts(batches, count, next(model.parameters()).device)
@@ -189,7 +177,7 @@ def _prompts(
     searched = -(-len(prompts) // 5)
     if searched == len(prompts):
         raise ValueError("one batch of prompts cannot both find plans and judge them: pass two or more")
-    candidates = language_candidates(model, part, depth, prompts[:searched], folder and folder / STORE)
+    candidates = language_candidates(model, part, depth, prompts[:searched], store)
     return Prompts(model, part, prompts[searched:]), candidates
 
 
@@ -221,18 +209,16 @@ class Trial:
     correct: np.ndarray = field(default_factory=lambda: np.zeros(0))
     times: list[float] = field(default_factory=list)
 
-    def judge(self, samples: Samples, stop: int, journal: Journal) -> None:
-        """Score the samples before `stop`, or read their scores from the journal."""
-        if len(self.scores) >= stop:
+    def judge(self, samples: Samples, stop: int, store: Store) -> None:
+        """Score the samples before `stop`, once."""
+        start = len(self.scores)
+        if start >= stop:
             return
-        key = {"recipe": self.candidate.name, "start": len(self.scores), "stop": stop}
-        record = next((record for record in journal.records if key.items() <= record.items()), None)
-        if record is None:
-            scores, correct = samples.judge(self.model, len(self.scores), stop)
-            record = {**key, "scores": scores.tolist(), "correct": correct.tolist()}
-            journal.add(record)
-        self.scores = np.append(self.scores, record["scores"])
-        self.correct = np.append(self.correct, record["correct"])
+        named = {"candidate": self.candidate.name, "code": self.candidate.code(samples.part, 0)}
+        identity = {**samples.identity, **named, "start": start, "stop": stop}
+        scores, correct = store.once(identity, lambda: samples.judge(self.model, start, stop))
+        self.scores = np.append(self.scores, scores)
+        self.correct = np.append(self.correct, correct)
 
 
 def changed_models(
@@ -255,20 +241,14 @@ def changed_models(
     return trials, refused
 
 
-def run_trials(trials: Mapping[str, Trial], samples: Samples, journal: Journal, progress: bool) -> None:
-    """Judge all candidates on few samples, time them, and judge those near the front on all samples."""
+def run_trials(trials: Mapping[str, Trial], samples: Samples, store: Store, progress: bool) -> None:
+    """Judge all candidates on few samples, time them unless they are, and judge those near the front on all samples."""
     with progress_bar(desc="advise", total=2 * len(trials) + 1, shown=progress, leave=False) as bar:
         for trial in trials.values():
-            trial.judge(samples, samples.first, journal)
+            trial.judge(samples, samples.first, store)
             bar.update()
-        times = next((record["times"] for record in journal.records if "times" in record), None)
-        if times is None:
-            readings = {name: {"batch": samples.reading(trial.model)} for name, trial in trials.items()}
-            device = next(trials[DENSE].model.parameters()).device
-            times = time_models(readings, rounds=ROUNDS, device=device, warmup=1)["batch"]
-            journal.add({"times": times})
-        for name, trial in trials.items():
-            trial.times = times[name]
+        if not trials[DENSE].times:
+            _time(trials, samples, store)
         bar.update()
         # Judged before any gets more samples: a score of more would not compare.
         first = _scores(trials)
@@ -276,10 +256,25 @@ def run_trials(trials: Mapping[str, Trial], samples: Samples, journal: Journal, 
         near = unbeaten(ms, lambda one, other: first.mean(one) > first.mean(other) + SLACK, tolerance=1.0)
         while near:
             for name in near:
-                trials[name].judge(samples, len(samples), journal)
+                trials[name].judge(samples, len(samples), store)
                 bar.update()
             # More samples may have taken from the front what had beaten others on few.
             near = [name for name in _front(trials) if len(trials[name].scores) < len(samples)]
+
+
+def _time(trials: Mapping[str, Trial], samples: Samples, store: Store) -> None:
+    """Time all candidates in turns, once on a machine: times of other candidates are of other turns."""
+    device = next(trials[DENSE].model.parameters()).device
+
+    def measure() -> dict[str, list[float]]:
+        readings = {name: {"batch": samples.reading(trial.model)} for name, trial in trials.items()}
+        return time_models(readings, rounds=ROUNDS, device=device, warmup=1)["batch"]
+
+    codes = {name: trial.candidate.code(samples.part, 0) for name, trial in trials.items()}
+    identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size, "rounds": ROUNDS}
+    times = store.once(identity, measure, timed_on=str(device))
+    for name, trial in trials.items():
+        trial.times = times[name]
 
 
 def _scores(trials: Mapping[str, Trial]) -> SampleScores:

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.io import store as store_module
-from mmod.io.store import Store
+from mmod.io.store import Store, fingerprint
 from tests.kit.processes import run_processes
 
 IDENTITIES = [{"options": [[0.5, "block"]], "batch": number} for number in range(3)]
@@ -297,3 +297,11 @@ def test_a_removed_store_is_gone_and_begins_anew(path: Path) -> None:
     assert store.get(IDENTITIES[0]) is None
     store.put(IDENTITIES[1], 1)
     assert read(path) == [None, 1, None]
+
+
+def test_a_fingerprint_tells_outputs_in_another_order_and_of_another_sign() -> None:
+    x = torch.randn(4, 5, 3)
+    others = [x, x.flip(0), x.flip(1), x.flip(2), -x, x.roll(1, 0), x.flatten(1), x[:3], x.half() * 1.001]
+    assert len({fingerprint(other) for other in others}) == len(others)
+    assert fingerprint(x) == fingerprint(x * (1 + 1e-12)) == fingerprint(x.clone())
+    assert fingerprint(torch.arange(3) % 2) != fingerprint(torch.arange(3) % 3)

@@ -261,7 +261,7 @@ def test_the_redundancy_of_the_images_stands_beside_the_table(clock: Callable[..
     assert "The images: 50% of patches flat" in str(advice)
 
 
-def test_a_killed_call_goes_on_and_another_is_refused(
+def test_a_killed_call_goes_on_and_another_finds_its_own(
     clock: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock({})
@@ -284,26 +284,23 @@ def test_a_killed_call_goes_on_and_another_is_refused(
     done = len(ran)
     assert mmod.advise(make(), [pictures(4)], **options) == advice
     assert len(ran) == done + 1
-    with pytest.raises(ValueError, match="belongs to another advice: images: 4 there, 3 now"):
-        mmod.advise(make(), [pictures(3)], **options)
-
-
-def test_a_journal_is_told_by_the_model_the_images_and_the_lines_that_change_it(
-    clock: Callable[..., None], tmp_path: Path
-) -> None:
-    clock({})
-    tried = [
-        Candidate("gradual", routing={"preset": "gradual", "mean": 0.8}),
-        Candidate("small", methods=({"kind": "resize", "size": 96},)),
-    ]
-    mmod.advise(make(), [pictures(2)], batch_size=2, candidates=tried, folder=tmp_path, progress=False)
-    header = json.loads((tmp_path / "journal.jsonl").read_text().splitlines()[0].partition(" ")[2])
-    # The words of the first version, whose journals must stay readable.
-    assert header["recipes"] == {
-        "dense": "mmod.route_(model, image=mmod.RoutingConfig())",
-        "gradual": "mmod.route_(model, image=mmod.preset('gradual', depth=0, mean=0.8))",
-        "small": "mmod.apply_(model, mmod.methods.Resize(size=96))",
-    }
+    # Other images, labels or weights are judged anew, and one candidate more is alone in being judged.
+    labels = torch.arange(4) % 3
+    turned = make()
+    turned.head.weight.data = turned.head.weight.data.flip(0)
+    for model, batches in ((make(), [pictures(3)]), (make(), [(pictures(4), labels)]), (turned, [pictures(4)])):
+        ran.clear()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(samples.Images, "judge", add)
+            expected = mmod.advise(model, batches, **{**options, "folder": None})
+        ran += [""] * 5
+        assert mmod.advise(model, batches, **options) == expected
+        assert len(ran) == 5 + 1 + len(expected.rows)
+    ran.clear()
+    ran += [""] * 5
+    tried = [Candidate("gradual 0.8", routing={"preset": "gradual", "mean": 0.8}), Candidate("stride", routing={})]
+    mmod.advise(make(), [pictures(4)], **options, candidates=tried)
+    assert len(ran) == 5 + 1 + 1
 
 
 def test_earlier_names_of_candidates_warn_and_do_the_same(clock: Callable[..., None]) -> None:
