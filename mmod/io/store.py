@@ -15,14 +15,14 @@ import zlib
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mmod.io.environment import environment
-from mmod.io.files import check_regular, locked, parse_json, write_atomically, writing
+from mmod.io.files import check_regular, locked, parse_json, replacing, writing
 from mmod.io.progress import say
 from mmod.values import brief, from_plain
 from mmod.version import __version__
@@ -64,10 +64,12 @@ class Store:
 
     def __init__(self, path: str | Path | None = None) -> None:
         self.path = None if path is None else Path(path)
+        # By the hash of a result's identity, its line without a file.
+        self._memory: dict[str, bytes] = {}
         # Whether the file was there at any time.
         self._was_there = False
         self._forget()
-        self._refresh()
+        self._find("")
 
     def get(self, identity: Mapping[str, Any], as_type: type | None = None, *, timed_on: str | None = None) -> Any:
         """Return the result of an identity; None without one.
@@ -76,15 +78,8 @@ class Store:
             as_type: A dataclass that the result's values are the fields of.
             timed_on: Device on which the result was timed. Versions, machine and threads then join the identity.
         """
-        self._refresh()
-        line = self._lines.get(_key(_whole(identity, timed_on)))
-        if line is None:
-            return None
-        try:
-            value = _unpacked(json.loads(line[9:])["value"])
-            return value if as_type is None else from_plain(as_type, value, "value", limit=None)
-        except (AttributeError, KeyError, TypeError, ValueError, RecursionError, zlib.error) as error:
-            self._refuse(f"{type(error).__name__}: {error}")
+        line = self._find(_key(_whole(identity, timed_on)))
+        return None if line is None else self._value_in(line, as_type)
 
     def put(self, identity: Mapping[str, Any], value: Any, *, timed_on: str | None = None) -> None:
         """Keep the result of an identity in place of an earlier one, see `get`.
@@ -92,7 +87,7 @@ class Store:
         Args:
             value: Plain values, arrays, tensors, and dataclasses, whose fields are kept.
         """
-        self._write(identity, value, timed_on, supersede=True)
+        self._write(_whole(identity, timed_on), value, supersede=True)
 
     def once(self, identity: Mapping[str, Any], compute: Callable[[], Any], *, timed_on: str | None = None) -> Any:
         """Return the result of an identity, and compute it if there is none.
@@ -100,10 +95,11 @@ class Store:
         It is returned as the file holds it, so that it does not depend on who computed it: a tuple is a list, keys are
         texts. Of processes that compute it at once, all return the result of the first.
         """
-        self._refresh()
-        if _key(_whole(identity, timed_on)) not in self._lines:
-            self._write(identity, compute(), timed_on, supersede=False)
-        return self.get(identity, timed_on=timed_on)
+        whole = _whole(identity, timed_on)
+        line = self._find(_key(whole))
+        if line is None:
+            line = self._write(whole, compute(), supersede=False)
+        return self._value_in(line)
 
     def remove(self) -> None:
         """Remove the file, once its results are kept elsewhere."""
@@ -111,42 +107,54 @@ class Store:
             self.path.unlink(missing_ok=True)
 
     def _forget(self) -> None:
-        # By the hash of a result's identity, the last line that holds one.
-        self._lines: dict[str, bytes] = {}
+        # By the hash of a result's identity, start and length of the last line that holds one.
+        self._places: dict[str, tuple[int, int]] = {}
+        self._versions: set[str] = set()
         self._header = b""
-        # Bytes and lines of the file that have been read.
+        # Bytes and results of the file that have been read.
         self._end = 0
         self._number = 0
 
-    def _refresh(self) -> None:
-        """Read what has been written since the last time; a cut line at the end is not read."""
+    def _find(self, key: str) -> bytes | None:
+        """Read what was written since the last time, and return the line of a result."""
         if self.path is None:
-            return
+            return self._memory.get(key)
         try:
             check_regular(self.path)
-            with self.path.open("rb") as file:
-                header = file.readline(_LONGEST_HEADER)
-                # A file of other results has another header.
-                is_other = header != self._header or file.seek(0, os.SEEK_END) < self._end
-                if is_other:
-                    self._forget()
-                    if not self._accepts(header):
-                        return
-                    self._was_there = True
-                    self._header = header
-                    self._end = len(header)
-                file.seek(self._end)
-                content = file.read()
+            file = self.path.open("rb")
         except FileNotFoundError:
             self._forget()
-            return
+            return None
         except ValueError as error:
             raise ValueError(f"{error}. Delete it or choose another file") from error
-        for line in content[: content.rfind(b"\n") + 1].split(b"\n")[:-1]:
-            self._lines[self._read(line)] = line + b"\n"
-            self._end += len(line) + 1
+        with file:
+            self._read(file)
+            if key not in self._places:
+                return None
+            start, size = self._places[key]
+            file.seek(start)
+            return file.read(size)
+
+    def _read(self, file: BinaryIO) -> None:
+        """Read what was written since the last time; a cut line at the end is not read."""
+        header = file.readline(_LONGEST_HEADER)
+        # A file of other results has another header.
+        is_other = header != self._header or file.seek(0, os.SEEK_END) < self._end
         if is_other:
-            self._tell_of_other_versions()
+            self._forget()
+            if not self._accepts(header):
+                return
+            self._was_there = True
+            self._header = header
+            self._end = len(header)
+        file.seek(self._end)
+        for line in file:
+            if not line.endswith(b"\n"):
+                break
+            self._add(line)
+        if is_other and self._versions and __version__ not in self._versions:
+            others = ", ".join(sorted(self._versions))
+            say(f"{str(self.path)!r} holds results of mmod {others}, which stay in it: mmod {__version__} starts anew")
 
     def _accepts(self, header: bytes) -> bool:
         """Return whether the first line of a file is a whole header, and set aside a file of an older format."""
@@ -177,10 +185,10 @@ class Store:
                 os.replace(self.path, aside)
                 say(f"{str(self.path)!r} is of an older format and not read: it is kept as {aside.name!r}")
 
-    def _read(self, line: bytes) -> str:
-        """Return the hash of the identity in a line."""
+    def _add(self, line: bytes) -> None:
+        """Note the place of a line by the hash of its identity."""
         self._number += 1
-        text = line[9:]
+        text = line[9:-1]
         if line[:9] != _checksum(text) + b" ":
             self._refuse(f"result {self._number} does not fit its checksum")
         try:
@@ -189,38 +197,43 @@ class Store:
             self._refuse(str(error))
         if not isinstance(record, dict) or record.keys() != {"mmod", "identity", "value"}:
             self._refuse(f"result {self._number} has no version, identity and value")
-        return _key({name: record[name] for name in ("mmod", "identity")})
+        del record["value"]
+        self._places[_key(record)] = (self._end, len(line))
+        self._versions.add(str(record["mmod"]))
+        self._end += len(line)
+
+    def _value_in(self, line: bytes, as_type: type | None = None) -> Any:
+        try:
+            value = _unpacked(json.loads(line[9:])["value"])
+            return value if as_type is None else from_plain(as_type, value, "value", limit=None)
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError, zlib.error) as error:
+            self._refuse(f"{type(error).__name__}: {error}")
 
     def _refuse(self, why: str) -> NoReturn:
         raise ValueError(f"{str(self.path)!r} is damaged, or no store: {why}. Delete it or choose another file")
 
-    def _tell_of_other_versions(self) -> None:
-        versions = [json.loads(line[9:])["mmod"] for line in self._lines.values()]
-        if versions and __version__ not in versions:
-            others = ", ".join(sorted(set(map(str, versions))))
-            say(f"{str(self.path)!r} holds results of mmod {others}, which stay in it: mmod {__version__} starts anew")
-
-    def _write(self, identity: Mapping[str, Any], value: Any, timed_on: str | None, *, supersede: bool) -> None:
-        whole = _whole(identity, timed_on)
+    def _write(self, whole: Mapping[str, Any], value: Any, *, supersede: bool) -> bytes:
+        """Write the line of a result, and return it, or the one that is not to be superseded."""
         key = _key(whole)
         text = json.dumps({**whole, "value": value}, default=_packed).encode()
         line = b"%b %b\n" % (_checksum(text), text)
+        # A file of an older format is set aside under the lock that is taken below.
+        self._find(key)
         if self.path is None:
-            self._lines[key] = line
-            return
-        # A file of an older format is set aside under the same lock.
-        self._refresh()
+            self._memory[key] = line
+            return line
         with writing(self.path):
             # A folder that vanished after its first result is not made anew, with the last result alone.
             if self._was_there and not self.path.parent.is_dir():
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self.path))
             with locked(self.path, wait=True):
-                self._refresh()
-                if self._lines.get(key) == line or (key in self._lines and not supersede):
-                    return
+                existing = self._find(key)
+                if existing is not None and (existing == line or not supersede):
+                    return existing
                 self._append(line)
-                self._refresh()
+                self._find(key)
                 self._compact()
+        return line
 
     def _append(self, line: bytes) -> None:
         """Write a line behind the last whole one."""
@@ -242,11 +255,15 @@ class Store:
     def _compact(self) -> None:
         """Replace the file by one without superseded lines if these outweigh the others."""
         assert self.path is not None
-        live = sum(map(len, self._lines.values()))
+        live = sum(size for _, size in self._places.values())
         if self._end - len(self._header) <= 2 * live:
             return
-        # Another header tells other processes to read all of it.
-        write_atomically(self.path, b"".join([_new_header(), *self._lines.values()]))
+        with replacing(self.path) as partial, self.path.open("rb") as old, partial.open("wb") as new:
+            # Another header tells other processes to read all of it.
+            new.write(_new_header())
+            for start, size in sorted(self._places.values()):
+                old.seek(start)
+                new.write(old.read(size))
 
 
 def fingerprint(*outputs: Tensor) -> str:
