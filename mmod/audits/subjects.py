@@ -38,6 +38,7 @@ from mmod.data.synthetic.digits import DigitScene
 from mmod.io.claim import claim_folder
 from mmod.io.environment import environment
 from mmod.io.files import read_json_object, write_atomically
+from mmod.io.store import STORE, Store
 from mmod.methods.route import routing_configs
 from mmod.studies.results import save_picture
 from mmod.training.engine.config import RUN_CONFIG
@@ -298,7 +299,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     """Audit the model that a run would start from, and write the results into the folder `audit` of its output."""
     folder = Path(config.output) / "audit"
     result = folder / "audit.json"
-    progress_file = folder / "progress.jsonl"
+    store = folder / STORE
     options = config.audit
     if result.exists():
         claim_folder(folder, record_of(config), file="config.json", kind="an audit")
@@ -326,12 +327,13 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         beside=baselines,
         shifts=shifts,
         others=others,
-        progress_file=progress_file,
+        store=store,
         progress=progress,
     )
     costs = {name: subject.cost(baseline) for name, baseline in baselines.items()}
     _write(folder, subject, report, costs, command or f"mmod audit {shlex.quote(config.output)}")
-    progress_file.unlink(missing_ok=True)
+    # The record holds the result.
+    Store(store).remove()
     return report
 
 

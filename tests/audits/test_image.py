@@ -18,10 +18,11 @@ from mmod.audits.config import AUDITS, AuditOptions
 from mmod.audits.strata import regions_of
 from mmod.audits.subjects import audit_run
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
-from mmod.io.journal import Journal
+from mmod.io.store import STORE
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
+from tests.kit.disk import visible
 from tests.kit.sets import SETS
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
@@ -50,7 +51,7 @@ def test_a_run_is_audited_as_it_was_trained(run: Path, tmp_path: Path, capsys: p
     main(arguments)
     said = capsys.readouterr().out
     folder = tmp_path / "audit"
-    assert {path.name for path in folder.iterdir()} == {
+    assert visible(folder) == {
         "audit.json",
         "audit.md",
         "audit.png",
@@ -112,10 +113,8 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
     with pytest.raises(KeyboardInterrupt):
         main(cut)
     monkeypatch.setattr(ImageKind, "evaluate", evaluate)
-    assert Journal(tmp_path / "cut/audit/progress.jsonl", None, "audit").records[0]["done"] == {
-        "positions": 4,
-        "audit": 3,
-    }
+    last = (tmp_path / "cut/audit" / STORE).read_bytes().splitlines()[-1]
+    assert json.loads(last[9:])["value"]["batches"] == {"positions": 4, "audit": 3}
     with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
         main([*cut, "--audit.draws", "2"])
     (resumed,) = main(cut)
@@ -123,7 +122,7 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
         json.loads((folder / "audit/audit.json").read_text())["audit"] for folder in (uninterrupted, resumed)
     )
     assert first == second
-    assert not (tmp_path / "cut/audit/progress.jsonl").exists()
+    assert not (tmp_path / "cut/audit" / STORE).exists()
 
 
 @pytest.mark.parametrize("conditions", ["[random, sharpest]", "[stride]", "[random, dense attention]"])

@@ -220,7 +220,7 @@ def _half_done() -> bytes:
         file = Path(folder) / "partial.json"
         patch.setattr(progress_module, "_EVERY", 0.0)
         try:
-            mmod.audit(**audits.options(), judge=audits.stopping(58), progress_file=file)
+            mmod.audit(**audits.options(), judge=audits.stopping(58), store=file)
         except audits.Stopped:
             return file.read_bytes()
     raise AssertionError("the audit ended")
@@ -229,13 +229,13 @@ def _half_done() -> bytes:
 def audit_cases() -> Iterator[Case]:
     def resume(damage: Callable[[bytes], bytes], _: Any) -> Any:
         Path("partial.json").write_bytes(damage(_half_done()))
-        return mmod.audit(**audits.options(), progress_file="partial.json")
+        return mmod.audit(**audits.options(), store="partial.json")
 
     def objects(values: Any) -> None:
         file = io.BytesIO()
         np.save(file, np.array([Payload()], object), allow_pickle=True)
         packed = base64.b64encode(zlib.compress(file.getvalue())).decode()
-        audits.first_array(values["counts"])["array"] = packed
+        audits.first_array(values["counts"])["$tensor"] = packed
 
     _half_done()
     # Those that are forged fit their checksum, as an attacker's would.

@@ -23,6 +23,11 @@ def small_disk(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
+def visible(folder: Path) -> set[str]:
+    """Return the names in a folder, without hidden ones such as locks."""
+    return {path.name for path in folder.iterdir() if not path.name.startswith(".")}
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     """Return the files of a folder and of those in it, by their paths in it."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}

@@ -68,7 +68,7 @@ def stopping(calls: int) -> Any:
 
 def first_array(value: Any) -> dict[str, str]:
     """Return the first array of a file's plain values."""
-    if isinstance(value, dict) and set(value) == {"array"}:
+    if isinstance(value, dict) and set(value) == {"$tensor"}:
         return value
     items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return next(filter(None, map(first_array, items)), {})
@@ -78,12 +78,12 @@ def changed(change: Callable[[Any], object], *, is_forged: bool = False) -> Call
     """Return what changes the plain values of a file, and the checksum of a forged one."""
 
     def write(content: bytes) -> bytes:
-        identity, line = content.splitlines()
+        header, *_, line = content.splitlines()
         fields = json.loads(line[9:])
-        change(fields)
+        change(fields["value"])
         text = json.dumps(fields).encode()
         check = b"%08x" % zlib.crc32(text) if is_forged else line[:8]
-        return b"%b\n%b %b\n" % (identity, check, text)
+        return b"%b\n%b %b\n" % (header, check, text)
 
     return write
 
@@ -94,20 +94,20 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a list": lambda _: b"[]\n",
     "text of another file": lambda _: b'{"of": {}, "done": {}, "state": {}}\n',
     "no checksum": lambda content: content.splitlines()[0][9:] + b"\n",
-    "more batches than there are": changed(lambda values: values["done"].update(audit=999)),
-    "a count is a text": changed(lambda values: values["done"].update(audit="two")),
+    "more batches than there are": changed(lambda values: values["batches"].update(audit=999)),
+    "a count is a text": changed(lambda values: values["batches"].update(audit="two")),
     "images are NaN": changed(lambda values: values["counts"]["images"].update({"": float("nan")})),
     "strata are short": changed(lambda values: values["counts"]["strata"]["values"]["class"].pop()),
     "an array is another": changed(
-        lambda values: first_array(values["counts"]).update(array=first_array(values["counts"]["outcomes"])["array"])
+        lambda values: first_array(values["counts"]).update(first_array(values["counts"]["outcomes"]))
     ),
     "no counts": forged(lambda values: values.pop("counts")),
-    "no count of batches": forged(lambda values: values.pop("done")),
+    "counts of batches by another name": forged(lambda values: values.update(done=values.pop("batches"))),
     "counts are a list": forged(lambda values: values.update(counts=[])),
     "a part is missing": forged(lambda values: values["counts"].pop("across")),
     "a part is null": forged(lambda values: values["counts"].update(across=None)),
-    "an array is text": forged(lambda values: first_array(values["counts"]).update(array="no array")),
+    "an array is text": forged(lambda values: first_array(values["counts"]).update({"$tensor": "no array"})),
     "an array is cut": forged(
-        lambda values: first_array(values["counts"]).update(array=first_array(values)["array"][:40])
+        lambda values: first_array(values["counts"]).update({"$tensor": first_array(values)["$tensor"][:40]})
     ),
 }

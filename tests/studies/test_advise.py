@@ -23,6 +23,7 @@ from mmod.training.engine.config import ScheduleConfig
 from mmod.training.image.config import ModelConfig, TrainConfig
 from mmod.training.kinds import kind_of
 from tests.kit.clip_zoo import make_clip, small_config
+from tests.kit.disk import visible
 from tests.kit.folders import make_image_model, save_image_model, save_images
 from tests.kit.prompts import make_prompts
 
@@ -55,8 +56,7 @@ def test_a_folder_of_images_gives_a_report(tmp_path: Path, capsys: pytest.Captur
         "Labels are not used: the images are in 3 folders (class 0, class 1, class 2), and the model has 1000 classes."
         in shown
     )
-    files = {file.name for file in output.iterdir() if file.name[0] != "."}
-    assert files == {"advice.json", "advice.md", "advice.png", "store.jsonl"}
+    assert visible(output) == {"advice.json", "advice.md", "advice.png", "store.jsonl"}
 
 
 def test_a_checkpoint_of_as_many_classes_is_judged_by_accuracy(

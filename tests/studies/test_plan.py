@@ -14,6 +14,7 @@ from mmod.training import fit
 from mmod.training.chat.model import create_model
 from mmod.training.image.config import TrainConfig
 from tests.kit.chat_configs import vlm_config
+from tests.kit.disk import visible
 from tests.kit.sets import SETS
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 4, "num_heads": 2}
@@ -43,7 +44,7 @@ def test_an_image_classifier_is_searched_once(config: Path, capsys: pytest.Captu
     main([str(config), *quick, "--plan.budget", "0.9"])
     assert (folder / STORE).read_text() == scores
     names = {f"flops-{budget}.{ending}" for budget in (0.8, 0.9) for ending in ("json", "png", "svg")}
-    assert {path.name for path in folder.iterdir() if path.name[0] != "."} == {STORE, *names}
+    assert visible(folder) == {STORE, *names}
     assert mmod.RoutingConfig.load(folder / "flops-0.8.json").depth == 4
     main([str(config), *quick, "--plan.budget", "0.8", "--plan.rounds", "1"])
     assert (folder / STORE).read_text().startswith(scores)

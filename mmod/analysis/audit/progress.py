@@ -1,15 +1,12 @@
-"""What an audit has counted so far, in a journal, so that one that was killed resumes on the same batches."""
+"""What an audit has counted so far, kept in a store, from which an interrupted one resumes on the same batches."""
 
 from __future__ import annotations
 
-import base64
-import io
-import json
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sized
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,13 +19,11 @@ from mmod.analysis.audit.choices import FreeDecision
 from mmod.analysis.audit.information import InfluenceCounts
 from mmod.analysis.audit.oracle import TokenValues
 from mmod.analysis.audit.strata import Outcomes, Strata
-from mmod.io.journal import Journal
 from mmod.io.progress import progress_bar
-from mmod.values import from_plain
+from mmod.io.store import Store
 
 # Seconds between two times that it is written.
 _EVERY = 10.0
-_ARRAY = "array"
 # Name of the audited set, beside those of shifts and other sets.
 AUDITED = ""
 
@@ -50,82 +45,82 @@ class Counts:
     beside: dict[str, Outcomes] = field(default_factory=dict)
 
 
-class Progress:
-    """The counts of an audit, and the number of batches by step that they hold.
+@dataclass
+class Done:
+    """The counts of an audit, and by step how many batches they hold, with a checksum of these."""
 
-    A journal keeps both; without a path they are in memory alone.
+    counts: Counts
+    batches: dict[str, int] = field(default_factory=dict)
+    checks: dict[str, int] = field(default_factory=dict)
+
+
+class Progress:
+    """What an audit has done, kept in a store, so that an interrupted audit resumes on the same batches.
+
+    Args:
+        identity: What the counts depend on beside the batches.
+        steps: The batches of each step.
     """
 
-    def __init__(self, path: str | Path | None, identity: Mapping[str, Any], counts: Counts) -> None:
-        self.journal = Journal(path, identity, "audit")
-        self.counts = counts
-        self.done: dict[str, int] = {}
-        # Checksums of all batches that are done, by step.
-        self._checks: dict[str, int] = {}
+    def __init__(
+        self, store: Store, identity: Mapping[str, Any], counts: Counts, steps: Mapping[str, Iterable[Any]]
+    ) -> None:
+        self.store = store
+        self.identity = identity
+        self.steps = steps
+        self.done = Done(counts)
+        # Batches that are left of steps that were begun.
+        self._left: dict[str, Iterator[Any]] = {}
         self._written = time.monotonic()
-        if not self.journal.records:
-            return
-        saved = self.journal.records[-1]
-        try:
-            self.done = dict(saved["done"])
-            self._checks = dict(saved["checks"])
-            self.counts = from_plain(Counts, _unpacked(saved["counts"]), "counts", limit=None)
-        except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
-            raise ValueError(
-                f"{str(path)!r} is damaged: {type(error).__name__}: {error}. Delete it or choose another file"
-            ) from error
+        earlier = store.get(identity, Done)
+        if earlier is not None and self._is_of_these_batches(earlier):
+            self.done = earlier
 
-    def batches(self, step: str, batches: Iterable[Any], *, shown: bool) -> Iterator[tuple[int, Any]]:
-        """Yield the batches that are not done yet, with their numbers; one is done when the next is asked for."""
-        first = self.done.get(step, 0)
-        number = 0
-        check = 0
+    def batches(self, step: str, *, shown: bool) -> Iterator[tuple[int, Any]]:
+        """Yield the batches of a step that are not done yet, with their numbers; the next one is asked for after it."""
+        first = number = self.done.batches.get(step, 0)
+        check = self.done.checks.get(step, 0)
+        batches = self.steps[step]
         total = len(batches) if isinstance(batches, Sized) else None
         with progress_bar(desc=step, total=total, initial=first, shown=shown) as bar:
-            for number, batch in enumerate(batches, 1):
-                check = 0 if self.journal.path is None else _check_of(batch, check)
-                # The last batch that was done carries the checksum of all before it.
-                is_same = number != first or check == self._checks[step]
-                self.journal.check(is_same, f"its first {first} batches of {step!r} are others")
-                if number <= first:
-                    continue
+            for number, batch in enumerate(self._left.pop(step, batches), first + 1):
+                # Before it is evaluated, which might change it.
+                check = 0 if self.store.path is None else _check_of(batch, check)
                 yield number - 1, batch
-                self.done[step] = number
-                self._checks[step] = check
+                self.done.batches[step] = number
+                self.done.checks[step] = check
                 bar.update()
                 if time.monotonic() - self._written >= _EVERY:
                     self._write()
-        self.journal.check(number >= first, f"it did {first} batches of {step!r}, and there are {number}")
         if number > first:
             self._write()
 
+    def _is_of_these_batches(self, earlier: Done) -> bool:
+        """Return whether the batches that were done are the first ones of their steps; the others are left."""
+        for step, count in earlier.batches.items():
+            left = self._left[step] = iter(self.steps[step])
+            check = 0
+            for batch in islice(left, count):
+                check = _check_of(batch, check)
+            if check != earlier.checks.get(step):
+                self._left.clear()
+                return False
+        return True
+
     def _write(self) -> None:
-        if self.journal.path is not None:
-            record = {"done": self.done, "checks": self._checks, "counts": asdict(self.counts)}
-            self.journal.replace(json.loads(json.dumps(record, default=_packed)))
+        if self.store.path is not None:
+            self.store.put(self.identity, self.done)
             self._written = time.monotonic()
 
 
 def _check_of(batch: Any, check: int) -> int:
-    """Return a checksum of the tensors of a batch, continued from that of the batches before."""
+    """Return a checksum of the tensors and labels of a batch, continued from that of the batches before."""
     for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
+        if isinstance(leaf, Mapping):
+            # What a processor returns, and other mappings that torch takes for leaves.
+            check = _check_of(dict(leaf), check)
+        elif isinstance(leaf, Tensor):
             check = zlib.crc32(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data, check)
+        elif isinstance(leaf, (str, int, float, np.ndarray)):
+            check = zlib.crc32(repr(leaf.tolist() if isinstance(leaf, np.ndarray) else leaf).encode(), check)
     return check
-
-
-def _packed(tensor: Tensor) -> dict[str, str]:
-    file = io.BytesIO()
-    np.save(file, tensor.cpu().numpy(), allow_pickle=False)
-    return {_ARRAY: base64.b64encode(zlib.compress(file.getvalue())).decode()}
-
-
-def _unpacked(value: Any) -> Any:
-    if isinstance(value, list):
-        return [_unpacked(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    if set(value) == {_ARRAY}:
-        content = io.BytesIO(zlib.decompress(base64.b64decode(value[_ARRAY])))
-        return torch.from_numpy(np.load(content, allow_pickle=False))
-    return {name: _unpacked(item) for name, item in value.items()}

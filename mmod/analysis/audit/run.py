@@ -31,6 +31,7 @@ from mmod.analysis.audit.strata import DIFFICULTY, Outcomes
 from mmod.analysis.modes import in_mode
 from mmod.blocks import Grid
 from mmod.config import AuditConfig
+from mmod.io.store import Store, fingerprint
 from mmod.methods.route import routed_blocks
 from mmod.routing import Routing
 from mmod.values import brief, check_value
@@ -71,7 +72,7 @@ def audit(
     beside: Mapping[str, nn.Module] | None = None,
     shifts: Mapping[str, Shift] | None = None,
     others: Mapping[str, Iterable[Any]] | None = None,
-    progress_file: str | Path | None = None,
+    store: str | Path | None = None,
     progress: bool = False,
 ) -> Audit:
     """Test whether a routed model's decisions depend on content or position, and whether they beat random choices.
@@ -103,13 +104,14 @@ def audit(
         shifts: Functions by name that return changed batches, from a batch and the indices of its images, such as
             those in `mmod.analysis.SHIFTS`; the comparison is repeated on them.
         others: Further sets by name, on which the comparison is repeated.
-        progress_file: Journal of counts, from which an interrupted audit resumes on the same batches.
+        store: File that keeps the counts, see `mmod.io.store.Store`, from which an interrupted audit resumes on the
+            same batches. Then `others` are iterated twice too. Other audits may share it.
         progress: Show a progress bar.
 
     Raises:
         TypeError: Batches are not iterable, or can be iterated only once, or a config or labels of another type.
         ValueError: A model that cannot be audited, conditions, a grid or sets that do not fit, inputs or losses that
-            are not finite, fewer than two images, or a progress file that is damaged or of another audit.
+            are not finite, fewer than two images, or a store that is damaged.
 
     Example:
         >>> import timm, torch, mmod
@@ -131,7 +133,7 @@ def audit(
     others = others or {}
     sets = {"batches": batches, "positions_from": batches if positions_from is None else positions_from}
     for name, dataset in {**sets, **{f"others[{name!r}]": dataset for name, dataset in others.items()}}.items():
-        if not isinstance(dataset, Iterable) or (name in sets and isinstance(dataset, Iterator)):
+        if not isinstance(dataset, Iterable) or (isinstance(dataset, Iterator) and (name in sets or store is not None)):
             raise TypeError(f"{name} must be a list or a loader, which can be iterated twice, got {dataset!r}")
     both = shifts.keys() & others.keys()
     if both:
@@ -144,16 +146,15 @@ def audit(
         **{f"audit of {name}": (others[name], partial(auditor.judge_other, name=name)) for name in others},
     }
     with in_mode(False, model, reference, *beside.values()):
+        datasets = {name: dataset for name, (dataset, _) in steps.items()}
         identity: dict[str, Any] = {}
-        if progress_file is not None:
-            totals = {}
-            for name, (dataset, _) in steps.items():
-                totals[name] = len(dataset) if isinstance(dataset, Sized) else None
-            identity = {"batches": totals, **auditor.identity(map(_labelled, batches))}
-        counted = Progress(progress_file, identity, auditor.counts)
-        auditor.counts = counted.counts
-        for name, (dataset, evaluate) in steps.items():
-            for number, batch in counted.batches(name, dataset, shown=progress):
+        if store is not None:
+            totals = {name: len(dataset) if isinstance(dataset, Sized) else None for name, dataset in datasets.items()}
+            identity = {"work": "audit", "batches": totals, **auditor.identity(map(_labelled, batches))}
+        counted = Progress(Store(store), identity, auditor.counts, datasets)
+        auditor.counts = counted.done.counts
+        for name, (_, evaluate) in steps.items():
+            for number, batch in counted.batches(name, shown=progress):
                 auditor.at = f"batch {number} of {name!r}"
                 evaluate(number, _labelled(batch))
     return compare(auditor.counts, by_name, config, (*shifts, *others))
@@ -167,7 +168,7 @@ def _labelled(batch: Any) -> LabelledBatch:
 
 
 def _labels(group: str, labels: Any) -> list[str] | list[float]:
-    """Return the labels of samples as plain values, which a journal can hold."""
+    """Return the labels of samples as plain values, which a store can hold."""
     plain: Any = labels.tolist() if isinstance(labels, (Tensor, np.ndarray)) else labels
     if isinstance(plain, (list, tuple)):
         plain = [label.item() if isinstance(label, (Tensor, np.generic)) else label for label in plain]
@@ -208,7 +209,7 @@ class _Auditor:
         self.counts = Counts(Counter(list(self.blocks)), Counter(list(self.blocks)))
 
     def identity(self, batches: Iterable[LabelledBatch]) -> dict[str, Any]:
-        """Return plain values that identify the audit: options, and the loss of each model on the first batch."""
+        """Return plain values that identify the audit: options, and the losses of each model on the first batch."""
         config = self.config
         identity: dict[str, Any] = {
             "conditions": list(self.choices),
@@ -224,7 +225,7 @@ class _Auditor:
         for labelled in islice(batches, 1):
             for name, model in models.items():
                 loss_B, _ = self._outcome(model, labelled.batch)
-                identity[name] = f"{float(loss_B.double().mean()):.6e}"
+                identity[name] = fingerprint(loss_B)
         return identity
 
     def count_positions(self, number: int, labelled: LabelledBatch) -> None:

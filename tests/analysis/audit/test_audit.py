@@ -313,9 +313,7 @@ def test_arguments_of_another_type_are_refused(options: dict[str, Any], message:
 def test_strata_of_arrays_are_those_of_their_numbers(sizes: Any, tmp_path: Path) -> None:
     (batch,), config = batches_of(8, seed=0), mmod.AuditConfig(["random"], draws=1, resamples=100)
     expected = mmod.audit(plant("random"), [LabelledBatch(batch, {"size": [*range(8)]})], config)
-    audit = mmod.audit(
-        plant("random"), [LabelledBatch(batch, {"size": sizes})], config, progress_file=tmp_path / "progress"
-    )
+    audit = mmod.audit(plant("random"), [LabelledBatch(batch, {"size": sizes})], config, store=tmp_path / "store")
     assert audit.strata
     assert audit.strata == expected.strata
 
