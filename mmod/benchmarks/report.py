@@ -15,12 +15,11 @@ from mmod.io.claim import check_same
 from mmod.io.environment import environment
 from mmod.io.files import parse_json, write_atomically
 from mmod.io.jobs import Job, Runner, Tick
-from mmod.io.journal import Journal
+from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, table_of
 from mmod.values import Checked
 
 NAME = "benchmark"
-UNFINISHED = "unfinished.jsonl"
 Row = dict[str, Any]
 """A line of a report: values by column. One with a reason in `left_out` is in the file alone."""
 HIDDEN: Column = ("", "")
@@ -132,12 +131,14 @@ def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
     if finished is not None:
         return finished
     runs = config.runs()
-    journal = Journal(folder / UNFINISHED, identity, "benchmark")
-    done = dict(journal.records)
+    store = Store(folder / STORE)
+    done: dict[str, list[Row]] = {}
+
+    def identity_of_run(name: str) -> dict[str, Any]:
+        return {"work": "benchmark", "config": identity["config"], "run": name}
 
     def measure(job: Job[None], tick: Tick) -> list[Row]:
-        # As they will be read from the journal, so that a resumed benchmark reports the same rows.
-        return json.loads(json.dumps(runs.calls[job.name](), default=asdict))
+        return store.once(identity_of_run(job.name), runs.calls[job.name], timed_on=config.device)
 
     def report_so_far() -> BenchmarkReport:
         rows: list[Row] = []
@@ -145,14 +146,13 @@ def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
             rows += done.get(name, ())
         return BenchmarkReport(runs.title, runs.columns, **identity, rows=rows, notes=runs.notes(rows))
 
-    missing = [Job(name, 0, None) for name in runs.calls if name not in done]
-    for job, measured in Runner(1, progress, "benchmark").run(missing, measure):
+    for job, measured in Runner(1, progress, "benchmark").run([Job(name, 0, None) for name in runs.calls], measure):
         done[job.name] = measured
-        journal.add([job.name, measured])
         report_so_far().save(folder, is_finished=False)
     report = report_so_far()
     report.save(folder)
-    journal.close()
+    # The report holds the rows.
+    store.remove()
     return report
 
 

@@ -9,7 +9,7 @@ import signal
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -33,8 +33,8 @@ from mmod.benchmarks.report import (
     read_report,
 )
 from mmod.io.files import read_text
-from mmod.io.journal import Journal
 from mmod.io.progress import say
+from mmod.io.store import STORE, Store
 from mmod.io.tables import Column
 from mmod.values import refuse_unknown
 
@@ -226,9 +226,10 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
     folder = Path(config.out)
     identity = identity_of(config)
     earlier_report(folder, identity)
-    journal = Journal(folder / "journal.jsonl", identity, "suite")
+    store = Store(folder / STORE)
     members = {member.out: replace(member, out=str(folder / member.out)) for member in config.benchmarks}
-    states = dict.fromkeys(members, State()) | {name: State(**fields) for name, fields in journal.records}
+    known = {name: {"work": "suite", "config": identity["config"], "part": name} for name in members}
+    states = {name: store.get(known[name], State, timed_on=config.device) or State() for name in members}
     deadline = math.inf if config.minutes is None else time.monotonic() + 60 * config.minutes
     pending = [name for name, state in states.items() if config.only in (None, name) and not state.settled]
     failures: dict[str, str] = {}
@@ -238,7 +239,7 @@ def benchmark_suite(config: SuiteConfig, progress: bool = True) -> BenchmarkRepo
         if seconds < LEAST_SECONDS:
             break
         states[name] = _run_part(members[name], seconds, states[name], progress)
-        journal.add([name, asdict(states[name])])
+        store.put(known[name], states[name], timed_on=config.device)
         if progress:
             say(f"{name}: {states[name]}")
         if states[name].status == "failed":
