@@ -33,6 +33,10 @@ _MAGIC = b"mmod store "
 _FORMAT = b"1"
 # No header is longer, of any format.
 _LONGEST_HEADER = 2**20
+# Arrays are compressed where that saves much: features of a model are noise to it.
+_WORTHWHILE = 0.8
+# How a file of numpy begins.
+_NPY = b"\x93NUMPY"
 _ARRAY = "$array"
 _TENSOR = "$tensor"
 
@@ -100,6 +104,9 @@ class Store:
         if line is None:
             line = self._write(whole, compute(), supersede=False)
         return self._value_in(line)
+
+    def __contains__(self, identity: Mapping[str, Any]) -> bool:
+        return self._find(_key(_whole(identity, None))) is not None
 
     def remove(self) -> None:
         """Remove the file, once its results are kept elsewhere."""
@@ -319,7 +326,11 @@ def _packed(value: Any) -> Any:
         is_tensor = isinstance(value, Tensor)
         file = io.BytesIO()
         np.save(file, value.detach().cpu().numpy() if is_tensor else value, allow_pickle=False)
-        return {_TENSOR if is_tensor else _ARRAY: base64.b64encode(zlib.compress(file.getvalue())).decode()}
+        content = file.getvalue()
+        squeezed = zlib.compress(content, 1)
+        if len(squeezed) < _WORTHWHILE * len(content):
+            content = squeezed
+        return {_TENSOR if is_tensor else _ARRAY: base64.b64encode(content).decode()}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     raise TypeError(f"a store keeps plain values, arrays, tensors and dataclasses, got {brief(value)}")
@@ -332,6 +343,9 @@ def _unpacked(value: Any) -> Any:
         return value
     if value.keys() in ({_ARRAY}, {_TENSOR}):
         ((kind, packed),) = value.items()
-        array = np.load(io.BytesIO(zlib.decompress(base64.b64decode(packed))), allow_pickle=False)
+        content = base64.b64decode(packed)
+        if not content.startswith(_NPY):
+            content = zlib.decompress(content)
+        array = np.load(io.BytesIO(content), allow_pickle=False)
         return array if kind == _ARRAY else torch.from_numpy(array)
     return {name: _unpacked(item) for name, item in value.items()}

@@ -20,24 +20,23 @@ from mmod.analysis.statistics import Estimate, Resampling
 from mmod.data.config import DataConfig
 from mmod.data.labels import IGNORED
 from mmod.data.loader import BatchStream, image_stream
-from mmod.io.claim import claim_folder
 from mmod.io.jobs import Tick
+from mmod.io.store import Store
 from mmod.planning.candidate import DENSE
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.image import TimmCosts, TimmReport
 from mmod.studies.jobs import Run
 from mmod.studies.results import StudyScores, listed
-from mmod.studies.scorer import Findings, Outcome, Scorer, evaluate_once, train
+from mmod.studies.scorer import Findings, Outcome, Scorer, identity_of, train
 from mmod.studies.study import Study
 from mmod.training.engine.evaluate import RoutedResult
-from mmod.training.engine.run_folder import portable
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import Features, extract, read_features
 from mmod.training.image.kind import ImageKind
 from mmod.training.image.model import check_published
 from mmod.values import from_plain
 
-# The folders of the images that classifiers are fitted on, and of those that are tested.
+# The images that classifiers are fitted on, and those that are tested.
 _FITTED = "fitted"
 _TESTED = "tested"
 Split = tuple[np.ndarray, np.ndarray]
@@ -241,6 +240,8 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
     def __init__(self, config: FeaturesStudyConfig) -> None:
         self.judged: type[Judged] = Segmented if config.feature == "patches" else Probed
         super().__init__(config, config.score, self.judged.measures[config.score])
+        # Apart from the results, because they are large.
+        self.features = Store(Path(config.output) / "features.jsonl")
 
     def evaluate(self, run: Run[TrainConfig], tick: Tick) -> Outcome:
         """Compute a model's features and judge them; where it is fine-tuned, those of the fine-tuned model."""
@@ -248,19 +249,19 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
         further: dict[str, float] = {}
         if run.is_trained:
             if self.config.before:
-                further["before"] = self._probe(config, Path(f"{config.output}.features")).columns()[self.score]
+                further["before"] = self._probe(config).columns()[self.score]
             further["top1"] = train(config, tick).top1
             config = config.started_from(config.output)
-        evaluation = self._probe(config, _folder(run), tick, self._dense_folder(run))
+        evaluation = self._probe(config, tick, self._dense(run))
         return Outcome(evaluation, {**evaluation.columns(), **further})
 
-    def _dense_folder(self, run: Run[TrainConfig]) -> Path | None:
-        """Return the folder of the dense model's features if its classifier judges a run, which needs its features."""
+    def _dense(self, run: Run[TrainConfig]) -> TrainConfig | None:
+        """Return the config of the dense model if its classifier judges a run, for which its features are needed."""
         dense = TrainConfig.from_dict(self.config.dense_fields)
         is_cheaper = run.name != DENSE and (run.config.model, run.config.data) == (dense.model, dense.data)
         if self.config.classifier == "each" or not is_cheaper:
             return None
-        return Path(run.config.output).parent / f"{DENSE}.features"
+        return dataclasses.replace(dense, output=str(Path(run.config.output).with_name(DENSE)))
 
     def scores(self, names: Iterable[str], findings: Findings) -> FeatureScores:
         """Return the scores of models, to be compared image by image."""
@@ -270,7 +271,7 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
     def complete(self, rows: Sequence[dict[str, Any]], findings: Findings) -> list[dict[str, Any]]:
         """Add the differences of features to the dense model's and rivals', and their cosine with dense ones."""
         scores = self.scores([row["name"] for row in rows], findings)
-        dense_ND = _tested_features(findings.runs[DENSE])
+        dense_ND = self._tested(findings.runs[DENSE])
         completed = []
         for row in rows:
             partners = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("rival_")}}
@@ -278,56 +279,75 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
             for figure in self.judged.measures:
                 for column, partner in partners.items():
                     gaps[f"{figure}_to_{column}"] = scores.gap_in(figure, row["name"], partner)
-            x_ND = _tested_features(findings.runs[row["name"]])
+            x_ND = self._tested(findings.runs[row["name"]])
             cosine = None
             if x_ND.shape == dense_ND.shape:
                 cosine = float(F.cosine_similarity(x_ND, dense_ND).mean())
             completed.append({**row, **gaps, "cosine": cosine})
         return completed
 
-    def _probe(
-        self, config: TrainConfig, folder: Path, tick: Tick = lambda share: None, dense: Path | None = None
-    ) -> Judged:
-        """Judge the features of the model that a run starts from, or return the evaluation of an earlier call.
+    def _probe(self, config: TrainConfig, tick: Tick = lambda share: None, dense: TrainConfig | None = None) -> Judged:
+        """Judge the features of the model that a run starts from, once.
 
         Args:
-            dense: Folder of the dense model's features, whose classifier judges; None for one of its own features.
+            dense: Config of the dense model, whose classifier judges; None for one of its own features.
         """
         study = self.config
-        plain = portable({**config.to_dict(), "output": str(folder)})
-        names = ("model", "data", "routing", "methods", "precision")
-        record = {"feature": study.feature, **{name: plain[name] for name in names if name in plain}}
-        if not folder.exists():
-            # Faults are reported before the folder is claimed: a corrected command may use it.
-            streams = _streams(config.data)
-            if len(streams) == 1:
-                split_by_class(streams[_TESTED].reader.labels.numpy(), study.folds)  # type: ignore[attr-defined]
-            check_published(config.model, "set checkpoint to a file of weights")
-        claim_folder(folder, record, file="config.json", kind="features")
-        settings = {"neighbours": study.neighbours, "strengths": study.strengths, "folds": study.folds}
-        if dense is not None:
-            settings["classifier"] = study.classifier
-        evaluate = functools.partial(self._judge, config, folder, tick, dense)
-        return self.judged(**evaluate_once(folder / "evaluations.jsonl", settings, evaluate))
+        features = {}
+        for name in _splits(config.data):
+            features[name] = self._identity(self._model_of(name, config, dense), name)
+        identity = {
+            "work": "judgement of features",
+            "features": features,
+            "neighbours": study.neighbours,
+            "strengths": study.strengths,
+            "folds": study.folds,
+        }
+        return self.judged(**self.store.once(identity, functools.partial(self._judge, config, tick, dense)))
 
-    def _judge(self, config: TrainConfig, folder: Path, tick: Tick, dense: Path | None) -> Judged:
+    def _judge(self, config: TrainConfig, tick: Tick, dense: TrainConfig | None) -> Judged:
         """Compute the features of the model that a run starts from, and judge them."""
-        streams = _streams(config.data)
+        streams = {name: _decoded(fields) for name, fields in _splits(config.data).items()}
+        if len(streams) == 1:
+            # Refused before a model is made.
+            split_by_class(streams[_TESTED].reader.labels.numpy(), self.config.folds)  # type: ignore[attr-defined]
+        check_published(config.model, "set checkpoint to a file of weights")
         model = ImageKind(config).load()
         features = []
-        if dense is not None:
-            del streams[_FITTED]
-            features.append(read_features(dense / _FITTED))
-        features += [
-            extract(model, stream, folder / name, self.config.feature, precision=config.precision, tick=tick)
-            for name, stream in streams.items()
-        ]
+        for name, stream in streams.items():
+            owner = self._model_of(name, config, dense)
+            identity = self._identity(owner, name)
+            if owner is config:
+                kind = self.config.feature
+                extracted = extract(model, stream, self.features, identity, kind, precision=config.precision, tick=tick)
+                features.append(extracted)
+            else:
+                features.append(read_features(self.features, identity))
         blocks = list(routed_blocks(model)) if is_routed(model) else []
         return self.judged(
             kept=dict(zip(blocks, features[-1].kept_NL.mean(0).tolist())),
             skipped=sum(len(stream.report.faults) for stream in streams.values()),
             **self.judged.classify(features, self.config),
         )
+
+    def _model_of(self, split: str, config: TrainConfig, dense: TrainConfig | None) -> TrainConfig:
+        """Return the config of the model that computes the features of a split."""
+        return config if dense is None or split == _TESTED else dense
+
+    def _identity(self, config: TrainConfig, split: str) -> dict[str, Any]:
+        """Return what stands for the features of a split by the model that a run starts from."""
+        known = identity_of(config)
+        names = ("model", "routing", "methods", "precision")
+        settings = {name: known["config"][name] for name in names if name in known["config"]}
+        data = json.loads(_splits(config.data)[split])
+        return {**known, "config": settings, "work": "features", "feature": self.config.feature, "data": data}
+
+    def _tested(self, run: Run[TrainConfig]) -> Tensor:
+        """Return the features of the tested images, which a run has computed (N, D)."""
+        config = run.config
+        if run.is_trained:
+            config = ImageRecipe(config).started_from(config.output)
+        return read_features(self.features, self._identity(config, _TESTED)).x_ND.float()
 
 
 class FeaturesStudy(Study):
@@ -342,24 +362,14 @@ class FeaturesStudy(Study):
 _resampling = functools.lru_cache(maxsize=1)(Resampling)
 
 
-def _folder(run: Run[TrainConfig]) -> Path:
-    output = run.config.output
-    return Path(output) / "features" if run.is_trained else Path(f"{output}.features")
-
-
-def _tested_features(run: Run[TrainConfig]) -> Tensor:
-    """Return the features of the tested images, which a run has written (N, D)."""
-    return read_features(_folder(run) / _TESTED).x_ND.float()
-
-
-def _streams(config: DataConfig) -> dict[str, BatchStream]:
-    """Return the tested images, and where they are another split, those that classifiers are fitted on."""
+def _splits(config: DataConfig) -> dict[str, str]:
+    """Return configs, in JSON, of the tested images, and where they are another split, of those to fit on first."""
     tested = dataclasses.replace(config, augment=None, in_memory=True)
     fitted = dataclasses.replace(tested, val_split=config.train_split, val_limit=config.train_limit)
     splits = {_FITTED: fitted, _TESTED: tested}
     if config.train_split == config.val_split:
         del splits[_FITTED]
-    return {name: _decoded(json.dumps(dataclasses.asdict(data))) for name, data in splits.items()}
+    return {name: json.dumps(dataclasses.asdict(data)) for name, data in splits.items()}
 
 
 @functools.lru_cache(maxsize=2)

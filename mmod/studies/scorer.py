@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import functools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, NamedTuple
 
-from mmod.io.claim import differences
+from mmod.io.files import sha256
 from mmod.io.jobs import Tick
-from mmod.io.journal import Journal
+from mmod.io.store import STORE, Store
 from mmod.studies.costs import AnyStudyConfig
 from mmod.studies.jobs import Run
 from mmod.studies.results import SeedScores, StudyScores
+from mmod.training.engine.checkpoint import find_weights
+from mmod.training.engine.config import RunConfig
 from mmod.training.engine.run_folder import portable
 from mmod.training.kinds import kind_of
 
@@ -52,6 +54,7 @@ class Scorer(Generic[AnyStudyConfig]):
         self.config = config
         self.score = score
         self.measure = measure
+        self.store = Store(Path(config.output) / STORE)
 
     def evaluate(self, run: Run[Any], tick: Tick) -> Outcome:
         """Do one run: train its model, or evaluate it as it starts."""
@@ -73,15 +76,13 @@ class Scorer(Generic[AnyStudyConfig]):
         return list(rows)
 
     def _evaluate_start(self, config: Any) -> Any:
-        """Evaluate the model that a run starts from, or return the evaluation of an earlier call."""
+        """Evaluate the model that a run starts from, once."""
         kind = kind_of(config)
-        settings = portable(config.to_dict())
-        del settings["output"]
 
         def evaluate() -> Any:
             return kind.assess(kind.load())
 
-        return kind.result(**evaluate_once(f"{config.output}.before.jsonl", settings, evaluate))
+        return kind.result(**self.store.once({"work": "evaluation", **identity_of(config)}, evaluate))
 
 
 def train(config: Any, tick: Tick) -> Any:
@@ -92,12 +93,32 @@ def train(config: Any, tick: Tick) -> Any:
     return evaluation
 
 
-def evaluate_once(path: str | Path, settings: Mapping[str, Any], evaluate: Callable[[], Any]) -> dict[str, Any]:
-    """Return the fields of an evaluation with some settings; a journal keeps them for later calls."""
-    journal = Journal(path, {}, "evaluation")
-    for record in journal.records:
-        if not differences(record["settings"], settings):
-            return record["evaluation"]
-    evaluation = dataclasses.asdict(evaluate())
-    journal.add({"settings": settings, "evaluation": evaluation})
-    return evaluation
+def identity_of(config: RunConfig) -> dict[str, Any]:
+    """Return what stands for the model that a run starts from, and for its data: the config, and checksums of weights.
+
+    The folder of the run is left out, and the path of a checkpoint is relative to it: studies can be moved.
+    """
+    fields = portable(config.to_dict())
+    del fields["output"]
+    weights = {}
+    for name in ("checkpoint", "image_checkpoint"):
+        path = getattr(config.model, name, None)
+        if path is not None:
+            weights[name] = _checksum(path)
+    return {"kind": config.kind, "config": fields, "weights": weights}
+
+
+def _checksum(checkpoint: str) -> list[str]:
+    """Return the checksums of the files that hold weights; of weights on a hub there are none."""
+    try:
+        path = find_weights(checkpoint)
+    except FileNotFoundError:
+        # A folder of transformers with several files, or a name on a hub.
+        path = Path(checkpoint)
+    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.bin")])
+    return [_sha256(file, file.stat().st_mtime_ns) for file in files]
+
+
+@functools.lru_cache
+def _sha256(file: Path, changed: int) -> str:
+    return sha256(file)

@@ -25,6 +25,7 @@ from mmod.analysis.statistics import Resampling
 from mmod.data.corrupt import CorruptDataError
 from mmod.data.stream import BatchStream
 from mmod.io.configs import find_config
+from mmod.io.store import STORE
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.features import (
     FeatureScorer,
@@ -161,23 +162,21 @@ def test_cheaper_versions_of_the_dense_model_are_judged_by_its_classifier(given_
     splits = {"images": str(tmp_path / "split"), "changes": {"data": {"train_split": "train", "val_split": "test"}}}
     study = config(given_files, tmp_path / "study", classifier="dense", strengths=[0.01], **splits)
     run(study)
-    runs = tmp_path / "study" / "seed0"
-    features = {folder.name: folder for folder in runs.iterdir()}
-    dense = features["dense.features"]
-    fitted = {name for name, folder in features.items() if (folder / "fitted").exists()}
+    scorer, runs = FeatureScorer(study), {run.name: run.config for run in FeaturesStudy(study).plan()[1]}
+    identities = {name: {split: scorer._identity(runs[name], split) for split in ("fitted", "tested")} for name in runs}
+    fitted = {name for name in runs if {**identities[name]["fitted"], "batch": 0} in scorer.features}
     others = {"small-0.5", "resolution-0.6", "both-0.5"}
-    # The same images at the same size are those of the dense model.
-    assert {name.removesuffix(".features") for name in fitted} == {"dense", *others}
-    train = read_features(dense / "fitted")
+    # The same images at the same size are those of the dense model, which is also the rival at its size.
+    assert fitted == {"dense", "resolution-1", *others}
+    train = read_features(scorer.features, identities["dense"]["fitted"])
     for name in ("attention-0.5", "merging-0.5", "resolution-1", "resolution-0.6"):
-        tested = read_features(features[f"{name}.features"] / "tested")
-        own = read_features(features[f"{name}.features"] / "fitted") if name in others else train
+        tested = read_features(scorer.features, identities[name]["tested"])
+        own = read_features(scorer.features, identities[name]["fitted"]) if name in others else train
         x_ND = torch.cat([own.x_ND, tested.x_ND]).numpy()
         labels = torch.cat([own.label_N, tested.label_N]).numpy()
         split = (np.arange(len(own.label_N)), np.arange(len(own.label_N), len(labels)))
-        records = (features[f"{name}.features"] / "evaluations.jsonl").read_text()
         expected = linear_probe(x_ND, labels, [split], [0.01]).tolist()
-        assert f'"linear": {expected}' in records
+        assert f'"linear": {expected}' in (tmp_path / "study" / STORE).read_text()
     with pytest.raises(ValueError, match=r"classifier=.dense. is fitted on data\.train_split and tested"):
         FeaturesStudy(config(given_files, tmp_path / "other", classifier="dense")).run(progress=False)
     with pytest.raises(ValueError, match="classifier='dense' needs tune=False and processes=1"):
@@ -199,7 +198,7 @@ def test_a_wrong_folder_of_images_leaves_the_output_free(given_files: Path, tmp_
     study = config(given_files, tmp_path, images=str(tmp_path / "photoz"))
     with pytest.raises(ValueError, match="photoz' is no folder"):
         FeaturesStudy(study).run(progress=False)
-    assert not list(tmp_path.rglob("config.json"))
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_weights_that_cannot_be_fetched_are_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -251,12 +250,16 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
     assert read[:2] == [0, 4], "the dense model's second start went on where its first stopped"
     resumed, _ = run(stopped)
     assert [point.figures for point in resumed.points] == [point.figures for point in uninterrupted.points]
-    for path in (tmp_path / "whole").rglob("*.safetensors"):
-        other = tmp_path / "stopped" / path.relative_to(tmp_path / "whole")
-        assert path.read_bytes() == other.read_bytes()
+    for name in (STORE, "features.jsonl"):
+        lines = [(tmp_path / study / name).read_bytes().splitlines()[1:] for study in ("whole", "stopped")]
+        assert lines[0] == lines[1]
+    # Other features are computed anew, and stand beside these.
     changed = dataclasses.replace(stopped, feature="mean")
-    with pytest.raises(ValueError, match=r"another config.*feature: 'head' there, 'mean' now"):
-        run(changed)
+    fresh = dataclasses.replace(changed, output=str(tmp_path / "fresh"))
+    assert [point.figures for point in run(changed)[0].points] == [point.figures for point in run(fresh)[0].points]
+    before = (tmp_path / "stopped" / "features.jsonl").read_bytes()
+    assert [point.figures for point in run(stopped)[0].points] == [point.figures for point in resumed.points]
+    assert (tmp_path / "stopped" / "features.jsonl").read_bytes() == before
 
 
 def test_unreadable_images_are_counted_or_raise(given_files: Path, tmp_path: Path) -> None:

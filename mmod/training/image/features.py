@@ -1,11 +1,10 @@
-"""Features of images before the classifier, computed once and kept in a folder."""
+"""Features of images before the classifier, computed once and kept in a store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
-from itertools import islice
-from pathlib import Path
+from itertools import count, islice
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -16,13 +15,12 @@ from mmod.adapters import find_library, find_part, image_facts, image_output, lo
 from mmod.adapters.grids import resized_to_labels
 from mmod.analysis.modes import in_mode
 from mmod.data.loader import BatchStream
-from mmod.io.files import replacing
-from mmod.io.tensors import read_tensors, write_tensors
+from mmod.io.store import Store
 from mmod.training.engine.kind import seed_draws
 from mmod.training.engine.task import autocast
 
 FeatureKind = Literal["head", "class", "mean", "patches"]
-# Batches whose features are written together.
+# Batches whose features are kept together.
 _CHUNK = 4
 
 
@@ -43,27 +41,27 @@ class Features(NamedTuple):
 def extract(
     model: nn.Module,
     stream: BatchStream,
-    folder: str | Path,
+    store: Store,
+    identity: Mapping[str, Any],
     kind: FeatureKind = "head",
     *,
     precision: str = "fp32",
     tick: Callable[[float], object] = lambda share: None,
 ) -> Features:
-    """Compute the features of a stream's images, or resume where an earlier call stopped.
+    """Compute the features of a stream's images, every few batches once.
 
     Random draws are a function of the batch's number, so that features do not depend on interruptions.
 
     Args:
-        folder: Folder of the features of this model, stream and kind: a file for every few batches.
+        store: Keeps the features.
+        identity: What stands there for the model, the stream and the kind.
     """
-    folder = Path(folder)
     device = next(model.parameters()).device
-    folder.mkdir(parents=True, exist_ok=True)
     read = feature_of(model, kind)
-    chunks = -(-stream.steps_per_epoch // _CHUNK)
-    paths = [folder / f"{number:05d}.safetensors" for number in range(chunks)]
-    done = next((number for number, path in enumerate(paths) if not path.exists()), chunks)
-    batches = enumerate(stream.batches(0, min(done * _CHUNK, stream.steps_per_epoch)), done * _CHUNK)
+    total = stream.steps_per_epoch
+    missing = [start for start in range(0, total, _CHUNK) if {**identity, "batch": start} not in store]
+    first = missing[0] if missing else total
+    batches = enumerate(stream.batches(0, first), first)
 
     def read_chunk() -> Iterator[Features]:
         for number, (images, labels) in islice(batches, _CHUNK):
@@ -79,18 +77,17 @@ def extract(
             yield Features(x_ND.cpu(), labels.flatten(), kept.cpu())
 
     with in_mode(False, model), torch.no_grad():
-        for number, path in enumerate(paths[done:], done):
-            columns = zip(*read_chunk())
-            with replacing(path) as partial:
-                write_tensors(partial, {name: torch.cat(parts) for name, parts in zip(Features._fields, columns)})
-            tick((number + 1) / chunks)
-    return read_features(folder)
+        for start in range(first, total, _CHUNK):
+            store.put({**identity, "batch": start}, [torch.cat(parts) for parts in zip(*read_chunk())])
+            tick(min(start + _CHUNK, total) / total)
+    return read_features(store, identity)
 
 
-def read_features(folder: str | Path) -> Features:
-    """Read the features that `extract` kept in a folder."""
-    states = [read_tensors(path)[0] for path in sorted(Path(folder).glob("*.safetensors"))]
-    return Features(*(torch.cat([state[name] for state in states]) for name in Features._fields))
+def read_features(store: Store, identity: Mapping[str, Any]) -> Features:
+    """Read the features that `extract` kept in a store."""
+    starts = count(0, _CHUNK)
+    chunks = iter(lambda: store.get({**identity, "batch": next(starts)}), None)
+    return Features(*map(torch.cat, zip(*chunks)))
 
 
 def feature_of(model: nn.Module, kind: FeatureKind) -> Callable[[Tensor], Tensor]:
