@@ -13,6 +13,7 @@ import itertools
 import json
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,8 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import mmod
 from mmod.analysis.statistics import Estimate, estimate_of, resampled_means
 from mmod.analysis.timing import interleave, relative_times
-from mmod.io.journal import Journal
-from mmod.io.store import STORE
+from mmod.io.store import STORE, Store
 from mmod.planning import Option
 
 LENGTH = 128
@@ -147,6 +147,11 @@ def rows(model: Any, chunk_CT: Tensor, output: Path) -> Iterator[Row]:
             yield routed(model, f"{router} tokens, context={context}, {share}", config)
 
 
+def all_losses(model: Any, chunks: Sequence[Tensor]) -> list[float]:
+    """Return the losses of every chunk of every document."""
+    return [loss for chunk_CT in chunks for loss in losses(model, chunk_CT)]
+
+
 def gap(loss_C: Sequence[float], dense_C: Sequence[float]) -> Estimate:
     """Return the difference of mean losses, with an interval by the bootstrap over documents."""
     gap_D = (np.array(loss_C) - np.array(dense_C)).reshape(-1, CHUNKS).mean(1)
@@ -166,14 +171,13 @@ def main() -> None:
     searched_CT = torch.stack([chunk_CT[1] for chunk_CT in chunks[::6]])
     measured = [chunk_CT for place, chunk_CT in enumerate(chunks) if place % 6]
     print(f"plans by {len(searched_CT)} documents, loss on {CHUNKS} chunks of each of {len(measured)} others")
-    journal = Journal(options.output / "losses.jsonl", {"documents": len(measured), "length": LENGTH}, "losses")
-    by_name: dict[str, list[float]] = {record["name"]: record["losses"] for record in journal.records}
+    store = Store(options.output / STORE)
+    identity = {"work": "losses", "model": options.folder, "texts": options.texts, "length": LENGTH, "chunks": CHUNKS}
+    by_name: dict[str, list[float]] = {}
     compared: list[Row] = []
     for row in rows(model, searched_CT, options.output):
         compared.append(row)
-        if row.name not in by_name:
-            by_name[row.name] = [loss for chunk_CT in measured for loss in losses(row.model, chunk_CT)]
-            journal.add({"name": row.name, "losses": by_name[row.name]})
+        by_name[row.name] = store.once({**identity, "row": row.name}, partial(all_losses, row.model, measured))
         loss = np.mean(by_name[row.name])
         print(f"{row.name}: {row.share:.3f}, {loss:.3f}, {gap(by_name[row.name], by_name[DENSE]):+.3f}", flush=True)
 

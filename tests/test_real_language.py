@@ -7,6 +7,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from mmod.io.store import STORE
 from mmod.training.chat.processor import create_bpe_processor
 from scripts import real_language
 
@@ -34,10 +35,11 @@ def test_every_row_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for _ in range(2):
         monkeypatch.setattr("sys.argv", ["real_language.py", *arguments])
         real_language.main()
-    # A line of a journal begins with its checksum.
-    lines = (tmp_path / "out/losses.jsonl").read_text().splitlines()[1:]
-    records = [json.loads(line.partition(" ")[2]) for line in lines]
-    names = [record["name"] for record in records]
+    # A line of a store begins with its checksum.
+    lines = (tmp_path / "out" / STORE).read_text().splitlines()[1:]
+    records = [json.loads(line[9:]) for line in lines]
+    losses = {record["identity"]["row"]: record["value"] for record in records if "row" in record["identity"]}
+    names = [record["identity"]["row"] for record in records if "row" in record["identity"]]
     assert len(names) == len(set(names))
     rows = json.loads((tmp_path / "out/results.json").read_text())
     assert [row[0] for row in rows] == names
@@ -45,4 +47,4 @@ def test_every_row_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert shares["dense"] == 1
     assert all(share < 1 for name, share in shares.items() if name != "dense")
     # Plans are searched on the first and the last document, and all are measured on the others in two pieces each.
-    assert all(len(record["losses"]) == 2 * 5 for record in records)
+    assert all(len(values) == 2 * 5 for values in losses.values())
