@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mmod.io.files import locked
-from mmod.io.store import STORE
 from mmod.planning.options import PlanOptions
 from mmod.training.engine.config import RunConfig
 from mmod.training.kinds import extended, kind_of, parse_kind
@@ -36,6 +35,7 @@ SEARCHES = extended(Searched)
 def search_for(config: RunConfig, options: PlanOptions, folder: Path) -> mmod.planning.PlanSearch:
     """Search a plan for the model that a run would start from, and write plan and picture into a folder."""
     from mmod import Option, RoutingConfig, search_plan
+    from mmod.io.store import STORE
 
     kind = kind_of(config)
     if getattr(config, "routing", None) is not None:
