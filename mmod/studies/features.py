@@ -346,7 +346,7 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
         """Return the features of the tested images, which a run has computed (N, D)."""
         config = run.config
         if run.is_trained:
-            config = ImageRecipe(config).started_from(config.output)
+            config = config.started_from(config.output)
         return read_features(self.features, self._identity(config, _TESTED)).x_ND.float()
 
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from mmod.training.image.recipe import ImageRecipe
 
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.studies.scorer import Scorer
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
-from mmod.training.image.recipe import ImageRecipe
 from tests.kit.sets import SETS
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 2, "num_heads": 2}
