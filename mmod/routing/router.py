@@ -345,7 +345,8 @@ class Router(nn.Module):
             )
         if score.reads_importance and importance_BN is None:
             raise ValueError(
-                f"{score.name} routing needs the importance of the preceding dense block: run the whole model"
+                f"{score.name} routing needs the importance of the preceding dense block: run the whole model, and "
+                "route again where that block was cut out"
             )
         # Importance of the dense block in front is the score as it stands; so is a score that a block before computed.
         if score.shared and importance_BN is not None:

@@ -10,7 +10,7 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
@@ -105,6 +105,54 @@ def test_assisted_generation_equals_plain_generation(name: str) -> None:
     model, batch = routed(name, IMAGES_ONLY["linear"]), prompt(name, (1,))
     plain = generate(model, batch, max_new_tokens=12)
     assert torch.equal(plain, generate(model, batch, max_new_tokens=12, prompt_lookup_num_tokens=3))
+
+
+def cut_out(model: Any, places: tuple[int, ...]) -> Any:
+    """Cut layers out of a language model; return it, as the model that holds them."""
+    text = model.model.language_model if hasattr(model.model, "language_model") else model.model
+    text.layers = nn.ModuleList(layer for place, layer in enumerate(text.layers) if place not in places)
+    return text
+
+
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("places", [(0,), (1,), (2,), (3,), (0, 1), (2, 3)], ids=str)
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "llava", "gemma3"])
+def test_a_model_without_some_layers_caches_by_their_new_numbers(
+    name: str, places: tuple[int, ...], options: dict[str, Any]
+) -> None:
+    method = IMAGES_ONLY["linear"] if name == "llava" else EVERYTHING["threshold"]
+    batch = prompt("llava", (1, 2)) if name == "llava" else pad([torch.randint(3, 80, (n,)).tolist() for n in (9, 5)])
+    model = routed(name, method)
+    text = cut_out(model, places)
+    for number, layer in enumerate(text.layers):
+        layer.self_attn.layer_idx = number
+    expected = generate(model, batch, use_cache=False)
+    # Masks of Gemma 3's full attention are made by the cache layer of the first such layer in the config.
+    if name != "gemma3":
+        assert torch.equal(generate(model, batch, **options), expected)
+    text.config.num_hidden_layers = len(text.layers)
+    assert torch.equal(generate(model, batch, **options), expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
+@pytest.mark.parametrize("way", ["without the first", "fewer in the config", "repeated"])
+def test_layers_whose_numbers_fit_no_cache_are_refused(way: str, options: dict[str, Any]) -> None:
+    model, batch = routed("llava", IMAGES_ONLY["linear"]), prompt("llava", (1,))
+    text = cut_out(model, (0,) if way == "without the first" else (2,))
+    if way == "fewer in the config":
+        text.config.num_hidden_layers = len(text.layers)
+    if way == "repeated":
+        text.layers.append(copy.deepcopy(text.layers[1]))
+    for call in (lambda: generate(model, batch, **options), lambda: model(**batch)):
+        with pytest.raises(
+            ValueError, match=r"were cut out, moved or repeated.* attention, \d.*, do not fit a cache of \d.*use_cache"
+        ):
+            call()
+    expected = generate(model, batch, use_cache=False)
+    for number, layer in enumerate(text.layers):
+        layer.self_attn.layer_idx = number
+    assert torch.equal(generate(model, batch, **options), expected)
 
 
 @torch.no_grad()

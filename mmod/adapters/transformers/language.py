@@ -19,9 +19,11 @@ from mmod.adapters.transformers.families import (
     BY_TOKEN,
     branch_ends,
     entry_of,
+    gets_keys,
     has_plain_positions,
     has_projections,
     is_recurrent,
+    number_of,
     parameters_of,
     passes_keywords,
     reads_positions,
@@ -30,7 +32,7 @@ from mmod.adapters.transformers.families import (
 from mmod.adapters.transformers.generation import Generations
 from mmod.adapters.transformers.images import IMAGE, IMAGES, LAYOUT, VIDEO, Frames, ImageTokens, checked_mask
 from mmod.adapters.transformers.layers import GROUPS, CompactRotary, DecoderLayerCall, RecurrentLayerCall
-from mmod.adapters.transformers.structure import Structure, pads_only, read_structure, source_of
+from mmod.adapters.transformers.structure import Structure, pads_only, read_structure, source_of, uses_cache
 from mmod.adapters.transformers.tower import TowerImportance
 from mmod.blocks import ImportanceDecoderBlock, Mixin, ModelHook, RoutedDecoderBlock, host_class
 from mmod.config import CHANGE, RoutingConfig, Threshold
@@ -67,7 +69,7 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         reads_images=entry is not text or bool(ImageTokens(config).ids),
         router=DecoderRouter,
         mixins=(RoutedDecoderBlock, ImportanceDecoderBlock),
-        hooks=lambda routing: _hooks(GroupHook(entry, text, routing, plain), entry, text),
+        hooks=lambda routing: _hooks(GroupHook(entry, text, name.rpartition(".")[2], routing, plain), entry, text),
     )
 
 
@@ -105,7 +107,7 @@ def _call_of(
                 f"be missing in its state. Route its MLP by operator='mlp', or layers with attention, which are "
                 f"blocks={tuple(attending)}"
             )
-        return RecurrentLayerCall(names, int(layer.linear_attn.layer_idx), None)  # type: ignore[union-attr,arg-type]
+        return RecurrentLayerCall(names, layer.linear_attn)
     attention: Any = layer.self_attn
     window = getattr(attention.config, "sliding_window", None)
     if (
@@ -124,8 +126,7 @@ def _call_of(
     whole = config is None or config.operator == "block"
     return DecoderLayerCall(
         names,
-        int(attention.layer_idx),
-        attention.config,
+        attention,
         compact,
         window,
         places=reads_positions(layer),
@@ -158,10 +159,13 @@ class GroupHook(ModelHook):
     Args:
         entry: The hooked module, which takes `input_ids`.
         text: The module that holds the layers.
+        layers: Name of their list in it.
         plain: Rotary positions have one dimension.
     """
 
-    def __init__(self, entry: nn.Module, text: nn.Module, config: RoutingConfig, plain: bool) -> None:
+    def __init__(self, entry: nn.Module, text: nn.Module, layers: str, config: RoutingConfig, plain: bool) -> None:
+        self.text = text
+        self.layers = layers
         self.config = config
         self.images = ImageTokens(entry.config)
         self.generations = Generations()
@@ -170,7 +174,6 @@ class GroupHook(ModelHook):
         images_only = entry is not text or bool(self.images.ids) or config.skipped == "scale"
         tokens = self.language.tokens or ("image" if images_only else "all")
         self.tokens = "all" if tokens == "all" else "image"
-        self.text_config: Any = text.config
         self.names = tuple(parameters_of(entry))
         if self.tokens == "image" and not self.images.ids:
             raise ValueError(
@@ -238,9 +241,11 @@ class GroupHook(ModelHook):
         # A prefill may wait for the device, once.
         past = length if decodes else int(length)
         begun = decodes or bool(past)
+        if not decodes:
+            self._check_numbers(arguments, cache)
         if self.tokens == "all" and begun:
             self._check_causal()
-        structure = read_structure(arguments, source, past, self.text_config)
+        structure = read_structure(arguments, source, past, self.text.config)
         valid_BN = structure.valid_BN
         if decodes and cache.is_compileable and torch.compiler.is_compiling():
             # Shapes of a captured step must not follow from what it reads.
@@ -363,6 +368,31 @@ class GroupHook(ModelHook):
             raise ValueError(
                 f"image tokens follow cached tokens, and {problem}: pass the full prompt at once, without "
                 f"past_key_values or prefill_chunk_size, or {advice}"
+            )
+
+    def _check_numbers(self, arguments: Mapping[str, Any], cache: Any) -> None:
+        """Refuse a cache in which layers would not find their own keys and values, as after some were cut out."""
+        config: Any = self.text.config
+        if not uses_cache(arguments, config):
+            return
+        # The host runs no more layers than its config has, and makes a cache for as many.
+        layers = list(self.text.get_submodule(self.layers).children())[: config.num_hidden_layers]
+        numbers = [number_of(layer) for layer in layers if not gets_keys(layer)]
+        cached = config.num_hidden_layers
+        if cache is not None:
+            grows = getattr(cache, "layer_class_to_replicate", None) is not None
+            cached = max(numbers) + 1 if grows else len(getattr(cache, "layers", numbers))
+        kinds = list(getattr(config, "layer_types", None) or [""] * cached)[:cached]
+        fits = len(set(numbers)) == len(numbers) and max(numbers) < len(kinds)
+        # The host makes each kind of mask by the kind's first cache layer, and gives a layer that of its place.
+        fits = fits and {kinds.index(kind) for kind in kinds} <= set(numbers)
+        fits = fits and [kinds[number] for number in numbers] == kinds[: len(numbers)]
+        if not fits:
+            raise ValueError(
+                f"layers of this {type(self.text).__name__} were cut out, moved or repeated, and the numbers of their "
+                f"attention, {', '.join(map(str, numbers))}, do not fit a cache of {cached} layers. Number them from "
+                "0, as in `for number, layer in enumerate(text.layers): layer.self_attn.layer_idx = number`, with "
+                f"num_hidden_layers={len(layers)} in the config, or pass use_cache=False"
             )
 
     def _check_causal(self) -> None:

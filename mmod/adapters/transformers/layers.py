@@ -40,27 +40,37 @@ class DecoderLayerCall(DecoderCall):
 
     Args:
         names: The layer's parameters after the tokens, in order.
-        index: Index of its cache layer.
-        config: The config that its attention reads.
+        attention: Its attention, or linear attention, which says at any time the number of its cache layer.
         compact: Rotary embeddings of compact positions; None for the original positions.
         window: Size of the sliding window, or None.
         places: Attention reads the positions of tokens, as Ministral 3 does to scale queries.
         projected: Queries, keys and values are projections of tokens, whose parts can be computed alone.
         by_token: Names of arguments with a row for each token, if the whole layer runs on the kept tokens.
+        behind: How much higher the number of its cache layer is in this run, if the layer runs several times.
     """
 
     names: tuple[str, ...]
-    index: int
-    config: Any
+    attention: Any
     compact: CompactRotary | None = None
     window: int | None = None
     places: bool = False
     projected: bool = True
     by_token: tuple[str, ...] = ()
+    behind: int = 0
 
     operators = OPERATORS
     tuples = TUPLES
     caches = True
+
+    @property
+    def config(self) -> Any:
+        """The config that its attention reads."""
+        return self.attention.config
+
+    @property
+    def index(self) -> int:
+        """Number of its cache layer, which changes with the layer's when others are cut out."""
+        return int(self.attention.layer_idx) + self.behind
 
     @property
     def contexts(self) -> tuple[str, ...]:
@@ -247,7 +257,7 @@ class DecoderLayerCall(DecoderCall):
         if not places:
             return arguments
         # Each run of a shared layer has keys and values of its own.
-        call = replace(self, index=self.index + places)
+        call = replace(self, behind=places)
         call.open_cache(arguments)
         selected = dict(call.select_tokens(arguments, x_BND, routing)) if routing.kept.index_BK.shape[1] else {}
         call.begin_update(arguments, x_BND, routing)

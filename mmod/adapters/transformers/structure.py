@@ -48,6 +48,13 @@ def sees_both_ways(config: Any) -> bool:
     return both_ways or not getattr(config, "is_causal", True)
 
 
+def uses_cache(arguments: Mapping[str, Any], config: Any) -> bool:
+    """Return whether a language model fills a cache, one that it got or one of its own."""
+    use_cache = arguments.get("use_cache")
+    asks = getattr(config, "use_cache", False) if use_cache is None else use_cache
+    return bool(asks) or cache_of(arguments) is not None
+
+
 def read_structure(arguments: Mapping[str, Any], source: Tensor, past: Tensor | int, config: Any) -> Structure:
     """Return the structure of inputs.
 
@@ -137,8 +144,7 @@ def _segments_of_positions(arguments: Mapping[str, Any], mask: Tensor | None, co
         return None
     if "flash" in config._attn_implementation:
         raise ValueError("flash attention needs the positions of packed samples, which routing removes: use sdpa")
-    use_cache = arguments.get("use_cache")
-    if getattr(config, "use_cache", False) if use_cache is None else use_cache:
+    if uses_cache(arguments, config):
         # With a cache, transformers separates no samples. Positions that only leap forward may mean one long text.
         if bool((position_BN.diff(dim=1) <= 0).any()):
             raise ValueError(
