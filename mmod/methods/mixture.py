@@ -67,8 +67,8 @@ class Mixture(Method):
 def refuse_generation(choosers: str) -> None:
     """Raise a ValueError where cached tokens come before those among which experts or recursions choose."""
     raise ValueError(
-        f"text cannot be generated where {choosers} choose among future tokens, as they do in training and with "
-        "choice='topk': apply the method with choice='score', 'predictor' or 'tokens'"
+        f"text cannot be generated where {choosers} choose among future tokens, as they do in training mode and with "
+        "choice='topk': call model.eval(), and apply the method with choice='score', 'predictor' or 'tokens'"
     )
 
 

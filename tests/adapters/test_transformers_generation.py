@@ -11,12 +11,24 @@ import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from transformers import UnbatchedClassifierFreeGuidanceLogitsProcessor
 
 import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
+from mmod.methods import Experts, Recursions
 from tests.kit.generation import EVERYTHING, IMAGES_ONLY, SCORE, check_cache_changes_nothing, generate, routed
-from tests.kit.vlm_zoo import IMAGE, JOINT, OTHERS, PATCHES, make_joint, make_language, pad, prompt
+from tests.kit.vlm_zoo import (
+    IMAGE,
+    JOINT,
+    OTHERS,
+    PATCHES,
+    make_joint,
+    make_language,
+    merged_embeddings,
+    pad,
+    prompt,
+)
 
 
 # Importance counts the attention of all text, also of text that a generated answer adds.
@@ -105,6 +117,75 @@ def test_assisted_generation_equals_plain_generation(name: str) -> None:
     model, batch = routed(name, IMAGES_ONLY["linear"]), prompt(name, (1,))
     plain = generate(model, batch, max_new_tokens=12)
     assert torch.equal(plain, generate(model, batch, max_new_tokens=12, prompt_lookup_num_tokens=3))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("given", ["marked embeddings", "embeddings and ids", "marked ids", "ids"])
+@pytest.mark.parametrize("words", [1, 4, 40])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("linear", {}), ("linear", {"num_beams": 3}), ("attention", {}), ("frames", {}), ("change", {"num_beams": 2})],
+    ids=str,
+)
+def test_a_second_prompt_is_routed_by_its_own_tokens(
+    method: str, options: dict[str, Any], words: int, given: str
+) -> None:
+    model, batch = routed("llava", IMAGES_ONLY[method]), prompt("llava", (1, 1))
+    embeds, image_mask = merged_embeddings(model, batch), batch["input_ids"] == IMAGE
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    inputs: dict[str, Any] = {
+        "marked embeddings": {"inputs_embeds": embeds, "attention_mask": mask, "image_mask": image_mask},
+        "embeddings and ids": {"inputs_embeds": embeds, "input_ids": ids, "attention_mask": mask},
+        "marked ids": {**batch, "image_mask": image_mask},
+        "ids": batch,
+    }[given]
+    negative = torch.randint(3, 80, (2, words)).repeat_interleave(options.get("num_beams", 1), dim=0)
+    results = []
+    # Passes of a copy know nothing of the prompt.
+    for other in (model, copy.deepcopy(model)):
+        guidance = UnbatchedClassifierFreeGuidanceLogitsProcessor(2.0, other, negative)
+        results.append(generate(model, inputs, logits_processor=[guidance], **options))
+    assert torch.equal(*results)
+
+
+TWO_WAYS: dict[str, tuple[str, Any]] = {
+    "threshold": ("llama", EVERYTHING["inference"]),
+    "predictor": ("llama", EVERYTHING["predictor"]),
+    "images": ("llava", IMAGES_ONLY["linear"].replace(language={"inference_threshold": 0.5})),
+    "experts": ("llama", Experts(choice="score")),
+    "recursions": ("llama", Recursions(choice="score")),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"use_cache": False}, {"num_beams": 2}], ids=str)
+@pytest.mark.parametrize("method", TWO_WAYS)
+def test_what_decides_otherwise_in_training_generates_in_evaluation_alone(method: str, options: dict[str, Any]) -> None:
+    name, config = TWO_WAYS[method]
+    batch = prompt("llava", (1, 1)) if name == "llava" else {"input_ids": torch.randint(3, 80, (2, 8))}
+    if isinstance(config, mmod.RoutingConfig):
+        model: Any = routed(name, config)
+    else:
+        model = mmod.apply_(make_language(name), config).eval()
+    expected = generate(model, batch, **options)
+    model.train()
+    with pytest.raises(ValueError, match=r"generated in training mode.* Call model\.eval\(\) before generate"):
+        generate(model, batch, **options)
+    assert torch.equal(generate(model.eval(), batch, **options), expected)
+    # Step by step too, where text decides.
+    model.train()
+    if name == "llama":
+        cache = cache_of(model(**batch, use_cache=True))
+        with pytest.raises(ValueError, match=r"cannot be generated .*model\.eval\(\)"):
+            model(input_ids=torch.tensor([[5], [6]]), **{CACHE: cache})
+
+
+@pytest.mark.parametrize("method", [*IMAGES_ONLY, "threshold"])
+def test_what_decides_in_one_way_generates_in_training_mode(method: str) -> None:
+    model = routed("llava", {**IMAGES_ONLY, "threshold": EVERYTHING["threshold"]}[method])
+    batch = prompt("llava", (1, 2))
+    expected = generate(model, batch)
+    model.train().gradient_checkpointing_enable({"use_reentrant": False})
+    assert torch.equal(generate(model, batch), expected)
 
 
 def cut_out(model: Any, places: tuple[int, ...]) -> Any:

@@ -29,10 +29,16 @@ from mmod.adapters.transformers.families import (
     reads_positions,
     reason_against,
 )
-from mmod.adapters.transformers.generation import Generations
+from mmod.adapters.transformers.generation import Generations, Part, refuse_training_mode
 from mmod.adapters.transformers.images import IMAGE, IMAGES, LAYOUT, VIDEO, Frames, ImageTokens, checked_mask
 from mmod.adapters.transformers.layers import GROUPS, CompactRotary, DecoderLayerCall, RecurrentLayerCall
-from mmod.adapters.transformers.structure import Structure, pads_only, read_structure, source_of, uses_cache
+from mmod.adapters.transformers.structure import (
+    Structure,
+    pads_only,
+    read_structure,
+    source_of,
+    uses_cache,
+)
 from mmod.adapters.transformers.tower import TowerImportance
 from mmod.blocks import ImportanceDecoderBlock, Mixin, ModelHook, RoutedDecoderBlock, host_class
 from mmod.config import CHANGE, RoutingConfig, Threshold
@@ -244,16 +250,17 @@ class GroupHook(ModelHook):
         if not decodes:
             self._check_numbers(arguments, cache)
         if self.tokens == "all" and begun:
-            self._check_causal()
+            self._check_causal(decodes)
         structure = read_structure(arguments, source, past, self.text.config)
         valid_BN = structure.valid_BN
         if decodes and cache.is_compileable and torch.compiler.is_compiling():
             # Shapes of a captured step must not follow from what it reads.
             return decoded_groups(valid_BN)
-        together = not self.config.decides_alone(module.training)
-        shown_BN = self._shown(module, arguments, image_BN, past, structure)
+        together = not self.config.decides_alone(self.text.training)
+        part = None if decodes else self.generations.part(arguments, int(past))
+        shown_BN = self._shown(module, arguments, image_BN, structure, part)
         frames = None
-        layout, copies = self._layout(arguments, begun, samples)
+        layout, copies = self._layout(arguments, begun, part)
         if self.tokens == "image" and self.language.frames is not None and together:
             frames = self.images.frames(layout, shown_BN, valid_BN, structure.segment_BN, copies)
         gated_BN = shown_BN > 0
@@ -284,23 +291,27 @@ class GroupHook(ModelHook):
         if self.tower is not None:
             importance = functools.cache(functools.partial(self.tower.of, module, shown_BN, layout, copies))
         groups = groups._replace(causal=structure.causal, importance=importance, earlier_BN=earlier_BN)
-        if begun and not decodes and together:
-            self._check_complete(module, cache, int(past))
+        if begun and together and part is not None and not part.drafts:
+            self._check_complete(cache)
         if begun and groups.skips and together:
-            self._check_apart(module, groups, frames, cache)
-        if not module.training and not groups.skips and sum(groups.always) == samples * tokens:
+            self._check_apart(groups, frames, cache)
+        if not self.text.training and not groups.skips and sum(groups.always) == samples * tokens:
             return None
         return groups
 
     def _shown(
-        self, module: nn.Module, arguments: Mapping[str, Any], image_BN: Tensor | None, past: Any, structure: Structure
+        self,
+        module: nn.Module,
+        arguments: Mapping[str, Any],
+        image_BN: Tensor | None,
+        structure: Structure,
+        part: Part | None,
     ) -> Tensor:
         """Return the modality of every token that may be skipped, 0 of others (B, N)."""
         if self.tokens == "all":
             return structure.valid_BN.long()
-        prompt = self.generations.prompt
-        if image_BN is None and prompt is not None:
-            image_BN = prompt.image_tokens(past, *structure.valid_BN.shape)
+        if image_BN is None and part is not None:
+            image_BN = part.image_BN
         return self.images.kinds(module, arguments, image_BN)
 
     def _check_frames(self, config: RoutingConfig) -> None:
@@ -316,15 +327,14 @@ class GroupHook(ModelHook):
                 "to compare successive images of a prompt"
             )
 
-    def _layout(self, arguments: Mapping[str, Any], begun: bool, samples: int) -> tuple[Mapping[str, Any], int]:
+    def _layout(self, arguments: Mapping[str, Any], begun: bool, part: Part | None) -> tuple[Mapping[str, Any], int]:
         """Return the arguments that describe frames, and how many samples in a row are copies of one described.
 
         `generate` may keep them from the layers, if it computes the features of images before.
         """
-        prompt = self.generations.prompt
-        if prompt is None or begun or any(arguments.get(name) is not None for name in LAYOUT):
+        if part is None or begun or any(arguments.get(name) is not None for name in LAYOUT):
             return arguments, 1
-        return {**arguments, **prompt.layout}, samples // prompt.samples
+        return {**arguments, **part.layout}, part.copies
 
     def _earlier(
         self, layout: Mapping[str, Any], kind_BN: Tensor, begun: bool, structure: Structure, copies: int
@@ -338,12 +348,9 @@ class GroupHook(ModelHook):
             )
         return self.images.earlier(layout, kind_BN, images, structure.segment_BN, copies)
 
-    def _check_complete(self, module: nn.Module, cache: Any, past: int) -> None:
+    def _check_complete(self, cache: Any) -> None:
         """Refuse to generate from a prompt of which only the cached part gave importance to its image tokens."""
-        prompt = self.generations.prompt
-        if prompt is None or past >= prompt.tokens or not self.config.reads_attention(module.training):
-            return
-        chosen_B = chosen_samples(cache)
+        chosen_B = chosen_samples(cache) if self.config.reads_attention(self.text.training) else None
         if chosen_B is not None and bool(chosen_B.any()):
             raise ValueError(
                 "the prompt goes on behind cached image tokens, which were chosen by the attention of the cached part "
@@ -352,10 +359,10 @@ class GroupHook(ModelHook):
                 "router='linear'"
             )
 
-    def _check_apart(self, module: nn.Module, groups: TokenGroups, frames: Frames | None, cache: Any) -> None:
+    def _check_apart(self, groups: TokenGroups, frames: Frames | None, cache: Any) -> None:
         """Refuse image tokens after a cache if they must be chosen jointly with cached ones."""
         advice = "route by a threshold on a score that learns, such as router='linear' with select='threshold'"
-        if self.config.reads_attention(module.training):
+        if self.config.reads_attention(self.text.training):
             problem = "importance needs the attention of all queries of the prompt"
         elif frames is not None:
             problem = "" if frames.complete else "the first one may belong to a partly cached frame"
@@ -395,8 +402,12 @@ class GroupHook(ModelHook):
                 f"num_hidden_layers={len(layers)} in the config, or pass use_cache=False"
             )
 
-    def _check_causal(self) -> None:
-        if not self.config.decides_alone(training=False):
+    def _check_causal(self, decodes: bool) -> None:
+        """Refuse text behind a cache if it is not decided token by token; a tuned prefix is cached in training too."""
+        alone = self.config.decides_alone(training=False)
+        if alone and decodes and not self.config.decides_alone(self.text.training):
+            refuse_training_mode("routing")
+        if not alone:
             images = ", or with tokens='image'" if self.images.ids else ""
             raise ValueError(
                 "text cannot be generated: text tokens may be skipped, and the choice depends on future tokens. Route "

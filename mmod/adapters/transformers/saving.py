@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from mmod.adapters.base import Changes
 from mmod.adapters.tokens import proofs_of
-from mmod.adapters.transformers.generation import Prompt
+from mmod.adapters.transformers.generation import Prompt, refuse_training_mode
 from mmod.adapters.transformers.images import IMAGES, LAYOUT, checked_mask
 from mmod.adapters.transformers.language import GroupHook
 from mmod.blocks import (
@@ -53,7 +53,7 @@ from mmod.registry.transformers import auto_class as __getattr__
 
 
 class _HostGenerate:
-    """The host's `generate`; with routed layers, it also takes `image_mask`, see `GroupHook`.
+    """The host's `generate`, for what decides in evaluation; with routed layers, it also takes `image_mask`.
 
     It is no method, because a model that does not generate has no such attribute, and no property, because FSDP and
     others replace `generate` on the model.
@@ -63,10 +63,7 @@ class _HostGenerate:
         if model is None:
             return self
         host_generate: Callable[..., Any] = super(DescribedModel, model).generate  # type: ignore[misc]
-        hooks = [hook for hook in model_hooks(model) if isinstance(hook, GroupHook)]
-        if not hooks:
-            return host_generate
-        return functools.update_wrapper(functools.partial(_generate, model, host_generate, hooks[0]), host_generate)
+        return functools.update_wrapper(functools.partial(_generate, model, host_generate), host_generate)
 
 
 class DescribedModel(Mixin):
@@ -126,30 +123,32 @@ class DescribedModel(Mixin):
             module.reset_parameters()
 
 
-def _generate(
-    model: nn.Module, host_generate: Callable[..., Any], hook: GroupHook, inputs: Any = None, *args: Any, **options: Any
-) -> Any:
+def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None, *args: Any, **options: Any) -> Any:
     """Generate as a host does, and tell the layers what only `generate` knows.
 
     Args:
         options: Those of the host's `generate`, and `image_mask`: True at image tokens of the prompt (B, N).
     """
+    for method in model.mod_state:
+        if method.two_ways and any(module.training for module in model.modules() if isinstance(module, Deciding)):
+            refuse_training_mode(method.kind)
+    hook = next((hook for hook in model_hooks(model) if isinstance(hook, GroupHook)), None)
+    if hook is None:
+        return host_generate(inputs, *args, **options)
     image_BN = options.pop(IMAGES, None)
-    embeds_BND = options.get("inputs_embeds")
-    ids_BN = options.get("input_ids", inputs)
-    given = [value for value in (embeds_BND, ids_BN) if isinstance(value, Tensor)]
+    named = {"inputs_embeds": options.get("inputs_embeds"), "input_ids": options.get("input_ids", inputs)}
+    given = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    sizes = [value.shape[:2] for value in given.values()]
     if image_BN is not None:
         hook.check_marks()
-        for value in given[:1]:
-            checked_mask(IMAGES, image_BN, (value.shape[0], value.shape[1]))
-    elif len(given) == 2 and given[0].shape[:2] == given[1].shape and hook.tokens == "image":
+        for size in sizes[:1]:
+            checked_mask(IMAGES, image_BN, (size[0], size[1]))
+    elif len(given) == 2 and sizes[0] == sizes[1] and hook.tokens == "image":
         # The host reads the embeddings only.
-        image_BN = hook.images.kinds(model, {"input_ids": ids_BN}, None)
-    drafts = getattr(options.get("generation_config"), "is_assistant", None)
-    tokens = 0 if drafts else max((value.shape[1] for value in given), default=1)
+        image_BN = hook.images.kinds(model, {"input_ids": given["input_ids"]}, None)
+    drafts = bool(getattr(options.get("generation_config"), "is_assistant", None))
     layout = {name: options[name] for name in LAYOUT if options.get(name) is not None}
-    samples = given[0].shape[0] if given else 1
-    with hook.generations.of(Prompt(tokens, image_BN, layout, samples)):
+    with hook.generations.of(Prompt(given, image_BN, layout, drafts)):
         return host_generate(inputs, *args, **options)
 
 
