@@ -118,13 +118,17 @@ class ConvertedBlock(Mixin):
         return super().forward(z, **arguments)
 
     def observe(
-        self, run: Callable[[], Tensor], x: Tensor, valid_BN: Tensor | None, importance: str
+        self, run: Callable[[], Tensor], x: Tensor, queries_BN: Tensor | None, importance: str
     ) -> tuple[Tensor, Tensor]:
-        """Run what contains the host's attention on tokens x; return its result, and the importance of x (B, N)."""
+        """Run what contains the host's attention on tokens x; return its result, and the importance of x (B, N).
+
+        Args:
+            queries_BN: True at tokens whose attention counts (B, N); None for all.
+        """
         if importance == CHANGE:
             y = run()
             return y, token_change(x, y)
-        captured = capture_importance(valid_BN, importance)
+        captured = capture_importance(queries_BN, importance)
         y = self.run_observed(run, captured)
         if captured.importance_BN is None:
             raise RuntimeError(
@@ -278,8 +282,8 @@ class RoutedBlock(Deciding, ConvertedBlock):
         attend = partial(call.halves.attend, self, z, arguments)
         if state.observes:
             assert shared is not None
-            valid_BN = call.marks(arguments, z).valid_BN
-            y, shared.score_BN = self.observe(attend, z, valid_BN, self.router.config.importance)
+            queries_BN = call.marks(arguments, z).queries_BN
+            y, shared.score_BN = self.observe(attend, z, queries_BN, self.router.config.importance)
         else:
             y = attend()
         # The decision that follows narrows rows which were passed on; rows of its own go back to all tokens.
@@ -303,9 +307,9 @@ class ImportanceBlock(ConvertedBlock):
             return super().forward(x, *args, **kwargs)
         shared = state.span.begin(x)
         shared.busy = True
-        valid_BN = state.call.marks(state.call.bind(args, kwargs), x).valid_BN
+        queries_BN = state.call.marks(state.call.bind(args, kwargs), x).queries_BN
         run = partial(super().forward, x, *args, **kwargs)
-        y, shared.score_BN = self.observe(run, x, valid_BN, state.importance)
+        y, shared.score_BN = self.observe(run, x, queries_BN, state.importance)
         shared.busy = False
         if not shared.uninterrupted:
             state.span.hand_on(shared, y)

@@ -28,7 +28,7 @@ class capture_importance(AttentionIntercept):
     Where a host writes attention out instead of calling `scaled_dot_product_attention`, its softmax is read.
 
     Args:
-        valid_BN: False where a token is padding (B, N), or None.
+        valid_BN: False where a token's query does not count, as at padding (B, N), or None.
         average: Which queries count: see `mmod.config.WithImportance`.
 
     Attributes:

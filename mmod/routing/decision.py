@@ -27,6 +27,11 @@ class TokenMarks(NamedTuple):
     valid_BN: Tensor | None = None
     protect_BN: Tensor | None = None
 
+    @property
+    def queries_BN(self) -> Tensor | None:
+        """True at tokens whose attention counts as importance (B, N); None for all."""
+        return self.valid_BN
+
     def protected(self, score_BN: Tensor, prefix: int) -> Tensor:
         """Return which tokens are always kept (B, N), for a router's prefix."""
         if self.protect_BN is not None:
@@ -50,7 +55,7 @@ class Segments(NamedTuple):
         token_SL: Index of each sample's tokens among all tokens of the batch (S, L).
         valid_SL: False at empty slots and at padding (S, L).
         place_BN: Index of every token among the slots of all samples (B, N).
-        share_BN: The sample's number of tokens, relative to its row's (B, N).
+        share_BN: The sample's number of tokens whose attention counts as importance, relative to its row's (B, N).
     """
 
     token_SL: Tensor
@@ -87,6 +92,7 @@ class TokenGroups(NamedTuple):
         segments: The packed samples, if rows pack several; each is routed as if it were alone.
         earlier_BN: Index in its row of the token at the same place one frame earlier, -1 for none (B, N); None if no
             score reads frames.
+        prompt_BN: True at tokens of prompts, before the labelled answers (B, N); None if all are.
     """
 
     group_BN: Tensor
@@ -100,6 +106,12 @@ class TokenGroups(NamedTuple):
     importance: Callable[[], Tensor] | None = None
     segments: Segments | None = None
     earlier_BN: Tensor | None = None
+    prompt_BN: Tensor | None = None
+
+    @property
+    def queries_BN(self) -> Tensor | None:
+        """True at tokens whose attention counts as importance (B, N); None for all."""
+        return self.valid_BN if self.prompt_BN is None else self.prompt_BN
 
     @property
     def valid_BN(self) -> Tensor | None:

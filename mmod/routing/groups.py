@@ -23,6 +23,7 @@ def assign_groups(
     strict: bool = True,
     segment_BN: Tensor | None = None,
     first_BN: Tensor | None = None,
+    prompt_BN: Tensor | None = None,
 ) -> TokenGroups:
     """Assign every token to its group, with one host synchronisation, two for spans, or a few for packed rows.
 
@@ -30,6 +31,7 @@ def assign_groups(
         frames: Groups: None for one per sample, "span" for one per span, or a number of tokens.
         segment_BN: Sample of each token in rows that pack several, from 0 (B, N); else None.
         first_BN: True at the first token of every span (B, N); None takes unbroken runs of tokens that may be skipped.
+        prompt_BN: True at tokens of prompts (B, N); None if all are.
 
     Example:
         >>> free = torch.tensor([[False, True, True, False, True]])
@@ -64,8 +66,18 @@ def assign_groups(
     if isinstance(frames, int) and any(set(row) - {frames} for row in sizes):
         raise ValueError(f"frames={frames} does not divide the image tokens of a sample, {[sum(row) for row in sizes]}")
     always = tuple(row[1] for row in rows)
-    segments = None if segment_BN is None else split_segments(segment_BN, valid_BN)
-    return TokenGroups(group_BN, gated_BN & valid_BN, _limits(group_BN), sizes, always, strict, segments=segments)
+    prompt_BN = None if prompt_BN is None else prompt_BN & valid_BN
+    segments = None if segment_BN is None else split_segments(segment_BN, valid_BN, prompt_BN)
+    return TokenGroups(
+        group_BN,
+        gated_BN & valid_BN,
+        _limits(group_BN),
+        sizes,
+        always,
+        strict,
+        segments=segments,
+        prompt_BN=prompt_BN,
+    )
 
 
 def _check_frames(free_BN: Tensor, segment_BN: Tensor, frames: int) -> None:
@@ -76,11 +88,12 @@ def _check_frames(free_BN: Tensor, segment_BN: Tensor, frames: int) -> None:
         raise ValueError(f"frames={frames} does not divide the image tokens of packed samples, {counts.tolist()}")
 
 
-def split_segments(segment_BN: Tensor, valid_BN: Tensor) -> Segments:
+def split_segments(segment_BN: Tensor, valid_BN: Tensor, prompt_BN: Tensor | None = None) -> Segments:
     """Return where the tokens of packed samples stand, with one host synchronisation.
 
     Args:
         segment_BN: Sample of each token in its row, from 0 (B, N).
+        prompt_BN: True at tokens whose attention counts as importance (B, N); None for all valid ones.
 
     Example:
         >>> segments = split_segments(torch.tensor([[0, 0, 0, 1, 1]]), torch.ones(1, 5, dtype=torch.bool))
@@ -104,8 +117,9 @@ def split_segments(segment_BN: Tensor, valid_BN: Tensor) -> Segments:
     valid_SL = torch.zeros_like(token_SL, dtype=torch.bool)
     valid_SL[place_T] = valid_BN.flatten()
     valid_SL = valid_SL.view(-1, slots)
-    counted_BN = valid_SL.sum(dim=1)[sample_T].view(samples, tokens)
-    share_BN = counted_BN / valid_BN.sum(dim=1, keepdim=True).clamp(min=1)
+    queries_BN = valid_BN if prompt_BN is None else prompt_BN
+    counted_S = torch.zeros_like(size_S).scatter_add(0, sample_T, queries_BN.flatten().long()).clamp(min=1)
+    share_BN = counted_S[sample_T].view(samples, tokens) / queries_BN.sum(dim=1, keepdim=True).clamp(min=1)
     return Segments(token_SL.view(-1, slots), valid_SL, place_T.view(samples, tokens), share_BN)
 
 

@@ -30,17 +30,54 @@ from tests.kit.vlm_zoo import (
     prompt,
 )
 
+BY_ATTENTION = {
+    average: IMAGES_ONLY["attention"].replace(router={"importance": average}) for average in ("mean", "last_token")
+}
 
-# Importance counts the attention of all text, also of text that a generated answer adds.
-@pytest.mark.parametrize("method", [name for name in IMAGES_ONLY if name != "attention"])
-def test_prefill_and_decode_equal_one_pass(method: str) -> None:
-    model = routed("llava", IMAGES_ONLY[method])
-    check_cache_changes_nothing(model, prompt("llava", (1, 0, 2)))
+
+@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("method", [*IMAGES_ONLY, *BY_ATTENTION])
+def test_prefill_and_decode_equal_one_pass(method: str, side: str, trains: bool) -> None:
+    model = routed("llava", {**IMAGES_ONLY, **BY_ATTENTION}[method]).train(trains)
+    check_cache_changes_nothing(model, prompt("llava", (1, 0, 2), side=side))
 
 
 @pytest.mark.parametrize("name", [*JOINT, *OTHERS])
 def test_prefill_and_decode_equal_one_pass_in_every_family(name: str) -> None:
     check_cache_changes_nothing(routed(name, IMAGES_ONLY["linear"]), prompt(name, (2, 1)))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@pytest.mark.parametrize(
+    "name", ["llava-mistral-window", "llava-next", "smolvlm", "qwen2-vl", "gemma3-vision", "paligemma"]
+)
+def test_importance_is_that_of_the_prompt_where_answers_are_labelled(name: str, attention: str) -> None:
+    check_cache_changes_nothing(routed(name, IMAGES_ONLY["attention"], attention), prompt(name, (2, 1)))
+
+
+@torch.no_grad()
+def test_a_prompt_ends_at_the_first_label_behind_the_last_image() -> None:
+    model, batch = routed("llava", IMAGES_ONLY["attention"]), prompt("llava", (1, 2))
+    ids = batch["input_ids"]
+    places = torch.arange(ids.shape[1])
+    last = places.where(ids == IMAGE, 0).amax(1, keepdim=True)
+    everything = ids.masked_fill(ids == IMAGE, -100)
+    question = everything.where(places > last, -100)
+    logits = model(**batch).logits
+    for labels in (torch.full_like(ids, -100), everything.where(places < last, -100)):
+        assert torch.equal(model(**batch, labels=labels).logits, logits)
+    changed = model(**batch, labels=question).logits
+    assert not torch.equal(changed, logits)
+    assert torch.equal(model(**batch, labels=everything).logits, changed)
+    # A pass that failed leaves no labels behind.
+    with pytest.raises(
+        ValueError, match=r"labels have shape .*: pass inputs_embeds, image_mask and labels of one length"
+    ):
+        model(**batch, labels=question[:, 1:])
+    assert torch.equal(model(**batch).logits, logits)
+    linear = routed("llava", IMAGES_ONLY["linear"])
+    assert torch.equal(linear(**batch, labels=everything).logits, linear(**batch).logits)
 
 
 @pytest.mark.parametrize("method", EVERYTHING)

@@ -77,8 +77,9 @@ def test_packed_samples_are_routed_as_if_alone(name: str, how: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("form", [lambda mask: mask, as_bias], ids=["bool", "float"])
+@pytest.mark.parametrize("labelled", [False, True])
 @pytest.mark.parametrize("method", ["p-mod", "videollm-mod", "a-mod"])
-def test_images_of_packed_samples_compete_apart(method: str, form: Any) -> None:
+def test_images_of_packed_samples_compete_apart(method: str, labelled: bool, form: Any) -> None:
     model = mmod.route_(make_joint("llava"), language=mmod.preset(method, blocks=(1, 2), capacity=0.5))
     for block in mmod.routed_blocks(model).values():
         if method != "a-mod":
@@ -86,16 +87,23 @@ def test_images_of_packed_samples_compete_apart(method: str, form: Any) -> None:
     image, pixels = torch.full((1, PATCHES), IMAGE), torch.randn(3, 3, 12, 12)
     words = torch.randint(3, IMAGE, (3, 1, 4))
     # The second sample begins with an image where the first one ends with one.
-    samples = [torch.cat(parts, 1) for parts in ((words[0], image), (image, words[1], image), (words[2],))]
+    samples = [
+        torch.cat(parts, 1)
+        for parts in ((words[0], image, words[1]), (image, words[1], image, words[0]), (words[2], words[0]))
+    ]
+    answers = [torch.nn.functional.pad(ids[:, -3:], (ids.shape[1] - 3, 0), value=-100) for ids in samples]
     counts, lengths = (1, 2, 0), tuple(sample.shape[1] for sample in samples)
     alone, begun = [], 0
     for ids, images in zip(samples, counts):
         pictures = {"pixel_values": pixels[begun : begun + images]} if images else {}
+        if labelled:
+            pictures["labels"] = answers[len(alone)]
         alone.append(model(input_ids=ids, **pictures, use_cache=False).logits)
         begun += images
     mask, place = form(blocks_of(lengths)), torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0)
     ids = torch.cat(samples, 1)
-    packed = model(input_ids=ids, pixel_values=pixels, attention_mask=mask, position_ids=place).logits
+    labels = {"labels": torch.cat(answers, 1)} if labelled else {}
+    packed = model(input_ids=ids, pixel_values=pixels, attention_mask=mask, position_ids=place, **labels).logits
     torch.testing.assert_close(packed, torch.cat(alone, 1), atol=1e-5, rtol=1e-4)
 
 

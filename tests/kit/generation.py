@@ -76,7 +76,10 @@ def generate(model: Any, batch: dict[str, Any], **options: Any) -> Tensor:
 
 @torch.no_grad()
 def check_cache_changes_nothing(model: Any, batch: dict[str, Any], steps: int = 4) -> None:
-    """Prefill and decode word by word, and compare every step with one full forward pass over the same tokens."""
+    """Prefill and decode word by word, and compare every step with one full forward pass over the same tokens.
+
+    The pass gets the words as labels, so that importance is that of the prompt.
+    """
     out = model(**batch, use_cache=True)
     cache, logits = cache_of(out), [out.logits]
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -96,7 +99,9 @@ def check_cache_changes_nothing(model: Any, batch: dict[str, Any], steps: int = 
         out = model(input_ids=word, attention_mask=mask, **{CACHE: cache}, use_cache=True, **place)
         logits.append(out.logits)
     whole = {**batch, "input_ids": ids, "attention_mask": mask, **marks}
-    full = model(**whole, use_cache=False).logits
+    # A loss may ignore the last token of an answer.
+    labels = torch.nn.functional.pad(ids[:, -steps:-1], (ids.shape[1] - steps, 1), value=-100)
+    full = model(**whole, labels=labels, use_cache=False).logits
     stepwise = torch.cat(logits[1:], 1)
     torch.testing.assert_close(stepwise, full[:, -steps:], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(

@@ -138,6 +138,13 @@ def entry_of(model: nn.Module, name: str) -> nn.Module:
     return model.get_submodule(name)
 
 
+def labelled_modules(model: nn.Module, name: str) -> list[nn.Module]:
+    """Return the modules around a language model, or itself, that take labels, from the outermost on."""
+    path = name.split(".") if name else []
+    around = [model.get_submodule(".".join(path[:depth])) for depth in range(len(path) + 1)]
+    return [module for module in around if "labels" in parameters_of(module)]
+
+
 def passes_keywords(module: nn.Module) -> bool:
     """Return whether a module's forward takes keywords that it does not name."""
     return any(p.kind is p.VAR_KEYWORD for p in parameters_of(module).values())

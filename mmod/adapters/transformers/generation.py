@@ -1,4 +1,4 @@
-"""What a running `generate` knows and a model's layers do not: its prompt.
+"""What running calls know and a model's layers do not: the prompt of `generate`, and the labels of a pass.
 
 Axes: B samples, N tokens.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -112,3 +113,24 @@ class Generations:
             yield
         finally:
             self._running.value = outer
+
+
+@dataclass
+class _Pass:
+    labels_BN: Tensor | None = None
+
+
+class Labels:
+    """The labels of a model's running pass, one in each thread."""
+
+    def __init__(self) -> None:
+        self._running = PerThread(_Pass)
+
+    @property
+    def running_BN(self) -> Tensor | None:
+        """Labels of this thread's pass (B, N), as its caller gave them; None without, or outside one."""
+        return self._running.value.labels_BN
+
+    @running_BN.setter
+    def running_BN(self, labels_BN: Tensor | None) -> None:
+        self._running.value.labels_BN = labels_BN

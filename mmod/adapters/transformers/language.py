@@ -23,18 +23,20 @@ from mmod.adapters.transformers.families import (
     has_plain_positions,
     has_projections,
     is_recurrent,
+    labelled_modules,
     number_of,
     parameters_of,
     passes_keywords,
     reads_positions,
     reason_against,
 )
-from mmod.adapters.transformers.generation import Generations, Part, refuse_training_mode
+from mmod.adapters.transformers.generation import Generations, Labels, Part, refuse_training_mode
 from mmod.adapters.transformers.images import IMAGE, IMAGES, LAYOUT, VIDEO, Frames, ImageTokens, checked_mask
 from mmod.adapters.transformers.layers import GROUPS, CompactRotary, DecoderLayerCall, RecurrentLayerCall
 from mmod.adapters.transformers.structure import (
     Structure,
     pads_only,
+    read_prompt,
     read_structure,
     source_of,
     uses_cache,
@@ -75,12 +77,19 @@ def find_language(model: nn.Module, name: str, layers: nn.ModuleList) -> BlockSt
         reads_images=entry is not text or bool(ImageTokens(config).ids),
         router=DecoderRouter,
         mixins=(RoutedDecoderBlock, ImportanceDecoderBlock),
-        hooks=lambda routing: _hooks(GroupHook(entry, text, name.rpartition(".")[2], routing, plain), entry, text),
+        hooks=lambda routing: _hooks(
+            GroupHook(entry, text, name.rpartition(".")[2], routing, plain), entry, text, labelled_modules(model, owner)
+        ),
     )
 
 
-def _hooks(groups: GroupHook, entry: nn.Module, text: nn.Module) -> list[tuple[nn.Module, ModelHook]]:
-    hooks: list[tuple[nn.Module, ModelHook]] = [(entry, groups)]
+def _hooks(
+    groups: GroupHook, entry: nn.Module, text: nn.Module, labelled: Sequence[nn.Module]
+) -> list[tuple[nn.Module, ModelHook]]:
+    hooks: list[tuple[nn.Module, ModelHook]] = []
+    if groups.tokens == "image" and groups.config.reads_attention(training=True):
+        hooks += [(module, LabelHook(module, groups.labels, module is labelled[0])) for module in labelled]
+    hooks.append((entry, groups))
     if entry is not text:
         hooks.append((text, MaskHook(text)))
     if groups.tower is not None:
@@ -159,6 +168,32 @@ class MaskHook(ModelHook):
         return args, kwargs
 
 
+class LabelHook(ModelHook):
+    """Keeps the labels of a running pass, which models take around the one that inserts images.
+
+    Args:
+        head: The hooked module, which takes labels.
+        labels: Where to keep them.
+        outermost: No module around it takes labels; modules inside may get others, or none.
+    """
+
+    def __init__(self, head: nn.Module, labels: Labels, outermost: bool) -> None:
+        self.names = tuple(parameters_of(head))
+        self.labels = labels
+        self.outermost = outermost
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Keep the labels."""
+        labels = {**dict(zip(self.names, args)), **kwargs}.get("labels")
+        if self.outermost or labels is not None:
+            self.labels.running_BN = labels
+
+    def after(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> None:
+        """Forget the labels."""
+        if self.outermost:
+            self.labels.running_BN = None
+
+
 class GroupHook(ModelHook):
     """Computes, once for all layers, which tokens of a forward pass may be skipped.
 
@@ -175,6 +210,7 @@ class GroupHook(ModelHook):
         self.config = config
         self.images = ImageTokens(entry.config)
         self.generations = Generations()
+        self.labels = Labels()
         self.language = config.language
         # p-MoD's skipped tokens are image tokens.
         images_only = entry is not text or bool(self.images.ids) or config.skipped == "scale"
@@ -278,6 +314,7 @@ class GroupHook(ModelHook):
                 "router.importance='last_token' reads the last token of a row, but rows are packed with several samples"
                 ": pass one sample per row, or choose importance='per_viewer'"
             )
+        prompt_BN = self._prompt(shown_BN > 0, structure)
         groups = assign_groups(
             free_BN,
             gated_BN,
@@ -286,6 +323,7 @@ class GroupHook(ModelHook):
             self.tokens == "image",
             structure.segment_BN,
             None if frames is None else frames.first_BN,
+            prompt_BN,
         )
         importance = None
         if self.tower is not None:
@@ -313,6 +351,23 @@ class GroupHook(ModelHook):
         if image_BN is None and part is not None:
             image_BN = part.image_BN
         return self.images.kinds(module, arguments, image_BN)
+
+    def _prompt(self, image_BN: Tensor, structure: Structure) -> Tensor | None:
+        """Return which tokens the labels of a pass leave to the prompt (B, N), None for all.
+
+        Image tokens are then chosen as in generation, which knows no word of the answer.
+        """
+        labels_BN = self.labels.running_BN if self.config.reads_attention(self.text.training) else None
+        # Other heads take one class, or the values of several, for a sample.
+        if labels_BN is None or labels_BN.ndim != 2 or labels_BN.is_floating_point():
+            return None
+        if labels_BN.shape != image_BN.shape:
+            raise ValueError(
+                f"labels have shape {tuple(labels_BN.shape)} and the tokens {tuple(image_BN.shape)}, so the answer, "
+                f"whose attention does not count as importance, is unknown: pass inputs_embeds, {IMAGES} and labels of "
+                "one length, or route by a score that reads no attention, such as router='linear'"
+            )
+        return read_prompt(labels_BN, image_BN, structure.segment_BN)
 
     def _check_frames(self, config: RoutingConfig) -> None:
         """Raise a ValueError if the score reads frames, and no token that may be skipped belongs to one."""

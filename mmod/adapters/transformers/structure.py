@@ -17,6 +17,9 @@ from mmod.adapters.transformers.cache_base import cache_of
 from mmod.adapters.transformers.masks import first_column, valid_tokens
 from mmod.ops.views import is_visible
 
+# The label of a token that the loss of transformers ignores.
+IGNORED = -100
+
 
 class Structure(NamedTuple):
     """The structure of a language model's inputs.
@@ -83,6 +86,31 @@ def read_structure(arguments: Mapping[str, Any], source: Tensor, past: Tensor | 
         segment_BN = _segments_of_positions(arguments, mask, config)
     _check_boundaries(arguments, segment_BN, source, config)
     return Structure(valid_BN, segment_BN, segment_BN is None and _is_causal(mask, tokens, config))
+
+
+def read_prompt(labels_BN: Tensor, image_BN: Tensor, segment_BN: Tensor | None) -> Tensor:
+    """Return which tokens are of a prompt (B, N): those before the first labelled one behind the sample's last image.
+
+    Args:
+        labels_BN: Ids to predict, -100 at tokens that the loss ignores (B, N).
+        image_BN: True at image tokens (B, N).
+        segment_BN: Sample of each token in rows that pack several (B, N).
+
+    Example:
+        >>> labels = torch.tensor([[7, -100, -100, -100, 5, -100]])
+        >>> read_prompt(labels, torch.tensor([[False, True, True, False, False, False]]), None).tolist()
+        [[True, True, True, True, False, False]]
+    """
+    samples, tokens = image_BN.shape
+    place_BN = torch.arange(tokens, device=image_BN.device).expand(samples, -1)
+    sample_BN = torch.zeros_like(place_BN) if segment_BN is None else segment_BN
+    count = 1 if segment_BN is None else int(segment_BN.max()) + 1
+    image_BN = place_BN.masked_fill(~image_BN, -1)
+    last_BS = place_BN.new_full((samples, count), -1).scatter_reduce(1, sample_BN, image_BN, "amax")
+    answers_BN = (labels_BN.to(place_BN.device) != IGNORED) & (place_BN > last_BS.gather(1, sample_BN))
+    answer_BN = place_BN.masked_fill(~answers_BN, tokens)
+    first_BS = place_BN.new_full((samples, count), tokens).scatter_reduce(1, sample_BN, answer_BN, "amin")
+    return place_BN < first_BS.gather(1, sample_BN)
 
 
 def _is_causal(mask: Any, tokens: int, config: Any) -> bool:
