@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from mmod.training.image.recipe import ImageRecipe
 
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.studies.scorer import Scorer
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
+from mmod.training.image.kind import ImageKind
 from tests.kit.sets import SETS
 
 ARGS = {"img_size": 32, "patch_size": 8, "in_chans": 1, "num_classes": 10, "embed_dim": 16, "depth": 2, "num_heads": 2}
@@ -30,12 +30,12 @@ def tiny_config(output: Path) -> TrainConfig:
 def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dense = tmp_path / "study" / "dense"
     fit(tiny_config(dense), progress=False)
-    start: TrainConfig = ImageRecipe(tiny_config(tmp_path / "study" / "routed")).started_from(str(dense))
-    assess, calls = ImageRecipe.assess, []
-    monkeypatch.setattr(ImageRecipe, "assess", lambda *args: calls.append("") or assess(*args))  # type: ignore[func-returns-value]
+    start: TrainConfig = tiny_config(tmp_path / "study" / "routed").started_from(str(dense))
+    assess, calls = ImageKind.assess, []
+    monkeypatch.setattr(ImageKind, "assess", lambda *args: calls.append("") or assess(*args))  # type: ignore[func-returns-value]
 
     def evaluate(folder: Path, config: TrainConfig) -> Any:
-        scorer: Any = Scorer(SimpleNamespace(output=str(folder)), ImageRecipe, "top1", "")
+        scorer: Any = Scorer(SimpleNamespace(output=str(folder)), "top1", "")
         return scorer._evaluate_start(config)
 
     first = evaluate(tmp_path / "study", start)
@@ -45,7 +45,7 @@ def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, m
     assert len(calls) == 2
     shutil.move(tmp_path / "study", tmp_path / "moved")
     moved = dataclasses.replace(start, output=str(tmp_path / "moved" / "routed"))
-    moved = ImageRecipe(moved).started_from(str(tmp_path / "moved" / "dense"))
+    moved = moved.started_from(str(tmp_path / "moved" / "dense"))
     assert evaluate(tmp_path / "moved", moved) == first
     assert len(calls) == 2
     file = next((tmp_path / "moved" / "dense").rglob("model.safetensors"))
