@@ -25,7 +25,7 @@ from mmod.blocks.span import Span, SpanPass
 from mmod.blocks.symbolic import trace_as_node
 from mmod.config import CHANGE, RoutingConfig, Threshold
 from mmod.ops import capture_importance
-from mmod.ops.intercept import AttentionIntercept
+from mmod.ops.intercept import AttentionIntercept, unseen_attention
 from mmod.routing import Router, Routing, TokenMarks, token_change
 from mmod.threads import PerThread
 
@@ -131,10 +131,7 @@ class ConvertedBlock(Mixin):
         captured = capture_importance(queries_BN, importance)
         y = self.run_observed(run, captured)
         if captured.importance_BN is None:
-            raise RuntimeError(
-                f"no attention was seen in this {type(self).__name__}: it calls neither scaled_dot_product_attention "
-                "nor softmax over (B, H, N, N), so importance cannot be read from it"
-            )
+            raise unseen_attention("importance cannot be read from it")
         return y, captured.importance_BN
 
     def run_observed(self, run: Callable[[], Tensor], watch: AttentionIntercept) -> Tensor:

@@ -30,6 +30,7 @@ from mmod.ops import (
     pack_rows,
 )
 from mmod.ops.casting import autocasts
+from mmod.ops.intercept import unseen_attention
 from mmod.routing import Routing, Rule
 from mmod.threads import PerThread
 
@@ -395,7 +396,7 @@ class KeptTokens(Execution):
             y: Tensor = attention.run(host, (z,), packed)
         # Otherwise the images of the sequence attended to each other.
         if not attention.calls:
-            raise RuntimeError("packed rows need fused attention: this block called no scaled_dot_product_attention")
+            raise unseen_attention("images in one sequence of packed rows cannot be told apart in it", maps=False)
         return y
 
     def _run_among_all(self, block: Block, host: Host, z: Tensor, arguments: Mapping[str, Any], rows: Rows) -> Tensor:

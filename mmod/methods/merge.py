@@ -17,6 +17,7 @@ from mmod.methods.base import owner_of, register_method
 from mmod.methods.reduction import AttentionInputs, Grid, Reducing, Reduction, Restore, check_halves, never, reduce_
 from mmod.ops import gather_rows
 from mmod.ops.casting import without_autocast
+from mmod.ops.intercept import unseen_attention
 from mmod.ops.select import best_first
 
 
@@ -76,7 +77,8 @@ def merge_tokens(count: int, grid: Grid, inputs: AttentionInputs, prefix: int) -
     merged = min(count, (tokens - prefix) // 2)
     if not merged:
         return None
-    assert inputs.key is not None
+    if inputs.key is None:
+        raise unseen_attention("tokens cannot be matched by its keys")
     stay_BK, gone_BR, into_BR = match(inputs.key, prefix, merged)
     if grid.size_BN is None:
         weighed_BND = x_BND

@@ -16,7 +16,7 @@ from mmod.ops.importance import (
     class_token_importance,
     importance_of_map,
 )
-from mmod.ops.intercept import SOFTMAX, AttentionCall, AttentionIntercept
+from mmod.ops.intercept import SOFTMAX, AttentionCall, AttentionIntercept, unseen_attention
 from mmod.ops.views import count_views, mask_bias
 
 _PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.einsum)
@@ -153,7 +153,8 @@ class capture_inputs(AttentionIntercept):
         if self._last is not None:
             call = self._last
             return class_token_attention(call.query, call.key, call.attn_mask, scale=call.scale)
-        assert self._row is not None
+        if self._row is None:
+            raise unseen_attention("tokens cannot be ranked by it")
         return self._row
 
     def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
@@ -208,10 +209,7 @@ class add_key_bias(AttentionIntercept):
         """
         result = super().run(forward, args, kwargs)
         if not self.calls:
-            raise RuntimeError(
-                "this block calls neither scaled_dot_product_attention nor softmax over (B, H, N, N), so tokens cannot "
-                "be hidden from its attention or weighed in it"
-            )
+            raise unseen_attention("tokens cannot be hidden from its attention or weighed in it")
         return result
 
     def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops.backend import exporting
-from mmod.ops.intercept import AttentionCall, AttentionIntercept
+from mmod.ops.intercept import AttentionCall, AttentionIntercept, unseen_attention
 
 
 class Projection(NamedTuple):
@@ -50,6 +50,8 @@ def keys_and_values(
             forward()
     except _Captured:
         pass
+    if not capture.captured:
+        raise unseen_attention("context='all' has no keys and values", maps=False)
     if len(capture.captured) != calls:
         raise RuntimeError(
             f"context='all' expects {calls} calls of fused attention in a block, saw {len(capture.captured)}"

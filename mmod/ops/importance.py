@@ -10,12 +10,12 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from mmod.ops import tiles
 from mmod.ops.backend import Kernel, exporting, kernel_op, op, torch_op, transforming
 from mmod.ops.casting import cast_alike, is_grouped
+from mmod.ops.intercept import SDPA
 from mmod.ops.shared_map import attend_and_sum, flops_of_scores
 from mmod.ops.tiles import Tile, cut_map, hide_later
 from mmod.ops.views import Views, count_views
@@ -389,7 +389,7 @@ def _attend(
     in_place = q_BHNE.is_cpu and not exporting() and not transforming()
     if plain and in_place and q_BHNE.dtype == torch.float32:
         return _with_shared_map(q_BHNE, k_BHNE, v_BHNE, is_causal, scale, per_viewer)
-    out = F.scaled_dot_product_attention(
+    out = SDPA(
         q_BHNE,
         k_BHNE,
         v_BHNE,

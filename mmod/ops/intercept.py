@@ -19,6 +19,30 @@ from torch.overrides import TorchFunctionMode
 from mmod.ops.multihead import multihead_attention
 
 SOFTMAX = (torch.softmax, Tensor.softmax, F.softmax)
+# Torch's own function. Libraries put another one in its place for the process, which often calls this one inside.
+SDPA = torch._C._nn.scaled_dot_product_attention
+
+
+def unseen_attention(consequence: str, maps: bool = True) -> RuntimeError:
+    """Return the error about a block in which no attention was seen.
+
+    Args:
+        consequence: What cannot be done without it.
+        maps: A softmax over (B, H, N, N) would have done too.
+    """
+    current: Any = F.scaled_dot_product_attention
+    fused = "scaled_dot_product_attention" if current is SDPA else "torch's own"
+    why = f"it calls neither {fused} nor softmax over (B, H, N, N)" if maps else f"it does not call {fused}"
+    remedy = ""
+    if current is not SDPA:
+        # An instance of a class or a partial has no name of its own.
+        named = current if hasattr(current, "__qualname__") else type(current)
+        why = (
+            "torch.nn.functional.scaled_dot_product_attention is replaced in this process by "
+            f"{named.__module__}.{named.__qualname__}, and {why}"
+        )
+        remedy = ". Put torch's own back, or let the replacement call it"
+    return RuntimeError(f"no attention was seen in this block: {why}, so {consequence}{remedy}")
 
 
 class AttentionCall(NamedTuple):
@@ -34,8 +58,8 @@ class AttentionCall(NamedTuple):
     enable_gqa: bool = False
 
     def run(self) -> Tensor:
-        """Make the call."""
-        return F.scaled_dot_product_attention(
+        """Make the call, of torch's own function: a replacement that led here would be applied twice."""
+        return SDPA(
             self.query,
             self.key,
             self.value,
@@ -72,11 +96,13 @@ class AttentionIntercept(TorchFunctionMode):
         return result
 
     def _call(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.__torch_function__(func, (), args, kwargs)
+        # A mode is off while it handles a call. What stands in the place of torch's functions runs as in the host.
+        with self:
+            return func(*args, **kwargs)
 
     def replace(self, func: Callable[..., Any]) -> Callable[..., Any] | None:
         """Return the replacement of a function, or None to call the function itself."""
-        if func is F.scaled_dot_product_attention:
+        if func is SDPA:
             return self._attend
         if func is F.multi_head_attention_forward:
             return partial(multihead_attention, self._call)

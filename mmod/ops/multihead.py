@@ -39,8 +39,8 @@ def multihead_attention(
     """Compute `torch.nn.functional.multi_head_attention_forward` through calls that can be replaced.
 
     A function mode is off while it handles a call, so it would not see the attention inside torch's function. `call`
-    receives `linear` and `scaled_dot_product_attention` with their arguments; all others are those of torch's function,
-    of which several must be off. In place of the map, None is returned.
+    receives `linear` and `scaled_dot_product_attention`, or what replaces them, with their arguments; all others are
+    those of torch's function, of which several must be off. In place of the map, None is returned.
     """
     options |= {"need_weights": need_weights, "add_zero_attn": add_zero_attn, "bias_k": key_bias, "bias_v": value_bias}
     refused = []

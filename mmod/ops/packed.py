@@ -16,7 +16,7 @@ from torch import Tensor
 
 from mmod.ops.backend import HALF, Backend, Kernel, exporting, kernel_op, op
 from mmod.ops.casting import cast_alike, is_grouped
-from mmod.ops.intercept import AttentionCall, AttentionIntercept
+from mmod.ops.intercept import SDPA, AttentionCall, AttentionIntercept
 
 # From this many rows per image on, one attention call per image beats padding on a CPU. Measured on two threads, fp32,
 # forward and forward + backward in ms, against padding with a key mask / four buckets of similar lengths / a
@@ -263,9 +263,7 @@ def _image_by_image(
         # Fused attention takes no empty image.
         if not q.shape[2]:
             continue
-        out = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=is_grouped(q, k)
-        )
+        out = SDPA(q, k, v, dropout_p=dropout, is_causal=is_causal, scale=scale, enable_gqa=is_grouped(q, k))
         outs.append(out)
     return torch.cat(outs, dim=2).squeeze(0).transpose(0, 1)
 
@@ -294,7 +292,7 @@ def _padded(
     visible = (slot_K < cu_seqlens.diff().clamp(min=1).unsqueeze(1))[:, None, None, :]
     if is_causal:
         visible = visible & (slot_K <= slot_K.unsqueeze(1))
-    out_BHKE = F.scaled_dot_product_attention(
+    out_BHKE = SDPA(
         pad(q_THE),
         pad(k_THE),
         pad(v_THE),

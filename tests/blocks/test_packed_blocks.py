@@ -72,5 +72,5 @@ def test_a_block_that_writes_attention_out_is_refused() -> None:
     mmod.route_(model, THRESHOLD)
     for block in mmod.routed_blocks(model).values():
         block.attn.fused_attn = False
-    with pytest.raises(RuntimeError, match="called no scaled_dot_product_attention"):
+    with pytest.raises(RuntimeError, match="does not call scaled_dot_product_attention"):
         model(make_images("vit_tiny_patch16_224", 3))
