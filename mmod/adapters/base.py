@@ -5,7 +5,6 @@ Axes: B images, N tokens, K slots per image, H heads.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -46,7 +45,7 @@ from mmod.blocks import (
 )
 from mmod.config import RoutingConfig
 from mmod.ops import Packing, attend_to_all, keys_and_values
-from mmod.ops.context import known_projections
+from mmod.ops.context import ProjectionName, known_projections
 from mmod.ops.views import is_visible
 from mmod.routing import Router, Routing, TokenMarks
 from mmod.threads import PerThread
@@ -156,8 +155,8 @@ class NamedArguments(BlockCall):
             `SegmentsBlock`; empty for a host with a batch.
         places: The argument that takes the places (B, K) of tokens that are not all of them; empty if there is none.
         fused: Attention is computed by `scaled_dot_product_attention`.
-        projections: Names of the weights of linear layers before attention, each with its number of leading features
-            that are not keys or values.
+        projections: The linear layers before attention, of which keys and values are the last features; None where it
+            is not known that attention reads nothing else.
         attention_calls: Calls of `scaled_dot_product_attention` in a forward pass of the block.
         draws_paths: Stochastic depth draws one Bernoulli number for each sequence of a batch.
     """
@@ -170,7 +169,7 @@ class NamedArguments(BlockCall):
     boundaries: str = ""
     places: str = ""
     fused: bool = False
-    projections: tuple[tuple[str, int], ...] = ()
+    projections: tuple[ProjectionName, ...] | None = None
     attention_calls: int = 1
     draws_paths: bool = False
     fused_norm: str = ""
@@ -182,7 +181,7 @@ class NamedArguments(BlockCall):
     @property
     def contexts(self) -> tuple[str, ...]:
         """What kept tokens can attend to in this block."""
-        return ("kept", "all") if self.fused and self.projections else ("kept",)
+        return ("kept", "all") if self.fused and self.projections is not None else ("kept",)
 
     @property
     def weighs_keys(self) -> bool:
@@ -287,10 +286,7 @@ class NamedArguments(BlockCall):
         """Run the host's forward on kept tokens that attend to all tokens; `cached` stores keys and values."""
         # Hosts may pass arguments that are None to attention.
         arguments = {name: value for name, value in arguments.items() if value is not None}
-        weights: list[tuple[Any, int]] = [
-            (functools.reduce(getattr, name.split("."), block), features) for name, features in self.projections
-        ]
-        projections = known_projections(weights)
+        projections = known_projections(block, self.projections or ())
         cached = [] if cached is None else cached
         # Repeated blocks compute keys and values of all tokens in the first run only.
         if not cached:

@@ -36,6 +36,7 @@ from mmod.blocks import (
     grid_of_map,
     host_class,
 )
+from mmod.ops.context import ProjectionName
 from mmod.routing import Routing, TokenMarks
 from mmod.threads import PerThread
 
@@ -126,7 +127,9 @@ def _stack(
 
 
 def _call_of(block: nn.Module, dim: int, captions: Passes[CaptionPass] | None, place: int, causal: bool) -> ClipBlock:
-    attention: Any = block.attn
+    # Adapters of peft hold the attention.
+    attention: Any = getattr(block.attn, "base_layer", block.attn)
+    features = int(attention.in_proj_weight.shape[0])
     multihead = isinstance(attention, nn.MultiheadAttention)
     # The bias of a norm after attention makes a zero output nonzero.
     plain = isinstance(getattr(block, "ln_attn", nn.Identity()), nn.Identity)
@@ -136,7 +139,7 @@ def _call_of(block: nn.Module, dim: int, captions: Passes[CaptionPass] | None, p
     return ClipBlock(
         names=("k_x", "v_x", "attn_mask") if multihead else ("attn_mask",),
         fused=multihead or (attention.use_fsdpa and attention.logit_scale is None),
-        projections=(("attn.in_proj_weight", attention.in_proj_weight.shape[0] // 3),),
+        projections=(ProjectionName("attn.in_proj_weight", features // 3, features),),
         operators={"mlp": "mlp", **({"attention": "attn"} if plain else {})},
         tuples=("attention",) if multihead else (),
         halves=SilencedHalves(attention=silent, mlp={"ln_2": Unchanged(), "mlp": Zero(dim)}),

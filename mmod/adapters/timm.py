@@ -32,6 +32,7 @@ from mmod.adapters import tokens
 from mmod.adapters.base import BlockStack, NamedArguments, Part, Saving, check_keys, parameters
 from mmod.blocks import GridSource, Halves, grid_of_map, host_class
 from mmod.config import ROUTING_FIELDS
+from mmod.ops.context import ProjectionName
 
 BLOCKS: tuple[type[nn.Module], ...] = (
     vision_transformer.Block,
@@ -132,7 +133,7 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
         )
     attentions = {name: module for name, module in block.named_modules() if hasattr(module, "fused_attn")}
     fused = bool(attentions) and all(module.fused_attn for module in attentions.values())
-    projections: list[tuple[str, int]] = []
+    projections: list[ProjectionName] = []
     for name, module in attentions.items():
         projections += _projections(name, module)
     name = "norm1" if isinstance(block, PRE_NORM) else "in_norm"
@@ -152,24 +153,27 @@ def _call_of(block: nn.Module, prefix: int, title: str) -> NamedArguments:
     )
 
 
-def _projections(name: str, attention: nn.Module) -> list[tuple[str, int]]:
-    """Return the names of the weights before an attention, with their number of non-key, non-value features."""
-    query_features: dict[str, int] = {}
+def _projections(name: str, attention: nn.Module) -> list[ProjectionName]:
+    """Return the layers before an attention that can be computed in part."""
+    projections = []
     for child, module in attention.named_children():
+        weight = ".".join(filter(None, (name, child, "weight")))
         # By size and not by class, because a LoRA layer around it has another class.
         features = getattr(module, "out_features", None)
-        if not isinstance(features, int):
-            continue
-        if child == "qkv":
-            query_features[child] = features // 3
-        elif child in ("q_proj", "gate"):
-            query_features[child] = features
+        if child in ("q_proj", "gate"):
+            projections.append(ProjectionName(weight, None))
         elif child in ("k_proj", "v_proj"):
-            query_features[child] = 0
+            projections.append(ProjectionName(weight, 0))
+        elif not isinstance(features, int):
+            # Two factors in the place of one layer compute all features.
+            continue
+        elif child == "qkv":
+            projections.append(ProjectionName(weight, features // 3, features))
         elif child == "in_proj":
             # Fused MLP, query, key and value; keys and values are as wide as the tokens.
-            query_features[child] = features - 2 * int(module.in_features)  # type: ignore[arg-type]
-    return [(".".join(filter(None, (name, child, "weight"))), features) for child, features in query_features.items()]
+            others = features - 2 * int(module.in_features)  # type: ignore[arg-type]
+            projections.append(ProjectionName(weight, others, features))
+    return projections
 
 
 def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = None) -> dict[str, Any]:

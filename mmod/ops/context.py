@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmod.ops.backend import exporting
 from mmod.ops.intercept import AttentionCall, AttentionIntercept, unseen_attention
@@ -32,12 +32,45 @@ class Projection(NamedTuple):
     query_features: int
 
 
-def known_projections(weights: Iterable[tuple[Any, int]]) -> list[Projection]:
-    """Return projections from the weights of linear layers, without layers that torch quantized.
+class ProjectionName(NamedTuple):
+    """Name of a linear layer's weight in a module.
 
-    Those have a method in the place of a weight, and compute all of their features.
+    Args:
+        query_features: See `Projection`; None for all of them.
+        features: All features of the layer; None if they are not cut.
     """
-    return [Projection(weight, features) for weight, features in weights if isinstance(weight, Tensor)]
+
+    weight: str
+    query_features: int | None
+    features: int | None = None
+
+
+def known_projections(module: nn.Module, names: Iterable[ProjectionName]) -> list[Projection]:
+    """Return the projections of a module that can be computed in part.
+
+    A layer may have been exchanged since its name was found: for one that is factored, quantized or wrapped. Where it
+    has no such weight, it is called and computes all of its features.
+    """
+    projections = []
+    for name, query_features, features in names:
+        weight = module
+        for part in name.split("."):
+            weight = getattr(weight, part, None)
+        # Torch's quantized layers have a method there.
+        if not isinstance(weight, Tensor) or weight.ndim != 2:
+            continue
+        count = weight.shape[0] if query_features is None else query_features
+        # One factor of a weight has other features, and quantized weights may have no slices.
+        if features is None or (weight.shape[0] == features and _is_plain(weight)):
+            projections.append(Projection(weight, count))
+    return projections
+
+
+def _is_plain(weight: Tensor) -> bool:
+    """Return whether a weight is no tensor of a class of a library."""
+    # Torch traces with classes of its own.
+    kind = type(weight)
+    return kind in (Tensor, nn.Parameter) or kind.__module__.startswith("torch._subclasses")
 
 
 def keys_and_values(
@@ -97,6 +130,8 @@ class PartialProjections(AttentionIntercept):
         # A layer that has only queries, or none.
         if wanted.start == wanted.stop:
             return _zeros(input, weight)
+        if wanted.stop - wanted.start == features:
+            return F.linear(input, weight, bias)
         projected = F.linear(input, weight[wanted], None if bias is None else bias[wanted])
         padding = (wanted.start, features - wanted.stop)
         return F.pad(projected, padding) if any(padding) else projected

@@ -43,6 +43,11 @@ class Int8Weight(Tensor):
 
 def quantize_(model: nn.Module) -> None:
     """Give the linear layers of a model's blocks weights in 8 bits."""
-    for module in model.blocks.modules():
-        if isinstance(module, nn.Linear):
+    quantize_linear_(model.blocks)
+
+
+def quantize_linear_(model: nn.Module) -> None:
+    """Give the linear layers of a module weights in 8 bits."""
+    for module in model.modules():
+        if type(module) is nn.Linear:
             module.weight = nn.Parameter(Int8Weight.quantize(module.weight.detach()), requires_grad=False)

@@ -17,7 +17,6 @@ import mmod
 from mmod.methods import Experts, Recursions
 from tests.kit.method_zoo import EVERY
 from tests.kit.vlm_zoo import make_language
-from tests.kit.zoo import make_model
 
 # What each refuses to export: shapes depend on the data.
 REFUSED = {
@@ -134,21 +133,6 @@ def test_quantized_decoders_are_changed_in_either_order(name: str) -> None:
         changed = mmod.apply_(changed, DECODERS[name]).eval()
         outputs.append((changed if quantized_first else quantize(changed))(words).logits)
     assert torch.equal(*outputs)
-
-
-@pytest.mark.parametrize("name", ["routing", "recursions-first"])
-def test_context_of_quantized_layers_is_exact(name: str) -> None:
-    """At capacity 1, kept tokens that attend to all tokens compute what the dense quantized block computes."""
-    if name == "routing":
-        dense = make_model("vit_tiny_patch16_224", depth=2)
-        model = mmod.route_(copy.deepcopy(dense), mmod.RoutingConfig(router="norm", capacity=1.0, context="all"))
-        torch.testing.assert_close(quantize(model)(images(2)), quantize(dense)(images(2)))
-        return
-    language = make_language("llama").eval()
-    words = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
-    config = mmod.RoutingConfig(router="norm", capacity=1.0, context="all", **TEXTS)
-    routed = quantize(mmod.route_(copy.deepcopy(language), config))
-    torch.testing.assert_close(routed(words).logits, quantize(language)(words).logits)
 
 
 @pytest.mark.parametrize("choice", ["score", "predictor"])

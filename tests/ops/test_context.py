@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +15,10 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.ops import Projection, attend_to_all, keys_and_values
+from tests.kit import clip_zoo
 from tests.kit.counting import flop_counter
+from tests.kit.quantized import quantize_linear_
+from tests.kit.vlm_zoo import LANGUAGE, make_language, random_words
 from tests.kit.zoo import make_images, make_model
 
 
@@ -101,3 +106,105 @@ def test_checkpointing_and_autocast_change_nothing(name: str) -> None:
             rough = model(images)
     assert rough.isfinite().all()
     assert (rough.float() - exact).norm() < 0.2 * exact.norm()
+
+
+BEFORE_ATTENTION = ("qkv", "qkv_proj", "q_proj", "k_proj", "v_proj", "in_proj")
+
+
+class LowRank(nn.Linear):
+    """Two factors of a linear layer, the first of which has the name of the whole."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(1, 1)
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        left, values, right = torch.linalg.svd(linear.weight.detach(), full_matrices=False)
+        self.weight, self.left = nn.Parameter(right), nn.Parameter(left * values)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, self.weight), self.left, self.bias)
+
+
+def two_factors(linear: nn.Linear) -> nn.Module:
+    left, values, right = torch.linalg.svd(linear.weight.detach(), full_matrices=False)
+    first = nn.Linear(linear.in_features, len(values), bias=False)
+    second = nn.Linear(len(values), linear.out_features, bias=linear.bias is not None)
+    first.weight.data, second.weight.data = right, left * values
+    if linear.bias is not None:
+        second.bias.data = linear.bias.detach()
+    return nn.Sequential(first, second)
+
+
+def exchange_each(change: Callable[[nn.Linear], nn.Module], model: nn.Module) -> nn.Module:
+    """Change each linear layer that stands before an attention."""
+    for module in list(model.modules()):
+        for child, linear in list(module.named_children()):
+            if child in BEFORE_ATTENTION:
+                setattr(module, child, change(linear))
+    return model
+
+
+def add_lora(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    names = []
+    for name, module in model.named_modules():
+        if name.rpartition(".")[2] in BEFORE_ATTENTION or isinstance(module, nn.MultiheadAttention):
+            names.append(name)
+    torch.manual_seed(3)
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=names, init_lora_weights=False), model)
+    return model.eval()
+
+
+def in_8_bits(model: nn.Module) -> nn.Module:
+    quantize_linear_(model)
+    return model
+
+
+EXCHANGES: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "two factors": partial(exchange_each, two_factors),
+    "a factor with the name of the whole": partial(exchange_each, LowRank),
+    "weight norm": partial(exchange_each, torch.nn.utils.parametrizations.weight_norm),
+    "LoRA": add_lora,
+    "weights in 8 bits": in_8_bits,
+    "torch's quantized layers": partial(torch.ao.quantization.quantize_dynamic, qconfig_spec={nn.Linear}),
+}
+HOSTS = ("vit_tiny_patch16_224", "vit_base_patch16_xp_224", "vit_dlittle_patch16_reg1_gap_256", "llama", "phi3", "clip")
+
+
+def make_host(name: str) -> tuple[nn.Module, Callable[[Any], Tensor], dict[str, Any]]:
+    """Return a model, what it is called with, and options of its routing."""
+    if name == "clip":
+        images = clip_zoo.make_images("ViT-B-32", 2)
+        return clip_zoo.make_clip("ViT-B-32"), lambda model: model.encode_image(images), {}
+    if name in LANGUAGE:
+        words = random_words(2, 12)
+        return make_language(name), lambda model: model(words).logits, {"language": {"tokens": "all"}}
+    pictures = make_images(name, 2)
+    return make_model(name), lambda model: model(pictures), {}
+
+
+def route_all(model: nn.Module, options: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(1)
+    config = mmod.RoutingConfig(router="norm", capacity=1.0, context="all", **options)
+    routed = mmod.route_(model, image=config) if hasattr(model, "visual") else mmod.route_(model, config)
+    return routed.eval()
+
+
+@pytest.mark.parametrize("routed_first", [True, False])
+@pytest.mark.parametrize("exchange", EXCHANGES)
+@pytest.mark.parametrize("name", HOSTS)
+@torch.no_grad()
+def test_layers_that_were_exchanged_are_called(name: str, exchange: str, routed_first: bool) -> None:
+    """At capacity 1, kept tokens that attend to all tokens compute what the dense model with such layers computes."""
+    change = EXCHANGES[exchange]
+    model, run, options = make_host(name)
+    expected = run(change(model))
+    model, run, options = make_host(name)
+    if routed_first:
+        model = change(route_all(model, options))
+    elif name in LANGUAGE and exchange == "two factors":
+        with pytest.raises(ValueError, match=r"its attention has the module \w+, which may mix tokens"):
+            route_all(change(model), options)
+        return
+    else:
+        model = route_all(change(model), options)
+    torch.testing.assert_close(run(model), expected)

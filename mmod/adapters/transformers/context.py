@@ -16,7 +16,10 @@ from torch import Tensor, nn
 
 from mmod.adapters.transformers.cache_base import cache_of, with_cache
 from mmod.ops import PartialProjections, Projection
-from mmod.ops.context import known_projections
+from mmod.ops.context import ProjectionName, known_projections
+
+# Keys and values may be projected alone; a projection of queries may hold a gate too.
+_APART = (ProjectionName("q_proj.weight", None), ProjectionName("k_proj.weight", 0), ProjectionName("v_proj.weight", 0))
 
 
 class _Captured(Exception):
@@ -122,7 +125,6 @@ def _projections(attention: Any) -> list[Projection]:
     fused = getattr(attention, "qkv_proj", None)
     if fused is not None:
         features = int(attention.config.num_attention_heads) * int(attention.head_dim)
-        return known_projections([(fused.weight, features)])
-    query = attention.q_proj.weight
-    features = int(query.shape[0]) if isinstance(query, Tensor) else 0
-    return known_projections([(query, features), (attention.k_proj.weight, 0), (attention.v_proj.weight, 0)])
+        pairs = 2 * int(attention.config.num_key_value_heads) * int(attention.head_dim)
+        return known_projections(attention, [ProjectionName("qkv_proj.weight", features, features + pairs)])
+    return known_projections(attention, _APART)
