@@ -124,7 +124,7 @@ def test_unbounded_threshold_cannot_be_exported() -> None:
 @pytest.mark.parametrize(
     ("method", "message"),
     [
-        (Exit(blocks=(0,)), "early exit cannot be exported"),
+        (Exit(blocks=(0,)), "early exits cannot be exported"),
         (Experts(choice="tokens", capacity=None), "experts without slots cannot be exported"),
         (Recursions(recursions=2, first=0, last=0, choice="tokens"), "depths of tokens cannot be exported"),
     ],

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call, grad, vmap
+from torch.func import functional_call, grad, stack_module_state, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import mmod
+from mmod.methods import Exit, Experts, Method, Recursions
 from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
@@ -20,6 +21,9 @@ CONFIGS = {
     "attention": mmod.RoutingConfig(capacity=0.5),
     "distilled": mmod.RoutingConfig(
         router=mmod.score("linear", init_std=0.3), capacity=0.5, losses={"importance": 0.1}
+    ),
+    "threshold": mmod.RoutingConfig(
+        router=mmod.score("linear", init_std=0.3), select=mmod.Threshold(0.5), gate="sigmoid"
     ),
 }
 
@@ -90,3 +94,39 @@ def test_gradients_of_samples_are_those_of_a_loop(config: str) -> None:
         for name, gradient in zip(values, alone, strict=True):
             if gradient is not None:
                 torch.testing.assert_close(gradients[name][place], gradient, rtol=1e-3, atol=1e-6)
+
+
+# Numbers of rows follow from values, which nothing reads inside vmap: there every token has a slot.
+COUNTED: dict[str, Method] = {
+    "threshold": mmod.RoutingConfig(router=mmod.score("linear", init_std=0.3), select=mmod.Threshold(0.5)),
+    "importance": mmod.RoutingConfig(select=mmod.Threshold(1.0)),
+    "context": mmod.RoutingConfig(router="norm", select=mmod.Threshold(1.0), context="all"),
+    "mlp": mmod.RoutingConfig(router="norm", select=mmod.Threshold(1.0), operator="mlp"),
+    "depths": Recursions(recursions=3, first=0, last=0, choice="tokens"),
+}
+UNCOUNTED: dict[str, tuple[Method, str]] = {
+    "exit": (Exit(0.2, (0,)), "early exits"),
+    "experts": (Experts(experts=2, choice="tokens", capacity=None), "experts without slots"),
+    "images": (mmod.preset("mindskip"), "routing of images"),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+@torch.no_grad()
+def test_an_ensemble_and_single_images_are_those_of_a_loop(name: str) -> None:
+    models = [mmod.apply_(make_model(NAME, seed, depth=3), COUNTED[name]).eval() for seed in range(2)]
+    images = make_images(NAME, 3)
+    values, buffers = stack_module_state(models)
+    ensemble = vmap(lambda v, b: functional_call(models[0], (v, b), (images,)))(values, buffers)
+    torch.testing.assert_close(ensemble, torch.stack([model(images) for model in models]), rtol=1e-4, atol=1e-5)
+    alone = vmap(lambda image: models[0](image[None])[0])(images)
+    torch.testing.assert_close(alone, models[0](images), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", UNCOUNTED)
+@torch.no_grad()
+def test_counts_that_vmap_cannot_read_are_refused_by_name(name: str) -> None:
+    method, what = UNCOUNTED[name]
+    model = mmod.apply_(make_model(NAME, depth=3), method).eval()
+    with pytest.raises(ValueError, match=rf"{what} cannot run under torch\.func\.vmap: .* in a loop instead"):
+        vmap(lambda image: model(image[None])[0])(make_images(NAME, 3))

@@ -38,7 +38,7 @@ from mmod.blocks.routed import ConvertedBlock
 from mmod.blocks.symbolic import check_tokens
 from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
-from mmod.ops.backend import exporting
+from mmod.ops.backend import check_counts
 from mmod.routing import Evidence, Kept, Routing
 from mmod.threads import PerThread
 
@@ -356,8 +356,7 @@ class ExitHook(ModelHook):
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Begin a call; labels are kept from the model, which computes its loss from the logits of all images."""
-        if exporting():
-            raise ValueError("early exit cannot be exported: the number of remaining images depends on the data")
+        check_counts("early exits", "the number of remaining images")
         calls = self.calls.value
         outer, _ = calls.current()
         names = list(inspect.signature(host_class(module).forward).parameters)[1:]

@@ -35,7 +35,7 @@ from mmod.methods.mixture import (
     refuse_generation,
     refuse_packed,
 )
-from mmod.ops.backend import exporting
+from mmod.ops.backend import check_counts
 from mmod.ops.select import kept_count
 from mmod.ops.views import is_visible
 from mmod.routing import Routing
@@ -291,9 +291,8 @@ class ExpertMlp(Deciding):
             slots = config.slots_of(x_BND.shape[1])
             slots_B = None if valid_BN is None else config.slots_among(valid_BN.sum(dim=1))
             rows = choose_tokens(prob_BNJ, config.experts, slots, config.choice, config.normalize, valid_BN, slots_B)
-        elif exporting():
-            raise ValueError("experts without slots cannot be exported: the number of their tokens depends on the data")
         else:
+            check_counts("experts without slots", "the number of their tokens")
             keep_EBN = chosen_expert(prob_BNJ, config.experts) if logit_EBN is None else logit_EBN >= 0
             # No limit of slots: a token is decided by itself, so that text can be generated.
             rows = all_of(keep_EBN, prob_BNJ, config.normalize)

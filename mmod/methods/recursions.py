@@ -335,7 +335,7 @@ class Cycle(Deciding):
                 raise ValueError("recursions of single tokens cannot be exported: how many run depends on the data")
             keep_BN = evidence.logit_BN >= 0
             keep_BN = keep_BN if previous_BN is None else keep_BN & previous_BN
-            index_BK, valid_BK, total = slots_of(keep_BN, keep_BN.sum(1).tolist())
+            index_BK, valid_BK, total = slots_of(keep_BN)
             assert gate_BN is not None
             gate_BK = gate_BN.gather(1, index_BK)
             return Routing(Kept(index_BK, valid_BK, total), evidence, Weights(gate_BK))

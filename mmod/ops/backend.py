@@ -331,6 +331,31 @@ def transforming() -> bool:
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
+def batching() -> bool:
+    """Return whether `torch.func.vmap` is active, under which no value can be read."""
+    if not transforming():
+        return False
+    return any(level.key() == _VMAP for level in torch._C._functorch.get_interpreter_stack() or ())
+
+
+_VMAP = torch._C._functorch.TransformType.Vmap
+
+
+def check_counts(what: str, count: str) -> None:
+    """Raise a ValueError where a count that depends on the data cannot be read: in an export and under vmap.
+
+    Args:
+        what: What reads the count, in the plural.
+        count: The count.
+    """
+    if exporting():
+        raise ValueError(f"{what} cannot be exported: {count} depends on the data")
+    if batching():
+        raise ValueError(
+            f"{what} cannot run under torch.func.vmap: {count} depends on the data. Call the model in a loop instead"
+        )
+
+
 def choices(device: torch.device | str, dtype: torch.dtype = torch.float32) -> str:
     """Return as text which kernels of each op AUTO takes on a device, in order, and why; last what torch does.
 

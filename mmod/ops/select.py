@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from mmod.ops.backend import Kernel, exporting, kernel_op, op
+from mmod.ops.backend import Kernel, batching, check_counts, exporting, kernel_op, op
 from mmod.ops.gate import apply_gate
 
 
@@ -189,7 +189,7 @@ def select_threshold(
     """Keep the tokens whose squashed score reaches a threshold.
 
     With `max_tokens`, shapes are static. Without it, the number of slots is the largest count in the batch, which takes
-    one host synchronisation.
+    one host synchronisation; under `torch.func.vmap`, which permits none, it is the number of tokens.
 
     Args:
         level_BN: Squashed scores (B, N); NaN is never kept.
@@ -227,6 +227,9 @@ def select_threshold(
         slots = min(ceiling, tokens) if isinstance(tokens, int) else cast(int, torch.sym_min(ceiling, tokens))
     elif exporting():
         raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
+    elif batching():
+        # No count can be read, so every token has a slot, filled or empty.
+        slots = tokens
     else:
         # The host waits for the device here, and only here.
         counts = count_B.tolist()
@@ -251,8 +254,7 @@ def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tenso
         >>> image_S.tolist(), valid_BK.tolist()
         ([1], [[False, False], [True, True]])
     """
-    if exporting():
-        raise ValueError("routing of images cannot be exported: the number of images that run depends on the data")
+    check_counts("routing of images", "the number of images that run")
     keep_B = level_B >= threshold
     image_S = keep_B.nonzero().squeeze(1)
     # With gradients some image always runs, see `slots_for`.

@@ -136,7 +136,7 @@ class DecoderRouter(Router):
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""
         there_BN = tokens.group_BN >= KEPT
         gate_BN = torch.where(tokens.free_BN, step_gate(self._squashed(score_BN, tokens), threshold), 1.0)
-        index_BK, valid_BK, total = slots_of(there_BN, there_BN.sum(1).tolist())
+        index_BK, valid_BK, total = slots_of(there_BN)
         gate_BK = gate_BN.gather(1, index_BK)
         kept = Kept(index_BK, valid_BK, total, idle_BK=gate_BK == 0)
         return Routing(kept, Evidence(score_BN, tokens), Weights(gate_BK))
@@ -158,4 +158,4 @@ class DecoderRouter(Router):
         keep_BN = (tokens.group_BN == KEPT) | (free_BN & (squashed_BN >= threshold))
         if tokens.alone:
             return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN, None
-        return slots_of(keep_BN, keep_BN.sum(1).tolist())
+        return slots_of(keep_BN)

@@ -11,6 +11,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from mmod.ops.backend import batching
 from mmod.ops.select import ascending_valid, slots_for
 from mmod.routing.decision import KEPT, PADDING, Segments, TokenGroups
 
@@ -212,8 +213,17 @@ def kept_of(size: int, capacity: Fraction, strict: bool) -> int:
     return 1
 
 
-def slots_of(keep_BN: Tensor, counts: list[int]) -> tuple[Tensor, Tensor | None, int]:
-    """Return indices of kept tokens in order, then others in empty slots; the valid slots; and their number."""
+def slots_of(keep_BN: Tensor, counts: list[int] | None = None) -> tuple[Tensor, Tensor | None, int | None]:
+    """Return indices of kept tokens in order, then others in empty slots; the valid slots; and their number.
+
+    Args:
+        counts: Number of kept tokens of each sample, if known. To count them takes one host synchronisation; under
+            `torch.func.vmap`, which permits none, every token has a slot, and the number is None.
+    """
+    if counts is None and batching():
+        index_BN = torch.sort((~keep_BN).to(torch.uint8), dim=1, stable=True).indices
+        return index_BN, keep_BN.gather(1, index_BN), None
+    counts = keep_BN.sum(1).tolist() if counts is None else counts
     slots = slots_for(counts)
     total = sum(counts)
     if all(count == keep_BN.shape[1] for count in counts):

@@ -20,7 +20,7 @@ from tests.kit.vlm_zoo import make_language
 
 # What each refuses to export: shapes depend on the data.
 REFUSED = {
-    "exit": "early exit cannot be exported",
+    "exit": "early exits cannot be exported",
     "experts-unlimited": "experts without slots cannot be exported",
     "recursions-tokens": "depths of tokens cannot be exported",
 }
