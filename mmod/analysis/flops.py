@@ -220,9 +220,14 @@ def _shape_of(tensor: Tensor) -> Tensor:
 
 def _meta_copy(model: nn.Module) -> nn.Module:
     """Return a copy of the model on the meta device, without copying weights."""
-    parameters = {id(p): nn.Parameter(_shape_of(p), requires_grad=p.is_floating_point()) for p in model.parameters()}
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(_shape_of(parameter), requires_grad=parameter.is_floating_point())
+    for module in model.modules():
+        # The state of a generator, such as that of a moving average, is no tensor of the model.
+        memo |= {id(value): value for value in vars(module).values() if isinstance(value, torch.Generator)}
     with _ToMeta():
-        return copy.deepcopy(model, parameters).eval()
+        return copy.deepcopy(model, memo).eval()
 
 
 def _fix_shares(model: nn.Module, kept: float | Mapping[str, float] | Trace | None) -> dict[str, float]:

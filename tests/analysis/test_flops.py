@@ -11,6 +11,8 @@ import pytest
 import timm
 import torch
 import transformers
+from timm.utils import ModelEmaV2, ModelEmaV3
+from torch import nn
 
 import mmod
 from mmod.analysis import flops, trace
@@ -178,6 +180,14 @@ def test_the_model_is_left_alone() -> None:
     flops(model, side)
     assert left() == before
     assert all(block.mod_state.routing is None for block in mmod.routed_blocks(model).values())
+
+
+@pytest.mark.parametrize("average", [ModelEmaV2, ModelEmaV3])
+def test_a_moving_average_costs_what_its_model_does(average: Callable[[nn.Module], nn.Module]) -> None:
+    """ModelEmaV3 holds a generator of random numbers, whose state is a tensor."""
+    model = mmod.route_(make_model("vit_tiny_patch16_224"), mmod.RoutingConfig(capacity=0.25))
+    averaged, alone = mmod.flops(average(model), 64), mmod.flops(model, 64)
+    assert (averaged.dense, averaged.routed) == (alone.dense, alone.routed)
 
 
 def test_threshold_needs_what_was_kept() -> None:
