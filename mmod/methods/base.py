@@ -33,6 +33,7 @@ from mmod.blocks import (
 )
 from mmod.config.registry import Registry, check_frozen
 from mmod.methods.enclosed import watch_saving
+from mmod.methods.loading import watch_loading
 from mmod.routing import Routing
 from mmod.values import Checked, check_module
 
@@ -292,6 +293,7 @@ def _record(model: nn.Module, methods: tuple[Method, ...]) -> None:
         forget(model)
         detach_hooks(model, OnceHook)
     watch_saving(model, bool(methods))
+    watch_loading(model, bool(methods))
     library = find_library(model)
     describe = None if library is None else getattr(load_adapter(library), "describe_methods", None)
     if describe is not None:

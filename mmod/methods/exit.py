@@ -40,6 +40,7 @@ from mmod.config.plan import check_blocks
 from mmod.methods.base import Method, register_method
 from mmod.ops.backend import check_counts
 from mmod.routing import Evidence, Kept, Routing
+from mmod.routing.score.drawn import Added
 from mmod.threads import PerThread
 
 # The modules of timm's models that `reset_classifier` replaces.
@@ -108,7 +109,7 @@ class Exit(Method):
         super().restore(model)
 
 
-class ExitHead(nn.Module):
+class ExitHead(Added):
     """A model's head with separate weights: copies of what runs behind its blocks."""
 
     def __init__(self, model: nn.Module, head: Head) -> None:
@@ -122,6 +123,12 @@ class ExitHead(nn.Module):
     def copy_module(self, name: str) -> None:
         """Copy one of the model's modules."""
         self.add_module(_inside(name), copy.deepcopy(self.__dict__["model"].get_submodule(name)))
+
+    def fill(self, device: torch.device) -> None:
+        """Copy the model's modules again."""
+        for name in self.__dict__["head_of_model"].behind:
+            self.copy_module(name)
+        self.emptied = False
 
     def forward(self, x_BND: Tensor, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Return what the model returns for the tokens after a block.

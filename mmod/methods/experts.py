@@ -40,6 +40,7 @@ from mmod.ops.select import kept_count
 from mmod.ops.views import is_visible
 from mmod.routing import Routing
 from mmod.routing.decoder import Predictor
+from mmod.routing.score.drawn import Added
 
 
 @register_method("experts")
@@ -257,7 +258,7 @@ class ExpertState(NamedTuple):
     records: Records
 
 
-class ExpertMlp(Deciding):
+class ExpertMlp(Added, Deciding):
     """Mixin that makes an MLP the first of several experts; a router, or a predictor for each, chooses among them."""
 
     router: TokenRouter
@@ -304,6 +305,16 @@ class ExpertMlp(Deciding):
             loss = self._loss(prob_BNJ, logit_EBN, rows, valid_BN)
             record.losses = [] if loss is None else [loss]
         return self._compute(x_BND, rows)
+
+    def fill(self, device: torch.device) -> None:
+        """Make the other experts copies of the first one again, which has the dense weights."""
+        weights = self.state_dict()
+        for other in self.others:
+            first = {name: weights[name] for name in other.state_dict()}
+            # Another file may bring the weights of the first one.
+            if not any(weight.is_meta for weight in first.values()):
+                other.to_empty(device=device).load_state_dict(first)
+        self.emptied = False
 
     def places(self) -> tuple[str, ...]:
         """Return the names of the experts, which decide separately."""

@@ -160,10 +160,15 @@ class TokenRouter(ExactLinear):
 
     def __init__(self, dim: int, outputs: int, like: Tensor) -> None:
         super().__init__(dim, outputs, bias=False, device=like.device, dtype=like.dtype)
+
+    def draw(self) -> None:
+        """Draw the initial weight."""
+        super().draw()
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, x_BND: Tensor) -> Tensor:
         """Return logits (B, N, J)."""
+        self.check_values(x_BND)
         x_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
         with without_autocast(x_BND):
             return F.linear(x_BND, self.weight.to(x_BND.dtype))

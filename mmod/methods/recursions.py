@@ -36,6 +36,7 @@ from mmod.ops.select import kept_count, select_threshold
 from mmod.routing import Evidence, Kept, Routing, Weights
 from mmod.routing.decoder import Predictor
 from mmod.routing.groups import slots_of
+from mmod.routing.score.drawn import Added
 from mmod.routing.score.linear import LinearScore
 from mmod.threads import PerThread
 
@@ -192,7 +193,7 @@ class SharedBlock(Mixin):
     """Mixin of a shared block, for the shell that gives it the interface that a `Cycle` expects."""
 
 
-class Cycle(Deciding):
+class Cycle(Added, Deciding):
     """Module that replaces the middle blocks and applies the shared blocks recursively.
 
     It keeps the removed blocks for undoing. There is one router per recursion, or one with which tokens choose their

@@ -15,11 +15,23 @@ from mmod.ops.gate import apply_gate, step_gate
 from mmod.routing.decision import KEPT, Evidence, Kept, Routing, TokenGroups, TokenMarks, Weights
 from mmod.routing.groups import select_within, slots_of
 from mmod.routing.router import Router
+from mmod.routing.score.drawn import Drawn
 from mmod.routing.score.linear import LinearScore
 
 
-class ExactLinear(nn.Linear):
+class ExactLinear(Drawn, nn.Linear):
     """A linear layer that bitsandbytes and torch do not quantize, because they replace only `nn.Linear` itself."""
+
+    weight: nn.Parameter
+
+    def draw(self) -> None:
+        """Draw the initial weights as torch does."""
+        nn.Linear.reset_parameters(self)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the layer's output."""
+        self.check_values(x)
+        return super().forward(x)
 
 
 class Predictor(nn.Module):

@@ -33,7 +33,7 @@ from mmod.blocks import (
     make_dense,
     model_hooks,
 )
-from mmod.routing import LinearScore
+from mmod.routing.score.drawn import Drawn
 
 FORMAT_VERSION = 4
 KEY = "mmod"
@@ -117,7 +117,7 @@ class DescribedModel(Mixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         host: Any = super()
-        if not isinstance(module, LinearScore):
+        if not isinstance(module, Drawn):
             host._init_weights(module)
         elif not module.drawn:
             module.reset_parameters()

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from mmod.config import Placement, WithImportance, register_score
 from mmod.ops.casting import without_autocast
+from mmod.routing.score.drawn import Drawn
 
 
 @register_score("linear")
@@ -65,7 +66,7 @@ class Linear(WithImportance):
         )
 
 
-class LinearScore(nn.Module):
+class LinearScore(Drawn):
     """Score tokens by a learned vector: `score = w . x / rms(x) + b`, computed in fp32 under autocast too.
 
     Args:
@@ -101,16 +102,15 @@ class LinearScore(nn.Module):
         self.bias = nn.Parameter(torch.empty(1, device=device, dtype=dtype)) if bias else None
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
+    def draw(self) -> None:
         """Draw the initial weight."""
         nn.init.normal_(self.weight, std=self.init_std)
-        # Not on the meta device, after which the host of the model says when weights are drawn.
-        self.drawn = not self.weight.is_meta
         if self.bias is not None:
             nn.init.constant_(self.bias, self.initial)
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) of tokens (B, N, D)."""
+        self.check_values(x_BND)
         with without_autocast(x_BND):
             x_BND = x_BND.float()
             score_BN = F.linear(x_BND, self.weight.float()).squeeze(-1)
