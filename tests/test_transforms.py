@@ -102,12 +102,12 @@ COUNTED: dict[str, Method] = {
     "importance": mmod.RoutingConfig(select=mmod.Threshold(1.0)),
     "context": mmod.RoutingConfig(router="norm", select=mmod.Threshold(1.0), context="all"),
     "mlp": mmod.RoutingConfig(router="norm", select=mmod.Threshold(1.0), operator="mlp"),
+    "images": mmod.preset("mindskip", router={"name": "linear", "per": "sequence", "init_std": 5.0}),
     "depths": Recursions(recursions=3, first=0, last=0, choice="tokens"),
 }
 UNCOUNTED: dict[str, tuple[Method, str]] = {
     "exit": (Exit(0.2, (0,)), "early exits"),
     "experts": (Experts(experts=2, choice="tokens", capacity=None), "experts without slots"),
-    "images": (mmod.preset("mindskip"), "routing of images"),
 }
 
 

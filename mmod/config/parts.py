@@ -25,8 +25,9 @@ class Threshold(Checked, group="select"):
             norm are divided by their mean over the image, so 1 is average. Random and stride scores lie in [0, 1],
             redundancy in [0, 2]. See `mmod.Score.squashed`.
         min_tokens: Keep at least this many tokens, the highest scores first.
-        max_tokens: Keep at most this many tokens. It fixes tensor shapes: `torch.compile` without a graph break and
-            `torch.export` need it.
+        max_tokens: Keep at most this many tokens. It fixes tensor shapes, which `torch.export` needs. Without it, every
+            token has a slot in a graph of `torch.compile`, which fits any number of kept tokens and saves nothing, and
+            so it has under `torch.func.vmap`.
 
     Example:
         >>> Threshold(0.3, min_tokens=5, max_tokens=4)

@@ -7,6 +7,7 @@ within an image and a plain scatter can write rows back.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple, cast
@@ -189,7 +190,7 @@ def select_threshold(
     """Keep the tokens whose squashed score reaches a threshold.
 
     With `max_tokens`, shapes are static. Without it, the number of slots is the largest count in the batch, which takes
-    one host synchronisation; under `torch.func.vmap`, which permits none, it is the number of tokens.
+    one host synchronisation. Under `torch.func.vmap` and in compiled graphs, which permit none, every token has a slot.
 
     Args:
         level_BN: Squashed scores (B, N); NaN is never kept.
@@ -227,8 +228,8 @@ def select_threshold(
         slots = min(ceiling, tokens) if isinstance(tokens, int) else cast(int, torch.sym_min(ceiling, tokens))
     elif exporting():
         raise ValueError("threshold routing needs max_tokens to be exported: without it shapes depend on the data")
-    elif batching():
-        # No count can be read, so every token has a slot, filled or empty.
+    elif cannot_count():
+        # No count is read, so every token has a slot, filled or empty.
         slots = tokens
     else:
         # The host waits for the device here, and only here.
@@ -240,6 +241,23 @@ def select_threshold(
         # Every slot is filled, so blocks need neither a mask nor packed rows.
         return index_BK, None, total
     return index_BK, valid_BK, total
+
+
+def cannot_count() -> bool:
+    """Return whether no value can be read, under vmap and in a compiled graph; warn that this computes all tokens."""
+    return batching() or (torch.compiler.is_compiling() and not exporting() and _warn_static())
+
+
+@torch.compiler.assume_constant_result
+def _warn_static() -> bool:
+    """Warn while a graph is made, not when it runs."""
+    warnings.warn(
+        "a compiled graph gives every token a slot where a threshold decides without max_tokens, so skipped tokens are "
+        "computed too and save nothing: set select=mmod.Threshold(..., max_tokens=...) to the most tokens that an "
+        "image may keep, or do not compile",
+        stacklevel=2,
+    )
+    return True
 
 
 def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

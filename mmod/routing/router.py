@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmod.config import Merged, Placement, RoutingConfig, Score, Threshold, rational, spelled
 from mmod.ops import first_rows, nearest_rows, size_groups, unit_rows
 from mmod.ops.gate import apply_gate, step_gate
-from mmod.ops.select import kept_count, select_images, select_threshold, select_topk
+from mmod.ops.select import cannot_count, kept_count, select_images, select_threshold, select_topk
 from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, TokenMarks, Weights
 from mmod.routing.grouping import Comparing, Grouping
 from mmod.threads import PerThread
@@ -194,7 +194,8 @@ class Router(nn.Module):
         if gate.name == "step" and self.training:
             return self._run_all(score_BN, select.single, tokens)
         gate_BK = None
-        if config.router.per_image:
+        # Where images cannot be counted, each has slots for its tokens, which all have the score of the image.
+        if config.router.per_image and not cannot_count():
             level_B = config.router.squashed(score_BN.detach(), tokens.valid_BN)[:, 0]
             image_S, index_BK, there_BK = select_images(level_B, select.single, score_BN.shape[1])
             if index_BK.shape[1]:

@@ -1,13 +1,15 @@
-"""Blocks that are compiled one by one share graphs, which read nothing that one block alone has, such as its place."""
+"""Graphs are shared: by blocks that are compiled one by one, and by batches that keep other numbers of tokens."""
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 import mmod
@@ -54,3 +56,40 @@ def test_compiled_blocks_share_graphs(router: str, blocks: tuple[int, ...], fiel
     assert actual.keys() == expected.keys()
     for name, gradient in expected.items():
         torch.testing.assert_close(actual[name], gradient, rtol=1e-4, atol=1e-5)
+
+
+SCORE = mmod.score("linear", init_std=0.3)
+THRESHOLDS = {
+    "linear": mmod.RoutingConfig(router=SCORE, select=mmod.Threshold(0.5)),
+    "attention": mmod.RoutingConfig(select=mmod.Threshold(1.0)),
+    "all": mmod.RoutingConfig(router=SCORE, select=mmod.Threshold(0.5), context="all"),
+    "mlp": mmod.RoutingConfig(router=SCORE, select=mmod.Threshold(0.5), operator="mlp"),
+    "images": mmod.preset("mindskip", router={"name": "linear", "per": "sequence", "init_std": 5.0}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "dynamic"),
+    [("linear", None), ("linear", True), ("attention", True), ("all", None), ("mlp", None), ("images", None)],
+)
+@torch.no_grad()
+def test_a_threshold_has_as_many_graphs_as_the_dense_model(name: str, dynamic: bool | None) -> None:
+    """Numbers of kept tokens differ from batch to batch; the number of graphs does not grow with them."""
+    dense = make_model(NAME, depth=2, dynamic_img_size=True)
+    model = mmod.route_(copy.deepcopy(dense), THRESHOLDS[name])
+    batches = [make_images(NAME, batch, seed=batch) for batch in (2, 3, 5)]
+    batches.append(torch.randn(2, 3, 80, 80))
+    graphs = []
+    for compiled in (dense, model):
+        torch._dynamo.reset()
+        compiler = CompileCounter()
+        run = torch.compile(compiled, backend=compiler, fullgraph=True, dynamic=dynamic)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for images in batches:
+                torch.testing.assert_close(run(images), compiled(images), rtol=1e-4, atol=1e-5)
+        graphs.append(compiler.frame_count)
+        told = [str(warning.message) for warning in caught if "gives every token a slot" in str(warning.message)]
+        assert bool(told) == (compiled is model)
+    assert graphs[0] == graphs[1]
