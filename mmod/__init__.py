@@ -8,13 +8,12 @@ from mmod.lazy import lazy_names
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.adapters.tokens import Tokens
-    from mmod.analysis import Prompt, Trace, audit, flops, prefill_flops, redundancy, to_all_tokens, trace
+    from mmod.analysis import Prompt, Trace, audit, flops, redundancy, to_all_tokens, trace
     from mmod.config import (
         AuditConfig,
         Gate,
         LanguageRouting,
         Merged,
-        Plan,
         RoutingConfig,
         Score,
         Threshold,
@@ -47,13 +46,12 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "mmod.adapters.tokens": ["Tokens"],
-        "mmod.analysis": ["Prompt", "Trace", "audit", "flops", "prefill_flops", "redundancy", "to_all_tokens", "trace"],
+        "mmod.analysis": ["Prompt", "Trace", "audit", "flops", "redundancy", "to_all_tokens", "trace"],
         "mmod.config": [
             "AuditConfig",
             "Gate",
             "LanguageRouting",
             "Merged",
-            "Plan",
             "RoutingConfig",
             "Score",
             "Threshold",

@@ -253,7 +253,7 @@ def _build(config: dict[str, Any]) -> nn.Module:
 
 
 def _changes(config: Mapping[str, Any]) -> Changes:
-    return Changes(config["methods"], config.get("proofs", {}))
+    return Changes(config["methods"], config["proofs"])
 
 
 def _build_dense(config: dict[str, Any]) -> nn.Module:
@@ -342,8 +342,7 @@ def _read_config(path: Path) -> dict[str, Any]:
             f"{FORMAT_VERSION}"
         )
     libraries = (*ADAPTERS, OWN)
-    # Folders saved before there were proofs have none.
-    if {*config, "proofs"} != set(_KEYS) or config["library"] not in libraries:
+    if set(config) != set(_KEYS) or config["library"] not in libraries:
         raise ValueError(
             f"{str(path)!r} must hold {', '.join(_KEYS)} with library {' or '.join(libraries)}, got {sorted(config)}"
         )

@@ -271,7 +271,7 @@ def rows(weights: Path, images: Tensor) -> dict[str, tuple[int, Forward]]:
 
     Thresholds are calibrated on `images`.
     """
-    plan, sparser = (dict(zip(range(1, 11, 2), falling(11, mean).capacities[::2])) for mean in (0.55, 0.45))
+    plan, sparser = (dict(zip(range(1, 11, 2), falling(11, mean).capacity[::2])) for mean in (0.55, 0.45))
     model = dinov2(weights, 11)
 
     def changed(method: Method) -> Forward:

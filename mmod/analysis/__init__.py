@@ -9,7 +9,7 @@ from mmod.analysis.audit.result import Audit
 from mmod.analysis.audit.run import LabelledBatch, audit
 from mmod.analysis.audit.shifts import SHIFTS
 from mmod.analysis.flop_report import BlockFlops, FlopReport, PrefillFlops
-from mmod.analysis.flops import flops, prefill_flops
+from mmod.analysis.flops import flops
 from mmod.analysis.inside import to_all_tokens
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.redundancy import RedundancyReport, redundancy

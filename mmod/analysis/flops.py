@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, overload
 
@@ -125,30 +124,6 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
         dense_training_bytes=dense_count.training_bytes,
         training_bytes=routed_count.training_bytes,
     )
-
-
-def prefill_flops(
-    model: nn.Module,
-    text_tokens: int,
-    image_tokens: int | Sequence[int] = 0,
-    kept: float | Mapping[str, float] | None = None,
-    protected_tokens: int = 0,
-) -> PrefillFlops:
-    """Return `flops` of a prompt, as earlier versions named it.
-
-    Args:
-        text_tokens: See `Prompt`.
-        image_tokens: See `Prompt`.
-        kept: See `flops`.
-        protected_tokens: See `Prompt`.
-    """
-    warnings.warn(
-        "mmod.prefill_flops(model, text_tokens, ...) is now mmod.flops(model, mmod.Prompt(text_tokens, ...))",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    images = image_tokens if isinstance(image_tokens, int) else tuple(image_tokens)
-    return flops(model, Prompt(text_tokens, images, protected_tokens), kept)
 
 
 def _blocks(model: nn.Module, stack: BlockStack) -> dict[str, nn.Module]:

@@ -2,9 +2,6 @@
 
 # The one list of this package's names.
 # ruff: noqa: F401
-import warnings as _warnings
-from typing import Any as _Any
-
 from mmod.blocks.branches import Branch, SilencedHalves, Unchanged, Zero, make_halves, make_observed
 from mmod.blocks.call import BlockCall, Halves
 from mmod.blocks.conversion import (
@@ -50,13 +47,3 @@ from mmod.blocks.segments import (
 )
 from mmod.blocks.shell import KEY_BIAS, InterceptedBlock, SuffixBlock, TupleBlock, UntupledBlock
 from mmod.blocks.span import Span, SpanPass
-
-_RENAMED = {"StandingModule": "Mixin", "make_watched": "make_observed"}
-
-
-def __getattr__(name: str) -> _Any:
-    """Return what an old name stands for."""
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    _warnings.warn(f"mmod.blocks.{name} is now mmod.blocks.{_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-    return globals()[_RENAMED[name]]

@@ -3,7 +3,6 @@
 # The one list of this package's names.
 # ruff: noqa: F401
 from mmod.config.audit import AuditConfig
-from mmod.config.former import Plan
 from mmod.config.parts import (
     CHANGE,
     GATES,

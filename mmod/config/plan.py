@@ -1,27 +1,17 @@
-"""The blocks of a plan and their capacities: checks, scaling, a table, and the form of earlier versions."""
+"""The blocks of a plan and their capacities: checks, scaling and a table."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
-from typing import Any
 
-from mmod.config.parts import spelled
 from mmod.io.tables import markdown_table
-from mmod.values import check_value, refuse_unknown
+from mmod.values import check_value
 
 OPERATORS = ("block", "attention", "mlp")
 CONTEXTS = ("kept", "all")
 DEPTH = "[1, 100000]"
 _HEADER = ("blocks", "capacity", "operator", "context")
-FORMER_NAMES = {"capacities": "capacity", "operators": "operator", "contexts": "context"}
-"""Fields of a routing config by the names that plans of earlier versions had for them."""
-_LISTS_OF_PLANS = {
-    "blocks": tuple[int, ...],
-    "capacities": tuple[float, ...],
-    "operators": tuple[str, ...],
-    "contexts": tuple[str, ...],
-}
 
 
 def rational(capacity: float) -> Fraction:
@@ -98,33 +88,3 @@ def table_of(rows: Sequence[Row]) -> str:
         blocks = f"{first}-{more[-1][0]}" if more else str(first)
         shown.append((blocks, f"{capacity:g}", operator, context))
     return markdown_table(_HEADER, shown)
-
-
-def fields_of_plan(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config from those of a plan, as earlier versions saved it.
-
-    A plan may leave its router open, and has then the default, or "stride" where every capacity is 0 or 1.
-
-    Example:
-        >>> fields_of_plan({"blocks": [1], "capacities": [0.0], "depth": 2, "router": None})
-        {'blocks': [1], 'capacity': [0.0], 'depth': 2, 'router': 'stride'}
-    """
-    check_value("a plan", plan, Mapping)
-    known = ("blocks", "capacities", "depth", "operators", "contexts", "router", "gate", "protect_prefix")
-    refuse_unknown("field of a plan", plan, known)
-    missing = [name for name in known[:3] if name not in plan]
-    if missing:
-        raise ValueError(f"a plan needs {', '.join(missing)}")
-    for name, kind in _LISTS_OF_PLANS.items():
-        check_value(name, plan.get(name, ()), kind)
-    if plan.get("router") is None and plan.get("gate") is not None:
-        raise ValueError(f"gate={spelled(plan['gate'])!r} weighs by the score of a plan's router: pass router too")
-    fields = {}
-    for name, value in plan.items():
-        # A plan leaves them empty where they have their defaults.
-        is_open = (name in ("router", "gate") and value is None) or (name in ("operators", "contexts") and not value)
-        if not is_open:
-            fields[FORMER_NAMES.get(name, name)] = value
-    if "router" not in fields and set(plan["capacities"]) <= {0, 1}:
-        fields["router"] = "stride"
-    return fields

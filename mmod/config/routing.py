@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +25,10 @@ from mmod.config.parts import (
 from mmod.config.plan import (
     CONTEXTS,
     DEPTH,
-    FORMER_NAMES,
     OPERATORS,
     Row,
     check_blocks,
     check_rows,
-    fields_of_plan,
     table_of,
 )
 from mmod.config.registry import LOSSES, SCORES, read_parts, revised
@@ -355,31 +352,6 @@ class RoutingConfig:
             depth=depth,
         )
 
-    def plan(self, depth: int) -> RoutingConfig:
-        """Return `resolved(depth)`, as earlier versions named it."""
-        warnings.warn("config.plan(depth) is now config.resolved(depth)", DeprecationWarning, stacklevel=2)
-        return self.resolved(depth)
-
-    @classmethod
-    def from_plan(cls, plan: RoutingConfig, **fields: Any) -> RoutingConfig:
-        """Return `plan.replace(**fields)`, as earlier versions spelled it."""
-        warnings.warn("RoutingConfig.from_plan(plan, ...) is now plan.replace(...)", DeprecationWarning, stacklevel=2)
-        check_value("plan", plan, RoutingConfig)
-        router = fields.get("router", {})
-        if not isinstance(router, Mapping) or "name" in router:
-            fields = {"gate": None, **fields}
-        return plan.replace(**fields)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            """Return the values of all blocks by the names that plans had for them."""
-            if name not in FORMER_NAMES:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            field = FORMER_NAMES[name]
-            warnings.warn(f"{name} of a plan are now its {field}, and rows", DeprecationWarning, stacklevel=2)
-            return tuple(row[("capacity", "operator", "context").index(field) + 1] for row in self.rows)
-
     def replace(self, **changes: Any) -> RoutingConfig:
         """Return a copy with some fields changed; a mapping for a part changes some of its options.
 
@@ -460,12 +432,10 @@ class RoutingConfig:
 
     @classmethod
     def load(cls, path: str | Path) -> RoutingConfig:
-        """Read a config that `save` wrote, or a plan of an earlier version."""
+        """Read a config that `save` wrote."""
         check_regular(path)
         values = parse_json(Path(path).read_bytes(), repr(str(path)))
         try:
-            if isinstance(values, Mapping) and "capacities" in values:
-                return cls.from_dict(fields_of_plan(values)).resolved()
             return cls.from_dict(values)
         except (TypeError, ValueError) as error:
             raise ValueError(f"{str(path)!r} holds no routing config: {error}") from error

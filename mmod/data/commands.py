@@ -55,7 +55,7 @@ def _build(dataset: Any, arguments: Sequence[str], prog: str, export: Callable[.
     parser.add_argument("root", nargs="?", help="folder of the build")
     parser.add_argument("--montage", help="PNG file to draw test images into, instead of building")
     names: dict[str, Any] = {"choices": list(dataset.difficulties), "default": "default"}
-    parser.add_argument("--difficulty", "--level", **names, help="named parameters to start from")
+    parser.add_argument("--difficulty", **names, help="named parameters to start from")
     if export is not None:
         parser.add_argument("--json", action="store_true", help="write SPLIT.json and images/ instead of shards")
     add_fields(parser, kind)

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mmod.config import preset
     from mmod.planning.advice import Advice
     from mmod.planning.arank import LayerRanks, attention_ranks
-    from mmod.planning.candidate import Candidate, Recipe
+    from mmod.planning.candidate import Candidate
     from mmod.planning.image_horizon import Horizon, horizon
     from mmod.planning.learned import LearnedPlan, learn_capacity_, settle_capacity_
     from mmod.planning.plan_search import Option, PlanSearch
@@ -25,7 +25,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "mmod.config": ["preset"],
         "mmod.planning.advice": ["Advice"],
         "mmod.planning.arank": ["LayerRanks", "attention_ranks"],
-        "mmod.planning.candidate": ["Candidate", "Recipe"],
+        "mmod.planning.candidate": ["Candidate"],
         "mmod.planning.image_horizon": ["Horizon", "horizon"],
         "mmod.planning.learned": ["LearnedPlan", "learn_capacity_", "settle_capacity_"],
         "mmod.planning.plan_search": ["Option", "PlanSearch"],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,11 +128,3 @@ class Candidate:
 
 def _arguments(fields: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value!r}" for name, value in fields.items())
-
-
-def Recipe(name: str, options: Mapping[str, Any], advice: str = "") -> Candidate:
-    """Return a candidate, as earlier versions spelled it: `options` are a routing, or a method with its `kind`."""
-    warnings.warn("mmod.planning.Recipe is now mmod.planning.Candidate", DeprecationWarning, stacklevel=2)
-    if "kind" in options:
-        return Candidate(name, methods=(options,), advice=advice)
-    return Candidate(name, routing=options, advice=advice)

@@ -6,7 +6,6 @@ Axes: L routed blocks, G quarters, B images, N tokens, K slots per image, D chan
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -305,12 +304,6 @@ class LearnedPlan:
     fixed: float
     budget: float
     cost: str
-
-    @property
-    def config(self) -> RoutingConfig:
-        """The plan, as earlier versions named it."""
-        warnings.warn("config of a learned plan is now plan", DeprecationWarning, stacklevel=2)
-        return self.plan
 
     @property
     def share(self) -> float:

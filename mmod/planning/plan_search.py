@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -231,12 +230,6 @@ class PlanSearch:
     plan: RoutingConfig
     divergence: float | None = None
     time: float | None = None
-
-    @property
-    def config(self) -> RoutingConfig:
-        """The plan, as earlier versions named it."""
-        warnings.warn("search.config is now search.plan", DeprecationWarning, stacklevel=2)
-        return self.plan
 
     def plan_for(self, budget: float) -> RoutingConfig:
         """Return the plan with the lowest sum of scores under another share of the cost, from the existing scores."""

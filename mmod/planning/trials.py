@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,7 +43,6 @@ def advise(
     note: str = "",
     title: str | None = None,
     progress: bool = True,
-    recipes: Sequence[Candidate] | None = None,
 ) -> Advice:
     """Try candidates that need no training and say which one pays on these images or prompts and this machine.
 
@@ -72,7 +70,6 @@ def advise(
         note: A sentence about the data, for the report.
         title: Title of `advice.md`; None names the model.
         progress: Show a bar.
-        recipes: Earlier name of `candidates`.
 
     Raises:
         TypeError: A batch that holds no images, or no prompts.
@@ -89,9 +86,6 @@ def advise(
     check_value("images", images, int, "[1, inf)")
     check_value("batch_size", batch_size, int, "[1, inf)")
     check_value("tolerance", tolerance, float, "[0, 1)")
-    if recipes is not None:
-        warnings.warn("advise(recipes=...) is now advise(candidates=...)", DeprecationWarning, stacklevel=2)
-        candidates = recipes
     _check_candidates(candidates)
     part, stack = _part_to_change(model, part)
     store = None if folder is None else Path(folder) / STORE

@@ -144,7 +144,7 @@ class Study:
             return run
         key = str(run.search)
         if key not in self._plans:
-            self._plans[key] = search_for(run.config, *run.search).config.to_dict()
+            self._plans[key] = search_for(run.config, *run.search).plan.to_dict()
         routing = self.config.routing_at(self._plans[key], None)
         return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), search=None)
 

@@ -154,9 +154,3 @@ def test_thresholds_need_the_kept_share() -> None:
     for kept in (3, "half"):
         with pytest.raises((TypeError, ValueError), match=r"^kept must be "):
             flops(model, Prompt(10), kept)
-
-
-def test_the_former_name_counts_alike() -> None:
-    model = mmod.route_(make_joint("llava"), language=mmod.RoutingConfig(router="stride", blocks=(1,), capacity=0.25))
-    with pytest.deprecated_call(match="is now mmod.flops"):
-        assert mmod.prefill_flops(model, 5, [PATCHES, PATCHES]) == flops(model, Prompt(5, (PATCHES, PATCHES)))

@@ -28,17 +28,6 @@ PLAN = mmod.RoutingConfig(
     context=("all", "kept", "all"),
     depth=4,
 )
-# As earlier versions saved it.
-SAVED = {
-    "blocks": [1, 2, 3],
-    "capacities": [0.0, 0.5, 0.25],
-    "depth": 4,
-    "operators": ["block", "mlp", "attention"],
-    "contexts": ["all", "kept", "all"],
-    "router": {"name": "stride"},
-    "gate": {"name": "identity", "scale": 1.0},
-    "protect_prefix": True,
-}
 
 
 @st.composite
@@ -80,33 +69,6 @@ def test_a_plan_is_a_config_whose_blocks_are_written_out(plan: mmod.RoutingConfi
     assert plan._repr_markdown_() == str(plan)
 
 
-@given(plan=plans())
-def test_plans_of_earlier_versions_are_read(plan: mmod.RoutingConfig) -> None:
-    blocks, capacities, operators, contexts = zip(*plan.rows)
-    fields = {"router": plan.router, "gate": plan.gate, "protect_prefix": plan.protect_prefix}
-    with pytest.deprecated_call(match="is now mmod.RoutingConfig"):
-        assert mmod.Plan(blocks, capacities, plan.depth, operators, contexts, **fields) == plan
-    for name, values in (("capacities", capacities), ("operators", operators), ("contexts", contexts)):
-        with pytest.deprecated_call(match=f"{name} of a plan are now"):
-            assert getattr(plan, name) == values
-    with pytest.deprecated_call(match="is now plan.replace"):
-        assert mmod.RoutingConfig.from_plan(plan, protect_prefix=True) == plan.replace(protect_prefix=True)
-    with pytest.deprecated_call(match="is now config.resolved"):
-        assert plan.plan(plan.depth) == plan
-
-
-def test_saved_plans_of_earlier_versions_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "plan.json"
-    path.write_text(json.dumps(SAVED))
-    assert mmod.RoutingConfig.load(path) == PLAN
-    with pytest.deprecated_call(match="is now mmod.RoutingConfig.load"):
-        assert mmod.Plan.load(path) == PLAN
-    with pytest.deprecated_call(match="is now mmod.RoutingConfig.from_dict"):
-        assert mmod.Plan.from_dict(SAVED) == PLAN
-    path.write_text(json.dumps({**SAVED, "router": None, "gate": None, "capacities": [0, 1, 0]}))
-    assert mmod.RoutingConfig.load(path).router.name == "stride"
-
-
 def test_a_config_of_any_depth_has_no_table() -> None:
     config = mmod.RoutingConfig(router="norm")
     assert str(config) == repr(config)
@@ -137,15 +99,11 @@ def test_files_are_strict_and_never_overwritten(tmp_path: Path) -> None:
     good = PLAN.to_dict(settled=True)
     for wrong, message in (
         ({**good, "score": "linear"}, "unknown routing option score"),
-        ({**SAVED, "score": "linear"}, "unknown field of a plan score"),
-        ({"blocks": [1], "capacities": [0.5]}, "a plan needs depth"),
         ({**good, "router": "strid"}, "router must be one of 'attention', .*'stride', .*got 'strid'"),
         (
             {**good, "router": {"name": "attention", "importance": "first"}},
             "router.importance must be one of 'per_viewer'",
         ),
-        ({**SAVED, "router": None, "gate": "tanh"}, "pass router too"),
-        ({**SAVED, "capacities": 0.5}, "capacities must be"),
         ({**good, "capacity": [0, 2, 0.5]}, "capacity must be"),
         ({**good, "operator": ["block"]}, "3 routed blocks need one operator or as many, got 1"),
         ({**good, "context": ["all", "all", "all"]}, "operator='mlp' needs context='kept', got 'all' for block 2"),

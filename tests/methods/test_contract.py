@@ -13,7 +13,6 @@ import torch
 from torch import nn
 
 import mmod
-from mmod import blocks
 from mmod.blocks import Deciding, Mixin, convert, is_converted, modules_of
 from mmod.methods import METHODS, Channels, Exit, Experts, Merge, Method, Prune, Recursions, Resize, methods_of
 from mmod.methods.base import register_method
@@ -278,12 +277,3 @@ def test_a_norm_and_an_attention_of_another_method_stay(half: Any) -> None:
 
 class Untouched(Mixin):
     """Mixin that changes nothing."""
-
-
-def test_the_old_name_of_the_base_works_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match=r"mmod\.blocks\.StandingModule is now mmod\.blocks\.Mixin"):
-        assert blocks.StandingModule is Mixin
-    with pytest.warns(DeprecationWarning, match=r"mmod\.blocks\.make_watched is now mmod\.blocks\.make_observed"):
-        assert blocks.make_watched is blocks.make_observed
-    with pytest.raises(AttributeError, match="has no attribute 'Standing'"):
-        blocks.Standing  # noqa: B018

@@ -303,23 +303,6 @@ def test_a_killed_call_goes_on_and_another_finds_its_own(
     assert len(ran) == 5 + 1 + 1
 
 
-def test_earlier_names_of_candidates_warn_and_do_the_same(clock: Callable[..., None]) -> None:
-    clock({})
-    with pytest.warns(DeprecationWarning, match=r"mmod\.planning\.Recipe is now mmod\.planning\.Candidate"):
-        tried = [
-            mmod.planning.Recipe("a", {"router": "stride"}),
-            mmod.planning.Recipe("b", {"kind": "merge", "r": 8}, "merge"),
-        ]
-    new = [
-        Candidate("a", routing={"router": "stride"}),
-        Candidate("b", methods=({"kind": "merge", "r": 8},), advice="merge"),
-    ]
-    assert tried == new
-    with pytest.warns(DeprecationWarning, match=r"is now advise\(candidates=\.\.\.\)"):
-        advice = mmod.advise(make(), [pictures(2)], recipes=tried, progress=False)
-    assert advice == mmod.advise(make(), [pictures(2)], candidates=new, progress=False)
-
-
 def test_methods_and_routing_of_one_candidate_are_applied_and_printed_together(clock: Callable[..., None]) -> None:
     clock({})
     both = Candidate("both", methods=({"kind": "experts", "experts": 2},), routing={"router": "stride"})

@@ -176,8 +176,6 @@ def test_what_is_settled_is_a_plan_within_the_budget(name: str, way: str, tmp_pa
     assert counted <= 0.7 + 1e-6
     assert counted == pytest.approx(plan.share, abs=2e-3)
     assert len(set(plan.learned)) == len(plan.learned)
-    with pytest.deprecated_call(match="is now plan"):
-        assert plan.config == plan.plan
     mmod.save_pretrained(model, tmp_path / "saved")
     assert torch.equal(mmod.load_pretrained(tmp_path / "saved")(images), expected)
     assert f"for a budget of {0.7:.4g}" in str(plan)

@@ -34,7 +34,7 @@ def test_settings_of_papers_keep_as_many_tokens_as_their_columns() -> None:
     assert len(rows) == 6
     for share, depth, keep, smaller in rows:
         plan = drop_once(int(depth), keep=float(keep))
-        mean = (int(depth) - len(plan.blocks) + sum(plan.capacities)) / int(depth)
+        mean = (int(depth) - len(plan.blocks) + sum(plan.capacity)) / int(depth)
         assert mean == pytest.approx(float(share) / 100, abs=1e-3)
         for side, tokens in re.findall(r"image_size: (\d+)` \((\d+) tokens", smaller):
             assert (int(side) // 14) ** 2 == int(tokens)

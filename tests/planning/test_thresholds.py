@@ -96,7 +96,7 @@ def test_groups_are_those_of_a_loop_over_tokens(power: float, start: int) -> Non
     model = make_model(NAME, img_size=SIDE, depth=6).double()
     images = easy_and_hard(3).double()
     shape = mmod.preset("gradual", depth=6, start=start, router={"channels": None}, skipped={"size_power": power})
-    shape = shape.replace(capacity=falling(6, 0.6, steps=2, start=start).capacities)
+    shape = shape.replace(capacity=falling(6, 0.6, steps=2, start=start).capacity)
     config = calibrate_thresholds(model, images, 0.75, shape)
     assert config.blocks[0] == start
     assert len(set(config.select.threshold)) == 2

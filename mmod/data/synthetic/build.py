@@ -36,7 +36,6 @@ class SyntheticSet(Generic[Config]):
         difficulties: Named parameters, including "default".
         compose: From parameters and a split to its scenes.
         encode: From a key and a scene to the members of its sample, bytes by extension.
-        added: Fields that were added within this format: at their defaults they are left out of the manifest.
         sizes: Also write `sizes.json`, from which open_clip's training program reads the number of samples.
     """
 
@@ -48,7 +47,6 @@ class SyntheticSet(Generic[Config]):
     encode: Callable[[str, Any], dict[str, bytes]]
     shard_digits: int = 6
     key_digits: int = 6
-    added: tuple[str, ...] = ()
     sizes: bool = False
 
     def config(self, difficulty: str) -> Config:
@@ -72,15 +70,12 @@ class SyntheticSet(Generic[Config]):
         """Write the shards of a build, or check an existing build of the same parameters; return its manifest."""
         config = self.config(config) if isinstance(config, str) else config
         root = Path(root)
-        defaults = asdict(type(config)())
-        late = {name: defaults[name] for name in self.added}
         # Concurrent processes wait for the first one. The folder appears only when complete.
         with locked(root, wait=True):
             existing = read_claim(root, MANIFEST)
             if existing is not None:
-                return self._check(root, existing, config, late)
-            parameters = {name: value for name, value in asdict(config).items() if late.get(name, ...) != value}
-            manifest: dict[str, Any] = {"format": self.format, "parameters": parameters}
+                return self._check(root, existing, config)
+            manifest: dict[str, Any] = {"format": self.format, "parameters": asdict(config)}
             with replacing(root) as partial:
                 partial.mkdir()
                 manifest["shards"] = self._write(partial, config, progress)
@@ -108,11 +103,11 @@ class SyntheticSet(Generic[Config]):
                     bar.update(count)
         return dict(sorted(shards.items()))
 
-    def _check(self, root: Path, manifest: dict[str, Any], config: Config, late: dict[str, Any]) -> dict[str, Any]:
+    def _check(self, root: Path, manifest: dict[str, Any], config: Config) -> dict[str, Any]:
         """Return the manifest of an existing build, after checking its parameters and checksums."""
         if not all(isinstance(manifest.get(key), dict) for key in ("parameters", "shards")):
             raise ValueError(f"{root / MANIFEST} is no manifest; delete {root} to build it again")
-        recorded = {**late, **manifest["parameters"], "format": manifest.get("format")}
+        recorded = {**manifest["parameters"], "format": manifest.get("format")}
         check_same(root, recorded, {**asdict(config), "format": self.format}, kind=f"a build of {self.title}")
         for name, shard in manifest["shards"].items():
             if not (root / name).is_file() or sha256(root / name) != shard["sha256"]:

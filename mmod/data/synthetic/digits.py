@@ -92,5 +92,5 @@ def _encode(key: str, scene: DigitScene) -> dict[str, bytes]:
     return {"png": encode_png(scene.image), "cls": str(scene.label).encode(), "json": json.dumps(made).encode()}
 
 
-DIGITS = SyntheticSet("digits", "cluttered digits", 1, DIFFICULTIES, compose_scenes, _encode, added=("grid",))
+DIGITS = SyntheticSet("digits", "cluttered digits", 1, DIFFICULTIES, compose_scenes, _encode)
 """The set: shards of `KEY.png`, `KEY.cls` and `KEY.json` (provenance)."""

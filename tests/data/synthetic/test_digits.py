@@ -106,13 +106,10 @@ def test_parameters_out_of_range_are_named(change, message):
         DigitsConfig(**change)
 
 
-def test_digits_lie_on_the_grid_and_a_grid_of_one_changes_nothing(tmp_path):
+def test_digits_lie_on_the_grid():
     places = [scene.box for scene in compose_scenes(replace(TINY, digit_size=(16, 16), grid=4), "test")]
     assert {edge % 4 for box in places for edge in box} == {0}
     assert len(set(places)) > 15
-    # Builds from before there was a grid are still recognised.
-    assert "grid" not in DIGITS.build(tmp_path / "set", TINY)["parameters"]
-    assert DIGITS.build(tmp_path / "grid", replace(TINY, grid=4))["parameters"]["grid"] == 4
 
 
 def test_the_same_parameters_build_once(tmp_path):
