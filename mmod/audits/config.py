@@ -15,8 +15,6 @@ class AuditOptions(AuditConfig):
     """Options of the audit of a run, see `mmod.audit`.
 
     Args:
-        positions_split: Split on which kept positions are counted, in the form of `data.val` for pairs and
-            conversations; null for the evaluation set.
         maps: Sample images of a classifier over which routing is drawn; 0 draws none.
         reference: Folder of a dense run of the same kind; its loss sorts images, its attention and entropy choose
             tokens.
@@ -31,7 +29,6 @@ class AuditOptions(AuditConfig):
         texts: Number of such texts, drawn evenly from the evaluation split.
     """
 
-    positions_split: str | None = None
     maps: Annotated[int, "[0, inf)"] = 6
     reference: str | None = None
     shifts: list[str] = field(default_factory=list)

@@ -77,7 +77,6 @@ class Batches:
 class Subject:
     """A trained model and its evaluation set; a subclass for every kind of training, whose `Kind` makes the model."""
 
-    split: ClassVar[str] = "val_split"  # The key of `data` that names the evaluation set.
     # Conditions that are only compared where the config names them.
     on_request: ClassVar[frozenset[str]] = frozenset()
     model: nn.Module  # The routed one, once it was made.
@@ -204,13 +203,11 @@ class _Images(Subject):
 
 
 class _Pairs(Subject):
-    split = "val"
     # No head of such a model predicts tokens.
     on_request = frozenset({REFERENCE_ENTROPY})
 
 
 class _Chat(Subject):
-    split = "val"
     # Conversations differ in length, and no loss trained the head on image tokens.
     on_request = frozenset({"shuffled", REFERENCE_ENTROPY})
 
@@ -322,7 +319,6 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         subject.batches(),
         dataclasses.replace(options, conditions=subject.conditions),
         judge=subject.judge,
-        positions_from=options.positions_split and subject.batches(**{subject.split: options.positions_split}),
         reference=options.reference and subject.create(options.reference),
         beside=baselines,
         shifts=shifts,

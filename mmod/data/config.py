@@ -31,36 +31,24 @@ class AugmentConfig(Checked, group="data.augment"):
     """Training augmentation: arguments of `timm.data.create_transform`.
 
     Args:
-        train_crop_mode: "rrc" (random resized crop), "rkrc" or "rkrr".
         scale: Area of the crop, as a share of the image; None for timm's default.
         ratio: Aspect ratio of the crop; None for timm's default.
         hflip: Probability of a horizontal flip.
-        vflip: Probability of a vertical flip.
         color_jitter: Strength of the colour jitter; unused when `auto_augment` replaces it.
-        color_jitter_prob: Probability of the colour jitter; None for always.
-        grayscale_prob: Probability of a greyscale image.
-        gaussian_blur_prob: Probability of a blur.
         auto_augment: A policy such as "rand-m9-mstd0.5-inc1" or "3a"; None for no policy.
         interpolation: Interpolation of the crop: "bilinear", "bicubic", "random", ...
         re_prob: Probability of random erasing.
         re_mode: Fill of the erased area: "const", "rand" or "pixel".
-        re_count: Number of erased areas.
     """
 
-    train_crop_mode: Literal["rrc", "rkrc", "rkrr"] = "rrc"
     scale: Annotated[tuple[float, float] | None, "(0, inf)"] = None
     ratio: Annotated[tuple[float, float] | None, "(0, inf)"] = None
     hflip: Annotated[float, "[0, 1]"] = 0.5
-    vflip: Annotated[float, "[0, 1]"] = 0.0
     color_jitter: Annotated[float, "[0, inf)"] = 0.4
-    color_jitter_prob: Annotated[float | None, "[0, 1]"] = None
-    grayscale_prob: Annotated[float, "[0, 1]"] = 0.0
-    gaussian_blur_prob: Annotated[float, "[0, 1]"] = 0.0
     auto_augment: str | None = None
     interpolation: Annotated[str, _TRAIN_INTERPOLATIONS] = "random"
     re_prob: Annotated[float, "[0, 1]"] = 0.0
     re_mode: Literal["const", "rand", "pixel"] = "const"
-    re_count: Annotated[int, "[1, inf)"] = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -252,7 +252,6 @@ class FeaturesStudyConfig(TimmStudyConfig):
         classifier: "each" model has a classifier of its own features. "dense" judges cheaper versions of the dense
             model by its classifier, as they are used without training, so that only tested images run; models of other
             weights or images still have their own.
-        draws: Draws of the bootstrap over images.
     """
 
     kind: Literal["features"] = "features"
@@ -273,7 +272,6 @@ class FeaturesStudyConfig(TimmStudyConfig):
     strengths: Annotated[list[float], "(0, inf)"] = field(default_factory=lambda: [0.001, 0.01, 0.1])
     folds: Annotated[int, "[2, inf)"] = 5
     classifier: Literal["each", "dense"] = "each"
-    draws: Annotated[int, "[100, inf)"] = 2000
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -349,7 +347,6 @@ class ChatStudyConfig(StudyConfig):
         rivals: Smaller images: names of series to their budgets, the capacities of the routed models that they are
             matched to, with `{kind: resolution, image_size: SIDE}`.
         maps: Evaluation questions for which kept image tokens are drawn; 0 draws none.
-        timed_tokens: Tokens decoded after a prompt.
     """
 
     kind: Literal["chat"] = "chat"
@@ -359,7 +356,6 @@ class ChatStudyConfig(StudyConfig):
     rivals: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
     maps: Annotated[int, "[0, inf)"] = 4
     latency_batch: int = 8
-    timed_tokens: Annotated[int, "[1, inf)"] = 16
     latency_rounds: int = 5
 
     def __post_init__(self) -> None:

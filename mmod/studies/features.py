@@ -39,6 +39,8 @@ from mmod.values import from_plain
 # The images that classifiers are fitted on, and those that are tested.
 _FITTED = "fitted"
 _TESTED = "tested"
+# Draws of the bootstrap over images.
+_DRAWS = 2000
 Split = tuple[np.ndarray, np.ndarray]
 """Indices of the images that a classifier is fitted on, and of those it is tested on."""
 
@@ -195,13 +197,11 @@ class FeatureScores(StudyScores):
     Args:
         score: The figure of an evaluation by which models are compared.
         evaluations: The evaluation of every model.
-        draws: Draws of the bootstrap over images.
     """
 
-    def __init__(self, score: str, evaluations: Mapping[str, Judged], draws: int) -> None:
+    def __init__(self, score: str, evaluations: Mapping[str, Judged]) -> None:
         self.score = score
         self.evaluations = evaluations
-        self.draws = draws
         dense = evaluations[DENSE]
         skipped = f" ({dense.skipped} could not be read)" if dense.skipped else ""
         self.note = f"{dense.images} images{skipped}; 95 % intervals are of a paired bootstrap over images."
@@ -220,7 +220,7 @@ class FeatureScores(StudyScores):
             return None
         one = self.evaluations[name]
         two = self.evaluations[other]
-        resampling = _resampling(one.images, self.draws)
+        resampling = _resampling(one.images, _DRAWS)
         return resampling.of(lambda weight_SN: one.weighed(figure, weight_SN) - two.weighed(figure, weight_SN))
 
     def verdict(self) -> str:
@@ -266,7 +266,7 @@ class FeatureScorer(Scorer[FeaturesStudyConfig]):
     def scores(self, names: Iterable[str], findings: Findings) -> FeatureScores:
         """Return the scores of models, to be compared image by image."""
         evaluations = {name: findings.evaluations[name] for name in names}
-        return FeatureScores(self.score, evaluations, self.config.draws)
+        return FeatureScores(self.score, evaluations)
 
     def complete(self, rows: Sequence[dict[str, Any]], findings: Findings) -> list[dict[str, Any]]:
         """Add the differences of features to the dense model's and rivals', and their cosine with dense ones."""

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mmod.training.engine.config import EmaConfig, OptimConfig, ScheduleConfig
     from mmod.training.engine.run_folder import FitResult
     from mmod.training.image.config import (
-        CapacityScheduleConfig,
         DistillConfig,
         ElasticConfig,
         InTrainingConfig,
@@ -46,7 +45,6 @@ __getattr__, __dir__, __all__ = lazy_names(
         "mmod.training.engine.config": ["EmaConfig", "OptimConfig", "ScheduleConfig"],
         "mmod.training.engine.run_folder": ["FitResult"],
         "mmod.training.image.config": [
-            "CapacityScheduleConfig",
             "DistillConfig",
             "ElasticConfig",
             "InTrainingConfig",

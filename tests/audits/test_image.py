@@ -132,13 +132,6 @@ def test_an_audit_that_is_refused_leaves_no_folder(run: Path, tmp_path: Path, co
     assert not (tmp_path / "audit").exists()
 
 
-def test_positions_of_the_training_split_and_a_choice_of_conditions(run: Path, tmp_path: Path) -> None:
-    options = ["--audit.positions_split", "train", "--audit.conditions", "[random, mean mask]"]
-    main([str(run), *QUICK, *options, "--output", str(tmp_path)])
-    record = json.loads((tmp_path / "audit/audit.json").read_text())
-    assert [condition["name"] for condition in record["audit"]["conditions"]] == ["as learned", "random", "mean mask"]
-
-
 def test_strata_of_objects_shifts_and_a_dense_model(run: Path, tmp_path: Path) -> None:
     options = ["--audit.shifts", "[blur]", "--audit.reference", str(run.parent / "moved"), "--audit.leave_one_out", "1"]
     options += ["--audit.conditions", "[random]", "--data.val_limit", "20", "--output", str(tmp_path)]

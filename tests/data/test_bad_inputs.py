@@ -31,7 +31,7 @@ def test_converters_drop_exactly_the_images_that_readers_count() -> None:
         Path(f"{number}.png").write_bytes(data)
     Path("t.csv").write_text("image,caption\n" + "".join(f"{number}.png,a\n" for number in range(len(files))))
     expected = {"image cannot be decoded": len(IMAGES)}
-    report = convert_pairs(PairsConversion("t.csv", "pairs", max_aspect=1000), progress=False)
+    report = convert_pairs(PairsConversion("t.csv", "pairs"), progress=False)
     assert (report["samples"], report["dropped"]) == (len(SOUND), expected)
     records = [{"image": f"{number}.png", "conversations": SAID} for number in range(len(files))]
     Path("t.json").write_text(json.dumps(records))

@@ -13,7 +13,7 @@ from mmod.data import AugmentConfig, CorruptDataError, DataConfig, image_stream
 from mmod.data.stream import BatchStream
 
 STRONG = AugmentConfig(
-    scale=(0.3, 1.0), auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.5, re_mode="pixel", vflip=0.5, color_jitter=0.4
+    scale=(0.3, 1.0), auto_augment="rand-m9-mstd0.5-inc1", re_prob=0.5, re_mode="pixel", color_jitter=0.4
 )
 
 

@@ -221,7 +221,7 @@ def chat(folder: Path) -> dict[str, float]:
     routers = {"p-mod": {"preset": "p-mod"}, "random": {"router": "random", "blocks": [1, 2], "capacity": 0.25}}
     rivals = {"resolution": {0.25: {"kind": "resolution", "image_size": 16}}}
     study = {"kind": "chat", "routers": routers, "rivals": rivals, "finetune": {"trainer": {"max_steps": 1}}}
-    return of_runs(folder, "chat", dense) | of_study(folder, dense, **study, latency_batch=2, timed_tokens=2)
+    return of_runs(folder, "chat", dense) | of_study(folder, dense, **study, latency_batch=2)
 
 
 def advice(folder: Path) -> dict[str, float]:

@@ -35,7 +35,6 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ChatStudyConfig:
         finetune={"trainer": {"max_steps": 2}},
         seeds=2,
         latency_batch=2,
-        timed_tokens=2,
         latency_rounds=2,
     )
 

@@ -61,7 +61,6 @@ def chat_study(folder: Path) -> tuple[Study, ChatStudyConfig]:
         controls={"searched": None},
         seeds=2,
         latency_batch=2,
-        timed_tokens=2,
         latency_rounds=2,
         maps=0,
     )

@@ -76,7 +76,7 @@ def convert_conversations(config: ConversationsConversion, progress: bool = True
         config,
         records,
         len(records),
-        lambda number, record: _check(record, config, files),
+        lambda number, record: _check(record, files),
         lambda record: str(record.get("id", "")) if isinstance(record, Mapping) else "",
         # Hidden until all records are checked: with on_fault="raise" an incomplete set must not look like a set.
         shards=".{}.tar" if config.shards else None,
@@ -101,7 +101,7 @@ def convert_conversations(config: ConversationsConversion, progress: bool = True
     return report
 
 
-def _check(record: Any, config: ConversationsConversion, files: ImageFiles) -> dict[str, bytes]:
+def _check(record: Any, files: ImageFiles) -> dict[str, bytes]:
     """Check a record and its images; return the members of its sample."""
     try:
         check_record(record)
@@ -110,7 +110,7 @@ def _check(record: Any, config: ConversationsConversion, files: ImageFiles) -> d
     members = {"json": json.dumps(record).encode()}
     for place, name in enumerate(image_names(record)):
         data = read_image(files.locate(name))
-        image, _ = check_image(data, config.min_size, f"{name}: ")
+        image, _ = check_image(data, f"{name}: ")
         # The extension follows the content; file names may lie.
         members[f"{place}.{file_extension(image)}"] = data
     return members

@@ -53,7 +53,6 @@ class PackConfig:
         images: Folder that image paths are relative to; by default the folder of `source`.
         follow_links: Also read images outside `images` that symbolic links in it point to.
         shard_size: Items of the source per shard.
-        min_size: Images with a shorter side below this many pixels are dropped.
         threads: Threads that read and encode images.
     """
 
@@ -62,7 +61,6 @@ class PackConfig:
     images: str | None = None
     follow_links: bool = False
     shard_size: Annotated[int, "[1, inf)"] = 10000
-    min_size: Annotated[int, "[1, inf)"] = 1
     threads: Annotated[int, "[1, inf)"] = 4
 
 
@@ -133,16 +131,13 @@ def pack_shards(
     return counts, list(chain.from_iterable(shard["dropped"] for shard in stats.values()))
 
 
-def check_image(data: bytes, min_size: int, prefix: str = "") -> tuple[Image.Image, Image.Image]:
-    """Decode an image, and return it as stored and in RGB; raise an `UnusableError` if it is damaged or too small."""
+def check_image(data: bytes, prefix: str = "") -> tuple[Image.Image, Image.Image]:
+    """Decode an image, and return it as stored and in RGB; raise an `UnusableError` if it is damaged."""
     try:
         opened = open_image(data)
-        image = convert_image(opened, "RGB")
+        return opened, convert_image(opened, "RGB")
     except ValueError as error:
         raise UnusableError("image cannot be decoded", f"{prefix}{error}") from error
-    if min(opened.size) < min_size:
-        raise UnusableError("image too small", f"{prefix}{opened.width} x {opened.height}")
-    return opened, image
 
 
 def write_report(config: PackConfig, samples: int, dropped: Sequence[Sequence[Any]], **details: Any) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from mmod.values import check_fields
 SUFFIXES = (".csv", ".tsv", ".parquet", ".json")
 # Formats that every reader of shards decodes; other images are re-encoded as JPEG.
 _PORTABLE = ("JPEG", "PNG", "WEBP")
+_QUALITY = 95
 
 
 @dataclass(frozen=True)
@@ -40,9 +41,6 @@ class PairsConversion(PackConfig):
         image_column: Column of image paths; in Parquet also of encoded images (bytes, or a record with `bytes`).
         caption_column: Column of captions.
         resize: Shrink images to this length of the shorter side, in pixels; None keeps files unchanged.
-        max_aspect: Images with a higher ratio of longer to shorter side are dropped.
-        quality: JPEG quality of re-encoded images: resized ones, grey ones with more than 8 bits, and formats other
-            than JPEG, PNG and WebP.
 
     Raises:
         ValueError: If a value is out of range, or the format of the table is unknown.
@@ -51,8 +49,6 @@ class PairsConversion(PackConfig):
     image_column: str = "image"
     caption_column: str = "caption"
     resize: Annotated[int | None, "[1, inf)"] = None
-    max_aspect: Annotated[float, "[1, inf)"] = 20.0
-    quality: Annotated[int, "[1, 100]"] = 95
 
     def __post_init__(self) -> None:
         if self._suffix not in SUFFIXES:
@@ -132,11 +128,9 @@ def _read_image(image: Any, files: ImageFiles) -> bytes:
 
 def _encode(data: bytes, config: PairsConversion) -> tuple[str, bytes, tuple[int, int], tuple[int, int]]:
     """Check an image and re-encode it where needed; return extension, file, and its size after and before."""
-    opened, image = check_image(data, config.min_size)
+    opened, image = check_image(data)
     original = opened.size
     short = min(opened.size)
-    if max(original) > config.max_aspect * short:
-        raise UnusableError("image too long", f"{original[0]} x {original[1]}")
     target = min(short, config.resize or short)
     if opened.format in _PORTABLE and not is_deep(opened) and target == short:
         return file_extension(opened), data, original, original
@@ -144,7 +138,7 @@ def _encode(data: bytes, config: PairsConversion) -> tuple[str, bytes, tuple[int
         width, height = (max(target, round(side * target / short)) for side in original)
         image = image.resize((width, height), Image.Resampling.LANCZOS)
     file = io.BytesIO()
-    image.save(file, format="JPEG", quality=config.quality)
+    image.save(file, format="JPEG", quality=_QUALITY)
     return "jpg", file.getvalue(), image.size, original
 
 

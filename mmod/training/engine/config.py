@@ -43,16 +43,14 @@ class OptimConfig(Checked, group="optim"):
         lr_per: Number of samples per optimiser step that `lr` refers to; the rate is scaled linearly to the actual
             number, over all processes and accumulated batches. None uses `lr` as it is.
         weight_decay: Weight decay; biases and norms are exempt.
-        momentum: Momentum of the optimisers that have one.
         layer_decay: Factor on the learning rate per layer, from the head down. None for no decay.
-        args: Further arguments of the optimiser, such as `betas` or `eps`.
+        args: Further arguments of the optimiser, such as `momentum`, `betas` or `eps`.
     """
 
     opt: str = "adamw"
     lr: Annotated[float, "[0, inf)"] = 1e-3
     lr_per: Annotated[int | None, "[1, inf)"] = None
     weight_decay: Annotated[float, "[0, inf)"] = 0.05
-    momentum: Annotated[float, "[0, 1)"] = 0.9
     layer_decay: Annotated[float | None, "(0, 1]"] = None
     args: dict[str, Any] = field(default_factory=dict)
 
@@ -318,7 +316,6 @@ class LoopConfig(RunConfig):
         precision: "fp32", "bf16" (autocast) or "fp16" (autocast with loss scaling, CUDA only).
         accumulate: Batches per optimiser step.
         grad_clip: Largest norm of the gradient; None for no clipping.
-        skip_nonfinite: Steps with a NaN or infinite loss that a run may skip; None stops at the first, saved before it.
         grad_checkpointing: Recompute activations in the backward pass to save memory.
         compile: Compile the model; with `distributed.kind: fsdp`, block by block.
         distributed: How several processes share the run.
@@ -340,7 +337,6 @@ class LoopConfig(RunConfig):
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     accumulate: Annotated[int, "[1, inf)"] = 1
     grad_clip: Annotated[float | None, "(0, inf)"] = None
-    skip_nonfinite: Annotated[int | None, "[0, inf)"] = None
     grad_checkpointing: bool = False
     compile: bool = False
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
@@ -400,7 +396,6 @@ class LoopConfig(RunConfig):
             "data.workers",
             "data.pin_memory",
             "distributed.timeout",
-            "skip_nonfinite",
             "log_every",
             "checkpoint_every",
             "tensorboard",

@@ -7,13 +7,12 @@ weights, their average, the optimiser and the position, and a resumed run repeat
 from __future__ import annotations
 
 import shutil
-import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -141,7 +140,7 @@ class _Trainer:
         self.scheduler, self.epochs = create_schedule(config, self.optimizer, self.steps_per_epoch)
         self.scaler = torch.amp.GradScaler("cuda", enabled=config.precision == "fp16")
         self.meters = Meters(process.device)
-        self.epoch = self.step = self.skipped = 0
+        self.epoch = self.step = 0
         self.history: list[dict[str, float]] = []
         self.routers: list[dict[str, Any]] = []
         self._resume()
@@ -266,41 +265,34 @@ class _Trainer:
         if int(sum_over_processes(bad)):
             self.optimizer.zero_grad()
             self._refuse(group)
-        else:
-            for parts, samples in passes:
-                self.meters.update(parts, samples)
-            self.parallel.before_update()
-            if self.config.grad_clip is not None:
-                self.scaler.unscale_(self.optimizer)
-                dispatch_clip_grad(self.model.parameters(), self.config.grad_clip)
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            self.optimizer.zero_grad()
-            self.task.after_step()
+        for parts, samples in passes:
+            self.meters.update(parts, samples)
+        self.parallel.before_update()
+        if self.config.grad_clip is not None:
+            self.scaler.unscale_(self.optimizer)
+            dispatch_clip_grad(self.model.parameters(), self.config.grad_clip)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.optimizer.zero_grad()
+        self.task.after_step()
         self.step += 1
         if self.ema is not None:
             self.ema.update(self.model, step=self.step)
 
-    def _refuse(self, group: list[Batch]) -> None:
-        """Skip a step whose loss is not finite, or save the state before it and raise."""
+    def _refuse(self, group: list[Batch]) -> NoReturn:
+        """Save the state before a step whose loss is not finite, and raise."""
         step = self.step + 1
-        skipped = self.skipped
-        allowed = self.config.skip_nonfinite or 0
         usable = all_finite([*self.model.parameters(), *self.model.buffers()])
-        message = f"the loss, or its gradient, stopped being finite at step {step} (epoch {self.epoch + 1})"
         seed_draws(self.config.seed, step, self.process.rank)
-        place = f"first in {find_nonfinite(self.task, group, self.process.device)}"
-        if usable and skipped < allowed:
-            self.skipped += 1
-            warnings.warn(f"{message}; {place}; skipped, {self.skipped} of {allowed} allowed", stacklevel=2)
-            return
+        place = find_nonfinite(self.task, group, self.process.device)
         # Running statistics may hold what was not finite; the weights do not.
         if usable and self.step:
             self._save()
         good = next(iter(list_checkpoints(self._checkpoints)), None)
         raise FloatingPointError(
-            f"{message}; last good checkpoint: {good or 'none was written yet'}; {place}. A smaller optim.lr, "
-            f"grad_clip or precision fp32 may help; skip_nonfinite, now {allowed}, skips as many such steps"
+            f"the loss, or its gradient, stopped being finite at step {step} (epoch {self.epoch + 1}); last good "
+            f"checkpoint: {good or 'none was written yet'}; first in {place}. A smaller optim.lr, grad_clip or "
+            "precision fp32 may help"
         )
 
     def _log(self, bar: Any) -> None:
@@ -342,7 +334,6 @@ class _Trainer:
             "history": self.history,
             "routers": self.routers,
             "faults": faults,
-            "skipped": self.skipped,
             "steps_per_epoch": self.steps_per_epoch,
             "usage": self.usage.state_dict(),
             "epoch": self.epoch,
@@ -377,7 +368,6 @@ class _Trainer:
         self.epoch = training["epoch"]
         self.step = training["step"]
         self.routers = training["routers"]
-        self.skipped = training["skipped"]
         self.usage.load_state_dict(training["usage"])
 
     def _reports(self) -> dict[str, CorruptReport]:
@@ -394,7 +384,6 @@ class _Trainer:
             average=average,
             history=self.history,
             skipped={name: report.counts for name, report in self._reports().items()},
-            skipped_steps=self.skipped,
             usage=self.usage.figures(),
         )
         self._export(self.model if self.ema is None else self.ema.module, FINAL_MODEL)

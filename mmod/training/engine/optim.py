@@ -31,7 +31,6 @@ def create_optimizer(config: OptimConfig, model: nn.Module, samples_per_step: in
             opt=config.opt,
             lr=config.rate(samples_per_step),
             weight_decay=config.weight_decay,
-            momentum=config.momentum,
             layer_decay=config.layer_decay,
             **config.args,
         )

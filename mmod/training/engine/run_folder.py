@@ -43,7 +43,6 @@ class FitResult(Generic[Result]):
         average: The evaluation of their moving average; None without one.
         history: One row per epoch, as in `metrics.csv`; of conversations, the logs of the trainer.
         skipped: Number of unreadable samples by file, for "train" and "val".
-        skipped_steps: Steps that were skipped because their loss was not finite.
         usage: Time, throughput and memory over all starts of the run, see `mmod.training.engine.logging.Usage`.
         reused: The run had finished before, and its result was read from the folder.
     """
@@ -55,7 +54,6 @@ class FitResult(Generic[Result]):
     average: Result | None
     history: list[dict[str, float]]
     skipped: dict[str, dict[str, int]] = field(default_factory=dict)
-    skipped_steps: int = 0
     usage: dict[str, float] = field(default_factory=dict)
     reused: bool = False
 

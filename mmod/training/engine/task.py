@@ -35,12 +35,10 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
     return inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
 
 
-def divergence(logits: Tensor, taught: Tensor, temperature: float = 1.0) -> Tensor:
-    """Return KL(teacher || student), mean over rows of logits (..., C); T^2 keeps the scale of its gradient."""
-    student, target = (
-        F.log_softmax(values.float().flatten(0, -2) / temperature, dim=-1) for values in (logits, taught)
-    )
-    return temperature**2 * F.kl_div(student, target, reduction="batchmean", log_target=True)
+def divergence(logits: Tensor, taught: Tensor) -> Tensor:
+    """Return KL(teacher || student), mean over rows of logits (..., C)."""
+    student, target = (F.log_softmax(values.float().flatten(0, -2), dim=-1) for values in (logits, taught))
+    return F.kl_div(student, target, reduction="batchmean", log_target=True)
 
 
 def total(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -100,31 +100,16 @@ class MixupConfig(Checked, group="mixup"):
 
 @dataclass(frozen=True)
 class DistillConfig(engine.TeacherConfig):
-    """Distillation of logits: `weight * temperature^2 * KL(teacher || student)` is added to the task's loss.
+    """Distillation of logits: `weight * KL(teacher || student)` is added to the task's loss.
 
     Args:
         weight: Weight of the term.
-        temperature: Divisor of both logits.
         features: Weight of a second term, the mean over final tokens of one minus the cosine between the teacher's and
             the student's; None for no such term.
     """
 
     weight: float = 0.5
-    temperature: Annotated[float, "(0, inf)"] = 1.0
     features: Annotated[float | None, "(0, inf)"] = None
-
-
-@dataclass(frozen=True)
-class CapacityScheduleConfig(Checked, group="capacity_schedule"):
-    """A capacity that falls linearly, once per epoch, from `start` to that of the routing config.
-
-    Args:
-        start: Capacity of the first epoch, in (0, 1].
-        epochs: The epoch (from 0) at which the final capacity is reached.
-    """
-
-    start: Annotated[float, "(0, 1]"] = 1.0
-    epochs: Annotated[int, "[1, inf)"] = 5
 
 
 @dataclass(frozen=True)
@@ -214,7 +199,6 @@ class TrainConfig(engine.LoopConfig):
         loss: The task's criterion.
         mixup: Mixup and cutmix; None for neither.
         distill: The teacher, if any.
-        capacity_schedule: Reduce the capacity over the first epochs; None for a constant one.
         elastic: Train one checkpoint for several capacities; None for that of `routing` alone.
         learn_capacity: Learn the capacity of every routed block, instead of that of `routing`; None for not.
         in_training: Methods for training alone, of a model that is dense otherwise; None for none.
@@ -228,7 +212,6 @@ class TrainConfig(engine.LoopConfig):
     loss: LossConfig = field(default_factory=LossConfig)
     mixup: MixupConfig | None = None
     distill: DistillConfig = field(default_factory=DistillConfig)
-    capacity_schedule: CapacityScheduleConfig | None = None
     elastic: ElasticConfig | None = None
     learn_capacity: LearnCapacityConfig | None = None
     in_training: InTrainingConfig | None = None
@@ -239,7 +222,7 @@ class TrainConfig(engine.LoopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_elastic()
-        self._check_first_epochs()
+        self._check_learn_capacity()
         if self.distill.features is not None and self.teacher() is None:
             raise ValueError(f"distill.features={self.distill.features:g} needs a teacher: set distill.teacher")
         if self.in_training is not None:
@@ -273,23 +256,19 @@ class TrainConfig(engine.LoopConfig):
                 f"{self.elastic.capacities}, got {capacity}"
             )
         # Recomputed blocks would run at the capacity of the last sample.
-        self._refuse_with("elastic", "capacity_schedule", "grad_checkpointing")
+        self._refuse_with("elastic", "grad_checkpointing")
 
-    def _check_first_epochs(self) -> None:
-        """Check what ends after some epochs."""
-        if self.learn_capacity is not None:
-            self._refuse_with("learn_capacity", "elastic", "capacity_schedule", "grad_checkpointing", "compile")
-        for name in ("capacity_schedule", "learn_capacity"):
-            option = getattr(self, name)
-            if option is None:
-                continue
-            if not self.routings:
-                raise ValueError(f"{name} needs a routing config")
-            if option.epochs >= self.epochs:
-                raise ValueError(
-                    f"{name}.epochs={option.epochs} must be below epochs={self.epochs}, so that the last epoch trains "
-                    "at the final capacity"
-                )
+    def _check_learn_capacity(self) -> None:
+        if self.learn_capacity is None:
+            return
+        self._refuse_with("learn_capacity", "elastic", "grad_checkpointing", "compile")
+        if not self.routings:
+            raise ValueError("learn_capacity needs a routing config")
+        if self.learn_capacity.epochs >= self.epochs:
+            raise ValueError(
+                f"learn_capacity.epochs={self.learn_capacity.epochs} must be below epochs={self.epochs}, so that the "
+                "last epoch trains at the final capacity"
+            )
 
     def _refuse_with(self, name: str, *others: str) -> None:
         taken = [other for other in others if getattr(self, other)]
@@ -304,7 +283,7 @@ class TrainConfig(engine.LoopConfig):
     def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
         """Return the config of a run that trains on; see `RunConfig.continued`."""
         # They describe the first epochs alone, and capacities that were learned are no longer those of `routing`.
-        self._refuse_with("a continued run", "capacity_schedule", "learn_capacity", "in_training")
+        self._refuse_with("a continued run", "learn_capacity", "in_training")
         return super().continued(folder, length)
 
     @property

@@ -14,7 +14,7 @@ from timm.data import Mixup
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from mmod import flops, freeze_dense_, learn_capacity_, routing_config, set_capacity_, settle_capacity_, undo_
+from mmod import flops, freeze_dense_, learn_capacity_, set_capacity_, settle_capacity_, undo_
 from mmod.adapters import find_library, image_facts, image_output
 from mmod.analysis import FlopReport
 from mmod.data.labels import ModelClasses
@@ -168,7 +168,6 @@ class ImageKind:
         return task(
             model,
             create_criterion(config.loss, mixed=config.mixup is not None),
-            temperature=config.distill.temperature,
             feature_weight=config.distill.features,
             mixup=mixup,
             **start.task_options(self, teacher),
@@ -247,7 +246,7 @@ class ImageKind:
             learned.plan.save(folder / "plan.json")
 
     def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
-        """Follow the capacity schedule, stop learning capacities, and apply the methods for training alone."""
+        """Stop learning capacities, and apply the methods for training alone."""
         learned = self.config.learn_capacity
         if learned is not None and epoch >= learned.epochs:
             hooks = [hook for hook in map(capacity_hook, models) if hook is not None]
@@ -261,17 +260,6 @@ class ImageKind:
         elif changes is not None and not methods_of(models[0]):
             for method in changes.applied:
                 method.apply_(models[0])
-        schedule = self.config.capacity_schedule
-        if schedule is None or self.config.image_routing is None:
-            return
-        # The model's own config: a preset in the file may have taken its capacities from the model.
-        final = routing_config(models[0]).capacity
-        if not isinstance(final, (int, float)):
-            raise ValueError(f"capacity_schedule needs one capacity for all blocks, got {final}")
-        progress = min(1.0, epoch / schedule.epochs)
-        capacity = round(schedule.start + progress * (final - schedule.start), 6)
-        for model in models:
-            set_capacity_(model, capacity)
 
 
 def _make_dense(model: nn.Module) -> None:

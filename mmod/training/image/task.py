@@ -25,7 +25,6 @@ class ClassificationTask(Task):
 
     Args:
         criterion: From logits (B, C) and targets to a scalar.
-        temperature: Divisor of the logits in distillation.
         feature_weight: Weight of a term that imitates the teacher's final tokens; None for no such term.
         mixup: Mixes images and targets of a batch; None for no mixing.
 
@@ -45,7 +44,6 @@ class ClassificationTask(Task):
         criterion: nn.Module,
         *,
         distill_weight: float = 0.5,
-        temperature: float = 1.0,
         feature_weight: float | None = None,
         mixup: Mixup | None = None,
         **options: Any,
@@ -53,7 +51,6 @@ class ClassificationTask(Task):
         super().__init__(model, distill_weight=distill_weight, **options)
         self.classes = image_facts(self.model).classes
         self.criterion = criterion
-        self.temperature = temperature
         self.feature_weight = feature_weight
         self.final = None
         if self.teacher is not None and feature_weight is not None:
@@ -93,7 +90,7 @@ class ClassificationTask(Task):
         if self.teacher is not None:
             with torch.no_grad():
                 taught = answers(self.teacher, images, targets)
-            parts["distillation"] = self.distill_weight * divergence(logits, taught, self.temperature)
+            parts["distillation"] = self.distill_weight * divergence(logits, taught)
         if self.final is not None and self.feature_weight is not None:
             parts["features"] = self.feature_weight * _distance(*(final.take() for final in self.final))
         if self.auxiliary:
@@ -116,7 +113,7 @@ class ElasticTask(ClassificationTask):
         others = []
         for capacity in (smallest, *random.sample(between, self.elastic.samples - 2)):
             set_capacity_(self.model, capacity)
-            others.append(divergence(answers(self.model, images, targets), logits.detach(), self.temperature))
+            others.append(divergence(answers(self.model, images, targets), logits.detach()))
             if self.auxiliary:
                 others.append(auxiliary_loss(self.model))
         return logits, {**parts, "elastic": torch.stack(others).sum()}

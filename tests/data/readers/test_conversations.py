@@ -374,8 +374,8 @@ def test_broken_lines_are_named(folder: Path, line: bytes) -> None:
 def test_conversion_keeps_to_its_folder(folder: Path) -> None:
     write(folder, [SOUND])
     convert(folder)
-    with pytest.raises(FileExistsError, match="min_size"):
-        convert(folder, min_size=9)
+    with pytest.raises(FileExistsError, match="shard_size"):
+        convert(folder, shard_size=9)
     (folder / "other").mkdir()
     (folder / "other" / "file").write_text("mine")
     with pytest.raises(FileExistsError, match=r"holds files but no conversion\.json"):

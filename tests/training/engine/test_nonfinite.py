@@ -1,4 +1,4 @@
-"""A loss that is not finite is named within its step, and either stops the run, saved before it, or skips the step."""
+"""A loss that is not finite is named within its step, and stops the run, saved before it."""
 
 from __future__ import annotations
 
@@ -51,16 +51,6 @@ def test_the_state_before_the_step_is_saved_and_a_mended_run_ends_like_another(t
     assert run(config).evaluation == expected.evaluation
     left, right = weights(tmp_path / "run/model"), weights(tmp_path / "other/model")
     assert all(torch.equal(left[key], right[key]) for key in left)
-
-
-def test_as_many_steps_are_skipped_as_allowed(tmp_path: Path) -> None:
-    config = tiny_config(output=tmp_path / "run", epochs=1, skip_nonfinite=2)
-    with pytest.warns(UserWarning, match=r"step 3 .*skipped, 1 of 2 allowed"):
-        result = poisoned(config, {2, 4})
-    assert (result.steps, result.skipped_steps) == (6, 2)
-    assert all(value.isfinite().all() for value in weights(tmp_path / "run/model").values())
-    with pytest.warns(UserWarning, match="1 of 1 allowed"), pytest.raises(FloatingPointError, match="at step 5"):
-        poisoned(replace(config, output=str(tmp_path / "fewer"), skip_nonfinite=1), {2, 4})
 
 
 @pytest.mark.parametrize("name", ["blocks.1.router.score", "blocks.2.mlp.fc1"])

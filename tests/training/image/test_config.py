@@ -61,7 +61,7 @@ def test_plain_values_are_as_strict_as_a_file(path: Path) -> None:
     [
         ("--optim.lrr=1", r"unknown config key 'optim\.lrr'; valid keys in group 'optim': args, .*lr, .*weight_decay"),
         ("--optimizer=adamw", r"unknown config key 'optimizer'; valid keys at the top level: accumulate, .*optim"),
-        ("--ema.decai=1", r"unknown config key 'ema\.decai'; valid keys in group 'ema': decay, use_warmup"),
+        ("--ema.decai=1", r"unknown config key 'ema\.decai'; valid keys in group 'ema': decay"),
         ("--routing.capcity=0.5", r"unknown routing option capcity; valid ones are router, capacity"),
         ("--routing.losses.lode=1", "a loss must be one of 'capacity', 'importance', .*, got 'lode'"),
         ("--routing.capacity=1.5", r"capacity must be a number in \[0, 1\] or"),
@@ -71,7 +71,7 @@ def test_plain_values_are_as_strict_as_a_file(path: Path) -> None:
         ("--distill.teacher=dense", r"needs trained weights: set model\.checkpoint or model\.pretrained"),
         ("--loss.smoothing=2", r"loss\.smoothing must be a number in \[0, 1\), got 2"),
         ("--schedule.sched=plateau", "depends on metrics"),
-        ("--capacity_schedule.epochs=2", "needs a routing config"),
+        ("--learn_capacity.epochs=2 --learn_capacity.budget=0.5", "learn_capacity needs a routing config"),
         ("--routing.capacity=0.5 --elastic.capacities=[0.25,1.0]", r"at least as many as elastic\.samples=4"),
         ("--distill.features=1.0", r"distill\.features=1 needs a teacher"),
         ("--in_training.routing.router=linear", "routing adds weights, which the dense model cannot keep"),

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import mmod
 from mmod.data.loader import evaluation_fields
-from mmod.training import CapacityScheduleConfig, DistillConfig, EmaConfig, evaluate, fit
+from mmod.training import DistillConfig, EmaConfig, evaluate, fit
 from mmod.training.engine.kind import seed_draws
 from mmod.training.image.kind import ImageKind
 from tests.kit.engine_worker import TensorStream, main, run, tiny_config, weights
@@ -108,20 +108,6 @@ def test_average_follows_timm(tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=1, ema=EmaConfig(decay=0.0))
     result = run(config)
     assert result.average == result.evaluation
-
-
-def test_capacity_schedule_ends_at_the_configured_capacity(tmp_path: Path) -> None:
-    schedule = CapacityScheduleConfig(start=1.0, epochs=2)
-    result = run(tiny_config(output=tmp_path / "run", epochs=3, routing={"capacity": 0.25}, capacity_schedule=schedule))
-    assert [round(row["kept"], 3) for row in result.history] == [1.0, round(10 / 17, 3), round(4 / 17, 3)]
-
-
-def test_capacity_schedule_refuses_a_preset_with_a_capacity_for_each_block(tmp_path: Path) -> None:
-    schedule = CapacityScheduleConfig(start=1.0, epochs=1)
-    config = tiny_config(output=tmp_path, epochs=2, routing={"preset": "p-mod"}, capacity_schedule=schedule)
-    recipe = ImageKind(config)
-    with pytest.raises(ValueError, match=r"capacity_schedule needs one capacity for all blocks, got \(0\."):
-        recipe.start_epoch([recipe.create()], 0)
 
 
 def test_routed_checkpoint_is_distilled_from_the_dense_model_unless_told_otherwise(tmp_path: Path) -> None:
