@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from transformers import Trainer
 
 import mmod
@@ -268,11 +269,12 @@ def test_a_full_disk_ends_a_run_with_its_last_whole_checkpoint(folder: Path, mon
 
 def test_an_image_that_a_worker_cannot_decode_is_named(tmp_path: Path) -> None:
     said = [{"from": "human", "value": "<image> what ?"}, {"from": "gpt", "value": "3"}]
-    (tmp_path / "0.png").write_bytes(b"no image")
+    Image.effect_noise((32, 32), 50).save(tmp_path / "0.png")
+    (tmp_path / "0.png").write_bytes((tmp_path / "0.png").read_bytes()[:200])
     (tmp_path / "t.json").write_text(json.dumps([{"id": "7", "image": "0.png", "conversations": said}] * 8))
     data = replace(vlm_config(tmp_path).data, train=str(tmp_path / "t.json"), val=None)
     config = vlm_config(tmp_path, "run", {"dataloader_num_workers": 1}, data=data)
-    with pytest.raises(CorruptDataError, match=rf"\A{tmp_path}/0\.png \[7\]: image of 8 bytes cannot be decoded"):
+    with pytest.raises(CorruptDataError, match=rf"\A{tmp_path}/0\.png \[7\]: image of 200 bytes cannot be decoded"):
         fit(config, progress=False)
 
 
@@ -369,7 +371,9 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         records = [record for record in json.loads((root / f"{split}.json").read_text()) if "image" in record][:16]
         for number in (1, 2, 15) if split == "train" else range(8, 16):
             name, images = f"images/bad-{split}-{number}.png", records[number]["image"]
-            (root / name).write_bytes(b"no picture")
+            # The header is whole, so training finds out when it reads the image.
+            content = (root / (images if isinstance(images, str) else images[0])).read_bytes()
+            (root / name).write_bytes(content[: len(content) // 2])
             records[number]["image"] = name if isinstance(images, str) else [name, *images[1:]]
         (root / f"{split}-broken.json").write_text(json.dumps(records))
         fields[key] = str(root / f"{split}-broken.json")
