@@ -48,6 +48,7 @@ def test_commands_are_valid(command: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_command_of_a_page_is_known() -> None:
     known = (
         "mmod ",
+        "python datasets/",
         "python scripts/",
         "python -m scripts.",
         "python -m mmod",

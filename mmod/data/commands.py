@@ -14,7 +14,7 @@ from mmod.values import from_plain
 
 SETS = ("digits", "crowds", "scenes", "questions")
 """The embedded sets: modules of `mmod.data.synthetic`."""
-CONVERSIONS = ("imagenet", "pairs", "conversations")
+CONVERSIONS = ("pairs", "conversations")
 """Sets of others: modules of `mmod.data.convert`."""
 _BUILD = """Build the embedded set "{0.title}" as webdataset shards, or draw a picture of it.
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import tarfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 from PIL import Image
 from scipy.io import savemat
+from torchvision.datasets.imagenet import ARCHIVE_META
 
-from mmod.data.convert.imagenet import ARCHIVES, DEVKIT
-
+DEVKIT = ARCHIVE_META["devkit"][0]
 SYNSETS = ("n00000007", "n00000003", "n00000005")
 # Numbers of classes of the validation images, from 1.
 TRUTH = (2, 1, 3, 3, 2, 1, 2)
@@ -42,8 +44,8 @@ VAL = {f"ILSVRC2012_val_{number:08d}.JPEG": jpeg(200 + number) for number in ran
 
 def devkit() -> bytes:
     synsets = np.array(
-        [(number, synset, f"word {number}", 0) for number, synset in enumerate((*SYNSETS, "n00000009"), 1)],
-        dtype=[("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")],
+        [(number, synset, f"word {number}", "", 0) for number, synset in enumerate((*SYNSETS, "n00000009"), 1)],
+        dtype=[("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("num_children", "O")],
     )
     meta = io.BytesIO()
     savemat(meta, {"synsets": synsets})
@@ -53,10 +55,16 @@ def devkit() -> bytes:
     return tar_of(members, "w:gz")
 
 
-def write_archives(folder: Path, train: dict[str, dict[str, bytes]] = TRAIN, val: dict[str, bytes] = VAL) -> Path:
+def archive(split: str) -> str:
+    """Return the official name of a split's archive."""
+    return ARCHIVE_META[split][0]
+
+
+def write_archives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Write the archives, whose checksums torchvision then takes for the official ones."""
     folder.mkdir(exist_ok=True)
-    classes = {f"{synset}.tar": tar_of(images) for synset, images in train.items()}
-    (folder / ARCHIVES["train"]).write_bytes(tar_of(classes))
-    (folder / ARCHIVES["val"]).write_bytes(tar_of(val))
-    (folder / DEVKIT).write_bytes(devkit())
+    classes = {f"{synset}.tar": tar_of(images) for synset, images in TRAIN.items()}
+    for name, content in (("train", tar_of(classes)), ("val", tar_of(VAL)), ("devkit", devkit())):
+        (folder / archive(name)).write_bytes(content)
+        monkeypatch.setitem(ARCHIVE_META, name, (archive(name), hashlib.md5(content).hexdigest()))
     return folder

@@ -51,7 +51,7 @@ def commands_of(text: str) -> list[str]:
 
 
 def is_command(line: str) -> bool:
-    return line.startswith(("mmod ", "python scripts/", "python -m scripts."))
+    return line.startswith(("mmod ", "python datasets/", "python scripts/", "python -m scripts."))
 
 
 NAMED = sorted(

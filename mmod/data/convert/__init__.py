@@ -1,1 +1,1 @@
-"""Conversion of data sets of others to what the readers of mmod take: ImageNet, image-text pairs, conversations."""
+"""Conversion of data sets of others to what the readers of mmod take: image-text pairs, conversations."""
