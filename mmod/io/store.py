@@ -322,18 +322,22 @@ def _packed(value: Any) -> Any:
     """Return what JSON cannot hold as plain values."""
     if isinstance(value, np.generic):
         return value.item()
-    if isinstance(value, (np.ndarray, Tensor)):
-        is_tensor = isinstance(value, Tensor)
-        file = io.BytesIO()
-        np.save(file, value.detach().cpu().numpy() if is_tensor else value, allow_pickle=False)
-        content = file.getvalue()
-        squeezed = zlib.compress(content, 1)
-        if len(squeezed) < _WORTHWHILE * len(content):
-            content = squeezed
-        return {_TENSOR if is_tensor else _ARRAY: base64.b64encode(content).decode()}
+    if isinstance(value, Tensor):
+        return {_TENSOR: _packed_array(value.detach().cpu().numpy())}
+    if isinstance(value, np.ndarray):
+        return {_ARRAY: _packed_array(value)}
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     raise TypeError(f"a store keeps plain values, arrays, tensors and dataclasses, got {brief(value)}")
+
+
+def _packed_array(array: np.ndarray) -> str:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    content = file.getvalue()
+    squeezed = zlib.compress(content, 1)
+    worthwhile = len(squeezed) < _WORTHWHILE * len(content)
+    return base64.b64encode(squeezed if worthwhile else content).decode()
 
 
 def _unpacked(value: Any) -> Any:

@@ -43,7 +43,7 @@ class Samples(Protocol):
 
     measure: str
     part: str
-    identity: Mapping[str, Any]
+    identity: dict[str, Any]
     first: int
     batch_size: int
     has_labels: bool
