@@ -173,7 +173,7 @@ class Store:
         if text.startswith(_MAGIC) and check == _checksum(text):
             if text.split(b" ")[2] == _FORMAT:
                 return True
-        elif not re.match(rb"[0-9a-f]{8} ", header) or header[:8] != _checksum(header[9:-1]):
+        elif not _is_journal(header):
             self._refuse("its header does not fit its checksum")
         self._set_aside(header)
         return False
@@ -245,7 +245,10 @@ class Store:
     def _append(self, line: bytes) -> None:
         """Write a line behind the last whole one."""
         assert self.path is not None
-        header = b"" if self._header else _new_header()
+        header = b""
+        if not self._header:
+            header = _new_header()
+            self._tell_of_older_files()
         # Unbuffered, so that nothing is left to be written after an error.
         with self.path.open("ab", buffering=0) as file:
             file.truncate(self._end)
@@ -258,6 +261,17 @@ class Store:
                 with suppress(OSError):
                     file.truncate(self._end)
                 raise
+
+    def _tell_of_older_files(self) -> None:
+        """Say which files beside a new store hold results of the same work in the format before it."""
+        assert self.path is not None
+        older = []
+        for path in sorted(filter(Path.is_file, self.path.parent.glob("*.jsonl"))):
+            with path.open("rb") as file:
+                if _is_journal(file.readline(_LONGEST_HEADER)):
+                    older.append(path.name)
+        if older:
+            say(f"{str(self.path)!r} starts anew; not read, because of an older format: {', '.join(older)}")
 
     def _compact(self) -> None:
         """Replace the file by one without superseded lines if these outweigh the others."""
@@ -312,6 +326,11 @@ def _new_header() -> bytes:
     """Return a header like no other: it tells processes that read a file whether they have read its beginning."""
     text = b"%b%b %b" % (_MAGIC, _FORMAT, secrets.token_hex(8).encode())
     return b"%b %b\n" % (text, _checksum(text))
+
+
+def _is_journal(header: bytes) -> bool:
+    """Return whether a file's first line is that of the format before stores: a checksum and JSON."""
+    return re.match(rb"[0-9a-f]{8} .*\n", header) is not None and header[:8] == _checksum(header[9:-1])
 
 
 def _checksum(text: bytes) -> bytes:

@@ -261,6 +261,12 @@ def test_a_file_of_an_older_format_is_kept_beside(tmp_path: Path, capsys: pytest
         assert Store(path).get({}) == number
         assert not capsys.readouterr().out
         path.unlink()
+    # Those of other names beside a new store are named too.
+    (tmp_path / "journal.jsonl").write_bytes(with_checksum({"seed": 0}))
+    Store(tmp_path / "store.jsonl").put({}, 0)
+    Store(tmp_path / "store.jsonl").put({"more": True}, 0)
+    said = f"{str(tmp_path / 'store.jsonl')!r} starts anew; not read, because of an older format: journal.jsonl"
+    assert capsys.readouterr().out.splitlines() == [said]
 
 
 def test_results_of_another_version_stay_and_are_not_read(
