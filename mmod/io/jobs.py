@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, TypeVar
+from multiprocessing.process import BaseProcess
+from typing import Any, Generic, NoReturn, TypeVar
 
 import torch
 
 from mmod.io.progress import progress_bar, say
+from mmod.io.stop import Stop, exit_after, heeding, signal_name
 from mmod.io.threads import timing_threads
 
 Config = TypeVar("Config")
@@ -90,20 +94,23 @@ class Runner:
         waiting = list(range(len(jobs)))
         finished = set[int]()
         try:
-            while waiting or running:
-                ready = [i for i in waiting if i == first[jobs[i].seed] or first[jobs[i].seed] in finished]
-                for index in ready[: self.processes - len(running)]:
-                    waiting.remove(index)
-                    running[pool.submit(_work, do, jobs[index], index)] = index
-                    bar.begin(index)
-                done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
-                self._read(reports, bar)
-                for future in done:
-                    index = running.pop(future)
-                    finished.add(index)
-                    result = future.result()
-                    bar.update(index, 1.0)
-                    yield jobs[index], result
+            with heeding(Stop()) as stop:
+                while waiting or running:
+                    ready = [i for i in waiting if i == first[jobs[i].seed] or first[jobs[i].seed] in finished]
+                    for index in ready[: self.processes - len(running)]:
+                        waiting.remove(index)
+                        running[pool.submit(_work, do, jobs[index], index)] = index
+                        bar.begin(index)
+                    done, _ = wait(running, timeout=0.5, return_when=FIRST_COMPLETED)
+                    self._read(reports, bar)
+                    if stop.number:
+                        self._pass_on(stop.number, pool, set(multiprocessing.active_children()) - set(before))
+                    for future in done:
+                        index = running.pop(future)
+                        finished.add(index)
+                        result = future.result()
+                        bar.update(index, 1.0)
+                        yield jobs[index], result
         except BaseException:
             # Jobs can be resumed, so the others are not waited for.
             pool.shutdown(wait=False, cancel_futures=True)
@@ -111,6 +118,15 @@ class Runner:
                 process.terminate()
             raise
         pool.shutdown()
+
+    def _pass_on(self, number: int, pool: ProcessPoolExecutor, workers: Iterable[BaseProcess]) -> NoReturn:
+        """Pass a stop signal on to the workers, whose runs save, and exit after them."""
+        for worker in workers:
+            if worker.pid is not None:
+                with suppress(ProcessLookupError):
+                    os.kill(worker.pid, number)
+        pool.shutdown(cancel_futures=True)
+        exit_after(number, f"{self.title}: {signal_name(number)}; runs are saved, and the same command goes on")
 
     def _read(self, reports: Any, bar: _Bar) -> None:
         while not reports.empty():
@@ -145,6 +161,10 @@ _reports: Any = None
 def _start_worker(reports: Any) -> None:
     global _reports
     _reports = reports
+    # The parent passes on a signal that a terminal, or a scheduler, may have sent to all processes.
+    Stop.impatient = False
+    # Outside of training a worker ends without a traceback.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 

@@ -15,6 +15,7 @@ import pytest
 
 from mmod.io import jobs
 from mmod.io.jobs import Job, Runner, Tick
+from mmod.io.stop import Stop, exit_after, heeding, signal_name
 from tests.kit.processes import FORKING, run_processes
 
 JOBS = [Job(name, seed, f"{name}{seed}") for seed in (0, 1) for name in ("base", "dense", "a-mod")]
@@ -71,6 +72,40 @@ def be_killed(pids: Path) -> None:
 
     threading.Thread(target=kill).start()
     list(Runner(2, False).run([Job("base", seed, str(pids)) for seed in (0, 1)], linger))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1], ids=lambda number: number.name)
+@pytest.mark.parametrize("everywhere", [False, True], ids=["parent", "all processes"])
+def test_a_study_ends_after_its_runs_have_saved(number: signal.Signals, everywhere: bool, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    (code,) = run_processes(stopped_study, tmp_path / "pids", number, everywhere, log=log)
+    assert code == 128 + number
+    assert "Traceback" not in log.read_text()
+    ends = {f"{number.name}: saved", f"study: {number.name}; runs are saved, and the same command goes on"}
+    assert set(log.read_text().splitlines()) == ends
+    assert log.read_text().count(": saved") == 2
+
+
+def stopped_study(pids: Path, number: int, everywhere: bool) -> None:
+    jobs.multiprocessing = FORKING  # type: ignore[assignment]
+
+    def stop() -> None:
+        until(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+        for pid in (os.getpid(), *map(int, pids.read_text().split() if everywhere else ())):
+            os.kill(pid, number)
+
+    threading.Thread(target=stop).start()
+    list(Runner(2, False).run([Job("base", seed, str(pids)) for seed in (0, 1)], save_when_stopped))
+
+
+def save_when_stopped(job: Job[str], tick: Tick) -> None:
+    with heeding(Stop()) as stop:
+        with open(job.config, "a") as file:
+            file.write(f"{os.getpid()} ")
+        until(lambda: stop.number > 0)
+        # Longer than the parent takes to pass a signal on.
+        time.sleep(1)
+        exit_after(stop.number, f"{signal_name(stop.number)}: saved")
 
 
 def linger(job: Job[str], tick: Tick) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-import signal
-import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mmod.data.corrupt import CorruptReport
+from mmod.io.stop import Stop, exit_after, heeding, signal_name
 from mmod.training.engine.command import LostProcessError
 
 Value = TypeVar("Value")
@@ -138,49 +135,31 @@ def wait_for_all() -> None:
         dist.barrier()
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-class StopRequest:
+class StopRequest(Stop):
     """The first stop signal in any of the processes that train together."""
 
     def __init__(self) -> None:
-        self._number = 0
+        super().__init__()
+        self._agreed = 0
         # A separate group, so that no step waits for a GPU.
         self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
-    def note(self, number: int, frame: FrameType | None = None) -> None:
-        """Handle a signal; the next one ends the process at once."""
-        self._number = number
-        for handled in _SIGNALS:
-            signal.signal(handled, signal.SIG_DFL)
-
     def agreed(self) -> bool:
         """Return whether any process was asked to stop; collective over processes."""
+        self._agreed = self.number
         if self._group is not None:
-            number = torch.tensor(self._number)
+            number = torch.tensor(self.number)
             dist.all_reduce(number, op=dist.ReduceOp.MAX, group=self._group)
-            self._number = int(number)
-        return self._number > 0
+            self._agreed = int(number)
+        return self._agreed > 0
 
     def leave(self, folder: str | Path, step: int, *, loud: bool) -> None:
         """Exit with code 128 + signal after `step` saved steps; print a message if `loud`."""
-        if loud:
-            name = signal.Signals(self._number).name
-            print(f"{folder}: {name} after step {step}, which is saved; the same command goes on", file=sys.stderr)
-        raise SystemExit(128 + self._number)
+        name = signal_name(self._agreed)
+        line = f"{folder}: {name} after step {step}, which is saved; the same command goes on"
+        exit_after(self._agreed, line if loud else "")
 
 
-@contextmanager
-def stop_signals() -> Iterator[StopRequest]:
-    """Context that handles SIGTERM and SIGINT; outside the main thread it handles nothing."""
-    request = StopRequest()
-    if threading.current_thread() is not threading.main_thread():
-        yield request
-        return
-    before = {number: signal.signal(number, request.note) for number in _SIGNALS}
-    try:
-        yield request
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+def stop_signals() -> AbstractContextManager[StopRequest]:
+    """Return a context that notes stop signals of the processes that train together, see `mmod.io.stop.heeding`."""
+    return heeding(StopRequest())

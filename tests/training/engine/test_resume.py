@@ -11,13 +11,15 @@ import random
 import re
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -126,7 +128,11 @@ def test_logs_written_before_the_first_step_do_not_keep_a_run_from_its_folder(tm
         run_once(config, 0, 2, read, train)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+# Of Ctrl-C, a closed terminal, Slurm's `--signal` and submitit.
+STOPS = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
+
+
+@pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
 def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
     tmp_path: Path, number: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,18 +152,50 @@ def test_a_signal_ends_a_run_after_its_step_and_another_start_goes_on(
     assert all(torch.equal(left[key], right[key]) for key in left)
 
 
-def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
-    stopped = partial(main, signals={2: signal.SIGTERM}, twice=True)
-    assert run_processes(stopped, {"output": str(tmp_path / "run")}) == [-signal.SIGTERM]
-    assert not list_checkpoints(tmp_path / "run/checkpoints")
+@pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
+def test_a_second_ctrl_c_ends_at_once_with_a_line_and_what_schedulers_repeat_does_not(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    stopped = partial(main, signals={2: number}, twice=True)
+    ends = number in (signal.SIGINT, signal.SIGTERM)
+    codes = run_processes(stopped, {"output": str(tmp_path / "run")}, log=tmp_path / "log")
+    assert codes == [-number if ends else 128 + number]
+    (line,) = (tmp_path / "log").read_text().split("\n")[-2:-1]
+    assert line.endswith("again: ended at once, nothing was saved since the last checkpoint") == ends
+    assert bool(list_checkpoints(tmp_path / "run/checkpoints")) != ends
+
+
+@pytest.mark.parametrize("theirs", [signal.SIG_IGN, lambda number, frame: None], ids=["ignored", "handled"])
+@pytest.mark.parametrize("number", STOPS, ids=lambda number: number.name)
+def test_a_signal_that_is_ignored_or_handled_by_others_ends_nothing(
+    tmp_path: Path, number: signal.Signals, theirs: Any
+) -> None:
+    before = signal.signal(number, theirs)
+    try:
+        assert run(tiny_config(output=tmp_path / "run", epochs=1), signals={3: number}).steps == 6
+        assert signal.getsignal(number) is theirs
+    finally:
+        signal.signal(number, before)
+
+
+def test_a_line_that_a_closed_terminal_cannot_show_does_not_change_the_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def closed(text: str) -> NoReturn:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=closed, isatty=lambda: False))
+    with pytest.raises(SystemExit) as stop:
+        run(tiny_config(output=tmp_path / "run"), signals={3: signal.SIGHUP})
+    assert stop.value.code == 129
 
 
 def test_processes_that_train_together_stop_after_the_same_step(tmp_path: Path) -> None:
     options = {"output": str(tmp_path / "run"), "epochs": 1, "batch_size": 4}
     # Only the second process hears of it.
-    stopped = partial(main, signals={2: signal.SIGTERM}, hears=1)
-    assert run_processes(stopped, options, world=2, log=tmp_path / "log") == [128 + signal.SIGTERM] * 2
-    assert "SIGTERM after step 3, which is saved; the same command goes on" in (tmp_path / "log").read_text()
+    stopped = partial(main, signals={2: signal.SIGUSR1}, hears=1)
+    assert run_processes(stopped, options, world=2, log=tmp_path / "log") == [128 + signal.SIGUSR1] * 2
+    assert "SIGUSR1 after step 3, which is saved; the same command goes on" in (tmp_path / "log").read_text()
     (newest,) = list_checkpoints(tmp_path / "run/checkpoints")
     assert newest.name == "step-000000003-epoch-00000"
     assert run_processes(main, options, world=2) == [0, 0]
