@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.blocks import Deciding, RoutedBlock
-from mmod.config import LOSSES, register_loss
+from mmod.blocks import Deciding
+from mmod.config import register_loss
 from mmod.methods.base import methods_of
-from mmod.methods.route import is_routed, routed_blocks
 from mmod.routing import Kept, Router, Routing, TokenGroups, apply_gate, select_topk, select_within
 from mmod.values import check_module
 
@@ -89,17 +88,17 @@ def _mean(value_BN: Tensor, counted_BN: Tensor | None) -> Tensor:
 
 
 def auxiliary_loss(model: nn.Module) -> Tensor:
-    """Return the weighted auxiliary losses of a routed model's last forward pass; 0 if its methods have none.
+    """Return the weighted auxiliary losses of a model's passes since the last call; 0 if its methods have none.
 
-    A loss is a mean over tokens and a sum over routed blocks, as in the sources of the presets' weights. Losses of a
-    forward pass can be collected once, by the thread that ran it.
+    A loss is a mean over tokens and a sum over routed blocks, as in the sources of the presets' weights. The losses of
+    several forward passes, as of two views, are added. Passes in evaluation mode or under `torch.no_grad` leave none. A
+    loss can be collected once, by the thread that ran the pass, and before the backward pass.
 
     Args:
-        model: A routed model, possibly wrapped, after a forward pass in training mode.
+        model: A model with methods, possibly wrapped, after a forward pass in training mode.
 
     Raises:
-        ValueError: No method changed the model, or its losses come from methods other than routing, and there was no
-            forward pass in training mode since the last call.
+        ValueError: No method changed the model.
         RuntimeError: There was no forward pass in training mode since the last call, or its graph is gone, as it is
             under `torch.no_grad` and with reentrant gradient checkpointing.
 
@@ -111,41 +110,12 @@ def auxiliary_loss(model: nn.Module) -> Tensor:
         True
     """
     check_module(model)
-    method_terms = [
-        module.auxiliary_loss()
-        for module in model.modules()
-        if isinstance(module, Deciding) and not isinstance(module, RoutedBlock)
-    ]
-    terms = [term for term in method_terms if term is not None]
-    methods = methods_of(model)
-    # The blocks of a part alone may be routed, without the model that lists its methods.
-    blocks = routed_blocks(model) if is_routed(model) or not (method_terms or methods) else {}
-    configured = any(block.router.config.losses for block in blocks.values())
-    if not terms and not configured:
-        if any(method.has_loss for method in methods) or not (methods or blocks):
-            raise ValueError("no auxiliary loss: the model did not run in training mode since the last call")
+    deciding = {name: module for name, module in model.named_modules() if isinstance(module, Deciding)}
+    if not deciding and not methods_of(model):
+        raise ValueError(f"nothing in this {type(model).__name__} is routed: call mmod.route_(model, config) first")
+    terms = [module.auxiliary_loss(name, model.training) for name, module in deciding.items() if module.has_loss]
+    if not terms:
         parameter = next(model.parameters(), None)
         return torch.zeros((), device=None if parameter is None else parameter.device)
-    terms += [_block_loss(model, name, block) for name, block in blocks.items() if block.router.config.losses]
     # Blocks may be on several devices.
     return torch.stack([term.to(terms[0].device) for term in terms]).sum()
-
-
-def _block_loss(model: nn.Module, name: str, block: RoutedBlock) -> Tensor:
-    routing = block.mod_state.routing
-    if routing is None or not block.record.fresh:
-        if not block.training:
-            advice = "write `if model.training: loss = loss + mmod.auxiliary_loss(model)`"
-            if model.training:
-                advice = f"the model is not, so call `model.get_submodule({name!r}).train()` before the forward pass"
-            raise RuntimeError(f"{name} is in evaluation mode, in which no auxiliary loss is kept: {advice}")
-        raise RuntimeError(f"{name} has routed nothing in training mode since its loss was last collected")
-    if not routing.score_BN.requires_grad:
-        raise RuntimeError(
-            f"the scores of {name} carry no gradient: the forward pass ran under no_grad or with reentrant gradient "
-            "checkpointing (pass use_reentrant=False), or the router is frozen"
-        )
-    # Its graph is gone after a backward pass, so a loss is collected once.
-    block.record.fresh = False
-    weights = block.router.config.losses
-    return torch.stack([weight * LOSSES[loss](routing, block.router) for loss, weight in weights.items()]).sum()

@@ -143,8 +143,8 @@ def judge_drafts(
 
 
 def _all_kept(config: RoutingConfig) -> RoutingConfig:
-    """Return a config with which the same router keeps all tokens: all squashed scores reach 0."""
-    return config.replace(select=Threshold(0.0), language={"inference_threshold": None, "predictor": False})
+    """Return a config with which the same router keeps all tokens: all squashed scores reach 0, and no loss counts."""
+    return config.replace(select=Threshold(0.0), losses={}, language={"inference_threshold": None, "predictor": False})
 
 
 @contextmanager

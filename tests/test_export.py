@@ -6,10 +6,12 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.export import Dim
 
 import mmod
@@ -72,6 +74,28 @@ def test_compiled_training_has_the_gradients_of_eager(routing: str) -> None:
             loss = loss + mmod.auxiliary_loss(twin if step is compiled else model)
         loss.backward()
     assert_same_gradients(twin, model)
+
+
+@pytest.mark.parametrize("method", [ROUTINGS["distilled"], Experts(choice="tokens")], ids=["routing", "experts"])
+def test_one_graph_keeps_the_losses_of_several_passes(method: Any) -> None:
+    model = mmod.apply_(make_model("vit_tiny_patch16_224", depth=2), method).train()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(copy.deepcopy(model), fullgraph=True, backend=counter)
+    views = [images(2), images(2)]
+    for step in (model, compiled):
+        # A backward pass that goes without the loss.
+        step(views[1]).square().mean().backward()
+        step.zero_grad()
+        loss = sum(step(x).square().mean() for x in views)
+        (loss + mmod.auxiliary_loss(step)).backward()
+    assert_same_gradients(compiled._orig_mod, model)
+    assert counter.frame_count == 1
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(20):
+            compiled(views[0])
+    assert len([warning for warning in told if "were not collected" in str(warning.message)]) == 1
+    assert counter.frame_count == 2
 
 
 def test_inductor_gives_the_same_output() -> None:

@@ -1,13 +1,21 @@
 from __future__ import annotations
 
+import copy
+import warnings
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
+import timm
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import mmod
 from mmod import RoutingConfig
+from mmod.blocks.record import UNCOLLECTED
 from mmod.config import LOSSES
 from mmod.routing import Evidence, Kept, Router, Routing, TokenMarks
 from tests.kit.zoo import make_images, make_model
@@ -192,15 +200,170 @@ def test_0_is_on_the_device_of_the_model() -> None:
     assert mmod.auxiliary_loss(model).device.type == "meta"
 
 
+WITH_LOSSES = {
+    "membership": RoutingConfig(router=mmod.score("linear", init_std=0.3), losses={"membership": 0.1, "capacity": 1.0}),
+    "distilled": mmod.preset("distilled", blocks="late", capacity=0.5),
+    "experts": mmod.methods.Experts(choice="tokens"),
+    "recursions": mmod.methods.Recursions(choice="tokens", recursions=2),
+}
+with_losses = pytest.mark.parametrize("method", WITH_LOSSES.values(), ids=WITH_LOSSES)
+
+
+def learning(method: Any) -> tuple[torch.nn.Module, list[Tensor], list[Tensor]]:
+    """Return a model in training mode, two batches, and the losses of each."""
+    model = mmod.apply_(make_model(NAME), method).train()
+    views = [make_images(NAME, 2, seed=seed) for seed in (1, 2)]
+    losses = []
+    for x in views:
+        model(x)
+        losses.append(mmod.auxiliary_loss(model).detach())
+    return model, views, losses
+
+
+def pass_without_training(model: torch.nn.Module, x: Tensor) -> None:
+    with torch.no_grad():
+        model(x)
+        model.eval()(x)
+    with mmod.trace(model):
+        model(x)
+    model.train()
+
+
+@with_losses
+def test_losses_of_two_passes_are_added_and_of_passes_that_train_nothing_are_not(method: Any) -> None:
+    model, views, losses = learning(method)
+    outputs = []
+    for x in views:
+        with mmod.trace(model):
+            outputs.append(model(x))
+        pass_without_training(model, x)
+    both = mmod.auxiliary_loss(model)
+    torch.testing.assert_close(both, sum(losses))
+    (both + sum(output.square().mean() for output in outputs)).backward()
+    with pytest.raises(RuntimeError, match="since its loss was last collected"):
+        mmod.auxiliary_loss(model)
+
+
+@with_losses
+def test_a_pass_whose_backward_pass_went_without_its_loss_adds_none(method: Any) -> None:
+    model, (first, second), losses = learning(method)
+    model(first).square().mean().backward()
+    loss = model(second).square().mean()
+    auxiliary = mmod.auxiliary_loss(model)
+    torch.testing.assert_close(auxiliary, losses[1])
+    (loss + auxiliary).backward()
+    # Its graph is there still.
+    model(first).square().mean().backward(retain_graph=True)
+    model(second)
+    auxiliary = mmod.auxiliary_loss(model)
+    torch.testing.assert_close(auxiliary, sum(losses))
+    auxiliary.backward()
+
+
+@with_losses
+@pytest.mark.parametrize("trains", [True, False], ids=["with backward passes", "without"])
+def test_the_losses_of_sixteen_passes_are_kept_and_more_are_told_once(method: Any, trains: bool) -> None:
+    model, (x, _), losses = learning(method)
+
+    def run(passes: int) -> None:
+        for _ in range(passes):
+            loss = model(x).square().mean()
+            if trains:
+                loss.backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(UNCOLLECTED)
+    with pytest.warns(UserWarning, match=r"more than 16 forward passes.*were not collected.*auxiliary_loss") as told:
+        run(UNCOLLECTED)
+    assert len(told) == 1
+    kept = 1 if trains else UNCOLLECTED
+    torch.testing.assert_close(mmod.auxiliary_loss(model).detach(), kept * losses[0])
+
+
+@with_losses
+def test_collection_after_each_pass_accumulates_the_gradients_of_single_passes_bitwise(method: Any) -> None:
+    model, views, _ = learning(method)
+    accumulated = []
+    for groups in ([views], [views[:1], views[1:]]):
+        total = [torch.zeros_like(weight) for weight in model.parameters()]
+        for group in groups:
+            model.zero_grad()
+            for x in group:
+                (model(x).square().mean() + mmod.auxiliary_loss(model)).backward()
+            for value, weight in zip(total, model.parameters(), strict=True):
+                value += 0 if weight.grad is None else weight.grad
+        accumulated.append(total)
+    assert all(map(torch.equal, *accumulated))
+
+
+@with_losses
+def test_threads_collect_the_losses_of_their_own_passes(method: Any) -> None:
+    model, views, losses = learning(method)
+
+    def collect(x: Tensor) -> Tensor:
+        model(x)
+        model(x)
+        return mmod.auxiliary_loss(model).detach()
+
+    with ThreadPoolExecutor(2) as pool:
+        for found, loss in zip(pool.map(collect, views), losses, strict=True):
+            torch.testing.assert_close(found, 2 * loss)
+
+
+@with_losses
+def test_a_forgotten_loss_keeps_no_graph_that_a_backward_pass_freed(method: Any) -> None:
+    model, (x, _), _ = learning(method)
+    kept = []
+    for _ in range(3):
+        output = model(x)
+        marker = torch.nn.Identity()
+        kept.append(weakref.ref(marker))
+        assert output.grad_fn is not None
+        output.register_hook(partial(lambda gradient, held: None, held=marker))
+        output.square().mean().backward()
+        del output, marker
+    assert [marker() for marker in kept] == [None] * 3
+
+
+SCORED = {
+    **{name: (NAME, method) for name, method in WITH_LOSSES.items()},
+    "gate": (NAME, RoutingConfig(router="linear", gate="sigmoid")),
+    "channels": ("resnet18", mmod.methods.Channels()),
+}
+
+
+@pytest.mark.parametrize(("name", "method"), SCORED.values(), ids=SCORED)
+def test_what_decides_and_is_frozen_as_it_was_drawn_is_told_once(name: str, method: Any) -> None:
+    def frozen() -> torch.nn.Module:
+        model = mmod.apply_(timm.create_model(name), method).train()
+        for part, weight in model.named_parameters():
+            weight.requires_grad_(not any(word in part for word in ("router", "selector")))
+        return model
+
+    x = torch.randn(2, 3, 160, 160)
+    # A copy in another dtype is the same model.
+    model = copy.deepcopy(frozen().bfloat16())
+    with pytest.warns(UserWarning, match=r"is frozen at the weights that were drawn.*modules_to_save=\['") as told:
+        model(x.bfloat16())
+    assert len(told) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x.bfloat16())
+        # Nothing trains, and what was loaded is not random.
+        with torch.no_grad():
+            frozen()(x)
+        frozen().eval()(x)
+        loaded = frozen()
+        loaded.load_state_dict({key: value + 0.01 for key, value in loaded.state_dict().items()})
+        loaded(x)
+        mmod.undo_(loaded)(x)
+
+
 class TestErrors:
     def test_nothing_routed(self) -> None:
         with pytest.raises(ValueError, match="nothing in this VisionTransformer is routed"):
             mmod.auxiliary_loss(make_model(NAME))
-
-    def test_part_of_a_model_whose_methods_are_unknown(self) -> None:
-        model = mmod.apply_(make_model(NAME), mmod.methods.Merge(r=2))
-        with pytest.raises(ValueError, match="no auxiliary loss: the model did not run in training mode"):
-            mmod.auxiliary_loss(model.blocks)
 
     def test_no_forward_pass_since_the_last_collection(self) -> None:
         model = mmod.route_(make_model(NAME), mmod.preset("distilled")).train()

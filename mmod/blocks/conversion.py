@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class Mixin(nn.Module):
@@ -17,6 +17,8 @@ class Mixin(nn.Module):
     Attributes:
         mod_state: Plain state, invisible to state dicts and exports.
         mod_method: The method that put it there; None for none.
+        mod_drawn: The weights that decide, as the method drew them.
+        mod_told: What users were told of the modules that one application of the method put there, which share it.
         keeps_name: The converted class has the name of the host's.
         added_modules: Names of submodules that the host's module may lack; they are removed with the mixin.
         optional: Its method works without it too: a module whose `forward` stands on the instance stays as it is.
@@ -24,6 +26,8 @@ class Mixin(nn.Module):
 
     mod_state: Any
     mod_method: Any = None
+    mod_drawn: tuple[Tensor, ...] = ()
+    mod_told: set[str]
     keeps_name: ClassVar[bool] = False
     added_modules: ClassVar[tuple[str, ...]] = ()
     optional: ClassVar[bool] = False
@@ -204,5 +208,5 @@ def _restore(module: Any) -> None:
     for name in module.added_modules:
         module._modules.pop(name, None)
     module.__class__ = host_class(module)
-    for name in ("mod_state", "mod_method"):
+    for name in ("mod_state", "mod_method", "mod_drawn", "mod_told"):
         vars(module).pop(name, None)

@@ -23,10 +23,11 @@ from mmod.blocks.record import Deciding, Records
 from mmod.blocks.rows import Execution, FusedNorm, KeptTokens, MlpOfKept, Rows
 from mmod.blocks.span import Span, SpanPass
 from mmod.blocks.symbolic import trace_as_node
-from mmod.config import CHANGE, RoutingConfig, Threshold
+from mmod.config import CHANGE, LOSSES, RoutingConfig, Threshold
 from mmod.ops import capture_importance
 from mmod.ops.intercept import AttentionIntercept, unseen_attention
-from mmod.routing import Router, Routing, TokenMarks, token_change
+from mmod.routing import BorrowedScore, Router, Routing, TokenMarks, token_change
+from mmod.routing.shared import NAME as SHARED_ROUTER
 from mmod.threads import PerThread
 
 _EXPORT = "Use torch.export, torch.onnx.export(dynamo=True) or torch.compile, which replace TorchScript"
@@ -242,6 +243,11 @@ class RoutedBlock(Deciding, ConvertedBlock):
         # Elsewhere nobody reads the decision, which would keep its tensors alive.
         if self.training or record.traced:
             record.keep("", routing)
+        if self.training:
+            self.tell_of_frozen()
+            losses = self.losses(routing)
+            if losses:
+                self.keep_loss(losses, x, routing.score_BN)
         # Gather, run and write back.
         if rows is None:
             rows = execution.make_rows(self, x, arguments, routing)
@@ -250,6 +256,23 @@ class RoutedBlock(Deciding, ConvertedBlock):
         if span is None or shared is None:
             return rows.write_back(y)
         return span.leave(y, shared, rows, router, state)
+
+    def scorers(self) -> dict[str, nn.Module]:
+        """Return the router, and the score that it shares with others."""
+        router = self.router
+        if isinstance(router.score, BorrowedScore):
+            return {"router": router, SHARED_ROUTER: router.score.held}
+        return {"router": router}
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the config asks for a loss."""
+        return bool(self.router.config.losses)
+
+    def losses(self, routing: Routing) -> list[Tensor]:
+        """Return the weighted losses of a decision that the config asks for."""
+        router = self.router
+        return [weight * LOSSES[name](routing, router) for name, weight in router.config.losses.items()]
 
     def shares(self, arguments: Mapping[str, Any]) -> bool:
         """Return whether a block with a cache takes part in its span in this call."""

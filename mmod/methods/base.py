@@ -97,9 +97,13 @@ class Method(Checked, ABC, group="method"):
         earlier = {module for module in model.modules() if isinstance(module, Mixin)}
         with _unchanged_on_error(model):
             self.change(model, target)
+        told: set[str] = set()
         for module in model.modules():
             if isinstance(module, Mixin) and module not in earlier:
                 module.mod_method = self
+                module.mod_told = told
+                if isinstance(module, Deciding):
+                    module.remember_drawn()
         for stack in target.values() if isinstance(target, Mapping) else (target,):
             if isinstance(stack, BlockStack):
                 remember(model, stack)

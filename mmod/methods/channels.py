@@ -127,9 +127,15 @@ class ChannelBlock(Deciding):
     mod_state: ChannelState
     added_modules = ("selector",)
 
+    def scorers(self) -> dict[str, nn.Module]:
+        """Return the selector."""
+        return {"selector": self.selector}
+
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return all channels after the block (B, C, H, W)."""
         config = self.mod_state.config
+        if self.training:
+            self.tell_of_frozen()
         logit_BC = self.selector(x_BCHW.mean(dim=(2, 3)))
         # fp32 under autocast too, so that the choice does not depend on it.
         logit_BC = logit_BC.to(torch.promote_types(logit_BC.dtype, torch.float32))

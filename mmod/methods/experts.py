@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from mmod.adapters import BlockStack
 from mmod.blocks import Deciding, Record, Records, convert, detach_hooks, host_class
-from mmod.blocks.passes import recomputing
 from mmod.config.plan import check_blocks
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
@@ -32,6 +31,7 @@ from mmod.methods.mixture import (
     expert_decisions,
     first_floating,
     membership_loss,
+    numbered,
     refuse_generation,
     refuse_packed,
 )
@@ -275,6 +275,15 @@ class ExpertMlp(Added, Deciding):
         """Return the router and the predictors."""
         return [self.router, *self._modules.get("predictors", ())]  # type: ignore[misc]
 
+    def scorers(self) -> dict[str, nn.Module]:
+        """Return the router and the predictors; the experts begin as copies."""
+        return {"router": self.router, **numbered(self, "predictors")}
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the method has a loss."""
+        return self.mod_state.config.has_loss
+
     def chooses_together(self, training: bool) -> bool:
         """Return whether an expert's choice of a token depends on other tokens."""
         return self.mod_state.config.chooses_together(training or self.record.together)
@@ -285,7 +294,6 @@ class ExpertMlp(Added, Deciding):
         logit_BNJ = self.router(x_BND)
         prob_BNJ = logit_BNJ.softmax(dim=-1)
         valid_BN = self._take_valid(x_BND)
-        learns = self.training and not recomputing()
         # In training too: there they learn to predict the choice that experts make together.
         logit_EBN = self._alone(x_BND, logit_BNJ) if config.two_ways else None
         if x_BND.is_meta or self.chooses_together(self.training):
@@ -301,9 +309,10 @@ class ExpertMlp(Added, Deciding):
         if record.traced:
             for place, decision in zip(self.places(), expert_decisions(rows, prob_BNJ, logit_EBN)):
                 record.keep(place, decision)
-        if learns:
-            loss = self._loss(prob_BNJ, logit_EBN, rows, valid_BN)
-            record.losses = [] if loss is None else [loss]
+        if self.training:
+            self.tell_of_frozen()
+            if self.has_loss:
+                self.keep_loss([self._loss(prob_BNJ, logit_EBN, rows, valid_BN)], x_BND, logit_BNJ)
         return self._compute(x_BND, rows)
 
     def fill(self, device: torch.device) -> None:
@@ -350,12 +359,8 @@ class ExpertMlp(Added, Deciding):
         record.valid_BN = None
         return valid_BN.expand(x_BND.shape[0], -1)
 
-    def _loss(
-        self, prob_BNJ: Tensor, logit_EBN: Tensor | None, rows: ExpertRows, valid_BN: Tensor | None
-    ) -> Tensor | None:
+    def _loss(self, prob_BNJ: Tensor, logit_EBN: Tensor | None, rows: ExpertRows, valid_BN: Tensor | None) -> Tensor:
         config = self.mod_state.config
-        if not config.has_loss:
-            return None
         if config.choice == "tokens":
             counted = prob_BNJ if valid_BN is None else prob_BNJ[valid_BN].unsqueeze(0)
             return config.balance * balance_loss(counted)

@@ -7,7 +7,7 @@ T rows of all experts, D channels.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -172,6 +172,12 @@ class TokenRouter(ExactLinear):
         x_BND = x_BND.to(torch.promote_types(x_BND.dtype, torch.float32))
         with without_autocast(x_BND):
             return F.linear(x_BND, self.weight.to(x_BND.dtype))
+
+
+def numbered(module: nn.Module, name: str) -> dict[str, nn.Module]:
+    """Return the modules in a list that another one may hold, by their names in it."""
+    held: Any = module._modules.get(name) or ()
+    return {f"{name}.{number}": item for number, item in enumerate(held)}
 
 
 def first_floating(module: nn.Module) -> Tensor:

@@ -17,7 +17,6 @@ from mmod.adapters import BlockStack
 from mmod.adapters.base import NamedArguments
 from mmod.blocks import Deciding, Mixin, ReadBlocks, Records, Shell, WholeBatchHook, attach, convert, detach_hooks
 from mmod.blocks.inner import Inner
-from mmod.blocks.passes import recomputing
 from mmod.blocks.rows import write_kept
 from mmod.methods.base import owner_of, register_method
 from mmod.methods.mixture import (
@@ -26,6 +25,7 @@ from mmod.methods.mixture import (
     balance_loss,
     first_floating,
     membership_loss,
+    numbered,
     refuse_generation,
     refuse_packed,
 )
@@ -226,6 +226,15 @@ class Cycle(Added, Deciding):
         """Return the names of the recursions that choose; the first one runs on all tokens."""
         return tuple(f"recursion{number + 1}" for number in range(1, self.mod_state.config.recursions))
 
+    def scorers(self) -> dict[str, nn.Module]:
+        """Return the routers and the predictors of the recursions."""
+        return {**numbered(self, "routers"), **numbered(self, "predictors")}
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the method has a loss."""
+        return self.mod_state.config.has_loss
+
     @property
     def dense_blocks(self) -> int:
         """Number of dense blocks that the cycle replaces."""
@@ -252,20 +261,23 @@ class Cycle(Added, Deciding):
             )
         arguments = self.mod_state.call.bind(args, kwargs)
         valid_BN = self._valid(arguments, x_BND)
-        learns = self.training and not recomputing()
-        if learns:
-            record.losses = []
+        learns = self.training and self.has_loss
+        losses: list[Tensor] = []
+        if self.training:
+            self.tell_of_frozen()
         first_BND = x_BND
         # Keys and values of all tokens for every shared block, filled by the first recursion.
         cached: list[list[tuple[Tensor, Tensor]]] = [[] for _ in self.shared]
         depths = self._depths(x_BND, valid_BN) if config.choice == "tokens" else None
+        if depths is not None and learns:
+            losses.append(config.balance * self._balance(depths.prob_BNR, valid_BN))
         previous_BN = valid_BN
         for recursion in range(config.recursions):
             if depths is None:
                 routing = self._choose(x_BND, previous_BN, valid_BN, recursion)
-                if learns and config.two_ways and recursion:
+                if learns and recursion:
                     loss = membership_loss(routing.evidence.logit_BN, routing.keep_BN, previous_BN)
-                    record.losses.append(config.membership * loss)
+                    losses.append(config.membership * loss)
             else:
                 routing = self._follow(depths, recursion)
             # The first recursion runs padding too, and later ones must not choose it.
@@ -278,6 +290,8 @@ class Cycle(Added, Deciding):
                 y = self._run(number, recursion, arguments, x_BND, y, routing, keys)
             if y.shape[1]:
                 x_BND = self._leave(x_BND, z, y, first_BND, depths, routing, recursion)
+        if losses:
+            self.keep_loss(losses, first_BND, losses[0])
         return x_BND
 
     def _valid(self, arguments: Mapping[str, Any], x_BND: Tensor) -> Tensor | None:
@@ -347,16 +361,17 @@ class Cycle(Added, Deciding):
         )
         return Routing(Kept(index_BK, valid_BK, inverse_BN=inverse_BN), evidence, Weights(weight_BK))
 
+    def _balance(self, prob_BNR: Tensor, valid_BN: Tensor | None) -> Tensor:
+        """Return the load-balance loss of tokens that choose their depth."""
+        prefix = self.mod_state.prefix
+        return balance_loss(prob_BNR[:, prefix:] if valid_BN is None else prob_BNR[valid_BN].unsqueeze(0))
+
     def _depths(self, x_BND: Tensor, valid_BN: Tensor | None) -> Depths:
         prefix = self.mod_state.prefix
-        config = self.mod_state.config
         prob_BNR = self.routers[0](x_BND).softmax(dim=-1)
         last_BN = prob_BNR.argmax(dim=-1)
         # Prefix tokens run in all recursions, whatever their depth.
         last_BN = torch.cat([torch.full_like(last_BN[:, :prefix], prob_BNR.shape[2] - 1), last_BN[:, prefix:]], dim=1)
-        if self.training and not recomputing() and config.balance:
-            counted = prob_BNR[:, prefix:] if valid_BN is None else prob_BNR[valid_BN].unsqueeze(0)
-            self.record.losses.append(config.balance * balance_loss(counted))
         return Depths(prob_BNR, last_BN if valid_BN is None else last_BN.masked_fill(~valid_BN, -1))
 
     def _follow(self, depths: Depths, recursion: int) -> Routing:

@@ -41,6 +41,29 @@ def check_trained(changed: set[str], learns: bool) -> None:
     assert all("lora" in name or "router" in name for name in changed)
 
 
+@pytest.mark.parametrize(
+    ("method", "named", "told"),
+    [
+        (LINEAR, None, True),
+        (mmod.preset("p-mod"), None, True),
+        (LINEAR, ["router"], False),
+        (mmod.preset("p-mod"), ["router"], False),
+        (mmod.RoutingConfig(), None, False),
+    ],
+    ids=["linear", "tied", "linear trained", "tied trained", "nothing to train"],
+)
+def test_routers_that_adapters_leave_random_are_told_once_with_what_trains_them(
+    method: mmod.RoutingConfig, named: list[str] | None, told: bool
+) -> None:
+    options = peft.LoraConfig(r=2, target_modules="all-linear", modules_to_save=named)
+    model = peft.get_peft_model(mmod.route_(make_model(NAME), method), options).train()
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(make_images(NAME, 1)).sum().backward()
+    assert len([warning for warning in said if "modules_to_save=['router'" in str(warning.message)]) == told
+
+
 def test_one_capacity_is_the_mean_of_a_plan_whose_routers_peft_wraps() -> None:
     options = adapters(modules_to_save=["router"])
     model = mmod.set_capacity_(peft.get_peft_model(mmod.route_(make_model(NAME), "p-mod"), options), 0.3)

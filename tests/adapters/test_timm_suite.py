@@ -7,6 +7,7 @@ import importlib
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import timm
@@ -77,6 +78,25 @@ def test_checkpointing_changes_no_gradient(name: str, routing: str) -> None:
 @pytest.mark.parametrize("routing", ["attention", "p-mod", "threshold"])
 def test_reentrant_checkpointing_changes_no_gradient(routing: str) -> None:
     check_checkpointing(routed(routing).train(), images().requires_grad_())
+
+
+@pytest.mark.parametrize(
+    "method",
+    [mmod.preset("distilled"), mmod.methods.Experts(choice="tokens"), mmod.methods.Recursions(choice="tokens")],
+    ids=["routing", "experts", "recursions"],
+)
+def test_checkpointing_records_the_losses_of_two_passes_once(method: Any) -> None:
+    plain = mmod.apply_(make_model(NAME), method).train()
+    saving = copy.deepcopy(plain)
+    saving.set_grad_checkpointing()
+    views = [images(), images(3)]
+    for model in (plain, saving):
+        outputs = [model(x) for x in views]
+        (sum(output.square().mean() for output in outputs) + mmod.auxiliary_loss(model)).backward()
+        with pytest.raises(RuntimeError, match="since its loss was last collected"):
+            mmod.auxiliary_loss(model)
+    for actual, expected in zip(saving.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.usefixtures("reentrant")

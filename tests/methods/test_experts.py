@@ -186,7 +186,7 @@ def test_gradients_reach_routers_and_experts_under_autocast_too(way: dict[str, A
     if balanced:
         loss = loss + mmod.auxiliary_loss(model)
         # Collected once.
-        with pytest.raises(ValueError, match="did not run in training mode since the last call"):
+        with pytest.raises(RuntimeError, match="has routed nothing in training mode since its loss was last collected"):
             mmod.auxiliary_loss(model)
     loss.backward()
     assert all(bool(p.grad.abs().sum() > 0) for p in model.parameters() if p.requires_grad and p.grad is not None)

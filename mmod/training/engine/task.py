@@ -128,9 +128,9 @@ def find_nonfinite(task: Task, group: Sequence[Batch], device: torch.device) -> 
     return places[0] if places else "a gradient, or another process"
 
 
-@torch.no_grad()
 def _first_nonfinite(task: Task, arguments: tuple[Any, ...]) -> tuple[str, Tensor]:
     """Repeat a forward pass; return what was not finite first (weight, input, output or loss), and the loss."""
+    # With gradients: auxiliary losses are those of passes that train.
     names: list[str] = []
 
     def note(name: str, module: nn.Module, inputs: Any, output: Any) -> None:

@@ -53,8 +53,12 @@ def test_the_state_before_the_step_is_saved_and_a_mended_run_ends_like_another(t
     assert all(torch.equal(left[key], right[key]) for key in left)
 
 
-@pytest.mark.parametrize("name", ["blocks.1.router.score", "blocks.2.mlp.fc1"])
-def test_the_module_and_the_batch_are_named(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "losses"), [("blocks.1.router.score", {}), ("blocks.2.mlp.fc1", {}), ("blocks.2.mlp.fc1", {"load": 0.1})]
+)
+def test_the_module_and_the_batch_are_named(
+    name: str, losses: dict[str, float], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def finish(kind: ImageKind, model: nn.Module) -> None:
         calls = iter(range(10**6))
 
@@ -65,7 +69,7 @@ def test_the_module_and_the_batch_are_named(name: str, tmp_path: Path, monkeypat
         model.get_submodule(name).register_forward_hook(poison)
 
     monkeypatch.setattr(ImageKind, "finish", finish)
-    config = tiny_config(output=tmp_path / "run", epochs=1, routing=ROUTED, accumulate=2)
+    config = tiny_config(output=tmp_path / "run", epochs=1, routing={**ROUTED, "losses": losses}, accumulate=2)
     message = rf"at step 1 .*none was written yet; first in the output of {name}, batch 2 of 2"
     with pytest.raises(FloatingPointError, match=message.replace(".score", r"\.score")):
         run(config)

@@ -114,6 +114,8 @@ def test_the_parts_of_the_loss_are_what_they_are_said_to_be(tmp_path: Path) -> N
     both = TextTask(model, auxiliary=True, elastic=True)(tokens, following)
     assert set(both) == {"loss", "task", "auxiliary", "elastic"}
     assert both["elastic"].item() > 0
+    # The pass of all tokens leaves no loss.
+    assert both["auxiliary"].item() == plain["auxiliary"].item()
     for parts in (plain, both):
         assert parts["loss"].item() == pytest.approx(sum(parts[name].item() for name in set(parts) - {"loss"}))
     assert plain["task"].item() != both["task"].item()
