@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, cast
 
@@ -185,47 +185,71 @@ def _takes_rows(following: RoutingConfig | None, config: RoutingConfig) -> bool:
 def _check_block(stack: BlockStack, config: RoutingConfig, index: int, call: BlockCall) -> None:
     """Raise a ValueError that names the option of a config that a block does not support, and says why."""
     name = stack.names[index]
-    for refused, option, reason in _refusals(stack, config, stack.blocks[index], call):
-        if refused:
-            raise ValueError(f"{option} is not possible in {name}, {reason}")
-
-
-def _refusals(
-    stack: BlockStack, config: RoutingConfig, block: nn.Module, call: BlockCall
-) -> Iterator[tuple[object, str, str]]:
-    """Yield whether an option is refused, the option, and the reason."""
-    context = f"context={config.context!r}"
-    operator = f"operator={config.operator!r}"
-    gate_on = config.language.gate_on
-    reason = "'all' needs fused attention in a block of timm or open_clip or in a decoder layer"
-    yield config.context not in call.contexts, context, f"which supports {', '.join(call.contexts)}: {reason}"
-    reason = f"which has no such residual branch; possible are {', '.join(('block', *call.operators))}"
-    yield config.operator not in ("block", *call.operators), operator, reason
-    reason = "which reads text: only tokens of images can be grouped"
-    reads_text = stack.language or stack.sequence is not None
-    yield config.joins and reads_text, f"skipped={spelled(config.skipped)!r}", reason
-    merges = isinstance(config.skipped, Merged) and not call.weighs_keys
-    yield merges, "skipped='merge'", "whose attention takes no bias for group sizes"
-    reason = "whose attention and MLP cannot run separately; use before='block'"
-    yield config.merges_inside and call.halves is None, "skipped.before='mlp'", reason
+    block = stack.blocks[index]
+    if config.context not in call.contexts:
+        raise ValueError(
+            f"context={config.context!r} is not possible in {name}, which supports {', '.join(call.contexts)}: 'all' "
+            "needs fused attention in a block of timm or open_clip or in a decoder layer"
+        )
+    if config.operator not in ("block", *call.operators):
+        raise ValueError(
+            f"operator={config.operator!r} is not possible in {name}, which has no such residual branch; possible are "
+            f"{', '.join(('block', *call.operators))}"
+        )
+    if config.joins and (stack.language or stack.sequence is not None):
+        raise ValueError(
+            f"skipped={spelled(config.skipped)!r} is not possible in {name}, which reads text: only tokens of images "
+            "can be grouped"
+        )
+    if isinstance(config.skipped, Merged) and not call.weighs_keys:
+        raise ValueError(f"skipped='merge' is not possible in {name}, whose attention takes no bias for group sizes")
+    if config.merges_inside and call.halves is None:
+        raise ValueError(
+            f"skipped.before='mlp' is not possible in {name}, whose attention and MLP cannot run separately; use "
+            "before='block'"
+        )
     # Modules of other methods in the block, such as a mixture of experts.
     others = [module for module in block.modules() if isinstance(module, Mixin)]
-    in_training, in_evaluation = (any(module.chooses_together(mode) for module in others) for mode in (True, False))
+    if others:
+        _check_others(name, block, config, call, others)
+
+
+def _check_others(name: str, block: nn.Module, config: RoutingConfig, call: BlockCall, others: Sequence[Mixin]) -> None:
+    """Raise a ValueError that names the option that does not fit the modules of other methods in a block."""
+    in_training = any(module.chooses_together(True) for module in others)
+    in_evaluation = any(module.chooses_together(False) for module in others)
     together = in_training or in_evaluation
-    mixture = bool(others) and block.get_submodule(call.operators["mlp"]) in others
-    reason = "whose MLP is a mixture of experts: route its block, or give it experts that do nothing"
-    apart = config.operator == "mlp" or (config.merges_inside and together)
-    yield mixture and apart, "operator='mlp' or skipped.before='mlp'", reason
+    is_mixture = block.get_submodule(call.operators["mlp"]) in others
+    if is_mixture and (config.operator == "mlp" or (config.merges_inside and together)):
+        raise ValueError(
+            f"operator='mlp' or skipped.before='mlp' is not possible in {name}, whose MLP is a mixture of experts: "
+            "route its block, or give it experts that do nothing"
+        )
     branch = call.operators.get(str(config.operator))
-    taken = branch is not None and is_converted(block.get_submodule(branch))
-    yield taken, operator, "whose residual branch another method has changed: route its block"
-    weighed = cast(Any, call).branches(block, gate_on) if mixture and gate_on != "update" else ()
-    reason = "whose MLP is a mixture of experts with its own gates: use gate_on='update'"
-    yield any(branch in others for branch in weighed), f"gate_on={gate_on!r}", reason
-    reason = "where experts share the kept tokens of an image: the number of kept tokens would vary"
-    yield together and config.select != "topk" and not config.router.per_image, "select=Threshold", reason
-    reason = "where experts share the kept tokens in evaluation too: give them choice='score', 'predictor' or 'tokens'"
-    yield in_evaluation and config.language.inference_threshold is not None, "inference_threshold", reason
+    if branch is not None and is_converted(block.get_submodule(branch)):
+        raise ValueError(
+            f"operator={config.operator!r} is not possible in {name}, whose residual branch another method has "
+            "changed: route its block"
+        )
+    gate_on = config.language.gate_on
+    if is_mixture and gate_on != "update":
+        # Only decoder layers have an option of language models.
+        weighed = cast(Any, call).branches(block, gate_on)
+        if any(branch in others for branch in weighed):
+            raise ValueError(
+                f"gate_on={gate_on!r} is not possible in {name}, whose MLP is a mixture of experts with its own gates: "
+                "use gate_on='update'"
+            )
+    if together and config.select != "topk" and not config.router.per_image:
+        raise ValueError(
+            f"select=Threshold is not possible in {name}, where experts share the kept tokens of an image: the number "
+            "of kept tokens would vary"
+        )
+    if in_evaluation and config.language.inference_threshold is not None:
+        raise ValueError(
+            f"inference_threshold is not possible in {name}, where experts share the kept tokens in evaluation too: "
+            "give them choice='score', 'predictor' or 'tokens'"
+        )
 
 
 def check_zero(name: str, router: Router, capacity: Fraction) -> None:
