@@ -54,7 +54,7 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
     study_class = import_path(STUDIES[kind])
     while config is not None:
         yield _shown(study_class(config).run())
-        config = config.following
+        config = config.following()
 
 
 def _isoflop(arguments: Sequence[str]) -> Iterator[Path]:

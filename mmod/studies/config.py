@@ -94,16 +94,15 @@ class StudyConfig(Checked):
         if self.then is not None and not self.then.get("output"):
             raise ValueError(f"then must name its output, a folder in this study's, got {self.then}")
         # A study that follows is made here, so that its faults are known before anything runs.
-        self.following  # noqa: B018
+        self.following()
 
     @property
     def series(self) -> list[str]:
         """Names of all series apart from the dense model's; some kinds have rivals."""
         return [*self.routers, *getattr(self, "rivals", ())]
 
-    @property
     def following(self) -> StudyConfig | None:
-        """The study that follows this one, in a folder of its `output`."""
+        """Return the study that follows this one, in a folder of its `output`; None for none."""
         if self.then is None:
             return None
         folder = Path(self.output) / self.then["output"]
