@@ -156,13 +156,15 @@ def register_loss(name: str, reads_importance: bool = False) -> Callable[[Added]
     return add
 
 
-PARTS = ("router", "select", "gate", "skipped", "language")
-# Parts that are a plain name, or a value with options which has a name of its own.
-_CHOICES: dict[str, tuple[type[Any], tuple[str, ...]]] = {
-    "select": (Threshold, ("topk",)),
-    "skipped": (Merged, ("pass", "scale", "follow")),
+# The class of each part, those of its values that are plain names without options, and what it may be, for messages.
+_PARTS: dict[str, tuple[type[Any], tuple[str, ...], str]] = {
+    "router": (Score, (), "a name, a score or a function"),
+    "select": (Threshold, ("topk",), "a name or options of Threshold"),
+    "gate": (Gate, (), "a name or options of Gate"),
+    "skipped": (Merged, ("pass", "scale", "follow"), "a name or options of Merged"),
+    "language": (LanguageRouting, (), "options of LanguageRouting"),
 }
-Value = TypeVar("Value")
+PARTS = tuple(_PARTS)
 
 
 def score(name: str, **options: Any) -> Score:
@@ -175,22 +177,53 @@ def score(name: str, **options: Any) -> Score:
         >>> score("attention", importance="class_token")
         Attention(importance='class_token')
     """
-    return _read("router", SCORES[name], options)
+    made: Score = read_part("router", {"name": name, **options})
+    return made
+
+
+def read_part(field: str, value: Any) -> Any:
+    """Return a part of a routing config: a value of its class, or what a name, options, or both describe.
+
+    Example:
+        >>> read_part("gate", "tanh"), read_part("select", {"threshold": 0.3}), read_part("select", "topk")
+        (Gate(name='tanh', scale=0.2), Threshold(threshold=0.3, min_tokens=0, max_tokens=None), 'topk')
+    """
+    cls, plain_names, valid = _PARTS[field]
+    if isinstance(value, cls):
+        return value
+    if field == "router" and callable(value) and not isinstance(value, type):
+        value = {"name": "function", "function": value}
+    if isinstance(value, str) and field != "language":
+        value = {"name": value}
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{field} must be {valid}, got {value!r}")
+    options = dict(value)
+    if field == "router":
+        cls = SCORES[options.pop("name", None)]
+    elif plain_names:
+        name = options.pop("name", cls.name)
+        one_of(field, name, (*plain_names, cls.name))
+        if name in plain_names and options:
+            raise ValueError(f"{field}={name!r} has no options, got {', '.join(options)}; {cls.name!r} has some")
+        if name in plain_names:
+            return name
+    refuse_unknown(f"option of {field}", options, [item.name for item in dataclasses.fields(cls)])
+    return cls(**options)
 
 
 def read_parts(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts that fields of `RoutingConfig` describe, defaults where one is missing."""
-    router = _score(fields.get("router", "attention"))
+    router = read_part("router", fields.get("router", "attention"))
     gate = fields.get("gate")
     language = fields.get("language")
     if gate is None:
         gate = "tanh" if router.learns else "identity"
     return {
         "router": router,
-        "select": _choice("select", fields.get("select", "topk")),
-        "gate": _read("gate", Gate, {"name": gate} if isinstance(gate, str) else gate),
-        "skipped": _choice("skipped", fields.get("skipped", "pass")),
-        "language": _read("language", LanguageRouting, {} if language is None else language),
+        "select": read_part("select", fields.get("select", "topk")),
+        "gate": read_part("gate", gate),
+        "skipped": read_part("skipped", fields.get("skipped", "pass")),
+        "language": read_part("language", {} if language is None else language),
     }
 
 
@@ -202,53 +235,13 @@ def revised(fields: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, 
         Gate(name='sigmoid', scale=0.1)
     """
     revised_fields = {**fields, **changes}
-    for name in PARTS:
-        options = changes.get(name)
+    for field in PARTS:
+        options = changes.get(field)
         if isinstance(options, Mapping) and "name" not in options:
-            value = read_parts(fields)[name]
-            if isinstance(value, str):
-                # A plain name such as "topk" has no options; those of the part that has some replace it.
-                revised_fields[name] = _read(name, _CHOICES[name][0], options)
-            else:
-                revised_fields[name] = _read(name, type(value), {**vars(value), **options})
+            present = read_parts(fields)[field]
+            # A plain name such as "topk" has no options; those of the part that has some replace it.
+            if not isinstance(present, str):
+                name = {"name": present.name} if hasattr(present, "name") else {}
+                options = {**name, **vars(present), **options}
+            revised_fields[field] = read_part(field, options)
     return revised_fields
-
-
-def _score(router: Any) -> Score:
-    if isinstance(router, Score):
-        return router
-    if isinstance(router, str):
-        return score(router)
-    if isinstance(router, Mapping) and isinstance(router.get("name"), str):
-        return score(**router)
-    if callable(router) and not isinstance(router, type):
-        return score("function", function=router)
-    raise TypeError(f"router must be a name, a score or a function, got {router!r}")
-
-
-def _choice(field: str, value: Any) -> Any:
-    """Return a part that is a plain name or a value with options, which has a name too."""
-    cls, names = _CHOICES[field]
-    if isinstance(value, Mapping):
-        options = dict(value)
-        name = options.pop("name", cls.name)
-        if name == cls.name:
-            return _read(field, cls, options)
-        if options:
-            raise ValueError(f"{field}={name!r} has no options, got {', '.join(options)}; {cls.name!r} has some")
-        return _choice(field, name)
-    if isinstance(value, cls):
-        return value
-    one_of(field, value, (*names, cls.name))
-    return cls() if value == cls.name else value
-
-
-def _read(name: str, cls: type[Value], value: Any) -> Value:
-    """Return a part from a value of its class or a mapping of its options."""
-    if isinstance(value, cls):
-        return value
-    if not isinstance(value, Mapping):
-        names = "a name or " if name in ("gate", *_CHOICES) else ""
-        raise TypeError(f"{name} must be {names}options of {cls.__name__}, got {value!r}")
-    refuse_unknown(f"option of {name}", value, [item.name for item in dataclasses.fields(cls)])  # type: ignore[arg-type]
-    return cls(**value)
