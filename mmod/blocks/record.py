@@ -223,7 +223,7 @@ class Deciding(Mixin):
             if all(any(_same(weight, first) for first in drawn) for weight in parameters):
                 return self._tell(
                     "frozen",
-                    f"{name} of the method {self.mod_method.kind!r} is frozen at the weights that were drawn for it, and "
+                    f"{name} of the method {self.mod_method.kind!r} is frozen at the weights drawn for it, and "
                     "stays random: train it with requires_grad_(True) or, with peft, "
                     f"modules_to_save={list(self.scorers())}, or load trained weights before",
                 )
