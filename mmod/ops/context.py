@@ -51,9 +51,9 @@ def known_projections(module: nn.Module, names: Iterable[ProjectionName]) -> lis
     A layer may have been exchanged since its name was found: for one that is factored, quantized or wrapped. Where it
     has no such weight, it is called and computes all of its features.
     """
-    projections = []
+    projections: list[Projection] = []
     for name, query_features, features in names:
-        weight = module
+        weight: Any = module
         for part in name.split("."):
             weight = getattr(weight, part, None)
         # Torch's quantized layers have a method there.

@@ -248,7 +248,6 @@ def cannot_count() -> bool:
     return batching() or (torch.compiler.is_compiling() and not exporting() and _warn_static())
 
 
-@torch.compiler.assume_constant_result
 def _warn_static() -> bool:
     """Warn while a graph is made, not when it runs."""
     warnings.warn(
@@ -258,6 +257,10 @@ def _warn_static() -> bool:
         stacklevel=2,
     )
     return True
+
+
+# What `torch.compiler.assume_constant_result` does, which imports the compiler.
+_warn_static._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tensor, Tensor, Tensor]:

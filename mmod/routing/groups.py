@@ -148,7 +148,9 @@ def _used(counts: list[int]) -> int:
     return max((place + 1 for place, count in enumerate(counts) if count), default=0)
 
 
-def select_within(score_BN: Tensor, capacity: Fraction, groups: TokenGroups) -> tuple[Tensor, Tensor | None, int]:
+def select_within(
+    score_BN: Tensor, capacity: Fraction, groups: TokenGroups
+) -> tuple[Tensor, Tensor | None, int | None]:
     """Keep the highest scores of every group, and all tokens that are always kept.
 
     Ties go to the lowest index and NaN ranks last in its group. A group of n tokens keeps `floor(capacity * n)`.
