@@ -83,16 +83,17 @@ def fit(config: RunConfig, **options: Any) -> Any:
         ValueError: The folder belongs to another config, or the config does not fit the data or the model.
         LockedError: Another process trains into the folder.
         FloatingPointError: The loss is no longer finite.
-        SystemExit: SIGTERM or SIGINT; raised after the current step, which is saved.
+        SystemExit: SIGTERM, SIGINT or a scheduler's signal; raised after the current step, which is saved.
 
     Example:
         >>> import tempfile
         >>> from mmod.data.config import DataConfig
+        >>> from mmod.training import ModelConfig, TrainConfig
         >>> folder = tempfile.mkdtemp()
         >>> args = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
-        >>> model = image.ModelConfig("vit_tiny_patch16_224", {**args, "num_classes": 10})
+        >>> model = ModelConfig("vit_tiny_patch16_224", {**args, "num_classes": 10})
         >>> data = DataConfig("digits:tiny", root=f"{folder}/digits")
-        >>> config = image.TrainConfig(output=f"{folder}/run", model=model, data=data, epochs=1)
+        >>> config = TrainConfig(output=f"{folder}/run", model=model, data=data, epochs=1)
         >>> result = fit(config, progress=False)
         >>> result.steps, result.evaluation.samples
         (4, 64)
