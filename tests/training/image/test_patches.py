@@ -152,7 +152,7 @@ def test_a_patch_counts_as_an_image_does(seed: int, images: int, patches: int) -
     def parts(shape: tuple[int, ...]) -> dict[str, Tensor]:
         rows = targets.reshape(shape)
         models = [Table(logits.reshape(*shape, 5)) for logits in (student, other)]
-        task = ClassificationTask(models[0], nn.CrossEntropyLoss(), teacher=models[1], temperature=2.0)
+        task = ClassificationTask(models[0], nn.CrossEntropyLoss(), teacher=models[1])
         return task(torch.arange(len(rows)).float().reshape(-1, 1, 1, 1), rows)
 
     one, patchwise = parts((images, patches)), parts((images * patches,))
