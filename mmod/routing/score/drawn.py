@@ -71,6 +71,6 @@ class Drawn(Added):
             raise ValueError(
                 f"the weights of this {type(self).__name__}, which a method of mmod added, are on the meta device and "
                 "have no values: load the model's weights by load_state_dict(weights, strict=False, assign=True), or "
-                "call model.to_empty(device=...) before they are loaded; both draw what was added. A model that accelerate "
-                "keeps elsewhere (device_map, offloading) is routed first, then dispatched"
+                "call model.to_empty(device=...) before they are loaded; both draw what was added. Route a model "
+                "first, then dispatch it by accelerate"
             )
