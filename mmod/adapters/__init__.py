@@ -13,6 +13,7 @@ from mmod.adapters.find import (
     find_stacks,
     load_adapter,
     own_name,
+    used_parameters,
 )
 from mmod.adapters.grids import SeenGrid, image_stack, patch_grid, watch_grid
 from mmod.adapters.images import ImageFacts, image_facts, image_output, tensor_of

@@ -64,6 +64,12 @@ def adapted_model(model: nn.Module) -> nn.Module:
             return model
 
 
+def used_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return a module's parameters by name, without the originals that peft keeps of modules whose copies it trains."""
+    named = module.named_parameters()
+    return {name: parameter for name, parameter in named if "original_module" not in name.split(".")}
+
+
 def _is_of_torch(model: nn.Module) -> bool:
     """Return whether a model is a wrapper or a layer of torch."""
     return type(model).__module__.partition(".")[0] == "torch" and not isinstance(model, nn.Sequential)

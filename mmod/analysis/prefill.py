@@ -8,7 +8,7 @@ from typing import Annotated, Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import nn
 
-from mmod.adapters import find_stacks
+from mmod.adapters import find_stacks, used_parameters
 from mmod.analysis.flop_report import REST, BlockFlops, PrefillFlops
 from mmod.blocks import ImportanceBlock, Mixin, RoutedBlock, model_hooks
 from mmod.config import CHANGE, RoutingConfig
@@ -234,7 +234,7 @@ class _Counter:
         """Return the FLOPs that a router or predictor spends on one token."""
         predictors = (predictor for predictor in module.modules() if isinstance(predictor, Predictor))
         stopped = {id(predictor.hidden.weight) for predictor in predictors}
-        weights = [weight for weight in module.parameters() if weight.ndim > 1]
+        weights = [weight for weight in used_parameters(module).values() if weight.ndim > 1]
         flops = 0
         for weight in weights:
             per_weight = self.cost.stopped if id(weight) in stopped else self.cost.weights

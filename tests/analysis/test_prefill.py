@@ -133,6 +133,15 @@ def test_protected_text_is_counted_as_kept(protected: int) -> None:
 
 
 @torch.no_grad()
+def test_routers_that_peft_trains_copies_of_are_counted_once() -> None:
+    peft = pytest.importorskip("peft")
+    model = mmod.route_(make_joint("llava"), language=mmod.RoutingConfig(router="linear", capacity=0.5))
+    routers = [row.router for row in flops(model, Prompt(3, 8)).blocks]
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["router"]))
+    assert [row.router for row in flops(wrapped, Prompt(3, 8)).blocks] == routers
+    assert sum(routers) > 0
+
+
 def test_of_text_one_token_runs_at_the_least() -> None:
     model = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear", blocks=(1,), capacity=0.01))
     with mmod.trace(model) as decisions:
