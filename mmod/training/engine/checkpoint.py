@@ -39,8 +39,8 @@ _TRAINING = "training.pt"
 # Weights that come with the package.
 _SHIPPED = "mmod:"
 _SHIPPED_FOLDER = Path(__file__).parents[2] / "data" / "weights"
-_SUMS = "sha256.json"
-_SUMMED = (".safetensors", ".pt", ".pth", ".bin")
+SUMS = "sha256.json"
+"""File of the checksums in a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -109,26 +109,27 @@ def _superseded(newest_first: Sequence[Path]) -> list[Path]:
 
 
 def write_sums(folder: Path, *, together: bool = False) -> None:
-    """Write the checksums of the weight files in a folder beside them; `together` shares the work of processes."""
-    names = [str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if path.suffix in _SUMMED]
+    """Write the checksums of the files in a folder beside them; `together` shares the work of processes."""
+    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != SUMS]
+    names = [str(path.relative_to(folder)) for path in files]
     sums = _sums(folder, names, together)
     if not together or process_rank() == 0:
-        write_atomically(folder / _SUMS, json.dumps(sums, indent=2) + "\n")
+        write_atomically(folder / SUMS, json.dumps(sums, indent=2) + "\n")
 
 
 def check_sums(folder: Path, *names: str, together: bool = False) -> None:
     """Refuse files, all or those of some names or folders, that differ from their checksums; see `write_sums`."""
-    if not (folder / _SUMS).is_file():
+    if not (folder / SUMS).is_file():
         return
     try:
-        sums = read_json_object(folder / _SUMS)
+        sums = read_json_object(folder / SUMS)
     except ValueError as error:
         raise DamagedFileError(str(error)) from error
     chosen = [name for name in sorted(sums) if not names or name in names or Path(name).parts[0] in names]
     for name, digest in _sums(folder, chosen, together).items():
         if digest != sums[name]:
             state = "is missing" if digest is None else "differs from its checksum"
-            raise DamagedFileError(f"{str(folder / name)!r} is damaged: it {state} in {_SUMS}")
+            raise DamagedFileError(f"{str(folder / name)!r} is damaged: it {state} in {SUMS}")
 
 
 def _sums(folder: Path, names: Sequence[str], together: bool) -> dict[str, str | None]:
