@@ -42,6 +42,12 @@ def read_tensors(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
         return {name: file.get_tensor(name) for name in file.keys()}, header  # noqa: SIM118  # no mapping
 
 
+def tensor_names(path: str | Path) -> list[str]:
+    """Read the names of the tensors in a safetensors file."""
+    with _opened(path) as file:
+        return list(file.keys())
+
+
 @contextmanager
 def _opened(path: str | Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open

@@ -18,10 +18,9 @@ from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.trainer import RoutedTrainer
 from tests.kit.chat_configs import GAMMA, P_MOD, vlm_config
 
-RUNS: dict[str, dict[str, Any]] = {
-    "shared": {"routing": GAMMA},
-    "adapters": {"routing": P_MOD, "lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}},
-}
+ADAPTERS: dict[str, Any] = {"routing": P_MOD, "lora": {"r": 2, "target_modules": ["q_proj", "v_proj"]}}
+# The last one's checkpoints are split, too.
+RUNS: dict[str, dict[str, Any]] = {"shared": {"routing": GAMMA}, "adapters": ADAPTERS, "sharded": ADAPTERS}
 
 
 def run_config(folder: Path, name: str, processes: int) -> TrainConfig:
@@ -31,7 +30,10 @@ def run_config(folder: Path, name: str, processes: int) -> TrainConfig:
         fields |= {
             "ddp_backend": "gloo",
             "fsdp": True,
-            "fsdp_config": {"transformer_layer_cls_to_wrap": "LlamaDecoderLayer"},
+            "fsdp_config": {
+                "transformer_layer_cls_to_wrap": "LlamaDecoderLayer",
+                "state_dict_type": f"{'SHARDED' if name == 'sharded' else 'FULL'}_STATE_DICT",
+            },
         }
     data = replace(vlm_config(folder).data, val=None)
     return vlm_config(folder, f"{name}-{processes}", fields, data=data, **RUNS[name])

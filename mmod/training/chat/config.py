@@ -27,6 +27,7 @@ _TAKEN = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_nam
 # Wrong here, or where the questions to be asked are missing.
 _UNUSABLE = {
     "label_smoothing_factor": "transformers does not shift the labels of vision-language models when it smooths them",
+    "auto_find_batch_size": "the steps of a run would depend on free memory: set per_device_train_batch_size",
     "save_only_model": "a run resumes from its checkpoints, which then lack the state of the optimiser",
 }
 _ASKING = ("eval_strategy", "eval_on_start", "load_best_model_at_end")
@@ -116,7 +117,8 @@ class TrainConfig(RunConfig):
             `trainer`. None for the trainer's optimiser.
         trainer: Arguments of `transformers.TrainingArguments`: learning rate, batch size, epochs, `fsdp`,
             `deepspeed`, `gradient_checkpointing` and so on. `eval_strategy` and `eval_steps` also evaluate in training,
-            and `load_best_model_at_end` keeps the weights with the most right answers.
+            and `load_best_model_at_end` keeps the weights with the most right answers. At least two checkpoints are
+            kept, also by `save_total_limit: 1`.
         eval_batch_size: Questions per batch in an evaluation.
         max_new_tokens: Longest answer, in tokens.
     """

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from mmod import is_routed, routed_blocks
-from mmod.adapters import find_parts
+from mmod.adapters import find_parts, used_parameters
 from mmod.adapters.transformers.saving import take_description
 from mmod.blocks import RoutedBlock, model_hooks
 from mmod.io.files import read_json_object
@@ -56,7 +56,10 @@ def create_model(config: TrainConfig, on_meta: bool = False) -> tuple[Any, Any]:
         from peft import LoraConfig, get_peft_model
 
         refuse_unknown("option of LoRA", config.lora, [item.name for item in dataclasses.fields(LoraConfig)])
-        model = get_peft_model(model, LoraConfig(**config.lora))
+        options = LoraConfig(**config.lora)
+        # By full names, because hosts have routers of their own.
+        options.modules_to_save = [*(options.modules_to_save or ()), *_router_names(model)]
+        model = get_peft_model(model, options)
     for parameter in router_parameters(model).values():
         parameter.requires_grad_(True)
         # Half precision loses small steps. FSDP splits layers of one dtype, and DeepSpeed keeps copies.
@@ -102,18 +105,24 @@ def resize_images(model: Any, side: int) -> None:
         model.config.image_seq_length = patches
 
 
+def _routers(model: nn.Module) -> list[nn.Module]:
+    """Return the router of every block, and the scores that some of them share."""
+    routers = [module.router for module in model.modules() if isinstance(module, RoutedBlock)]
+    shared: list[nn.Module] = [router.score.held for router in routers if isinstance(router.score, BorrowedScore)]
+    return [*routers, *dict.fromkeys(shared)]
+
+
+def _router_names(model: nn.Module) -> list[str]:
+    """Return the names of the modules of `_routers` that have weights."""
+    names = {id(module): name for name, module in model.named_modules()}
+    return [names[id(router)] for router in _routers(model) if next(router.parameters(), None) is not None]
+
+
 def router_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters of a model's routers by name, shared ones once."""
-    routers = [module.router for module in model.modules() if isinstance(module, RoutedBlock)]
-    shared = [router.score.held for router in routers if isinstance(router.score, BorrowedScore)]
-    parameters = chain.from_iterable(module.parameters() for module in (*routers, *shared))
+    parameters = chain.from_iterable(module.parameters() for module in _routers(model))
     wanted = {id(parameter) for parameter in parameters}
-    # peft keeps the originals of what it copies to train.
-    return {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if id(parameter) in wanted and ".original_module." not in name
-    }
+    return {name: parameter for name, parameter in used_parameters(model).items() if id(parameter) in wanted}
 
 
 def warn_of_halves(model: nn.Module, config: TrainConfig) -> None:

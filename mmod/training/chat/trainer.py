@@ -15,8 +15,9 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import seed_worker
 from transformers.utils import logging as hf_logging
 
 from mmod import auxiliary_loss
@@ -25,14 +26,14 @@ from mmod.blocks import host_class
 from mmod.data.corrupt import original_errors
 from mmod.data.readers.chat import LengthSampler
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats
-from mmod.io.files import DamagedFileError, UnwrittenError, read_json_object, writing
+from mmod.io.files import UnwrittenError, writing
 from mmod.io.progress import progress_bar
-from mmod.io.tensors import check_complete, read_tensors, write_tensors
+from mmod.io.tensors import tensor_names
 from mmod.methods import methods_of
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT
-from mmod.training.chat.model import check_routers_learn, router_parameters
-from mmod.training.engine.checkpoint import check_sums, newest_first, read_newest, write_sums
+from mmod.training.chat.model import check_routers_learn
+from mmod.training.engine.checkpoint import SUMS, check_sums, newest_first, read_newest, write_sums
 from mmod.training.engine.config import OptimConfig
 from mmod.training.engine.distributed import StopRequest, sum_over_processes, wait_for_all
 from mmod.training.engine.health import RouterHealth, named, rows_of_logs, write_rows
@@ -43,9 +44,7 @@ from mmod.values import refuse_unknown
 
 CHECKPOINTS = "checkpoints"
 """Folder of the trainer's checkpoints in the run folder."""
-_ROUTERS = "routers.safetensors"
 _FAULTS = "faults"
-_STATE = "trainer_state.json"
 _GATHERED = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 
@@ -84,19 +83,27 @@ def training_arguments(config: TrainConfig) -> Any:
     deepspeed = getattr(arguments, "hf_deepspeed_config", None)
     if deepspeed is not None and deepspeed.is_zero3() and not deepspeed.get_value(_GATHERED):
         raise ValueError(f"ZeRO-3 would not gather the final model: set {_GATHERED} in trainer.deepspeed to true")
+    if arguments.save_total_limit == 1:
+        # The trainer removes the older ones before the newest counts as finished.
+        arguments.save_total_limit = 2
     return arguments
 
 
 class RoutedTrainer(Trainer):
     """A Trainer for dense and routed vision-language models.
 
-    It adds the auxiliary losses of methods to the model's loss, the statistics of routers to the logs, and the weights
-    of routers to checkpoints of adapters.
+    It adds the auxiliary losses of methods to the model's loss, and the statistics of routers to the logs. It overrides
+    and uses documented methods of the trainer alone.
 
     Args:
         optim: Name of one of timm's optimisers; None for the trainer's own.
         ask: Returns figures of a model's answers to questions; None without any.
+
+    Attributes:
+        last_saved: The folder that weights were written to last.
     """
+
+    last_saved: Path | None = None
 
     def __init__(
         self, optim: str | None = None, ask: Callable[[nn.Module], dict[str, float]] | None = None, **options: Any
@@ -153,18 +160,8 @@ class RoutedTrainer(Trainer):
             loss = loss + auxiliary.to(loss.dtype)
         # Before the step changes the weights, in all processes at once.
         if model.training and int(sum_over_processes((~loss.detach().isfinite()).sum())):
-            self._refuse_loss()
+            self._end(f"the loss stopped being finite at step {step}")
         return (loss, outputs) if return_outputs else loss
-
-    def _refuse_loss(self) -> NoReturn:
-        """Save the state before a step whose loss is not finite, and raise."""
-        step = self.state.global_step
-        folder = Path(str(self.args.output_dir))
-        model: Any = self.model
-        is_saved = (folder / f"checkpoint-{step}" / _STATE).is_file()
-        if step and not is_saved and all_finite([*model.parameters(), *model.buffers()]):
-            self._save_checkpoint(model, None)
-        self._end(f"the loss stopped being finite at step {step + 1}")
 
     def _end(self, reason: str) -> NoReturn:
         good = next(iter(finished_checkpoints(Path(str(self.args.output_dir)))), None)
@@ -190,41 +187,27 @@ class RoutedTrainer(Trainer):
         logs |= named(self._health.take(self.state.global_step))
         super().log(logs, start_time)
 
-    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        dataset = self.train_dataset if train_dataset is None else train_dataset
-        grouped = self.args.train_sampling_strategy == "group_by_length"
-        # Plain data parallelism finds unused weights by itself, unless gradients are checkpointed.
-        waits = self.args.fsdp or self.args.deepspeed or self.args.gradient_checkpointing
-        together = self.args.world_size > 1 and bool(waits)
-        if not isinstance(dataset, ChatDataset) or not (grouped or together):
-            return super()._get_train_sampler(train_dataset)
-        # Letters only: images have the same length in most models; the number of images weighs most.
-        lengths = dataset.images * (1 + int(dataset.letters.max())) + dataset.letters
-        share = self.args.train_batch_size
-        seed = int(self.args.seed)
-        lengths = lengths if grouped else np.zeros_like(lengths)
-        return LengthSampler(lengths, share * self.args.world_size, seed, dataset.images if together else None, share)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        folder = Path(str(self.args.output_dir))
-        path = folder / f"checkpoint-{self.state.global_step}"
-        if not folder.parent.is_dir():
-            # transformers would create it anew, with this checkpoint alone.
-            raise UnwrittenError(f"{str(path)!r} could not be written: the folder {str(folder.parent)!r} is gone")
-        is_split = self.is_fsdp_enabled or self.is_deepspeed_enabled
-        if not is_split and not all_finite(model.parameters()):
-            # An infinite gradient of a finite loss went into them.
-            self._end(f"the weights stopped being finite by step {self.state.global_step}")
-        try:
-            with writing(path, kept=next(iter(finished_checkpoints(folder)), None)):
-                super()._save_checkpoint(model, trial)
-                # Every process writes files of its own.
-                wait_for_all()
-                if self.args.should_save:
-                    write_sums(path)
-        except UnwrittenError:
-            shutil.rmtree(path, ignore_errors=True)
-            raise
+    def get_train_dataloader(self) -> DataLoader[Any]:
+        """Return the loader of the training data, in the order of `length_sampler` if there is one."""
+        sampler = length_sampler(self.train_dataset, self.args)
+        if sampler is None:
+            return super().get_train_dataloader()
+        args = self.args
+        dataset: Any = self.train_dataset
+        # The trainer names the options of loaders so.
+        prefix = "dataloader_"
+        names = [item.name for item in dataclasses.fields(args) if item.name.startswith(prefix)]
+        loader: DataLoader[Any] = DataLoader(
+            dataset,
+            args.train_batch_size,
+            sampler=sampler,
+            collate_fn=self.data_collator,
+            worker_init_fn=functools.partial(
+                seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+            ),
+            **{name.removeprefix(prefix): getattr(args, name) for name in names},
+        )
+        return self.accelerator.prepare(loader)
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         """Read the batches of a step, and count their faults; see `transformers.Trainer.get_batch_samples`."""
@@ -236,53 +219,93 @@ class RoutedTrainer(Trainer):
                 dataset.report.add(batch.pop(_FAULTS))
         return batches, items
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+    def save_model(self, output_dir: str | None = None, *arguments: Any, **options: Any) -> None:
+        """Save the weights by the names of the model's own modules; see `transformers.Trainer.save_model`.
+
+        Raises:
+            UnwrittenError: The run folder is gone. transformers would create it anew, with these weights alone.
+            FloatingPointError: A weight is not finite: an infinite gradient of a finite loss went into it.
+        """
         model: Any = self.model
-        folder = str(output_dir or self.args.output_dir)
-        has_adapters = hasattr(model, "peft_config")
-        if not has_adapters:
-            # By the names of its own modules: a checkpoint is read by them, and not by those of published weights.
+        run = Path(str(self.args.output_dir)).parent
+        self.last_saved = Path(output_dir or str(self.args.output_dir))
+        if not run.is_dir():
+            raise UnwrittenError(f"{str(self.last_saved)!r} could not be written: the folder {str(run)!r} is gone")
+        if not self.is_split and not all_finite(model.parameters()):
+            self._end(f"the weights stopped being finite by step {self.state.global_step}")
+        if not hasattr(model, "peft_config"):
+            # The trainer reads a checkpoint by the names of modules, and not by those of published weights.
             model.save_pretrained = functools.partial(type(model).save_pretrained, model, save_original_format=False)
         try:
-            super()._save(folder, state_dict)
+            super().save_model(output_dir, *arguments, **options)
         finally:
             vars(model).pop("save_pretrained", None)
-        if has_adapters and self.args.should_save:
-            # They are not saved with adapters.
-            routers = {name: (state_dict or {}).get(name, value) for name, value in router_parameters(model).items()}
-            if routers:
-                write_tensors(Path(folder) / _ROUTERS, routers)
 
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if self.is_fsdp_enabled:
-            complete_states(self.optimizer)
-        super()._save_optimizer_and_scheduler(output_dir)
+    @property
+    def is_split(self) -> bool:
+        """Whether the weights are split over processes."""
+        return bool(self.is_fsdp_enabled or self.is_deepspeed_enabled)
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        path = Path(resume_from_checkpoint) / _ROUTERS
-        if path.exists():
-            module: Any = self.model if model is None else model
-            weights = router_parameters(module)
-            with torch.no_grad():
-                for name, value in read_tensors(path)[0].items():
-                    weight = weights[name]
-                    if isinstance(weight, DTensor):
-                        value = distribute_tensor(value.to(weight.device), weight.device_mesh, weight.placements)
-                    weight.copy_(value)
+    def train(self, resume_from_checkpoint: Any = None, *arguments: Any, **options: Any) -> Any:
+        """Train; see `transformers.Trainer.train`.
 
-    def _load_best_model(self) -> None:
-        # As a run resumes, so that routers beside adapters are read too.
-        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+        Raises:
+            ValueError: The checkpoint has other names than the model.
+            UnwrittenError: A checkpoint could not be written; what was written of it is removed.
+        """
+        if resume_from_checkpoint is not None and not self.is_split:
+            check_names(Path(resume_from_checkpoint), self.model)
+        try:
+            return super().train(resume_from_checkpoint, *arguments, **options)
+        except Exception:
+            finished = finished_checkpoints(Path(str(self.args.output_dir)))
+            path = self.last_saved
+            if path is None or path in finished:
+                raise
+            try:
+                with writing(path, kept=next(iter(finished), None)):
+                    raise
+            except UnwrittenError:
+                shutil.rmtree(path, ignore_errors=True)
+                raise
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        module: Any = self.model
-        tied = set(getattr(module, "all_tied_weights_keys", None) or {})
-        wrong = [*(set(load_result.missing_keys) - tied), *load_result.unexpected_keys]
-        if wrong:
-            raise ValueError(
-                f"the checkpoint does not fit the model in {len(wrong)} names, {', '.join(sorted(wrong)[:3])}"
-            )
+
+def length_sampler(dataset: Any, args: Any) -> LengthSampler | None:
+    """Return the order of training conversations; None for that of the trainer.
+
+    Args:
+        args: transformers' training arguments.
+    """
+    grouped = args.train_sampling_strategy == "group_by_length"
+    # Plain data parallelism finds unused weights by itself, unless gradients are checkpointed.
+    waits = args.fsdp or args.deepspeed or args.gradient_checkpointing
+    together = args.world_size > 1 and bool(waits)
+    if not isinstance(dataset, ChatDataset) or not (grouped or together):
+        return None
+    # Letters only: images have the same length in most models; the number of images weighs most.
+    lengths = dataset.images * (1 + int(dataset.letters.max())) + dataset.letters
+    if not grouped:
+        lengths = np.zeros_like(lengths)
+    share = args.train_batch_size
+    return LengthSampler(lengths, share * args.world_size, args.seed, dataset.images if together else None, share)
+
+
+def check_names(checkpoint: Path, model: Any) -> None:
+    """Refuse a checkpoint whose weights have other names than those that the model saves; the trainer would go on."""
+    if hasattr(model, "peft_config"):
+        from peft import get_peft_model_state_dict
+
+        expected = set(get_peft_model_state_dict(model))
+    else:
+        expected = set(model.state_dict())
+    saved = set(chain.from_iterable(tensor_names(path) for path in checkpoint.glob("*.safetensors")))
+    # Of tied weights, one name is saved.
+    wrong = sorted((saved ^ expected) - set(getattr(model, "all_tied_weights_keys", None) or ()))
+    if wrong:
+        raise ValueError(
+            f"the checkpoint {str(checkpoint)!r} does not fit the model in {len(wrong)} names, {', '.join(wrong[:3])}: "
+            "go on with the versions that wrote it, or choose another output"
+        )
 
 
 def _collate(collator: Callable[[Sequence[ChatSample]], dict[str, Any]], chats: Sequence[ChatSample]) -> dict[str, Any]:
@@ -333,7 +356,7 @@ def _layer_classes(model: nn.Module, names: str | None) -> list[str]:
 
 @dataclasses.dataclass(eq=False)
 class RunCallback(TrainerCallback):
-    """Claims the run folder after the first step, shows a bar, writes `routers.csv`, and stops after a signal."""
+    """Claims the run folder after the first step, shows a bar, finishes checkpoints, and stops after a signal."""
 
     claim: Callable[[], object] | None
     stop: StopRequest
@@ -342,7 +365,12 @@ class RunCallback(TrainerCallback):
     stopped: bool = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Show the bar, and where the run resumes."""
+        """Show the bar, and where the run resumes; remove what a kill interrupted."""
+        if args.should_save:
+            folder = Path(args.output_dir)
+            for path in set(_checkpoints(folder)) - set(finished_checkpoints(folder)):
+                # The trainer would keep it in place of a finished one.
+                shutil.rmtree(path)
         if self.progress and state.global_step:
             note_resumed(self.folder, state.global_step, state.max_steps)
         steps = {"total": state.max_steps, "initial": state.global_step, "unit": "step"}
@@ -365,9 +393,11 @@ class RunCallback(TrainerCallback):
         """Close the bar."""
         self._bar.close()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Claim the folder once; stop after a signal."""
+    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+        """Claim the folder once; stop after a signal; complete the states of a split optimiser, which may be saved."""
         self._bar.update(state.global_step - self._bar.n)
+        if args.fsdp:
+            complete_states(optimizer)
         if self.claim is not None:
             self.claim()
             self.claim = None
@@ -375,12 +405,15 @@ class RunCallback(TrainerCallback):
             self.stopped = control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Write `routers.csv` into the run folder; what a stopped run has saved stays its last."""
+        """Finish the checkpoint, and write `routers.csv`; what a stopped run has saved stays its last."""
         if self.stopped:
             # The trainer ends as after the last step: it would read the best weights, and remove all others.
             args.load_best_model_at_end = False
             args.save_total_limit = None
+        # Every process writes files of its own.
+        wait_for_all()
         if args.should_save:
+            write_sums(Path(args.output_dir) / f"checkpoint-{state.global_step}")
             write_rows(Path(args.output_dir).parent, rows_of_logs(state.log_history))
 
 
@@ -398,24 +431,16 @@ def hidden_bars() -> Iterator[None]:
 
 def last_checkpoint(folder: Path) -> str | None:
     """Return the newest checkpoint in a trainer's folder, after checking it; None without finished ones."""
-    newest = read_newest(finished_checkpoints(folder), _check)
+    newest = read_newest(finished_checkpoints(folder), check_sums)
     return None if newest is None else str(newest[0])
 
 
 def finished_checkpoints(folder: Path) -> list[Path]:
     """Return the finished checkpoints in a trainer's folder, newest first; other files are ignored."""
-    # A checkpoint's `trainer_state.json` is written last.
-    paths = [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]
-    return newest_first(path for path in paths if (path / _STATE).is_file())
+    # The checksums are written last.
+    return newest_first(path for path in _checkpoints(folder) if (path / SUMS).is_file())
 
 
-def _check(checkpoint: Path) -> None:
-    """Raise a DamagedFileError if a file of a checkpoint is damaged."""
-    try:
-        is_written = bool(read_json_object(checkpoint / _STATE))
-    except ValueError as error:
-        raise DamagedFileError(str(error)) from error
-    if not is_written:
-        raise DamagedFileError(f"{checkpoint / _STATE} holds no state")
-    check_complete(checkpoint)
-    check_sums(checkpoint)
+def _checkpoints(folder: Path) -> list[Path]:
+    """Return the checkpoints in a trainer's folder, finished or not."""
+    return [path for path in folder.glob("checkpoint-*") if path.name.rsplit("-", 1)[1].isdecimal()]

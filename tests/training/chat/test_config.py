@@ -23,7 +23,7 @@ def test_configs_that_exclude_themselves(folder: Path) -> None:
     with pytest.raises(ValueError, match="trainer must not set seed"):
         vlm_config(folder, trainer={"seed": 1})
     without = ConversationsConfig("questions:tiny/train", val=None)
-    for name in ("label_smoothing_factor", "save_only_model"):
+    for name in ("label_smoothing_factor", "auto_find_batch_size", "save_only_model"):
         with pytest.raises(ValueError, match=rf"trainer\.{name}: "):
             vlm_config(folder, trainer={name: 1})
     with pytest.raises(ValueError, match=r"eval_on_start asks questions"):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
+from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import Trainer
 
 import mmod
 from mmod.data.readers.chat import ChatCollator, LengthSampler
@@ -46,12 +50,25 @@ def test_auxiliary_losses_are_added_once(folder: Path, accumulate: int) -> None:
         torch.testing.assert_close(gradients[1][name], value, rtol=1e-4, atol=1e-6)
 
 
+def test_the_trainer_of_transformers_is_used_by_documented_names_alone() -> None:
+    inside = list(ast.walk(ast.parse(inspect.getsource(Trainer))))
+    private = {node.name for node in inside if isinstance(node, ast.FunctionDef)}
+    private |= {node.attr for node in inside if isinstance(node, ast.Attribute)}
+    private = {name for name in private if name.startswith("_") and not name.startswith("__")}
+    assert {"_save_checkpoint", "_train_batch_size"} <= private
+    for path in Path(inspect.getfile(RoutedTrainer)).parent.glob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        methods = chain.from_iterable(node.body for node in nodes if isinstance(node, ast.ClassDef))
+        names = {node.name for node in methods if isinstance(node, ast.FunctionDef)}
+        names |= {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+        assert not names & private, path
+
+
 def test_a_run_folder_that_is_gone_is_not_created_anew(tmp_path: Path) -> None:
-    trainer: Any = SimpleNamespace(
-        args=SimpleNamespace(output_dir=tmp_path / "run/checkpoints"), state=SimpleNamespace(global_step=3)
-    )
+    checkpoints = tmp_path / "run/checkpoints"
+    trainer: Any = SimpleNamespace(args=SimpleNamespace(output_dir=checkpoints), model=torch.nn.Identity())
     with pytest.raises(UnwrittenError, match=rf"checkpoint-3' could not be .*: the folder '{tmp_path}/run' is gone"):
-        RoutedTrainer._save_checkpoint(trainer, torch.nn.Identity(), None)
+        RoutedTrainer.save_model(trainer, str(checkpoints / "checkpoint-3"))
     assert not (tmp_path / "run").exists()
 
 
