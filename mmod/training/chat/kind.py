@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
-from transformers import IntervalStrategy, PrinterCallback
+from transformers import IntervalStrategy
 
 from mmod import is_routed
 from mmod.adapters.transformers.cache_base import cache_of
@@ -34,15 +34,8 @@ from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, check_e
 from mmod.training.chat.model import apply_methods, create_dense, create_model, warn_of_halves
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
-from mmod.training.chat.trainer import (
-    CHECKPOINTS,
-    RoutedTrainer,
-    RunCallback,
-    hidden_bars,
-    last_checkpoint,
-    training_arguments,
-)
-from mmod.training.engine.distributed import gathered, stop_signals, together, wait_for_all
+from mmod.training.chat.trainer import RoutedTrainer, hidden_bars, train_to_end, training_arguments
+from mmod.training.engine.distributed import gathered, together, wait_for_all
 from mmod.training.engine.evaluate import Rows, decisions_of, kept_rows
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.kind import Tick, device_of, load
@@ -53,6 +46,20 @@ ANSWERS = "answers.jsonl"
 """File of the answers in the run folder."""
 # Prompts whose mean length costs are counted at.
 _COUNTED = 8
+
+
+class _Data(NamedTuple):
+    """The conversations of a run, and their encoders.
+
+    Attributes:
+        collator: Encodes conversations for training.
+        whole: Encodes whole conversations: the loss of an evaluation is that of whole answers.
+    """
+
+    collator: ChatCollator
+    whole: ChatCollator
+    train: ChatDataset
+    val: ChatDataset | None
 
 
 @dataclass(frozen=True)
@@ -91,75 +98,57 @@ class ChatKind:
     def _train(self, progress: bool, claim: Callable[[], object]) -> FitResult[EvalResult | None]:
         """Train, evaluate and write the result, in a locked folder."""
         config = self.config
-        folder = Path(self.config.output)
-        data = config.data
-        find_conversations(data)
-        arguments = training_arguments(self.config)
+        folder = Path(config.output)
+        find_conversations(config.data)
+        arguments = training_arguments(config)
         progress = progress and arguments.process_index == 0
-        collator = ChatCollator(create_processor(config), data.max_length, data.packed, data.protected)
+        data = self._open_data(arguments, progress)
+        model, processor = create_model(config)
+        warn_of_halves(model, config)
+        size = arguments.per_device_eval_batch_size
+        trainer = RoutedTrainer(
+            config.optim,
+            None if data.val is None else partial(self._measure, data=data, size=size, progress=progress),
+            model=model,
+            args=arguments,
+            train_dataset=data.train,
+            eval_dataset=data.val,
+            data_collator=data.collator,
+            processing_class=processor,
+        )
+        train_to_end(trainer, folder, claim, progress)
+        model = _save(trainer, folder / MODEL, config)
+        evaluation = self._answer(model, data, arguments.should_save, progress)
+        return _write_result(trainer, folder, data, evaluation)
+
+    def _open_data(self, arguments: Any, progress: bool) -> _Data:
+        """Open the conversations, and check what the run would do with them; set the steps between two logs."""
+        data = self.config.data
+        collator = ChatCollator(create_processor(self.config), data.max_length, data.packed, data.protected)
         train = open_checked(data.train, data, collator, progress)
-        asks_in_training = arguments.eval_strategy != IntervalStrategy.NO
-        # The loss is that of whole answers.
         whole = dataclasses.replace(collator, max_length=None, packed=False, protected=None)
-        val = None if data.val is None else open_checked(data.val, data, whole, progress, prompts=not asks_in_training)
-        if val is not None:
+        val = None
+        if data.val is not None:
+            asks_in_training = arguments.eval_strategy != IntervalStrategy.NO
+            val = open_checked(data.val, data, whole, progress, prompts=not asks_in_training)
             check_enough(val, arguments.world_size)
-        check_start(config, arguments, collator.processor.tokenizer, train, val)
+        check_start(self.config, arguments, collator.processor.tokenizer, train, val)
         if arguments.logging_steps >= 1:
             # A loss for each epoch, and for a run of fewer steps.
             arguments.logging_steps = min(arguments.logging_steps, *steps_of(arguments, len(train)))
-        model, processor = create_model(config)
-        warn_of_halves(model, config)
-        measure = None
-        if val is not None:
-            size = arguments.per_device_eval_batch_size
-            measure = partial(self._measure, collator=whole, questions=val, size=size, progress=progress)
-        with stop_signals() as stop, hidden_bars():
-            callback = RunCallback(
-                claim if arguments.should_save else None, stop, progress and arguments.disable_tqdm, folder
-            )
-            trainer = RoutedTrainer(
-                config.optim,
-                measure,
-                model=model,
-                args=arguments,
-                train_dataset=train,
-                eval_dataset=val,
-                data_collator=collator,
-                processing_class=processor,
-                callbacks=[callback],
-            )
-            # The bar shows what it prints.
-            trainer.remove_callback(PrinterCallback)
-            trainer.train(resume_from_checkpoint=last_checkpoint(folder / CHECKPOINTS))
-            if callback.stopped:
-                stop.leave(folder, trainer.state.global_step, loud=arguments.should_save)
-        model = _save(trainer, folder / MODEL, config)
-        evaluation = None
-        if val is not None:
-            answers: list[Answer] = []
-            evaluation = self._ask(model, collator, val, progress, answers)
-            answers = list(chain.from_iterable(gathered(answers)))
-            if arguments.should_save:
-                _write_answers(folder / ANSWERS, answers)
-            prior = {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns(last=True)).items()}
-            evaluation = dataclasses.replace(evaluation, prior=prior)
-        state = trainer.state
-        reports = {"train": train.report, **({} if val is None else {"val": val.report})}
-        result = FitResult(
-            folder=str(folder),
-            epochs=round(state.epoch or 0.0, 6),
-            steps=state.global_step,
-            evaluation=evaluation,
-            average=None,
-            history=state.log_history,
-            skipped={name: together(report).counts for name, report in reports.items()},
-        )
-        if arguments.should_save:
-            kept = {} if evaluation is None else evaluation.kept
-            write_rows(folder, [*rows_of_logs(result.history), *evaluated(result.steps, "val", kept)])
-            write_result(folder, result)
-        return result
+        return _Data(collator, whole, train, val)
+
+    def _answer(self, model: Any, data: _Data, saves: bool, progress: bool) -> EvalResult | None:
+        """Answer the questions after training, and write the answers; None without questions. Collective."""
+        if data.val is None:
+            return None
+        answers: list[Answer] = []
+        evaluation = self._ask(model, data.collator, data.val, progress, answers)
+        answers = list(chain.from_iterable(gathered(answers)))
+        if saves:
+            _write_answers(Path(self.config.output) / ANSWERS, answers)
+        prior = prior_of(data.train.turns(), data.val.turns(last=True))
+        return dataclasses.replace(evaluation, prior={kind: 100 * share for kind, share in prior.items()})
 
     def estimate(self) -> ChatEstimate:
         """Count what the run would cost; see `Kind.estimate`."""
@@ -193,12 +182,11 @@ class ChatKind:
             answers=answers,
         )
 
-    def _measure(
-        self, model: nn.Module, collator: ChatCollator, questions: ChatDataset, size: int, progress: bool
-    ) -> dict[str, float]:
+    def _measure(self, model: nn.Module, data: _Data, size: int, progress: bool) -> dict[str, float]:
         """Return the loss of the answers, in batches of `size`, and how many are right."""
-        loss = answer_loss(model, collator, questions, size)
-        return {"loss": loss, **self._ask(model, collator, questions, progress).columns()}
+        assert data.val is not None
+        loss = answer_loss(model, data.whole, data.val, size)
+        return {"loss": loss, **self._ask(model, data.whole, data.val, progress).columns()}
 
     def cost(self, model: nn.Module, kept: Mapping[str, float]) -> dict[str, float]:
         """Count the FLOPs of the prefill of a prompt of mean length with one image."""
@@ -267,6 +255,28 @@ def read_prompts(model: Any, prompts: Mapping[str, Tensor]) -> Any:
 def _write_answers(path: Path, answers: Iterable[Answer]) -> None:
     lines = [json.dumps({**answer._asdict(), "right": answer.is_right}, ensure_ascii=False) for answer in answers]
     write_atomically(path, "\n".join(lines) + "\n")
+
+
+def _write_result(
+    trainer: RoutedTrainer, folder: Path, data: _Data, evaluation: EvalResult | None
+) -> FitResult[EvalResult | None]:
+    """Write the result of a run with the statistics of its routers, and return it. Collective."""
+    state = trainer.state
+    reports = {"train": data.train.report, **({} if data.val is None else {"val": data.val.report})}
+    result = FitResult(
+        folder=str(folder),
+        epochs=round(state.epoch or 0.0, 6),
+        steps=state.global_step,
+        evaluation=evaluation,
+        average=None,
+        history=state.log_history,
+        skipped={name: together(report).counts for name, report in reports.items()},
+    )
+    if trainer.args.should_save:
+        kept = {} if evaluation is None else evaluation.kept
+        write_rows(folder, [*rows_of_logs(result.history), *evaluated(result.steps, "val", kept)])
+        write_result(folder, result)
+    return result
 
 
 def _save(trainer: RoutedTrainer, folder: Path, config: TrainConfig) -> Any:

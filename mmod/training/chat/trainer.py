@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import seed_worker
 from transformers.utils import logging as hf_logging
 
@@ -35,7 +35,7 @@ from mmod.training.chat.evaluate import RIGHT
 from mmod.training.chat.model import check_routers_learn
 from mmod.training.engine.checkpoint import SUMS, check_sums, newest_first, read_newest, write_sums
 from mmod.training.engine.config import OptimConfig
-from mmod.training.engine.distributed import StopRequest, sum_over_processes, wait_for_all
+from mmod.training.engine.distributed import StopRequest, stop_signals, sum_over_processes, wait_for_all
 from mmod.training.engine.health import RouterHealth, named, rows_of_logs, write_rows
 from mmod.training.engine.logging import note, note_resumed
 from mmod.training.engine.optim import complete_states, create_optimizer
@@ -415,6 +415,23 @@ class RunCallback(TrainerCallback):
         if args.should_save:
             write_sums(Path(args.output_dir) / f"checkpoint-{state.global_step}")
             write_rows(Path(args.output_dir).parent, rows_of_logs(state.log_history))
+
+
+def train_to_end(trainer: RoutedTrainer, folder: Path, claim: Callable[[], object], progress: bool) -> None:
+    """Train in a run folder, from its last checkpoint if it has one; exit after a stop signal, whose step is saved.
+
+    Args:
+        claim: Writes the config into the folder.
+    """
+    saves = trainer.args.should_save
+    with stop_signals() as stop, hidden_bars():
+        callback = RunCallback(claim if saves else None, stop, progress and bool(trainer.args.disable_tqdm), folder)
+        trainer.add_callback(callback)
+        # The bar shows what it prints.
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(last_checkpoint(folder / CHECKPOINTS))
+        if callback.stopped:
+            stop.leave(folder, trainer.state.global_step, loud=saves)
 
 
 @contextmanager
