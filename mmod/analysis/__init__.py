@@ -4,9 +4,9 @@
 # ruff: noqa: F401
 from mmod.analysis.audit.choices import DecisionContext
 from mmod.analysis.audit.generation import judge_generation
-from mmod.analysis.audit.judges import judge_answers, judge_classes
+from mmod.analysis.audit.judges import LabelledBatch, judge_answers, judge_classes
 from mmod.analysis.audit.result import Audit
-from mmod.analysis.audit.run import LabelledBatch, audit
+from mmod.analysis.audit.run import audit
 from mmod.analysis.audit.shifts import SHIFTS
 from mmod.analysis.flop_report import BlockFlops, FlopReport, PrefillFlops
 from mmod.analysis.flops import flops

@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import yaml
 
-from mmod.analysis.audit import progress as progress_module
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
 from mmod.audits.config import AUDITS, AuditOptions
@@ -108,13 +107,13 @@ def test_an_audit_that_was_cut_goes_on(run: Path, tmp_path: Path, monkeypatch: p
             raise KeyboardInterrupt
         return evaluate(*args)
 
-    monkeypatch.setattr(progress_module, "_EVERY", 0.0)
     monkeypatch.setattr(ImageKind, "evaluate", stopping)
     with pytest.raises(KeyboardInterrupt):
         main(cut)
     monkeypatch.setattr(ImageKind, "evaluate", evaluate)
-    last = (tmp_path / "cut/audit" / STORE).read_bytes().splitlines()[-1]
-    assert json.loads(last[9:])["value"]["batches"] == {"positions": 4, "audit": 3}
+    _, *results = (tmp_path / "cut/audit" / STORE).read_bytes().splitlines()
+    sets = [json.loads(line[9:])["identity"]["set"] for line in results]
+    assert sets == 4 * ["positions"] + 3 * ["audit"]
     with pytest.raises(ValueError, match=r"audit\.draws: 1 there, 2 now"):
         main([*cut, "--audit.draws", "2"])
     (resumed,) = main(cut)

@@ -75,15 +75,15 @@ def first_array(value: Any) -> dict[str, str]:
 
 
 def changed(change: Callable[[Any], object], *, is_forged: bool = False) -> Callable[[bytes], bytes]:
-    """Return what changes the plain values of a file, and the checksum of a forged one."""
+    """Return what changes the plain values of a file's last result, and the checksum of a forged one."""
 
     def write(content: bytes) -> bytes:
-        header, *_, line = content.splitlines()
+        *before, line = content.splitlines()
         fields = json.loads(line[9:])
         change(fields["value"])
         text = json.dumps(fields).encode()
         check = b"%08x" % zlib.crc32(text) if is_forged else line[:8]
-        return b"%b\n%b %b\n" % (header, check, text)
+        return b"".join(b"%b\n" % row for row in (*before, b"%b %b" % (check, text)))
 
     return write
 
@@ -94,20 +94,18 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "a list": lambda _: b"[]\n",
     "text of another file": lambda _: b'{"of": {}, "done": {}, "state": {}}\n',
     "no checksum": lambda content: content.splitlines()[0][9:] + b"\n",
-    "more batches than there are": changed(lambda values: values["batches"].update(audit=999)),
-    "a count is a text": changed(lambda values: values["batches"].update(audit="two")),
-    "images are NaN": changed(lambda values: values["counts"]["images"].update({"": float("nan")})),
-    "strata are short": changed(lambda values: values["counts"]["strata"]["values"]["class"].pop()),
-    "an array is another": changed(
-        lambda values: first_array(values["counts"]).update(first_array(values["counts"]["outcomes"]))
-    ),
-    "no counts": forged(lambda values: values.pop("counts")),
-    "counts of batches by another name": forged(lambda values: values.update(done=values.pop("batches"))),
-    "counts are a list": forged(lambda values: values.update(counts=[])),
-    "a part is missing": forged(lambda values: values["counts"].pop("across")),
-    "a part is null": forged(lambda values: values["counts"].update(across=None)),
-    "an array is text": forged(lambda values: first_array(values["counts"]).update({"$tensor": "no array"})),
+    "more images than there are": changed(lambda values: values.update(samples=999)),
+    "a number is a text": changed(lambda values: values.update(samples="two")),
+    "a number is NaN": changed(lambda values: values.update(first=float("nan"))),
+    "strata are short": changed(lambda values: values["labels"]["class"].pop()),
+    "an array is another": changed(lambda values: first_array(values["keep"]).update(first_array(values["outcomes"]))),
+    "no number of images": forged(lambda values: values.pop("samples")),
+    "outcomes by another name": forged(lambda values: values.update(done=values.pop("outcomes"))),
+    "masks are a list": forged(lambda values: values.update(keep=[])),
+    "a part is missing": forged(lambda values: values["worth"].pop("norm")),
+    "a part is null": forged(lambda values: values.update(keep=None)),
+    "an array is text": forged(lambda values: first_array(values).update({"$tensor": "no array"})),
     "an array is cut": forged(
-        lambda values: first_array(values["counts"]).update({"$tensor": first_array(values)["$tensor"][:40]})
+        lambda values: first_array(values).update({"$tensor": first_array(values)["$tensor"][:40]})
     ),
 }

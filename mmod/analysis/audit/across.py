@@ -4,23 +4,20 @@ Axes: B images, N tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import groupby
-from types import MappingProxyType
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, groupby, product
 from typing import Literal
 
-import numpy as np
 import torch
-from numpy.typing import ArrayLike
 from torch import Tensor
 
-from mmod.analysis.audit.information import Information, KindCounts
+from mmod.analysis.audit.information import Information, information_of
+from mmod.analysis.audit.tables import BatchTables
 from mmod.analysis.statistics import Estimate, RunningMean
 
 # `returning` is 0 where tokens leave for good and 1 where decisions are independent.
 _HALF = 0.5
-_POSITION = "position"
 Kind = Literal["early exit", "block-specific", "one decision", "inconclusive"]
 
 
@@ -50,108 +47,68 @@ class Across:
     verdict: str
 
 
-@dataclass
-class Counter:
-    """Counts of what is kept, by position and across decisions, of the routed blocks of these names."""
-
-    routed: list[str]
-    decisions: list[str] = field(default_factory=list)
-    images: int = 0
-    kept: dict[str, RunningMean] = field(default_factory=dict)
+def across_of(tables: Sequence[BatchTables], routed: Sequence[str]) -> Across:
+    """Return how the decisions of a model depend on each other; `routed` are the names of its routed blocks."""
+    names = list(tables[0].keep)
+    parts = [list(part) for _, part in groupby(names, key=lambda name: name.rpartition(".")[0])]
+    kept = {name: RunningMean() for name in names}
     # By an earlier or later decision and by the one that keeps the same token.
-    pairs: dict[str, dict[str, RunningMean]] = field(default_factory=dict)
-    never: dict[str, RunningMean] = field(default_factory=dict)
-    returning: RunningMean = field(default_factory=RunningMean)
-    # By decision and by what is known of tokens.
-    kinds: dict[str, dict[str, KindCounts]] = field(default_factory=dict)
+    pairs = {pair: RunningMean() for pair in chain.from_iterable(product(part, part) for part in parts)}
+    never = {part[0]: RunningMean() for part in parts}
+    returning = RunningMean()
+    for table in tables:
+        for part in parts:
+            free_BN = table.free[part[0]].unpacked()
+            free_B = free_BN.sum(1)
+            keeps = {name: table.keep[name].unpacked() for name in part}
+            for name, keep_BN in keeps.items():
+                kept[name].add(keep_BN.sum(1) / free_B)
+                for before, before_BN in keeps.items():
+                    pairs[before, name].add((before_BN & keep_BN).sum(1) / before_BN.sum(1))
+            ever_BN = torch.stack(list(keeps.values())).any(0)
+            never[part[0]].add((free_BN & ~ever_BN).sum(1) / free_B)
+            if len(part) > 1:
+                returning.add(_returning(list(keeps.values()), free_BN))
+    back = returning.mean() if returning.sums[0] else None
+    kind, verdict = _judge(back, len(names))
+    again: list[list[Estimate | None]] = []
+    for i in names:
+        # Parts of a model with different tokens have no pairs.
+        again.append([pairs[i, j].mean() if (i, j) in pairs else None for j in names])
+    return Across(
+        decisions=names,
+        blocks=_followers(names, routed),
+        kept={name: share.mean() for name, share in kept.items()},
+        again=again,
+        never={name: share.mean() for name, share in never.items()},
+        returning=back,
+        information=information_of(tables),
+        kind=kind,
+        verdict=verdict,
+    )
 
-    def add(
-        self,
-        kept: Mapping[str, Tensor],
-        free: Mapping[str, Tensor],
-        kinds: Mapping[str, ArrayLike] = MappingProxyType({}),
-    ) -> None:
-        """Count the decisions of a batch."""
-        self.decisions = self.decisions or list(kept)
-        shapes = {name: tuple(keep_BN.shape) for name, keep_BN in kept.items()}
-        for known, names in kinds.items():
-            if np.shape(names) not in shapes.values():
-                raise ValueError(
-                    f"token_kinds give {known!r} of {np.shape(names)} tokens, and decisions are on "
-                    f"{', '.join(map(str, dict.fromkeys(shapes.values())))}"
-                )
-        for name, keep_BN in kept.items():
-            free_BN = free[name]
-            counts = self.kinds.setdefault(name, {_POSITION: KindCounts()})
-            images = range(self.images, self.images + len(keep_BN))
-            order_BN = (free_BN.cumsum(1) - 1).clamp(min=0)
-            counts[_POSITION].add(order_BN, keep_BN, free_BN, images)
-            for known, names in kinds.items():
-                if np.shape(names) == shapes[name]:
-                    counts.setdefault(known, KindCounts()).add_names(names, keep_BN, free_BN, images)
-        self.images += len(next(iter(kept.values())))
-        for _, of_part in groupby(self.decisions, key=lambda name: name.rpartition(".")[0]):
-            part = list(of_part)
-            self._add_part(part, [kept[name] & free[name] for name in part], free[part[0]])
 
-    def _add_part(self, names: Sequence[str], keeps: Sequence[Tensor], free_BN: Tensor) -> None:
-        free_B = free_BN.sum(1)
-        gone_BN = torch.zeros_like(free_BN)
-        ever_BN = torch.zeros_like(free_BN)
-        back_B, expected_B = free_B.new_zeros((2, len(free_B)), dtype=torch.float64)
-        for j, (name, keep_BN) in enumerate(zip(names, keeps)):
-            for other, before_BN in zip(names, keeps):
-                sums = self.pairs.setdefault(other, {}).setdefault(name, RunningMean())
-                sums.add((before_BN & keep_BN).sum(1) / before_BN.sum(1))
-            self.kept.setdefault(name, RunningMean()).add(keep_BN.sum(1) / free_B)
-            # Nothing is gone before the first decision, so it has no share in what returns.
-            if j:
-                back_B += (keep_BN & gone_BN).sum(1)
-                expected_B += gone_BN.sum(1) * (keep_BN.sum(1) / free_B)
-            gone_BN = gone_BN | (free_BN & ~keep_BN)
-            ever_BN = ever_BN | keep_BN
-        if len(names) > 1:
-            self.returning.add(back_B / expected_B)
-        self.never.setdefault(names[0], RunningMean()).add((free_BN & ~ever_BN).sum(1) / free_B)
+def _returning(keeps: Sequence[Tensor], free_BN: Tensor) -> Tensor:
+    """Return how often tokens of each image return that were dropped, over what chance would give (B,)."""
+    free_B = free_BN.sum(1)
+    gone_BN = torch.zeros_like(free_BN)
+    back_B, expected_B = free_B.new_zeros((2, len(free_B)), dtype=torch.float64)
+    # Before the first decision nothing is gone, so that it adds nothing.
+    for keep_BN in keeps:
+        back_B += (keep_BN & gone_BN).sum(1)
+        expected_B += gone_BN.sum(1) * (keep_BN.sum(1) / free_B)
+        gone_BN = gone_BN | (free_BN & ~keep_BN)
+    return back_B / expected_B
 
-    def frequency(self, name: str, tokens: int) -> Tensor:
-        """Return how often a decision keeps each of the tokens that may be skipped, by their order, in [0, 1] (F,)."""
-        return self.kinds[name][_POSITION].frequency(tokens)
 
-    def result(self) -> Across:
-        """Return what was counted."""
-        names = self.decisions
-        returning = self.returning.mean() if self.returning.sums[0] else None
-        kind, verdict = _judge(returning, len(names))
-        information: dict[str, dict[str, Information]] = {}
-        for name in names:
-            known = {fact: kinds.information() for fact, kinds in self.kinds[name].items()}
-            # Facts that are the same for all tokens say nothing.
-            information[name] = {fact: bits for fact, bits in known.items() if bits is not None}
-        again: list[list[Estimate | None]] = []
-        for i in names:
-            # Parts of a model with different tokens have no pairs.
-            again.append([self.pairs[i][j].mean() if j in self.pairs[i] else None for j in names])
-        return Across(
-            decisions=names,
-            blocks=self._followers(),
-            kept={name: self.kept[name].mean() for name in names},
-            again=again,
-            never={name: sums.mean() for name, sums in self.never.items()},
-            returning=returning,
-            information=information,
-            kind=kind,
-            verdict=verdict,
-        )
-
-    def _followers(self) -> dict[str, list[str]]:
-        """Return the blocks that keep the tokens of each decision, the deciding block first."""
-        followers: dict[str, list[str]] = {}
-        for name in self.routed:
-            if name in self.decisions:
-                latest = followers.setdefault(name, [])
-            latest.append(name)
-        return followers
+def _followers(decisions: Sequence[str], routed: Sequence[str]) -> dict[str, list[str]]:
+    """Return the blocks that keep the tokens of each decision, the deciding block first."""
+    followers: dict[str, list[str]] = {}
+    for name in routed:
+        if name in decisions:
+            latest = followers.setdefault(name, [])
+        latest.append(name)
+    return followers
 
 
 def _judge(returning: Estimate | None, decisions: int) -> tuple[Kind, str]:

@@ -1,12 +1,12 @@
 """What a decision depends on: known facts of tokens, and content or position where the content of images is moved.
 
-Both come from counts that do not grow with the images.
+Both are computed from the masks of decisions, by counts of groups of images.
 Axes: B images, N tokens, F tokens of an image that may be skipped, G groups of images, K kinds of tokens."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,11 +16,13 @@ from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from mmod.analysis.audit.tables import BatchTables, TokenKinds
 from mmod.analysis.statistics import Estimate, pseudo_mean
 from mmod.io.tables import Table, table_of
 
 # Images are dealt out to so many groups by their number; each is left out once.
 _GROUPS = 50
+_POSITION = "position"
 _TOLD = (
     "Mutual information of a known fact of a token and of being kept, bias removed by the jackknife; 95 % intervals."
 )
@@ -75,12 +77,11 @@ class KindCounts:
             counts.append(count.view(_GROUPS, kinds))
         self.counts_G2K += torch.stack(counts, dim=1).to(self.counts_G2K)
 
-    def add_names(self, names: ArrayLike, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
+    def add_kinds(self, kinds: TokenKinds, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
         """Count the tokens of a batch whose kinds have names."""
-        kinds, inverse = np.unique(np.asarray(names, dtype=str), return_inverse=True)
-        self.names += [str(name) for name in kinds if name not in self.names]
-        numbers = torch.tensor([self.names.index(name) for name in kinds], device=keep_BN.device)
-        self.add(numbers[torch.from_numpy(inverse).to(keep_BN.device).view(keep_BN.shape)], keep_BN, free_BN, images)
+        self.names += [name for name in kinds.names if name not in self.names]
+        numbers = torch.tensor([self.names.index(name) for name in kinds.names])
+        self.add(numbers[kinds.kind_BN.long()], keep_BN, free_BN, images)
 
     def frequency(self, kinds: int) -> Tensor:
         """Return how often tokens of each kind are kept, in [0, 1] (K)."""
@@ -97,6 +98,46 @@ class KindCounts:
         kept_K = self.frequency(len(there_K))
         kept = {name: float(kept_K[number]) for number, name in enumerate(self.names) if there_K[number]}
         return Information(bits, share, kept)
+
+
+def position_counts(tables: Iterable[BatchTables]) -> dict[str, KindCounts]:
+    """Count kept tokens by decision, and by their order among those that may be skipped."""
+    counts: dict[str, KindCounts] = {}
+    for table in tables:
+        for name, free in table.free.items():
+            free_BN = free.unpacked()
+            order_BN = (free_BN.cumsum(1) - 1).clamp(min=0)
+            counts.setdefault(name, KindCounts()).add(order_BN, table.keep[name].unpacked(), free_BN, table.images)
+    return counts
+
+
+def information_of(tables: Sequence[BatchTables]) -> dict[str, dict[str, Information]]:
+    """Return by decision what the "position" of a token, and what else is known of it, say of being kept."""
+    counts = {name: {_POSITION: of_positions} for name, of_positions in position_counts(tables).items()}
+    for table in tables:
+        for name, free in table.free.items():
+            for known, kinds in table.kinds.items():
+                # Parts of a model may have different tokens.
+                if kinds.kind_BN.shape[1] == free.tokens:
+                    named = counts[name].setdefault(known, KindCounts())
+                    named.add_kinds(kinds, table.keep[name].unpacked(), free.unpacked(), table.images)
+    information: dict[str, dict[str, Information]] = {}
+    for name, facts in counts.items():
+        known_bits = {known: kinds.information() for known, kinds in facts.items()}
+        # Facts that are the same for all tokens say nothing.
+        information[name] = {known: bits for known, bits in known_bits.items() if bits is not None}
+    return information
+
+
+def check_shapes(kinds: Mapping[str, ArrayLike], free: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError for what is known of other tokens than those that decisions are on."""
+    shapes = dict.fromkeys(tuple(free_BN.shape) for free_BN in free.values())
+    for known, names in kinds.items():
+        if np.shape(names) not in shapes:
+            raise ValueError(
+                f"token_kinds give {known!r} of {np.shape(names)} tokens, and decisions are on "
+                f"{', '.join(map(str, shapes))}"
+            )
 
 
 def _jackknifed(value_G: Tensor) -> Estimate:
@@ -169,53 +210,50 @@ class Influence:
         )
 
 
-@dataclass
-class InfluenceCounts:
-    """Counts of which patches are kept where the content of images is moved; they do not grow with the images."""
-
-    images: int = 0
-    grid: tuple[int, int] | None = None
+def influence_of(tables: Iterable[BatchTables]) -> Influence | None:
+    """Return what decides where content is moved, the mean over decisions; None where nothing was moved."""
     # By decision: by place, and by whether the same content was kept at another place.
-    counts: dict[str, tuple[KindCounts, KindCounts]] = field(default_factory=dict)
-
-    def add(
-        self,
-        batch: Any,
-        decide: Callable[[Any], Mapping[str, Tensor]],
-        grid: tuple[int, int],
-        images: range,
-    ) -> None:
-        """Roll the images of a batch twice and count the kept patches; `decide` returns what a pass keeps (B, F)."""
-        if math.prod(grid) < 2:
-            return
-        # Two different places for all content, so that what stays in place is not taken for what stays with content.
-        places = [np.random.default_rng((image,)).choice(math.prod(grid), 2, replace=False) for image in images]
-        shifts = torch.from_numpy(np.stack(np.unravel_index(np.stack(places, axis=1), grid), axis=-1))
-        rolled = [roll_patches(batch, shift_B2, grid) for shift_B2 in shifts]
-        self.grid = self.grid or grid
-        if grid != self.grid or any(moved is None for moved in rolled):
-            return
-        first = decide(rolled[0])
-        second = decide(rolled[1])
-        self.images += len(images)
+    counts: dict[str, tuple[KindCounts, KindCounts]] = {}
+    images = 0
+    grid = None
+    for table in tables:
+        # Images of another grid have other places.
+        if table.moved is None or (grid or table.moved.grid) != table.moved.grid:
+            continue
+        grid = table.moved.grid
+        images += table.samples
+        shifts = _shifts(table.images, grid)
+        first, second = table.moved.keep
         for name in first:
-            by_place, again = self.counts.setdefault(name, (KindCounts(), KindCounts()))
-            kept = [first[name].cpu(), second[name].cpu()]
+            by_place, again = counts.setdefault(name, (KindCounts(), KindCounts()))
+            kept = [first[name].unpacked(), second[name].unpacked()]
             free_BF = torch.ones_like(kept[0])
             for keep_BF in kept:
-                by_place.add(torch.arange(keep_BF.shape[1]).expand(keep_BF.shape), keep_BF, free_BF, images)
+                by_place.add(torch.arange(keep_BF.shape[1]).expand(keep_BF.shape), keep_BF, free_BF, table.images)
             was_BF = _rolled_back(kept[0], shifts[0], grid)
             is_BF = _rolled_back(kept[1], shifts[1], grid)
-            again.add(was_BF.long(), is_BF, free_BF, images)
+            again.add(was_BF.long(), is_BF, free_BF, table.images)
+    if not counts:
+        return None
+    content_G, position_G = torch.stack([_shares(*pair) for pair in counts.values()]).mean(0)
+    both_G = position_G + content_G
+    share_G = torch.where(both_G > 0, position_G / both_G, 0.0)
+    return Influence(images, *map(_jackknifed, (content_G, position_G, share_G)))
 
-    def result(self) -> Influence | None:
-        """Return what decides, the mean over decisions; None where nothing was moved."""
-        if not self.counts:
-            return None
-        content_G, position_G = torch.stack([_shares(*counts) for counts in self.counts.values()]).mean(0)
-        both_G = position_G + content_G
-        share_G = torch.where(both_G > 0, position_G / both_G, 0.0)
-        return Influence(self.images, *map(_jackknifed, (content_G, position_G, share_G)))
+
+def rolled_twice(batch: Any, grid: tuple[int, int], images: range) -> list[Any]:
+    """Return a batch rolled by patches in two ways; nothing where it has no images that the grid divides."""
+    if math.prod(grid) < 2:
+        return []
+    rolled = [roll_patches(batch, shift_B2, grid) for shift_B2 in _shifts(images, grid)]
+    return [] if any(moved is None for moved in rolled) else rolled
+
+
+def _shifts(images: range, grid: tuple[int, int]) -> Tensor:
+    """Return by how many rows and columns each image is rolled, in two ways (2, B, 2)."""
+    # Two different places for all content, so that what stays in place is not taken for what stays with content.
+    places = [np.random.default_rng((image,)).choice(math.prod(grid), 2, replace=False) for image in images]
+    return torch.from_numpy(np.stack(np.unravel_index(np.stack(places, axis=1), grid), axis=-1))
 
 
 def roll_patches(batch: Any, shift_B2: Tensor, grid: tuple[int, int]) -> Any:

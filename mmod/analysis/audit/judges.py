@@ -1,13 +1,16 @@
-"""Judges: functions that return a model's loss and accuracy per image or sample.
+"""Judges: functions that return a model's loss and accuracy per image or sample, and the batches that they take.
 
 Axes: B images or samples, N patches or tokens, C channels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
+from numpy.typing import ArrayLike
 from torch import Tensor, nn
 
 from mmod.adapters import image_output
@@ -16,6 +19,25 @@ _IGNORED = -100
 _PASS_JUDGE = "pass `judge`, which returns the loss and the accuracy of each image of such a batch"
 # Entries of a batch that the forward pass does not take.
 _NO_INPUTS = ("labels", "protected_mask")
+
+Judge = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+"""Runs a model on a batch, once, and returns the loss and the accuracy in [0, 1] of each image or sample, (B,) each."""
+
+
+class LabelledBatch(NamedTuple):
+    """A batch with labels of its samples and of its tokens.
+
+    Args:
+        batch: What the judge takes.
+        strata: Labels of the samples, such as `{"kind": ["a", "b"], "size": [3, 9]}`. The learned choice is compared
+            with the random one among samples with the same label, or in terciles of numbers.
+        token_kinds: Labels of the tokens, including prefix and padding, such as
+            `{"region": [["class token", "object", "background"]]}` (B, N); reported is what they say of the decisions.
+    """
+
+    batch: Any
+    strata: Mapping[str, Sequence[str] | Sequence[float]] = MappingProxyType({})
+    token_kinds: Mapping[str, ArrayLike] = MappingProxyType({})
 
 
 def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

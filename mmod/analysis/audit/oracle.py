@@ -4,19 +4,20 @@ Axes: B images, N tokens, F tokens of an image that may be skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mmod.analysis.audit.choices import Choice, DecisionContext, rank_first
+from mmod.analysis.audit.tables import BatchTables, Worth
 from mmod.analysis.statistics import Estimate, RunningMean
 from mmod.io.tables import Table, table_of
 from mmod.routing import Routing
 
-# Judges the batch with a choice of tokens and returns the loss of each image (B,).
-Judge = Callable[[Choice], Tensor]
+# The loss of each image of the batch with a choice of tokens (B,).
+LossOf = Callable[[Choice], Tensor]
 
 
 @dataclass(frozen=True)
@@ -50,44 +51,47 @@ class LeaveOneOut:
         return table_of(columns, rows, caption)
 
 
-@dataclass
-class TokenValues:
-    """Rank correlations of scores with what tokens are worth, gathered batch by batch."""
-
-    agreement: dict[str, RunningMean] = field(default_factory=dict)
-    norm: dict[str, RunningMean] = field(default_factory=dict)
-    losses: dict[str, RunningMean] = field(default_factory=dict)
-    images: int = 0
-
-    def add(
-        self, judged: Judge, loss_B: Tensor, learned: dict[str, Routing], free: dict[str, Tensor], random: Choice
-    ) -> None:
-        """Leave out, or let in, each token of a batch."""
-        worth: dict[str, Tensor] = {}
-        for name, routing in learned.items():
-            worth[name], norm_BN = _worth(judged, loss_B, name, routing, free[name])
-            by_score_B = rank_agreement(routing.score_BN, worth[name], free[name])
-            self.agreement.setdefault(name, RunningMean()).add(by_score_B)
-            by_norm_B = rank_agreement(norm_BN, worth[name], free[name])
-            self.norm.setdefault(name, RunningMean()).add(by_norm_B)
-        oracle_B = judged(Choice("other", lambda place: worth[place.block]))
-        losses = {"loss": loss_B, "oracle": oracle_B - loss_B, "random": judged(random) - loss_B}
-        for name, value_B in losses.items():
-            self.losses.setdefault(name, RunningMean()).add(value_B)
-        self.images += len(loss_B)
-
-    def result(self) -> LeaveOneOut | None:
-        """Return the means, None where nothing was gathered."""
-        if not self.images:
-            return None
-        return LeaveOneOut(self.images, _means(self.agreement), _means(self.norm), **_means(self.losses))
+def worth_of(
+    loss_of: LossOf, loss_B: Tensor, learned: Mapping[str, Routing], free: Mapping[str, Tensor], random: Choice
+) -> Worth:
+    """Leave out, or let in, each token of a batch."""
+    worth: dict[str, Tensor] = {}
+    agreement = {}
+    norm = {}
+    for name, routing in learned.items():
+        worth[name], norm_BN = _worth(loss_of, loss_B, name, routing, free[name])
+        agreement[name] = rank_agreement(routing.score_BN, worth[name], free[name]).cpu()
+        norm[name] = rank_agreement(norm_BN, worth[name], free[name]).cpu()
+    oracle_B = loss_of(Choice("other", lambda place: worth[place.block]))
+    losses = {"loss": loss_B, "oracle": oracle_B - loss_B, "random": loss_of(random) - loss_B}
+    return Worth(agreement, norm, {name: value_B.cpu() for name, value_B in losses.items()})
 
 
-def _means(sums: Mapping[str, RunningMean]) -> dict[str, Estimate]:
-    return {name: running.mean() for name, running in sums.items()}
+def leave_one_out_of(tables: Iterable[BatchTables]) -> LeaveOneOut | None:
+    """Return the effect of single tokens, None where none was left out."""
+    left_out = [table for table in tables if table.worth is not None]
+    if not left_out:
+        return None
+    worths = [table.worth for table in left_out if table.worth is not None]
+    return LeaveOneOut(
+        sum(table.samples for table in left_out),
+        _means([worth.agreement for worth in worths]),
+        _means([worth.norm for worth in worths]),
+        **_means([worth.losses for worth in worths]),
+    )
 
 
-def _worth(judged: Judge, loss_B: Tensor, name: str, routing: Routing, free_BN: Tensor) -> tuple[Tensor, Tensor]:
+def _means(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Estimate]:
+    means = {}
+    for name in parts[0]:
+        running = RunningMean()
+        for part in parts:
+            running.add(part[name])
+        means[name] = running.mean()
+    return means
+
+
+def _worth(loss_of: LossOf, loss_B: Tensor, name: str, routing: Routing, free_BN: Tensor) -> tuple[Tensor, Tensor]:
     """Return the worth of each token that may be skipped, see `LeaveOneOut`, and its norm (B, N)."""
     order_BN = free_BN.cumsum(1) - 1
     worth_BN = norm_BN = torch.zeros(free_BN.shape, dtype=torch.float64, device=free_BN.device)
@@ -104,7 +108,7 @@ def _worth(judged: Judge, loss_B: Tensor, name: str, routing: Routing, free_BN: 
             turned_BN = torch.where(place.learned.keep_BN, -1.0, float(rank_BN.shape[1] * 2))
             return torch.where(flipped_BN, turned_BN, rank_BN)
 
-        change_B = judged(Choice("other", rank)).double() - loss_B.double()
+        change_B = loss_of(Choice("other", rank)).double() - loss_B.double()
         sign_BN = torch.where(routing.keep_BN, 1.0, -1.0).double()
         worth_BN = torch.where(flipped_BN, sign_BN * change_B[:, None], worth_BN)
     return worth_BN, norm_BN

@@ -9,21 +9,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-from mmod.analysis.audit.across import Across
+from mmod.analysis.audit.across import Across, across_of
 from mmod.analysis.audit.choices import LEARNED, RANDOM, Choice
-from mmod.analysis.audit.information import Influence, information_table
-from mmod.analysis.audit.oracle import LeaveOneOut
-from mmod.analysis.audit.progress import AUDITED, Counts
+from mmod.analysis.audit.information import Influence, influence_of, information_table
+from mmod.analysis.audit.oracle import LeaveOneOut, leave_one_out_of
 from mmod.analysis.audit.strata import (
     ALL,
     SHIFT,
     OutcomePairs,
-    Outcomes,
     Stratum,
     compare_strata,
+    members_of,
     say_gaps,
     strata_table,
 )
+from mmod.analysis.audit.tables import BatchTables, Outcomes, joined, outcomes_of
 from mmod.analysis.statistics import Estimate, adjusted, estimate_of, published, resampled_means, sign_test
 from mmod.config import AuditConfig
 from mmod.io.tables import Table, table_of
@@ -159,14 +159,26 @@ class Audit:
     _repr_markdown_ = __str__  # Notebooks show it.
 
 
-def compare(counts: Counts, choices: Mapping[str, Choice], config: AuditConfig, elsewhere: Sequence[str]) -> Audit:
-    """Compare the outcomes of an audit; `elsewhere` are names of shifts and other sets."""
-    images = counts.images.get(AUDITED, 0)
+def compare(
+    tables: Sequence[BatchTables],
+    others: Mapping[str, Sequence[BatchTables]],
+    routed: Sequence[str],
+    choices: Mapping[str, Choice],
+    config: AuditConfig,
+) -> Audit:
+    """Return what the tables of an audit's batches say.
+
+    Args:
+        others: Those of other sets by name.
+        routed: Names of the model's routed blocks.
+    """
+    images = sum(table.samples for table in tables)
     if images < 2:
         raise ValueError(f"an audit needs two images or more, got {images}")
     names = [LEARNED, *choices]
     count = 1 + len(choices)
-    outcomes = [counts.outcomes[AUDITED][name] for name in names]
+    by_context = outcomes_of(tables)
+    outcomes = [by_context[name] for name in names]
     value_IC = np.stack([100 * one.accuracy for one in outcomes] + [one.loss for one in outcomes], axis=1)
     mean_C = value_IC.mean(axis=0)
     drawn = resampled_means(value_IC, config.resamples, seed=0)
@@ -212,9 +224,9 @@ def compare(counts: Counts, choices: Mapping[str, Choice], config: AuditConfig, 
         explained = estimate_of((mean_C[best] - mean_C[random]) / gap.value, share)
     is_none = not is_clear and gap.high < config.margin and images >= _FEW
     position = None if best is None else names[best]
-    influence = counts.influence.result()
+    influence = influence_of(tables)
     kind, verdict = judge(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
-    strata, beside = _pairs(counts, elsewhere)
+    strata, beside = _pairs(tables, others)
     return Audit(
         images=images,
         draws=config.draws,
@@ -224,29 +236,34 @@ def compare(counts: Counts, choices: Mapping[str, Choice], config: AuditConfig, 
         explained=explained,
         kind=kind,
         verdict=verdict,
-        across=counts.across.result(),
+        across=across_of(tables, routed),
         strata=compare_strata(strata, config.resamples),
-        leave_one_out=counts.worth.result(),
+        leave_one_out=leave_one_out_of(tables),
         beside=compare_strata(beside, config.resamples),
         influence=influence,
     )
 
 
-def _pairs(counts: Counts, elsewhere: Sequence[str]) -> tuple[OutcomePairs, OutcomePairs]:
+def _pairs(
+    tables: Sequence[BatchTables], others: Mapping[str, Sequence[BatchTables]]
+) -> tuple[OutcomePairs, OutcomePairs]:
     """Return outcomes of the learned choice by group and stratum: beside random tokens, and beside other models."""
-    members = counts.strata.members()
-    learned = counts.outcomes[AUDITED][LEARNED]
+    members = members_of([table.labels for table in tables])
+    audited = outcomes_of(tables)
+    learned = audited[LEARNED]
 
     def split(other: Outcomes) -> OutcomePairs:
         return {names: (learned.of(chosen), other.of(chosen)) for names, chosen in members.items()}
 
-    pairs = split(counts.outcomes[AUDITED][RANDOM])
-    if elsewhere:
-        # The audited set is the one without a shift.
-        for name in (AUDITED, *elsewhere):
-            pairs[SHIFT, name or "none"] = counts.outcomes[name][LEARNED], counts.outcomes[name][RANDOM]
+    pairs = split(audited[RANDOM])
+    # The audited set is the one without a shift.
+    sets = {name or "none": outcomes_of(tables, name) for name in tables[0].outcomes}
+    sets |= {name: outcomes_of(of_set) for name, of_set in others.items()}
+    if len(sets) > 1:
+        pairs |= {(SHIFT, name): (outcomes[LEARNED], outcomes[RANDOM]) for name, outcomes in sets.items()}
     beside: OutcomePairs = {}
-    for name, outcomes in counts.beside.items():
+    for name in tables[0].beside:
+        outcomes = joined(table.beside[name] for table in tables)
         beside[name, ALL] = learned, outcomes
         beside |= {(name, f"{group}: {part}"): pair for (group, part), pair in split(outcomes).items()}
     return pairs, beside

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mmod.analysis.audit.tables import Outcomes
 from mmod.analysis.statistics import Estimate, adjusted, estimate_of, resampled_means, sign_test, simultaneous
 from mmod.io.tables import Table, table_of
 
@@ -43,60 +44,44 @@ class Stratum:
     loss_p: float
 
 
-@dataclass
-class Outcomes:
-    """Loss, and accuracy in [0, 1], of each image with one choice of tokens (I,)."""
-
-    loss: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    accuracy: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-
-    def add(self, loss_B: Tensor, accuracy_B: Tensor) -> None:
-        """Add a batch."""
-        self.loss = torch.cat([self.loss, loss_B.double().cpu()])
-        self.accuracy = torch.cat([self.accuracy, accuracy_B.double().cpu()])
-
-    def of(self, chosen_I: Tensor) -> Outcomes:
-        """Return those of some images."""
-        return Outcomes(self.loss[chosen_I], self.accuracy[chosen_I])
-
-
 OutcomePairs = dict[tuple[str, str], tuple[Outcomes, Outcomes]]
 """By group and stratum, outcomes of the learned choice, and of the random one or another model on the same images."""
 
 
-@dataclass
-class Strata:
-    """Labels of images, gathered batch by batch."""
+Labels = Mapping[str, Sequence[str] | Sequence[float]]
+"""Labels of samples by what they are sorted by."""
 
-    values: dict[str, list[Any]] = field(default_factory=dict)
-    images: int = 0
 
-    def add(self, values: Mapping[str, Sequence[Any]], images: int) -> None:
-        """Add a batch."""
-        if self.images and values.keys() != self.values.keys():
-            raise ValueError(f"strata name {', '.join(values)} and named {', '.join(self.values)} before")
-        for name, labels in values.items():
-            if len(labels) != images:
-                raise ValueError(f"strata give {len(labels)} values of {name!r} for {images} images")
-            self.values.setdefault(name, []).extend(labels)
-        self.images += images
+def check_labels(labels: Labels, samples: int, before: Labels | None) -> None:
+    """Raise a ValueError for labels of another number of samples, or by other names than those `before`."""
+    if before is not None and labels.keys() != before.keys():
+        raise ValueError(f"strata name {', '.join(labels)} and named {', '.join(before)} before")
+    for name, values in labels.items():
+        if len(values) != samples:
+            raise ValueError(f"strata give {len(values)} values of {name!r} for {samples} images")
 
-    def members(self) -> dict[tuple[str, str], Tensor]:
-        """Return for each group and stratum where an image is in it (I,); groups of one stratum are left out."""
-        members = {}
-        for group, values in self.values.items():
-            if all(isinstance(value, str) for value in values):
-                names = np.asarray(values)
-            else:
-                numbers = np.asarray(values, dtype=np.float64)
-                thirds = np.searchsorted(np.quantile(numbers, (1 / 3, 2 / 3)), numbers)
-                names = np.asarray(_THIRDS)[thirds]
-            strata = set(names.tolist())
-            # Thirds in their own order, which is not that of the alphabet.
-            order = sorted(strata, key=_THIRDS.index if strata <= set(_THIRDS) else None)
-            if len(order) > 1:
-                members.update({(group, name): torch.from_numpy(names == name) for name in order})
-        return members
+
+def members_of(parts: Sequence[Labels]) -> dict[tuple[str, str], Tensor]:
+    """Return for each group and stratum where an image is in it (I,); groups of one stratum are left out.
+
+    Args:
+        parts: The labels of each batch.
+    """
+    members = {}
+    for group in parts[0]:
+        values = list(chain.from_iterable(labels[group] for labels in parts))
+        if all(isinstance(value, str) for value in values):
+            names = np.asarray(values)
+        else:
+            numbers = np.asarray(values, dtype=np.float64)
+            thirds = np.searchsorted(np.quantile(numbers, (1 / 3, 2 / 3)), numbers)
+            names = np.asarray(_THIRDS)[thirds]
+        strata = set(names.tolist())
+        # Thirds in their own order, which is not that of the alphabet.
+        order = sorted(strata, key=_THIRDS.index if strata <= set(_THIRDS) else None)
+        if len(order) > 1:
+            members.update({(group, name): torch.from_numpy(names == name) for name in order})
+    return members
 
 
 def compare_strata(strata: OutcomePairs, resamples: int) -> list[Stratum]:

@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import mmod
-from mmod.analysis.audit.across import Counter
+from mmod.analysis.audit.across import across_of
 from mmod.analysis.statistics import adjusted, resampled_means, sign_test
+from tests.kit.decisions import decided
 from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
@@ -32,11 +33,9 @@ def test_counts_are_those_of_a_slow_definition() -> None:
     keeps = {f"blocks.{block}": torch.rand(30, 11) < 0.4 for block in (1, 2, 4)}
     free = torch.ones(30, 11, dtype=torch.bool)
     free[:, 0] = False
-    counter = Counter(["blocks.1", "blocks.2", "blocks.3", "blocks.4"])
-    for start in (0, 7, 20):
-        rows = slice(start, {0: 7, 7: 20, 20: 30}[start])
-        counter.add({name: keep[rows] for name, keep in keeps.items()}, dict.fromkeys(keeps, free[rows]))
-    actual, names = counter.result(), list(keeps)
+    routed = ["blocks.1", "blocks.2", "blocks.3", "blocks.4"]
+    actual = across_of(decided(keeps, free, sizes=(7, 13, 10)), routed)
+    names = list(keeps)
     assert actual.blocks == {"blocks.1": ["blocks.1"], "blocks.2": ["blocks.2", "blocks.3"], "blocks.4": ["blocks.4"]}
     for i, first in enumerate(names):
         assert actual.kept[first].value == pytest.approx(float(keeps[first][:, 1:].float().mean()))

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis.audit.information import InfluenceCounts, roll_patches
+from mmod.analysis.audit.information import Influence, influence_of, roll_patches, rolled_twice
 from mmod.analysis.audit.result import Audit
+from mmod.analysis.audit.tables import BatchTables, Mask, Moved
 from tests.kit.planted import PATCH, SIDE, TOKENS, batches_of, content, plant, position
 from tests.kit.zoo import make_images, make_model
 
@@ -90,7 +91,7 @@ def test_a_position_that_is_worth_nothing_on_the_data_is_still_what_the_router_u
     assert "Its choice is no better than random" in audit.verdict
 
 
-def influence_of(model: nn.Module, size: int = 60) -> mmod.analysis.audit.Influence:
+def audited_influence(model: nn.Module, size: int = 60) -> Influence:
     batches = list(zip(make_images(SMALL, 60).split(size), (torch.arange(60) % 7).split(size)))
     influence = mmod.audit(model, batches, mmod.AuditConfig(conditions=["random"], draws=1, resamples=100)).influence
     assert influence is not None
@@ -100,12 +101,12 @@ def influence_of(model: nn.Module, size: int = 60) -> mmod.analysis.audit.Influe
 
 def test_shares_are_exact_where_one_of_them_decides_all() -> None:
     only = {"blocks": (0,), "gate": "identity", "capacity": 0.3}
-    by_content = influence_of(
+    by_content = audited_influence(
         mmod.route_(make_model(SMALL, pos_embed="none"), mmod.RoutingConfig(router="norm", **only))
     )
     assert by_content.content.value == pytest.approx(1, abs=0.02)
     assert abs(by_content.position.value) < 0.02
-    by_position = influence_of(mmod.route_(make_model(SMALL), mmod.RoutingConfig(router=position, **only)))
+    by_position = audited_influence(mmod.route_(make_model(SMALL), mmod.RoutingConfig(router=position, **only)))
     assert by_position.position.value == pytest.approx(1)
     assert by_position.content.low < 0 < by_position.content.high
     assert by_position.position_share.low < 1 < by_position.position_share.high
@@ -129,16 +130,18 @@ def test_shares_of_a_known_mixture_are_those_of_its_variance() -> None:
     bits = torch.from_numpy(rng.random((images, 1, *grid)) < 0.5).float()
     even = torch.arange(16) % 2 == 0
 
-    def decide(batch: Tensor) -> dict[str, Tensor]:
+    def decide(batch: Tensor) -> dict[str, Mask]:
         picked = torch.from_numpy(rng.random((len(batch), 16)))
         drawn = torch.from_numpy(rng.random((len(batch), 16)) < 0.5)
         by_content = batch.flatten(1) > 0
-        return {"block": torch.where(picked < 0.6, by_content, torch.where(picked < 0.9, even, drawn))}
+        return {"block": Mask.of(torch.where(picked < 0.6, by_content, torch.where(picked < 0.9, even, drawn)))}
 
-    counts = InfluenceCounts()
-    for start in range(0, images, 500):
-        counts.add(bits[start : start + 500], decide, grid, range(start, start + 500))
-    influence = counts.result()
+    tables = []
+    for number, batch in enumerate(bits.split(500)):
+        first = 500 * number
+        rolled = rolled_twice(batch, grid, range(first, first + 500))
+        tables.append(BatchTables(number, first, 500, moved=Moved(grid, [decide(moved) for moved in rolled])))
+    influence = influence_of(tables)
     assert influence is not None
     # Of a bit that decides with probability p, the share of the variance is p squared.
     assert influence.content.value == pytest.approx(0.36, abs=0.02)
@@ -148,7 +151,7 @@ def test_shares_of_a_known_mixture_are_those_of_its_variance() -> None:
 
 def test_batches_do_not_matter() -> None:
     model = mmod.route_(make_model(SMALL), mmod.RoutingConfig(router="linear", capacity=0.4))
-    assert influence_of(model, 60) == influence_of(model, 7)
+    assert audited_influence(model, 60) == audited_influence(model, 7)
 
 
 def test_images_are_rolled_by_whole_patches_and_nothing_else_changes() -> None:

@@ -11,9 +11,9 @@ from torch import Tensor
 
 import mmod
 from mmod.analysis import LabelledBatch
-from mmod.analysis.audit.across import Counter
-from mmod.analysis.audit.information import KindCounts
+from mmod.analysis.audit.information import KindCounts, information_of
 from mmod.analysis.audit.result import Audit
+from tests.kit.decisions import decided
 from tests.kit.planted import FAVOURED, TOKENS, position
 from tests.kit.zoo import make_images, make_model
 
@@ -42,9 +42,7 @@ def test_position_says_all_of_a_fixed_choice_and_nothing_of_chance() -> None:
     fixed = torch.arange(10).expand(4000, -1) < 3
     chance = torch.rand(4000, 10).argsort(1) < 3
     free = torch.ones_like(fixed)
-    counter = Counter(["a", "b"])
-    counter.add({"a": fixed, "b": chance}, {"a": free, "b": free})
-    information = counter.result().information
+    information = information_of(decided({"a": fixed, "b": chance}, free, sizes=(4000,)))
     assert information["a"]["position"].share.value == pytest.approx(1)
     entropy = -(0.3 * np.log2(0.3) + 0.7 * np.log2(0.7))
     assert information["a"]["position"].bits.value == pytest.approx(entropy)
@@ -94,12 +92,9 @@ def test_batches_do_not_matter_and_names_are_those_of_kinds() -> None:
     free = torch.ones_like(keep)
     free[:, 0] = False
     results = []
-    for size in (30, 7):
-        counter = Counter(["a"])
-        for start in range(0, 30, size):
-            rows = slice(start, start + size)
-            counter.add({"a": keep[rows]}, {"a": free[rows]}, {"region": kinds[rows], "same": kinds[rows] != "none"})
-        results.append(counter.result().information["a"])
+    for sizes in ((30,), (7, 7, 7, 7, 2)):
+        tables = decided({"a": keep}, free, sizes, {"region": kinds, "same": kinds != "none"})
+        results.append(information_of(tables)["a"])
     assert results[0] == results[1]
     # What is the same of all tokens tells nothing.
     assert set(results[0]) == {"position", "region"}

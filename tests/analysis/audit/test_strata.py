@@ -12,7 +12,7 @@ from torch import Tensor
 import mmod
 from mmod.analysis import SHIFTS, LabelledBatch
 from mmod.analysis.audit.result import Audit
-from mmod.analysis.audit.strata import Strata, say_gaps
+from mmod.analysis.audit.strata import check_labels, members_of, say_gaps
 from mmod.analysis.statistics import resampled_means, simultaneous
 from tests.kit.planted import FAVOURED, PATCH, PLANTED, SIDE, batches_of, plant
 from tests.kit.zoo import make_images, make_model
@@ -111,10 +111,7 @@ def test_shifts_change_each_image_by_its_number_alone(name: str, shape: tuple[in
 
 def test_numbers_are_sorted_in_thirds() -> None:
     numbers = torch.randperm(90)
-    strata = Strata()
-    for part in numbers.split(40):
-        strata.add({"size": part.tolist(), "colour": ["grey"] * len(part)}, len(part))
-    members = strata.members()
+    members = members_of([{"size": part.tolist(), "colour": ["grey"] * len(part)} for part in numbers.split(40)])
     # What is the same of all tells nothing.
     assert {group for group, _ in members} == {"size"}
     assert [int(third.sum()) for third in members.values()] == [30, 30, 30]
@@ -138,10 +135,8 @@ def test_strata_that_do_not_fit_are_refused() -> None:
         mmod.audit(
             plant("norm"), [LabelledBatch(batch, {"size": [1.0]}) for batch in batches], mmod.AuditConfig(["random"])
         )
-    strata = Strata()
-    strata.add({"size": [1.0]}, 1)
     with pytest.raises(ValueError, match="strata name kind and named size before"):
-        strata.add({"kind": ["a"]}, 1)
+        check_labels({"kind": ["a"]}, 1, {"size": [1.0]})
 
 
 def test_a_model_is_compared_with_others_in_the_same_strata() -> None:
