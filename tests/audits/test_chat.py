@@ -13,7 +13,7 @@ from mmod.analysis.audit.choices import default_choices
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
 from mmod.audits.config import AUDITS
-from mmod.audits.strata import roles_of
+from mmod.audits.sets import roles_of
 from mmod.training import fit
 from tests.kit.chat_configs import vlm_config
 

@@ -14,8 +14,8 @@ import yaml
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
 from mmod.audits.config import AUDITS, AuditOptions
-from mmod.audits.strata import regions_of
-from mmod.audits.subjects import audit_run
+from mmod.audits.run import audit_run
+from mmod.audits.sets import regions_of
 from mmod.data.synthetic.digits import DIFFICULTIES, compose_scenes
 from mmod.io.store import STORE
 from mmod.training import fit

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from mmod.analysis.audit.result import Audit
 from mmod.audits.command import main
 from mmod.audits.config import AUDITS
-from mmod.audits.subjects import subject_of
+from mmod.audits.run import audit_run
 from mmod.report.sources import read_sources
 from mmod.training import fit
 from mmod.training.text.evaluate import evaluate_batch
@@ -38,7 +38,7 @@ def test_a_run_on_text_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert (read.generation.by, read.generation.texts, len(read.generation.stretches)) == ("predictor", 3, 2 * 2)
     assert str(read.generation) in (tmp_path / "routed/audit/audit.md").read_text()
     with pytest.raises(ValueError, match=r"generation must be a multiple of data\.length=32, got 33"):
-        subject_of(AUDITS["text"].from_dict({**text_config(tmp_path).to_dict(), "audit": {"generation": 33}}))
+        audit_run(AUDITS["text"].from_dict({**text_config(tmp_path).to_dict(), "audit": {"generation": 33}}))
     assert [row.name for row in audit.conditions[-2:]] == ["dense attention", "reference entropy"]
     for known in audit.across.information.values():
         assert set(known) == {"position", "role"}

@@ -102,7 +102,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
     "no number of images": forged(lambda values: values.pop("samples")),
     "outcomes by another name": forged(lambda values: values.update(done=values.pop("outcomes"))),
     "masks are a list": forged(lambda values: values.update(keep=[])),
-    "a part is missing": forged(lambda values: values["worth"].pop("norm")),
+    "a part is missing": forged(lambda values: next(iter(values["keep"].values())).pop("tokens")),
     "a part is null": forged(lambda values: values.update(keep=None)),
     "an array is text": forged(lambda values: first_array(values).update({"$tensor": "no array"})),
     "an array is cut": forged(

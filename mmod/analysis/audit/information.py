@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.utils._pytree import tree_map
@@ -63,19 +64,13 @@ class KindCounts:
 
     def add(self, kind_BN: Tensor, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
         """Count the tokens of a batch."""
-        known = self.counts_G2K.shape[2]
-        kinds = int(kind_BN.max()) + 1
-        if kinds > known:
-            self.counts_G2K = torch.nn.functional.pad(self.counts_G2K, (0, kinds - known))
-        kinds = self.counts_G2K.shape[2]
-        group_B1 = torch.tensor([image % _GROUPS for image in images], device=kind_BN.device).unsqueeze(1)
+        kinds = max(self.counts_G2K.shape[2], int(kind_BN.max()) + 1)
+        self.counts_G2K = F.pad(self.counts_G2K, (0, kinds - self.counts_G2K.shape[2]))
         # One histogram over all pairs of group and kind.
-        place_BN = group_B1 * kinds + kind_BN
-        counts = []
-        for counted_BN in (keep_BN & free_BN, free_BN):
+        place_BN = torch.arange(images.start, images.stop).unsqueeze(1) % _GROUPS * kinds + kind_BN
+        for row, counted_BN in enumerate((keep_BN & free_BN, free_BN)):
             count = torch.bincount(place_BN[counted_BN], minlength=_GROUPS * kinds)
-            counts.append(count.view(_GROUPS, kinds))
-        self.counts_G2K += torch.stack(counts, dim=1).to(self.counts_G2K)
+            self.counts_G2K[:, row] += count.view(_GROUPS, kinds)
 
     def add_kinds(self, kinds: TokenKinds, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
         """Count the tokens of a batch whose kinds have names."""
@@ -85,8 +80,8 @@ class KindCounts:
 
     def frequency(self, kinds: int) -> Tensor:
         """Return how often tokens of each kind are kept, in [0, 1] (K)."""
-        missing = max(0, kinds - self.counts_G2K.shape[2])
-        kept_K, there_K = torch.nn.functional.pad(self.counts_G2K.sum(0), (0, missing))[:, :kinds]
+        # Negative padding cuts off kinds that are not asked for.
+        kept_K, there_K = F.pad(self.counts_G2K.sum(0), (0, kinds - self.counts_G2K.shape[2]))
         return kept_K / there_K.clamp(min=1)
 
     def information(self) -> Information | None:

@@ -71,9 +71,14 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
     if targets.ndim == 1:
         return loss, right
     count_B = has_class.sum(1)
+    check_classes(count_B)
+    return loss.sum(1) / count_B, right.sum(1) / count_B
+
+
+def check_classes(count_B: Tensor) -> None:
+    """Raise a ValueError for an image of whose patches none has a class; given how many have one."""
     if not count_B.all():
         raise ValueError(f"each image needs a patch with a class: all patches of an image are {_IGNORED}")
-    return loss.sum(1) / count_B, right.sum(1) / count_B
 
 
 def judge_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:

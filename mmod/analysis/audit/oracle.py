@@ -4,14 +4,14 @@ Axes: B images, N tokens, F tokens of an image that may be skipped."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from mmod.analysis.audit.choices import Choice, DecisionContext, rank_first
-from mmod.analysis.audit.tables import BatchTables, Worth
+from mmod.analysis.audit.tables import BatchTables
 from mmod.analysis.statistics import Estimate, RunningMean
 from mmod.io.tables import Table, table_of
 from mmod.routing import Routing
@@ -53,8 +53,8 @@ class LeaveOneOut:
 
 def worth_of(
     loss_of: LossOf, loss_B: Tensor, learned: Mapping[str, Routing], free: Mapping[str, Tensor], random: Choice
-) -> Worth:
-    """Leave out, or let in, each token of a batch."""
+) -> dict[str, dict[str, Tensor]]:
+    """Leave out, or let in, each token of a batch, and return the columns of `LeaveOneOut`."""
     worth: dict[str, Tensor] = {}
     agreement = {}
     norm = {}
@@ -64,31 +64,22 @@ def worth_of(
         norm[name] = rank_agreement(norm_BN, worth[name], free[name]).cpu()
     oracle_B = loss_of(Choice("other", lambda place: worth[place.block]))
     losses = {"loss": loss_B, "oracle": oracle_B - loss_B, "random": loss_of(random) - loss_B}
-    return Worth(agreement, norm, {name: value_B.cpu() for name, value_B in losses.items()})
+    return {"agreement": agreement, "norm": norm, "losses": {name: value_B.cpu() for name, value_B in losses.items()}}
 
 
 def leave_one_out_of(tables: Iterable[BatchTables]) -> LeaveOneOut | None:
     """Return the effect of single tokens, None where none was left out."""
-    left_out = [table for table in tables if table.worth is not None]
+    left_out = [table for table in tables if table.worth]
     if not left_out:
         return None
-    worths = [table.worth for table in left_out if table.worth is not None]
-    return LeaveOneOut(
-        sum(table.samples for table in left_out),
-        _means([worth.agreement for worth in worths]),
-        _means([worth.norm for worth in worths]),
-        **_means([worth.losses for worth in worths]),
-    )
-
-
-def _means(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Estimate]:
-    means = {}
-    for name in parts[0]:
-        running = RunningMean()
-        for part in parts:
-            running.add(part[name])
-        means[name] = running.mean()
-    return means
+    means: dict[str, dict[str, RunningMean]] = {}
+    for table in left_out:
+        for column, values in table.worth.items():
+            for name, value_B in values.items():
+                means.setdefault(column, {}).setdefault(name, RunningMean()).add(value_B)
+    figures = {column: {name: mean.mean() for name, mean in of.items()} for column, of in means.items()}
+    images = sum(table.samples for table in left_out)
+    return LeaveOneOut(images, figures["agreement"], figures["norm"], **figures["losses"])
 
 
 def _worth(loss_of: LossOf, loss_B: Tensor, name: str, routing: Routing, free_BN: Tensor) -> tuple[Tensor, Tensor]:

@@ -82,15 +82,6 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Worth:
-    """What single tokens are worth to each sample, see `LeaveOneOut`; by decision, and losses by name (B,) each."""
-
-    agreement: dict[str, Tensor]
-    norm: dict[str, Tensor]
-    losses: dict[str, Tensor]
-
-
-@dataclass(frozen=True)
 class BatchTables:
     """The tables of a batch.
 
@@ -104,6 +95,7 @@ class BatchTables:
         beside: By name of another model.
         labels: What samples are sorted by.
         kinds: What is known of tokens.
+        worth: Columns of `LeaveOneOut`, of each sample (B,); empty where no tokens are left out.
     """
 
     number: int
@@ -117,7 +109,7 @@ class BatchTables:
     labels: dict[str, list[str] | list[float]] = field(default_factory=dict)
     kinds: dict[str, TokenKinds] = field(default_factory=dict)
     moved: Moved | None = None
-    worth: Worth | None = None
+    worth: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
     @property
     def images(self) -> range:

@@ -15,7 +15,7 @@ import timm
 import torch
 from PIL import Image
 
-from mmod.audits.subjects import subject_of
+from mmod.audits.sets import read_set
 from mmod.data.config import DataConfig
 from mmod.data.labels import read_classes
 from mmod.studies.advise import read_images
@@ -95,9 +95,8 @@ def test_a_subset_has_the_labels_of_the_run_without_a_training_folder(
 
 
 def _audited(config: TrainConfig) -> Any:
-    subject = subject_of(config)
-    subject.model = subject.kind.load()
-    return subject.batches()
+    kind = ImageKind(config)
+    return read_set(kind, kind.load())
 
 
 def test_classes_that_the_run_does_not_know_are_refused_and_a_new_classifier_takes_them(

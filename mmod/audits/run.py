@@ -1,0 +1,190 @@
+"""The audit of a run: its model, on its evaluation set, and the files of the result."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from mmod import audit, is_routed
+from mmod.analysis.audit.choices import choices, default_choices
+from mmod.analysis.audit.generation import Generation, judge_generation
+from mmod.analysis.audit.judges import check_classes
+from mmod.analysis.audit.plots import draw_audit
+from mmod.analysis.audit.result import Audit
+from mmod.analysis.plots import draw_sample_maps
+from mmod.analysis.statistics import published
+from mmod.analysis.style import save_figure
+from mmod.audits.config import AUDITS, record_of
+from mmod.audits.sets import Batches, read_set, sets_of, shifts_of
+from mmod.data.loader import text_stream
+from mmod.io.claim import claim_folder
+from mmod.io.environment import environment
+from mmod.io.files import read_json_object, write_atomically
+from mmod.io.store import STORE, Store
+from mmod.studies.results import save_picture
+from mmod.training.engine.config import RUN_CONFIG
+from mmod.training.engine.evaluate import kept_means
+from mmod.training.engine.kind import device_of
+from mmod.training.engine.parse import read_config
+from mmod.training.image.classes import check_same_classes, run_classes
+from mmod.training.image.config import TrainConfig as ImageConfig
+from mmod.training.image.kind import sample_images
+from mmod.training.kinds import finished_run, kind_named, kind_of
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def audit_run(config: Any, *, command: str | None = None, progress: bool = True) -> Audit:
+    """Audit the model that a run would start from, and write the results into the folder `audit` of its output."""
+    folder = Path(config.output) / "audit"
+    result = folder / "audit.json"
+    options = config.audit
+    if result.exists():
+        claim_folder(folder, record_of(config), file="config.json", kind="an audit")
+        return Audit.from_dict(read_json_object(result)["audit"])
+    if config.kind == "text" and options.generation % config.data.length:
+        raise ValueError(
+            f"audit.generation must be a multiple of data.length={config.data.length}, got {options.generation}"
+        )
+    kind: Any = kind_of(config.plain())
+    model = kind.load() if config.model.has_weights else None
+    if model is None or not is_routed(model):
+        raise ValueError(
+            "an audit needs a routed model with weights: name a run folder of one, or set model.checkpoint and routing"
+        )
+    sets = sets_of(config.kind)
+    conditions = options.conditions
+    if conditions is None:
+        conditions = [name for name in default_choices(options.reference is not None) if name not in sets.on_request]
+    choices(conditions, None, has_reference=options.reference is not None)
+    baselines = _baselines(config)
+    shifts = shifts_of(kind)
+    others = {name: read_set(kind, model, changes) for name, changes in options.others.items()}
+    # Once the options are checked, so that a refused audit leaves no folder.
+    claim_folder(folder, record_of(config), file="config.json", kind="an audit")
+    batches = read_set(kind, model)
+    report = audit(
+        model,
+        batches,
+        dataclasses.replace(options, conditions=conditions),
+        judge=partial(_judge, kind),
+        positions_from=options.positions_split and read_set(kind, model, {sets.split: options.positions_split}),
+        reference=options.reference and _dense(kind, options.reference),
+        beside=baselines,
+        shifts=shifts,
+        others=others,
+        store=folder / STORE,
+        progress=progress,
+    )
+    costs = {name: _cost(kind, baseline, batches) for name, baseline in baselines.items()}
+    _write(folder, kind, model, report, costs, command or f"mmod audit {shlex.quote(config.output)}")
+    # The record holds the result.
+    Store(folder / STORE).remove()
+    return report
+
+
+def _judge(kind: Any, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """Return loss and accuracy of every sample of a batch."""
+    rows = kind.evaluate(model, _on_device(kind, batch))
+    if "labels" in rows:
+        check_classes(rows["labels"])
+    return rows["loss"], rows["outcome"]
+
+
+def _on_device(kind: Any, batch: Any) -> Any:
+    """Return a batch with its tensors on the model's device."""
+    device = device_of(kind)
+    return tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, batch)
+
+
+def _dense(kind: Any, folder: str) -> nn.Module:
+    """Return the dense model of a run folder."""
+    return kind_of(dataclasses.replace(kind.config.finished(folder), routing=None)).load()
+
+
+def _cost(kind: Any, model: nn.Module, batches: Batches) -> float:
+    """Return the mean FLOPs of a sample in a model of another run, which may depend on the sample."""
+    with torch.inference_mode():
+        parts = [kind.evaluate(model, _on_device(kind, labelled.batch)) for labelled in batches]
+    rows = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    return float(sum(kind.cost(model, kept_means(rows)).values()))
+
+
+def _generation(kind: Any, model: nn.Module) -> Generation | None:
+    """Return the decisions of a model while it writes long texts; None where the config asks for none."""
+    config = kind.config
+    options = config.audit
+    if config.kind != "text" or not options.generation:
+        return None
+    # Longer texts than the windows of the training.
+    length = config.data.length + options.generation
+    stream = text_stream(dataclasses.replace(config.data, length=length, val_limit=options.texts))
+    tokens_BN = torch.cat([tokens for tokens, _ in stream.batches(0)]).to(device_of(kind))
+    return judge_generation(model, tokens_BN, config.data.length, config.seed)
+
+
+def _maps(kind: Any, model: nn.Module) -> Figure | None:
+    """Draw the kept tokens of some images; None for other samples."""
+    count = kind.config.audit.maps
+    if kind.config.kind != "image" or not count:
+        return None
+    return draw_sample_maps(model, sample_images(kind.config, count))
+
+
+def _write(
+    folder: Path, kind: Any, model: nn.Module, report: Audit, baseline_costs: Mapping[str, float], command: str
+) -> None:
+    """Write pictures, text and record of an audit."""
+    counted = kind.report(model)
+    cost = None if counted is None else dict(counted.to_dict())
+    generation = _generation(kind, model)
+    maps = _maps(kind, model)
+    if maps is not None:
+        save_picture(folder, "maps", maps)
+    save_figure(draw_audit(report), folder / "audit.png", dpi=150)
+    text = f"{report}\n"
+    if cost is not None and baseline_costs:
+        others = ", ".join(f"{name} {value / 1e6:.2f}" for name, value in baseline_costs.items())
+        routed = cost["routed"] / 1e6
+        text += f"\nMFLOPs of a sample, as counted on these: this model {routed:.2f}, {others}.\n"
+    if generation is not None:
+        text += f"\n{generation}\n"
+    write_atomically(folder / "audit.md", text)
+    record = {
+        "name": Path(kind.config.output).name,
+        "command": command,
+        "environment": environment(),
+        "audit": report.to_dict(),
+        "flops": cost,
+        "beside_flops": baseline_costs,
+        "generation": None if generation is None else dataclasses.asdict(generation, dict_factory=published),
+    }
+    # Last, because a record says that the audit is finished.
+    write_atomically(folder / "audit.json", json.dumps(record, indent=1) + "\n")
+
+
+def _baselines(config: Any) -> dict[str, Any]:
+    """Return the models of `audit.beside` by the names of their folders."""
+    folders = {Path(folder).name: Path(folder) for folder in config.audit.beside}
+    if len(folders) < len(config.audit.beside):
+        raise ValueError(f"audit.beside names two folders alike: {', '.join(config.audit.beside)}")
+    models = {}
+    for name, folder in folders.items():
+        file = [str(folder / RUN_CONFIG)]
+        run = finished_run(read_config(file, AUDITS[kind_named(file)]), folder)
+        if type(run) is not type(config):
+            raise ValueError(f"audit.beside: {str(folder)!r} is a run of another kind than the audited one")
+        if isinstance(run, ImageConfig):
+            check_same_classes(run_classes(config.model.checkpoint), folder, "audit.beside:")
+        models[name] = kind_of(run.plain()).load()
+    return models

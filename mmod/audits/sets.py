@@ -1,0 +1,238 @@
+"""Evaluation sets of each kind of training as audits read them, with what is known of their samples and tokens.
+
+Axes: B samples, N tokens, P patches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from mmod import is_routed
+from mmod.adapters import find_stack, image_stack, patch_grid
+from mmod.analysis.audit.choices import REFERENCE_ENTROPY
+from mmod.analysis.audit.judges import LabelledBatch
+from mmod.analysis.audit.run import Shift
+from mmod.analysis.audit.shifts import SHIFTS, ImageShift
+from mmod.data.config import DataConfig
+from mmod.data.readers.chat import IGNORED
+from mmod.data.readers.images import spread
+from mmod.data.readers.lengths import open_checked
+from mmod.data.synthetic.digits import DIFFICULTIES, DigitScene, compose_scenes
+from mmod.methods.route import routing_configs
+from mmod.training.engine.distributed import Process
+from mmod.training.engine.kind import device_of
+from mmod.training.kinds import kind_of
+from mmod.training.text.config import BYTES
+from mmod.values import refuse_unknown
+
+_PIXELS = "pixel_values"
+_QUESTION = "kind of question"
+
+
+@dataclass(frozen=True)
+class Batches:
+    """A number of batches that can be iterated several times."""
+
+    make: Callable[[], Iterator[LabelledBatch]]
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[LabelledBatch]:
+        return self.make()
+
+
+def _streamed(kind: Any, model: nn.Module, label: Callable[[Any], LabelledBatch] = LabelledBatch) -> Batches:
+    """Return the batches that training evaluates, with labels."""
+    stream = kind.create_stream(Process(0, 1, device_of(kind)), model)
+    return Batches(lambda: map(label, stream.batches(0)), stream.steps_per_epoch)
+
+
+def _of_images(kind: Any, model: nn.Module) -> Batches:
+    scenes = scenes_of(kind.config.data)
+    batches = _streamed(kind, model)
+
+    def make() -> Iterator[LabelledBatch]:
+        remaining = iter(scenes)
+        for (images, targets), _, _ in batches:
+            shown = list(islice(remaining, len(images)))
+            kinds = _regions(model, shown, targets, images)
+            yield LabelledBatch((images, targets), strata_of(shown, targets), kinds)
+
+    return Batches(make, len(batches))
+
+
+def _regions(
+    model: nn.Module, scenes: Sequence[DigitScene], targets: Tensor, images: Tensor
+) -> dict[str, NDArray[np.str_]]:
+    """Return the content of every token of a batch; empty where the set does not name it."""
+    if targets.ndim == 2:
+        regions = np.where(targets > 0, "object", np.where(targets == IGNORED, "unlabelled", "background"))
+    elif scenes and image_stack(model) is not None:
+        grid = patch_grid(model, (images.shape[2], images.shape[3]))
+        regions = np.stack([regions_of(scene, grid) for scene in scenes])
+    else:
+        return {}
+    prefix = ((0, 0), (find_stack(model).prefix, 0))
+    return {"region": np.pad(regions.astype(object), prefix, constant_values="prefix token")}
+
+
+def _of_conversations(kind: Any, model: nn.Module) -> Batches:
+    config = kind.config
+    data = config.data
+    size = config.eval_batch_size
+    if data.val is None:
+        raise ValueError("an audit needs conversations to ask: set data.val")
+    collate = kind.collator
+    talks = open_checked(data.val, data, collate)
+    # Conversations with images, those of about equal length together.
+    order = np.lexsort((talks.letters, talks.images))
+    order = order[np.asarray(talks.images)[order] > 0]
+    wanted = config.audit.questions
+    if wanted is not None and wanted < len(order):
+        chosen = np.random.default_rng(config.seed).choice(len(order), wanted, replace=False)
+        order = order[np.sort(chosen)]
+    is_language_routed = is_routed(model) and "language" in routing_configs(model)
+
+    def make() -> Iterator[LabelledBatch]:
+        for start in range(0, len(order), size):
+            asked = talks.read(order[start : start + size])
+            if not asked:
+                continue
+            batch = collate(asked)
+            kinds = [talk.question_type for talk in asked]
+            roles = roles_of(batch, collate.processor) if is_language_routed else {}
+            if roles:
+                roles[_QUESTION] = np.repeat(np.asarray(kinds)[:, None], batch["input_ids"].shape[1], axis=1)
+            yield LabelledBatch(batch, {_QUESTION: kinds}, roles)
+
+    return Batches(make, -(-len(order) // size))
+
+
+def _of_text(kind: Any, model: nn.Module) -> Batches:
+    return _streamed(kind, model, lambda batch: LabelledBatch(batch, token_kinds={"role": _ROLES[batch[0].numpy()]}))
+
+
+def _change_images(change: ImageShift, batch: tuple[Tensor, Tensor], numbers: range) -> tuple[Tensor, Tensor]:
+    images, labels = batch
+    return change(images, numbers), labels
+
+
+def _change_pixels(change: ImageShift, batch: Any, numbers: range) -> Any:
+    if _PIXELS not in batch or batch[_PIXELS].ndim != 4 or len(batch[_PIXELS]) != len(batch["labels"]):
+        raise ValueError("audit.shifts need conversations of one image each, of one size")
+    return {**batch, _PIXELS: change(batch[_PIXELS], numbers)}
+
+
+def _change_nothing(change: ImageShift, batch: Any, numbers: range) -> Any:
+    raise ValueError("audit.shifts change images, and text has none: leave them out")
+
+
+class Sets(NamedTuple):
+    """How the sets of a kind of training are read; by default as in training, without images to change.
+
+    Attributes:
+        read: Returns the batches of the evaluation set that a kind's config names, as a model of the kind reads them.
+        change: Returns a batch with images that a shift changed, and the same labels.
+        split: The key of `data` that names the evaluation set.
+        on_request: Conditions that are only compared where the config names them.
+    """
+
+    read: Callable[[Any, nn.Module], Batches] = _streamed
+    change: Callable[[ImageShift, Any, range], Any] = _change_nothing
+    split: str = "val_split"
+    on_request: frozenset[str] = frozenset()
+
+
+_SETS = {
+    "image": Sets(_of_images, _change_images),
+    # No head of such a model predicts tokens.
+    "pairs": Sets(change=_change_images, split="val", on_request=frozenset({REFERENCE_ENTROPY})),
+    # Conversations differ in length, and no loss trained the head on image tokens.
+    "chat": Sets(_of_conversations, _change_pixels, "val", frozenset({"shuffled", REFERENCE_ENTROPY})),
+    "text": Sets(_of_text),
+}
+
+
+def sets_of(kind: str) -> Sets:
+    """Return how the sets of a kind of training are read."""
+    return _SETS.get(kind, Sets())
+
+
+def read_set(kind: Any, model: nn.Module, changes: Mapping[str, Any] | None = None) -> Batches:
+    """Return the evaluation set of a kind, or another with changed keys of `data`."""
+    data = kind.config.data
+    changes = changes or {}
+    refuse_unknown("key of data", changes, [field.name for field in dataclasses.fields(data)])
+    config = dataclasses.replace(kind.config, data=dataclasses.replace(data, **changes))
+    return sets_of(config.kind).read(kind_of(config), model)
+
+
+def shifts_of(kind: Any) -> dict[str, Shift]:
+    """Return the shifts that a config asks for, as functions of batches."""
+    names = kind.config.audit.shifts
+    refuse_unknown("shift of audit.shifts", names, list(SHIFTS))
+    return {name: partial(sets_of(kind.config.kind).change, SHIFTS[name]) for name in names}
+
+
+def scenes_of(data: DataConfig) -> list[DigitScene]:
+    """Return the scenes of the embedded digits in the order of the set; empty for other sets."""
+    source, _, difficulty = data.source.partition(":")
+    if source != "digits":
+        return []
+    scenes = list(compose_scenes(DIFFICULTIES[difficulty or "default"], data.val_split))
+    if data.val_limit is None:
+        return scenes
+    return [scenes[int(place)] for place in spread([scene.label for scene in scenes], data.val_limit)]
+
+
+def strata_of(scenes: Sequence[DigitScene], targets: Tensor) -> dict[str, list[float]]:
+    """Return size and place of the digit in every scene, and the patches with an object where patches have classes."""
+    strata: dict[str, list[float]] = {}
+    if scenes:
+        boxes = torch.tensor([scene.box for scene in scenes], dtype=torch.float64)
+        middle = (boxes[:, :2] + boxes[:, 2:] - len(scenes[0].image)) / 2
+        strata["side of the object"] = (boxes[:, 2] - boxes[:, 0]).tolist()
+        strata["distance of the object from the middle"] = middle.norm(dim=1).tolist()
+    if targets.ndim == 2:
+        strata["patches with an object"] = (targets > 0).sum(1).tolist()
+    return strata
+
+
+def regions_of(scene: DigitScene, grid: tuple[int, int]) -> NDArray[np.str_]:
+    """Return the content of every patch by its middle: the digit's box, ink of other digits, or background (P)."""
+    pixels = torch.from_numpy(scene.image)[None].float()
+    has_ink = torch.nn.functional.adaptive_max_pool2d(pixels, grid)[0] > 0
+    left, top, right, bottom = scene.box
+    rows, columns = ((np.arange(count) + 0.5) * len(scene.image) / count for count in grid)
+    is_object = ((rows >= top) & (rows < bottom))[:, None] & ((columns >= left) & (columns < right))
+    return np.where(is_object, "object", np.where(has_ink, "clutter", "background")).flatten()
+
+
+def roles_of(batch: Mapping[str, Tensor], processor: Any) -> dict[str, NDArray[np.str_]]:
+    """Return what every token of a batch of conversations is: image, question, answer or special token (B, N)."""
+    tokens = batch["input_ids"]
+    is_special = torch.isin(tokens, torch.tensor(processor.tokenizer.all_special_ids))
+    names = np.where(batch["labels"] != IGNORED, "answer", np.where(is_special, "special token", "question"))
+    return {"role": np.where(tokens == processor.image_token_id, "image", names)}
+
+
+def _role(byte: bytes) -> str:
+    if byte.isspace():
+        return "end of line" if byte in b"\r\n" else "space"
+    if byte.isalnum() or byte == b"_":
+        return "digit" if byte.isdigit() else "letter"
+    return "punctuation" if byte.isascii() and byte >= b" " else "other"
+
+
+_ROLES = np.array([_role(bytes([value])) for value in range(BYTES)])
