@@ -24,7 +24,7 @@ from mmod.analysis.audit.strata import (
     strata_table,
 )
 from mmod.analysis.audit.tables import BatchTables, Outcomes, joined, outcomes_of
-from mmod.analysis.statistics import Estimate, adjusted, estimate_of, published, resampled_means, sign_test
+from mmod.analysis.statistics import Estimate, Values, adjusted, estimate_of, published, resampled_means, sign_test
 from mmod.config import AuditConfig
 from mmod.io.tables import Table, table_of
 from mmod.values import from_plain
@@ -176,52 +176,28 @@ def compare(
     if images < 2:
         raise ValueError(f"an audit needs two images or more, got {images}")
     names = [LEARNED, *choices]
-    count = 1 + len(choices)
-    by_context = outcomes_of(tables)
-    outcomes = [by_context[name] for name in names]
-    value_IC = np.stack([100 * one.accuracy for one in outcomes] + [one.loss for one in outcomes], axis=1)
-    mean_C = value_IC.mean(axis=0)
-    drawn = resampled_means(value_IC, config.resamples, seed=0)
-    # Columns hold the accuracies of all choices, then their losses; each is compared with that of the learned choice.
-    base_C = np.repeat([0, count], count)
-    gap_IC = value_IC - value_IC[:, base_C]
-    gap_drawn = drawn - drawn[:, base_C]
-    tested = [column for column in range(2 * count) if column % count]
-    uncorrected = sign_test(gap_IC[:, tested], config.resamples, seed=1).tolist()
-    p = dict(zip(tested, adjusted(uncorrected)))
-
-    def condition(name: str, a: int) -> Condition:
-        """Return a condition from its columns of accuracy and loss."""
-        b = a + count
-        accuracy = estimate_of(mean_C[a], drawn[:, a])
-        loss = estimate_of(mean_C[b], drawn[:, b])
-        if name == LEARNED:
-            return Condition(name, "learned", accuracy, loss)
-        spread = float(gap_IC[:, b].std())
-        return Condition(
-            name,
-            choices[name].family,
-            accuracy,
-            loss,
-            accuracy_change=estimate_of(gap_IC[:, a].mean(), gap_drawn[:, a]),
-            loss_change=estimate_of(gap_IC[:, b].mean(), gap_drawn[:, b]),
-            accuracy_p=p[a],
-            loss_p=p[b],
-            effect=float(gap_IC[:, b].mean()) / spread if spread else 0.0,
-        )
-
-    positions = [place for place, name in enumerate(names) if place and choices[name].family == "position"]
-    best = max(positions, key=lambda place: mean_C[place], default=None)
+    outcomes = outcomes_of(tables)
+    columns = [100 * outcomes[name].accuracy for name in names] + [outcomes[name].loss for name in names]
+    # Accuracies of all contexts, then their losses; each is compared with that of the learned choice.
+    value_I2C = np.stack(columns, axis=1).reshape(images, 2, len(names))
+    drawn = resampled_means(value_I2C.reshape(images, -1), config.resamples, seed=0)
+    drawn_S2C = drawn.reshape(-1, 2, len(names))
+    mean_2C = value_I2C.mean(axis=0)
+    gap_I2C = value_I2C - value_I2C[:, :, :1]
+    uncorrected = sign_test(gap_I2C[:, :, 1:].reshape(images, -1), config.resamples, seed=1).tolist()
+    conditions = _conditions(names, choices, value_I2C, drawn_S2C, np.reshape(adjusted(uncorrected), (2, -1)))
     random = names.index(RANDOM)
-    gap = estimate_of(mean_C[0] - mean_C[random], drawn[:, 0] - drawn[:, random])
+    above_S = drawn_S2C[:, 0, 0] - drawn_S2C[:, 0, random]
+    gap = estimate_of(mean_2C[0, 0] - mean_2C[0, random], above_S)
     # What the verdict rests on: by interval and by test, since intervals of few images are too short.
-    is_clear = gap.low > 0 and uncorrected[tested.index(random)] < _LEVEL
+    is_clear = gap.low > 0 and uncorrected[random - 1] < _LEVEL
+    positions = [place for place, name in enumerate(names) if place and choices[name].family == "position"]
+    best = max(positions, key=lambda place: mean_2C[0, place], default=None)
     explained = None
     if best is not None and is_clear:
         # Resamples in which the router is no better than random have no share to explain.
-        above_random = drawn[:, 0] - drawn[:, random]
-        share = (drawn[:, best] - drawn[:, random])[above_random > 0] / above_random[above_random > 0]
-        explained = estimate_of((mean_C[best] - mean_C[random]) / gap.value, share)
+        share = (drawn_S2C[:, 0, best] - drawn_S2C[:, 0, random])[above_S > 0] / above_S[above_S > 0]
+        explained = estimate_of((mean_2C[0, best] - mean_2C[0, random]) / gap.value, share)
     is_none = not is_clear and gap.high < config.margin and images >= _FEW
     position = None if best is None else names[best]
     influence = influence_of(tables)
@@ -230,7 +206,7 @@ def compare(
     return Audit(
         images=images,
         draws=config.draws,
-        conditions=[condition(name, place) for place, name in enumerate(names)],
+        conditions=conditions,
         gap=gap,
         position=position,
         explained=explained,
@@ -242,6 +218,27 @@ def compare(
         beside=compare_strata(beside, config.resamples),
         influence=influence,
     )
+
+
+def _conditions(
+    names: Sequence[str], choices: Mapping[str, Choice], value_I2C: Values, drawn_S2C: Values, p_2C: Values
+) -> list[Condition]:
+    """Return the model in each context, from accuracies and losses, their resampled means, and p-values of changes."""
+    mean_2C = value_I2C.mean(axis=0)
+    gap_I2C = value_I2C - value_I2C[:, :, :1]
+    gap_S2C = drawn_S2C - drawn_S2C[:, :, :1]
+    conditions = []
+    for place, name in enumerate(names):
+        levels = [estimate_of(mean_2C[figure, place], drawn_S2C[:, figure, place]) for figure in range(2)]
+        if name == LEARNED:
+            conditions.append(Condition(name, "learned", *levels))
+            continue
+        changes = [estimate_of(gap_I2C[:, figure, place].mean(), gap_S2C[:, figure, place]) for figure in range(2)]
+        spread = float(gap_I2C[:, 1, place].std())
+        effect = changes[1].value / spread if spread else 0.0
+        p = p_2C[:, place - 1].tolist()
+        conditions.append(Condition(name, choices[name].family, *levels, *changes, *p, effect=effect))
+    return conditions
 
 
 def _pairs(
