@@ -78,7 +78,6 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
         batches,
         dataclasses.replace(options, conditions=conditions),
         judge=partial(_judge, kind),
-        positions_from=options.positions_split and read_set(kind, model, {sets.split: options.positions_split}),
         reference=options.reference and _dense(kind, options.reference),
         beside=baselines,
         shifts=shifts,

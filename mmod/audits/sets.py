@@ -144,22 +144,20 @@ class Sets(NamedTuple):
     Attributes:
         read: Returns the batches of the evaluation set that a kind's config names, as a model of the kind reads them.
         change: Returns a batch with images that a shift changed, and the same labels.
-        split: The key of `data` that names the evaluation set.
         on_request: Conditions that are only compared where the config names them.
     """
 
     read: Callable[[Any, nn.Module], Batches] = _streamed
     change: Callable[[ImageShift, Any, range], Any] = _change_nothing
-    split: str = "val_split"
     on_request: frozenset[str] = frozenset()
 
 
 _SETS = {
     "image": Sets(_of_images, _change_images),
     # No head of such a model predicts tokens.
-    "pairs": Sets(change=_change_images, split="val", on_request=frozenset({REFERENCE_ENTROPY})),
+    "pairs": Sets(change=_change_images, on_request=frozenset({REFERENCE_ENTROPY})),
     # Conversations differ in length, and no loss trained the head on image tokens.
-    "chat": Sets(_of_conversations, _change_pixels, "val", frozenset({"shuffled", REFERENCE_ENTROPY})),
+    "chat": Sets(_of_conversations, _change_pixels, frozenset({"shuffled", REFERENCE_ENTROPY})),
     "text": Sets(_of_text),
 }
 
