@@ -6,6 +6,7 @@
 - Without a GPU, Triton interprets its kernels, and seeds of absent devices are not stored.
 - Each test starts from `torch.manual_seed(0)`; hypothesis draws 15 fixed examples, without a deadline.
 - `os.fsync` does nothing.
+- SIGINT is not ignored, as it is in a shell's background jobs.
 - Garbage collection is off, and what was imported, or left by the files of tests before, is frozen.
 - Outside of tests of figures, a figure is drawn once for each file name, without its layout.
 - A fork server starts before the first test, and synthetic sets share one folder.
@@ -16,6 +17,7 @@ import gc
 import inspect
 import io
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from types import CodeType
@@ -47,6 +49,8 @@ from tests.kit.processes import start_server
 
 # No test is about a machine that loses power, and waiting for the disk takes a tenth of training.
 os.fsync = lambda _: None
+# A shell starts background jobs with SIGINT ignored, and processes that tests start would ignore it too.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # What is imported for the tests lives to the end: no garbage is looked for in it.
 gc.disable()
 settings.register_profile(

@@ -344,7 +344,7 @@ def test_what_decides_and_is_frozen_as_it_was_drawn_is_told_once(name: str, meth
     x = torch.randn(2, 3, 160, 160)
     # A copy in another dtype is the same model.
     model = copy.deepcopy(frozen().bfloat16())
-    with pytest.warns(UserWarning, match=r"is frozen at the weights that were drawn.*modules_to_save=\['") as told:
+    with pytest.warns(UserWarning, match=r"is frozen at the weights drawn.*modules_to_save=\['") as told:
         model(x.bfloat16())
     assert len(told) == 1
     with warnings.catch_warnings():

@@ -12,7 +12,6 @@ import open_clip
 import pytest
 
 from mmod import RoutingConfig
-from mmod.data.convert.imagenet import ImageNetConversion, read_labels
 from mmod.data.convert.pairs import PairsConversion, read_rows
 from mmod.data.labels import read_classes
 from mmod.data.loader import read_corpus
@@ -72,10 +71,6 @@ def refused_field(path: Path) -> str:
     return str(error.value).replace(str(path), "")
 
 
-def synsets(path: Path) -> list[str]:
-    return read_labels(ImageNetConversion(str(path.parent), "out", labels=str(path)))
-
-
 READERS = [
     Reader("names.txt", "Größe\n cat\t\ndog\n\n", read_classes),
     Reader("names.json", dumps(["Größe", "cat"]), read_classes),
@@ -87,7 +82,6 @@ READERS = [
     Reader("config.yaml", "output: Größe\nmodel:\n  name: é\n", read_yaml),
     Reader("routing.json", '{"router": "linear",\n"note": "é"}', refused_field),
     Reader("clip.json", dumps(CLIP), clip_config),
-    Reader("labels.txt", "n01440764\nn01443537\n", synsets),
 ]
 
 

@@ -6,13 +6,13 @@ from tests.kit.scripts import run_script
 run = partial(run_script, "datasets/digits.py")
 
 
-def test_a_level_gives_defaults_and_flags_change_them(tmp_path):
-    done = run(str(tmp_path / "set"), "--level", "tiny")
+def test_a_difficulty_gives_defaults_and_flags_change_them(tmp_path):
+    done = run(str(tmp_path / "set"), "--difficulty", "tiny")
     assert done.returncode == 0, done.stderr
     assert "train-000003.tar: 64 scenes" in done.stdout
     # Raises if the script had built anything else.
     DIGITS.build(tmp_path / "set", "tiny")
-    done = run(str(tmp_path / "set"), "--level", "tiny", "--clutter", "1", "--scenes.train", "9")
+    done = run(str(tmp_path / "set"), "--difficulty", "tiny", "--clutter", "1", "--scenes.train", "9")
     assert done.returncode != 0
     assert "clutter: 4 there, 1 now" in done.stderr
     assert "Traceback" not in done.stderr

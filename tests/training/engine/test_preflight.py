@@ -102,7 +102,7 @@ def test_outputs_are_as_many_as_the_classes_unless_these_are_matched(given: bool
     if outputs in (3, None) or (outputs == 4 and given):
         check_outputs(classes, outputs, from_checkpoint=True)
         return
-    with pytest.raises(ValueError, match=rf"3 classes and the model {outputs} outputs: .*num_classes to 3"):
+    with pytest.raises(ValueError, match=rf"3 classes, a, b, c, and the model {outputs} outputs: .*num_classes to 3"):
         check_outputs(classes, outputs, from_checkpoint=False)
     with pytest.raises(ValueError, match=r"num_classes to 3 and model\.head to fresh"):
         check_outputs(classes, outputs, from_checkpoint=True)

@@ -96,7 +96,7 @@ def test_a_folder_without_a_classifier_gets_one(images: Path) -> None:
     assert type(made).__name__ == "Dinov2ForImageClassification"
     for name, value in dense.state_dict().items():
         assert torch.equal(made.dinov2.state_dict()[name], value)
-    with pytest.raises(ValueError, match=r"the model has 0 classes .*set model\.args\.num_classes"):
+    with pytest.raises(ValueError, match=r"the model has 0 classes .*train it with model\.args\.num_classes"):
         fit(started, progress=False)
 
 
