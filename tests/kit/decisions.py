@@ -16,11 +16,11 @@ def decided(
     """Return the tables of batches of these sizes, from masks of all images (I, N) and names of kinds."""
     tables: list[BatchTables] = []
     first = 0
-    for number, size in enumerate(sizes):
+    for size in sizes:
         rows = slice(first, first + size)
         keep = {name: Mask.of(keep_BN[rows] & free_BN[rows]) for name, keep_BN in keeps.items()}
         free = dict.fromkeys(keeps, Mask.of(free_BN[rows]))
         known = {name: TokenKinds.of(name_BN[rows]) for name, name_BN in (kinds or {}).items()}
-        tables.append(BatchTables(number, first, size, keep, free, kinds=known))
+        tables.append(BatchTables(first, size, keep, free, kinds=known))
         first += size
     return tables

@@ -6,7 +6,7 @@ Axes: B images, N tokens, F tokens of an image that may be skipped, G groups of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,8 @@ from mmod.io.tables import Table, table_of
 
 # Images are dealt out to so many groups by their number; each is left out once.
 _GROUPS = 50
-_POSITION = "position"
+POSITION = "position"
+"""The fact that is known of every token: its order among those that may be skipped."""
 _TOLD = (
     "Mutual information of a known fact of a token and of being kept, bias removed by the jackknife; 95 % intervals."
 )
@@ -95,29 +96,26 @@ class KindCounts:
         return Information(bits, share, kept)
 
 
-def position_counts(tables: Iterable[BatchTables]) -> dict[str, KindCounts]:
-    """Count kept tokens by decision, and by their order among those that may be skipped."""
-    counts: dict[str, KindCounts] = {}
+def kind_counts(tables: Iterable[BatchTables]) -> dict[str, dict[str, KindCounts]]:
+    """Count kept tokens by decision, and by their position among those that may be skipped or what is known of them."""
+    counts: dict[str, dict[str, KindCounts]] = {}
     for table in tables:
         for name, free in table.free.items():
             free_BN = free.unpacked()
-            order_BN = (free_BN.cumsum(1) - 1).clamp(min=0)
-            counts.setdefault(name, KindCounts()).add(order_BN, table.keep[name].unpacked(), free_BN, table.images)
+            masks = table.keep[name].unpacked(), free_BN, table.images
+            facts = counts.setdefault(name, {POSITION: KindCounts()})
+            facts[POSITION].add((free_BN.cumsum(1) - 1).clamp(min=0), *masks)
+            for known, kinds in table.kinds.items():
+                # Parts of a model may have different tokens.
+                if kinds.kind_BN.shape == free_BN.shape:
+                    facts.setdefault(known, KindCounts()).add_kinds(kinds, *masks)
     return counts
 
 
-def information_of(tables: Sequence[BatchTables]) -> dict[str, dict[str, Information]]:
-    """Return by decision what the "position" of a token, and what else is known of it, say of being kept."""
-    counts = {name: {_POSITION: of_positions} for name, of_positions in position_counts(tables).items()}
-    for table in tables:
-        for name, free in table.free.items():
-            for known, kinds in table.kinds.items():
-                # Parts of a model may have different tokens.
-                if kinds.kind_BN.shape[1] == free.tokens:
-                    named = counts[name].setdefault(known, KindCounts())
-                    named.add_kinds(kinds, table.keep[name].unpacked(), free.unpacked(), table.images)
+def information_of(tables: Iterable[BatchTables]) -> dict[str, dict[str, Information]]:
+    """Return by decision what the position of a token, and what else is known of it, say of being kept."""
     information: dict[str, dict[str, Information]] = {}
-    for name, facts in counts.items():
+    for name, facts in kind_counts(tables).items():
         known_bits = {known: kinds.information() for known, kinds in facts.items()}
         # Facts that are the same for all tokens say nothing.
         information[name] = {known: bits for known, bits in known_bits.items() if bits is not None}

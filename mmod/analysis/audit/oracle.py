@@ -59,9 +59,11 @@ def worth_of(
     agreement = {}
     norm = {}
     for name, routing in learned.items():
-        worth[name], norm_BN = _worth(loss_of, loss_B, name, routing, free[name])
-        agreement[name] = rank_agreement(routing.score_BN, worth[name], free[name]).cpu()
-        norm[name] = rank_agreement(norm_BN, worth[name], free[name]).cpu()
+        # Tokens that an earlier block of the span dropped cannot be chosen.
+        open_BN = free[name] & (routing.score_BN > -torch.inf)
+        worth[name], norm_BN = _worth(loss_of, loss_B, name, routing, open_BN)
+        agreement[name] = rank_agreement(routing.score_BN, worth[name], open_BN).cpu()
+        norm[name] = rank_agreement(norm_BN, worth[name], open_BN).cpu()
     oracle_B = loss_of(Choice("other", lambda place: worth[place.block]))
     losses = {"loss": loss_B, "oracle": oracle_B - loss_B, "random": loss_of(random) - loss_B}
     return {"agreement": agreement, "norm": norm, "losses": {name: value_B.cpu() for name, value_B in losses.items()}}

@@ -229,15 +229,18 @@ def _conditions(
     gap_S2C = drawn_S2C - drawn_S2C[:, :, :1]
     conditions = []
     for place, name in enumerate(names):
-        levels = [estimate_of(mean_2C[figure, place], drawn_S2C[:, figure, place]) for figure in range(2)]
+        accuracy, loss = (estimate_of(mean_2C[figure, place], drawn_S2C[:, figure, place]) for figure in range(2))
         if name == LEARNED:
-            conditions.append(Condition(name, "learned", *levels))
+            conditions.append(Condition(name, "learned", accuracy, loss))
             continue
-        changes = [estimate_of(gap_I2C[:, figure, place].mean(), gap_S2C[:, figure, place]) for figure in range(2)]
+        accuracy_change, loss_change = (
+            estimate_of(gap_I2C[:, figure, place].mean(), gap_S2C[:, figure, place]) for figure in range(2)
+        )
+        accuracy_p, loss_p = p_2C[:, place - 1].tolist()
         spread = float(gap_I2C[:, 1, place].std())
-        effect = changes[1].value / spread if spread else 0.0
-        p = p_2C[:, place - 1].tolist()
-        conditions.append(Condition(name, choices[name].family, *levels, *changes, *p, effect=effect))
+        effect = loss_change.value / spread if spread else 0.0
+        changes = accuracy_change, loss_change, accuracy_p, loss_p, effect
+        conditions.append(Condition(name, choices[name].family, accuracy, loss, *changes))
     return conditions
 
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from mmod.adapters import watch_grid
 from mmod.analysis.audit.choices import LEARNED, RANDOM, Choice, DecisionContext, FreeDecision, choices
-from mmod.analysis.audit.information import KindCounts, check_shapes, position_counts, rolled_twice
+from mmod.analysis.audit.information import POSITION, KindCounts, check_shapes, kind_counts, rolled_twice
 from mmod.analysis.audit.judges import Judge, LabelledBatch, judge_classes
 from mmod.analysis.audit.oracle import worth_of
 from mmod.analysis.audit.reference import Reference, consult
@@ -133,7 +133,7 @@ def audit(
         evaluate = partial(_evaluated, store=None if store is None else Store(store), identity=identity, shown=progress)
         # The first pass, of which "mean mask" takes the positions that are kept most often.
         decided = evaluate(contexts, _Contexts.decided, "positions", sets["positions_from"])
-        contexts = dataclasses.replace(contexts, positions=position_counts(decided))
+        contexts = dataclasses.replace(contexts, positions=kind_counts(decided))
         tables = list(evaluate(contexts, _Contexts.audited, "audit", batches))
         elsewhere = {}
         for name, dataset in others.items():
@@ -156,7 +156,7 @@ def _evaluated(
     total = len(batches) if isinstance(batches, Sized) else None
     with progress_bar(batches, desc=name, total=total, shown=shown) as bar:
         for number, batch in enumerate(bar):
-            there = dataclasses.replace(contexts, at=f"batch {number} of {name!r}")
+            there = dataclasses.replace(contexts, dataset=name, number=number)
             compute = partial(evaluate, there, _labelled(batch), previous)
             if store is None:
                 previous = compute()
@@ -209,12 +209,16 @@ class _Learned(NamedTuple):
     outcome: _Outcome
     routings: dict[str, Routing]
     free: dict[str, Tensor]
-    # Of this pass, as the model made it.
+    # Rows and columns of patches: the user's, or those of this pass.
     grid: Grid | None
     images: range
     decided: dict[str, FreeDecision]
     partners: dict[str, FreeDecision]
     reference: Reference | None = None
+
+    def tables(self, **tables: Any) -> BatchTables:
+        """Return tables of the batch."""
+        return BatchTables(self.images.start, len(self.images), **tables)
 
     @property
     def masks(self) -> dict[str, dict[str, Mask]]:
@@ -229,7 +233,7 @@ class _Contexts:
 
     Args:
         positions: What each decision keeps by position, from a pass of its own.
-        at: The current batch, in messages.
+        dataset, number: The current batch.
     """
 
     model: nn.Module
@@ -239,8 +243,9 @@ class _Contexts:
     shifts: Mapping[str, Shift]
     beside: Mapping[str, nn.Module]
     reference: nn.Module | None
-    positions: Mapping[str, KindCounts] = field(default_factory=dict)
-    at: str = "the first batch"
+    positions: Mapping[str, Mapping[str, KindCounts]] = field(default_factory=dict)
+    dataset: str = "batches"
+    number: int = 0
 
     def identity(self, batch: Any) -> dict[str, Any]:
         """Return plain values that identify the audit: options, and the losses of each model on a batch."""
@@ -262,7 +267,7 @@ class _Contexts:
     def decided(self, labelled: LabelledBatch, previous: BatchTables | None) -> BatchTables:
         """Return the learned decisions on a batch alone."""
         learned = self._learned(labelled.batch, previous)
-        return _tables(learned, previous, **learned.masks)
+        return learned.tables(**learned.masks)
 
     def audited(self, labelled: LabelledBatch, previous: BatchTables | None) -> BatchTables:
         """Evaluate a batch with every choice of tokens and every shift, and with the other models."""
@@ -277,14 +282,15 @@ class _Contexts:
         check_shapes(token_kinds, learned.free)
         moved = self._moved(learned)
         outcomes = {AUDITED: self._outcomes(learned, self.choices)}
-        worth = self._worth(learned) if _number(previous) < self.config.leave_one_out else {}
+        worth = {}
+        if self.number < self.config.leave_one_out:
+            loss_of = partial(self._loss, learned)
+            worth = worth_of(loss_of, learned.outcome[0], learned.routings, learned.free, self.choices[RANDOM])
         for name, shift in self.shifts.items():
             shifted = self._learned(shift(batch, learned.images), previous)
             outcomes[name] = self._outcomes(shifted, {RANDOM: self.choices[RANDOM]})
         beside = {name: _rows(self._outcome(other, batch)) for name, other in self.beside.items()}
-        return _tables(
-            learned,
-            previous,
+        return learned.tables(
             **learned.masks,
             last={name: decided.of(slice(-1, None)) for name, decided in learned.decided.items()},
             outcomes=outcomes,
@@ -299,7 +305,7 @@ class _Contexts:
         """Evaluate a batch of another set, with the learned and with the random choice."""
         learned = self._learned(labelled.batch, previous)
         outcomes = {AUDITED: self._outcomes(learned, {RANDOM: self.choices[RANDOM]})}
-        return _tables(learned, previous, outcomes=outcomes)
+        return learned.tables(outcomes=outcomes)
 
     def _outcomes(self, learned: _Learned, choices: Mapping[str, Choice]) -> dict[str, Outcomes]:
         """Return the outcomes of a batch as learned, and with each choice, averaged over draws if it is random."""
@@ -313,32 +319,15 @@ class _Contexts:
 
     def _moved(self, learned: _Learned) -> Moved | None:
         """Return what is kept under moved content, of decisions on all patches of a grid; None without one."""
-        grids: dict[str, tuple[int, int]] = {}
-        for name, free_BN in learned.free.items():
-            grid = self._grid(learned, free_BN)
-            if grid is not None and bool((free_BN.sum(1) == math.prod(grid)).all()):
-                grids[name] = grid
-        if not grids:
+        grid = learned.grid
+        if grid is None:
             return None
-        # Images are rolled by patches of one grid: that of the first decision.
-        common = next(iter(grids.values()))
+        names = [name for name, free_BN in learned.free.items() if bool((free_BN.sum(1) == math.prod(grid)).all())]
         keep = []
-        for batch in rolled_twice(learned.batch, common, learned.images):
+        for batch in rolled_twice(learned.batch, grid, learned.images) if names else []:
             _, routings, _ = self._decide(batch)
-            names = [name for name, grid in grids.items() if grid == common]
             keep.append({name: Mask.of(only_free(routings[name].keep_BN, learned.free[name])) for name in names})
-        return Moved(common, keep) if keep else None
-
-    def _worth(self, learned: _Learned) -> dict[str, dict[str, Tensor]]:
-        free = {}
-        for name, free_BN in learned.free.items():
-            # Tokens that an earlier block of the span dropped cannot be chosen.
-            free[name] = free_BN & (learned.routings[name].score_BN > -torch.inf)
-
-        def loss_of(choice: Choice) -> Tensor:
-            return self._replaced(learned, choice)[0]
-
-        return worth_of(loss_of, learned.outcome[0], learned.routings, free, self.choices[RANDOM])
+        return Moved(grid, keep) if keep else None
 
     def _learned(self, batch: Any, previous: BatchTables | None) -> _Learned:
         """Evaluate a batch with the learned decisions, which the contexts of the batch start from."""
@@ -360,7 +349,7 @@ class _Contexts:
             keep_BF = only_free(routing.keep_BN, free[name])
             decided[name] = FreeDecision(keep_BF, only_free(routing.score_BN.float(), free[name]))
             partners[name] = _partner(decided[name], None if previous is None else previous.last.get(name))
-        return _Learned(batch, outcome, routings, free, grid, images, decided, partners)
+        return _Learned(batch, outcome, routings, free, wanted or grid, images, decided, partners)
 
     def _decide(self, batch: Any) -> tuple[_Outcome, dict[str, Routing], Grid | None]:
         """Run the model with its routers' decisions, and return outcome, decisions and the grid of patches."""
@@ -398,6 +387,7 @@ class _Contexts:
         def replace(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> Routing:
             routings = learned.routings[name]
             free_BN = learned.free[name]
+            tokens = int(free_BN.sum(1).max())
             context = DecisionContext(
                 block=name,
                 x_BND=x_BND,
@@ -405,8 +395,9 @@ class _Contexts:
                 free_BN=free_BN,
                 partner=learned.partners[name],
                 images=learned.images,
-                frequency_F=self.positions[name].frequency(x_BND.shape[1]).to(x_BND.device),
-                grid=self._grid(learned, free_BN) or (1, int(free_BN.sum(1).max())),
+                frequency_F=self.positions[name][POSITION].frequency(x_BND.shape[1]).to(x_BND.device),
+                # Tokens that are no grid count as one row.
+                grid=learned.grid if learned.grid and math.prod(learned.grid) == tokens else (1, tokens),
                 reference={condition: by_block[name] for condition, by_block in dense.items()},
                 draw=draw,
             )
@@ -419,6 +410,9 @@ class _Contexts:
         with replaced_decisions(self.model, replace):
             return self._outcome(self.model, learned.batch)
 
+    def _loss(self, learned: _Learned, choice: Choice) -> Tensor:
+        return self._replaced(learned, choice)[0]
+
     def _outcome(self, model: nn.Module, batch: Any) -> _Outcome:
         """Run the judge, and raise unless all losses and accuracies are finite."""
         loss_B, accuracy_B = self.judge(model, batch)
@@ -430,25 +424,13 @@ class _Contexts:
         """Raise a ValueError that names the first sample whose value is not finite."""
         if not bool(value_B.isfinite().all()):
             sample = int(value_B.isfinite().int().argmin())
-            raise ValueError(f"{name} of sample {sample} in {self.at} must be finite, got {float(value_B[sample])}")
-
-    def _grid(self, learned: _Learned, free_BN: Tensor) -> tuple[int, int] | None:
-        """Return rows and columns of the tokens that may be skipped: the user's or the model's grid, else None."""
-        grid = self.config.grid or learned.grid
-        return grid if grid is not None and math.prod(grid) == int(free_BN.sum(1).max()) else None
+            place = f"sample {sample} in batch {self.number} of {self.dataset!r}"
+            raise ValueError(f"{name} of {place} must be finite, got {float(value_B[sample])}")
 
 
 def _rows(outcome: _Outcome) -> Outcomes:
     loss_B, accuracy_B = outcome
     return Outcomes(loss_B.double().cpu(), accuracy_B.double().cpu())
-
-
-def _number(previous: BatchTables | None) -> int:
-    return 0 if previous is None else previous.number + 1
-
-
-def _tables(learned: _Learned, previous: BatchTables | None, **tables: Any) -> BatchTables:
-    return BatchTables(_number(previous), learned.images.start, len(learned.images), **tables)
 
 
 def _partner(decided: FreeDecision, before: FreeDecision | None) -> FreeDecision:

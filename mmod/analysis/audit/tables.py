@@ -98,7 +98,6 @@ class BatchTables:
         worth: Columns of `LeaveOneOut`, of each sample (B,); empty where no tokens are left out.
     """
 
-    number: int
     first: int
     samples: int
     keep: dict[str, Mask] = field(default_factory=dict)

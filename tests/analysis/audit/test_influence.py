@@ -140,7 +140,7 @@ def test_shares_of_a_known_mixture_are_those_of_its_variance() -> None:
     for number, batch in enumerate(bits.split(500)):
         first = 500 * number
         rolled = rolled_twice(batch, grid, range(first, first + 500))
-        tables.append(BatchTables(number, first, 500, moved=Moved(grid, [decide(moved) for moved in rolled])))
+        tables.append(BatchTables(first, 500, moved=Moved(grid, [decide(moved) for moved in rolled])))
     influence = influence_of(tables)
     assert influence is not None
     # Of a bit that decides with probability p, the share of the variance is p squared.
