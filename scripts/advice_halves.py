@@ -26,10 +26,10 @@ from torchvision.datasets import ImageFolder
 
 from mmod.adapters import find_part
 from mmod.analysis.redundancy import RedundancyReport
+from mmod.compare.times import Reading, time_models
 from mmod.io.store import STORE, Store
 from mmod.planning.advice import AGREEMENT, LEAST_SPEEDUP, Advice
 from mmod.planning.candidate import DENSE, Candidate
-from mmod.planning.comparison import Reading, time_models
 from mmod.planning.samples import FIRST_LOOK, Images, Judgement
 from mmod.planning.trials import ROUNDS, Trial, changed_models, rows_of, run_trials
 from mmod.planning.untrained import image_candidates

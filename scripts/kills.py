@@ -21,11 +21,11 @@ import yaml
 from mmod.data.config import DataConfig
 from mmod.io.tensors import read_tensors
 from mmod.studies.config import ImageStudyConfig
-from mmod.studies.image import ImageStudy
+from mmod.studies.study import run_study
 from mmod.training import EmaConfig, ModelConfig, TrainConfig, fit
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["mmod.training.image.kind", "mmod.studies.image"])
+_CONTEXT.set_forkserver_preload(["mmod.training.image.kind", "mmod.studies.study", "mmod.studies.image"])
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -80,12 +80,17 @@ def study(output: Path) -> None:
     dense = output.parent / "dense.yaml"
     dense.write_text(yaml.safe_dump(config(output).to_dict()))
     routers: dict[str, dict[str, Any]] = {"a-mod": {"preset": "a-mod"}, "random": {"router": "random"}}
-    ImageStudy(
-        ImageStudyConfig(
-            output=str(output), dense=str(dense), routers=routers, isoflop="none", latency_batches=[], latency_batch=2,
-            latency_rounds=1, maps=0,
-        )
-    ).run(progress=False)  # fmt: skip
+    config_of_study = ImageStudyConfig(
+        output=str(output),
+        dense=str(dense),
+        routers=routers,
+        isoflop="none",
+        latency_batches=[],
+        latency_batch=2,
+        latency_rounds=1,
+        maps=0,
+    )
+    run_study(config_of_study, progress=False)
 
 
 WORK = {"runs": run, "studies": study}

@@ -29,7 +29,7 @@ from mmod.methods import Merge, Method
 from mmod.ops import gather_rows, mean_rows, unit_rows
 from mmod.ops.alike import nearest_rows, redundancy_scores
 from mmod.planning import falling
-from mmod.studies.features import Segmented
+from mmod.studies.features import figures_of, mean_iou
 from mmod.training.engine.model import converted
 
 SIDE, GRID = 448, 40
@@ -375,20 +375,20 @@ def fitted(x_ND: Tensor, label_N: Tensor, classes: int, strength: float = 0.01) 
     return lambda x: ((x - mean) / deviation @ weight + bias).argmax(1)
 
 
-def judged(forward: Forward, side: int, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> Segmented:
-    """Return the confusion matrix of every tested image."""
+def judged(forward: Forward, side: int, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> np.ndarray:
+    """Return the confusion matrix of every tested image (N, classes, classes)."""
     classes = int(max(train[1].max(), test[1].max())) + 1
     # Every second patch suffices for the fit.
     x_ND, label_N = features(forward, side, train[0])[::2], train[1].flatten()[::2]
     predicted = fitted(x_ND, label_N, classes)(features(forward, side, test[0])).view_as(test[1])
     pairs = test[1] * classes + predicted
     counts = [torch.bincount(image, minlength=classes**2).view(classes, -1).tolist() for image in pairs]
-    return Segmented(kept={}, skipped=0, confusion=counts)
+    return np.array(counts)
 
 
-def difference(one: Segmented, other: Segmented, weight_SN: np.ndarray) -> np.ndarray:
+def difference(one: np.ndarray, other: np.ndarray, weight_SN: np.ndarray) -> np.ndarray:
     """Return the difference of two mean IoUs (S,) for several weightings of the images."""
-    return one.weighed("mean_iou", weight_SN) - other.weighed("mean_iou", weight_SN)
+    return mean_iou({"confusion": one}, weight_SN) - mean_iou({"confusion": other}, weight_SN)
 
 
 def times(entries: dict[str, tuple[int, Forward]], images: Tensor, rounds: int) -> dict[str, float]:
@@ -424,13 +424,14 @@ def main() -> None:
     entries = rows(options.weights, train[0][:24:4])
     entries = {name: entries[name] for name in options.rows or entries}
     taken, resampling = times(entries, test[0][:2], options.rounds), Resampling(len(test[0]))
-    first: Segmented | None = None
+    first: np.ndarray | None = None
     print("| | ms | mean IoU % | to the first row |\n|---|---|---|---|")
     for name, (side, forward) in entries.items():
         result = judged(forward, side, train, test)
-        first = first or result
+        first = result if first is None else first
         gap = resampling.of(functools.partial(difference, result, first))
-        print(f"| {name} | {taken[name]:.0f} | {result.columns()['mean_iou']:.1f} | {gap} |", flush=True)
+        score = figures_of({"confusion": result}, len(result))["mean_iou"]
+        print(f"| {name} | {taken[name]:.0f} | {score:.1f} | {gap} |", flush=True)
 
 
 if __name__ == "__main__":

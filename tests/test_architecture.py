@@ -41,6 +41,7 @@ IMPORT_ORDER = [
     "losses",
     "speculation",
     "analysis",
+    "compare",
     "planning",
     "registry",
     "data",
@@ -217,8 +218,8 @@ def test_public_names_say_what_they_do(name: str) -> None:
 
 
 # What a reader must hold counts, not the number of lines. A folder or module of the package joins by its name.
-CALM = ["adapters", "analysis", "audits", "benchmarks", "blocks", "cli", "config", "data", "io", "lazy", "losses"]
-CALM += ["methods", "model", "ops", "planning", "pretrained", "registry", "report", "routing", "speculation"]
+CALM = ["adapters", "analysis", "audits", "benchmarks", "blocks", "cli", "compare", "config", "data", "io", "lazy"]
+CALM += ["losses", "methods", "model", "ops", "planning", "pretrained", "registry", "report", "routing", "speculation"]
 CALM += ["studies", "threads", "training", "values"]
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 

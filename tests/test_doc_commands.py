@@ -21,8 +21,8 @@ from safetensors.torch import save_file
 import mmod.benchmarks
 from mmod import cli
 from mmod.benchmarks.report import BenchmarkReport
-from mmod.planning import comparison
-from mmod.studies.study import Study
+from mmod.compare import times
+from mmod.studies.study import plan
 from mmod.training.kinds import kind_of
 from tests.kit import pages
 from tests.kit.conversations import write_own
@@ -218,7 +218,7 @@ def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_models_are_judged_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+    monkeypatch.setattr(times, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
     tower = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 2, "head_width": 16}
     text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}
     make_clip = open_clip.create_model_and_transforms
@@ -249,8 +249,8 @@ class _MadeError(Exception):
 def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPatch) -> None:
     known = set()
 
-    def make(study: Study, **_: Any) -> Any:
-        candidates, jobs = study.plan()
+    def make(study: Any, **_: Any) -> Any:
+        candidates, jobs = plan(study)
         assert len(candidates) > 2
         dense: Any = jobs[0].config
         for job in jobs:
@@ -270,7 +270,7 @@ def test_studies_make_every_model_that_they_compare(monkeypatch: pytest.MonkeyPa
                     kind_of(dataclasses.replace(config, model=model, **untrained)).create()
         raise _MadeError
 
-    monkeypatch.setattr(Study, "run", make)
+    monkeypatch.setattr("mmod.studies.study.run_study", make)
     # As often repeated, and in as many processes, makes no difference here.
     for command in dict.fromkeys(re.sub(r" --(seeds|processes) \d+", "", command) for command in COMPLETE):
         if command.startswith("tradeoff"):

@@ -17,8 +17,9 @@ import timm
 from PIL import Image
 
 from mmod import cli
-from mmod.planning import comparison
-from mmod.studies.study import Study
+from mmod.compare import times
+from mmod.studies.study import plan
+from tests.kit.imagenet_archives import write_archives
 from tests.kit.pages import FENCE, NAMED, PAGES, commands_of, is_command
 from tests.kit.prompts import make_prompts
 from tests.kit.scripts import ROOT
@@ -58,7 +59,7 @@ def write_table(path: Path, folder: str, number: int) -> None:
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working folder with everything that the pages start from, and a small DeiT without published weights."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(comparison, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+    monkeypatch.setattr(times, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
     create = timm.create_model
 
     def create_small(name: str, *, pretrained: bool = False, **options: Any) -> Any:
@@ -96,8 +97,13 @@ def run(command: str) -> str:
 def test_a_page_works_in_its_order(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = PAGES[f"docs/own_{name}.md"]
     planned: list[list[str]] = []
-    monkeypatch.setattr(Study, "run", lambda study, **_: planned.append([run.name for run in study.plan()[1]]) or study)
-    monkeypatch.setattr("mmod.studies.command._shown", lambda study: Path(study.config.output))
+
+    def plan_only(config: Any, **_: Any) -> Any:
+        planned.append([run.name for run in plan(config)[1]])
+        return config
+
+    monkeypatch.setattr("mmod.studies.study.run_study", plan_only)
+    monkeypatch.setattr("mmod.studies.command._shown", lambda config: Path(config.output))
     monkeypatch.setattr("mmod.report.command.report_on", lambda folder: None)
     ran = []
     for language, body in FENCE.findall(page):

@@ -3,53 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
-from typing import NamedTuple, TypeVar
+from collections.abc import Iterable, Mapping
 
 import numpy as np
-import torch
 
 from mmod.analysis.statistics import Estimate, change_of, estimate_of, resampled_means, share_of
-from mmod.analysis.timing import interleave
-from mmod.io.threads import on_timing_threads
 
 _DRAWS = 2000
-
-Pass = TypeVar("Pass")
-"""Names a timed pass, such as the kind of its samples and their number."""
-
-
-class Reading(NamedTuple):
-    """Forward passes to be timed, and the number of samples that they read together."""
-
-    call: Callable[[], object]
-    samples: int
-
-
-def time_models(
-    readings: Mapping[str, Mapping[Pass, Reading]],
-    *,
-    rounds: int,
-    device: torch.device,
-    warmup: int = 2,
-    shown: bool = False,
-) -> dict[Pass, dict[str, list[float]]]:
-    """Return milliseconds by pass, model and round, all in turns; see `mmod.analysis.timing.interleave`.
-
-    The caller switches gradients off. In inference mode a model may keep tensors that it cannot be trained with.
-
-    Args:
-        readings: The passes of every model by name.
-    """
-    calls: dict[tuple[str, Pass], Callable[[], object]] = {}
-    for name, passes in readings.items():
-        calls |= {(name, of): reading.call for of, reading in passes.items()}
-    with on_timing_threads():
-        times = interleave(calls, seconds=0, rounds=rounds, device=device, warmup=warmup, shown=shown)
-    by_pass: dict[Pass, dict[str, list[float]]] = {}
-    for (name, of), by_round in times.items():
-        by_pass.setdefault(of, {})[name] = by_round
-    return by_pass
 
 
 class Scores(ABC):
@@ -110,13 +70,3 @@ class SampleScores(Scores):
 
 def _bootstrapped(value_N: np.ndarray) -> Estimate:
     return estimate_of(float(value_N.mean()), resampled_means(value_N[:, None], _DRAWS, seed=0)[:, 0])
-
-
-def as_fast(ms: Mapping[str, float], name: str, tolerance: float = 1.02) -> list[str]:
-    """Return the other models that take no more time than one of them; measurements repeat to within 2 %."""
-    return [other for other, time in ms.items() if other != name and time <= tolerance * ms[name]]
-
-
-def unbeaten(ms: Mapping[str, float], is_better: Callable[[str, str], bool], tolerance: float = 1.02) -> list[str]:
-    """Return the models than which none that is as fast is clearly better."""
-    return [name for name in ms if not any(is_better(other, name) for other in as_fast(ms, name, tolerance))]

@@ -15,12 +15,14 @@ from torch import nn
 from mmod.adapters import BlockStack, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
 from mmod.analysis.timing import ratios, relative_times
+from mmod.compare.table import unbeaten
+from mmod.compare.times import time_models
 from mmod.io.progress import progress_bar
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, RecipeResult
 from mmod.planning.candidate import DENSE, ONLY, Candidate
-from mmod.planning.comparison import SampleScores, time_models, unbeaten
+from mmod.planning.comparison import SampleScores
 from mmod.planning.samples import Images, Prompts, Samples, first_images, first_prompts
 from mmod.planning.untrained import image_candidates, language_candidates
 from mmod.values import check_value

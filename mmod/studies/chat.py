@@ -1,16 +1,15 @@
-"""The study of vision-language models: answers by kind of question against prefill, decoding and cache."""
+"""Studies of vision-language models: answers by kind of question against prefill, decoding and cache."""
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
 from itertools import chain
 from statistics import median
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,21 +19,19 @@ from mmod.adapters import watch_grid
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.style import FAINT, INK, new_figure
+from mmod.compare.table import Measured, Table
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import prior_of
-from mmod.io.tables import Column, table_of
-from mmod.planning.candidate import Candidate
+from mmod.io.tables import Column
 from mmod.studies.config import ChatStudyConfig
-from mmod.studies.costs import ByModel, Costs
-from mmod.studies.jobs import Run
-from mmod.studies.report import Report, Rows
-from mmod.studies.results import COLUMNS, save_picture
-from mmod.studies.scorer import Scorer
-from mmod.studies.study import Study
+from mmod.studies.kind import Candidates, Costs, Facts, Row, StudyKind
+from mmod.studies.report import named_columns, tell_verdict
+from mmod.studies.results import save_picture
+from mmod.studies.runs import Run
 from mmod.training.chat.config import TrainConfig
-from mmod.training.chat.evaluate import EvalResult, generate, mean_over_kinds
+from mmod.training.chat.evaluate import generate, mean_over_kinds
 from mmod.training.chat.kind import ChatKind, read_prompts
 from mmod.training.engine.kind import Kind
 
@@ -46,10 +43,6 @@ _RIGHT = "right/"
 _AS_CHEAP = 1.1
 # Characters in a line of the question beside its picture.
 _LINE = 18
-# Tokens decoded after a prompt whose time is measured.
-_TIMED_TOKENS = 16
-
-
 _COLUMNS = (
     "name",
     "image_share",
@@ -67,109 +60,108 @@ _COLUMNS = (
 )
 
 
-class ChatCosts(Costs[ChatStudyConfig]):
-    """The costs of reading a prompt, of its cache, and of decoding after it."""
-
-    times: ClassVar = {"prompt": ("prefill_ms", "prefill_speedup")}
-
-    @property
-    def axes(self) -> dict[str, str]:
-        """FLOPs and latency of reading a prompt."""
-        return {"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {self.config.latency_batch}"}
-
-    def count(self, run: Run[TrainConfig], model: nn.Module, evaluation: EvalResult) -> dict[str, float]:
-        """Count FLOPs and cache of reading a prompt of mean length, and draw which image tokens are kept."""
-        kind = ChatKind(run.config)
-        prompts, text, image = kind.prompts(self.config.latency_batch)
-        # Shares refer to the dense model's prompts; a rival's images may be smaller.
-        full = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, image_size=None))
-        _, _, full_image = ChatKind(full).prompts(self.config.latency_batch)
-        routed = flops(model, Prompt(text, image), evaluation.kept if is_routed(model) else None).routed
-        dense = flops(model, Prompt(text, full_image), 0.0).dense
-        text_alone = flops(model, Prompt(text), 0.0).dense
-        with torch.inference_mode():
-            cache = read_prompts(model, prompts)
-        cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
-        if self.config.maps and is_routed(model):
-            figure = draw_kept(model, kind.collator, kind.talks(self.config.maps))
-            if figure is not None:
-                save_picture(self.config.output, f"maps-{run.name}", figure)
-        return {
-            "gflops": routed / 1e9,
-            "flops_share": routed / dense,
-            "image_share": (routed - text_alone) / (dense - text_alone),
-            "cache_bytes": cache_bytes // len(prompts["input_ids"]),
-        }
-
-    def rivals(self, costs: ByModel, candidates: Mapping[str, Candidate]) -> dict[str, dict[str, list[str]]]:
-        """Return the models of other series that are about as cheap as each."""
-        share = {name: costs[name]["flops_share"] for name in candidates}
-
-        def is_rival(other: str, name: str) -> bool:
-            is_other = candidates[other].series != candidates[name].series
-            return is_other and share[other] <= _AS_CHEAP * share[name]
-
-        return {"": {name: [other for other in share if is_rival(other, name)] for name in share}}
-
-    def time(
-        self, kinds: Mapping[str, Kind], models: Mapping[str, nn.Module], *, shown: bool
-    ) -> dict[str, dict[str, float]]:
-        """Measure reading a prompt within a batch, and decoding after it."""
-        figures = super().time(kinds, models, shown=shown)
-        for name, model in models.items():
-            kind: Any = kinds[name]
-            prompts = kind.prompts(self.config.latency_batch)[0]
-            times = []
-            for _ in range(self.config.latency_rounds):
-                started = time.perf_counter()
-                generate(model, kind.collator, prompts, _TIMED_TOKENS, exactly=True)
-                times.append(time.perf_counter() - started)
-            count = len(prompts["input_ids"])
-            # The first token comes from the prefill, which noise may make longer than the whole.
-            seconds = max(median(times) - figures[name]["prefill_ms"] * count / 1e3, 1e-9)
-            figures[name]["decode_per_s"] = count * (_TIMED_TOKENS - 1) / seconds
-        return figures
+def _columns(config: ChatStudyConfig, facts: Facts) -> dict[str, Column]:
+    return named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in facts["prior"]}
 
 
-class ChatReport(Report[ChatStudyConfig, ChatCosts]):
-    """Also tells of right answers by type of question."""
-
-    def pictures(self, rows: Rows) -> dict[str, Figure]:
-        """Draw right answers against the cost of prefill, and by type of question."""
-        right = {}
-        for row in rows:
-            right[row["name"]] = {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in self.prior}}
-        answers = draw_answers(right, {row["name"]: row["flops_share"] for row in rows})
-        return {**super().pictures(rows), "answers": answers}
-
-    def table(self, rows: Rows) -> str:
-        """Return the points as a Markdown table, with the prior in its last row."""
-        columns: dict[str, Column] = {name: COLUMNS[name] for name in self.columns}
-        columns |= {_RIGHT + kind: (kind, "±.1f") for kind in self.prior}
-        prior = {_RIGHT + kind: share for kind, share in self.prior.items()}
-        last = {"name": "language-only prior", "right": mean_over_kinds(self.prior), **prior}
-        return str(table_of(columns, [*rows, last]))
-
-    def facts(self) -> dict[str, Any]:
-        """Return the language-only prior."""
-        return {"prior": self.prior}
-
-    @functools.cached_property
-    def prior(self) -> dict[str, float]:
-        """Percent right for the answer that is most frequent in training, by type of question."""
-        data = TrainConfig.from_dict(self.config.tuned_fields).data
-        train = open_conversations(str(data.train), data)
-        val = open_conversations(str(data.val), data)
-        return {kind: 100 * share for kind, share in prior_of(train.turns(), val.turns(last=True)).items()}
+def _axes(config: ChatStudyConfig) -> dict[str, str]:
+    return {"gflops": "GFLOPs per prompt", "prefill_ms": f"ms per prompt, batch {config.latency_batch}"}
 
 
-class ChatStudy(Study):
-    """A study of LLaVA-style models of transformers; see `Study`."""
+def _describe(config: ChatStudyConfig, run: Run[TrainConfig], model: nn.Module) -> Facts:
+    """Return percent right for the answer that is most frequent in training, by type of question."""
+    data = TrainConfig.from_dict(config.tuned_fields).data
+    train = open_conversations(str(data.train), data)
+    val = open_conversations(str(data.val), data)
+    prior = prior_of(train.turns(), val.turns(last=True))
+    return {"prior": {kind: 100 * share for kind, share in prior.items()}}
 
-    def __init__(self, config: ChatStudyConfig) -> None:
-        scorer = Scorer(config, "right", "right answers")
-        costs = ChatCosts(config)
-        super().__init__(config, TrainConfig, scorer, costs, ChatReport(config, scorer, costs, _COLUMNS))
+
+def _last_rows(facts: Facts) -> list[Row]:
+    prior = facts["prior"]
+    shares = {_RIGHT + kind: share for kind, share in prior.items()}
+    return [{"name": "language-only prior", "right": mean_over_kinds(prior), **shares}]
+
+
+def _count(config: ChatStudyConfig, run: Run[TrainConfig], model: nn.Module, rows: Measured) -> dict[str, float]:
+    """Count FLOPs and cache of reading a prompt of mean length, and draw which image tokens are kept."""
+    kind = ChatKind(run.config)
+    prompts, text, image = kind.prompts(config.latency_batch)
+    # Shares refer to the dense model's prompts; a rival's images may be smaller.
+    full = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, image_size=None))
+    _, _, full_image = ChatKind(full).prompts(config.latency_batch)
+    routed = flops(model, Prompt(text, image), rows.kept if is_routed(model) else None).routed
+    dense = flops(model, Prompt(text, full_image), 0.0).dense
+    text_alone = flops(model, Prompt(text), 0.0).dense
+    with torch.inference_mode():
+        cache = read_prompts(model, prompts)
+    cache_bytes = sum(int(layer.keys.nbytes + layer.values.nbytes) for layer in cache.layers)
+    if config.maps and is_routed(model):
+        figure = draw_kept(model, kind.collator, kind.talks(config.maps))
+        if figure is not None:
+            save_picture(config.output, f"maps-{run.name}", figure)
+    return {
+        "gflops": routed / 1e9,
+        "flops_share": routed / dense,
+        "image_share": (routed - text_alone) / (dense - text_alone),
+        "cache_bytes": cache_bytes // len(prompts["input_ids"]),
+    }
+
+
+def _rivals(config: ChatStudyConfig, table: Table, candidates: Candidates) -> dict[str, dict[str, list[str]]]:
+    """Return the models of other series that are about as cheap as each."""
+    share = {name: table.costs[name]["flops_share"] for name in candidates}
+
+    def is_rival(other: str, name: str) -> bool:
+        is_other = candidates[other].series != candidates[name].series
+        return is_other and share[other] <= _AS_CHEAP * share[name]
+
+    return {"": {name: [other for other in share if is_rival(other, name)] for name in share}}
+
+
+def _add_decoding(
+    config: ChatStudyConfig, kinds: Mapping[str, Kind], models: Mapping[str, nn.Module], times: Costs
+) -> Costs:
+    """Measure decoding after a prompt is read within a batch."""
+    figures = {}
+    for name, model in models.items():
+        kind: Any = kinds[name]
+        prompts = kind.prompts(config.latency_batch)[0]
+        seconds_by_round = []
+        for _ in range(config.latency_rounds):
+            started = time.perf_counter()
+            generate(model, kind.collator, prompts, config.timed_tokens, exactly=True)
+            seconds_by_round.append(time.perf_counter() - started)
+        count = len(prompts["input_ids"])
+        # The first token comes from the prefill, which noise may make longer than the whole.
+        seconds = max(median(seconds_by_round) - times[name]["prefill_ms"] * count / 1e3, 1e-9)
+        figures[name] = {**times[name], "decode_per_s": count * max(1, config.timed_tokens - 1) / seconds}
+    return figures
+
+
+def _pictures(rows: Sequence[Row], facts: Facts) -> dict[str, Figure]:
+    """Draw right answers by type of question."""
+    right = {}
+    for row in rows:
+        right[row["name"]] = {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in facts["prior"]}}
+    return {"answers": draw_answers(right, {row["name"]: row["flops_share"] for row in rows})}
+
+
+STUDY = StudyKind(
+    run_config=TrainConfig,
+    measures={"right": "right answers"},
+    columns=_columns,
+    last_rows=_last_rows,
+    axes=_axes,
+    times={"prompt": ("prefill_ms", "prefill_speedup")},
+    describe=_describe,
+    count=_count,
+    complete_times=_add_decoding,
+    rivals=_rivals,
+    tell=tell_verdict,
+    pictures=_pictures,
+)
+"""LLaVA-style models of transformers."""
 
 
 def draw_kept(model: Any, collator: ChatCollator, talks: Sequence[ChatSample]) -> Figure | None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from mmod.io.yaml import stack_configs
-from mmod.lazy import import_path
 from mmod.studies.config import (
     ChatStudyConfig,
     FeaturesStudyConfig,
@@ -30,14 +29,6 @@ CONFIGS: dict[str, type[StudyConfig]] = {
 }
 """Configs of studies by kind; imported without torch, so that `--help` is fast."""
 
-STUDIES = {
-    "image": "mmod.studies.image:ImageStudy",
-    "features": "mmod.studies.features:FeaturesStudy",
-    "pairs": "mmod.studies.pairs:PairsStudy",
-    "chat": "mmod.studies.chat:ChatStudy",
-}
-"""Import paths of studies by kind."""
-
 
 def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
     """Run the study of a command line and those that follow it; print the table of each and yield its folder.
@@ -51,10 +42,11 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
     one_of("kind", kind, list(CONFIGS))
     config: StudyConfig | None = parse_config(arguments, CONFIGS[kind])
     # Imported late: help is answered without torch.
-    study_class = import_path(STUDIES[kind])
+    from mmod.studies.study import run_study
+
     while config is not None:
-        yield _shown(study_class(config).run())
-        config = config.following()
+        yield _shown(run_study(config))
+        config = config.following
 
 
 def _isoflop(arguments: Sequence[str]) -> Iterator[Path]:

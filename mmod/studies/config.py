@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.yaml import merged, read_yaml
@@ -118,6 +118,17 @@ class StudyConfig(Checked):
     def tuned_fields(self) -> dict[str, Any]:
         """Fields of the training config by which models are fine-tuned from the dense one."""
         return merged(self.dense_fields, self.finetune)
+
+    @property
+    def batch_sizes(self) -> list[int]:
+        """The batch sizes whose latency is measured."""
+        return sorted({*self.latency_batches, self.latency_batch})
+
+    def time_columns(self, columns: tuple[str, str], size: int) -> tuple[str, str]:
+        """Return the names of a batch size's columns, from those of the batch size that is drawn."""
+        ms, speedup = columns
+        further = "" if size == self.latency_batch else f"_b{size}"
+        return f"{ms}{further}", f"{speedup}{further}"
 
     def check(self, dense: Any, tuned: Any) -> None:
         """Raise a ValueError unless the training configs of the dense model and of fine-tuning it fit the study."""
@@ -320,6 +331,7 @@ class PairsStudyConfig(StudyConfig):
             `RoutingConfig`, or `preset: NAME` with changes. All run at every capacity.
     """
 
+    score: ClassVar = "recall1"
     kind: Literal["pairs"] = "pairs"
 
     def __post_init__(self) -> None:
@@ -348,6 +360,7 @@ class ChatStudyConfig(StudyConfig):
         maps: Evaluation questions for which kept image tokens are drawn; 0 draws none.
     """
 
+    score: ClassVar = "right"
     kind: Literal["chat"] = "chat"
     capacities: list[float | None] = field(default_factory=lambda: [None])
     before: bool = False

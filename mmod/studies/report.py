@@ -1,70 +1,130 @@
-"""What a study tells of its models: table, pictures and text."""
+"""What a study tells of its models: points, table, pictures and text, written to its folder."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from pathlib import Path
+from typing import Any
 
 from mmod.analysis.fronts import draw_tradeoff
-from mmod.io.tables import table_of
-from mmod.planning.candidate import Candidate
-from mmod.studies.costs import AnyStudyConfig, ByModel, Costs
-from mmod.studies.results import COLUMNS, StudyScores
-from mmod.studies.scorer import Scorer
+from mmod.analysis.statistics import Estimate, published
+from mmod.compare.table import Table, best, close_groups, gaps
+from mmod.io.tables import Column, table_of
+from mmod.planning.candidate import DENSE, Candidate
+from mmod.studies.kind import Candidates, Facts, StudyKind, Told
+from mmod.studies.results import COLUMNS, Point, StudyResult, flat, listed, write_outcome
+from mmod.studies.runs import Run
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-AnyCosts = TypeVar("AnyCosts", bound=Costs[Any])
-Rows = Sequence[Mapping[str, Any]]
+# Groups of models without significant differences that a sentence names.
+_GROUPS = 3
 
 
-class Report(Generic[AnyStudyConfig, AnyCosts]):
-    """Tells of models by one table, one picture and one sentence.
+def write_study(
+    config: Any,
+    kind: StudyKind,
+    table: Table,
+    candidates: Candidates,
+    runs: Mapping[str, Run[Any]],
+    facts: Facts,
+    more: Mapping[str, Any],
+) -> StudyResult:
+    """Write what is known of a study so far, and return it.
 
     Args:
-        columns: Names of the table's columns, see `COLUMNS`.
+        candidates: Those that are measured.
+        runs: The runs of the first seed by name.
+        more: Further entries of the record: the machine, and what the runs were trained with.
     """
+    points = points_of(table, candidates, config.score, kind.rivals(config, table, candidates))
+    epochs: Mapping[str, str] = more["epochs"]
+    rows = [point.row() | ({"epochs": epochs[point.name]} if epochs else {}) for point in points]
+    rows = kind.complete(config, table, rows, runs)
+    columns = kind.columns(config, facts)
+    shown = str(table_of(columns, [*rows, *kind.last_rows(facts)]))
+    summary = shown if kind.summary is None else str(table_of(kind.summary(config), rows))
+    told = kind.tell(config, table, candidates, facts)
+    text = "\n\n".join(filter(None, [told.text, told.code]))
+    measure = kind.measures[config.score]
+    axes = kind.axes(config)
+    record = {
+        "config": dataclasses.asdict(config),
+        **{name: value for name, value in more.items() if name != "epochs"},
+        **facts,
+        "recommended": list(told.recommended),
+        "summary": summary,
+        "code": told.code,
+        "title": f"{measure[:1].upper()}{measure[1:]} against {', '.join(axes.values())}",
+        "points": [dataclasses.asdict(point, dict_factory=published) for point in points],
+    }
+    noted = [{**row, "note": hint(candidates[row["name"]], row)} for row in rows]
+    pictures = {"tradeoff": draw_tradeoff(noted, config.score, measure, axes), **kind.pictures(rows, facts)}
+    folder = Path(config.output)
+    write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], f"{shown}\n\n{text}", pictures)
+    return StudyResult(folder, points, rows, f"{shown}\n\n{text}", f"{summary}\n\n{text}", more["cpu_seconds"])
 
-    def __init__(self, config: AnyStudyConfig, scorer: Scorer[Any], costs: AnyCosts, columns: Sequence[str]) -> None:
-        self.config = config
-        self.scorer = scorer
-        self.costs = costs
-        self.columns = columns
 
-    @property
-    def title(self) -> str:
-        """What is drawn."""
-        measure = self.scorer.measure
-        return f"{measure[:1].upper()}{measure[1:]} against {', '.join(self.costs.axes.values())}"
+def points_of(
+    table: Table, candidates: Candidates, score: str, rivals: Mapping[str, Mapping[str, Sequence[str]]]
+) -> list[Point]:
+    """Return candidates with their differences to the dense model, to their control and to the best of their rivals.
 
-    def pictures(self, rows: Rows) -> dict[str, Figure]:
-        """Draw the points; return figures by the name of their file."""
-        return {"tradeoff": draw_tradeoff(rows, self.scorer.score, self.scorer.measure, self.costs.axes)}
+    Args:
+        rivals: See `StudyKind.rivals`.
+    """
+    to_dense = gaps(table, score, dict.fromkeys(candidates, DENSE))
+    # A control may not be measured yet.
+    to_control = gaps(table, score, {name: candidate.control for name, candidate in candidates.items()})
+    to_rivals: dict[str, dict[str, Estimate | str | None]] = {name: {} for name in candidates}
+    for suffix, others in rivals.items():
+        best_rival = {name: best(table, score, names) for name, names in others.items()}
+        for name, gap in gaps(table, score, best_rival).items():
+            to_rivals[name] |= {f"to_rival{suffix}": gap, f"rival{suffix}": best_rival[name]}
+    return [
+        Point(
+            name,
+            candidate.series,
+            candidate.budget,
+            table.costs[name],
+            table.figures(name),
+            to_dense[name],
+            to_control[name],
+            to_rivals[name],
+        )
+        for name, candidate in candidates.items()
+    ]
 
-    def table(self, rows: Rows) -> str:
-        """Return the points as a Markdown table."""
-        return str(table_of({name: COLUMNS[name] for name in self.columns}, rows))
 
-    def summary(self, rows: Rows) -> str:
-        """Return the table that is printed; all of it as a rule."""
-        return self.table(rows)
+def named_columns(names: Sequence[str]) -> dict[str, Column]:
+    """Return columns by name, see `COLUMNS`."""
+    return {name: COLUMNS[name] for name in names}
 
-    def text(self, scores: StudyScores, costs: ByModel) -> str:
-        """Say which models are significantly better."""
-        return scores.verdict()
 
-    def recommended(self, scores: StudyScores, costs: ByModel) -> list[str]:
-        """Return the models that the text recommends."""
-        return []
+def tell_verdict(config: Any, table: Table, candidates: Candidates, facts: Facts) -> Told:
+    """Say which models are significantly better."""
+    return Told(verdict(table, config.score, list(candidates)))
 
-    def code(self, candidates: Sequence[Candidate]) -> str:
-        """Return the lines that apply recommended models, as Markdown; empty where there are none."""
-        return ""
 
-    def facts(self) -> dict[str, Any]:
-        """Return further entries of the JSON file."""
-        return {}
+def verdict(table: Table, score: str, names: Sequence[str]) -> str:
+    """Say in one sentence between which models there is no significant difference, paired by seed.
+
+    Example:
+        >>> from mmod.compare.table import Measured
+        >>> table = Table()
+        >>> for name, values in {"dense": [95.0, 95.2], "a": [94.9, 95.2], "b": [70.0, 70.1]}.items():
+        ...     for seed, value in enumerate(values):
+        ...         table.add(name, seed, Measured({"top1": value}))
+        >>> print(verdict(table, "top1", list(table.runs)))
+        Paired over 2 seeds (95 % intervals), no significant difference between dense and a.
+    """
+    seeds = max((len(table.runs[name]) for name in names), default=0)
+    if seeds < 2:
+        return "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
+    groups = close_groups(table, score, names)
+    text = "; ".join(listed(group, most=6) for group in groups[:_GROUPS])
+    further = f"; {len(groups) - _GROUPS} more groups are as close" if len(groups) > _GROUPS else ""
+    differing = f"no significant difference between {text}{further}" if text else "all differences are significant"
+    return f"Paired over {seeds} seeds (95 % intervals), {differing}."
 
 
 def hint(candidate: Candidate, row: Mapping[str, Any]) -> str:

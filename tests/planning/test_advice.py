@@ -20,8 +20,9 @@ import mmod
 from mmod.adapters.grids import resized_to_labels
 from mmod.analysis.statistics import Estimate, share_of
 from mmod.analysis.timing import Spread
+from mmod.compare import times
 from mmod.methods import methods_of, read_method
-from mmod.planning import comparison, samples
+from mmod.planning import samples
 from mmod.planning.advice import Advice, RecipeResult
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
@@ -53,7 +54,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], No
                 call()
             return {(name, batch): [of.get(name, 10.0)] * 3 for name, batch in calls}
 
-        monkeypatch.setattr(comparison, "interleave", interleave)
+        monkeypatch.setattr(times, "interleave", interleave)
 
     return set_times
 

@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 
 import mmod
 from mmod.cli import main
+from mmod.compare import times
 from mmod.data import DataConfig
 from mmod.methods import methods_of
-from mmod.planning import comparison
 from mmod.studies.advised import open_model
 from mmod.training import fit
 from mmod.training.engine.config import ScheduleConfig
@@ -30,7 +30,7 @@ from tests.kit.prompts import make_prompts
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comparison, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
+    monkeypatch.setattr(times, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
 
 
 def make_folder(root: Path, classes: int, images: int) -> Path:

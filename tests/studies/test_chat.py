@@ -13,8 +13,8 @@ import yaml
 from mmod import RoutingConfig
 from mmod.io.yaml import read_yaml
 from mmod.planning.resolve import resolve_routing
-from mmod.studies.chat import ChatStudy
 from mmod.studies.config import ChatStudyConfig
+from mmod.studies.study import plan, run_study
 from mmod.training.chat.config import TrainConfig
 from tests.kit.chat_configs import vlm_config
 
@@ -42,7 +42,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ChatStudyConfig:
 def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     rivals = {"resolution": {0.25: {"kind": "resolution", "image_size": 16}}}
     study = dataclasses.replace(study, rivals=rivals)
-    result = ChatStudy(study).run(progress=False)
+    result = run_study(study, progress=False)
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "p-mod", "random", "resolution-0.25"]
     dense, smaller = points["dense"], points["resolution-0.25"]
@@ -86,13 +86,13 @@ def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypat
         raise AssertionError("trained again")
 
     monkeypatch.setattr("mmod.training.chat.kind.RoutedTrainer", refuse)
-    again = ChatStudy(study).run(progress=False)
+    again = run_study(study, progress=False)
     assert [point.figures for point in again.points] == [point.figures for point in result.points]
 
 
 def test_jobs_start_from_the_dense_model_of_their_seed(study: ChatStudyConfig) -> None:
     routers = {"p-mod": {"preset": "p-mod"}, "random": {"router": "random", "blocks": [1, 2]}}
-    jobs = ChatStudy(dataclasses.replace(study, routers=routers, capacities=[0.5, 0.25])).plan()[1]
+    jobs = plan(dataclasses.replace(study, routers=routers, capacities=[0.5, 0.25]))[1]
     names = ["base", "dense", "p-mod-0.5", "p-mod-0.25", "random-0.5", "random-0.25"]
     assert [job.name for job in jobs] == names * 2
     for job in jobs:
@@ -105,7 +105,7 @@ def test_jobs_start_from_the_dense_model_of_their_seed(study: ChatStudyConfig) -
 
 
 def test_a_given_checkpoint_is_not_trained(study: ChatStudyConfig) -> None:
-    jobs = ChatStudy(dataclasses.replace(study, train_dense=False, seeds=1)).plan()[1]
+    jobs = plan(dataclasses.replace(study, train_dense=False, seeds=1))[1]
     assert [job.name for job in jobs] == ["dense", "p-mod", "random"]
 
 
@@ -117,7 +117,7 @@ def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:
     with pytest.raises(ValueError, match=r"rivals.prune.kind must be .*'resolution'"):
         dataclasses.replace(study, rivals={"prune": {0.5: {"kind": "prune"}}})
     with pytest.raises(ValueError, match=r"no data\.val"):
-        ChatStudy(dataclasses.replace(study, changes={"data": {"val": None}})).plan()[1]
+        plan(dataclasses.replace(study, changes={"data": {"val": None}}))[1]
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_what_a_later_run_would_refuse_is_refused_before_the_first(
 ) -> None:
     fields = {**changes, "output": str(tmp_path / "out")}
     with pytest.raises(ValueError, match=message):
-        ChatStudy(dataclasses.replace(study, **fields)).run(progress=False)
+        run_study(dataclasses.replace(study, **fields), progress=False)
     assert not (tmp_path / "out").exists()
 
 
@@ -147,8 +147,7 @@ def shipped(name: str) -> dict[str, TrainConfig]:
     config = ChatStudyConfig(**read_yaml(path))
     assert f"mmod tradeoff configs/tradeoff/{name}" in path.read_text()
     return {
-        job.name: job.config
-        for job in ChatStudy(dataclasses.replace(config, dense=str(ROOT / config.dense), seeds=1)).plan()[1]
+        job.name: job.config for job in plan(dataclasses.replace(config, dense=str(ROOT / config.dense), seeds=1))[1]
     }
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import shlex
 import shutil
 import urllib.error
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,14 +28,14 @@ from mmod.io.configs import find_config
 from mmod.io.store import STORE
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.features import (
-    FeatureScorer,
-    FeaturesStudy,
+    features_store,
+    identity_of_features,
     linear_probe,
     nearest_neighbours,
     split_by_class,
 )
 from mmod.studies.results import StudyResult
-from mmod.studies.scorer import Findings
+from mmod.studies.study import plan, run_study
 from mmod.training.engine.parse import read_config
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import feature_of, read_features
@@ -103,16 +103,8 @@ def config(files: Path, output: Path, **changes: Any) -> FeaturesStudyConfig:
 
 
 def run(study: FeaturesStudyConfig) -> tuple[StudyResult, list[dict[str, Any]]]:
-    kept: list[list[dict[str, Any]]] = []
-
-    class Watched(FeatureScorer):
-        def complete(self, rows: Sequence[dict[str, Any]], findings: Findings) -> list[dict[str, Any]]:
-            kept.append(super().complete(rows, findings))
-            return kept[-1]
-
-    watched = FeaturesStudy(study)
-    watched.scorer = Watched(study)
-    return watched.run(progress=False), kept[-1]
+    result = run_study(study, progress=False)
+    return result, [*result.rows]
 
 
 def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -> None:
@@ -161,24 +153,25 @@ def test_cheaper_versions_of_the_dense_model_are_judged_by_its_classifier(given_
                 shutil.copy(given_files / "photos" / f"class{label}" / f"{number}.png", folder)
     splits = {"images": str(tmp_path / "split"), "changes": {"data": {"train_split": "train", "val_split": "test"}}}
     study = config(given_files, tmp_path / "study", classifier="dense", strengths=[0.01], **splits)
-    run(study)
-    scorer, runs = FeatureScorer(study), {run.name: run.config for run in FeaturesStudy(study).plan()[1]}
-    identities = {name: {split: scorer._identity(runs[name], split) for split in ("fitted", "tested")} for name in runs}
-    fitted = {name for name in runs if {**identities[name]["fitted"], "batch": 0} in scorer.features}
+    by_name = {row["name"]: row for row in run(study)[1]}
+    features, runs = features_store(study), {run.name: run.config for run in plan(study)[1]}
+    identities = {
+        name: {split: identity_of_features(study, runs[name], split) for split in ("fitted", "tested")} for name in runs
+    }
+    fitted = {name for name in runs if {**identities[name]["fitted"], "batch": 0} in features}
     others = {"small-0.5", "resolution-0.6", "both-0.5"}
     # The same images at the same size are those of the dense model, which is also the rival at its size.
     assert fitted == {"dense", "resolution-1", *others}
-    train = read_features(scorer.features, identities["dense"]["fitted"])
+    train = read_features(features, identities["dense"]["fitted"])
     for name in ("attention-0.5", "merging-0.5", "resolution-1", "resolution-0.6"):
-        tested = read_features(scorer.features, identities[name]["tested"])
-        own = read_features(scorer.features, identities[name]["fitted"]) if name in others else train
+        tested = read_features(features, identities[name]["tested"])
+        own = read_features(features, identities[name]["fitted"]) if name in others else train
         x_ND = torch.cat([own.x_ND, tested.x_ND]).numpy()
         labels = torch.cat([own.label_N, tested.label_N]).numpy()
         split = (np.arange(len(own.label_N)), np.arange(len(own.label_N), len(labels)))
-        expected = linear_probe(x_ND, labels, [split], [0.01]).tolist()
-        assert f'"linear": {expected}' in (tmp_path / "study" / STORE).read_text()
+        assert by_name[name]["linear"] == pytest.approx(100 * linear_probe(x_ND, labels, [split], [0.01]).mean())
     with pytest.raises(ValueError, match=r"classifier=.dense. is fitted on data\.train_split and tested"):
-        FeaturesStudy(config(given_files, tmp_path / "other", classifier="dense")).run(progress=False)
+        run_study(config(given_files, tmp_path / "other", classifier="dense"), progress=False)
     with pytest.raises(ValueError, match="classifier='dense' needs tune=False and processes=1"):
         config(given_files, tmp_path / "other", classifier="dense", processes=2)
 
@@ -188,16 +181,16 @@ def test_too_few_images_of_a_class_are_refused_before_any_model_is_made(
 ) -> None:
     made: list[object] = []
     monkeypatch.setattr(ImageKind, "create", lambda self: made.append(self.config))
-    study = FeaturesStudy(config(given_files, tmp_path / "study", folds=EACH + 1, rivals={}, routers=ONE))
+    study = config(given_files, tmp_path / "study", folds=EACH + 1, rivals={}, routers=ONE)
     with pytest.raises(ValueError, match=rf"folds={EACH + 1} .* class 0 has {EACH}"):
-        study.run(progress=False)
+        run_study(study, progress=False)
     assert not made
 
 
 def test_a_wrong_folder_of_images_leaves_the_output_free(given_files: Path, tmp_path: Path) -> None:
     study = config(given_files, tmp_path, images=str(tmp_path / "photoz"))
     with pytest.raises(ValueError, match="photoz' is no folder"):
-        FeaturesStudy(study).run(progress=False)
+        run_study(study, progress=False)
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
@@ -220,8 +213,7 @@ def test_the_published_tables_are_of_the_model_of_their_command(name: str, tmp_p
     command, _, table = page.partition(f"    mmod tradeoff {name} ")[2].partition("\n")
     words = [tmp_path / "weights" if word == "FILE" else word for word in shlex.split(command)]
     config = read_config([str(find_config(name)), *map(str, words), "--maps", "0"], FeaturesStudyConfig)
-    study = FeaturesStudy(config)
-    dense: Any = study.plan()[1][0].config
+    dense: Any = plan(config)[1][0].config
     model = timm.create_model(dense.model.name, **dense.model.args)
     (row,) = [line for line in table.splitlines() if line.startswith(f"| dense, {dense.data.image_size} pixels")][:1]
     assert mmod.flops(model, dense.data.image_size).dense / 1e9 == pytest.approx(float(row.split("|")[2]), rel=0.005)

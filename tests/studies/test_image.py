@@ -18,12 +18,15 @@ from safetensors.torch import save_file
 
 import mmod
 from mmod.analysis.fronts import draw_tradeoff
+from mmod.compare.table import Measured, Table
 from mmod.io import jobs
 from mmod.io.yaml import read_yaml
 from mmod.planning import Candidate
 from mmod.studies.config import ImageStudyConfig
-from mmod.studies.image import ImageStudy
-from mmod.studies.results import SeedScores
+from mmod.studies.image import code, tell
+from mmod.studies.kind import Told
+from mmod.studies.report import verdict
+from mmod.studies.study import plan, run_study
 from mmod.training.engine.parse import read_config
 from mmod.training.engine.preflight import check_schedule
 from mmod.training.kinds import kind_of
@@ -56,7 +59,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
 
 
 def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = ImageStudy(study).run(progress=False)
+    result = run_study(study, progress=False)
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5", "shallow-3"]
     assert points["dense"].cost["gflops"] > points["shallow-3"].cost["gflops"] > 0
@@ -89,7 +92,7 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypa
     # Wherever the study is named from, or moved to, it is the same, and no run of it is done again.
     monkeypatch.chdir(folder.parent)
     folder.rename("moved")
-    moved = ImageStudy(dataclasses.replace(study, output="moved")).run(progress=False)
+    moved = run_study(dataclasses.replace(study, output="moved"), progress=False)
     assert [point.figures for point in moved.points] == [point.figures for point in result.points]
     Path("moved").rename(folder)
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")} == runs
@@ -104,7 +107,7 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypa
     plain = dataclasses.replace(
         apart, output=f"{study.output}-plain", tune=False, tune_dense=False, processes=1, maps=0
     )
-    untrained = {point.name: point for point in ImageStudy(plain).run(progress=False).points}
+    untrained = {point.name: point for point in run_study(plain, progress=False).points}
     assert list(untrained) == ["dense", "a-mod-0.5"]
     assert untrained["dense"].row()["top1"] == pytest.approx(points_apart["dense"].row()["before"])
     assert untrained["a-mod-0.5"].row()["top1"] == pytest.approx(points_apart["a-mod-0.5"].row()["before"])
@@ -114,7 +117,7 @@ def test_a_study_compares_and_can_be_continued(study: ImageStudyConfig, monkeypa
 def run_apart(study: ImageStudyConfig, path: Path) -> None:
     """Run a study whose processes are forked instead of started anew, and save its points by name."""
     jobs.multiprocessing = FORKING
-    path.write_bytes(pickle.dumps({point.name: point for point in ImageStudy(study).run(progress=False).points}))
+    path.write_bytes(pickle.dumps({point.name: point for point in run_study(study, progress=False).points}))
 
 
 def test_table_and_pictures_come_with_the_first_pair(
@@ -128,7 +131,7 @@ def test_table_and_pictures_come_with_the_first_pair(
         return draw_tradeoff(points, *of)
 
     monkeypatch.setattr("mmod.studies.report.draw_tradeoff", draw)
-    ImageStudy(dataclasses.replace(study, output=str(tmp_path / "out"), seeds=1, isoflop="none")).run()
+    run_study(dataclasses.replace(study, output=str(tmp_path / "out"), seeds=1, isoflop="none"))
     names = ["dense", "a-mod-0.5", "threshold-0.5", "random-0.5"]
     assert [[point["name"] for point in stage] for stage in stages] == [names[:2], names[:3], names, names]
     assert all(("latency_ms" in point) == (stage is stages[-1]) for stage in stages for point in stage)
@@ -146,7 +149,7 @@ def test_an_evaluation_of_another_routing_is_not_taken(study: ImageStudyConfig, 
     kept = []
     for min_tokens in (2, 12):
         routing = {"router": "norm", "select": {"name": "threshold", "threshold": 0.99, "min_tokens": min_tokens}}
-        result = ImageStudy(dataclasses.replace(plain, routers={"norm": routing})).run(progress=False)
+        result = run_study(dataclasses.replace(plain, routers={"norm": routing}), progress=False)
         kept.append(result.points[1].row()["kept"])
     assert kept[0] < kept[1]
 
@@ -157,10 +160,10 @@ PRUNE = {"prune": {0.7: {"kind": "prune", "keep": 0.6}, 0.5: {"kind": "prune", "
 
 def test_models_are_named_by_the_budget_whose_fields_they_have(study: ImageStudyConfig) -> None:
     plain = dataclasses.replace(study, routers=BUDGETS, rivals=PRUNE, isoflop="none", seeds=1)
-    _, jobs = ImageStudy(plain).plan()
+    _, jobs = plan(plain)
     assert [job.name for job in jobs[2:]] == ["a-mod-0.7", "a-mod-0.5", "prune-0.7", "prune-0.5"]
     assert [job.config.image_routing.capacity for job in jobs[2:4]] == [0.6, 0.3]
-    _, jobs = ImageStudy(dataclasses.replace(plain, budgets=[0.5])).plan()
+    _, jobs = plan(dataclasses.replace(plain, budgets=[0.5]))
     assert [job.name for job in jobs[2:]] == ["a-mod-0.5", "prune-0.5"]
 
 
@@ -175,22 +178,27 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
         rivals=PRUNE,
         then={"output": "tuned", "tune": True, "seeds": 2},
     )
-    assert {job.seed for job in ImageStudy(plain).plan()[1]} == {0}
-    following = plain.following()
+    assert {job.seed for job in plan(plain)[1]} == {0}
+    following = plain.following
     assert isinstance(following, ImageStudyConfig)
-    assert (following.output, following.following()) == (str(Path(study.output) / "tuned"), None)
-    assert {job.seed for job in ImageStudy(following).plan()[1]} == {0, 1}
+    assert (following.output, following.following) == (str(Path(study.output) / "tuned"), None)
+    assert {job.seed for job in plan(following)[1]} == {0, 1}
 
 
 def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: ImageStudyConfig) -> None:
-    changed = ImageStudy(dataclasses.replace(study, latency_batch=16))
-    changed.costs.caption = ["Images: some"]
-    changed.costs.images = 1000
-    changed.costs.chance = 2.0
-    scores = {"dense": {0: 90.0}, "a": {0: 88.0}, "b": {0: 89.0}, "c": {0: 85.0}}
-    costs = {name: {"latency_ms": ms} for name, ms in (("dense", 3.0), ("a", 1.9), ("b", 2.2), ("c", 1.8))}
-    text = changed.report.text(SeedScores(scores), costs)
-    assert text.splitlines() == [
+    config = dataclasses.replace(study, latency_batch=16)
+    facts = {"images": ["Images: some"], "depth": 4}
+    prune = Candidate("prune", methods=({"kind": "prune", "keep": 0.5, "blocks": [1]},))
+    table = Table()
+    # With so many images, 2.0 points are the interval of a difference at 90 %.
+    for name, top1 in (("dense", 90.0), ("a", 88.0), ("b", 89.0), ("c", 85.0)):
+        table.add(name, 0, Measured({"top1": top1}, samples=1729))
+    candidates = {name: dataclasses.replace(prune, name=name) for name in table.runs}
+    ms = {"dense": 3.0, "a": 1.9, "b": 2.2, "c": 1.8}
+    timed = dataclasses.replace(table, costs={name: {"latency_ms": time} for name, time in ms.items()})
+    untimed = dataclasses.replace(table, costs={name: {} for name in ms})
+    told = tell(config, timed, candidates, facts)
+    assert told.text.splitlines() == [
         "What to use, in batches of 16:",
         "",
         "- 1.25 times the dense speed: b, -1.0 points; no clear difference from a",
@@ -199,32 +207,26 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         "",
         "Images: some",
         "",
-        "1,000 test images: differences below 2.0 points may be chance. About 4,000 would tell one point. One seed: "
+        "1,729 test images: differences below 2.0 points may be chance. About 7,000 would tell one point. One seed: "
         "`--seeds 5` gives confidence intervals over runs.",
     ]
-    assert changed.report.recommended(SeedScores(scores), costs) == ["b", "a"]
-    assert changed.report.recommended(SeedScores(scores), {name: {} for name in scores}) == []
+    assert told.recommended == ["b", "a"]
+    assert tell(config, untimed, candidates, facts) == Told(verdict(table, "top1", list(ms)))
     # What is recommended can be copied.
-    prune = Candidate("prune", methods=({"kind": "prune", "keep": 0.5, "blocks": [1]},))
     gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
     small = Candidate("small", image_size=24, changes={"model": {"args": {"depth": 3}}})
-    code = changed.report.code([prune, gradual, small])
-    routed, size = re.findall(r"```\w+\n(.*?)\n```", code, re.DOTALL)[1:]
-    assert f"mmod.load_pretrained('{changed.config.output}/seed0/prune/model')" in code
+    text = code(config, [prune, gradual, small], facts)
+    routed, size = re.findall(r"```\w+\n(.*?)\n```", text, re.DOTALL)[1:]
+    assert f"mmod.load_pretrained('{config.output}/seed0/prune/model')" in text
     assert yaml.safe_load(size) == {"model": {"args": {"depth": 3, "img_size": 24}}, "data": {"image_size": 24}}
     model = timm.create_model("test_vit")
-    changed.costs.depth = len(model.blocks)
-    (routed,) = re.findall(r"```\w+\n(.*?)\n```", changed.report.code([gradual]), re.DOTALL)
+    (routed,) = re.findall(r"```\w+\n(.*?)\n```", code(config, [gradual], {"depth": len(model.blocks)}), re.DOTALL)
     exec(routed, {"model": model})
     assert mmod.is_routed(model)
     # Seeds say nothing where nothing is trained, nor of other dense models.
-    fixed = ImageStudy(
-        dataclasses.replace(changed.config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
-    )
-    assert fixed.report.text(SeedScores(scores), costs).endswith(
-        "from one dense model; another may rank them differently."
-    )
-    assert "--seeds" not in fixed.report.text(SeedScores(scores), {name: {} for name in scores})
+    fixed = dataclasses.replace(config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
+    assert tell(fixed, timed, candidates, facts).text.endswith("one dense model; another may rank them differently.")
+    assert "--seeds" not in tell(fixed, untimed, candidates, facts).text
 
 
 @pytest.mark.parametrize(
@@ -269,7 +271,7 @@ def test_wrong_studies_fail_before_the_first_run(
 ) -> None:
     fields = {**vars(study), "output": str(tmp_path / "out"), **changes}
     with pytest.raises(error, match=message):
-        ImageStudy(ImageStudyConfig(**fields)).run(progress=False)
+        run_study(ImageStudyConfig(**fields), progress=False)
     assert not (tmp_path / "out").exists()
 
 
@@ -296,7 +298,7 @@ CONTROLS = {
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_study_configs_plan_their_runs(path: Path) -> None:
     config = ImageStudyConfig(**read_yaml(path))
-    _, planned = ImageStudy(config).plan()
+    _, planned = plan(config)
     assert planned[0].name == ("base" if config.tune_dense and config.train_dense else "dense")
     # No method stands without its controls: where tokens are chosen, those at random and evenly spread ones.
     controls = {series for series in map(config.controls.get, config.series) if series}
@@ -316,9 +318,9 @@ def test_study_configs_plan_their_runs(path: Path) -> None:
 
 def test_budgets_of_the_smallest_study_are_shares_of_the_dense_flops() -> None:
     config = ImageStudyConfig(**read_yaml("my-model"))
-    study = ImageStudy(dataclasses.replace(config, dense={**dense_of(config), "model": {"name": SMALL, "args": {}}}))
+    small = dataclasses.replace(config, dense={**dense_of(config), "model": {"name": SMALL, "args": {}}})
     shares = {}
-    for job in study.plan()[1]:
+    for job in plan(small)[1]:
         with torch.device("meta"):
             model = kind_of(job.config).create()
         shares[job.name] = mmod.flops(model, job.config.data.image_size).routed
@@ -358,7 +360,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(tmp_path: Path) 
         "maps": 0,
     }
     words = [word for key, value in options.items() for word in (f"--{key}", str(value))]
-    result = ImageStudy(read_config(["my-model", *words], ImageStudyConfig)).run(progress=False)
+    result = run_study(read_config(["my-model", *words], ImageStudyConfig), progress=False)
     series = {point.series for point in result.points}
     assert series == {"dense", "gradual", "a-mod", "random", "tome", "smaller-image"}
     assert "12 test images: differences below" in result.table
@@ -366,8 +368,6 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(tmp_path: Path) 
 
 def test_models_are_not_trained_on_the_images_of_the_evaluation() -> None:
     words = ["my-model", "--tune", "true"]
-    study = ImageStudy(read_config(words, ImageStudyConfig))
     with pytest.raises(ValueError, match=r"on the images of the evaluation: .* both 'val'"):
-        study.plan()
-    apart = ImageStudy(read_config([*words, "--dense.data.train_split", "train"], ImageStudyConfig))
-    assert apart.plan()[1]
+        plan(read_config(words, ImageStudyConfig))
+    assert plan(read_config([*words, "--dense.data.train_split", "train"], ImageStudyConfig))[1]

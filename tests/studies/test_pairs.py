@@ -9,7 +9,7 @@ import yaml
 
 from mmod.io.yaml import read_yaml
 from mmod.studies.config import PairsStudyConfig
-from mmod.studies.pairs import PairsStudy
+from mmod.studies.study import plan, run_study
 from tests.kit.pairs_worker import MODEL, write_model
 from tests.kit.sets import SETS
 
@@ -46,7 +46,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> PairsStudyConfig:
 
 
 def test_a_study_compares_and_can_be_continued(study: PairsStudyConfig) -> None:
-    result = PairsStudy(study).run(progress=False)
+    result = run_study(study, progress=False)
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "a-mod-0.5", "threshold-0.5"]
     dense, both, image = points.values()
@@ -66,7 +66,7 @@ def test_a_study_compares_and_can_be_continued(study: PairsStudyConfig) -> None:
     assert len(json.loads((folder / "tradeoff.json").read_text())["points"]) == 3
     runs = {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")}
     assert len(runs) == 8
-    again = PairsStudy(study).run(progress=False)
+    again = run_study(study, progress=False)
     assert [point.figures for point in again.points] == [point.figures for point in result.points]
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("result.json")} == runs
 
@@ -87,14 +87,14 @@ def test_wrong_studies_fail_before_the_first_run(
     study: PairsStudyConfig, tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        PairsStudy(PairsStudyConfig(**{**vars(study), "output": str(tmp_path / "out"), **changes})).run()
+        run_study(PairsStudyConfig(**{**vars(study), "output": str(tmp_path / "out"), **changes}))
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("path", sorted(Path("configs/tradeoff").glob("clip*.yaml")), ids=lambda path: path.stem)
 def test_study_configs_plan_their_runs(path: Path) -> None:
     config = PairsStudyConfig(**read_yaml(path))
-    _, planned = PairsStudy(config).plan()
+    _, planned = plan(config)
     assert [job.name for job in planned[:2]] == ["base", "dense"]
     assert "random" in config.routers
     routed = [job for job in planned if job.config.routing is not None]

@@ -12,7 +12,7 @@ import yaml
 from mmod.analysis import flops
 from mmod.studies.candidates import candidates_of
 from mmod.studies.config import ImageStudyConfig
-from mmod.studies.image import ImageStudy
+from mmod.studies.study import plan, run_study
 from mmod.training import TrainConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.image.kind import ImageKind
@@ -48,7 +48,7 @@ def study(tmp_path: Path) -> ImageStudyConfig:
 
 
 def test_a_study_of_patches(study: ImageStudyConfig) -> None:
-    result = ImageStudy(study).run(progress=False)
+    result = run_study(study, progress=False)
     rows = {point.name: point.row() for point in result.points}
     names = ["dense", "a-mod-0.5", "random-0.5", "prune-0.5", "merge-0.5", "resolution-0.5", "narrow-0.5"]
     assert list(rows) == names
@@ -67,10 +67,10 @@ def test_a_study_of_patches(study: ImageStudyConfig) -> None:
 
 def test_rivals_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    study = ImageStudy(parse_config(["configs/tradeoff/patches.yaml"], ImageStudyConfig))
+    config = parse_config(["configs/tradeoff/patches.yaml"], ImageStudyConfig)
     dense = TrainConfig.load("configs/patches/dense.yaml")
     costs = {}
-    for candidate in candidates_of(study.config, ImageKind, dense, dense):
+    for candidate in candidates_of(config, dense, dense):
         config = candidate.configure(dense, dense)
         size = config.data.image_size
         costs[candidate.name] = flops(ImageKind(config).create(), (1, size, size)).routed
@@ -84,4 +84,4 @@ def test_rivals_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.Monk
 def test_a_score_of_patches_needs_their_labels(study: ImageStudyConfig) -> None:
     model = {"model": {"args": {"global_pool": "avg"}}, "data": {"source": "digits:tiny", "label_patch": None}}
     with pytest.raises(ValueError, match="score='mean_iou' is one of patches"):
-        ImageStudy(dataclasses.replace(study, changes=model)).plan()
+        plan(dataclasses.replace(study, changes=model))

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from mmod.studies.config import ImageStudyConfig
-from mmod.studies.image import ImageStudy
+from mmod.studies.study import epochs_of, plan, run_study
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
 
@@ -47,7 +47,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
 
 
 def test_rivals_are_tuned_costed_timed_and_compared(study: ImageStudyConfig) -> None:
-    result = ImageStudy(study).run(progress=False)
+    result = run_study(study, progress=False)
     rows = {point.name: point.row() for point in result.points}
     assert list(rows) == ["dense", "random-0.5", *(f"{name}-0.5" for name in RIVALS)]
     for name, row in rows.items():
@@ -71,7 +71,7 @@ def test_a_missing_checkpoint_of_a_rival_ends_the_study_before_its_first_run(stu
     small = {0.5: {"kind": "smaller", "args": {"depth": 2}, "checkpoint": "runs/none"}}
     config = dataclasses.replace(study, output=f"{study.output}-missing", rivals={"small": small})
     with pytest.raises(FileNotFoundError, match="no checkpoint at 'runs/none'"):
-        ImageStudy(config).run(progress=False)
+        run_study(config, progress=False)
     assert not Path(config.output).exists()
 
 
@@ -84,15 +84,14 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
         controls={"tuned": "still", "still": None, "small": "recursions"},
         tune_dense=False,
     )
-    image_study = ImageStudy(config)
-    candidates, jobs = image_study.plan()
+    candidates, jobs = plan(config)
     runs = {job.name: job.config for job in jobs}
     assert {candidate.name: candidate.control for candidate in candidates if candidate.control} == {
         "tuned-0.5": "still-0.5",
         "small-0.5": "recursions-0.5",
     }
     trained = ("tuned-0.5", "still-0.5", "small-0.5", "recursions-0.5", "merge-0.5")
-    assert [image_study.epochs[name] for name in trained] == ["1 + 1 (routers)", "1", "2", "2", "1 + 1"]
+    assert [epochs_of(jobs)[name] for name in trained] == ["1 + 1 (routers)", "1", "2", "2", "1 + 1"]
     assert [job.name for job in jobs if not job.is_trained] == ["still-0.5"]
     assert (runs["tuned-0.5"].trained, runs["tuned-0.5"].optim.lr) == ("routers", 0.5)
     assert runs["merge-0.5"].optim == runs["dense"].optim != runs["tuned-0.5"].optim
@@ -104,11 +103,10 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
 def test_a_study_of_what_starts_from_scratch_alone_trains_all_as_long(study: ImageStudyConfig) -> None:
     rivals = {name: RIVALS[name] for name in ("narrow", "recursions")}
     scratch: dict[str, Any] = {"routers": {}, "tune": False, "tune_dense": False, "rivals": rivals}
-    image_study = ImageStudy(dataclasses.replace(study, **scratch))
-    _, jobs = image_study.plan()
+    _, jobs = plan(dataclasses.replace(study, **scratch))
     assert [job.name for job in jobs] == ["dense", *ANEW]
     assert all(job.is_trained and not job.is_tuned for job in jobs)
-    assert set(image_study.epochs.values()) == {"1"}
+    assert set(epochs_of(jobs).values()) == {"1"}
 
 
 def test_each_model_gets_the_rate_that_was_best_on_the_validation_split(study: ImageStudyConfig) -> None:
@@ -116,7 +114,7 @@ def test_each_model_gets_the_rate_that_was_best_on_the_validation_split(study: I
     searched = dataclasses.replace(
         study, output=f"{study.output}-rates", rivals=few, rates=[1.0, 2.0], seeds=2, before=False, latency_batches=[8]
     )
-    result = ImageStudy(searched).run(progress=False)
+    result = run_study(searched, progress=False)
     assert "At batch 8, no entrant that is as fast is significantly better" in result.table
     rates = json.loads((result.folder / "tradeoff.json").read_text())["rates"]
     assert list(rates) == [point.name for point in result.points]
@@ -131,7 +129,7 @@ def test_each_model_gets_the_rate_that_was_best_on_the_validation_split(study: I
         assert (run["data"]["val_split"], trial["data"]["val_split"]) == ("test", "val")
 
     finished = {path: path.stat().st_mtime_ns for path in result.folder.rglob("result.json")}
-    again = ImageStudy(searched).run(progress=False)
+    again = run_study(searched, progress=False)
     assert [point.figures for point in again.points] == [point.figures for point in result.points]
     assert {path: path.stat().st_mtime_ns for path in result.folder.rglob("result.json")} == finished
 
@@ -160,5 +158,5 @@ def _result(folder: Path) -> float:
 )
 def test_wrong_rivals_fail_before_the_first_run(study: ImageStudyConfig, changes: dict[str, Any], message: str) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
-        ImageStudy(dataclasses.replace(study, output=f"{study.output}-wrong", **changes)).run(progress=False)
+        run_study(dataclasses.replace(study, output=f"{study.output}-wrong", **changes), progress=False)
     assert not Path(f"{study.output}-wrong").exists()

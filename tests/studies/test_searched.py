@@ -12,10 +12,9 @@ import yaml
 
 from mmod import RoutingConfig
 from mmod.io.store import STORE
-from mmod.studies.chat import ChatStudy
 from mmod.studies.config import ChatStudyConfig, ImageStudyConfig, PairsStudyConfig
-from mmod.studies.image import ImageStudy
-from mmod.studies.study import Study
+from mmod.studies.runs import Plans, ready
+from mmod.studies.study import plan, run_study
 from tests.kit.chat_configs import vlm_config
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
@@ -23,10 +22,10 @@ from tests.kit.sets import SETS
 QUICK = {"batches": 1, "batch_size": 4, "options": [[0, "mlp", "kept"], [0.5, "block", "kept"]]}
 
 
-def image_study(folder: Path) -> tuple[Study, ImageStudyConfig]:
+def image_study(folder: Path) -> ImageStudyConfig:
     """Return a study of two budgets, fine-tuned at one of two learning rates."""
     (folder / "dense.yaml").write_text(yaml.safe_dump(DENSE))
-    config = ImageStudyConfig(
+    return ImageStudyConfig(
         output=str(folder / "out"),
         dense=str(folder / "dense.yaml"),
         capacities=[0.8, 0.7],
@@ -41,17 +40,16 @@ def image_study(folder: Path) -> tuple[Study, ImageStudyConfig]:
         latency_batch=16,
         latency_batches=[],
     )
-    return ImageStudy(config), config
 
 
-def chat_study(folder: Path) -> tuple[Study, ChatStudyConfig]:
+def chat_study(folder: Path) -> ChatStudyConfig:
     """Return a study of two budgets without any training."""
     fields = vlm_config(folder).to_dict()
     fields["trainer"] |= {"save_strategy": "no", "max_steps": 1}
     fields["max_new_tokens"] = 3
     (folder / "dense.yaml").write_text(yaml.safe_dump(fields))
     quick = {**QUICK, "options": [[0, "mlp", "kept"], [0, "block", "all"]]}
-    config = ChatStudyConfig(
+    return ChatStudyConfig(
         output=str(folder / "out"),
         dense=str(folder / "dense.yaml"),
         capacities=[0.9, 0.8],
@@ -64,13 +62,12 @@ def chat_study(folder: Path) -> tuple[Study, ChatStudyConfig]:
         latency_rounds=2,
         maps=0,
     )
-    return ChatStudy(config), config
 
 
 @pytest.mark.parametrize("make", [image_study, chat_study])
 def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    study, config = make(tmp_path)
-    result = study.run(progress=False)
+    config = make(tmp_path)
+    result = run_study(config, progress=False)
     points = {point.name: point for point in result.points}
     budgets = [f"{budget:g}" for budget in config.capacities]
     assert list(points) == ["dense", *(f"searched-{budget}" for budget in budgets)]
@@ -81,22 +78,23 @@ def test_each_seed_has_plans_of_its_own(make: Any, tmp_path: Path, monkeypatch: 
         assert {path.name for path in folder.glob("*.json")} == {f"flops-{budget}.json" for budget in budgets}
         plans = [RoutingConfig.load(folder / f"flops-{budget}.json") for budget in budgets]
         assert plans[0] != plans[1]
-    jobs = {job.name: job for job in study.plan()[1] if job.seed == 0}
-    cheap, dear = (study.ready(jobs[f"searched-{budget}"]).config for budget in reversed(budgets))
+    jobs = {job.name: job for job in plan(config)[1] if job.seed == 0}
+    plans: Plans = {}
+    cheap, dear = (ready(config, plans, jobs[f"searched-{budget}"]).config for budget in reversed(budgets))
     assert cheap.routing != dear.routing
-    assert study.ready(jobs["dense"]) is jobs["dense"]
+    assert ready(config, plans, jobs["dense"]) is jobs["dense"]
 
     def refuse(*args: object, **kwargs: object) -> None:
         raise AssertionError("scored again")
 
     monkeypatch.setattr("mmod.planning.divergence.Divergence.added", refuse)
-    again = type(study)(config).run(progress=False)
+    again = run_study(config, progress=False)
     assert [point.figures for point in again.points] == [point.figures for point in result.points]
     assert json.loads((Path(config.output) / "tradeoff.json").read_text())["points"]
 
 
 def test_what_no_search_can_do_is_refused_before_anything_runs(tmp_path: Path) -> None:
-    _, config = image_study(tmp_path)
+    config = image_study(tmp_path)
     for fields, message in (
         ({"search": {"budgt": 0.5}}, "budgt"),
         ({"search": {"rounds": -1}}, "rounds"),

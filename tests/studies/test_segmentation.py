@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,8 @@ from PIL import Image
 from safetensors.torch import save_file
 
 from mmod.studies.config import FeaturesStudyConfig
-from mmod.studies.features import FeatureScorer, FeaturesStudy, Segmented
-from mmod.studies.scorer import Findings
+from mmod.studies.features import figures_of
+from mmod.studies.study import run_study
 
 ARGS = {
     "patch_size": 4,
@@ -80,17 +79,9 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> FeaturesStudyConfig:
 
 
 def test_every_model_answers_every_patch(study: FeaturesStudyConfig) -> None:
-    kept: list[dict[str, Any]] = []
-
-    class Watched(FeatureScorer):
-        def complete(self, rows: Sequence[dict[str, Any]], findings: Findings) -> list[dict[str, Any]]:
-            kept[:] = super().complete(rows, findings)
-            return kept
-
-    watched = FeaturesStudy(study)
-    watched.scorer = Watched(study)
-    table = watched.run(progress=False).table
-    by_name = {row["name"]: row for row in kept}
+    result = run_study(study, progress=False)
+    table = result.table
+    by_name = {row["name"]: row for row in result.rows}
     assert list(by_name) == ["dense", "merged-0.5", "random-0.5", "resolution-0.5", "merging-0.5", "pruning-0.5"]
     dense = by_name["dense"]
     assert dense["mean_iou"] > 60, "patches differ in colour"
@@ -102,7 +93,7 @@ def test_every_model_answers_every_patch(study: FeaturesStudyConfig) -> None:
             assert gap.low <= gap.high
     assert by_name["merged-0.5"]["to_control"] is not None
     assert "10 images; 95 % intervals" in table
-    again = FeaturesStudy(study).run(progress=False).table
+    again = run_study(study, progress=False).table
     assert [row.split("|")[1] for row in again.splitlines()[:8]] == [
         row.split("|")[1] for row in table.splitlines()[:8]
     ]
@@ -116,7 +107,7 @@ def test_mean_iou_is_that_of_all_patches_together(classes: int, images: int, see
         [[int(((label == one) & (guess == other)).sum()) for other in range(classes)] for one in range(classes)]
         for label, guess in zip(labels, guesses)
     ]
-    columns = Segmented(confusion=counts, kept={}, skipped=0).columns()
+    columns = figures_of({"confusion": np.array(counts)}, images)
     present = [one for one in range(classes) if (labels == one).any() or (guesses == one).any()]
     iou = [((labels == one) & (guesses == one)).sum() / ((labels == one) | (guesses == one)).sum() for one in present]
     assert columns["mean_iou"] == pytest.approx(100 * np.mean(iou))
@@ -126,7 +117,7 @@ def test_mean_iou_is_that_of_all_patches_together(classes: int, images: int, see
 @pytest.mark.parametrize("changes", [{"train_split": "test"}, {"source": "folder", "label_patch": None}])
 def test_patches_need_classes_and_a_split_to_fit_on(study: FeaturesStudyConfig, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"needs their classes, data\.label_patch"):
-        FeaturesStudy(dataclasses.replace(study, output="unused", changes={"data": changes})).run(progress=False)
+        run_study(dataclasses.replace(study, output="unused", changes={"data": changes}), progress=False)
     assert not Path("unused").exists()
 
 

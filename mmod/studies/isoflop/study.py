@@ -10,14 +10,15 @@ from typing import Any, NamedTuple
 
 from mmod.analysis.prefill import training_flops
 from mmod.analysis.statistics import published
+from mmod.compare.table import Measured, Table, compare, means_over_seeds
 from mmod.data.loader import text_stream
 from mmod.io.jobs import Job, Runner, Tick
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning.candidate import Candidate
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop.report import draw, optima, table, verdict
-from mmod.studies.jobs import best_rates, try_rates, with_rate
-from mmod.studies.results import StudyResult, means_over_seeds, write_outcome
+from mmod.studies.results import StudyResult, write_outcome
+from mmod.studies.runs import best_rates, rows_of, try_rates, with_rate
 from mmod.training.engine.kind import steps_of_epoch
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.evaluate import EvalResult
@@ -43,10 +44,9 @@ class Place(NamedTuple):
         """Name of its runs."""
         return f"{self.series}-{self.size}-{self.budget:g}"
 
-    def row(self, rate: float, evaluations: Mapping[int, EvalResult]) -> dict[str, Any]:
+    def row(self, rate: float, seeds: Mapping[int, Mapping[str, float]]) -> dict[str, Any]:
         """Return its columns at a learning rate: the figures of every seed, and their means."""
         facts = {name: value for name, value in self._asdict().items() if name != "config"}
-        seeds = {seed: evaluation.columns() for seed, evaluation in sorted(evaluations.items())}
         return {**facts, "rate": rate, "seeds": seeds, **means_over_seeds(seeds)}
 
     def job(self, rate: float, seed: int, folder: Path) -> Job[TrainConfig]:
@@ -97,19 +97,18 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
     places = plan(config)
     runner = Runner(config.processes, progress)
     rates = _find_rates(config, places, runner)
-    evaluations = {place.name: dict[int, EvalResult]() for place in places}
-    jobs: dict[tuple[str, int], Job[TrainConfig]] = {}
+    table = Table()
     # By seed, so that there is a picture after the first.
+    jobs = []
     for seed in range(config.seeds):
         folder = Path(config.output) / f"seed{seed}"
-        jobs |= {(place.name, seed): place.job(rates[place.name], seed, folder) for place in places}
-    of_folder = {job.config.output: key for key, job in jobs.items()}
+        jobs += [place.job(rates[place.name], seed, folder) for place in places]
+    names = [job.name for job in jobs[: len(places)]]
     result = None
-    for job, evaluation in runner.run(list(jobs.values()), _train):
-        name, seed = of_folder[job.config.output]
-        evaluations[name][seed] = evaluation
-        if all(seed in by_seed for by_seed in evaluations.values()):
-            points = [place.row(rates[place.name], evaluations[place.name]) for place in places]
+    for job in compare(table, jobs, _measure, runner):
+        if all(job.seed in table.runs.get(name, {}) for name in names):
+            figures = [table.figures(name) for name in names]
+            points = [place.row(rates[place.name], by_seed) for place, by_seed in zip(places, figures)]
             result = _write(config, points, runner)
     assert result is not None
     return result
@@ -177,6 +176,10 @@ def _train(job: Job[TrainConfig], tick: Tick) -> EvalResult:
     return TextKind(job.config).fit(progress=False, tick=tick).best
 
 
+def _measure(job: Job[TrainConfig], tick: Tick) -> Measured:
+    return rows_of(_train(job, tick))
+
+
 def _try(job: Job[TrainConfig], tick: Tick) -> float:
     """Return the loss that a learning rate leads to, infinite where it diverges."""
     try:
@@ -198,4 +201,4 @@ def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) 
     rows = [{key: value for key, value in row.items() if key != "seeds"} for row in points]
     write_outcome(folder, "isoflop", record, rows, text, {"isoflop": draw(points, config.score)})
     runner.say(f"{len(points)} models after {facts['cpu_seconds']:.0f} CPU seconds: {folder}/isoflop.{{md,png}}")
-    return StudyResult(folder, points, text, text, facts["cpu_seconds"])
+    return StudyResult(folder, points, points, text, text, facts["cpu_seconds"])

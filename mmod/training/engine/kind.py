@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from mmod.analysis import FlopReport
 from mmod.blocks import deciding_modules
+from mmod.compare.times import Reading
 from mmod.data.loader import BatchStream
 from mmod.methods import Method
-from mmod.planning.comparison import Reading
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.distributed import Process, choose_device
 from mmod.training.engine.evaluate import Rows

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from mmod import flops, freeze_dense_, learn_capacity_, set_capacity_, settle_capacity_, undo_
 from mmod.adapters import find_library, image_facts, image_output
 from mmod.analysis import FlopReport
+from mmod.compare.times import Reading
 from mmod.data.labels import ModelClasses
 from mmod.data.loader import BatchStream, evaluation_fields, find_images, image_stream, normalisation
 from mmod.io.files import is_of_transformers
 from mmod.methods import Method, methods_of
-from mmod.planning.comparison import Reading
 from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start

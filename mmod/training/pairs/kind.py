@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from mmod import is_routed
 from mmod.analysis import FlopReport, flops
+from mmod.compare.times import Reading
 from mmod.data.loader import BatchStream, find_pairs, pairs_stream
 from mmod.io.files import is_of_transformers
 from mmod.io.tensors import write_tensors
 from mmod.methods import Method
 from mmod.methods.read import is_added
-from mmod.planning.comparison import Reading
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.checkpoint import find_weights, read_weights

@@ -11,9 +11,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from mmod.compare.times import Reading
 from mmod.data.loader import BatchStream, find_text, text_stream
 from mmod.methods import Method
-from mmod.planning.comparison import Reading
 from mmod.training.engine import start
 from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.distributed import Process

@@ -22,7 +22,7 @@ import mmod
 from mmod.analysis.audit.judges import judge_classes
 from mmod.data.config import DataConfig
 from mmod.data.loader import image_stream
-from mmod.studies.features import Segmented
+from mmod.studies.features import classify_patches
 from mmod.training import (
     ClassificationTask,
     DistillConfig,
@@ -321,8 +321,10 @@ def test_a_linear_classifier_of_patches_sees_no_patch_without_a_class() -> None:
 
     study = SimpleNamespace(strengths=[1.0])
     moved = np.where((labels == IGNORED)[..., None], 1e3, x)
-    one, other = (Segmented.classify([features(v), features(v)], study) for v in (x, moved))  # type: ignore[arg-type]
-    assert one == other
-    confusion = np.array(one["confusion"])
+    confusion, other = (
+        classify_patches([features(v), features(v)], study)["confusion"]  # type: ignore[arg-type]
+        for v in (x, moved)
+    )
+    assert (confusion == other).all()
     assert confusion.shape == (8, 3, 3)
     assert confusion.sum((1, 2)).tolist() == (labels != IGNORED).sum(1).tolist()

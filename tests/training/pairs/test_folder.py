@@ -14,7 +14,7 @@ from PIL import Image
 
 import mmod
 from mmod.studies.config import PairsStudyConfig
-from mmod.studies.pairs import PairsStudy
+from mmod.studies.study import run_study
 from mmod.training import fit
 from mmod.training.pairs.config import ModelConfig, TrainConfig
 from mmod.training.pairs.kind import PairsKind
@@ -122,7 +122,7 @@ def test_a_study_compares_a_folder_routed_and_dense(tmp_path: Path) -> None:
         latency_batch=4,
         latency_rounds=2,
     )
-    points = {point.name: point for point in PairsStudy(study).run(progress=False).points}
+    points = {point.name: point for point in run_study(study, progress=False).points}
     dense_point, routed = points["dense"], points["a-mod-0.5"]
     assert dense_point.cost["image_gflops"] > routed.cost["image_gflops"] > 0
     assert dense_point.cost["text_gflops"] == routed.cost["text_gflops"] > 0

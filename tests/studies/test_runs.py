@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
+from mmod.compare.table import Measured
+from mmod.io.store import STORE, Store
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.studies.scorer import Scorer
+from mmod.studies.runs import evaluate_start
 from mmod.training import fit
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.kind import ImageKind
@@ -34,9 +34,8 @@ def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, m
     assess, calls = ImageKind.assess, []
     monkeypatch.setattr(ImageKind, "assess", lambda *args: calls.append("") or assess(*args))  # type: ignore[func-returns-value]
 
-    def evaluate(folder: Path, config: TrainConfig) -> Any:
-        scorer: Any = Scorer(SimpleNamespace(output=str(folder)), "top1", "")
-        return scorer._evaluate_start(config)
+    def evaluate(folder: Path, config: TrainConfig) -> Measured:
+        return evaluate_start(Store(folder / STORE), config)
 
     first = evaluate(tmp_path / "study", start)
     assert evaluate(tmp_path / "study", start) == first
@@ -52,5 +51,5 @@ def test_a_model_is_evaluated_once_and_anew_with_other_weights(tmp_path: Path, m
     (file.parent / "sha256.json").unlink()
     state, header = read_tensors(file)
     write_tensors(file, {name: torch.zeros_like(value) for name, value in state.items()}, header)
-    assert evaluate(tmp_path / "moved", moved).loss != first.loss
+    assert evaluate(tmp_path / "moved", moved).figures["loss"] != first.figures["loss"]
     assert len(calls) == 3

@@ -1,0 +1,223 @@
+"""The table of a comparison, and what is read from it: means, paired differences with intervals, who is best.
+
+Axes: N samples, S weightings of them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, combinations
+from statistics import mean, stdev
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mmod.analysis.statistics import (
+    Estimate,
+    Resampling,
+    change_of,
+    difference,
+    estimate_of,
+    resampled_means,
+    share_of,
+)
+from mmod.io.jobs import AnyJob, Runner, Tick
+from mmod.io.store import Store
+
+_DRAWS = 2000
+Outcomes = Mapping[str, np.ndarray]
+"""Values of the samples by column, (N, ...) each."""
+Weigh = Callable[[Outcomes, np.ndarray], np.ndarray]
+"""From outcomes and weightings of the samples (S, N), each with sum 1, to a figure under each of them (S,)."""
+Partners = Mapping[str, str | None]
+"""The candidate that each candidate is compared with, by name."""
+
+
+class Measured(NamedTuple):
+    """The rows of one candidate and seed.
+
+    Attributes:
+        figures: Figures of all samples together, by name.
+        kept: Mean kept share of tokens by module that decides.
+        samples: Number of samples.
+        skipped: Number of samples that could not be read.
+        outcomes: Columns of the samples, where these are compared one by one.
+    """
+
+    figures: Mapping[str, float]
+    kept: Mapping[str, float] = {}
+    samples: int = 0
+    skipped: int = 0
+    outcomes: Mapping[str, np.ndarray] = {}
+
+
+@dataclass
+class Table:
+    """What was measured of candidates.
+
+    Figures that samples have outcomes of are paired by sample, all others by seed.
+
+    Attributes:
+        runs: Rows by candidate and seed.
+        costs: FLOPs, memory and times of a sample, by candidate.
+        weigh: Figures that are no means of a column, and how they follow from the outcomes of weighted samples.
+        draws: Draws of the bootstrap over samples.
+    """
+
+    runs: dict[str, dict[int, Measured]] = field(default_factory=dict)
+    costs: dict[str, dict[str, float]] = field(default_factory=dict)
+    weigh: Mapping[str, Weigh] = field(default_factory=dict)
+    draws: int = _DRAWS
+
+    def add(self, name: str, seed: int, rows: Measured) -> None:
+        """Add the rows of a candidate and seed; outcomes join those of samples before."""
+        by_seed = self.runs.setdefault(name, {})
+        before = by_seed.get(seed)
+        if before is not None and rows.outcomes:
+            joined = {column: np.append(before.outcomes[column], values) for column, values in rows.outcomes.items()}
+            rows = rows._replace(samples=before.samples + rows.samples, outcomes=joined)
+        by_seed[seed] = rows
+
+    def figures(self, name: str) -> dict[int, Mapping[str, float]]:
+        """Return all figures of a candidate by seed."""
+        return {seed: rows.figures for seed, rows in sorted(self.runs[name].items())}
+
+
+def compare(
+    table: Table, jobs: Sequence[AnyJob], measure: Callable[[AnyJob, Tick], Measured], runner: Runner
+) -> Iterator[AnyJob]:
+    """Measure candidates and seeds, and yield each job once its rows are in the table.
+
+    Args:
+        jobs: One for each candidate and seed, by whose name and seed the table knows its rows.
+        measure: Returns the rows of a job, once (`measured_once`), so that a stopped comparison resumes; other
+            processes get it pickled.
+    """
+    for job, rows in runner.run(jobs, measure):
+        table.add(job.name, job.seed, rows)
+        yield job
+
+
+def measured_once(store: Store, identity: Mapping[str, Any], measure: Callable[[], Measured]) -> Measured:
+    """Return rows from a store, and measure them if they are not there."""
+    return Measured(**store.once(identity, lambda: measure()._asdict()))
+
+
+def by_seed(table: Table, figure: str, name: str) -> dict[int, float]:
+    """Return a figure of a candidate by seed; none before it is measured."""
+    return {seed: _value(rows, figure) for seed, rows in sorted(table.runs.get(name, {}).items())}
+
+
+def mean_of(table: Table, figure: str, name: str) -> float:
+    """Return the mean over seeds of a candidate's figure."""
+    return mean(by_seed(table, figure, name).values())
+
+
+def interval_of(table: Table, figure: str, name: str) -> Estimate:
+    """Return the mean of an outcome, with its interval over samples."""
+    outcome_N = _outcomes(table, name)[figure]
+    return share_of(outcome_N) if {0, 1}.issuperset(outcome_N) else _bootstrapped(outcome_N, table.draws)
+
+
+def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | None:
+    """Return the difference of a candidate's figure to another's, with its interval.
+
+    Returns:
+        None without another candidate, or where it shares no seed or sample yet.
+
+    Example:
+        >>> table = Table()
+        >>> for name, values in {"dense": [95.0, 94.0, 96.0], "a": [94.0, 93.2, 94.8]}.items():
+        ...     for seed, value in enumerate(values):
+        ...         table.add(name, seed, Measured({"top1": value}))
+        >>> print(gap(table, "top1", "a", "dense"), gap(table, "top1", "a", None))
+        -1.0 [-1.5, -0.5] None
+        >>> table.add("b", 0, Measured({}, outcomes={"right": np.ones(64)}))
+        >>> table.add("c", 0, Measured({}, outcomes={"right": np.eye(1, 64, 3)[0]}))
+        >>> print(interval_of(table, "right", "b"), gap(table, "right", "c", "b"))
+        1.0 [0.9, 1.0] -1.0 [-1.0, -0.9]
+    """
+    if other is None or other == name or other not in table.runs:
+        return None
+    one_outcomes = _outcomes(table, name)
+    other_outcomes = _outcomes(table, other)
+    if figure in table.weigh:
+        weigh = table.weigh[figure]
+        resampling = _resampling(table.runs[name][0].samples, table.draws)
+        return resampling.of(lambda weight_SN: weigh(one_outcomes, weight_SN) - weigh(other_outcomes, weight_SN))
+    if figure in one_outcomes:
+        # Candidates may be judged on the first samples alone.
+        count = min(len(one_outcomes[figure]), len(other_outcomes[figure]))
+        change_N = one_outcomes[figure][:count] - other_outcomes[figure][:count]
+        if not count:
+            return None
+        return change_of(change_N) if {-1, 0, 1}.issuperset(change_N) else _bootstrapped(change_N, table.draws)
+    values = by_seed(table, figure, name)
+    others = by_seed(table, figure, other)
+    return difference(values, others) if set(values) & set(others) else None
+
+
+def gaps(table: Table, figure: str, partners: Partners) -> dict[str, Estimate | None]:
+    """Return the difference of each candidate to its partner, see `gap`."""
+    return {name: gap(table, figure, name, partner) for name, partner in partners.items()}
+
+
+def best(table: Table, figure: str, names: Iterable[str]) -> str | None:
+    """Return the candidate with the best mean, the first of equal ones; None of none."""
+    return max(names, key=lambda name: mean_of(table, figure, name), default=None)
+
+
+def close_groups(table: Table, figure: str, names: Sequence[str]) -> list[list[str]]:
+    """Return groups of candidates without a significant difference, such that each such pair stands in one of them."""
+    near: dict[str, set[str]] = {}
+    for name in names:
+        differences = gaps(table, figure, dict.fromkeys(names, name))
+        near[name] = {other for other, value in differences.items() if value is None or not value.is_clear}
+    groups: list[list[str]] = []
+    for one, two in combinations(names, 2):
+        if two not in near[one] or any({one, two} <= set(group) for group in groups):
+            continue
+        group = [one, two]
+        for name in names:
+            if name not in group and near[name].issuperset(group):
+                group.append(name)
+        groups.append([name for name in names if name in group])
+    return groups
+
+
+def as_fast(ms: Mapping[str, float], name: str, tolerance: float = 1.02) -> list[str]:
+    """Return the other candidates that take no more time than one of them; measurements repeat to within 2 %."""
+    return [other for other, time in ms.items() if other != name and time <= tolerance * ms[name]]
+
+
+def unbeaten(ms: Mapping[str, float], is_better: Callable[[str, str], bool], tolerance: float = 1.02) -> list[str]:
+    """Return the candidates than which none that is as fast is clearly better: the Pareto front."""
+    return [name for name in ms if not any(is_better(other, name) for other in as_fast(ms, name, tolerance))]
+
+
+def means_over_seeds(figures: Mapping[int, Mapping[str, float]]) -> dict[str, float | None]:
+    """Return the mean `x` and standard deviation `x_std` of every figure by seed; None is that of a single seed."""
+    columns: dict[str, float | None] = {}
+    for name in dict.fromkeys(chain.from_iterable(figures.values())):
+        values = [by_name[name] for _, by_name in sorted(figures.items()) if name in by_name]
+        columns |= {name: mean(values), f"{name}_std": stdev(values) if len(values) > 1 else None}
+    return columns
+
+
+def _value(rows: Measured, figure: str) -> float:
+    return rows.figures[figure] if figure in rows.figures else float(rows.outcomes[figure].mean())
+
+
+def _outcomes(table: Table, name: str) -> Outcomes:
+    """Return the outcomes of a candidate, those of the first seed; runs of several seeds are paired by seed."""
+    return next(iter(table.runs[name].values())).outcomes
+
+
+def _bootstrapped(value_N: np.ndarray, draws: int) -> Estimate:
+    return estimate_of(float(value_N.mean()), resampled_means(value_N[:, None], draws, seed=0)[:, 0])
+
+
+# The same draws for all differences of a table.
+_resampling = functools.lru_cache(maxsize=1)(Resampling)

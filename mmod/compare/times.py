@@ -1,0 +1,63 @@
+"""Interleaved times of candidates: rows of (pass, candidate, round), and milliseconds and speed-ups from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import NamedTuple, TypeVar
+
+import torch
+
+from mmod.analysis.timing import interleave, relative_times
+from mmod.io.threads import on_timing_threads
+
+Pass = TypeVar("Pass")
+"""Names a timed pass, such as the kind of its samples and their number."""
+
+
+class Reading(NamedTuple):
+    """Forward passes to be timed, and the number of samples that they read together."""
+
+    call: Callable[[], object]
+    samples: int
+
+
+Readings = Mapping[str, Mapping[Pass, Reading]]
+"""The passes of each candidate by name."""
+
+
+def time_models(
+    readings: Readings[Pass],
+    *,
+    rounds: int,
+    device: torch.device,
+    warmup: int = 2,
+    shown: bool = False,
+) -> dict[Pass, dict[str, list[float]]]:
+    """Return milliseconds by pass, candidate and round, all in turns; see `mmod.analysis.timing.interleave`.
+
+    The caller switches gradients off. In inference mode a model may keep tensors that it cannot be trained with.
+    """
+    calls: dict[tuple[str, Pass], Callable[[], object]] = {}
+    for name, passes in readings.items():
+        calls |= {(name, of): reading.call for of, reading in passes.items()}
+    with on_timing_threads():
+        times = interleave(calls, seconds=0, rounds=rounds, device=device, warmup=warmup, shown=shown)
+    by_pass: dict[Pass, dict[str, list[float]]] = {}
+    for (name, of), by_round in times.items():
+        by_pass.setdefault(of, {})[name] = by_round
+    return by_pass
+
+
+def sample_times(
+    readings: Readings[Pass], base: str, *, rounds: int, device: torch.device, shown: bool = False
+) -> dict[Pass, dict[str, tuple[float, float]]]:
+    """Time candidates in turns, and return milliseconds of a sample and speed-up over one of them by pass and name."""
+    with torch.inference_mode():
+        times = time_models(readings, rounds=rounds, device=device, shown=shown)
+    figures: dict[Pass, dict[str, tuple[float, float]]] = {}
+    for of, by_name in times.items():
+        figures[of] = {
+            name: (total / readings[name][of].samples, speedup)
+            for name, (total, speedup) in relative_times(by_name, base).items()
+        }
+    return figures

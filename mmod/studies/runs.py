@@ -1,0 +1,176 @@
+"""The runs of a study: what is trained or evaluated, once, and the search for learning rates."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from torch import nn
+
+from mmod.compare.table import Measured, measured_once
+from mmod.io.files import sha256
+from mmod.io.jobs import AnyJob, Job, Runner, Tick
+from mmod.io.store import Store
+from mmod.planning.options import PlanOptions
+from mmod.studies.plan import search_for
+from mmod.training.engine.checkpoint import find_weights
+from mmod.training.engine.config import RunConfig
+from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.engine.run_folder import portable
+from mmod.training.kinds import kind_of
+
+Config = TypeVar("Config")
+Plans = dict[str, dict[str, Any]]
+"""Searched plans by `Search`; runs ask for theirs several times."""
+# Name of a model, and the factor of its learning rate.
+Trial = tuple[str, float]
+
+
+class Search(NamedTuple):
+    """How the routing of a run is searched before it starts, and the folder of the search."""
+
+    options: PlanOptions
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Run(Job[Config]):
+    """The training or evaluation of a model."""
+
+    is_tuned: bool = False  # It starts from the dense model's weights.
+    is_trained: bool = True
+    search: Search | None = None
+
+
+def ready(config: Any, plans: Plans, run: Run[Any]) -> Run[Any]:
+    """Return a run with the plan of its seed's dense model, where one is searched; it joins the plans.
+
+    Args:
+        config: The study's.
+    """
+    if run.search is None:
+        return run
+    key = str(run.search)
+    if key not in plans:
+        plans[key] = search_for(run.config, *run.search).plan.to_dict()
+    routing = config.routing_at(plans[key], None)
+    return dataclasses.replace(run, config=dataclasses.replace(run.config, routing=routing), search=None)
+
+
+def load(run: Run[Any]) -> nn.Module:
+    """Make the final model of a run, in evaluation mode on the device it was trained on."""
+    config = run.config.finished(run.config.output) if run.is_trained else run.config
+    return kind_of(config).load()
+
+
+def measure_run(config: Any, store: Store, run: Run[Any], tick: Tick) -> Measured:
+    """Do one run: train its model, or evaluate it as it starts.
+
+    Args:
+        config: The study's.
+        store: Keeps evaluations without training.
+    """
+    if not run.is_trained:
+        return evaluate_start(store, run.config)
+    before = {}
+    if run.is_tuned and config.before:
+        before["before"] = evaluate_start(store, run.config).figures[config.score]
+    rows = rows_of(train(run.config, tick))
+    return rows._replace(figures={**rows.figures, **before})
+
+
+def evaluate_start(store: Store, config: RunConfig) -> Measured:
+    """Evaluate the model that a run starts from, once."""
+    kind = kind_of(config)
+    identity = {"work": "rows of an evaluation", **identity_of(config)}
+    return measured_once(store, identity, lambda: rows_of(kind.assess(kind.load())))
+
+
+def train(config: Any, tick: Tick) -> Any:
+    """Train a run, or read the result of a finished one; return the evaluation to report."""
+    evaluation = kind_of(config).fit(progress=False, tick=tick).best
+    if evaluation is None:
+        raise ValueError("there is nothing to ask: set data.val")
+    return evaluation
+
+
+def rows_of(evaluation: RoutedResult) -> Measured:
+    """Return what the table of a comparison keeps of an evaluation."""
+    return Measured(evaluation.columns(), evaluation.kept, getattr(evaluation, "samples", 0))
+
+
+def identity_of(config: RunConfig) -> dict[str, Any]:
+    """Return what stands for the model that a run starts from, and for its data: the config, and checksums of weights.
+
+    The folder of the run is left out, and the path of a checkpoint is relative to it: studies can be moved.
+    """
+    fields = portable(config.to_dict())
+    del fields["output"]
+    weights = {}
+    for name in ("checkpoint", "image_checkpoint"):
+        path = getattr(config.model, name, None)
+        if path is not None:
+            weights[name] = _checksum(path)
+    return {"kind": config.kind, "config": fields, "weights": weights}
+
+
+def _checksum(checkpoint: str) -> list[str]:
+    """Return the checksums of the files that hold weights; of weights on a hub there are none."""
+    try:
+        path = find_weights(checkpoint)
+    except FileNotFoundError:
+        # A folder of transformers with several files, or a name on a hub.
+        path = Path(checkpoint)
+    files = [path] if path.is_file() else sorted([*path.glob("*.safetensors"), *path.glob("*.bin")])
+    return [_sha256(file, file.stat().st_mtime_ns) for file in files]
+
+
+@functools.lru_cache
+def _sha256(file: Path, changed: int) -> str:
+    return sha256(file)
+
+
+def starts_others(first: Run[Any]) -> bool:
+    """Return whether the first run of a study trains the dense model that others start from."""
+    return first.is_trained and not first.is_tuned
+
+
+def trials(runs: Sequence[Run[Any]], rates: Sequence[float], split: str, folder: str) -> dict[Trial, Run[Any]]:
+    """Return the runs that try factors of the learning rate, evaluated on a split, for the first seed's models."""
+    by_trial = {}
+    # A first run that others start from comes before all trials.
+    for run in runs[1:] if starts_others(runs[0]) else runs:
+        if run.seed != 0 or not run.is_trained:
+            continue
+        data = dataclasses.replace(run.config.data, val_split=split)
+        for rate in rates:
+            output = f"{folder}/{run.name}-{rate:g}"
+            config = dataclasses.replace(with_rate(run.config, rate), data=data, output=output)
+            by_trial[run.name, rate] = dataclasses.replace(run, config=config)
+    return by_trial
+
+
+def try_rates(
+    runner: Runner, by_trial: Mapping[Trial, AnyJob], do: Callable[[AnyJob, Tick], float], before: Sequence[AnyJob] = ()
+) -> dict[Trial, float]:
+    """Return the score of every trial, after runs that the trials start from."""
+    scores = {job.config.output: score for job, score in runner.run([*before, *by_trial.values()], do)}
+    return {trial: scores[job.config.output] for trial, job in by_trial.items()}
+
+
+def best_rates(scores: Mapping[Trial, float]) -> dict[str, float]:
+    """Return the best factor of every model by name, the first of equal ones."""
+    best: dict[str, float] = {}
+    for (name, rate), score in scores.items():
+        if name not in best or score > scores[name, best[name]]:
+            best[name] = rate
+    return best
+
+
+def with_rate(config: Any, rate: float) -> Any:
+    """Return a config with its learning rate multiplied."""
+    return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=rate * config.optim.lr))

@@ -1,0 +1,221 @@
+"""The table of a comparison: what is paired, by seed or by sample, and who is best, close or on the front."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import combinations
+from pathlib import Path
+from statistics import mean
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mmod.analysis.statistics import difference
+from mmod.compare.table import (
+    Measured,
+    Table,
+    as_fast,
+    best,
+    close_groups,
+    compare,
+    gap,
+    gaps,
+    interval_of,
+    mean_of,
+    means_over_seeds,
+    measured_once,
+    unbeaten,
+)
+from mmod.io.jobs import Job, Runner, Tick
+from mmod.io.store import Store
+from mmod.studies.report import verdict
+
+
+def by_seed(figures: Mapping[str, Mapping[int, float]]) -> Table:
+    """Return a table of a figure "top1" by candidate and seed."""
+    table = Table()
+    for name, values in figures.items():
+        for seed, value in values.items():
+            table.add(name, seed, Measured({"top1": value}))
+    return table
+
+
+def by_sample(outcomes: Mapping[str, list[float]]) -> Table:
+    """Return a table of an outcome "right" by candidate and sample."""
+    table = Table()
+    for name, values in outcomes.items():
+        table.add(name, 0, Measured({}, samples=len(values), outcomes={"right": np.array(values)}))
+    return table
+
+
+def test_the_interval_is_that_of_a_paired_t_test() -> None:
+    # Textbook value: t(0.975, 4) = 2.776.
+    scores, other = {s: 90.0 + s for s in range(5)}, {s: 88.0 + 1.5 * s for s in range(5)}
+    gaps = [scores[s] - other[s] for s in range(5)]
+    half = 2.776 * math.sqrt(sum((gap - mean(gaps)) ** 2 for gap in gaps) / 4) / math.sqrt(5)
+    actual = difference(scores, other)
+    assert actual.value == mean(gaps)
+    assert (actual.low, actual.high) == pytest.approx((mean(gaps) - half, mean(gaps) + half), abs=1e-3)
+    assert actual.seeds == 5
+
+
+def test_the_interval_holds_the_truth_as_often_as_it_says() -> None:
+    draws = torch.randn(2000, 4, generator=torch.Generator().manual_seed(0)).tolist()
+    clear = sum(difference(dict(enumerate(row)), dict.fromkeys(range(4), 0.0)).is_clear for row in draws)
+    assert 0.035 < clear / 2000 < 0.065
+
+
+def test_what_all_seeds_share_does_not_count() -> None:
+    scores = {0: 95.0, 1: 65.0, 2: 80.0}
+    gap = difference(scores, {seed: value - 1 for seed, value in scores.items()})
+    assert gap.value == gap.low == gap.high == 1
+    assert difference({0: 1.0, 7: 5.0}, {0: 3.0, 9: 4.0}).value == -2
+    with pytest.raises(ValueError, match="no shared seed"):
+        difference({0: 1.0}, {1: 1.0})
+
+
+def test_one_seed_claims_nothing() -> None:
+    table = by_seed({"a": {0: 95.0}, "b": {0: 70.0}})
+    value = gap(table, "top1", "a", "b")
+    assert value is not None
+    assert (value.has_interval, value.is_clear, str(value)) == (False, False, "+25.0")
+    assert (
+        verdict(table, "top1", ["a", "b"])
+        == "One seed: differences are not tested. Add --seeds 5 for confidence intervals."
+    )
+
+
+def test_models_whose_interval_holds_zero_are_named_and_not_ranked() -> None:
+    table = by_seed(
+        {
+            "dense": {0: 95.0, 1: 95.4, 2: 95.1},
+            "close": {0: 95.2, 1: 94.9, 2: 95.3},
+            "random": {0: 70.0, 1: 71.0, 2: 69.5},
+        }
+    )
+    assert verdict(table, "top1", [*table.runs]).endswith("no significant difference between dense and close.")
+    assert verdict(table, "top1", ["dense", "random"]).endswith("all differences are significant.")
+
+
+@given(st.lists(st.sampled_from([70.0, 75.0, 80.0, 85.0]), min_size=2, max_size=8))
+def test_each_pair_that_is_not_told_apart_stands_in_one_group(means: list[float]) -> None:
+    noise = [[0.0, 1.0, 3.0], [2.0, 0.0, 1.0], [0.0, 9.0, -9.0]]
+    figures = {
+        f"m{place}": {seed: mean + noise[place % 3][seed] for seed in range(3)} for place, mean in enumerate(means)
+    }
+    close = {
+        frozenset(pair)
+        for pair in combinations(figures, 2)
+        if not difference(*(figures[name] for name in pair)).is_clear
+    }
+    groups = close_groups(by_seed(figures), "top1", [*figures])
+    assert {frozenset(pair) for group in groups for pair in combinations(group, 2)} == close
+
+
+def test_models_without_a_partner_are_not_compared() -> None:
+    table = by_seed({"dense": {0: 3.0}, "a": {0: 2.0}, "late": {1: 2.0}})
+    differences = gaps(table, "top1", {"dense": "dense", "a": "dense", "late": "dense"})
+    assert differences["dense"] is None
+    assert differences["late"] is None
+    assert differences["a"] is not None
+    assert differences["a"].value == -1
+    assert set(gaps(table, "top1", dict.fromkeys(table.runs)).values()) == {None}
+    # A partner that has not run yet.
+    assert gaps(table, "top1", {"a": "another"}) == {"a": None}
+
+
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=20), st.data())
+def test_samples_are_paired_as_far_as_both_are_judged(scores: list[float], data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, len(scores)))
+    changed = data.draw(st.lists(st.floats(0, 1), min_size=count, max_size=count))
+    table = by_sample({"dense": scores, "a": changed, "none": []})
+    value = gap(table, "right", "a", "dense")
+    assert value is not None
+    assert value.value == pytest.approx(sum(changed) / count - sum(scores[:count]) / count, abs=1e-9)
+    assert value.low <= value.value + 1e-9
+    assert value.value - 1e-9 <= value.high
+    assert gap(table, "right", "none", "dense") is None
+    assert best(table, "right", ["dense", "a"]) == max(["dense", "a"], key=lambda name: mean_of(table, "right", name))
+    interval = interval_of(table, "right", "dense")
+    assert interval.value == pytest.approx(math.fsum(scores) / len(scores))
+    assert interval.low <= interval.value + 1e-9 <= interval.high + 2e-9
+
+
+@given(st.integers(2, 12), st.integers(0, 99))
+def test_a_figure_of_weighted_samples_is_bootstrapped_over_the_same_draws(samples: int, seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    outcomes = {name: draw.random(samples) for name in ("dense", "a")}
+
+    def root_mean_square(rows: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> np.ndarray:
+        return np.sqrt(weight_SN @ rows["x"] ** 2)
+
+    table = Table(weigh={"rms": root_mean_square}, draws=400)
+    for name, values in outcomes.items():
+        table.add(name, 0, Measured({}, samples=samples, outcomes={"x": values}))
+    value = gap(table, "rms", "a", "dense")
+    assert value is not None
+    assert value.value == pytest.approx(
+        math.sqrt(mean(outcomes["a"] ** 2)) - math.sqrt(mean(outcomes["dense"] ** 2)), abs=1e-9
+    )
+    # The slow definition: the figure of images that are drawn one by one.
+    drawn = np.random.default_rng(0).multinomial(samples, np.full(samples, 1 / samples), size=400)
+    places = [np.repeat(np.arange(samples), counts) for counts in drawn]
+    differences = [
+        math.sqrt(mean(outcomes["a"][place] ** 2)) - math.sqrt(mean(outcomes["dense"][place] ** 2)) for place in places
+    ]
+    assert (value.low, value.high) == pytest.approx(tuple(np.percentile(differences, (2.5, 97.5))), abs=1e-6)
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.tuples(st.integers(1, 5), st.integers(0, 5)), min_size=1))
+def test_the_unbeaten_are_the_pareto_front(models: dict[str, tuple[int, int]]) -> None:
+    ms = {name: float(time) for name, (time, _) in models.items()}
+
+    def is_better(one: str, other: str) -> bool:
+        return models[one][1] > models[other][1]
+
+    front = unbeaten(ms, is_better, tolerance=1.0)
+    for name, (time, score) in models.items():
+        beaten = any(fast <= time and high > score for fast, high in models.values())
+        assert (name in front) == (not beaten)
+    assert front
+
+
+def test_times_within_two_percent_are_as_fast() -> None:
+    ms = {"a": 1.0, "near": 1.02, "slow": 1.03}
+    assert as_fast(ms, "a") == ["near"]
+    assert as_fast(ms, "a", tolerance=1.0) == []
+    assert as_fast(ms, "slow") == ["a", "near"]
+
+
+def test_a_figure_that_some_seeds_lack_has_the_mean_of_the_others() -> None:
+    columns = means_over_seeds({1: {"top1": 3.0}, 0: {"top1": 1.0, "before": 2.0}})
+    assert columns == {"top1": 2.0, "top1_std": pytest.approx(math.sqrt(2)), "before": 2.0, "before_std": None}
+
+
+def test_a_stopped_comparison_measures_nothing_again(tmp_path: Path) -> None:
+    done = []
+
+    def measure(job: Job[float], tick: Tick) -> Measured:
+        def compute() -> Measured:
+            if len(done) == 2:
+                raise KeyboardInterrupt
+            done.append(job.name)
+            right_N = np.arange(3) * job.config
+            return Measured({"top1": job.config}, {"blocks.1": 0.5}, 3, outcomes={"right": right_N})
+
+        return measured_once(Store(tmp_path / "store.jsonl"), {"name": job.name, "seed": job.seed}, compute)
+
+    jobs = [Job(name, seed, 0.25 + seed) for seed in (0, 1) for name in ("dense", "a")]
+    with pytest.raises(KeyboardInterrupt):
+        list(compare(Table(), jobs, measure, Runner(progress=False)))
+    done.clear()
+    table = Table()
+    assert list(compare(table, jobs, measure, Runner(progress=False))) == jobs
+    assert done == ["dense", "a"]
+    assert table.figures("a") == {0: {"top1": 0.25}, 1: {"top1": 1.25}}
+    rows = table.runs["dense"][1]
+    assert (rows.kept, rows.samples, rows.outcomes["right"].tolist()) == ({"blocks.1": 0.5}, 3, [0, 1.25, 2.5])

@@ -1,0 +1,70 @@
+"""Candidates and their training configs, and the kinds of training and of studies that they are for."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mmod.lazy import import_path
+from mmod.planning.candidate import DENSE, Candidate
+from mmod.studies.command import CONFIGS as STUDY_CONFIGS
+from mmod.studies.kind import StudyKind
+from mmod.studies.study import STUDIES
+from mmod.training.engine.config import RunConfig
+from mmod.training.table import KINDS
+from tests.kit.image_study import config as image_config
+
+
+def test_a_candidate_changes_the_config_it_is_trained_by_and_nothing_else(tmp_path: Path) -> None:
+    dense = image_config(tmp_path, epochs=2)
+    start = dataclasses.replace(dense.model, checkpoint="runs/dense")
+    tuned = dataclasses.replace(dense, model=start, epochs=3)
+    merge = {"kind": "merge", "r": 2}
+    routing = {"router": "random", "capacity": 0.5}
+    assert Candidate(DENSE).configure(dense, tuned) is tuned
+    both = Candidate("both", methods=({"kind": "experts"},), routing=routing).configure(dense, tuned)
+    assert (both.methods, both.routing, both.model) == ([{"kind": "experts"}], routing, start)
+    small = Candidate("small", methods=(merge,), image_size=16).configure(dense, tuned)
+    assert (small.data.image_size, small.model.args["img_size"], small.methods) == (16, 16, [merge])
+    changes = {"epochs": 5, "model": {"args": {"depth": 2}}}
+    scratch = Candidate("scratch", from_scratch=True, changes=changes).configure(tuned, tuned)
+    assert (scratch.epochs, scratch.model.checkpoint) == (5, None)
+    assert scratch.model.args == {**dense.model.args, "depth": 2}
+    assert [Candidate("a", **fields).is_routed for fields in _ROUTED] == [False, True, False, True]
+
+
+_ROUTED: list[dict[str, Any]] = [
+    {},
+    {"routing": {"router": "random"}},
+    {"methods": ({"kind": "merge", "r": 2},)},
+    # Only methods that replace weights are trained from scratch, and their parts are chosen.
+    {"methods": ({"kind": "recursions"},), "from_scratch": True},
+]
+
+
+def test_a_method_of_another_package_is_printed_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    from mmod.methods import METHODS, Merge
+
+    monkeypatch.setattr(Merge, "__module__", "another.package")
+    assert METHODS["merge"] is Merge
+    candidate = Candidate("ToMe", methods=({"kind": "merge", "r": 8},))
+    assert candidate.code("image", 12) == "mmod.apply_(model, {'kind': 'merge', 'r': 8})"
+
+
+def test_each_kind_is_a_frozen_object_that_inherits_nothing() -> None:
+    for row in KINDS.values():
+        kind = import_path(row.kind)
+        assert kind.__bases__ == (object,)
+        assert [field.name for field in dataclasses.fields(kind)] == ["config"]
+        assert issubclass(import_path(row.config), RunConfig)
+
+
+def test_each_kind_of_study_has_a_config() -> None:
+    assert STUDIES.keys() == STUDY_CONFIGS.keys()
+    for path in STUDIES.values():
+        kind = import_path(path)
+        assert isinstance(kind, StudyKind)
+        assert kind.run_config in {import_path(row.config) for row in KINDS.values()}
