@@ -21,17 +21,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from sklearn.linear_model import LogisticRegression
 from sklearn.preprocessing import StandardScaler
-from torch import Tensor, nn
+from torch import Tensor
 from torchvision.datasets import ImageFolder
 
 from mmod.adapters import find_part
-from mmod.analysis.redundancy import RedundancyReport
-from mmod.compare.times import Reading, time_models
+from mmod.compare.table import Measured, Table
+from mmod.compare.times import time_models
 from mmod.io.store import STORE, Store
-from mmod.planning.advice import AGREEMENT, LEAST_SPEEDUP, Advice
+from mmod.planning.advice import LEAST_SPEEDUP, Advice
 from mmod.planning.candidate import DENSE, Candidate
-from mmod.planning.samples import FIRST_LOOK, Images, Judgement
-from mmod.planning.trials import ROUNDS, Trial, changed_models, rows_of, run_trials
+from mmod.planning.samples import AGREEMENT, FIRST_LOOK, Images
+from mmod.planning.trials import ROUNDS, changed_models, compare_early, judge_once, rows_of
 from mmod.planning.untrained import image_candidates
 from scripts.doc_tables import markdown
 
@@ -58,55 +58,20 @@ class Recorded(NamedTuple):
     times: dict[str, list[float]]
 
 
-class Named(nn.Module):
-    """Stands for a candidate whose scores are recorded."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self.name = name
-
-
-class Replayed:
-    """Some photographs as `mmod.advise` sees samples; a candidate's scores are read instead of measured."""
-
-    redundancy: RedundancyReport | None = None
-
-    def __init__(self, recorded: Recorded, places: np.ndarray) -> None:
-        self.recorded = recorded
-        self.places = places
-        self.measure = AGREEMENT
-        self.part = "image"
-        self.identity: dict[str, Any] = {}
-        self.first = min(FIRST_LOOK, len(places))
-        self.batch_size = BATCH
-        self.has_labels = False
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-    def check(self, model: nn.Module) -> None:
-        """Refuse no candidate."""
-
-    def reading(self, model: nn.Module) -> Reading:
-        """Refuse to be timed: times are recorded."""
-        raise NotImplementedError
-
-    def cache_bytes(self, model: nn.Module) -> int | None:
-        """Return the bytes of a cache: none."""
-        return None
-
-    def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
-        """Return a candidate's recorded scores."""
-        assert isinstance(model, Named)
-        return self.recorded.scores[model.name][self.places[start:stop]], np.zeros(0)
-
-
 def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
-    """Return what `mmod.advise` says of some photographs."""
-    samples = Replayed(recorded, places)
-    trials = {name: Trial(Candidate(name), Named(name), times=recorded.times[name]) for name in recorded.scores}
-    run_trials(trials, samples, Store(), progress=False)
-    return Advice(tuple(rows_of(trials, samples, "image", BLOCKS)), {}, AGREEMENT, None, 1.0, BATCH, len(places), 0.0)
+    """Return what `mmod.advise` says of some photographs, whose scores are read instead of measured."""
+
+    def judge(name: str, start: int, stop: int) -> Measured:
+        scores = recorded.scores[name][places[start:stop]]
+        return Measured({}, samples=len(scores), outcomes={AGREEMENT: scores})
+
+    candidates = {name: Candidate(name) for name in recorded.scores if name != DENSE}
+    table = Table()
+    table.add(DENSE, 0, judge(DENSE, 0, len(places)))
+    first = min(FIRST_LOOK, len(places))
+    times = compare_early(table, candidates, judge, lambda: recorded.times, AGREEMENT, first, progress=False)
+    rows = rows_of(table, times, AGREEMENT, candidates, dict.fromkeys(candidates), "image", BLOCKS)
+    return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH, len(places), 0.0)
 
 
 def is_right(advice: Advice, recorded: Recorded, others: np.ndarray) -> bool:
@@ -209,14 +174,14 @@ def record(folder: Path, weights: Path, result: Path) -> Recorded:
         samples = Images(model, part, stack.prefix, pixels, None, BATCH)
         print(f"dense: {100 * float((samples.dense_NRF[:, 0].argmax(-1).numpy() == labels).mean()):.1f} % right")
         candidates = image_candidates(stack, samples.size, samples.patches)
-        changed, refused = changed_models(model, part, BLOCKS, samples, candidates)
+        models, refused = changed_models(model, samples, BLOCKS, candidates)
         assert not refused, refused
-        trials = {DENSE: Trial(Candidate(DENSE), model), **changed}
+        by_name = {DENSE: Candidate(DENSE), **{candidate.name: candidate for candidate in candidates}}
         scores = {}
-        for name, trial in trials.items():
-            trial.judge(samples, len(samples), store)
-            scores[name] = trial.scores
-        readings = {name: {"batch": samples.reading(trial.model)} for name, trial in trials.items()}
+        for name in models:
+            rows = judge_once(store, samples, by_name, models, name, 0, len(samples))
+            scores[name] = rows.outcomes[AGREEMENT]
+        readings = {name: {"batch": samples.reading(changed)} for name, changed in models.items()}
         times = time_models(readings, rounds=ROUNDS, device=torch.device("cpu"))["batch"]
     store.put(identity, [scores, times], timed_on="cpu")
     return Recorded(scores, times)

@@ -105,6 +105,11 @@ def measured_once(store: Store, identity: Mapping[str, Any], measure: Callable[[
     return Measured(**store.once(identity, lambda: measure()._asdict()))
 
 
+def judged(table: Table, name: str) -> int:
+    """Return the number of samples of a candidate's first seed; 0 before it is measured."""
+    return table.runs[name][0].samples if name in table.runs else 0
+
+
 def by_seed(table: Table, figure: str, name: str) -> dict[int, float]:
     """Return a figure of a candidate by seed; none before it is measured."""
     return {seed: _value(rows, figure) for seed, rows in sorted(table.runs.get(name, {}).items())}

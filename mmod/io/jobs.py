@@ -48,6 +48,7 @@ class Runner:
     processes: int = 1
     progress: bool = True
     title: str = "study"
+    leave: bool = True  # The bar stays, or its last line is printed.
     cpu: dict[int, float] = field(default_factory=dict)  # Seconds used so far by process id.
 
     @property
@@ -70,7 +71,7 @@ class Runner:
         """Do the jobs by `do`, which other processes get pickled, and yield every finished job with its result."""
         layout = f"{self.title}: {{percentage:.0f}} % |{{bar}}| {{desc}}, {{remaining}} left"
         work = sum(job.work for job in jobs)
-        with progress_bar(total=work, bar_format=layout, shown=self.progress) as drawn:
+        with progress_bar(total=work, bar_format=layout, shown=self.progress, leave=self.leave) as drawn:
             bar = _Bar(jobs, drawn)
             if self.processes > 1:
                 yield from self._side_by_side(jobs, do, bar)

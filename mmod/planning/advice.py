@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,37 +10,29 @@ from pathlib import Path
 from mmod.analysis.redundancy import RedundancyReport
 from mmod.analysis.statistics import Estimate
 from mmod.analysis.timing import Spread
+from mmod.compare.tolerance import exceeds, is_too_close, keeps, missing_samples
 from mmod.io.files import check_free, write_atomically
 from mmod.io.tables import Table, table_of
 from mmod.lazy import name_missing_extra
+from mmod.planning.samples import AGREEMENT
 
-AGREEMENT = "agreement"
-# Samples that the intervals of shares and changes count beside the real ones (Agresti and Coull, 1998).
-_PSEUDO = 4
-# Each decision is a one-sided test at 5 %: one end of a 90 % interval, as in TOST (Schuirmann, 1987). Its half as a
-# share of that of the 95 % interval that is shown.
-_ONE_SIDED = 1.645 / 1.96
-# By how much the distance to the tolerance exceeds half of a 95 % interval if 80 % of new samples decide.
-_POWER = (1.645 + 0.84) / 1.96
-# A loss that would need more times as many samples is too close to the tolerance for an estimate.
-_MOST = 50
-# Series of pictures to which recipes belong by their first word, where that is not their name.
+# Series of pictures to which candidates belong by their first word, where that is not their name.
 _SERIES = {"images": "smaller-image", "ToMe": "tome"}
 # A speed-up below this is within the noise of a machine.
 LEAST_SPEEDUP = 1.03
 
 
 @dataclass(frozen=True)
-class RecipeResult:
-    """What a recipe does to a model.
+class AdviceRow:
+    """What a candidate does to a model.
 
     Args:
-        speedup: Time of the dense model over the recipe's, over the rounds: median and quartiles.
+        speedup: Time of the dense model over the candidate's, over the rounds: median and quartiles.
         score: Share of images with the dense model's top class, mean cosine of features, or share of next tokens that
             are the dense model's; 95 % interval over images or prompts.
         accuracy: Difference of top-1 accuracy, or of prompts next-token accuracy, to the dense model's, where there are
             labels; 95 % interval. It replaces the score in every comparison.
-        images: Number of images; few for recipes that were far from the front.
+        images: Number of images; few for candidates that were far from the front.
         code: The line of Python that applies it; `config` the key of a training config that does.
         on_front: No other row is faster and loses less.
         cache: Bytes of the KV cache of a prompt of mean length; None for image models.
@@ -70,8 +61,8 @@ class Advice:
     """What `advise` measured; `print` shows the table, one sentence of advice and the lines that apply it.
 
     Args:
-        rows: The recipes, the fastest first.
-        refused: Reasons why recipes were left out, by name.
+        rows: The candidates, the fastest first.
+        refused: Reasons why candidates were left out, by name.
         measure: "agreement" of the top class, "cosine of features" for a model without a head, or "cosine of patches".
         accuracy: Accuracy of the dense model where there are labels: top-1 of images; of prompts, the share of their
             answers' tokens that are the most probable ones after the true tokens before them.
@@ -83,7 +74,7 @@ class Advice:
         title: Title of the page, which names the model.
     """
 
-    rows: tuple[RecipeResult, ...]
+    rows: tuple[AdviceRow, ...]
     refused: Mapping[str, str]
     measure: str
     accuracy: float | None
@@ -111,8 +102,8 @@ class Advice:
         return "images" if self.cache is None else "prompts"
 
     @property
-    def best(self) -> RecipeResult | None:
-        """The fastest recipe within the tolerance, or one as fast that clearly is or loses less.
+    def best(self) -> AdviceRow | None:
+        """The fastest candidate within the tolerance, or one as fast that clearly is or loses less.
 
         None if the dense model is.
         """
@@ -121,57 +112,29 @@ class Advice:
         return min(as_fast, key=lambda row: (not self.is_decided(row), row.loss.value), default=None)
 
     @property
-    def undecided(self) -> tuple[RecipeResult, ...]:
-        """Recipes on the front that neither clearly keep the tolerance nor lose more, if faster than any that keeps it.
+    def undecided(self) -> tuple[AdviceRow, ...]:
+        """Candidates on the front that neither clearly keep the tolerance nor lose more.
 
-        What is hardly faster would not change the advice.
+        They are faster than any that keeps it; what is hardly faster would not change the advice.
         """
-        clear = next((row.speedup.median for row in self._faster if self._keeps(row)), 0.0)
+        clear = next((row.speedup.median for row in self._faster if keeps(row.loss, self.tolerance)), 0.0)
         return tuple(
             row
             for row in self._faster
-            if row.on_front and not self._loses(row) and row.speedup.median > LEAST_SPEEDUP * clear
+            if row.on_front and not exceeds(row.loss, self.tolerance) and row.speedup.median > LEAST_SPEEDUP * clear
         )
 
     @property
-    def _faster(self) -> list[RecipeResult]:
+    def _faster(self) -> list[AdviceRow]:
         return [row for row in self.rows if row.speedup.low >= LEAST_SPEEDUP]
 
-    def is_decided(self, row: RecipeResult) -> bool:
-        """Whether a recipe clearly keeps the tolerance, or clearly loses more; each is tested at 5 %."""
-        return self._keeps(row) or self._loses(row)
-
-    def _keeps(self, row: RecipeResult) -> bool:
-        loss = row.loss
-        return loss.value + _ONE_SIDED * (loss.high - loss.value) <= self.tolerance
-
-    def _loses(self, row: RecipeResult) -> bool:
-        loss = row.loss
-        return loss.value - _ONE_SIDED * (loss.value - loss.low) > self.tolerance
-
-    def missing_samples(self, row: RecipeResult) -> int:
-        """Return about how many more samples would decide about a recipe in four of five cases, if its loss is this.
-
-        Close to the tolerance it is a lower bound: 50 times the samples.
-        """
-        counted = row.images + _PSEUDO
-        missing = counted * min(self._growth(row), _MOST) - counted
-        digits = max(0, len(str(round(missing))) - 2)
-        return max(1, math.ceil(missing / 10**digits) * 10**digits)
-
-    def _growth(self, row: RecipeResult) -> float:
-        """Return how many times as many samples would decide about a recipe."""
-        loss = row.loss
-        margin = abs(self.tolerance - loss.value)
-        # The end of the interval that must pass the tolerance. Those of small shares are short below, with few samples.
-        half = loss.high - loss.value if loss.value <= self.tolerance else (loss.high - loss.low) / 2
-        shrinking = half / margin if margin else math.inf
-        # An interval shrinks with the square root of the samples; one end of it without any loss, with the samples.
-        return _POWER**2 * (shrinking if loss.value == 0 else shrinking**2)
+    def is_decided(self, row: AdviceRow) -> bool:
+        """Whether a candidate clearly keeps the tolerance, or clearly loses more; each is tested at 5 %."""
+        return keeps(row.loss, self.tolerance) or exceeds(row.loss, self.tolerance)
 
     @property
     def sentence(self) -> str:
-        """The advice in one sentence, and which recipes so few samples leave undecided."""
+        """The advice in one sentence, and which candidates so few samples leave undecided."""
         limit = f"{100 * self.tolerance:g} %"
         row = self.best
         others = [other for other in self.undecided if other is not row]
@@ -187,13 +150,14 @@ class Advice:
         text = f"Undecided: {self._missing([row])} {lost}. Best so far: {action}, {measured}"
         return f"{text} Undecided too: {names}." if others else text
 
-    def _missing(self, rows: Sequence[RecipeResult]) -> str:
-        """Return how many samples decide about all of some recipes, as the beginning of a clause."""
-        least = "at least " if any(self._growth(row) > _MOST for row in rows) else ""
-        return f"{least}{max(map(self.missing_samples, rows)):,} more {self.samples} would tell"
+    def _missing(self, rows: Sequence[AdviceRow]) -> str:
+        """Return how many samples decide about all of some rows, as the beginning of a clause."""
+        least = "at least " if any(is_too_close(row.loss, self.tolerance) for row in rows) else ""
+        missing = max(missing_samples(row.loss, self.tolerance, row.images) for row in rows)
+        return f"{least}{missing:,} more {self.samples} would tell"
 
-    def _measured(self, row: RecipeResult) -> str:
-        """Return what a recipe scores by the `metric`, in words."""
+    def _measured(self, row: AdviceRow) -> str:
+        """Return what a candidate scores by the `metric`, in words."""
         if row.accuracy is not None:
             return f"{100 * row.accuracy:+.1f} points of {self.metric}"
         if self.measure == AGREEMENT:
@@ -279,7 +243,7 @@ class Advice:
 
     @name_missing_extra()
     def plot(self, path: str | Path, overwrite: bool = False) -> None:
-        """Draw the `metric` over speed-up; a line joins the recipes on the front, which alone are named."""
+        """Draw the `metric` over speed-up; a line joins the candidates on the front, which alone are named."""
         from mmod.analysis.fronts import Mark, draw_marks, finish, lost_marks
         from mmod.analysis.style import FAINT, looks, new_figure, save_figure, tidy
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +14,10 @@ from mmod.adapters import image_facts, image_output, patch_grid, watch_grid
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.redundancy import RedundancyReport, redundancy
+from mmod.compare.table import Measured
 from mmod.compare.times import Reading
 from mmod.io.store import fingerprint
 from mmod.ops.grids import resized
-from mmod.planning.advice import AGREEMENT
 from mmod.planning.divergence import compared, outputs, real_tokens
 from mmod.planning.plan_search import run_batch
 
@@ -25,12 +25,14 @@ from mmod.planning.plan_search import run_batch
 FIRST_LOOK = 64
 _AT_ONCE = 32
 
-Judgement = tuple[np.ndarray, np.ndarray]
-"""Agreement with the dense model and, with labels, accuracy of classes or next tokens, by sample."""
+AGREEMENT = "agreement"
+"""The measure and the outcome of samples: whether the most probable class or token is the dense model's."""
+CORRECT = "correct"
+"""The outcome of samples with labels: whether the most probable class or token is theirs."""
 
 
-class Samples(Protocol):
-    """What changed models are judged on.
+class Images:
+    """Images that changed models are judged on, with the dense model's outputs for them, and perhaps with labels.
 
     Attributes:
         measure: How outputs are compared.
@@ -40,35 +42,6 @@ class Samples(Protocol):
         batch_size: Samples of a timed batch.
         has_labels: Whether accuracy is judged.
     """
-
-    measure: str
-    part: str
-    identity: dict[str, Any]
-    first: int
-    batch_size: int
-    has_labels: bool
-
-    @property
-    def redundancy(self) -> RedundancyReport | None:
-        """The redundancy of the images at the model's patches; None where that is unknown."""
-
-    def __len__(self) -> int: ...
-
-    def check(self, model: nn.Module) -> None:
-        """Run a model on few samples; raises a ValueError where it cannot be run."""
-
-    def reading(self, model: nn.Module) -> Reading:
-        """Return the pass that is timed."""
-
-    def cache_bytes(self, model: nn.Module) -> int | None:
-        """Return the bytes of the KV cache of a sample; None without a cache."""
-
-    def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
-        """Return how a model does on some of the samples."""
-
-
-class Images:
-    """Images, with labels or without, and the dense model's outputs for them; attributes are those of `Samples`."""
 
     def __init__(
         self, model: nn.Module, part: str, prefix: int, pixels: Tensor, labels: Tensor | None, batch_size: int
@@ -121,8 +94,8 @@ class Images:
         x = self.pixels[torch.arange(self.batch_size) % len(self)].to(self.device)
         return Reading(lambda: image_output(model, x), self.batch_size)
 
-    def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
-        """Return the share of equal top classes, or the mean cosine over rows."""
+    def judge(self, model: nn.Module, start: int, stop: int) -> Measured:
+        """Return whether the top class of some images is the dense model's, or the mean cosine over rows."""
         dense_NRF = self.dense_NRF[start:stop].float()
         changed_NRF = self._outputs(model, start, stop).float()
         if changed_NRF.shape[1] != dense_NRF.shape[1]:
@@ -130,11 +103,13 @@ class Images:
                 self.check(model)
             changed_NRF = resized(changed_NRF, seen.grid or patch_grid(model, self.size), self.grid)
         if self.measure != AGREEMENT:
-            return torch.cosine_similarity(changed_NRF, dense_NRF, dim=-1).mean(1).double().numpy(), np.zeros(0)
+            cosine_N = torch.cosine_similarity(changed_NRF, dense_NRF, dim=-1).mean(1)
+            return _measured({AGREEMENT: cosine_N.double().numpy()})
         top_N = changed_NRF[:, 0].argmax(-1)
-        dense_N = dense_NRF[:, 0].argmax(-1)
-        is_right = np.zeros(0) if self.labels is None else (top_N == self.labels[start:stop].cpu()).double().numpy()
-        return (top_N == dense_N).double().numpy(), is_right
+        outcomes = {AGREEMENT: (top_N == dense_NRF[:, 0].argmax(-1)).double().numpy()}
+        if self.labels is not None:
+            outcomes[CORRECT] = (top_N == self.labels[start:stop].cpu()).double().numpy()
+        return _measured(outcomes)
 
     def _outputs(self, model: nn.Module, start: int, stop: int) -> Tensor:
         """Return the outputs (N, R, F): one row per image, or one per patch."""
@@ -148,8 +123,10 @@ class Images:
 class Prompts:
     """Batches of prompts, judged by the next token at the answers where there are labels, and at all text otherwise.
 
-    Attributes are those of `Samples`.
+    Attributes are those of `Images`.
     """
+
+    redundancy = None
 
     def __init__(self, model: Any, part: str, batches: Sequence[Mapping[str, Any]]) -> None:
         self.measure = AGREEMENT
@@ -167,11 +144,6 @@ class Prompts:
     def __len__(self) -> int:
         return self.starts[-1]
 
-    @property
-    def redundancy(self) -> RedundancyReport | None:
-        """The redundancy of the images: unknown."""
-        return None
-
     def check(self, model: nn.Module) -> None:
         """Run a model on the first batch."""
         self._top(model, self.batches[0])
@@ -186,7 +158,7 @@ class Prompts:
         tokens = sum(int(real_tokens(batch).sum()) for batch in self.batches) // len(self)
         return flops(model, Prompt(tokens - images, images)).cache_bytes
 
-    def judge(self, model: nn.Module, start: int, stop: int) -> Judgement:
+    def judge(self, model: nn.Module, start: int, stop: int) -> Measured:
         """Return the shares of a prompt's next tokens that are the dense model's, and the answer's."""
         scores: list[float] = []
         correct: list[float] = []
@@ -199,7 +171,10 @@ class Prompts:
             if self.has_labels:
                 is_right_T = top_T == batch["labels"][:, 1:][compared_BN[:, :-1]].cpu()
                 correct += [float(x.double().mean()) for x in is_right_T.split(counts)]
-        return np.array(scores), np.array(correct)
+        outcomes = {AGREEMENT: np.array(scores)}
+        if self.has_labels:
+            outcomes[CORRECT] = np.array(correct)
+        return _measured(outcomes)
 
     def _top(self, model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, str]:
         """Return the most probable next tokens (T,), and what tells their logits and labels from others."""
@@ -208,8 +183,18 @@ class Prompts:
         return logits_TF.argmax(-1).cpu(), fingerprint(*told)
 
 
+def _measured(outcomes: dict[str, np.ndarray]) -> Measured:
+    return Measured({}, samples=len(outcomes[AGREEMENT]), outcomes=outcomes)
+
+
 def _identity(model: nn.Module, part: str, samples: int, outputs: str | Sequence[str]) -> dict[str, Any]:
-    return {"work": "advice", "model": type(model).__name__, "part": part, "samples": samples, "outputs": outputs}
+    return {
+        "work": "rows of advice",
+        "model": type(model).__name__,
+        "part": part,
+        "samples": samples,
+        "outputs": outputs,
+    }
 
 
 def first_images(batches: Iterable[Any], images: int) -> tuple[Tensor, Tensor | None]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,14 @@ from torch import nn
 from mmod.adapters import BlockStack, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
 from mmod.analysis.timing import ratios, relative_times
-from mmod.compare.table import unbeaten
+from mmod.compare.table import Measured, Table, compare, gap, interval_of, judged, mean_of, measured_once, unbeaten
 from mmod.compare.times import time_models
-from mmod.io.progress import progress_bar
+from mmod.io.jobs import Job, Runner, Tick
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
-from mmod.planning.advice import Advice, RecipeResult
+from mmod.planning.advice import Advice, AdviceRow
 from mmod.planning.candidate import DENSE, ONLY, Candidate
-from mmod.planning.comparison import SampleScores
-from mmod.planning.samples import Images, Prompts, Samples, first_images, first_prompts
+from mmod.planning.samples import AGREEMENT, CORRECT, Images, Prompts, first_images, first_prompts
 from mmod.planning.untrained import image_candidates, language_candidates
 from mmod.values import check_value
 
@@ -92,22 +92,29 @@ def advise(
     part, stack = _part_to_change(model, part)
     store = None if folder is None else Path(folder) / STORE
     depth = len(stack.blocks)
+    samples: Images | Prompts
     with in_mode(False, model), torch.no_grad():
         if stack.language:
             samples, chosen = _prompts(model, part, depth, batches, images, candidates, store)
         else:
             samples, chosen = _images(model, part, stack, batches, images, candidates, batch_size)
-        dense = Trial(Candidate(DENSE), model, *samples.judge(model, 0, len(samples)))
-        changed, refused = changed_models(model, part, depth, samples, chosen)
-        trials = {DENSE: dense, **changed}
-        run_trials(trials, samples, Store(store), progress)
-        rows = tuple(rows_of(trials, samples, part, depth))
+        models, refused = changed_models(model, samples, depth, chosen)
+        by_name = {candidate.name: candidate for candidate in chosen if candidate.name in models}
+        table = Table()
+        table.add(DENSE, 0, samples.judge(model, 0, len(samples)))
+        figure = CORRECT if samples.has_labels else AGREEMENT
+        results = Store(store)
+        judge = partial(judge_once, results, samples, by_name, models)
+        time = partial(_times, results, samples, by_name, models)
+        times = compare_early(table, by_name, judge, time, figure, samples.first, progress=progress)
+        caches = {name: samples.cache_bytes(models[name]) for name in by_name}
+        rows = tuple(rows_of(table, times, figure, by_name, caches, part, depth))
     advice = Advice(
         rows,
         refused,
         samples.measure,
-        float(dense.correct.mean()) if samples.has_labels else None,
-        float(np.median(dense.times)),
+        mean_of(table, CORRECT, DENSE) if samples.has_labels else None,
+        float(np.median(times[DENSE])),
         samples.batch_size,
         len(samples),
         tolerance,
@@ -148,7 +155,7 @@ def _images(
     count: int,
     candidates: Sequence[Candidate] | None,
     batch_size: int,
-) -> tuple[Samples, Sequence[Candidate]]:
+) -> tuple[Images, Sequence[Candidate]]:
     """Return images to judge candidates on, and the candidates."""
     pixels, labels = first_images(batches, count)
     samples = Images(model, part, stack.prefix, pixels, labels, batch_size)
@@ -165,7 +172,7 @@ def _prompts(
     count: int,
     candidates: Sequence[Candidate] | None,
     store: Path | None,
-) -> tuple[Samples, Sequence[Candidate]]:
+) -> tuple[Prompts, Sequence[Candidate]]:
     """Return prompts to judge candidates on, and the candidates; plans are searched on a fifth of the batches."""
     prompts = first_prompts(batches, count, next(model.parameters()).device)
     if candidates is not None:
@@ -195,126 +202,144 @@ def _part_to_change(model: nn.Module, part: str | None) -> tuple[str, BlockStack
     return ONLY if part == own_name(ONLY, stacks) else part, stack
 
 
-@dataclass
-class Trial:
-    """A model on the first samples: agreement with the dense model, right answers, and milliseconds by round."""
-
-    candidate: Candidate
-    model: nn.Module
-    scores: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    correct: np.ndarray = field(default_factory=lambda: np.zeros(0))
-    times: list[float] = field(default_factory=list)
-
-    def judge(self, samples: Samples, stop: int, store: Store) -> None:
-        """Score the samples before `stop`, once."""
-        start = len(self.scores)
-        if start >= stop:
-            return
-        named = {"candidate": self.candidate.name, "code": self.candidate.code(samples.part, 0)}
-        identity = {**samples.identity, **named, "start": start, "stop": stop}
-        scores, correct = store.once(identity, lambda: samples.judge(self.model, start, stop))
-        self.scores = np.append(self.scores, scores)
-        self.correct = np.append(self.correct, correct)
-
-
 def changed_models(
-    model: nn.Module, part: str, depth: int, samples: Samples, candidates: Sequence[Candidate]
-) -> tuple[dict[str, Trial], dict[str, str]]:
-    """Return a changed copy of the model, with the same weights, for every candidate; and why others are refused."""
-    trials: dict[str, Trial] = {}
+    model: nn.Module, samples: Images | Prompts, depth: int, candidates: Sequence[Candidate]
+) -> tuple[dict[str, nn.Module], dict[str, str]]:
+    """Return the model and a changed copy, with the same weights, for every candidate; and why others are refused."""
+    models = {DENSE: model}
     refused: dict[str, str] = {}
     for candidate in candidates:
         # With the weights in its memo, deepcopy copies the modules alone; all candidates share the weights.
         shared = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
         changed = copy.deepcopy(model, shared)
         try:
-            candidate.apply_(changed, part, depth)
+            candidate.apply_(changed, samples.part, depth)
             samples.check(changed)
         except ValueError as refusal:
             refused[candidate.name] = str(refusal)
             continue
-        trials[candidate.name] = Trial(candidate, changed.eval())
-    return trials, refused
+        models[candidate.name] = changed.eval()
+    return models, refused
 
 
-def run_trials(trials: Mapping[str, Trial], samples: Samples, store: Store, progress: bool) -> None:
-    """Judge all candidates on few samples, time them unless they are, and judge those near the front on all samples."""
-    with progress_bar(desc="advise", total=2 * len(trials) + 1, shown=progress, leave=False) as bar:
-        for trial in trials.values():
-            trial.judge(samples, samples.first, store)
-            bar.update()
-        if not trials[DENSE].times:
-            _time(trials, samples, store)
-        bar.update()
-        # Judged before any gets more samples: a score of more would not compare.
-        first = _scores(trials)
-        ms = _ms(trials)
-        near = unbeaten(ms, lambda one, other: first.mean(one) > first.mean(other) + SLACK, tolerance=1.0)
-        while near:
-            for name in near:
-                trials[name].judge(samples, len(samples), store)
-                bar.update()
-            # More samples may have taken from the front what had beaten others on few.
-            near = [name for name in _front(trials) if len(trials[name].scores) < len(samples)]
+def judge_once(
+    store: Store,
+    samples: Images | Prompts,
+    candidates: Mapping[str, Candidate],
+    models: Mapping[str, nn.Module],
+    name: str,
+    start: int,
+    stop: int,
+) -> Measured:
+    """Judge a candidate on some of the samples, once."""
+    named = {"candidate": name, "code": candidates[name].code(samples.part, 0)}
+    identity = {**samples.identity, **named, "start": start, "stop": stop}
+    return measured_once(store, identity, lambda: samples.judge(models[name], start, stop))
 
 
-def _time(trials: Mapping[str, Trial], samples: Samples, store: Store) -> None:
+def compare_early(
+    table: Table,
+    names: Iterable[str],
+    judge: Callable[[str, int, int], Measured],
+    time: Callable[[], dict[str, list[float]]],
+    figure: str,
+    first: int,
+    *,
+    progress: bool,
+) -> dict[str, list[float]]:
+    """Judge all candidates on few samples, and those near the Pareto front on all that the dense model is judged on.
+
+    Args:
+        table: Rows of the dense model; those of the others join them.
+        names: The others.
+        judge: Returns the rows of a candidate by name, from one sample to another.
+        time: Returns the milliseconds of all by round, which are measured between the two looks.
+        figure: The outcome that decides who is better.
+        first: Samples of the first look.
+
+    Returns:
+        The milliseconds.
+    """
+    total = table.runs[DENSE][0].samples
+    runner = Runner(progress=progress, title="advise", leave=False)
+
+    def look(names: Iterable[str], stop: int) -> None:
+        def measure(job: Job[None], tick: Tick) -> Measured:
+            return judge(job.name, judged(table, job.name), stop)
+
+        jobs = [Job(name, 0, None) for name in names if judged(table, name) < stop]
+        for _ in compare(table, jobs, measure, runner):
+            pass
+
+    look(names, first)
+    times = time()
+    ms = _ms(times)
+    # Judged before any gets more samples: a score of more would not compare.
+    means = {name: mean_of(table, figure, name) for name in ms}
+    near = unbeaten(ms, lambda one, other: means[one] > means[other] + SLACK, tolerance=1.0)
+    while near:
+        look(near, total)
+        # More samples may have taken from the front what had beaten others on few.
+        near = [name for name in _front(table, figure, ms) if judged(table, name) < total]
+    return times
+
+
+def _times(
+    store: Store, samples: Images | Prompts, candidates: Mapping[str, Candidate], models: Mapping[str, nn.Module]
+) -> dict[str, list[float]]:
     """Time all candidates in turns, once on a machine: times of other candidates are of other turns."""
-    device = next(trials[DENSE].model.parameters()).device
+    device = next(models[DENSE].parameters()).device
 
     def measure() -> dict[str, list[float]]:
-        readings = {name: {"batch": samples.reading(trial.model)} for name, trial in trials.items()}
+        readings = {name: {"batch": samples.reading(model)} for name, model in models.items()}
         return time_models(readings, rounds=ROUNDS, device=device, warmup=1)["batch"]
 
-    codes = {name: trial.candidate.code(samples.part, 0) for name, trial in trials.items()}
+    codes = {name: candidate.code(samples.part, 0) for name, candidate in candidates.items()}
     identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size, "rounds": ROUNDS}
-    times = store.once(identity, measure, timed_on=str(device))
-    for name, trial in trials.items():
-        trial.times = times[name]
+    times: dict[str, list[float]] = store.once(identity, measure, timed_on=str(device))
+    return times
 
 
-def _scores(trials: Mapping[str, Trial]) -> SampleScores:
-    """Return what candidates are compared by: accuracy where there are labels, else agreement."""
-    return SampleScores({name: trial.correct if len(trial.correct) else trial.scores for name, trial in trials.items()})
-
-
-def _ms(trials: Mapping[str, Trial]) -> dict[str, float]:
+def _ms(times: Mapping[str, list[float]]) -> dict[str, float]:
     """Return the milliseconds of every candidate, as compared with the dense model round by round."""
-    times = relative_times({name: trial.times for name, trial in trials.items()}, DENSE)
-    return {name: ms for name, (ms, _) in times.items()}
+    return {name: ms for name, (ms, _) in relative_times(times, DENSE).items()}
 
 
-def _front(trials: Mapping[str, Trial]) -> list[str]:
+def _front(table: Table, figure: str, ms: Mapping[str, float]) -> list[str]:
     """Return the candidates than which none that is as fast scores more, or as much in less time."""
-    ms = _ms(trials)
-    scores = _scores(trials)
 
     def is_better(one: str, other: str) -> bool:
-        gain = scores.mean(one) - scores.mean(other)
+        gain = mean_of(table, figure, one) - mean_of(table, figure, other)
         return gain > 0 or (gain == 0 and ms[one] < ms[other])
 
     return unbeaten(ms, is_better, tolerance=1.0)
 
 
-def rows_of(trials: Mapping[str, Trial], samples: Samples, part: str, depth: int) -> Iterator[RecipeResult]:
-    """Yield the rows of the table, the fastest first."""
-    ms = _ms(trials)
-    agreement = SampleScores({name: trial.scores for name, trial in trials.items()})
-    to_dense = _scores(trials).gaps(dict.fromkeys(trials, DENSE))
-    front = _front(trials)
+def rows_of(
+    table: Table,
+    times: Mapping[str, list[float]],
+    figure: str,
+    candidates: Mapping[str, Candidate],
+    caches: Mapping[str, int | None],
+    part: str,
+    depth: int,
+) -> Iterator[AdviceRow]:
+    """Yield the rows of the report, the fastest first."""
+    ms = _ms(times)
+    front = _front(table, figure, ms)
     for name in sorted(ms, key=ms.__getitem__):
-        trial = trials[name]
         if name == DENSE:
             continue
-        yield RecipeResult(
+        candidate = candidates[name]
+        yield AdviceRow(
             name,
-            ratios(trials[DENSE].times, trial.times),
-            agreement.interval(name),
-            to_dense[name] if samples.has_labels else None,
-            len(trial.scores),
-            trial.candidate.code(part, depth),
-            trial.candidate.config(part, depth),
-            trial.candidate.advice,
+            ratios(times[DENSE], times[name]),
+            interval_of(table, AGREEMENT, name),
+            gap(table, figure, name, DENSE) if figure == CORRECT else None,
+            judged(table, name),
+            candidate.code(part, depth),
+            candidate.config(part, depth),
+            candidate.advice,
             name in front,
-            samples.cache_bytes(trial.model),
+            caches[name],
         )

@@ -21,9 +21,12 @@ from mmod.adapters.grids import resized_to_labels
 from mmod.analysis.statistics import Estimate, share_of
 from mmod.analysis.timing import Spread
 from mmod.compare import times
+from mmod.compare.table import Measured, measured_once
+from mmod.compare.tolerance import missing_samples
+from mmod.io.store import Store
 from mmod.methods import methods_of, read_method
-from mmod.planning import samples
-from mmod.planning.advice import Advice, RecipeResult
+from mmod.planning import samples, trials
+from mmod.planning.advice import Advice, AdviceRow
 from mmod.planning.candidate import Candidate
 from mmod.planning.options import PlanOptions
 from mmod.planning.resolve import resolve_routing
@@ -101,7 +104,7 @@ def test_nothing_is_advised_where_nothing_pays(clock: Callable[..., None]) -> No
 def advice_of(rows: list[tuple[str, float, Estimate, Estimate | None]]) -> Advice:
     """Return advice by 64 images from names, speeds, agreement and change of accuracy."""
     results = tuple(
-        RecipeResult(name, Spread(speed, speed, speed), score, change, 64, "", "", f"use {name}", True)
+        AdviceRow(name, Spread(speed, speed, speed), score, change, 64, "", "", f"use {name}", True)
         for name, speed, score, change in rows
     )
     accuracy = None if rows[0][3] is None else 0.9
@@ -142,7 +145,7 @@ def test_as_many_samples_as_are_missing_decide_in_four_of_five_cases(tolerance: 
         equal = share_of(np.arange(images) >= lost)
         row = dataclasses.replace(advice_of([("a", 2.0, equal, None)]).rows[0], images=images)
         advice = dataclasses.replace(advice_of([("a", 2.0, equal, None)]), tolerance=tolerance, rows=(row,))
-        missing = advice.missing_samples(row)
+        missing = missing_samples(row.loss, tolerance, row.images)
         if advice.is_decided(row) or "at least" in advice.sentence:
             continue
         assert f"Undecided: {missing:,} more images would tell" in advice.sentence
@@ -155,10 +158,10 @@ def test_as_many_samples_as_are_missing_decide_in_four_of_five_cases(tolerance: 
 
 def test_a_loss_close_to_the_tolerance_leaves_a_lower_bound() -> None:
     advice = advice_of([("a", 2.0, Estimate(0.98, 0.9, 1.0), None)])
-    assert advice.missing_samples(advice.rows[0]) == 3_400
+    assert missing_samples(advice.rows[0].loss, 0.02, 64) == 3_400
     assert "Undecided: at least 3,400 more images would tell whether more than 2 % is lost by a" in advice.sentence
     exact = dataclasses.replace(advice, tolerance=0.0)
-    assert exact.missing_samples(exact.rows[0]) >= 1
+    assert missing_samples(exact.rows[0].loss, 0.0, 64) >= 1
 
 
 def test_accuracy_decides_where_there_are_labels(tmp_path: Path) -> None:
@@ -268,40 +271,40 @@ def test_a_killed_call_goes_on_and_another_finds_its_own(
     clock({})
     options: dict[str, Any] = {"batch_size": 2, "folder": tmp_path, "progress": False}
     ran: list[str] = []
-    add = samples.Images.judge
 
-    def judge(self: Any, *arguments: Any) -> Any:
-        ran.append("")
-        if len(ran) == 5:
-            raise KeyboardInterrupt
-        return add(self, *arguments)
+    def counted(store: Store, identity: Mapping[str, Any], measure: Callable[[], Measured]) -> Measured:
+        def compute() -> Measured:
+            ran.append("")
+            if len(ran) == 5:
+                raise KeyboardInterrupt
+            return measure()
 
-    monkeypatch.setattr(samples.Images, "judge", judge)
+        return measured_once(store, identity, compute)
+
+    monkeypatch.setattr(trials, "measured_once", counted)
     with pytest.raises(KeyboardInterrupt):
         mmod.advise(make(), [pictures(4)], **options)
     advice = mmod.advise(make(), [pictures(4)], **options)
-    # The dense model twice, each recipe once, and the recipe that was interrupted.
-    assert len(ran) == 2 + len(advice.rows) + 1
+    # Each candidate once, and again the one that was interrupted.
+    assert len(ran) == len(advice.rows) + 1
     done = len(ran)
     assert mmod.advise(make(), [pictures(4)], **options) == advice
-    assert len(ran) == done + 1
+    assert len(ran) == done
     # Other images, labels or weights are judged anew, and one candidate more is alone in being judged.
     labels = torch.arange(4) % 3
     turned = make()
     turned.head.weight.data = turned.head.weight.data.flip(0)
     for model, batches in ((make(), [pictures(3)]), (make(), [(pictures(4), labels)]), (turned, [pictures(4)])):
-        ran.clear()
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(samples.Images, "judge", add)
+            patch.setattr(trials, "measured_once", measured_once)
             expected = mmod.advise(model, batches, **{**options, "folder": None})
-        ran += [""] * 5
+        ran[:] = [""] * 5
         assert mmod.advise(model, batches, **options) == expected
-        assert len(ran) == 5 + 1 + len(expected.rows)
-    ran.clear()
-    ran += [""] * 5
+        assert len(ran) == 5 + len(expected.rows)
+    ran[:] = [""] * 5
     tried = [Candidate("gradual 0.8", routing={"preset": "gradual", "mean": 0.8}), Candidate("stride", routing={})]
     mmod.advise(make(), [pictures(4)], **options, candidates=tried)
-    assert len(ran) == 5 + 1 + 1
+    assert len(ran) == 5 + 1
 
 
 def test_methods_and_routing_of_one_candidate_are_applied_and_printed_together(clock: Callable[..., None]) -> None:
