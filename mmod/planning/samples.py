@@ -21,7 +21,7 @@ from mmod.ops.grids import resized
 from mmod.planning.divergence import compared, outputs, real_tokens
 from mmod.planning.plan_search import run_batch
 
-# Samples of the first look at all recipes; the others are run for recipes near the front.
+# Samples of the first look at all candidates; the others are run for candidates near the front.
 FIRST_LOOK = 64
 _AT_ONCE = 32
 

@@ -24,10 +24,9 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatSample, open_conversations
 from mmod.data.records import IMAGE
 from mmod.data.synthetic.questions import prior_of
-from mmod.io.tables import Column
 from mmod.studies.config import ChatStudyConfig
-from mmod.studies.kind import Candidates, Costs, Facts, Row, StudyKind
-from mmod.studies.report import named_columns, tell_verdict
+from mmod.studies.kind import Candidates, Facts, Rows, StudyKind, Times, Told
+from mmod.studies.report import named_columns, verdict
 from mmod.studies.results import save_picture
 from mmod.studies.runs import Run
 from mmod.training.chat.config import TrainConfig
@@ -60,8 +59,19 @@ _COLUMNS = (
 )
 
 
-def _columns(config: ChatStudyConfig, facts: Facts) -> dict[str, Column]:
-    return named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in facts["prior"]}
+def _tell(config: ChatStudyConfig, table: Table, candidates: Candidates, rows: Rows, facts: Facts) -> Told:
+    """Say which models are significantly better, and draw right answers by type of question."""
+    prior = facts["prior"]
+    shares = {_RIGHT + kind: share for kind, share in prior.items()}
+    right = {}
+    for row in rows:
+        right[row["name"]] = {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in prior}}
+    return Told(
+        columns=named_columns(_COLUMNS) | {_RIGHT + kind: (kind, "±.1f") for kind in prior},
+        text=verdict(table, config.score, list(candidates)),
+        last_rows=[{"name": "language-only prior", "right": mean_over_kinds(prior), **shares}],
+        pictures={"answers": draw_answers(right, {row["name"]: row["flops_share"] for row in rows})},
+    )
 
 
 def _axes(config: ChatStudyConfig) -> dict[str, str]:
@@ -75,12 +85,6 @@ def _describe(config: ChatStudyConfig, run: Run[TrainConfig], model: nn.Module) 
     val = open_conversations(str(data.val), data)
     prior = prior_of(train.turns(), val.turns(last=True))
     return {"prior": {kind: 100 * share for kind, share in prior.items()}}
-
-
-def _last_rows(facts: Facts) -> list[Row]:
-    prior = facts["prior"]
-    shares = {_RIGHT + kind: share for kind, share in prior.items()}
-    return [{"name": "language-only prior", "right": mean_over_kinds(prior), **shares}]
 
 
 def _count(config: ChatStudyConfig, run: Run[TrainConfig], model: nn.Module, rows: Measured) -> dict[str, float]:
@@ -120,10 +124,9 @@ def _rivals(config: ChatStudyConfig, table: Table, candidates: Candidates) -> di
 
 
 def _add_decoding(
-    config: ChatStudyConfig, kinds: Mapping[str, Kind], models: Mapping[str, nn.Module], times: Costs
-) -> Costs:
+    config: ChatStudyConfig, kinds: Mapping[str, Kind], models: Mapping[str, nn.Module], times: Times
+) -> None:
     """Measure decoding after a prompt is read within a batch."""
-    figures = {}
     for name, model in models.items():
         kind: Any = kinds[name]
         prompts = kind.prompts(config.latency_batch)[0]
@@ -135,31 +138,19 @@ def _add_decoding(
         count = len(prompts["input_ids"])
         # The first token comes from the prefill, which noise may make longer than the whole.
         seconds = max(median(seconds_by_round) - times[name]["prefill_ms"] * count / 1e3, 1e-9)
-        figures[name] = {**times[name], "decode_per_s": count * max(1, config.timed_tokens - 1) / seconds}
-    return figures
-
-
-def _pictures(rows: Sequence[Row], facts: Facts) -> dict[str, Figure]:
-    """Draw right answers by type of question."""
-    right = {}
-    for row in rows:
-        right[row["name"]] = {"all": row["right"], **{kind: row[_RIGHT + kind] for kind in facts["prior"]}}
-    return {"answers": draw_answers(right, {row["name"]: row["flops_share"] for row in rows})}
+        times[name]["decode_per_s"] = count * max(1, config.timed_tokens - 1) / seconds
 
 
 STUDY = StudyKind(
     run_config=TrainConfig,
     measures={"right": "right answers"},
-    columns=_columns,
-    last_rows=_last_rows,
     axes=_axes,
     times={"prompt": ("prefill_ms", "prefill_speedup")},
     describe=_describe,
     count=_count,
-    complete_times=_add_decoding,
+    add_times=_add_decoding,
     rivals=_rivals,
-    tell=tell_verdict,
-    pictures=_pictures,
+    tell=_tell,
 )
 """LLaVA-style models of transformers."""
 

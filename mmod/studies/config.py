@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from mmod.config import PRESETS, preset, rational, read_routing, spelled
 from mmod.io.yaml import merged, read_yaml
@@ -331,7 +331,7 @@ class PairsStudyConfig(StudyConfig):
             `RoutingConfig`, or `preset: NAME` with changes. All run at every capacity.
     """
 
-    score: ClassVar = "recall1"
+    score = "recall1"
     kind: Literal["pairs"] = "pairs"
 
     def __post_init__(self) -> None:
@@ -360,7 +360,7 @@ class ChatStudyConfig(StudyConfig):
         maps: Evaluation questions for which kept image tokens are drawn; 0 draws none.
     """
 
-    score: ClassVar = "right"
+    score = "right"
     kind: Literal["chat"] = "chat"
     capacities: list[float | None] = field(default_factory=lambda: [None])
     before: bool = False

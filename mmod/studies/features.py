@@ -15,19 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod import is_routed, routed_blocks
-from mmod.compare.table import Measured, Outcomes, Table, gap, gaps, measured_once
+from mmod.compare.table import Measured, Outcomes, Table, Weigh, gap, gaps, measured_once
 from mmod.data.config import DataConfig
 from mmod.data.labels import IGNORED
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.jobs import Tick
 from mmod.io.store import Store
-from mmod.io.tables import Column
 from mmod.planning.candidate import DENSE
 from mmod.studies import image
 from mmod.studies.config import FeaturesStudyConfig
-from mmod.studies.kind import Candidates, Facts, StudyKind, Told
+from mmod.studies.kind import Candidates, Facts, Rows, StudyKind, Told
 from mmod.studies.results import listed
-from mmod.studies.runs import Run, identity_of, train
+from mmod.studies.runs import Plans, Run, identity_of, ready, train
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import Features, extract, read_features
 from mmod.training.image.kind import ImageKind
@@ -146,7 +145,7 @@ def _weighed_counts(outcomes: Outcomes, weight_SN: np.ndarray) -> np.ndarray:
     return (weight_SN @ count_NCC.reshape(len(count_NCC), -1)).reshape(-1, classes, classes)
 
 
-WEIGH = {
+WEIGH: dict[str, Weigh] = {
     "knn": functools.partial(right_images, classifier="knn"),
     "linear": functools.partial(right_images, classifier="linear"),
     "mean_iou": mean_iou,
@@ -173,8 +172,9 @@ def _judged_by(config: FeaturesStudyConfig) -> list[str]:
     return ["mean_iou"] if config.feature == "patches" else ["knn", "linear"]
 
 
-def measure(config: FeaturesStudyConfig, store: Store, run: Run[TrainConfig], tick: Tick) -> Measured:
+def measure(config: FeaturesStudyConfig, store: Store, plans: Plans, run: Run[TrainConfig], tick: Tick) -> Measured:
     """Compute a model's features and judge them; where it is fine-tuned, those of the fine-tuned model."""
+    run = ready(config, plans, run)
     started = run.config
     further: dict[str, float] = {}
     if run.is_trained:
@@ -270,9 +270,7 @@ def identity_of_features(study: FeaturesStudyConfig, config: TrainConfig, split:
     return {**known, "config": settings, "work": "features", "feature": study.feature, "data": data}
 
 
-def complete(
-    config: FeaturesStudyConfig, table: Table, rows: Sequence[dict[str, Any]], runs: Mapping[str, Run[Any]]
-) -> list[dict[str, Any]]:
+def complete(config: FeaturesStudyConfig, table: Table, rows: Rows, runs: Mapping[str, Run[Any]]) -> Rows:
     """Add the differences of features to the dense model's and rivals', and their cosine with dense ones."""
     dense_ND = _tested_features(config, runs[DENSE])
     completed = []
@@ -296,7 +294,7 @@ def _tested_features(config: FeaturesStudyConfig, run: Run[TrainConfig]) -> Tens
     return read_features(features_store(config), identity_of_features(config, started, _TESTED)).x_ND.float()
 
 
-def _tell(config: FeaturesStudyConfig, table: Table, candidates: Candidates, facts: Facts) -> Told:
+def _tell(config: FeaturesStudyConfig, table: Table, candidates: Candidates, rows: Rows, facts: Facts) -> Told:
     dense = table.runs[DENSE][0]
     skipped = f" ({dense.skipped} could not be read)" if dense.skipped else ""
     note = f"{dense.samples} images{skipped}; 95 % intervals are of a paired bootstrap over images."
@@ -311,11 +309,8 @@ def _tell(config: FeaturesStudyConfig, table: Table, candidates: Candidates, fac
             sentences.append(f"No significant difference to dense by the {_MEASURES[figure]}: {few}.")
         return " ".join(sentences)
 
-    return image.tell(config, table, candidates, facts, note, verdict)
-
-
-def _columns(config: FeaturesStudyConfig, facts: Facts) -> dict[str, Column]:
-    return image.with_batch_sizes(config, _COLUMNS_OF_PATCHES if config.feature == "patches" else _COLUMNS)
+    columns = _COLUMNS_OF_PATCHES if config.feature == "patches" else _COLUMNS
+    return image.tell(config, table, candidates, rows, facts, columns, note, verdict)
 
 
 STUDY = StudyKind(
@@ -323,10 +318,8 @@ STUDY = StudyKind(
     measures=_MEASURES,
     measure=measure,
     weigh=WEIGH,
-    columns=_columns,
     complete=complete,
     tell=_tell,
-    summary=image.summary,
     axes=image.axes,
     times=image.TIMES,
     count=image.count,

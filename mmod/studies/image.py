@@ -20,7 +20,7 @@ from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
 from mmod.planning.candidate import DENSE, ONLY, Candidate
 from mmod.studies.config import TimmStudyConfig
-from mmod.studies.kind import Candidates, Facts, StudyKind, Told
+from mmod.studies.kind import Candidates, Facts, Rows, StudyKind, Told
 from mmod.studies.report import verdict
 from mmod.studies.results import COLUMNS, listed, save_picture
 from mmod.studies.runs import Run
@@ -94,24 +94,28 @@ def tell(
     config: TimmStudyConfig,
     table: Table,
     candidates: Candidates,
+    rows: Rows,
     facts: Facts,
+    columns: Sequence[str] = _COLUMNS,
     note: str = "",
     verdict: Verdict = verdict,
 ) -> Told:
     """Describe the images, recommend a model for each speed, and state what was not tested.
 
     Args:
+        columns: Names of the table's columns, see `COLUMNS`.
         note: The quantity that confidence intervals refer to; empty if another part of the text says so.
         verdict: What is said before models are timed.
     """
     score = config.score
     names = list(candidates)
+    told = Told(_with_batch_sizes(config, columns), "", _summary(config))
     times = _known_times(config, table, names)
     to_dense = gaps(table, score, dict.fromkeys(names, DENSE)).values()
     has_intervals = any(difference is not None and difference.has_interval for difference in to_dense)
     is_repeated = config.train_dense or config.tune
     if not times and (is_repeated or has_intervals):
-        return Told("\n\n".join(filter(None, [note, verdict(table, score, names)])))
+        return told._replace(text="\n\n".join(filter(None, [note, verdict(table, score, names)])))
     dense = table.runs[DENSE][0]
     right = dense.figures[score] / 100
     # The 95 % interval of a difference between two models on other images, which pairing could only narrow.
@@ -144,7 +148,8 @@ def tell(
     # Recommended are the best models in the largest batches.
     at_speeds = _best_at_speeds(table, score, times[max(times)]) if times else {}
     recommended = [name for name in dict.fromkeys(at_speeds.values()) if name is not None]
-    return Told("\n\n".join(texts), recommended, code(config, [candidates[name] for name in recommended], facts))
+    lines = code(config, [candidates[name] for name in recommended], facts)
+    return told._replace(text="\n\n".join(texts), recommended=recommended, code=lines)
 
 
 def code(config: TimmStudyConfig, candidates: Sequence[Candidate], facts: Facts) -> str:
@@ -164,7 +169,7 @@ def code(config: TimmStudyConfig, candidates: Sequence[Candidate], facts: Facts)
     return "\n\n".join(blocks)
 
 
-def summary(config: TimmStudyConfig) -> dict[str, Column]:
+def _summary(config: TimmStudyConfig) -> dict[str, Column]:
     """Return the columns of the table that fit a screen."""
     columns: dict[str, Column] = {name: COLUMNS[name] for name in ("name", "gflops")}
     for size in config.batch_sizes:
@@ -172,7 +177,7 @@ def summary(config: TimmStudyConfig) -> dict[str, Column]:
     return columns | {name: COLUMNS[name] for name in (config.score, "to_dense")}
 
 
-def with_batch_sizes(config: TimmStudyConfig, names: Sequence[str]) -> dict[str, Column]:
+def _with_batch_sizes(config: TimmStudyConfig, names: Sequence[str]) -> dict[str, Column]:
     """Return columns by name, those of times and of rivals that are as fast for every batch size."""
     sizes = config.batch_sizes
     columns: dict[str, Column] = {}
@@ -194,15 +199,9 @@ def with_batch_sizes(config: TimmStudyConfig, names: Sequence[str]) -> dict[str,
     return columns
 
 
-def _columns(config: TimmStudyConfig, facts: Facts) -> dict[str, Column]:
-    return with_batch_sizes(config, _COLUMNS)
-
-
 STUDY = StudyKind(
     run_config=TrainConfig,
     measures=_MEASURES,
-    columns=_columns,
-    summary=summary,
     axes=axes,
     times=TIMES,
     count=count,

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from mmod.compare.table import Measured
-from mmod.io.tables import Column
+from mmod.compare.table import Measured, Table
 from mmod.studies.config import PairsStudyConfig
-from mmod.studies.kind import Costs, Facts, StudyKind
-from mmod.studies.report import named_columns, tell_verdict
+from mmod.studies.kind import Candidates, Facts, Rows, StudyKind, Times, Told
+from mmod.studies.report import named_columns, verdict
 from mmod.studies.runs import Run
 from mmod.training.engine.kind import Kind
 from mmod.training.pairs.config import TrainConfig
@@ -36,8 +35,9 @@ _COLUMNS = (
 )
 
 
-def _columns(config: PairsStudyConfig, facts: Facts) -> dict[str, Column]:
-    return named_columns(_COLUMNS)
+def _tell(config: PairsStudyConfig, table: Table, candidates: Candidates, rows: Rows, facts: Facts) -> Told:
+    """Say which models are significantly better."""
+    return Told(named_columns(_COLUMNS), verdict(table, config.score, list(candidates)))
 
 
 def _axes(config: PairsStudyConfig) -> dict[str, str]:
@@ -52,20 +52,20 @@ def _count(config: PairsStudyConfig, run: Run[TrainConfig], model: nn.Module, ro
 
 
 def _add_times(
-    config: PairsStudyConfig, kinds: Mapping[str, Kind], models: Mapping[str, nn.Module], times: Costs
-) -> Costs:
+    config: PairsStudyConfig, kinds: Mapping[str, Kind], models: Mapping[str, nn.Module], times: Times
+) -> None:
     """Add the latency of a pair."""
-    return {name: {**ms, "latency_ms": ms["image_ms"] + ms["text_ms"]} for name, ms in times.items()}
+    for ms in times.values():
+        ms["latency_ms"] = ms["image_ms"] + ms["text_ms"]
 
 
 STUDY = StudyKind(
     run_config=TrainConfig,
     measures={"recall1": "recall at 1, mean of both directions,"},
-    columns=_columns,
     axes=_axes,
     times={"image": ("image_ms", "image_speedup"), "text": ("text_ms", "text_speedup")},
     count=_count,
-    complete_times=_add_times,
-    tell=tell_verdict,
+    add_times=_add_times,
+    tell=_tell,
 )
 """Models of open_clip."""

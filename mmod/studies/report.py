@@ -12,7 +12,7 @@ from mmod.analysis.statistics import Estimate, published
 from mmod.compare.table import Table, best, close_groups, gaps
 from mmod.io.tables import Column, table_of
 from mmod.planning.candidate import DENSE, Candidate
-from mmod.studies.kind import Candidates, Facts, StudyKind, Told
+from mmod.studies.kind import Candidates, Facts, Rows, StudyKind
 from mmod.studies.results import COLUMNS, Point, StudyResult, flat, listed, write_outcome
 from mmod.studies.runs import Run
 
@@ -36,14 +36,15 @@ def write_study(
         runs: The runs of the first seed by name.
         more: Further entries of the record: the machine, and what the runs were trained with.
     """
-    points = points_of(table, candidates, config.score, kind.rivals(config, table, candidates))
+    rivals = {} if kind.rivals is None else kind.rivals(config, table, candidates)
+    points = points_of(table, candidates, config.score, rivals)
     epochs: Mapping[str, str] = more["epochs"]
-    rows = [point.row() | ({"epochs": epochs[point.name]} if epochs else {}) for point in points]
-    rows = kind.complete(config, table, rows, runs)
-    columns = kind.columns(config, facts)
-    shown = str(table_of(columns, [*rows, *kind.last_rows(facts)]))
-    summary = shown if kind.summary is None else str(table_of(kind.summary(config), rows))
-    told = kind.tell(config, table, candidates, facts)
+    rows: Rows = [point.row() | ({"epochs": epochs[point.name]} if epochs else {}) for point in points]
+    if kind.complete is not None:
+        rows = kind.complete(config, table, rows, runs)
+    told = kind.tell(config, table, candidates, rows, facts)
+    shown = str(table_of(told.columns, [*rows, *told.last_rows]))
+    summary = shown if told.summary is None else str(table_of(told.summary, rows))
     text = "\n\n".join(filter(None, [told.text, told.code]))
     measure = kind.measures[config.score]
     axes = kind.axes(config)
@@ -58,7 +59,7 @@ def write_study(
         "points": [dataclasses.asdict(point, dict_factory=published) for point in points],
     }
     noted = [{**row, "note": hint(candidates[row["name"]], row)} for row in rows]
-    pictures = {"tradeoff": draw_tradeoff(noted, config.score, measure, axes), **kind.pictures(rows, facts)}
+    pictures = {"tradeoff": draw_tradeoff(noted, config.score, measure, axes), **(told.pictures or {})}
     folder = Path(config.output)
     write_outcome(folder, "tradeoff", record, [flat(row) for row in rows], f"{shown}\n\n{text}", pictures)
     return StudyResult(folder, points, rows, f"{shown}\n\n{text}", f"{summary}\n\n{text}", more["cpu_seconds"])
@@ -98,11 +99,6 @@ def points_of(
 def named_columns(names: Sequence[str]) -> dict[str, Column]:
     """Return columns by name, see `COLUMNS`."""
     return {name: COLUMNS[name] for name in names}
-
-
-def tell_verdict(config: Any, table: Table, candidates: Candidates, facts: Facts) -> Told:
-    """Say which models are significantly better."""
-    return Told(verdict(table, config.score, list(candidates)))
 
 
 def verdict(table: Table, score: str, names: Sequence[str]) -> str:

@@ -67,13 +67,14 @@ def load(run: Run[Any]) -> nn.Module:
     return kind_of(config).load()
 
 
-def measure_run(config: Any, store: Store, run: Run[Any], tick: Tick) -> Measured:
+def measure_run(config: Any, store: Store, plans: Plans, run: Run[Any], tick: Tick) -> Measured:
     """Do one run: train its model, or evaluate it as it starts.
 
     Args:
         config: The study's.
         store: Keeps evaluations without training.
     """
+    run = ready(config, plans, run)
     if not run.is_trained:
         return evaluate_start(store, run.config)
     before = {}

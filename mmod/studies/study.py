@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from mmod.compare.table import Measured, Table, compare
+from mmod.compare.table import Table, compare
 from mmod.compare.times import Reading, sample_times
 from mmod.io.jobs import Runner, Tick
 from mmod.io.store import STORE, Store
@@ -19,7 +19,7 @@ from mmod.lazy import import_path
 from mmod.planning.candidate import DENSE, Candidate
 from mmod.studies.candidates import candidates_of
 from mmod.studies.config import StudyConfig, TimmStudyConfig
-from mmod.studies.kind import Facts, StudyKind
+from mmod.studies.kind import Facts, StudyKind, Times
 from mmod.studies.report import write_study
 from mmod.studies.results import StudyResult
 from mmod.studies.runs import (
@@ -81,14 +81,14 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
         more = {**runner.facts, "rates": rates, "epochs": epochs}
         return write_study(config, kind, table, shown, first, facts, more)
 
-    measure = partial(_measure, config, Store(Path(config.output) / STORE), plans)
+    measure = partial(kind.measure, config, Store(Path(config.output) / STORE), plans)
     for run in compare(table, runs, measure, runner):
         if run.name not in first:
             continue
         if run.seed == 0:
             model = load(ready(config, plans, run))
             if run.name == DENSE:
-                facts = kind.describe(config, run, model)
+                facts = {} if kind.describe is None else kind.describe(config, run, model)
             table.costs[run.name] = kind.count(config, run, model, table.runs[run.name][0])
         # Where nothing is trained, the next model is there before a picture is drawn.
         is_first = run.seed == 0 and (len(table.costs) == 2 or run.is_trained)
@@ -144,10 +144,6 @@ def plan(config: StudyConfig) -> tuple[list[Candidate], list[Run[Any]]]:
     return candidates, runs
 
 
-def _measure(config: StudyConfig, store: Store, plans: Plans, run: Run[Any], tick: Tick) -> Measured:
-    return study_kind(config).measure(config, store, ready(config, plans, run), tick)
-
-
 def _find_rates(config: StudyConfig, runs: Sequence[Run[Any]], plans: Plans, runner: Runner) -> dict[str, float]:
     """Return the best factor of the learning rate by model, once it was searched; empty without a search."""
     if not isinstance(config, TimmStudyConfig) or config.rates is None:
@@ -162,9 +158,7 @@ def _try_rate(config: TimmStudyConfig, plans: Plans, run: Run[Any], tick: Tick) 
     return float(train(ready(config, plans, run).config, tick).columns()[config.score])
 
 
-def _time(
-    config: StudyConfig, kind: StudyKind, runs: Mapping[str, Run[Any]], *, shown: bool
-) -> Mapping[str, Mapping[str, float]]:
+def _time(config: StudyConfig, kind: StudyKind, runs: Mapping[str, Run[Any]], *, shown: bool) -> Times:
     """Measure the latency of final models in batches of several sizes, all in turns; return figures by model."""
     kinds: dict[str, Kind] = {name: kind_of(run.config) for name, run in runs.items()}
     models: dict[str, nn.Module] = {name: load(run) for name, run in runs.items()}
@@ -176,12 +170,14 @@ def _time(
             passes = kinds[name].readings(model, size, max(sizes) // size)
             readings[name] |= {(inputs, size): reading for inputs, reading in passes.items()}
     times = sample_times(readings, DENSE, rounds=config.latency_rounds, device=device_of(kinds[DENSE]), shown=shown)
-    figures: dict[str, dict[str, float]] = {name: {} for name in runs}
+    figures: Times = {name: {} for name in runs}
     for (inputs, size), by_name in times.items():
         ms, speedup = config.time_columns(kind.times[inputs], size)
         for name, (milliseconds, ratio) in by_name.items():
             figures[name] |= {ms: milliseconds, speedup: ratio}
-    return kind.complete_times(config, kinds, models, figures)
+    if kind.add_times is not None:
+        kind.add_times(config, kinds, models, figures)
+    return figures
 
 
 def _check_runs(config: StudyConfig, runs: Sequence[Run[Any]]) -> None:

@@ -49,7 +49,7 @@ def pictures(number: int, flat: bool = False) -> Tensor:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, float]], None]:
-    """Let recipes take set milliseconds, 10 unless named, after running each once."""
+    """Let candidates take set milliseconds, 10 unless named, after running each once."""
 
     def set_times(of: Mapping[str, float]) -> None:
         def interleave(calls: Mapping[str, Callable[[], Any]], **_: Any) -> dict[str, list[float]]:

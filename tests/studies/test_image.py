@@ -24,7 +24,6 @@ from mmod.io.yaml import read_yaml
 from mmod.planning import Candidate
 from mmod.studies.config import ImageStudyConfig
 from mmod.studies.image import code, tell
-from mmod.studies.kind import Told
 from mmod.studies.report import verdict
 from mmod.studies.study import plan, run_study
 from mmod.training.engine.parse import read_config
@@ -197,7 +196,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     ms = {"dense": 3.0, "a": 1.9, "b": 2.2, "c": 1.8}
     timed = dataclasses.replace(table, costs={name: {"latency_ms": time} for name, time in ms.items()})
     untimed = dataclasses.replace(table, costs={name: {} for name in ms})
-    told = tell(config, timed, candidates, facts)
+    told = tell(config, timed, candidates, [], facts)
     assert told.text.splitlines() == [
         "What to use, in batches of 16:",
         "",
@@ -211,7 +210,8 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
         "`--seeds 5` gives confidence intervals over runs.",
     ]
     assert told.recommended == ["b", "a"]
-    assert tell(config, untimed, candidates, facts) == Told(verdict(table, "top1", list(ms)))
+    untold = tell(config, untimed, candidates, [], facts)
+    assert (untold.text, untold.recommended, untold.code) == (verdict(table, "top1", list(ms)), (), "")
     # What is recommended can be copied.
     gradual = Candidate("gradual", routing={"preset": "gradual", "mean": 0.7}, is_trained=False)
     small = Candidate("small", image_size=24, changes={"model": {"args": {"depth": 3}}})
@@ -225,8 +225,10 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
     assert mmod.is_routed(model)
     # Seeds say nothing where nothing is trained, nor of other dense models.
     fixed = dataclasses.replace(config, routers=BUDGETS, train_dense=False, tune=False, tune_dense=False)
-    assert tell(fixed, timed, candidates, facts).text.endswith("one dense model; another may rank them differently.")
-    assert "--seeds" not in tell(fixed, untimed, candidates, facts).text
+    assert tell(fixed, timed, candidates, [], facts).text.endswith(
+        "one dense model; another may rank them differently."
+    )
+    assert "--seeds" not in tell(fixed, untimed, candidates, [], facts).text
 
 
 @pytest.mark.parametrize(
