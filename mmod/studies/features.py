@@ -172,7 +172,7 @@ def _judged_by(config: FeaturesStudyConfig) -> list[str]:
     return ["mean_iou"] if config.feature == "patches" else ["knn", "linear"]
 
 
-def measure(config: FeaturesStudyConfig, store: Store, plans: Plans, run: Run[TrainConfig], tick: Tick) -> Measured:
+def measure(config: FeaturesStudyConfig, run: Run[TrainConfig], tick: Tick, *, store: Store, plans: Plans) -> Measured:
     """Compute a model's features and judge them; where it is fine-tuned, those of the fine-tuned model."""
     run = ready(config, plans, run)
     started = run.config

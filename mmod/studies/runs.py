@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from mmod.compare.table import Measured, measured_once
+from mmod.compare.table import Measured, Table, compare, mean_of, measured_once
 from mmod.io.files import sha256
 from mmod.io.jobs import AnyJob, Job, Runner, Tick
 from mmod.io.store import Store
@@ -67,7 +67,7 @@ def load(run: Run[Any]) -> nn.Module:
     return kind_of(config).load()
 
 
-def measure_run(config: Any, store: Store, plans: Plans, run: Run[Any], tick: Tick) -> Measured:
+def measure_run(config: Any, run: Run[Any], tick: Tick, *, store: Store, plans: Plans) -> Measured:
     """Do one run: train its model, or evaluate it as it starts.
 
     Args:
@@ -149,27 +149,33 @@ def trials(runs: Sequence[Run[Any]], rates: Sequence[float], split: str, folder:
             continue
         data = dataclasses.replace(run.config.data, val_split=split)
         for rate in rates:
-            output = f"{folder}/{run.name}-{rate:g}"
-            config = dataclasses.replace(with_rate(run.config, rate), data=data, output=output)
-            by_trial[run.name, rate] = dataclasses.replace(run, config=config)
+            name = f"{run.name}-{rate:g}"
+            config = dataclasses.replace(with_rate(run.config, rate), data=data, output=f"{folder}/{name}")
+            by_trial[run.name, rate] = dataclasses.replace(run, name=name, config=config)
     return by_trial
 
 
-def try_rates(
-    runner: Runner, by_trial: Mapping[Trial, AnyJob], do: Callable[[AnyJob, Tick], float], before: Sequence[AnyJob] = ()
-) -> dict[Trial, float]:
-    """Return the score of every trial, after runs that the trials start from."""
-    scores = {job.config.output: score for job, score in runner.run([*before, *by_trial.values()], do)}
-    return {trial: scores[job.config.output] for trial, job in by_trial.items()}
+def best_rates(
+    table: Table,
+    figure: str,
+    by_trial: Mapping[Trial, AnyJob],
+    measure: Callable[[AnyJob, Tick], Measured],
+    runner: Runner,
+    before: Sequence[AnyJob] = (),
+) -> dict[str, float]:
+    """Return the best factor of the learning rate of each model, the first of equal ones; trials join the table.
 
-
-def best_rates(scores: Mapping[Trial, float]) -> dict[str, float]:
-    """Return the best factor of every model by name, the first of equal ones."""
-    best: dict[str, float] = {}
-    for (name, rate), score in scores.items():
-        if name not in best or score > scores[name, best[name]]:
-            best[name] = rate
-    return best
+    Args:
+        by_trial: Jobs with names of their own.
+        before: Runs that the trials start from.
+    """
+    for _ in compare(table, [*before, *by_trial.values()], measure, runner):
+        pass
+    rates: dict[str, dict[str, float]] = {}
+    for (name, rate), job in by_trial.items():
+        rates.setdefault(name, {})[job.name] = rate
+    score = functools.partial(mean_of, table, figure)
+    return {name: by_job[max(by_job, key=score)] for name, by_job in rates.items()}
 
 
 def with_rate(config: Any, rate: float) -> Any:

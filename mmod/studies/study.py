@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from mmod.compare.table import Table, compare
+from mmod.compare.table import Measured, Table, compare
 from mmod.compare.times import Reading, sample_times
-from mmod.io.jobs import Runner, Tick
+from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.lazy import import_path
 from mmod.planning.candidate import DENSE, Candidate
@@ -30,9 +30,7 @@ from mmod.studies.runs import (
     load,
     ready,
     starts_others,
-    train,
     trials,
-    try_rates,
     with_rate,
 )
 from mmod.training.engine.checkpoint import find_weights
@@ -65,11 +63,12 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     _find_checkpoints(runs)
     _check_runs(config, runs)
     plans: Plans = {}
-    rates = _find_rates(config, runs, plans, runner)
-    if rates:
-        runs = [dataclasses.replace(run, config=with_rate(run.config, rates.get(run.name, 1.0))) for run in runs]
     # A folder that cannot be written is no news for the end of a run.
     Path(config.output).mkdir(parents=True, exist_ok=True)
+    measure = partial(kind.measure, store=Store(Path(config.output) / STORE), plans=plans)
+    rates = _find_rates(config, runs, measure, runner)
+    if rates:
+        runs = [dataclasses.replace(run, config=with_rate(run.config, rates.get(run.name, 1.0))) for run in runs]
     first = {run.name: run for run in runs if run.seed == 0 and run.name != _BASE}
     table = Table(weigh=kind.weigh, draws=getattr(config, "draws", Table.draws))
     facts: Facts = {}
@@ -81,8 +80,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
         more = {**runner.facts, "rates": rates, "epochs": epochs}
         return write_study(config, kind, table, shown, first, facts, more)
 
-    measure = partial(kind.measure, config, Store(Path(config.output) / STORE), plans)
-    for run in compare(table, runs, measure, runner):
+    for run in compare(table, runs, partial(measure, config), runner):
         if run.name not in first:
             continue
         if run.seed == 0:
@@ -144,18 +142,17 @@ def plan(config: StudyConfig) -> tuple[list[Candidate], list[Run[Any]]]:
     return candidates, runs
 
 
-def _find_rates(config: StudyConfig, runs: Sequence[Run[Any]], plans: Plans, runner: Runner) -> dict[str, float]:
+def _find_rates(
+    config: StudyConfig, runs: Sequence[Run[Any]], measure: Callable[..., Measured], runner: Runner
+) -> dict[str, float]:
     """Return the best factor of the learning rate by model, once it was searched; empty without a search."""
     if not isinstance(config, TimmStudyConfig) or config.rates is None:
         return {}
     by_trial = trials(runs, config.rates, config.rate_split, f"{config.output}/rates")
     starting = [run for run in runs[:1] if starts_others(run)]
-    return best_rates(try_rates(runner, by_trial, partial(_try_rate, config, plans), starting))
-
-
-def _try_rate(config: TimmStudyConfig, plans: Plans, run: Run[Any], tick: Tick) -> float:
-    """Return the score of a run of the search for learning rates."""
-    return float(train(ready(config, plans, run).config, tick).columns()[config.score])
+    # Only the trained models count.
+    plain = dataclasses.replace(config, before=False)
+    return best_rates(Table(), config.score, by_trial, partial(measure, plain), runner, starting)
 
 
 def _time(config: StudyConfig, kind: StudyKind, runs: Mapping[str, Run[Any]], *, shown: bool) -> Times:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shlex
 import shutil
 import urllib.error
@@ -281,9 +282,12 @@ def test_a_split_of_their_own_fits_the_classifiers_and_tuning_goes_through_train
         tune=True,
         tune_dense=True,
         before=True,
+        rates=[0.5, 1.0],
     )
     result, rows = run(study)
     assert "18 images" in result.table
+    # Rates are chosen by the figure that models are compared by, of features and not of the classifier.
+    assert json.loads((result.folder / "tradeoff.json").read_text())["rates"].keys() == {"dense", "attention-0.5"}
     assert [row["name"] for row in rows] == ["dense", "attention-0.5"]
     assert all({"before", "top1", "knn", "linear"} <= row.keys() for row in rows)
     assert (tmp_path / "study" / "seed0" / "attention-0.5" / "result.json").exists()

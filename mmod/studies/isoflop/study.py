@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from mmod.analysis.prefill import training_flops
 from mmod.analysis.statistics import published
-from mmod.compare.table import Measured, Table, compare, means_over_seeds
+from mmod.compare.table import Measured, Table, compare, mean_of, means_over_seeds
 from mmod.data.loader import text_stream
 from mmod.io.jobs import Job, Runner, Tick
 from mmod.io.yaml import merged, read_yaml
@@ -18,13 +18,15 @@ from mmod.planning.candidate import Candidate
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop.report import draw, optima, table, verdict
 from mmod.studies.results import StudyResult, write_outcome
-from mmod.studies.runs import best_rates, rows_of, try_rates, with_rate
+from mmod.studies.runs import best_rates, rows_of, with_rate
 from mmod.training.engine.kind import steps_of_epoch
 from mmod.training.text.config import TrainConfig
-from mmod.training.text.evaluate import EvalResult
 from mmod.training.text.kind import TextKind
 from mmod.training.text.model import window_flops
 from mmod.values import refuse_unknown
+
+# The negative loss, so that more is better.
+_GAIN = "gain"
 
 
 class Place(NamedTuple):
@@ -105,7 +107,7 @@ def run_study(config: IsoflopConfig, *, progress: bool = True) -> StudyResult:
         jobs += [place.job(rates[place.name], seed, folder) for place in places]
     names = [job.name for job in jobs[: len(places)]]
     result = None
-    for job in compare(table, jobs, _measure, runner):
+    for job in compare(table, jobs, _train, runner):
         if all(job.seed in table.runs.get(name, {}) for name in names):
             figures = [table.figures(name) for name in names]
             points = [place.row(rates[place.name], by_seed) for place, by_seed in zip(places, figures)]
@@ -162,30 +164,26 @@ def _find_rates(config: IsoflopConfig, places: list[Place], runner: Runner) -> d
     jobs: dict[tuple[str, float], Job[TrainConfig]] = {}
     for place in places:
         jobs |= {(place.name, rate): place.job(rate, seed, root / f"{rate:g}") for rate in sorted(config.rates)}
-    losses = try_rates(runner, jobs, _try)
-    best = best_rates({trial: -loss for trial, loss in losses.items()})
+    tried = Table()
+    best = best_rates(tried, _GAIN, jobs, _try, runner)
     for name, rate in best.items():
-        if losses[name, rate] == math.inf:
+        if mean_of(tried, _GAIN, jobs[name, rate].name) == -math.inf:
             raise FloatingPointError(
                 f"{name} is trained by none of the rates {sorted(config.rates)}: give smaller ones"
             )
     return best
 
 
-def _train(job: Job[TrainConfig], tick: Tick) -> EvalResult:
-    return TextKind(job.config).fit(progress=False, tick=tick).best
+def _train(job: Job[TrainConfig], tick: Tick) -> Measured:
+    return rows_of(TextKind(job.config).fit(progress=False, tick=tick).best)
 
 
-def _measure(job: Job[TrainConfig], tick: Tick) -> Measured:
-    return rows_of(_train(job, tick))
-
-
-def _try(job: Job[TrainConfig], tick: Tick) -> float:
-    """Return the loss that a learning rate leads to, infinite where it diverges."""
+def _try(job: Job[TrainConfig], tick: Tick) -> Measured:
+    """Return what a learning rate gains, negatively infinite where the loss diverges."""
     try:
-        return _train(job, tick).loss
+        return Measured({_GAIN: -_train(job, tick).figures["loss"]})
     except FloatingPointError:
-        return math.inf
+        return Measured({_GAIN: -math.inf})
 
 
 def _write(config: IsoflopConfig, points: list[dict[str, Any]], runner: Runner) -> StudyResult:
