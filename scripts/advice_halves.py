@@ -25,13 +25,14 @@ from torch import Tensor
 from torchvision.datasets import ImageFolder
 
 from mmod.adapters import find_part
-from mmod.compare.table import Measured, Table
+from mmod.compare.early import compare_early
+from mmod.compare.table import DENSE, Measured, Table
 from mmod.compare.times import time_models
 from mmod.io.store import STORE, Store
 from mmod.planning.advice import LEAST_SPEEDUP, Advice
-from mmod.planning.candidate import DENSE, Candidate
+from mmod.planning.candidate import Candidate
 from mmod.planning.samples import AGREEMENT, FIRST_LOOK, Images
-from mmod.planning.trials import ROUNDS, changed_models, compare_early, judge_once, rows_of
+from mmod.planning.trials import ROUNDS, changed_models, judge_once, rows_of
 from mmod.planning.untrained import image_candidates
 from scripts.doc_tables import markdown
 
@@ -69,8 +70,8 @@ def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     table = Table()
     table.add(DENSE, 0, judge(DENSE, 0, len(places)))
     first = min(FIRST_LOOK, len(places))
-    times = compare_early(table, candidates, judge, lambda: recorded.times, AGREEMENT, first, progress=False)
-    rows = rows_of(table, times, AGREEMENT, candidates, dict.fromkeys(candidates), "image", BLOCKS)
+    compare_early(table, candidates, judge, lambda: recorded.times, AGREEMENT, first, progress=False)
+    rows = rows_of(table, AGREEMENT, candidates, dict.fromkeys(candidates), "image", BLOCKS)
     return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH, len(places), 0.0)
 
 

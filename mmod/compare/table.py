@@ -26,6 +26,8 @@ from mmod.analysis.statistics import (
 from mmod.io.jobs import AnyJob, Runner, Tick
 from mmod.io.store import Store
 
+DENSE = "dense"
+"""Name of the candidate that all others are compared with."""
 _DRAWS = 2000
 Outcomes = Mapping[str, np.ndarray]
 """Values of the samples by column, (N, ...) each."""
@@ -61,12 +63,14 @@ class Table:
 
     Attributes:
         runs: Rows by candidate and seed.
+        times: Milliseconds by pass, candidate and round, measured in turns.
         costs: FLOPs, memory and times of a sample, by candidate.
         weigh: Figures that are no means of a column, and how they follow from the outcomes of weighted samples.
         draws: Draws of the bootstrap over samples.
     """
 
     runs: dict[str, dict[int, Measured]] = field(default_factory=dict)
+    times: dict[Any, dict[str, list[float]]] = field(default_factory=dict)
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
     draws: int = _DRAWS

@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from mmod.analysis.timing import interleave, relative_times
+from mmod.compare.table import DENSE, Table
 from mmod.io.threads import on_timing_threads
 
 Pass = TypeVar("Pass")
@@ -49,15 +50,19 @@ def time_models(
 
 
 def sample_times(
-    readings: Readings[Pass], base: str, *, rounds: int, device: torch.device, shown: bool = False
+    table: Table, readings: Readings[Pass], *, rounds: int, device: torch.device, shown: bool = False
 ) -> dict[Pass, dict[str, tuple[float, float]]]:
-    """Time candidates in turns, and return milliseconds of a sample and speed-up over one of them by pass and name."""
+    """Time candidates in turns, and return milliseconds of a sample and speed-up over the dense model by pass and name.
+
+    Args:
+        table: Gets the times.
+    """
     with torch.inference_mode():
-        times = time_models(readings, rounds=rounds, device=device, shown=shown)
+        table.times = time_models(readings, rounds=rounds, device=device, shown=shown)
     figures: dict[Pass, dict[str, tuple[float, float]]] = {}
-    for of, by_name in times.items():
+    for of, by_name in table.times.items():
         figures[of] = {
             name: (total / readings[name][of].samples, speedup)
-            for name, (total, speedup) in relative_times(by_name, base).items()
+            for name, (total, speedup) in relative_times(by_name, DENSE).items()
         }
     return figures

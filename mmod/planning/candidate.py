@@ -16,8 +16,6 @@ from mmod.model import apply_
 from mmod.planning.options import PlanOptions
 from mmod.planning.resolve import resolve_methods
 
-DENSE = "dense"
-"""Name of the candidate that all others are compared with."""
 # The part of a model that has no other.
 ONLY = "image"
 

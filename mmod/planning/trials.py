@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,21 +14,19 @@ from torch import nn
 
 from mmod.adapters import BlockStack, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
-from mmod.analysis.timing import ratios, relative_times
-from mmod.compare.table import Measured, Table, compare, gap, interval_of, judged, mean_of, measured_once, unbeaten
+from mmod.analysis.timing import ratios
+from mmod.compare.early import BATCH, compare_early, front_of, milliseconds
+from mmod.compare.table import DENSE, Measured, Table, gap, interval_of, judged, mean_of, measured_once
 from mmod.compare.times import time_models
-from mmod.io.jobs import Job, Runner, Tick
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
 from mmod.planning.advice import Advice, AdviceRow
-from mmod.planning.candidate import DENSE, ONLY, Candidate
+from mmod.planning.candidate import ONLY, Candidate
 from mmod.planning.samples import AGREEMENT, CORRECT, Images, Prompts, first_images, first_prompts
 from mmod.planning.untrained import image_candidates, language_candidates
 from mmod.values import check_value
 
 ROUNDS = 5
-# A candidate is dropped after the first look if another one is as fast and agrees more by this share.
-SLACK = 0.02
 
 
 def advise(
@@ -105,15 +103,15 @@ def advise(
         results = Store(store)
         judge = partial(judge_once, results, samples, by_name, models)
         time = partial(_times, results, samples, by_name, models)
-        times = compare_early(table, by_name, judge, time, figure, samples.first, progress=progress)
+        compare_early(table, by_name, judge, time, figure, samples.first, progress=progress)
         caches = {name: samples.cache_bytes(models[name]) for name in by_name}
-        rows = tuple(rows_of(table, times, figure, by_name, caches, part, depth))
+        rows = tuple(rows_of(table, figure, by_name, caches, part, depth))
     advice = Advice(
         rows,
         refused,
         samples.measure,
         mean_of(table, CORRECT, DENSE) if samples.has_labels else None,
-        float(np.median(times[DENSE])),
+        float(np.median(table.times[BATCH][DENSE])),
         samples.batch_size,
         len(samples),
         tolerance,
@@ -236,53 +234,6 @@ def judge_once(
     return measured_once(store, identity, lambda: samples.judge(models[name], start, stop))
 
 
-def compare_early(
-    table: Table,
-    names: Iterable[str],
-    judge: Callable[[str, int, int], Measured],
-    time: Callable[[], dict[str, list[float]]],
-    figure: str,
-    first: int,
-    *,
-    progress: bool,
-) -> dict[str, list[float]]:
-    """Judge all candidates on few samples, and those near the Pareto front on all that the dense model is judged on.
-
-    Args:
-        table: Rows of the dense model; those of the others join them.
-        names: The others.
-        judge: Returns the rows of a candidate by name, from one sample to another.
-        time: Returns the milliseconds of all by round, which are measured between the two looks.
-        figure: The outcome that decides who is better.
-        first: Samples of the first look.
-
-    Returns:
-        The milliseconds.
-    """
-    total = table.runs[DENSE][0].samples
-    runner = Runner(progress=progress, title="advise", leave=False)
-
-    def look(names: Iterable[str], stop: int) -> None:
-        def measure(job: Job[None], tick: Tick) -> Measured:
-            return judge(job.name, judged(table, job.name), stop)
-
-        jobs = [Job(name, 0, None) for name in names if judged(table, name) < stop]
-        for _ in compare(table, jobs, measure, runner):
-            pass
-
-    look(names, first)
-    times = time()
-    ms = _ms(times)
-    # Judged before any gets more samples: a score of more would not compare.
-    means = {name: mean_of(table, figure, name) for name in ms}
-    near = unbeaten(ms, lambda one, other: means[one] > means[other] + SLACK, tolerance=1.0)
-    while near:
-        look(near, total)
-        # More samples may have taken from the front what had beaten others on few.
-        near = [name for name in _front(table, figure, ms) if judged(table, name) < total]
-    return times
-
-
 def _times(
     store: Store, samples: Images | Prompts, candidates: Mapping[str, Candidate], models: Mapping[str, nn.Module]
 ) -> dict[str, list[float]]:
@@ -290,8 +241,8 @@ def _times(
     device = next(models[DENSE].parameters()).device
 
     def measure() -> dict[str, list[float]]:
-        readings = {name: {"batch": samples.reading(model)} for name, model in models.items()}
-        return time_models(readings, rounds=ROUNDS, device=device, warmup=1)["batch"]
+        readings = {name: {BATCH: samples.reading(model)} for name, model in models.items()}
+        return time_models(readings, rounds=ROUNDS, device=device, warmup=1)[BATCH]
 
     codes = {name: candidate.code(samples.part, 0) for name, candidate in candidates.items()}
     identity = {**samples.identity, "timed": codes, "batch_size": samples.batch_size, "rounds": ROUNDS}
@@ -299,24 +250,8 @@ def _times(
     return times
 
 
-def _ms(times: Mapping[str, list[float]]) -> dict[str, float]:
-    """Return the milliseconds of every candidate, as compared with the dense model round by round."""
-    return {name: ms for name, (ms, _) in relative_times(times, DENSE).items()}
-
-
-def _front(table: Table, figure: str, ms: Mapping[str, float]) -> list[str]:
-    """Return the candidates than which none that is as fast scores more, or as much in less time."""
-
-    def is_better(one: str, other: str) -> bool:
-        gain = mean_of(table, figure, one) - mean_of(table, figure, other)
-        return gain > 0 or (gain == 0 and ms[one] < ms[other])
-
-    return unbeaten(ms, is_better, tolerance=1.0)
-
-
 def rows_of(
     table: Table,
-    times: Mapping[str, list[float]],
     figure: str,
     candidates: Mapping[str, Candidate],
     caches: Mapping[str, int | None],
@@ -324,8 +259,9 @@ def rows_of(
     depth: int,
 ) -> Iterator[AdviceRow]:
     """Yield the rows of the report, the fastest first."""
-    ms = _ms(times)
-    front = _front(table, figure, ms)
+    ms = milliseconds(table, BATCH)
+    front = front_of(table, figure, ms)
+    times = table.times[BATCH]
     for name in sorted(ms, key=ms.__getitem__):
         if name == DENSE:
             continue

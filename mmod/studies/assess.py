@@ -33,8 +33,8 @@ class Assessment(NamedTuple):
 
 def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
     """Evaluate the model that a run would start from, routed or not, and measure its costs. Nothing is written."""
+    from mmod.compare.table import DENSE, Table
     from mmod.compare.times import sample_times
-    from mmod.planning.candidate import DENSE
     from mmod.training.engine.kind import device_of
 
     kind = kind_of(config)
@@ -48,7 +48,7 @@ def assess(config: RunConfig, *, progress: bool = True) -> Assessment:
             # A set may have fewer samples than a batch.
             if reading.samples == size:
                 readings[name, size] = reading
-    times = sample_times({DENSE: readings}, DENSE, rounds=_ROUNDS, device=device_of(kind), shown=progress)
+    times = sample_times(Table(), {DENSE: readings}, rounds=_ROUNDS, device=device_of(kind), shown=progress)
     ms: dict[str, dict[int, float]] = {}
     for (name, size), by_model in times.items():
         ms.setdefault(name, {})[size] = by_model[DENSE][0]

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mmod.adapters import find_stack
+from mmod.compare.table import DENSE
 from mmod.io.yaml import merged
 from mmod.methods import METHODS, read_method
-from mmod.planning.candidate import DENSE, Candidate
+from mmod.planning.candidate import Candidate
 from mmod.studies.config import RUN_FIELDS, ChatStudyConfig, StudyConfig, TimmStudyConfig, refuse_set_by_study
 from mmod.training.engine.kind import by_data
 from mmod.training.kinds import kind_of

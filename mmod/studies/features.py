@@ -15,13 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mmod import is_routed, routed_blocks
-from mmod.compare.table import Measured, Outcomes, Table, Weigh, gap, gaps, measured_once
+from mmod.compare.table import DENSE, Measured, Outcomes, Table, Weigh, gap, gaps, measured_once
 from mmod.data.config import DataConfig
 from mmod.data.labels import IGNORED
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.jobs import Tick
 from mmod.io.store import Store
-from mmod.planning.candidate import DENSE
 from mmod.studies import image
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.kind import Candidates, Facts, Rows, StudyKind, Told

@@ -14,11 +14,11 @@ from mmod.adapters import find_stack, image_facts
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.plots import draw_sample_maps
 from mmod.analysis.redundancy import redundancy
-from mmod.compare.table import Measured, Table, as_fast, best, gap, gaps, mean_of, unbeaten
+from mmod.compare.table import DENSE, Measured, Table, as_fast, best, gap, gaps, mean_of, unbeaten
 from mmod.io.tables import Column
 from mmod.io.yaml import merged
 from mmod.methods.route import is_routed
-from mmod.planning.candidate import DENSE, ONLY, Candidate
+from mmod.planning.candidate import ONLY, Candidate
 from mmod.studies.config import TimmStudyConfig
 from mmod.studies.kind import Candidates, Facts, Rows, StudyKind, Told
 from mmod.studies.report import verdict

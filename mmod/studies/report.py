@@ -9,9 +9,9 @@ from typing import Any
 
 from mmod.analysis.fronts import draw_tradeoff
 from mmod.analysis.statistics import Estimate, published
-from mmod.compare.table import Table, best, close_groups, gaps
+from mmod.compare.table import DENSE, Table, best, close_groups, gaps
 from mmod.io.tables import Column, table_of
-from mmod.planning.candidate import DENSE, Candidate
+from mmod.planning.candidate import Candidate
 from mmod.studies.kind import Candidates, Facts, Rows, StudyKind
 from mmod.studies.results import COLUMNS, Point, StudyResult, flat, listed, write_outcome
 from mmod.studies.runs import Run

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch import nn
 
-from mmod.compare.table import Measured, Table, compare
+from mmod.compare.table import DENSE, Measured, Table, compare
 from mmod.compare.times import Reading, sample_times
 from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.lazy import import_path
-from mmod.planning.candidate import DENSE, Candidate
+from mmod.planning.candidate import Candidate
 from mmod.studies.candidates import candidates_of
 from mmod.studies.config import StudyConfig, TimmStudyConfig
 from mmod.studies.kind import Facts, StudyKind, Times
@@ -97,7 +97,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
                 runner.say(f"table and picture, from now on: {config.output}/tradeoff.{{md,png}}")
             is_announced = True
     finished = {name: ready(config, plans, run) for name, run in first.items()}
-    for name, times in _time(config, kind, finished, shown=progress).items():
+    for name, times in _time(config, kind, table, finished, shown=progress).items():
         table.costs[name] |= times
     return write()
 
@@ -155,7 +155,7 @@ def _find_rates(
     return best_rates(Table(), config.score, by_trial, partial(measure, plain), runner, starting)
 
 
-def _time(config: StudyConfig, kind: StudyKind, runs: Mapping[str, Run[Any]], *, shown: bool) -> Times:
+def _time(config: StudyConfig, kind: StudyKind, table: Table, runs: Mapping[str, Run[Any]], *, shown: bool) -> Times:
     """Measure the latency of final models in batches of several sizes, all in turns; return figures by model."""
     kinds: dict[str, Kind] = {name: kind_of(run.config) for name, run in runs.items()}
     models: dict[str, nn.Module] = {name: load(run) for name, run in runs.items()}
@@ -166,7 +166,7 @@ def _time(config: StudyConfig, kind: StudyKind, runs: Mapping[str, Run[Any]], *,
             # As many samples at every size.
             passes = kinds[name].readings(model, size, max(sizes) // size)
             readings[name] |= {(inputs, size): reading for inputs, reading in passes.items()}
-    times = sample_times(readings, DENSE, rounds=config.latency_rounds, device=device_of(kinds[DENSE]), shown=shown)
+    times = sample_times(table, readings, rounds=config.latency_rounds, device=device_of(kinds[DENSE]), shown=shown)
     figures: Times = {name: {} for name in runs}
     for (inputs, size), by_name in times.items():
         ms, speedup = config.time_columns(kind.times[inputs], size)

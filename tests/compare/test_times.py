@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mmod.compare import times
+from mmod.compare.table import DENSE, Table
 from mmod.compare.times import Reading, sample_times, time_models
-
-DENSE = "dense"
 
 
 def test_all_models_and_passes_are_timed_in_turns() -> None:
@@ -31,6 +30,8 @@ def test_times_are_of_a_sample_and_beside_the_base(monkeypatch: pytest.MonkeyPat
     taken = {("dense", "image"): [4.0, 8.0, 4.0], ("a", "image"): [2.0, 4.0, 9.0]}
     monkeypatch.setattr(times, "interleave", lambda calls, **_: {key: taken[key] for key in calls})
     readings = {"dense": {"image": Reading(lambda: None, 2)}, "a": {"image": Reading(lambda: None, 4)}}
-    figures = sample_times(readings, DENSE, rounds=3, device=torch.device("cpu"))
+    table = Table()
+    figures = sample_times(table, readings, rounds=3, device=torch.device("cpu"))
     # Both in milliseconds of a sample; the speed-up is that of the whole pass, round by round.
+    assert table.times["image"]["a"] == [2.0, 4.0, 9.0]
     assert figures == {"image": {"dense": (2.0, 1.0), "a": (0.5, 2.0)}}

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from mmod.compare.table import DENSE
 from mmod.lazy import import_path
-from mmod.planning.candidate import DENSE, Candidate
+from mmod.planning.candidate import Candidate
 from mmod.studies.command import CONFIGS as STUDY_CONFIGS
 from mmod.studies.kind import StudyKind
 from mmod.studies.study import STUDIES
