@@ -19,7 +19,6 @@ from PIL import Image
 from mmod import cli
 from mmod.compare import times
 from mmod.studies.study import plan
-from tests.kit.imagenet_archives import write_archives
 from tests.kit.pages import FENCE, NAMED, PAGES, commands_of, is_command
 from tests.kit.prompts import make_prompts
 from tests.kit.scripts import ROOT

@@ -66,14 +66,12 @@ class Table:
         times: Milliseconds by pass, candidate and round, measured in turns.
         costs: FLOPs, memory and times of a sample, by candidate.
         weigh: Figures that are no means of a column, and how they follow from the outcomes of weighted samples.
-        draws: Draws of the bootstrap over samples.
     """
 
     runs: dict[str, dict[int, Measured]] = field(default_factory=dict)
     times: dict[Any, dict[str, list[float]]] = field(default_factory=dict)
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
-    draws: int = _DRAWS
 
     def add(self, name: str, seed: int, rows: Measured) -> None:
         """Add the rows of a candidate and seed; outcomes join those of samples before."""
@@ -127,7 +125,7 @@ def mean_of(table: Table, figure: str, name: str) -> float:
 def interval_of(table: Table, figure: str, name: str) -> Estimate:
     """Return the mean of an outcome, with its interval over samples."""
     outcome_N = _outcomes(table, name)[figure]
-    return share_of(outcome_N) if {0, 1}.issuperset(outcome_N) else _bootstrapped(outcome_N, table.draws)
+    return share_of(outcome_N) if {0, 1}.issuperset(outcome_N) else _bootstrapped(outcome_N)
 
 
 def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | None:
@@ -154,7 +152,7 @@ def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | N
     other_outcomes = _outcomes(table, other)
     if figure in table.weigh:
         weigh = table.weigh[figure]
-        resampling = _resampling(table.runs[name][0].samples, table.draws)
+        resampling = _resampling(table.runs[name][0].samples, _DRAWS)
         return resampling.of(lambda weight_SN: weigh(one_outcomes, weight_SN) - weigh(other_outcomes, weight_SN))
     if figure in one_outcomes:
         # Candidates may be judged on the first samples alone.
@@ -162,7 +160,7 @@ def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | N
         change_N = one_outcomes[figure][:count] - other_outcomes[figure][:count]
         if not count:
             return None
-        return change_of(change_N) if {-1, 0, 1}.issuperset(change_N) else _bootstrapped(change_N, table.draws)
+        return change_of(change_N) if {-1, 0, 1}.issuperset(change_N) else _bootstrapped(change_N)
     values = by_seed(table, figure, name)
     others = by_seed(table, figure, other)
     return difference(values, others) if set(values) & set(others) else None
@@ -224,8 +222,8 @@ def _outcomes(table: Table, name: str) -> Outcomes:
     return next(iter(table.runs[name].values())).outcomes
 
 
-def _bootstrapped(value_N: np.ndarray, draws: int) -> Estimate:
-    return estimate_of(float(value_N.mean()), resampled_means(value_N[:, None], draws, seed=0)[:, 0])
+def _bootstrapped(value_N: np.ndarray) -> Estimate:
+    return estimate_of(float(value_N.mean()), resampled_means(value_N[:, None], _DRAWS, seed=0)[:, 0])
 
 
 # The same draws for all differences of a table.

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], command: str = "") -> Iterator[Path]:
 
     while config is not None:
         yield _shown(run_study(config))
-        config = config.following
+        config = config.following()
 
 
 def _isoflop(arguments: Sequence[str]) -> Iterator[Path]:

@@ -70,7 +70,7 @@ def run_study(config: StudyConfig, *, progress: bool = True) -> StudyResult:
     if rates:
         runs = [dataclasses.replace(run, config=with_rate(run.config, rates.get(run.name, 1.0))) for run in runs]
     first = {run.name: run for run in runs if run.seed == 0 and run.name != _BASE}
-    table = Table(weigh=kind.weigh, draws=getattr(config, "draws", Table.draws))
+    table = Table(weigh=kind.weigh)
     facts: Facts = {}
     epochs = epochs_of(runs)
     is_announced = False

@@ -178,9 +178,9 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
         then={"output": "tuned", "tune": True, "seeds": 2},
     )
     assert {job.seed for job in plan(plain)[1]} == {0}
-    following = plain.following
+    following = plain.following()
     assert isinstance(following, ImageStudyConfig)
-    assert (following.output, following.following) == (str(Path(study.output) / "tuned"), None)
+    assert (following.output, following.following()) == (str(Path(study.output) / "tuned"), None)
     assert {job.seed for job in plan(following)[1]} == {0, 1}
 
 
