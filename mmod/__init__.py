@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from mmod.methods.base import undo_
     from mmod.methods.route import capacities, is_routed, routed_blocks, routing_config
     from mmod.model import apply_, freeze_dense_, route_, set_capacity_, unroute_
+    from mmod.opening.open import open_model
+    from mmod.opening.opened import Opened
     from mmod.planning import (
         Option,
         advise,
@@ -66,6 +68,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "mmod.methods.base": ["undo_"],
         "mmod.methods.route": ["capacities", "is_routed", "routed_blocks", "routing_config"],
         "mmod.model": ["apply_", "freeze_dense_", "route_", "set_capacity_", "unroute_"],
+        "mmod.opening.open": ["open_model"],
+        "mmod.opening.opened": ["Opened"],
         "mmod.planning": [
             "Option",
             "advise",

@@ -26,11 +26,11 @@ from mmod.analysis.statistics import Resampling
 from mmod.data.config import DataConfig
 from mmod.data.loader import image_stream
 from mmod.methods import Merge, Method
+from mmod.opening.weights import converted
 from mmod.ops import gather_rows, mean_rows, unit_rows
 from mmod.ops.alike import nearest_rows, redundancy_scores
 from mmod.planning import falling
 from mmod.studies.features import figures_of, mean_iou
-from mmod.training.engine.model import converted
 
 SIDE, GRID = 448, 40
 Forward = Callable[[Tensor], Tensor]

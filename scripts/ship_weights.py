@@ -12,8 +12,8 @@ from pathlib import Path
 
 import mmod
 from mmod.io.tensors import write_tensors
+from mmod.opening.weights import read_weights
 from mmod.training import TrainConfig
-from mmod.training.engine.checkpoint import read_weights
 from mmod.training.image.kind import ImageKind
 
 FOLDER = Path(mmod.__file__).parent / "data" / "weights"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,9 @@ from PIL import Image
 
 import mmod
 from mmod.data.loader import _transform
+from mmod.opening.open import open_start
 from mmod.training import TrainConfig
-from mmod.training.image.model import check_input, create_dense_model
+from mmod.training.image.model import check_input
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("cifar", "digits", "fashion", "imagenet", "patches")
@@ -25,7 +25,7 @@ def test_config_builds_and_routes_its_model(path: Path) -> None:
     config = TrainConfig.load(path)
     assert config.output == f"runs/{path.parent.name}/{path.stem}"
     with torch.device("meta"):
-        model = create_dense_model(replace(config.model, pretrained=False))
+        model = open_start("image", vars(config.model), weights=False).model
     check_input(model, config.data, config.model.pretrained)
     routing = config.image_routing
     if routing is not None:

@@ -17,10 +17,8 @@ from torch import Tensor, nn
 import mmod
 from mmod.io.claim import flatten
 from mmod.io.yaml import merged
-from mmod.studies.advised import open_model
+from mmod.studies.advised import open_advised
 from mmod.training import TrainConfig, fit
-from mmod.training.image.config import ModelConfig
-from mmod.training.image.model import create_dense_model
 from mmod.training.kinds import kind_of
 from tests.kit.clip_zoo import make_clip
 from tests.kit.engine_worker import MODEL
@@ -407,9 +405,9 @@ def start_run(folder: Path, **model: Any) -> None:
 # What asks for published weights, the advice of its command, and a call that follows it, given a file of weights.
 OFFLINE: dict[str, tuple[Callable[[Path], object], str, Callable[[Path, Path], object]]] = {
     "advise": (
-        lambda _: open_model("test_vit"),
+        lambda _: open_advised("test_vit"),
         "name a file of weights, --checkpoint FILE",
-        lambda _, file: open_model("test_vit", checkpoint=str(file)),
+        lambda _, file: open_advised("test_vit", checkpoint=str(file)),
     ),
     "train": (
         lambda folder: start_run(folder, pretrained=True),
@@ -431,5 +429,5 @@ def test_without_a_network_a_command_names_its_own_options(
     with pytest.raises(ConnectionError, match=rf"the published weights of 'test_vit' .* does not answer: {advice}$"):
         call(tmp_path / "run")
     args = {"img_size": 32, "in_chans": 1, "num_classes": 10} if command == "train" else {}
-    torch.save(create_dense_model(ModelConfig("test_vit", args)).state_dict(), tmp_path / "weights.pt")
+    torch.save(timm.create_model("test_vit", **args).state_dict(), tmp_path / "weights.pt")
     follow(tmp_path / "run", tmp_path / "weights.pt")

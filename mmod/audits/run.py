@@ -30,12 +30,12 @@ from mmod.io.claim import claim_folder
 from mmod.io.environment import environment
 from mmod.io.files import read_json_object, write_atomically
 from mmod.io.store import STORE, Store
+from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
 from mmod.studies.results import save_picture
-from mmod.training.engine.config import RUN_CONFIG
 from mmod.training.engine.evaluate import kept_means
 from mmod.training.engine.kind import device_of
 from mmod.training.engine.parse import read_config
-from mmod.training.image.classes import check_same_classes, run_classes
+from mmod.training.image.classes import check_same_classes
 from mmod.training.image.config import TrainConfig as ImageConfig
 from mmod.training.image.kind import sample_images
 from mmod.training.kinds import finished_run, kind_named, kind_of
@@ -179,8 +179,11 @@ def _baselines(config: Any) -> dict[str, Any]:
         raise ValueError(f"audit.beside names two folders alike: {', '.join(config.audit.beside)}")
     models = {}
     for name, folder in folders.items():
-        file = [str(folder / RUN_CONFIG)]
-        run = finished_run(read_config(file, AUDITS[kind_named(file)]), folder)
+        root = find_run(folder)
+        if root is None:
+            raise FileNotFoundError(f"audit.beside: {str(folder)!r} is no folder of a run, or weights in one")
+        file = [str(root / RUN_CONFIG)]
+        run = finished_run(read_config(file, AUDITS[kind_named(file)]), root, folder)
         if type(run) is not type(config):
             raise ValueError(f"audit.beside: {str(folder)!r} is a run of another kind than the audited one")
         if isinstance(run, ImageConfig):

@@ -16,8 +16,8 @@ from mmod.analysis.timing import Spread
 from mmod.benchmarks.report import HIDDEN, Options, Row, Runs
 from mmod.data.loader import TextReader, read_corpus
 from mmod.io.tables import Column
+from mmod.opening.runs import RUN_CONFIG
 from mmod.speculation import DraftReport, judge_drafts
-from mmod.training.engine.config import RUN_CONFIG
 from mmod.training.engine.parse import read_config
 from mmod.training.text.config import TrainConfig
 from mmod.values import check_distinct
@@ -55,8 +55,8 @@ class DraftConfig(Options):
 
     def runs(self) -> Runs:
         """Return a run for every number of drafted tokens; raise unless the model was trained with both passes."""
-        # It brings timm, which other benchmarks may not need.
-        from mmod.pretrained import load_pretrained
+        # It brings host libraries, which other benchmarks may not need.
+        from mmod.opening.open import open_model
 
         trained = read_config([str(Path(self.run) / RUN_CONFIG)], TrainConfig)
         if not trained.elastic:
@@ -64,7 +64,7 @@ class DraftConfig(Options):
                 f"{self.run!r} was not trained with elastic: true, by which all tokens in all layers learn to verify "
                 "what the routed pass drafts"
             )
-        model: Any = load_pretrained(Path(self.run) / "model", self.device, dtype=getattr(torch, self.dtype))
+        model: Any = open_model(self.run, args={"dtype": getattr(torch, self.dtype)}).model.to(self.device)
         prompts = _prompts(self, trained)
         calls: dict[str, Callable[[], list[Row]]] = {}
         for length in self.draft_tokens:

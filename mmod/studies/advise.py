@@ -16,7 +16,7 @@ from mmod.values import check_value
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from mmod.studies.advised import AdvisedModel, Preprocessing
+    from mmod.opening.opened import Opened, Preprocessing
 
 MEASURES = ("top1", "features", "patches")
 
@@ -40,16 +40,17 @@ def main(arguments: Sequence[str]) -> None:
         torch.set_num_threads(options.threads)
     batches: Iterable[Any]
     if options.prompts is None:
-        from mmod.studies.advised import open_model
+        from mmod.studies.advised import open_advised
 
-        found = open_model(options.model, options.checkpoint, options.pretrained, options.image_size, options.measure)
-        advised = found._replace(preprocessing=_checked(found.preprocessing, options))
-        how = " ".join(filter(None, [str(advised.preprocessing), advised.note]))
+        found = open_advised(options.model, options.checkpoint, options.pretrained, options.image_size, options.measure)
+        preprocessing = _checked(found.preprocessing, options)
+        opened = found._replace(prepare=lambda: preprocessing)
+        how = f"{preprocessing} The model is {opened.sentence}."
         # Before the model runs: another mean than that of training explains a low accuracy.
         print(how)
-        batch, facts = read_images(options.images, advised, options.number, options.on_corrupt)
+        batch, facts = read_images(options.images, opened, options.number, options.on_corrupt)
         note = f"{how} {facts}".rstrip()
-        model = advised.model
+        model = opened.model
         batches = [batch]
     else:
         model, batches, facts = read_prompts(options)
@@ -127,9 +128,10 @@ def _checked(preprocessing: Preprocessing, options: argparse.Namespace) -> Prepr
 
 
 def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any], str]:
-    """Load a vision-language model from a folder, read prompts for it, and say how the model was made dense."""
+    """Load a vision-language model from a folder, read prompts for it, and say what was opened."""
     from mmod.data.readers.conversations import ConversationsConfig
-    from mmod.studies.advised import dense, run_folder
+    from mmod.opening.open import open_model
+    from mmod.opening.runs import find_run
     from mmod.training.chat.config import ModelConfig, TrainConfig
     from mmod.training.chat.kind import ChatKind
     from mmod.training.kinds import parse_kind
@@ -140,21 +142,22 @@ def read_prompts(options: argparse.Namespace) -> tuple[nn.Module, Iterable[Any],
             f"with --prompts the model is that of a folder: leave out --{(unusable or ['no_pretrained'])[0]}"
         )
     data = ConversationsConfig(options.prompts, None, options.images, on_corrupt=options.on_corrupt)
-    run = run_folder(options.model)
+    run = find_run(options.model)
     if run is None:
         config = TrainConfig(output=options.output or "runs/advise", model=ModelConfig(options.model), data=data)
     else:
-        config = parse_kind([str(run)])
+        config = parse_kind([options.model])
         if config.kind != "chat":
             raise ValueError(f"--prompts are for runs of kind 'chat', and {str(run)!r} is one of kind {config.kind!r}")
         config = dataclasses.replace(config, data=data)
     kind = ChatKind(config)
-    model, note = dense(kind.load(), f"The model in {options.model}")
-    return model, kind.calibration(model, -(-options.number // options.batch_size), options.batch_size), note
+    opened = open_model(kind.load(), dense=True)
+    prompts = kind.calibration(opened.model, -(-options.number // options.batch_size), options.batch_size)
+    return opened.model, prompts, f"The model is {opened.sentence}."
 
 
 def read_images(
-    folder: str, advised: AdvisedModel, number: int, on_corrupt: str
+    folder: str, opened: Opened, number: int, on_corrupt: str
 ) -> tuple[Tensor | tuple[Tensor, Tensor], str]:
     """Read up to `number` images (N, C, H, W), spread evenly over a folder, and a sentence about them.
 
@@ -171,18 +174,19 @@ def read_images(
 
     if not Path(folder).is_dir():
         raise FileNotFoundError(f"no folder of images at {folder!r}")
-    named = advised.classes
+    named = opened.classes
     names = None if named is None else ModelClasses(named, "the model", required=False)
     source = FolderSource(folder, "", train_split="", model=names, labelled=False)
     report = CorruptReport(on_corrupt)  # type: ignore[arg-type]
     places = np.arange(min(number, len(source))) * max(1.0, len(source) / number)
-    reader = ImageReader(source, advised.preprocessing.mode, advised.preprocessing.transform())
+    preprocessing = opened.preprocessing
+    reader = ImageReader(source, preprocessing.mode, preprocessing.transform())
     images, labels, faults = reader.read(places.astype(int), None)
     report.add(faults)
     if not len(labels):
         raise ValueError(f"{folder!r} holds no image that can be read: {report}")
     classes = len(source.names)
-    known = image_facts(advised.model).classes or 0
+    known = image_facts(opened.model).classes or 0
     notes = [f"{source.left_out}."] if source.left_out else []
     if report.faults:
         notes.append(f"{len(report.faults)} broken images were skipped.")
@@ -192,10 +196,10 @@ def read_images(
     if classes > 1 and known and source.classes is not None and source.classes.given:
         notes.append("" if source.classes.is_plain else f"{source.classes}.")
         return (images, labels), " ".join(filter(None, notes))
-    if classes > 1 and classes == known and not advised.is_run:
+    if classes > 1 and classes == known and not opened.is_run:
         return (images, labels), " ".join(notes)
     if classes > 1 and known:
-        others = " of other names" if advised.is_run else ""
+        others = " of other names" if opened.is_run else ""
         notes.append(
             f"Labels are not used: the images are in {classes} folders ({some_names(source.names)}), and the model has "
             f"{known} classes{others}."

@@ -21,6 +21,7 @@ from mmod.data.labels import IGNORED
 from mmod.data.loader import BatchStream, image_stream
 from mmod.io.jobs import Tick
 from mmod.io.store import Store
+from mmod.opening.timm import check_published
 from mmod.studies import image
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.kind import Candidates, Facts, Rows, StudyKind, Told
@@ -29,7 +30,6 @@ from mmod.studies.runs import Plans, Run, identity_of, ready, train
 from mmod.training.image.config import TrainConfig
 from mmod.training.image.features import Features, extract, read_features
 from mmod.training.image.kind import ImageKind
-from mmod.training.image.model import check_published
 from mmod.values import from_plain
 
 # The images that classifiers are fitted on, and those that are tested.
@@ -225,7 +225,8 @@ def _judge(study: FeaturesStudyConfig, config: TrainConfig, tick: Tick, dense: T
     if len(streams) == 1:
         # Refused before a model is made.
         split_by_class(streams[_TESTED].reader.labels.numpy(), study.folds)  # type: ignore[attr-defined]
-    check_published(config.model, "set checkpoint to a file of weights")
+    if config.model.pretrained:
+        check_published(config.model.name, config.model.args, "set checkpoint to a file of weights")
     model = ImageKind(config).load()
     store = features_store(study)
     features = []

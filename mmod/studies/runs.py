@@ -15,9 +15,9 @@ from mmod.compare.table import Measured, Table, compare, mean_of, measured_once
 from mmod.io.files import sha256
 from mmod.io.jobs import AnyJob, Job, Runner, Tick
 from mmod.io.store import Store
+from mmod.opening.weights import find_weights
 from mmod.planning.options import PlanOptions
 from mmod.studies.plan import search_for
-from mmod.training.engine.checkpoint import find_weights
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.evaluate import RoutedResult
 from mmod.training.engine.run_folder import portable

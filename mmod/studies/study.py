@@ -16,6 +16,7 @@ from mmod.compare.times import Reading, sample_times
 from mmod.io.jobs import Runner
 from mmod.io.store import STORE, Store
 from mmod.lazy import import_path
+from mmod.opening.weights import find_weights
 from mmod.planning.candidate import Candidate
 from mmod.studies.candidates import candidates_of
 from mmod.studies.config import StudyConfig, TimmStudyConfig
@@ -33,7 +34,6 @@ from mmod.studies.runs import (
     trials,
     with_rate,
 )
-from mmod.training.engine.checkpoint import find_weights
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.kind import Kind, device_of
 from mmod.training.kinds import kind_of

@@ -8,7 +8,7 @@ Every kind is a folder with the same files:
 
 - `config.py`: `ModelConfig`, with `has_weights` and `started_from`, and `TrainConfig`, a subclass of `LoopConfig`
   (`RunConfig` without the loop). It is imported without torch, so that `--help` is fast.
-- `model.py`: creates the dense model and the objects around it.
+- `model.py`: opens the dense model (`mmod/opening`) and creates the objects around it.
 - `task.py`: the objective, a subclass of `engine.task.Task`; a trainer if another library has the loop.
 - `evaluate.py`: the rows of a batch, and `EvalResult`, a `RoutedResult` whose `columns()` are columns of the history.
 - `kind.py`: the frozen object whose functions the loop and all commands call. It inherits nothing.

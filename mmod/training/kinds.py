@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from mmod.io.yaml import parse_option, stack_configs
 from mmod.lazy import import_path
-from mmod.training.engine.config import RUN_CONFIG, RunConfig
+from mmod.opening.runs import RUN_CONFIG, find_run
+from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.table import KINDS
 from mmod.values import check_value, one_of
@@ -118,26 +119,27 @@ def _named_kind(arguments: Sequence[str]) -> str | None:
 def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]] = config_class) -> Any:
     """Return the config of a command line as `parse_config` does; `config_of` returns the class for a kind.
 
-    A run folder in place of the config stands for its final model, see `finished_run`.
+    In place of the config, a run folder stands for its final model, and its `model`, `last` or a checkpoint, or a file
+    in these, for the weights there; see `finished_run`.
     """
-    folder = Path(arguments[0]) if arguments and (Path(arguments[0]) / RUN_CONFIG).is_file() else None
-    words = arguments if folder is None else [str(folder / RUN_CONFIG), *arguments[1:]]
+    run = find_run(arguments[0]) if arguments else None
+    words = arguments if run is None else [str(run / RUN_CONFIG), *arguments[1:]]
     kind = kind_named(words)
     try:
-        config = parse_config(words if folder is None else [words[0], "--kind", kind], config_of(kind))
+        config = parse_config(words if run is None else [words[0], "--kind", kind], config_of(kind))
     except SystemExit as end:
         if end.code and _named_kind(words) is None:
             print(f"without a key `kind`, a config is read as {kind}; valid are {', '.join(KINDS)}", file=sys.stderr)
         raise
-    if folder is None:
+    if run is None:
         return config
-    run = finished_run(config, folder)
-    return parse_config(arguments[1:], type(run), run.to_dict())
+    finished = finished_run(config, run, arguments[0])
+    return parse_config(arguments[1:], type(finished), finished.to_dict())
 
 
-def finished_run(config: Any, folder: Path) -> Any:
-    """Return the config that starts from the final model of a run folder, from the config in it."""
-    return dataclasses.replace(config, output=str(folder)).finished(str(folder))
+def finished_run(config: Any, run: Path, weights: str | Path) -> Any:
+    """Return the config that starts from weights in a run folder, from the config in it."""
+    return dataclasses.replace(config, output=str(run)).finished(str(weights))
 
 
 _DRY = "--dry-run"

@@ -20,8 +20,8 @@ import torch
 
 import mmod
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.training.engine.checkpoint import Checkpoint, load_checkpoint, read_weights, save_checkpoint
-from mmod.training.engine.model import load_weights
+from mmod.opening.weights import load_weights, read_weights
+from mmod.training.engine.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from mmod.training.image.evaluate import evaluate
 from tests.hostile import Case
 from tests.kit import bad_configs as configs

@@ -18,7 +18,7 @@ from mmod.data.loader import read_corpus
 from mmod.data.readers.shards import parse_caption, parse_class
 from mmod.data.records import BrokenLine, check_record, read_records
 from mmod.io.yaml import read_yaml
-from mmod.training.pairs.model import add_model_configs
+from mmod.opening.open_clip import add_model_configs
 
 RECORD = {"conversations": [{"from": "human", "value": "Größe ?"}, {"from": "gpt", "value": " é "}]}
 COCO = {"images": [{"id": 1, "file_name": "é.png"}], "annotations": [{"image_id": 1, "caption": " Größe "}]}

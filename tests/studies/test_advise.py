@@ -17,7 +17,7 @@ from mmod.cli import main
 from mmod.compare import times
 from mmod.data import DataConfig
 from mmod.methods import methods_of
-from mmod.studies.advised import open_model
+from mmod.studies.advised import open_advised
 from mmod.training import fit
 from mmod.training.engine.config import ScheduleConfig
 from mmod.training.image.config import ModelConfig, TrainConfig
@@ -75,7 +75,7 @@ def test_a_checkpoint_of_as_many_classes_is_judged_by_accuracy(
         ]
     )
     assert "% accuracy." in capsys.readouterr().out
-    advised = open_model(str(tmp_path / "saved"))
+    advised = open_advised(str(tmp_path / "saved"))
     loaded: Any = advised.model
     assert loaded.dynamic_img_size
     pixels = advised.preprocessing.transform()(Image.new("RGB", (30, 30)))[None]
@@ -111,7 +111,7 @@ def test_a_checkpoint_of_another_size_is_converted_and_judged_at_the_size_asked_
     assert f" {measure} |" in shown
     assert "images of 112 px" in shown
     assert "images of 128 px" not in shown
-    advised = open_model("test_vit", str(tmp_path / "weights.safetensors"))
+    advised = open_advised("test_vit", str(tmp_path / "weights.safetensors"))
     assert advised.preprocessing.transform()(Image.new("RGB", (30, 30))).shape[1:] == (160, 160)
     assert advised.model.num_classes == 0
 
@@ -119,7 +119,7 @@ def test_a_checkpoint_of_another_size_is_converted_and_judged_at_the_size_asked_
 def test_a_saved_model_of_another_size_gets_images_of_its_size(tmp_path: Path) -> None:
     model = timm.create_model("test_vit", img_size=96, dynamic_img_size=True, num_classes=3)
     timm.models.save_for_hf(model, str(tmp_path / "saved"), safe_serialization=True)
-    transform = open_model(str(tmp_path / "saved")).preprocessing.transform()
+    transform = open_advised(str(tmp_path / "saved")).preprocessing.transform()
     assert transform(Image.new("RGB", (30, 30))).shape == (3, 96, 96)
 
 
@@ -144,10 +144,13 @@ def test_a_run_is_advised_with_the_preprocessing_of_its_training(
         shown = capsys.readouterr().out
         assert shown.startswith("Preprocessing of the run: 32 x 32 px, bicubic, crop_pct ")
         assert "mean (0.1), std (0.3)." in shown
-        assert "The model of run is changed by merge: advice undoes that and starts from its dense weights." in shown
+        assert (
+            "The model is the final model of the run run, changed by merge; that is undone, its dense weights remain."
+            in shown
+        )
         # Its classes are known by name.
         assert "% accuracy." in shown
-    advised = open_model("run")
+    advised = open_advised("run")
     assert not methods_of(advised.model)
     pixels = torch.stack([advised.preprocessing.transform()(Image.new("L", (50, 40), 9 * n)) for n in range(3)])
     dense = mmod.undo_(kind_of(expected).load())
@@ -157,7 +160,7 @@ def test_a_run_is_advised_with_the_preprocessing_of_its_training(
     assert "mean (0.5), std (0.2)." in capsys.readouterr().out
     with pytest.raises(SystemExit, match="--mean needs 1 values, one for each channel, got 3"):
         main(["advise", "run", "--images", str(folder), "--mean", "0.5", "0.5", "0.5"])
-    with pytest.raises(SystemExit, match="'run' has its own weights and size of images: leave out --image_size"):
+    with pytest.raises(SystemExit, match="'run' has its own weights and size of images: leave out image_size"):
         main(["advise", "run", "--images", str(folder), "--image_size", "64"])
 
 
@@ -166,16 +169,16 @@ def test_folders_that_mmod_saved_are_advised(tmp_path: Path, capsys: pytest.Capt
     model = timm.create_model("test_vit", num_classes=3)
     mmod.save_pretrained(mmod.route_(model, mmod.RoutingConfig(router="linear")), tmp_path / "timm")
     main(["advise", str(tmp_path / "timm"), "--images", str(folder), "--output", str(tmp_path / "advice")])
-    assert "is changed by routing: advice undoes that" in capsys.readouterr().out
+    assert "changed by routing; that is undone" in capsys.readouterr().out
     clip = mmod.route_(make_clip("ViT-B-32"), image=mmod.RoutingConfig(router="norm"))
     mmod.save_pretrained(clip, tmp_path / "bare", architecture=small_config("ViT-B-32"))
     with pytest.raises(
         ValueError, match=r"does not say how its images are prepared: make it by open_clip\.create_model"
     ):
-        open_model(str(tmp_path / "bare"))
+        open_advised(str(tmp_path / "bare"))
     set_model_preprocess_cfg(clip, {"size": 64, "mean": (0.5, 0.4, 0.3), "std": (0.2, 0.2, 0.2)})
     mmod.save_pretrained(clip, tmp_path / "clip", architecture=small_config("ViT-B-32"))
-    advised = open_model(str(tmp_path / "clip"))
+    advised = open_advised(str(tmp_path / "clip"))
     assert not methods_of(advised.model)
     assert str(advised.preprocessing) == (
         "Preprocessing of the saved model: 64 x 64 px, mean (0.5, 0.4, 0.3), std (0.2, 0.2, 0.2)."
@@ -189,7 +192,7 @@ def test_folders_that_hold_no_dense_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"holds neither a run \(config\.yaml\) nor a model saved by mmod\.save_pre"):
         main(["advise", str(tmp_path / "empty"), "--images", str(folder)])
     mmod.save_pretrained(mmod.apply_(timm.create_model("test_vit"), mmod.methods.Recursions()), tmp_path / "shared")
-    with pytest.raises(SystemExit, match="is changed by recursions, which replaced dense weights"):
+    with pytest.raises(SystemExit, match="changed by recursions, which replaced dense weights"):
         main(["advise", str(tmp_path / "shared"), "--images", str(folder)])
 
 
@@ -197,9 +200,9 @@ def test_measures_that_a_model_cannot_have_are_refused(tmp_path: Path) -> None:
     headless = timm.create_model("test_vit", num_classes=0)
     save_file(headless.state_dict(), tmp_path / "weights.safetensors")
     with pytest.raises(ValueError, match="has no classes: use --measure features"):
-        open_model("test_vit", str(tmp_path / "weights.safetensors"), measure="top1")
+        open_advised("test_vit", str(tmp_path / "weights.safetensors"), measure="top1")
     with pytest.raises(ValueError, match="judged by its image features, got --measure patches"):
-        open_model("open_clip:ViT-B-32", measure="patches")
+        open_advised("open_clip:ViT-B-32", measure="patches")
 
 
 def test_broken_images_are_named_or_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,7 +234,7 @@ def test_models_that_cannot_be_are_refused(model: str, message: str, tmp_path: P
     [
         ("test_vit", ("--number", "0"), "--number must be an integer of at least 1, got 0"),
         ("test_vit", ("--image_size", "-3"), "--image_size must be .*got -3"),
-        ("test_vit", ("--image_size", "100"), "--image_size must be a multiple of the model's patches, 16 px"),
+        ("test_vit", ("--image_size", "100"), "image_size must be a multiple of the model's patches, 16 px"),
         ("resnet10t", ("--image_size", "96"), "resnet10t takes no img_size"),
         ("test_vit", ("--tolerance", "2"), r"tolerance must be a number in \[0, 1\), got 2"),
     ],
@@ -279,7 +282,7 @@ def test_a_folder_of_transformers_gives_a_report(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (("--image_size", "64"), "has its own weights and size of images: leave out --image_size"),
+        (("--image_size", "64"), "has its own weights and size of images: leave out image_size"),
         (("--measure", "patches"), "has 2 classes: leave out --measure patches"),
     ],
 )

@@ -27,6 +27,8 @@ from mmod.data.corrupt import CorruptDataError
 from mmod.data.stream import BatchStream
 from mmod.io.configs import find_config
 from mmod.io.store import STORE
+from mmod.opening.open import open_start
+from mmod.opening.timm import check_published
 from mmod.studies.config import FeaturesStudyConfig
 from mmod.studies.features import (
     features_store,
@@ -41,7 +43,6 @@ from mmod.training.engine.parse import read_config
 from mmod.training.image.config import ModelConfig
 from mmod.training.image.features import feature_of, read_features
 from mmod.training.image.kind import ImageKind
-from mmod.training.image.model import check_published, create_dense_model
 from tests.kit.scripts import ROOT
 
 MODEL = {"patch_size": 4, "embed_dim": 16, "depth": 4, "num_heads": 2, "num_classes": 3}
@@ -203,9 +204,9 @@ def test_weights_that_cannot_be_fetched_are_named_at_once(monkeypatch: pytest.Mo
     monkeypatch.setattr(timm, "create_model", lambda *_, **__: pytest.fail("weights were asked for"))
     config = ModelConfig(name="vit_small_patch14_dinov2", pretrained=True)
     with pytest.raises(ConnectionError, match=r"'vit_small_patch14_dinov2' .*: set model\.checkpoint to a file"):
-        create_dense_model(config)
+        open_start("image", vars(config))
     with pytest.raises(ConnectionError, match=r"'vit_small_patch14_dinov2' .*: set checkpoint to a file of weights$"):
-        check_published(config, "set checkpoint to a file of weights")
+        check_published(config.name, config.args, "set checkpoint to a file of weights")
 
 
 @pytest.mark.parametrize("name", ["dinov2-untrained", "segmentation-untrained"])

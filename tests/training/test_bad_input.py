@@ -14,10 +14,10 @@ from mmod import Gate, LanguageRouting, Merged, RoutingConfig, Threshold
 from mmod.data.config import AugmentConfig, DataConfig
 from mmod.data.loader import _transform
 from mmod.io.claim import claim_folder
+from mmod.opening.language import described
+from mmod.opening.weights import find_weights, read_weights
 from mmod.training import TrainConfig
 from mmod.training.chat.config import TrainConfig as ChatConfig
-from mmod.training.engine.checkpoint import find_weights, read_weights
-from mmod.training.engine.model import described
 from mmod.training.engine.parse import parse_config
 from mmod.training.engine.run_folder import read_fit
 from mmod.training.image.evaluate import EvalResult

@@ -18,6 +18,7 @@ from mmod.benchmarks.models.variants import DENSE, Step, Variant, Variants
 from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 from mmod.config import Preset, RoutingConfig, score
 from mmod.io.tables import Column
+from mmod.opening.open import open_model
 from mmod.planning.resolve import resolve_routing
 from mmod.values import check_distinct
 
@@ -106,10 +107,9 @@ class BenchmarkConfig(TimedOptions):
     @functools.cached_property
     def depth(self) -> int:
         """Number of blocks of the model."""
-        import timm
-
+        arguments = {name: value for name, value in self.model_args.items() if name != "pretrained"}
         with torch.device("meta"):
-            return len(find_stack(timm.create_model(self.model, **{**self.model_args, "pretrained": False})).blocks)
+            return len(find_stack(open_model(self.model, pretrained=False, args=arguments).model).blocks)
 
     def runs(self) -> Runs:
         """Return a run of all models for every batch size, execution and step."""
@@ -236,13 +236,13 @@ def _mean_capacity(routing: RoutingConfig) -> float:
 
 def _dense(config: BenchmarkConfig) -> tuple[nn.Module, tuple[int, int, int]]:
     """Return the dense model and the size of an image (C, height, width)."""
-    import timm
     from timm.data import resolve_model_data_config
 
     arguments = dict(config.model_args)
+    pretrained = arguments.pop("pretrained", False)
     if config.image_size is not None:
         arguments["img_size"] = config.image_size
-    model = timm.create_model(config.model, **arguments).to(config.device).eval()
+    model = open_model(config.model, pretrained=pretrained, args=arguments).model.to(config.device)
     channels, height, width = resolve_model_data_config(model)["input_size"]
     side = arguments.get("img_size")
     return model, (arguments.get("in_chans", channels), side or height, side or width)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from mmod.data.readers.conversations import ConversationsConfig
+from mmod.opening.runs import model_folder
 from mmod.planning.resolve import resolve_methods
 from mmod.training.engine.config import RunConfig, check_described
 from mmod.values import Checked, check_value
@@ -20,8 +20,6 @@ WORDS = "words"
 BPE = "bpe"
 BUILT = (WORDS, BPE)
 """Processors that are built for a run."""
-MODEL = "model"
-"""Folder of the final model in the run folder."""
 # Set by the run.
 _TAKEN = ("output_dir", "seed", "data_seed", "remove_unused_columns", "label_names", "do_train")
 # Wrong here, or where the questions to be asked are missing.
@@ -53,7 +51,7 @@ class ModelConfig(Checked, group="model"):
     """The model and its starting weights.
 
     Args:
-        checkpoint: Folder, or name on the hub, of a transformers model, dense or routed.
+        checkpoint: A run folder, a folder of a transformers model, or its name on the hub; dense or routed.
         config: Instead of a checkpoint, fields of a transformers config with its `model_type`: random weights.
         processor: Folder or name of the processor; None is the checkpoint's. For small models with random weights,
             "bpe" trains a byte-level tokenizer on the training conversations, and "words" knows the words of the
@@ -96,7 +94,13 @@ class ModelConfig(Checked, group="model"):
 
     def started_from(self, folder: str) -> ModelConfig:
         """Return the config of the final model in a run folder."""
-        return ModelConfig(checkpoint=str(Path(folder) / MODEL), args=self.args)
+        return ModelConfig(checkpoint=folder, args=self.args)
+
+    @property
+    def folder(self) -> str | None:
+        """The folder on this machine that holds the checkpoint's model; None for a name on the hub."""
+        folder = None if self.checkpoint is None else model_folder(self.checkpoint)
+        return None if folder is None else str(folder)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,10 +18,11 @@ from mmod.analysis.modes import in_mode
 from mmod.data.readers.chat import IGNORED, ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample
 from mmod.data.records import plain_answer
+from mmod.io.processes import process_count, process_rank
 from mmod.io.progress import progress_bar
 from mmod.methods import methods_of
 from mmod.routing import TokenGroups
-from mmod.training.engine.distributed import process_count, process_rank, sum_over_processes
+from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import RoutedResult
 
 # Kind of question that needs no image; it does not count in the mean.

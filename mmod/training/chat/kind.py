@@ -28,14 +28,16 @@ from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingCh
 from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing, write_atomically
-from mmod.training.chat.config import MODEL, TrainConfig
+from mmod.io.processes import gathered
+from mmod.opening.runs import FINAL_MODEL
+from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.estimate import ChatEstimate, estimate
 from mmod.training.chat.evaluate import Answer, EvalResult, answer_loss, check_enough, evaluate
 from mmod.training.chat.model import apply_methods, create_dense, create_model, warn_of_halves
 from mmod.training.chat.preflight import check_start, steps_of
 from mmod.training.chat.processor import create_processor
 from mmod.training.chat.trainer import RoutedTrainer, hidden_bars, train_to_end, training_arguments
-from mmod.training.engine.distributed import gathered, together, wait_for_all
+from mmod.training.engine.distributed import together, wait_for_all
 from mmod.training.engine.evaluate import Rows, decisions_of, kept_rows
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
 from mmod.training.engine.kind import Tick, device_of, load
@@ -117,7 +119,7 @@ class ChatKind:
             processing_class=processor,
         )
         train_to_end(trainer, folder, claim, progress)
-        model = _save(trainer, folder / MODEL, config)
+        model = _save(trainer, folder / FINAL_MODEL, config)
         evaluation = self._answer(model, data, arguments.should_save, progress)
         return _write_result(trainer, folder, data, evaluation)
 

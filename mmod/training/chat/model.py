@@ -6,7 +6,6 @@ import dataclasses
 import warnings
 from collections.abc import Mapping
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,16 +13,12 @@ from torch import nn
 
 from mmod import is_routed, routed_blocks
 from mmod.adapters import find_parts, used_parameters
-from mmod.adapters.transformers.saving import take_description
 from mmod.blocks import RoutedBlock, model_hooks
-from mmod.io.files import read_json_object
-from mmod.io.tensors import check_complete
+from mmod.opening.open import TRANSFORMERS, open_model
 from mmod.planning.resolve import resolve_methods
-from mmod.pretrained import apply_again, load_pretrained
 from mmod.routing import BorrowedScore
 from mmod.training.chat.config import BUILT, WITHOUT_WEIGHTS, TrainConfig
 from mmod.training.chat.processor import create_processor
-from mmod.training.engine.model import described
 from mmod.values import refuse_unknown
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -158,36 +153,18 @@ def check_routers_learn(model: nn.Module) -> None:
 
 def create_dense(config: TrainConfig, processor: Any, on_meta: bool) -> Any:
     """Create the model before methods are applied; a processor of None leaves the vocabulary to its config."""
-    from transformers import AutoConfig, AutoModelForImageTextToText
-
     source = config.model
-    routed = False
-    if source.config is not None:
-        fields = source.config
-        if source.processor in BUILT and processor is not None:
-            fields = _with_vocabulary(source.config, processor)
-        model_config = described(fields)
-    else:
-        assert source.checkpoint is not None
-        routed = _was_routed(source.checkpoint)
-        if not on_meta:
-            check_complete(source.checkpoint)
-            load = load_pretrained if routed else AutoModelForImageTextToText.from_pretrained
-            return load(source.checkpoint, **source.args)
-        model_config = AutoConfig.from_pretrained(source.checkpoint)
-    description = take_description(model_config, str(source.checkpoint)) if routed else None
+    spec: Any = source.config
+    if source.checkpoint is not None:
+        spec = source.folder or f"{TRANSFORMERS}{source.checkpoint}"
+    elif source.processor in BUILT and processor is not None:
+        spec = _with_vocabulary(spec, processor)
+    if source.checkpoint is not None and not on_meta:
+        return open_model(spec, args=source.args).model
     torch.manual_seed(config.seed)
     known = {name: source.args[name] for name in WITHOUT_WEIGHTS if name in source.args}
     with torch.device("meta" if on_meta else "cpu"):
-        model = AutoModelForImageTextToText.from_config(model_config, **known)
-        if description is not None:
-            apply_again(model, description)
-    return model
-
-
-def _was_routed(folder: str) -> bool:
-    path = Path(folder) / "config.json"
-    return path.is_file() and "mmod" in read_json_object(path)
+        return open_model(spec, pretrained=False, args=known).model
 
 
 def _with_vocabulary(fields: Mapping[str, Any], processor: Any) -> dict[str, Any]:

@@ -24,16 +24,12 @@ _TEMPLATE = (
 
 def create_processor(config: TrainConfig) -> Any:
     """Create the processor of a run's model; "bpe" reads the training conversations."""
-    from transformers import AutoProcessor
-
     model = config.model
     if model.processor not in BUILT:
-        source = model.processor or model.checkpoint
-        try:
-            processor = AutoProcessor.from_pretrained(source, **model.processor_args)
-        except OSError as error:
-            reason = str(error).partition("\n")[0]
-            raise ValueError(f"{source!r} is no folder of a processor, nor a model of the hub: {reason}") from error
+        # It imports transformers, which training on other data does not need.
+        from mmod.opening.language import open_processor
+
+        processor = open_processor(model.processor or model.folder or str(model.checkpoint), **model.processor_args)
         return processor if model.image_size is None else _at_size(processor, model.image_size)
     vision = (model.config or {}).get("vision_config", {})
     if not {"image_size", "patch_size"} <= set(vision):

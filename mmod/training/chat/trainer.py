@@ -30,10 +30,11 @@ from mmod.io.files import UnwrittenError, writing
 from mmod.io.progress import progress_bar
 from mmod.io.tensors import tensor_names
 from mmod.methods import methods_of
+from mmod.opening.weights import SUMS, check_sums, newest_first
 from mmod.training.chat.config import TrainConfig
 from mmod.training.chat.evaluate import RIGHT
 from mmod.training.chat.model import check_routers_learn
-from mmod.training.engine.checkpoint import SUMS, check_sums, newest_first, read_newest, write_sums
+from mmod.training.engine.checkpoint import read_newest, write_sums
 from mmod.training.engine.config import OptimConfig
 from mmod.training.engine.distributed import StopRequest, stop_signals, sum_over_processes, wait_for_all
 from mmod.training.engine.health import RouterHealth, named, rows_of_logs, write_rows

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     # From the package, which can be imported without torch to read the types of fields.
     from mmod import methods as package
 
-RUN_CONFIG = "config.yaml"
-"""The config in a run folder."""
 SCHEDULES = ("cosine", "tanh", "step", "multistep", "poly", "wsd", "rsqrt", "constant", "none")
 """Learning-rate schedules that are functions of the step."""
 

@@ -9,17 +9,16 @@ from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from mmod.data.corrupt import CorruptReport
+from mmod.io.processes import gathered
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
 from mmod.training.engine.command import LostProcessError
-
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -92,25 +91,6 @@ def process_group(device: str = "auto", *, grouped: bool = False, timeout: float
     finally:
         if not joined and dist.is_initialized():
             dist.destroy_process_group()
-
-
-def process_rank() -> int:
-    """Return the number of this process, from 0."""
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def process_count() -> int:
-    """Return the number of processes that train together."""
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
-def gathered(value: Value) -> list[Value]:
-    """Return the values of all processes by rank."""
-    if not dist.is_initialized():
-        return [value]
-    values = [value] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def together(report: CorruptReport) -> CorruptReport:

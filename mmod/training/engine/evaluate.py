@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from mmod.analysis import Trace, trace
 from mmod.analysis.modes import in_mode
 from mmod.data.stream import BatchStream
+from mmod.io.processes import gathered
 from mmod.io.progress import progress_bar
 from mmod.routing import Routing
-from mmod.training.engine.distributed import gathered
 from mmod.training.engine.task import Batch, to_device
 
 KEPT = "kept/"

@@ -22,20 +22,15 @@ from torch import Tensor, nn
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.labels import Classes
 from mmod.io.files import replacing
+from mmod.io.processes import gathered
 from mmod.io.progress import progress_bar
 from mmod.io.tables import write_csv
-from mmod.training.engine.checkpoint import (
-    Checkpoint,
-    list_checkpoints,
-    read_newest,
-    remove_checkpoints,
-    save_checkpoint,
-    write_sums,
-)
+from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS
+from mmod.opening.weights import list_checkpoints
+from mmod.training.engine.checkpoint import Checkpoint, read_newest, remove_checkpoints, save_checkpoint, write_sums
 from mmod.training.engine.distributed import (
     Process,
     StopRequest,
-    gathered,
     process_group,
     stop_signals,
     sum_over_processes,
@@ -48,8 +43,6 @@ from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
 from mmod.training.engine.run_folder import (
-    FINAL_MODEL,
-    LAST_WEIGHTS,
     FitResult,
     check_recorded,
     read_fit,

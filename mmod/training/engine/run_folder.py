@@ -18,14 +18,12 @@ from mmod.data.labels import CLASSES, read_classes
 from mmod.io.claim import FolderTakenError, check_same, differences, flatten, read_claim
 from mmod.io.files import DamagedFileError, locked, parse_json, write_atomically
 from mmod.io.tensors import check_complete
-from mmod.training.engine.config import RUN_CONFIG, RunConfig
+from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG
+from mmod.training.engine.config import RunConfig
 from mmod.training.engine.distributed import wait_for_all
 from mmod.training.engine.evaluate import RoutedResult
 
 _RESULT = "result.json"
-# Folders of weights in a finished run folder; the last weights are apart where an average is the final model.
-FINAL_MODEL = "model"
-LAST_WEIGHTS = "last"
 # A resumed run may change them as long as their product is the same.
 _BATCH_KEYS = frozenset({"world_size", "accumulate", "data.batch_size"})
 Result = TypeVar("Result", bound=RoutedResult | None)

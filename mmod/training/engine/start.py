@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
 from mmod.model import apply_
+from mmod.opening.weights import load_weights, some
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.kind import LoopKind, device_of, step_samples
-from mmod.training.engine.model import load_weights, some
 from mmod.training.engine.preflight import check_schedule
 
 Adapt = Callable[[Any, dict[str, Tensor]], Mapping[str, Tensor]]
@@ -36,6 +36,13 @@ def create_models(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
     config = kind.config
     checkpoint = config.model.checkpoint
     model: Any = kind.prepare()
+    changed = ", ".join(method.kind for method in methods_of(model))
+    if changed and config.applied:
+        name = getattr(config.model, "name", None)
+        raise ValueError(
+            f"model.name={name!r} is a model that {changed} changed: name the dense model, or train it as it is, with "
+            "`routing: null` and no methods"
+        )
     added = {} if checkpoint is None else kind.load_dense(model, checkpoint, config.applied)
     # Copied before methods are applied: a dense teacher is the starting model itself.
     teacher = _create_teacher(kind, model)

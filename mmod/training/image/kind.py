@@ -22,22 +22,24 @@ from mmod.data.labels import ModelClasses
 from mmod.data.loader import BatchStream, evaluation_fields, find_images, image_stream, normalisation
 from mmod.io.files import is_of_transformers
 from mmod.methods import Method, methods_of
+from mmod.opening.open import open_model, open_start
+from mmod.opening.runs import run_classes
+from mmod.opening.transformers import read_state
+from mmod.opening.weights import classifier_names, converted, load_weights
 from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
-from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Rows
-from mmod.training.engine.folder import read_state, save_model
 from mmod.training.engine.kind import Streams, device_of, load, needed_shares
 from mmod.training.engine.loop import fit
-from mmod.training.engine.model import classifier_names, converted, load_weights
 from mmod.training.engine.preflight import check_outputs
-from mmod.training.image.classes import check_same_classes, model_classes, run_classes
-from mmod.training.image.config import ModelConfig, TrainConfig
+from mmod.training.image.classes import check_same_classes, model_classes
+from mmod.training.image.config import TrainConfig
 from mmod.training.image.evaluate import EvalResult, evaluate, evaluate_batch
-from mmod.training.image.model import check_input, create_criterion, create_dense_model
+from mmod.training.image.folder import save_model
+from mmod.training.image.model import check_input, create_criterion
 from mmod.training.image.task import ClassificationTask, ElasticTask
 
 
@@ -60,12 +62,11 @@ class ImageKind:
 
     def prepare(self, weights: bool = True) -> nn.Module:
         """Create the dense model; with published weights it is checked that it can read the images."""
-        model = self.config.model
-        if not weights:
-            return create_dense_model(ModelConfig(name=model.name, args=model.args))
-        dense = create_dense_model(model)
-        check_input(dense, self.config.data, model.pretrained)
-        return dense
+        config = self.config.model
+        model = open_start("image", vars(config), weights).model.train()
+        if weights:
+            check_input(model, self.config.data, config.pretrained)
+        return model
 
     def finish(self, model: nn.Module) -> None:
         """Freeze dense weights or learn capacities, if the config says so."""
@@ -80,7 +81,7 @@ class ImageKind:
     def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
         """Load a checkpoint by timm's names, with a new classifier if one is asked for; see `LoopKind.load_dense`."""
         adapt = partial(self._adapted, checkpoint=checkpoint)
-        return start.load_dense(model, self._read(checkpoint), checkpoint, methods, adapt)
+        return start.load_dense(model, read_state(checkpoint), checkpoint, methods, adapt)
 
     def _adapted(self, model: nn.Module, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
         """Return weights as timm converts them, with a new classifier if a fresh one is asked for."""
@@ -99,20 +100,15 @@ class ImageKind:
             )
         return state
 
-    def _read(self, checkpoint: str) -> dict[str, Tensor]:
-        """Return the weights of a checkpoint by the names that the model has for them."""
-        file = find_weights(checkpoint)
-        return read_state(file.parent) if is_of_transformers(file.parent) else read_weights(checkpoint)
-
     def create_teacher(self, name: str, model: nn.Module) -> nn.Module:
         """Create the teacher of a checkpoint, of a folder of transformers, or of a name of timm's registry."""
         if Path(name).exists() and not is_of_transformers(name):
             teacher = self.prepare(weights=False)
-            load_weights(teacher, converted(self._read(name), teacher), name)
+            load_weights(teacher, converted(read_state(name), teacher), name)
         else:
             arguments: dict[str, Any] = {"in_chans": self.config.data.channels}
-            published = ModelConfig(name=name, args=arguments, pretrained=True)
-            teacher = create_dense_model(published, "set distill.teacher to a run folder or a file of weights")
+            advice = "set distill.teacher to a run folder or a file of weights"
+            teacher = open_model(name, args=arguments, advice=advice).model
             check_input(teacher, self.config.data, pretrained=True)
         classes = image_facts(teacher).classes
         expected = image_facts(model).classes

@@ -20,8 +20,9 @@ from mmod.data.loader import BatchStream, Tokenizer, Transform
 from mmod.data.readers.folders import FolderSource
 from mmod.data.stream import ImageReader
 from mmod.data.synthetic.scenes import zero_shot_prompts
+from mmod.io.processes import process_count, process_rank
 from mmod.io.progress import progress_bar
-from mmod.training.engine.distributed import process_count, process_rank, sum_over_processes
+from mmod.training.engine.distributed import sum_over_processes
 from mmod.training.engine.evaluate import RoutedResult, Rows, decisions_of, kept_means, kept_rows, read_rows
 from mmod.training.engine.task import autocast
 from mmod.values import check_finite

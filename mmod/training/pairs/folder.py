@@ -6,7 +6,7 @@ Axes: B images or captions, C channels, L token ids, D features.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from mmod.adapters import Wrapper
 from mmod.blocks import host_class
-from mmod.training.engine import folder
+from mmod.opening.language import open_processor
+from mmod.opening.opened import Opened
 
 # Their text towers need no mask of padding: causal ones read the end of a caption, SigLIP's was trained with padding.
 MODELS = ("clip", "metaclip_2", "siglip")
@@ -90,26 +91,24 @@ def _features(output: Any, normalize: bool) -> Tensor:
     return F.normalize(features, dim=-1) if normalize else features
 
 
-def create_model(name: str, weights: bool) -> TwoTowers:
-    """Create the model of a folder, in training mode and float32, as it was changed by methods if it was.
+def wrap(opened: Opened, name: str) -> TwoTowers:
+    """Return the model of a folder of transformers with the interface of open_clip's, in training mode.
 
     Args:
         name: The folder.
-        weights: Take the folder's weights; otherwise they are drawn at random.
     """
-    inner: Any = folder.create_model(name, weights, {})
+    inner: Any = opened.model
     kind = inner.config.model_type
     if kind not in MODELS or not hasattr(inner, "get_text_features"):
         raise ValueError(
             f"{name!r} holds a {host_class(inner).__name__} of the type {kind!r}; models of image-text pairs in "
             f"folders of transformers read both, and are of the types {', '.join(MODELS)}"
         )
-    return TwoTowers(inner, _preprocessing(name)).train()
+    return TwoTowers(inner, _preprocessing(opened.preprocessing.fields, name)).train()
 
 
-def _preprocessing(name: str) -> dict[str, Any]:
-    """Return how the processor in a folder prepares images, as fields of open_clip's `PreprocessCfg`."""
-    fields = folder.evaluation_fields(name)
+def _preprocessing(fields: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """Return arguments of timm's `create_transform` as fields of open_clip's `PreprocessCfg`."""
     squashes = fields.get("crop_mode") == "squash"
     if fields["crop_pct"] != 1 or fields["input_size"][0] != len(_CHANNELS):
         raise ValueError(
@@ -148,31 +147,11 @@ class Captions:
         return ids
 
 
-def create_tokenizer(name: str) -> Captions:
-    """Create the tokeniser of a folder, for captions of the length of its model."""
-    from transformers import AutoConfig, AutoTokenizer
-
-    # Without this file transformers makes a tokeniser that knows no word.
-    if not (Path(name) / "tokenizer_config.json").is_file():
-        raise ValueError(
-            f"{name!r} holds no tokeniser of its captions: save it there too, `processor.save_pretrained({name!r})`"
-        )
-    tokenizer = AutoTokenizer.from_pretrained(name)
-    return Captions(tokenizer, int(AutoConfig.from_pretrained(name).text_config.max_position_embeddings))
-
-
 def save_model(model: TwoTowers, source: str, target: Path) -> None:
-    """Write a folder that transformers, `mmod.load_pretrained` and `create_model` read.
+    """Write a folder that transformers and `mmod.open_model` read.
 
     Args:
         source: The folder of the starting model, whose processor and tokeniser are written too.
     """
-    from transformers import AutoProcessor
-
     model.inner.save_pretrained(target)
-    AutoProcessor.from_pretrained(source).save_pretrained(target)
-
-
-def read_state(source: Path) -> dict[str, Tensor]:
-    """Return the weights in a folder by the names that they have in `TwoTowers`, routers among them."""
-    return {f"inner.{name}": value for name, value in folder.read_state(source).items()}
+    open_processor(source).save_pretrained(target)

@@ -14,17 +14,18 @@ import open_clip
 from open_clip.push_to_hf_hub import save_config_for_hf
 from torch import Tensor, nn
 
-from mmod import is_routed
 from mmod.analysis import FlopReport, flops
 from mmod.compare.times import Reading
 from mmod.data.loader import BatchStream, find_pairs, pairs_stream
 from mmod.io.files import is_of_transformers
 from mmod.io.tensors import write_tensors
-from mmod.methods import Method
+from mmod.methods import Method, methods_of
 from mmod.methods.read import is_added
+from mmod.opening.open_clip import is_of_numpy, load_clip, load_image_tower
+from mmod.opening.transformers import read_state
+from mmod.opening.weights import find_weights, read_weights
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
-from mmod.training.engine.checkpoint import find_weights, read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Rows
@@ -32,15 +33,8 @@ from mmod.training.engine.kind import Streams, device_of, load, needed_shares
 from mmod.training.engine.loop import fit
 from mmod.training.pairs.config import TrainConfig
 from mmod.training.pairs.evaluate import EvalResult, evaluate, evaluate_batch
-from mmod.training.pairs.folder import TwoTowers, read_state, save_model
-from mmod.training.pairs.model import (
-    create_loss,
-    create_model,
-    create_transforms,
-    is_of_numpy,
-    load_clip,
-    load_image_tower,
-)
+from mmod.training.pairs.folder import TwoTowers, save_model
+from mmod.training.pairs.model import create_loss, create_model, create_transforms
 from mmod.training.pairs.task import PairsTask
 
 
@@ -86,8 +80,10 @@ class PairsKind:
         file = find_weights(checkpoint)
         if isinstance(model, TwoTowers):
             # A folder may hold open_clip's weights beside a config of transformers.
-            is_folder = is_of_transformers(self.config.model.name) and is_of_transformers(file.parent)
-            state = read_state(file.parent) if is_folder else read_weights(checkpoint)
+            if is_of_transformers(file.parent):
+                state = {f"inner.{name}": value for name, value in read_state(checkpoint).items()}
+            else:
+                state = read_weights(checkpoint)
             return start.load_dense(model, state, checkpoint, methods)
         known = None if is_of_numpy(file) else read_weights(checkpoint)
         if known is not None and any(map(is_added, known)):
@@ -186,7 +182,7 @@ class PairsKind:
             save_model(model, self.config.model.name, folder)
             return
         described = open_clip.get_model_config(self.config.model.name)
-        if is_routed(model):
+        if methods_of(model):
             save_pretrained(model, folder, architecture=described)
             return
         folder.mkdir(parents=True, exist_ok=True)

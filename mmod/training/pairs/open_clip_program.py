@@ -48,8 +48,8 @@ def train_open_clip(
     """
     if any(argument.startswith("--distill") for argument in arguments):
         raise ValueError("--distill-model would be routed like the model: distill with mmod train pairs instead")
+    from mmod.opening.open_clip import add_model_configs
     from mmod.registry.open_clip import routed
-    from mmod.training.pairs.model import add_model_configs
 
     if models is not None:
         if not Path(models).exists():

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from mmod.compare.times import Reading
 from mmod.data.loader import BatchStream, find_text, text_stream
 from mmod.methods import Method
+from mmod.opening.weights import read_weights
 from mmod.training.engine import start
-from mmod.training.engine.checkpoint import read_weights
 from mmod.training.engine.distributed import Process
 from mmod.training.engine.estimate import estimate
 from mmod.training.engine.evaluate import Rows

@@ -17,8 +17,8 @@ from mmod.data.config import FOLDERS
 from mmod.data.labels import ModelClasses
 from mmod.data.readers.folders import FolderSource, walk_images
 from mmod.data.readers.images import EXTENSIONS, UnreadableSampleError
+from mmod.opening.opened import Opened, Preprocessing
 from mmod.studies.advise import read_images
-from mmod.studies.advised import AdvisedModel, Preprocessing
 
 
 def save(path: Path, value: int, kind: str | None = None) -> None:
@@ -53,7 +53,8 @@ def advice_on(folder: Path, classes: dict[str, int]) -> tuple[Any, str]:
     fields = {"input_size": (3, 8, 8), "mean": (0.0,) * 3, "std": (1.0,) * 3, "crop_pct": 1.0}
     model: Any = torch.nn.Linear(1, len(classes))
     model.num_classes = len(classes)
-    return read_images(str(folder), AdvisedModel(model, Preprocessing(fields, "of a test"), classes), 99, "raise")
+    opened = Opened(model, "of a test", lambda: Preprocessing(fields, "of a test"), classes)
+    return read_images(str(folder), opened, 99, "raise")
 
 
 def flat(name: str, number: int) -> str:

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from mmod.data.config import DataConfig
-from mmod.studies.advised import open_model
+from mmod.opening.open import open_model
+from mmod.opening.open_clip import load_clip
+from mmod.opening.weights import read_weights
 from mmod.training import ModelConfig, TrainConfig
-from mmod.training.engine.checkpoint import read_weights
 from mmod.training.image.kind import ImageKind
-from mmod.training.pairs.model import load_clip
 from tests.kit.pairs_worker import MODEL
 from tests.kit.trap import Trap
 
@@ -186,5 +186,5 @@ def test_every_reader_of_open_clip_models_reads_them_alike(layout: str, clip: st
     other: Any = open_clip.create_model(clip)
     load_clip(other, str(tmp_path / "epoch_3.pt"))
     same(other.state_dict(), expected)
-    advised = open_model(f"open_clip:{clip}", str(tmp_path / "epoch_3.pt")).model
+    advised = open_model(f"open_clip:{clip}", checkpoint=tmp_path / "epoch_3.pt").model
     same(advised.state_dict(), expected)

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from mmod.opening.weights import list_checkpoints
 from mmod.training import fit
-from mmod.training.engine.checkpoint import list_checkpoints, load_checkpoint
+from mmod.training.engine.checkpoint import load_checkpoint
 from mmod.training.image.kind import ImageKind
 from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
 

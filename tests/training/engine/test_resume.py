@@ -26,14 +26,9 @@ import torch
 from timm.utils import ModelEmaV3
 
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
+from mmod.opening.weights import find_weights, list_checkpoints
 from mmod.training import EmaConfig, OptimConfig, TrainConfig, evaluate
-from mmod.training.engine.checkpoint import (
-    Checkpoint,
-    find_weights,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
+from mmod.training.engine.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from mmod.training.engine.run_folder import run_once
 from mmod.training.kinds import kind_of
 from tests.kit.disk import small_disk

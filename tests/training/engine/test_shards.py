@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mmod.io.files import DamagedFileError
-from mmod.training.engine.checkpoint import list_checkpoints, read_weights
+from mmod.opening.weights import list_checkpoints, read_weights
 from mmod.training.kinds import kind_of
 from tests.kit.engine_worker import main, run, tiny_config, weights
 from tests.kit.processes import run_processes

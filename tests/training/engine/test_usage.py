@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from mmod.training.engine.checkpoint import list_checkpoints, load_checkpoint
+from mmod.opening.weights import list_checkpoints
+from mmod.training.engine.checkpoint import load_checkpoint
 from tests.kit.engine_worker import USAGE, run, tiny_config
 
 

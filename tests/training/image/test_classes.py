@@ -18,11 +18,12 @@ from PIL import Image
 from mmod.audits.sets import read_set
 from mmod.data.config import DataConfig
 from mmod.data.labels import read_classes
+from mmod.opening.opened import Opened, Preprocessing
+from mmod.opening.runs import run_classes
+from mmod.opening.timm import published_classes
 from mmod.studies.advise import read_images
-from mmod.studies.advised import AdvisedModel, Preprocessing
 from mmod.training import EvalResult, ModelConfig, TrainConfig, fit
 from mmod.training.engine.distributed import Process
-from mmod.training.image.classes import published_classes, run_classes
 from mmod.training.image.kind import ImageKind
 from tests.kit.processes import run_processes
 
@@ -207,10 +208,11 @@ def test_published_weights_know_imagenet_by_name(tmp_path: Path) -> None:
     )
 
 
-def advised(model: torch.nn.Module, classes: dict[str, int] | None = None) -> AdvisedModel:
+def advised(model: torch.nn.Module, classes: dict[str, int] | None = None) -> Opened:
     """Return a model with the classes of a run, or those of its weights."""
     preprocessing = Preprocessing({"input_size": (3, 16, 16)}, "of a test")
-    return AdvisedModel(model, preprocessing, classes or published_classes(model), is_run=classes is not None)
+    known = classes or published_classes(model)
+    return Opened(model, "of a test", lambda: preprocessing, known, is_run=classes is not None)
 
 
 def test_advice_uses_labels_of_a_run_only_by_name(trained: Path, tmp_path: Path) -> None:

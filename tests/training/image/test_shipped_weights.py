@@ -11,8 +11,8 @@ import pytest
 
 from mmod.data.synthetic.digits import DIFFICULTIES
 from mmod.io.tensors import read_tensors
+from mmod.opening.weights import find_weights
 from mmod.training import TrainConfig
-from mmod.training.engine.checkpoint import find_weights
 from mmod.training.image.kind import ImageKind
 from mmod.values import from_plain
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from mmod.adapters import image_facts
-from mmod.data.config import DataConfig
-from mmod.io.files import read_json_object
+from mmod.io.files import is_of_transformers, read_json_object
+from mmod.io.tensors import check_complete
+from mmod.opening.opened import Opened, Preprocessing
+from mmod.opening.timm import published_classes
+from mmod.opening.weights import find_weights, read_weights
 from mmod.pretrained import load_pretrained
 
 _CONFIG = "config.json"
@@ -29,12 +32,25 @@ _NAMES = {
     "num_heads": "num_attention_heads",
 }
 # Of Pillow, by the number that processors name them by.
-_INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
+INTERPOLATIONS = ("nearest", "lanczos", "bilinear", "bicubic", "box", "hamming")
 _LOADING = ("attn_implementation", "dtype")
 
 
-def create_model(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -> nn.Module:
-    """Create a model of a folder, in training mode and float32, as it was changed by methods if it was.
+def open_images(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -> Opened:
+    """Open the image model of a folder; see `mmod.open_model`."""
+    model = create_images(folder, pretrained, args)
+    weights = "its weights" if pretrained else "random weights"
+    prepare = partial(preprocessing_of, folder)
+    return Opened(model, f"the image model in the folder {folder} with {weights}", prepare, published_classes(model))
+
+
+def preprocessing_of(folder: str | Path) -> Preprocessing:
+    """Return how the processor in a folder prepares images."""
+    return Preprocessing(evaluation_fields(folder), "of the folder's processor")
+
+
+def create_images(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) -> nn.Module:
+    """Create the image model of a folder, in training mode and float32, as it was changed by methods if it was.
 
     A model without a classifier gets one if `num_classes` is given.
 
@@ -63,6 +79,7 @@ def create_model(folder: str | Path, pretrained: bool, args: Mapping[str, Any]) 
     made = _class_of(config, fresh="num_labels" in named)
     if not pretrained:
         return _without_mask(made._from_config(config, **loading)).train()
+    check_complete(folder)
     model = _without_mask(
         _load(folder, made, loading, {name: value for name, value in named.items() if name != "image_size"})
     )
@@ -174,58 +191,19 @@ def evaluation_fields(folder: str | Path) -> dict[str, Any]:
         "input_size": (len(processor.image_mean), crop["height"], crop["width"]),
         "mean": tuple(processor.image_mean),
         "std": tuple(processor.image_std),
-        "interpolation": _INTERPOLATIONS[int(processor.resample)],
+        "interpolation": INTERPOLATIONS[int(processor.resample)],
     }
     if "shortest_edge" in size:
         return {**fields, "crop_pct": min(crop.values()) / size["shortest_edge"]}
     return {**fields, "crop_pct": crop["height"] / size["height"], "crop_mode": "squash"}
 
 
-def read_state(folder: Path) -> dict[str, Tensor]:
-    """Return the weights in a folder by the names that they have in the model, routers among them.
+def read_state(checkpoint: str | Path) -> dict[str, Tensor]:
+    """Return the weights of a checkpoint by the names that they have in the model, routers among them.
 
-    The file has other names: transformers keeps those that published weights have.
+    A file that transformers wrote has other names: those of published weights. Others are read by `read_weights`.
     """
-    return create_model(folder, True, {}).state_dict()
-
-
-def save_model(
-    model: Any, folder: Path, data: DataConfig, mean: Tensor, std: Tensor, numbers: Mapping[str, int] | None
-) -> None:
-    """Write a folder that `mmod.load_pretrained` or transformers reads, with a processor of the evaluation images.
-
-    Args:
-        mean: Mean of the normalisation, per channel; so is `std`.
-        numbers: Number of each class by name; None keeps the model's names.
-    """
-    from transformers import ViTImageProcessor
-
-    if numbers is not None:
-        model.config.id2label = {number: name for name, number in numbers.items()}
-        model.config.label2id = dict(numbers)
-    side = data.image_size
-    if hasattr(model, "timm_model"):
-        # The processor of these models reads it in config.json.
-        published = {
-            "crop_pct": data.crop_pct,
-            "interpolation": data.interpolation,
-            "input_size": [data.channels, side, side],
-        }
-        statistics = {"mean": mean.tolist(), "std": std.tolist()}
-        model.config.pretrained_cfg = {
-            **(getattr(model.config, "pretrained_cfg", None) or {}),
-            **published,
-            **statistics,
-        }
-        model.save_pretrained(folder)
-        return
-    model.save_pretrained(folder)
-    processor = ViTImageProcessor(
-        size={"shortest_edge": math.floor(side / data.crop_pct)},
-        do_center_crop=True,
-        crop_size={"height": side, "width": side},
-        resample=_INTERPOLATIONS.index(data.interpolation),
-        image_mean=mean.tolist(),
-        image_std=std.tolist(),
-    )
-    processor.save_pretrained(folder)
+    folder = find_weights(checkpoint).parent
+    if not is_of_transformers(folder):
+        return read_weights(checkpoint)
+    return create_images(folder, True, {}).state_dict()

@@ -1,0 +1,28 @@
+"""The processes that were started together: ranks, and values of all of them. Alone, a process is the first of one."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch.distributed as dist
+
+Value = TypeVar("Value")
+
+
+def process_rank() -> int:
+    """Return the number of this process, from 0."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def process_count() -> int:
+    """Return the number of processes that train together."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def gathered(value: Value) -> list[Value]:
+    """Return the values of all processes by rank."""
+    if not dist.is_initialized():
+        return [value]
+    values = [value] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values

@@ -1,0 +1,6 @@
+"""How a model is made from a name: `open_model`, a file for each library, and weights from any training script.
+
+`open.py` tells the forms of a name apart. `timm.py`, `open_clip.py`, `transformers.py` (image models) and `language.py`
+(models that read text) make the model, `runs.py` knows the folder of a training run, and `weights.py` and `foreign.py`
+read checkpoints. Nothing else in mmod calls a host's `create_model` or `from_pretrained`.
+"""

@@ -1,0 +1,123 @@
+"""Models of transformers that read text, with images or without: from folders, from the hub, or from a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
+from transformers.models.auto import modeling_auto
+
+from mmod.adapters.transformers.saving import KEY, forget_description, take_description
+from mmod.io.tensors import check_complete
+from mmod.opening.opened import Opened
+from mmod.pretrained import HUB, apply_again, load_pretrained
+
+
+def reads_text(model_type: str) -> bool:
+    """Return whether transformers has a model of a type that continues text, of images or of text alone."""
+    names = (modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    return any(model_type in mapping for mapping in names)
+
+
+def open_language(source: str, pretrained: bool, args: Mapping[str, Any], dense: bool) -> Opened:
+    """Open a model by a folder or by its name on the hub; see `mmod.open_model`.
+
+    Args:
+        dense: Without weights, the architecture is that of the dense model.
+    """
+    is_local = Path(source).exists()
+    if pretrained:
+        check_complete(source)
+    config = AutoConfig.from_pretrained(source, local_files_only=is_local, trust_remote_code=False)
+    is_changed = isinstance(getattr(config, KEY, None), dict)
+    prepare = partial(open_processor, source)
+    if not pretrained:
+        description = None
+        if is_changed and dense:
+            forget_description(config)
+        elif is_changed:
+            description = take_description(config, source)
+        model = _drawn(config, args)
+        if description is not None:
+            apply_again(model, description)
+        return Opened(model, f"the architecture of {source} with random weights", prepare)
+    if is_changed:
+        model = load_pretrained(source if is_local else f"{HUB}{source}", **args)
+    else:
+        model = _auto(config).from_pretrained(source, **args)
+    return Opened(model, f"the model of transformers in {source}", prepare)
+
+
+def open_described(fields: Mapping[str, Any], args: Mapping[str, Any]) -> Opened:
+    """Make a model with random weights from fields of a transformers config."""
+    model = _drawn(described(fields), args)
+
+    def prepare() -> Any:
+        raise ValueError(f"a config of the type {fields['model_type']!r} does not say how inputs are prepared")
+
+    return Opened(model, f"a {type(model).__name__} with random weights", prepare)
+
+
+def _drawn(config: Any, args: Mapping[str, Any]) -> Any:
+    return _auto(config).from_config(config, **args)
+
+
+def _auto(config: Any) -> Any:
+    reads_images = config.model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
+def open_processor(source: str | Path, **args: Any) -> Any:
+    """Return the processor of a folder or of a name on the hub, or the tokeniser of a model that reads text alone."""
+    try:
+        return AutoProcessor.from_pretrained(source, **args)
+    except OSError as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"{str(source)!r} is no folder of a processor, nor a model of the hub: {reason}") from error
+
+
+def open_tokenizer(folder: str | Path) -> tuple[Any, int]:
+    """Return the tokeniser of a folder of an image-text model, and the length of its captions in tokens."""
+    # Without this file transformers makes a tokeniser that knows no word.
+    if not (Path(folder) / "tokenizer_config.json").is_file():
+        raise ValueError(
+            f"{str(folder)!r} holds no tokeniser of its captions: save it there too, "
+            f"`processor.save_pretrained({str(folder)!r})`"
+        )
+    length = AutoConfig.from_pretrained(folder).text_config.max_position_embeddings
+    return AutoTokenizer.from_pretrained(folder), int(length)
+
+
+def described(fields: Mapping[str, Any]) -> Any:
+    """Return the transformers config with these fields, among them `model_type`; misspelled ones are refused.
+
+    Example:
+        >>> described({"model_type": "llama", "hiden_size": 32})
+        Traceback (most recent call last):
+        ValueError: model.config.hiden_size is no field of a LlamaConfig: is hidden_size meant?
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(**fields)
+    except (StrictDataclassError, ValueError, TypeError) as error:
+        raise ValueError(f"model.config describes no model of transformers: {' '.join(str(error).split())}") from error
+    _check_names(config, fields, "model.config")
+    return config
+
+
+def _check_names(config: Any, fields: Mapping[str, Any], name: str) -> None:
+    known = [*vars(type(config)()), *config.attribute_map]
+    for key, value in fields.items():
+        # Models read some fields that their configs do not declare, so only names that look misspelled are refused.
+        near = [] if key in known else get_close_matches(key, known, 1, cutoff=0.8)
+        if near:
+            raise ValueError(f"{name}.{key} is no field of a {type(config).__name__}: is {near[0]} meant?")
+        part = getattr(config, key, None)
+        if isinstance(value, Mapping) and hasattr(part, "attribute_map"):
+            _check_names(part, value, f"{name}.{key}")

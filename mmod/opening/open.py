@@ -1,0 +1,333 @@
+"""The one way from a name to a model: what a name may be, and which library makes its model.
+
+Libraries are imported when one of their models is opened.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from mmod.adapters import find_library
+from mmod.io.files import is_of_transformers, read_json_object
+from mmod.io.yaml import read_yaml
+from mmod.methods.base import methods_of, undo_
+from mmod.opening.opened import Opened, Preprocessing
+from mmod.opening.runs import FINAL_MODEL, RUN_CONFIG, find_run, model_folder, run_classes
+from mmod.opening.weights import find_weights, load_weights, read_weights
+from mmod.planning.resolve import resolve_methods
+from mmod.pretrained import CONFIG, load_pretrained
+from mmod.values import check_module
+
+OPEN_CLIP = "open_clip:"
+TRANSFORMERS = "transformers:"
+CLIP_CONFIG = "open_clip_config.json"
+_FILE = "name a file of weights as the checkpoint"
+# A model of bytes, whose end token ends a file.
+BYTE_MODEL = {"vocab_size": 256, "pad_token_id": None, "bos_token_id": 0, "eos_token_id": 0}
+# The only part that a model of a kind is routed in; of other kinds `routing` names parts.
+_PARTS = {"image": "image", "text": "language"}
+
+
+def open_model(
+    spec: str | Path | Mapping[str, Any] | nn.Module,
+    *,
+    checkpoint: str | Path | None = None,
+    pretrained: bool = True,
+    image_size: int | None = None,
+    args: Mapping[str, Any] | None = None,
+    dense: bool = False,
+    advice: str = _FILE,
+) -> Opened:
+    """Open a model by its name or folder, with its preprocessing and the names of its classes.
+
+    Args:
+        spec: One of
+
+            - a name of timm;
+            - `open_clip:NAME`, `open_clip:NAME:WEIGHTS`, and for NAME also `local-dir:FOLDER` or `hf-hub:REPOSITORY`;
+            - a folder that `mmod.save_pretrained`, timm, open_clip or transformers saved;
+            - `transformers:OWNER/NAME`, a language model of the hub, with or without images;
+            - a run folder, its `model`, `last` or a checkpoint, or a file of weights in these;
+            - fields of a transformers config with its `model_type`;
+            - a module.
+        checkpoint: Weights in place of the published ones, for timm and open_clip: what `model.checkpoint` of a
+            training config takes. A model of timm gets a classifier of as many classes as they have.
+        pretrained: Take published weights, or those of the folder; otherwise they are drawn at random.
+        image_size: Side of images in pixels, for timm and open_clip; None takes the model's.
+        args: Further arguments of the host: of `create_model`, fields of an image model's config in a folder of
+            transformers, or arguments of a language model's `from_pretrained`.
+        dense: Undo the methods that changed a saved model.
+        advice: What to do where published weights are not available, an English imperative.
+
+    Returns:
+        The model in evaluation mode and what is known of it.
+
+    Raises:
+        ValueError: No library knows the name, or the options do not fit the model.
+        FileNotFoundError: A folder or file is missing.
+        ConnectionError: Published weights are neither cached nor available.
+
+    Example:
+        >>> opened = open_model("test_vit", pretrained=False)
+        >>> opened.sentence, opened.parts
+        ('test_vit of timm with random weights', ('image',))
+        >>> opened.preprocessing.transform()  # doctest: +ELLIPSIS
+        Compose(...)
+    """
+    args = dict(args or {})
+    options: dict[str, Any] = {"checkpoint": checkpoint, "image_size": image_size}
+    opened: Opened
+    if isinstance(spec, nn.Module):
+        check_module(spec)
+        _refuse(f"the {type(spec).__name__}", **options, args=args)
+        opened = _module(spec)
+    elif isinstance(spec, Mapping):
+        from mmod.opening.language import open_described
+
+        _refuse("a config", **options)
+        opened = open_described(spec, args)
+    elif isinstance(spec, (str, Path)):
+        opened = _named(str(spec), pretrained, args, dense, advice, **options)
+    else:
+        raise TypeError(f"spec must be a name, a path, fields of a config or a module, got {spec!r}")
+    opened.model.eval()
+    return _with_methods(opened, dense)
+
+
+def _named(
+    name: str,
+    pretrained: bool,
+    args: Mapping[str, Any],
+    dense: bool,
+    advice: str,
+    checkpoint: str | Path | None,
+    image_size: int | None,
+) -> Opened:
+    """Open a model by a name or a path."""
+    if name.startswith(OPEN_CLIP):
+        from mmod.opening.open_clip import open_clip_model
+
+        return open_clip_model(name.removeprefix(OPEN_CLIP), pretrained, args, checkpoint, image_size)
+    if name.startswith(TRANSFORMERS):
+        from mmod.opening.language import open_language
+
+        _refuse(repr(name), checkpoint, image_size)
+        return open_language(name.removeprefix(TRANSFORMERS), pretrained, args, dense)
+    run = find_run(name)
+    is_of_timm = run is None and not (Path(name) / CONFIG).is_file() and not is_of_transformers(name)
+    if not is_of_timm:
+        _refuse(repr(name), checkpoint, image_size)
+    if run is not None:
+        return _run(run, Path(name), pretrained, args, dense)
+    folder = model_folder(name)
+    if folder is not None:
+        return _folder(str(folder), pretrained, args, dense, advice, checkpoint, image_size)
+    if Path(name).is_dir():
+        raise FileNotFoundError(
+            f"{name!r} holds neither a run ({RUN_CONFIG}) nor a model saved by mmod.save_pretrained ({CONFIG}), "
+            f"timm or transformers (config.json) or open_clip ({CLIP_CONFIG})"
+        )
+    if Path(name).is_file():
+        raise ValueError(
+            f"{name!r} is a file of weights, which names no model: name the model, and this file as its checkpoint"
+        )
+    return _of_timm(name, pretrained, args, advice, checkpoint, image_size)
+
+
+def _folder(
+    folder: str,
+    pretrained: bool,
+    args: Mapping[str, Any],
+    dense: bool,
+    advice: str = _FILE,
+    checkpoint: str | Path | None = None,
+    image_size: int | None = None,
+) -> Opened:
+    """Open the model that a folder describes."""
+    path = Path(folder)
+    if (path / CONFIG).is_file():
+        if args or not pretrained:
+            raise ValueError(
+                f"{folder!r} holds a model that methods changed: it is taken as it is, without model.args and with its "
+                "weights; for another one name the dense model"
+            )
+        return _saved(load_pretrained(folder), f"the model that mmod saved in {folder}")
+    if (path / CLIP_CONFIG).is_file():
+        from mmod.opening.open_clip import open_clip_model
+
+        opened = open_clip_model(f"local-dir:{folder}", pretrained, args, checkpoint, image_size)
+        return opened._replace(sentence=opened.sentence.removeprefix("local-dir:"))
+    if not is_of_transformers(path):
+        return _of_timm(folder, pretrained, args, advice, checkpoint, image_size)
+    from mmod.opening.language import open_language, reads_text
+    from mmod.opening.transformers import open_images
+
+    if reads_text(read_json_object(path / "config.json")["model_type"]):
+        return open_language(folder, pretrained, args, dense)
+    return open_images(folder, pretrained, args)
+
+
+def _of_timm(
+    name: str,
+    pretrained: bool,
+    args: Mapping[str, Any],
+    advice: str,
+    checkpoint: str | Path | None,
+    image_size: int | None,
+) -> Opened:
+    from mmod.opening.timm import open_timm
+
+    if image_size is None:
+        return open_timm(name, pretrained, args, checkpoint, advice)
+    try:
+        return open_timm(name, pretrained, {**args, "img_size": image_size}, checkpoint, advice)
+    except TypeError as error:
+        raise ValueError(f"{name} takes no img_size: {error}") from error
+
+
+def _saved(model: nn.Module, sentence: str) -> Opened:
+    """Return a model that is there already, with what its library says of it."""
+    opened = _module(model)
+    if find_library(model) != "open_clip":
+        return opened._replace(sentence=sentence)
+    return opened._replace(sentence=sentence, prepare=_from(opened, "of the saved model"))
+
+
+def _module(model: nn.Module) -> Opened:
+    library = find_library(model)
+    sentence = f"a {type(model).__name__} of {library}" if library else f"a {type(model).__name__}"
+    inner: Any = model
+
+    def prepare() -> Any:
+        source = getattr(inner, "name_or_path", "")
+        if library == "timm":
+            from mmod.opening import timm
+
+            return timm.preprocessing_of(inner)
+        if library == "open_clip":
+            from mmod.opening import open_clip
+
+            return open_clip.preprocessing_of(inner, "of open_clip")
+        if library == "transformers" and is_of_transformers(source):
+            return open_model(source).preprocessing
+        raise ValueError(f"the {type(model).__name__} does not say how its inputs are prepared")
+
+    classes = None
+    if library == "timm":
+        from mmod.opening.timm import published_classes
+
+        classes = published_classes(model)
+    return Opened(model, sentence, prepare, classes)
+
+
+def _run(run: Path, path: Path, pretrained: bool, args: Mapping[str, Any], dense: bool) -> Opened:
+    """Open the model of a run: what it has saved, or a checkpoint with the architecture in its config."""
+    fields = read_yaml(run / RUN_CONFIG)
+    kind = fields.get("kind", "image")
+    folder = model_folder(path)
+    if folder is not None:
+        opened = _folder(str(folder), pretrained, args, dense)
+    elif args or not pretrained:
+        raise ValueError(f"{str(path)!r} holds weights of a run, which is taken as it is, without model.args")
+    else:
+        opened = _checkpoint(kind, fields, path)
+    is_final = folder == run / FINAL_MODEL
+    name = f"the final model of the run {run}" if is_final else f"the weights {path} of the run {run}"
+    opened = opened._replace(sentence=name)
+    if kind == "pairs":
+        return opened._replace(prepare=_from(opened, "of the run"))
+    if kind != "image":
+        return opened
+    classes = run_classes(run)
+
+    def prepare() -> Preprocessing:
+        from mmod.data.config import DataConfig
+        from mmod.data.loader import evaluation_fields
+        from mmod.values import from_plain
+
+        return Preprocessing(evaluation_fields(from_plain(DataConfig, fields["data"])), "of the run")
+
+    return opened._replace(prepare=prepare, classes=classes, is_run=classes is not None)
+
+
+def _from(opened: Opened, source: str) -> Any:
+    """Return the preprocessing of a model with another source."""
+    return lambda: dataclasses.replace(opened.preprocessing, source=source)
+
+
+def _checkpoint(kind: str, fields: Mapping[str, Any], path: Path) -> Opened:
+    """Open weights of a run that is not finished: the model of its config, its methods, then the weights."""
+    opened = open_start(kind, fields["model"], weights=False)
+    routing = fields.get("routing") or {}
+    by_part = {_PARTS[kind]: routing} if kind in _PARTS else routing
+    for method in resolve_methods(fields.get("methods") or [], {name: of for name, of in by_part.items() if of}):
+        method.apply_(opened.model)
+    state = read_weights(path)
+    # Training calls models of pairs in folders of transformers through a wrapper.
+    load_weights(opened.model, {name.removeprefix("inner."): value for name, value in state.items()}, path)
+    return opened
+
+
+def open_start(kind: str, model: Mapping[str, Any], weights: bool = True) -> Opened:
+    """Open the model that `model` of a training config names, before its checkpoint is loaded.
+
+    Args:
+        kind: "image", "pairs" or "text".
+        model: The fields of the kind's `ModelConfig`.
+        weights: Take published weights if the config does; otherwise they are drawn at random.
+    """
+    if kind == "image":
+        advice = "set model.checkpoint to a file of weights and model.pretrained to false"
+        pretrained = weights and bool(model.get("pretrained"))
+        return open_model(model["name"], pretrained=pretrained, args=model.get("args"), advice=advice)
+    if kind == "pairs":
+        return _start_of_pairs(model, weights)
+    if kind != "text":
+        raise ValueError(f"a run of kind {kind!r} is opened by the model that it saved, and it has not saved any")
+    if model.get("config") is not None:
+        return open_model({**BYTE_MODEL, **model["config"]}, pretrained=False)
+    return open_model(find_weights(str(model["checkpoint"])).parent, pretrained=False, dense=True)
+
+
+def _start_of_pairs(model: Mapping[str, Any], weights: bool) -> Opened:
+    from mmod.opening.open_clip import SCHEMES, know_config, weights_follow
+
+    name = model["name"]
+    if is_of_transformers(name):
+        return open_model(name, pretrained=weights)
+    if model.get("config") is not None:
+        know_config(model["config"], name)
+    tag = model.get("pretrained")
+    published = weights and (tag is not None or name.startswith(SCHEMES))
+    # Where no published weights are taken, open_clip reports random ones unless others follow.
+    follow = not weights or any(model.get(key) is not None for key in ("checkpoint", "image_checkpoint"))
+    spec = f"{OPEN_CLIP}{name}:{tag}" if tag else f"{OPEN_CLIP}{name}"
+    with weights_follow(follow):
+        return open_model(spec, pretrained=published, args={"output_dict": True})
+
+
+def _with_methods(opened: Opened, dense: bool) -> Opened:
+    """Return a model whose sentence names its methods, which are undone if it is to be dense."""
+    methods = methods_of(opened.model)
+    if not methods:
+        return opened
+    kinds = ", ".join(method.kind for method in methods)
+    changed = f"{opened.sentence}, changed by {kinds}"
+    if not dense:
+        return opened._replace(sentence=changed)
+    if any(method.replaces for method in methods):
+        raise ValueError(f"{changed}, which replaced dense weights: name a dense model")
+    return opened._replace(model=undo_(opened.model), sentence=f"{changed}; that is undone, its dense weights remain")
+
+
+def _refuse(subject: str, checkpoint: Any = None, image_size: Any = None, args: Any = None) -> None:
+    """Raise a ValueError for options of a model that has its own weights and size."""
+    given = {"checkpoint": checkpoint, "image_size": image_size, "args": args or None}
+    names = [name for name, value in given.items() if value is not None]
+    if names:
+        raise ValueError(f"{subject} has its own weights and size of images: leave out {names[0]}")

@@ -1,0 +1,83 @@
+"""What opening a model returns: the model, how its inputs are prepared, and what is known of its classes and parts."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from mmod.adapters import find_parts
+
+
+@dataclasses.dataclass(frozen=True)
+class Preprocessing:
+    """How a model's images are prepared.
+
+    Args:
+        fields: Arguments of timm's `create_transform`, or with `is_clip` fields of open_clip's `PreprocessCfg`.
+        source: Where they are from, as in "of the run".
+    """
+
+    fields: Mapping[str, Any]
+    source: str
+    is_clip: bool = False
+
+    def changed(self, **changes: Any) -> Preprocessing:
+        """Return it with other fields; None changes nothing."""
+        given = {name: value for name, value in changes.items() if value is not None}
+        return dataclasses.replace(self, fields={**self.fields, **given})
+
+    @property
+    def mode(self) -> str:
+        """The mode of Pillow that images are read in."""
+        return "L" if not self.is_clip and self.fields["input_size"][0] == 1 else "RGB"
+
+    def transform(self) -> Callable[[Any], Tensor]:
+        """Return the transform of an image to a tensor (C, H, W)."""
+        if not self.is_clip:
+            from timm.data import create_transform
+
+            return create_transform(**self.fields, is_training=False)
+        from open_clip.transform import PreprocessCfg, image_transform_v2
+
+        return image_transform_v2(PreprocessCfg(**self.fields), is_train=False)
+
+    def __str__(self) -> str:
+        size = self.fields["size"] if self.is_clip else self.fields["input_size"][1:]
+        height, width = (size, size) if isinstance(size, int) else size
+        parts = [f"{height} x {width} px", *filter(None, [self.fields.get("interpolation")])]
+        if "crop_pct" in self.fields:
+            parts.append(f"crop_pct {self.fields['crop_pct']:g}")
+        for name in ("mean", "std"):
+            parts.append(f"{name} ({', '.join(f'{value:.4g}' for value in self.fields[name])})")
+        return f"Preprocessing {self.source}: {', '.join(parts)}."
+
+
+class Opened(NamedTuple):
+    """A model that `mmod.open_model` opened.
+
+    Attributes:
+        model: The model, in evaluation mode.
+        sentence: What was opened: the model, its weights, and the methods that changed it.
+        prepare: Returns `preprocessing`; processors of transformers are read when they are needed.
+        classes: Number of each class by name; None where the names are not known.
+        is_run: Whether the classes are those of a training run, which images of other classes do not have.
+    """
+
+    model: nn.Module
+    sentence: str
+    prepare: Callable[[], Any]
+    classes: Mapping[str, int] | None = None
+    is_run: bool = False
+
+    @property
+    def preprocessing(self) -> Any:
+        """The `Preprocessing` of images, or of a model that reads text its processor; a ValueError if unknown."""
+        return self.prepare()
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Names of the parts that can be changed: "image", "text", "vision", "language"."""
+        return tuple(find_parts(self.model))

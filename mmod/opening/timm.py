@@ -1,0 +1,118 @@
+"""Models of timm: by name, in its folders or on hubs, and with the weights of any checkpoint."""
+
+from __future__ import annotations
+
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import timm
+from huggingface_hub import constants, try_to_load_from_cache
+from timm.data import ImageNetInfo, infer_imagenet_subset, resolve_data_config
+from torch import nn
+
+from mmod.adapters import image_facts
+from mmod.opening.opened import Opened, Preprocessing
+from mmod.opening.runs import run_classes
+from mmod.opening.weights import classifier_names, converted, load_weights, read_weights
+from mmod.values import near_names
+
+
+def open_timm(
+    name: str, pretrained: bool, args: Mapping[str, Any], checkpoint: str | Path | None, advice: str
+) -> Opened:
+    """Open a model by a name of timm or the folder of one; see `mmod.open_model`."""
+    model: Any = create_timm(name, pretrained and checkpoint is None, args, advice)
+    known = None
+    is_folder = Path(name).is_dir()
+    subject = f"the model of timm in {name}" if is_folder else f"{name} of timm"
+    weights = "random weights"
+    if pretrained:
+        weights = "its weights" if is_folder else "its published weights"
+    if checkpoint is not None:
+        _load_with_classifier(model, checkpoint)
+        known = run_classes(checkpoint)
+        weights = f"the weights of {checkpoint}"
+    classes = published_classes(model) if known is None else known
+    return Opened(model, f"{subject} with {weights}", partial(preprocessing_of, model), classes, known is not None)
+
+
+def create_timm(name: str, pretrained: bool, args: Mapping[str, Any], advice: str) -> nn.Module:
+    """Create a model by a name of timm or the folder of one, in training mode."""
+    full_name = name
+    if Path(name).is_dir():
+        full_name = f"local-dir:{Path(name).resolve()}"
+    elif ":" not in name and not timm.is_model(name.rpartition("/")[2]):
+        if "/" in name:
+            raise FileNotFoundError(f"no folder of a model at {name!r}; a model of a hub is hf-hub:OWNER/NAME")
+        hint = near_names(name.split(".")[0], timm.list_models(), "timm.list_models()")
+        raise ValueError(f"timm knows no model {name!r}; {hint}")
+    if pretrained:
+        check_published(name, args, advice)
+    try:
+        model: nn.Module = timm.create_model(full_name, pretrained=pretrained, **args)
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        raise TypeError(f"model.args does not fit {name!r}: {error}") from error
+    return model
+
+
+def check_published(name: str, args: Mapping[str, Any], advice: str) -> None:
+    """Raise a ConnectionError if the published weights of a model of timm are neither cached nor available.
+
+    Args:
+        advice: What to do then, an English imperative.
+    """
+    if "/" in name or ":" in name or Path(name).is_dir():
+        return
+    hub = getattr(timm.get_pretrained_cfg(name), "hf_hub_id", None)
+    if hub is None or any(argument.startswith("pretrained_cfg") for argument in args):
+        return
+    if any(isinstance(try_to_load_from_cache(hub, file), str) for file in ("model.safetensors", "pytorch_model.bin")):
+        return
+    try:
+        # One request with a short timeout: the hub's client retries for minutes.
+        urllib.request.urlopen(constants.ENDPOINT, timeout=10).close()
+    except urllib.error.HTTPError:
+        # It answers.
+        return
+    except OSError as error:
+        raise ConnectionError(
+            f"the published weights of {name!r} are not in the cache and {constants.ENDPOINT} does not answer: {advice}"
+        ) from error
+
+
+def _load_with_classifier(model: Any, checkpoint: str | Path) -> None:
+    """Load a checkpoint with a classifier of as many classes as it has, perhaps none."""
+    state = read_weights(checkpoint)
+    heads = classifier_names(model)
+    weight = next((state[key] for key in state if key.startswith(heads) and state[key].ndim > 1), None)
+    model.reset_classifier(0 if weight is None else len(weight))
+    load_weights(model, converted(state, model), checkpoint)
+
+
+def preprocessing_of(model: Any) -> Preprocessing:
+    """Return how a model of timm expects its images, at the size that it was made for."""
+    patch_embed = getattr(model, "patch_embed", None)
+    side = getattr(patch_embed, "img_size", None)
+    if side is not None and any(length % patch for length, patch in zip(side, model.patch_embed.patch_size)):
+        raise ValueError(f"image_size must be a multiple of the model's patches, {model.patch_embed.patch_size[0]} px")
+    sizes = {} if side is None else {"input_size": (model.patch_embed.proj.in_channels, *side)}
+    return Preprocessing(resolve_data_config(sizes, model=model), "of timm")
+
+
+def published_classes(model: nn.Module) -> dict[str, int] | None:
+    """Return the classes of a model by name, as its weights state them or, by their number, those of ImageNet.
+
+    Classes of ImageNet are named by their WordNet identifiers, as its folders are.
+    """
+    facts = image_facts(model)
+    subset = infer_imagenet_subset({"num_classes": facts.classes})
+    known = None if subset is None else ImageNetInfo(subset)
+    if facts.names is not None and (known is None or [*facts.names] != known.label_descriptions()):
+        return dict(facts.names)
+    return None if known is None else {name: number for number, name in enumerate(known.label_names())}

@@ -1,0 +1,231 @@
+"""Weights: where they are in what a user names, how files of any training script are read, and how they fit a model."""
+
+from __future__ import annotations
+
+import re
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import chain, product
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from mmod.adapters import image_facts
+from mmod.io.files import DamagedFileError, read_json_object, sha256
+from mmod.io.processes import gathered, process_count, process_rank
+from mmod.io.tensors import read_tensors
+from mmod.opening.foreign import STAND_INS, Unread, clean_names, select_weights
+from mmod.values import one_of
+
+WEIGHTS = "model.safetensors"
+SUMS = "sha256.json"
+_CLIP_WEIGHTS = "open_clip_model.safetensors"
+# With a prefix and suffix, a checkpoint that was never finished.
+_NAME = re.compile(r"\.?step-\d{9,}-epoch-\d{5,}(\.partial)?")
+# Weights that come with the package.
+_SHIPPED = "mmod:"
+_SHIPPED_FOLDER = Path(__file__).parents[1] / "data" / "weights"
+
+
+def check_sums(folder: Path, *names: str, together: bool = False) -> None:
+    """Refuse files, all or those of some names or folders, that differ from their checksums; see `write_sums`."""
+    if not (folder / SUMS).is_file():
+        return
+    try:
+        sums = read_json_object(folder / SUMS)
+    except ValueError as error:
+        raise DamagedFileError(str(error)) from error
+    chosen = [name for name in sorted(sums) if not names or name in names or Path(name).parts[0] in names]
+    for name, digest in sums_of(folder, chosen, together).items():
+        if digest != sums[name]:
+            state = "is missing" if digest is None else "differs from its checksum"
+            raise DamagedFileError(f"{str(folder / name)!r} is damaged: it {state} in {SUMS}")
+
+
+def sums_of(folder: Path, names: Sequence[str], together: bool) -> dict[str, str | None]:
+    """Return the checksum of each file, None if it is missing."""
+    mine = names[process_rank() :: process_count()] if together else names
+    sums = {name: sha256(folder / name) if (folder / name).is_file() else None for name in mine}
+    if not together:
+        return sums
+    return dict(chain.from_iterable(part.items() for part in gathered(sums)))
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Return the finished checkpoints in a folder, newest first; other files are ignored."""
+    return newest_first(path for path in checkpoint_folders(folder) if path.name.startswith("step-"))
+
+
+def newest_first(checkpoints: Iterable[Path]) -> list[Path]:
+    """Return paths by the numbers in their names, the largest first."""
+    return sorted(checkpoints, key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)], reverse=True)
+
+
+def read_weights(path: str | Path) -> dict[str, Tensor]:
+    """Read a state dict onto the CPU, without running code from the file.
+
+    A checkpoint of timm's, DeiT's, torchvision's, open_clip's, Lightning's or DINO's training is read as timm reads its
+    own: if it holds a moving average, that is taken, which the first process says on standard error.
+
+    Args:
+        path: A `.safetensors` file; a PyTorch file, with a state dict or a checkpoint that holds one; a folder with one
+            `model.safetensors`; or a run folder.
+    """
+    file = find_weights(path)
+    if file.is_dir():
+        return _read_shards(file)
+    try:
+        check_sums(file.parent, file.name)
+    except DamagedFileError as error:
+        others = [other for other in list_checkpoints(file.parent.parent) if other != file.parent]
+        hint = f". An earlier checkpoint is {str(others[0])!r}" if others else ""
+        raise DamagedFileError(f"{error}{hint}") from error
+    if file.suffix == ".safetensors":
+        return clean_names(read_tensors(file)[0])
+    content = load_pickle(file, STAND_INS)
+    if not isinstance(content, dict):
+        raise DamagedFileError(f"{str(file)!r} holds no state dict, but a {type(content).__name__}")
+    try:
+        state, choice = select_weights(content)
+    except ValueError as error:
+        raise DamagedFileError(f"{str(file)!r}: {error}") from error
+    for name, value in state.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            kind = "an object that is not read" if isinstance(value, Unread) else f"a {type(value).__name__}"
+            raise DamagedFileError(
+                f"{str(file)!r} holds no state dict, which maps names to tensors: it maps {name!r} to {kind}"
+            )
+    if choice and process_rank() == 0:
+        print(f"{file}: {choice}, were read", file=sys.stderr)
+    return state
+
+
+def find_weights(path: str | Path) -> Path:
+    """Find the file that holds the weights: the path itself, or one in a run folder or a saved model's folder.
+
+    `mmod:NAME` names weights that come with the package. Those of a sharded checkpoint are a folder of files.
+    """
+    if str(path).startswith(_SHIPPED):
+        name = str(path).removeprefix(_SHIPPED)
+        one_of("weights of mmod", name, [file.stem for file in sorted(_SHIPPED_FOLDER.glob("*.safetensors"))])
+        return _SHIPPED_FOLDER / f"{name}.safetensors"
+    path = Path(path)
+    if path.is_file():
+        return path
+    if path.is_dir():
+        folders = [path, path / "model", *list_checkpoints(path / "checkpoints")[:1]]
+        for folder, name in product(folders, (WEIGHTS, _CLIP_WEIGHTS)):
+            candidate = folder / name
+            if candidate.is_file():
+                return candidate
+            if any(shards_of(candidate).glob("shard-*.safetensors")):
+                return shards_of(candidate)
+        raise FileNotFoundError(f"no {WEIGHTS} in the folder {str(path)!r}")
+    raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
+
+
+def shards_of(file: Path) -> Path:
+    """Return the folder of what would be a file if it were not sharded."""
+    return file.with_suffix("")
+
+
+def _read_shards(folder: Path) -> dict[str, Tensor]:
+    """Read the whole tensors of a sharded state dict onto the CPU."""
+    check_sums(folder.parent, folder.name)
+    with plain_errors(folder):
+        reader = dcp.HuggingFaceStorageReader(str(folder))
+        known: Any = reader.read_metadata().state_dict_metadata
+        state = {name: torch.empty(of.size, dtype=of.properties.dtype) for name, of in known.items()}
+        with warnings.catch_warnings():
+            # It warns that this process reads alone.
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+@contextmanager
+def plain_errors(read: Path | None = None) -> Iterator[None]:
+    """Raise the cause of torch's `CheckpointException`, which is no `Exception`; `read` is the state being read."""
+    try:
+        yield
+    except CheckpointException as error:
+        cause = next(iter(error.failures.values()))[0]
+        if read is None:
+            raise cause from None
+        raise DamagedFileError(f"{str(read)!r} is no whole sharded state: {cause}") from error
+
+
+def checkpoint_folders(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, finished or not."""
+    return [path for path in folder.glob("*step-*") if _NAME.fullmatch(path.name) and path.is_dir()]
+
+
+def load_pickle(path: Path, stand_ins: Sequence[tuple[type, str]] = ()) -> Any:
+    """Read tensors and plain values, and classes by their names as others that stand in for them."""
+    try:
+        with torch.serialization.safe_globals(list(stand_ins)):
+            return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # a damaged pickle may fail in any way
+        # Torch's message advises to allow code; this one does not.
+        code = re.search(r"GLOBAL ([\w.]+)", str(error))
+        plain = str(error).strip().split("\n")[0] or type(error).__name__
+        reason = f"it holds {code[1]} besides; save the state dict alone" if code else plain
+        raise DamagedFileError(f"{str(path)!r} is no whole file of tensors and plain values: {reason}") from error
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Tensor], source: object) -> None:
+    """Load a state dict strictly."""
+    expected = model.state_dict()
+    missing = set(expected) - set(state)
+    unknown = set(state) - set(expected)
+    if missing or unknown:
+        raise ValueError(
+            f"checkpoint {str(source)!r} does not fit the model: "
+            f"it lacks {some(missing)} and has {some(unknown)} that the model does not know"
+        )
+    for name, value in state.items():
+        shape = expected[name].shape
+        if value.shape != shape:
+            classes = image_facts(model).classes
+            head = value.shape[:1] != shape[:1] and shape[:1] == (classes,)
+            what = f"it has {value.shape[0]} classes, the model {classes}: " if head else ""
+            raise ValueError(
+                f"checkpoint {str(source)!r} does not fit the model: {what}{name} has shape "
+                f"{tuple(value.shape)}, the model's is {tuple(shape)}"
+            )
+    model.load_state_dict(state)
+
+
+def converted(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Return weights in the form of a timm model, converted by timm's filter if names or shapes differ."""
+    shapes = {name: value.shape for name, value in model.state_dict().items()}
+    convert = getattr(sys.modules[type(model).__module__], "checkpoint_filter_fn", None)
+    if convert is None or shapes == {name: value.shape for name, value in state.items()}:
+        return dict(state)
+    return convert(dict(state), model)
+
+
+def classifier_names(model: nn.Module) -> tuple[str, ...]:
+    """Return the prefixes of the weights of an image model's classifier.
+
+    Example:
+        >>> import timm
+        >>> classifier_names(timm.create_model("test_vit"))
+        ('head.',)
+    """
+    return image_facts(model).head
+
+
+def some(names: Iterable[str]) -> str:
+    """Return the number of keys of a state dict and the first few of them."""
+    keys = sorted(names)
+    if not keys:
+        return "no key"
+    others = ", ..." if len(keys) > 3 else ""
+    return f"{len(keys)} keys ({', '.join(keys[:3])}{others})"

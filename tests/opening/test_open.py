@@ -1,0 +1,324 @@
+"""One way to open a model: every form of a name, and every path in a run, means the same model everywhere."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import timm
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from torch import nn
+
+import mmod
+from mmod import Opened, open_model
+from mmod.methods import methods_of
+from mmod.opening.opened import Preprocessing
+from mmod.opening.runs import find_run, model_folder
+from mmod.training import fit
+from mmod.training.engine import loop
+from mmod.training.kinds import config_class, kind_of, parse_kind
+from tests.kit.clip_zoo import make_clip
+from tests.kit.folders import save_image_model
+from tests.kit.pairs_worker import write_model
+from tests.kit.prompts import make_prompts
+from tests.kit.references import CHAT, IMAGE, ROUTINGS, TEXT, pairs
+from tests.kit.trap import Trap
+
+LOOP_KINDS = ("image", "pairs", "text")
+KINDS = (*LOOP_KINDS, "chat")
+MERGE = {"kind": "merge", "r": 1}
+Runs = Callable[..., Path]
+
+
+def fields_of(kind: str, folder: Path) -> dict[str, Any]:
+    """Return the config of a small run of a kind, without its output."""
+    if kind == "pairs":
+        return pairs(folder)
+    fields: dict[str, dict[str, Any]] = {"image": IMAGE, "text": TEXT, "chat": CHAT}
+    return dict(fields[kind])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """Return a function that returns the folder of a finished run of a kind, which is trained once."""
+    done: dict[tuple[str, str], Path] = {}
+
+    def run(kind: str, how: str = "dense") -> Path:
+        if (kind, how) not in done:
+            folder = tmp_path_factory.mktemp(kind)
+            changes = {"dense": {}, "routing": {"routing": ROUTINGS[kind]}, "merge": {"methods": [MERGE]}}[how]
+            # Keep the checkpoints, as a run that was stopped after its last step has them.
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(loop, "remove_checkpoints", lambda folder: None)
+                config = {**fields_of(kind, folder), "output": str(folder / "run"), **changes}
+                fit(config_class(kind).from_dict(config), progress=False)
+            done[kind, how] = folder / "run"
+        return done[kind, how]
+
+    return run
+
+
+def same(actual: nn.Module, expected: nn.Module) -> None:
+    """Assert that two models have the same weights and methods."""
+    one, other = actual.state_dict(), expected.state_dict()
+    assert one.keys() == other.keys()
+    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert [method.kind for method in methods_of(actual)] == [method.kind for method in methods_of(expected)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "how"), [*itertools.product(KINDS, ["dense", "routing"]), ("image", "merge"), ("pairs", "merge")]
+)
+def test_every_path_in_a_run_is_the_same_model_for_every_command(kind: str, how: str, runs: Runs) -> None:
+    run = runs(kind, how)
+    expected = kind_of(parse_kind([str(run)])).load()
+    file = next((run / "model").glob("*.safetensors"))
+    checkpoints = sorted((run / "checkpoints").glob("step-*"))
+    assert bool(checkpoints) == (kind in LOOP_KINDS)
+    for path in (run, run / "model", file, *checkpoints[-1:], *(place / "model.safetensors" for place in checkpoints)):
+        opened = open_model(path)
+        assert not opened.model.training
+        same(opened.model, expected)
+        assert str(run) in opened.sentence
+        assert ("changed by" in opened.sentence) == (how != "dense")
+        # As evaluate, audit and plan take it.
+        config = parse_kind([str(path)])
+        assert (config.kind, config.output) == (kind, str(run))
+        same(kind_of(config).load(), expected)
+        # As `checkpoint` of a config, with the methods that weights of the loop are loaded into.
+        methods = {"routing": config.routing, "methods": config.methods}
+        started = config_class(kind).from_dict({**fields_of(kind, run.parent), "output": "next", **methods})
+        started = dataclasses.replace(started, model=started.model.started_from(str(path)))
+        same(kind_of(started).load(), expected)
+
+
+def test_an_average_and_the_last_weights_of_a_run_are_told_apart(tmp_path: Path) -> None:
+    config = {**IMAGE, "output": str(tmp_path / "run"), "ema": {}, "epoch_steps": 3}
+    fit(config_class("image").from_dict(config), progress=False)
+    average, last = (
+        open_model(tmp_path / "run").model.state_dict(),
+        open_model(tmp_path / "run/last").model.state_dict(),
+    )
+    assert any(not torch.equal(value, last[name]) for name, value in average.items())
+    loaded = kind_of(parse_kind([str(tmp_path / "run/last")])).load()
+    assert all(torch.equal(value, last[name]) for name, value in loaded.state_dict().items())
+
+
+def test_images_of_a_run_are_prepared_as_in_its_training(runs: Runs) -> None:
+    run = runs("image", "routing")
+    for path in (run, run / "model", next((run / "checkpoints").iterdir())):
+        preprocessing = open_model(path).preprocessing
+        assert str(preprocessing).startswith("Preprocessing of the run: 32 x 32 px, bicubic, crop_pct 1, mean (0.094)")
+        assert preprocessing.mode == "L"
+    assert str(open_model(runs("pairs")).preprocessing).startswith("Preprocessing of the run: 48 x 48 px")
+    processor = open_model(runs("chat", "routing")).preprocessing
+    assert processor.image_token_id == processor.tokenizer.convert_tokens_to_ids("<image>")
+
+
+@pytest.mark.parametrize(("kind", "parts"), [("image", {"image"}), ("pairs", {"image", "text"})])
+def test_the_parts_of_a_model_are_those_that_can_be_routed(kind: str, parts: set[str], runs: Runs) -> None:
+    assert set(open_model(runs(kind)).parts) == parts
+
+
+def names(folder: Path) -> dict[str, tuple[Any, dict[str, Any], str, tuple[str, ...]]]:
+    """Return names of every form, their options, the sentence about each, and the parts of its model."""
+    save_image_model("vit", folder / "vit")
+    make_prompts(folder)
+    torch.manual_seed(0)
+    model = timm.create_model("test_vit", num_classes=3)
+    save_file(model.state_dict(), folder / "weights.safetensors")
+    timm.models.save_for_hf(model, str(folder / "timm"), safe_serialization=True)
+    mmod.save_pretrained(mmod.route_(model, mmod.RoutingConfig(router="linear")), folder / "saved")
+    write_model(folder, "opened-clip")
+    open_clip.add_model_config(folder / "opened-clip.json")
+    fields = {"model_type": "llama", "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    drawn = {"pretrained": False}
+    weights = str(folder / "weights.safetensors")
+    return {
+        "timm": ("test_vit", drawn, "test_vit of timm with random weights", ("image",)),
+        "checkpoint": ("test_vit", {"checkpoint": weights}, f"with the weights of {weights}", ("image",)),
+        "folder of timm": (folder / "timm", {}, "the model of timm in .* with its weights", ("image",)),
+        "open_clip": ("open_clip:opened-clip", drawn, "opened-clip of open_clip with random", ("image", "text")),
+        "images of transformers": (folder / "vit", {}, "the image model in the folder", ("vision",)),
+        "conversations": (folder / "llava", {}, "the model of transformers in", ("vision", "language")),
+        "saved": (folder / "saved", {}, "that mmod saved in .*, changed by routing", ("image",)),
+        "saved, dense": (folder / "saved", {"dense": True}, "changed by routing; that is undone", ("image",)),
+        "config": (fields, {}, "a LlamaForCausalLM with random weights", ("language",)),
+        "module": (make_clip("ViT-B-32"), {}, "a CLIP of open_clip", ("image", "text")),
+    }
+
+
+def test_every_form_of_a_name_is_opened(tmp_path: Path) -> None:
+    for form, (spec, options, sentence, parts) in names(tmp_path).items():
+        opened = open_model(spec, **options)
+        assert isinstance(opened, Opened)
+        assert re.search(sentence, opened.sentence), f"{form}: {opened.sentence}"
+        assert set(opened.parts) == set(parts), form
+        assert not opened.model.training, form
+
+
+def test_a_model_has_the_classes_and_preprocessing_of_its_weights(tmp_path: Path) -> None:
+    save_image_model("vit", tmp_path / "vit")
+    opened = open_model(tmp_path / "vit")
+    assert opened.classes == {"cat": 0, "dog": 1}
+    assert isinstance(opened.preprocessing, Preprocessing)
+    # What a module says of itself.
+    again = open_model(opened.model)
+    assert again.preprocessing == opened.preprocessing
+    published = open_model("test_vit", pretrained=False)
+    assert published.classes is not None
+    assert published.classes["n01440764"] == 0
+    x = published.preprocessing.transform()(Image.new("RGB", (50, 40)))
+    assert x.shape == (3, 160, 160)
+
+
+def test_a_checkpoint_brings_its_classifier(tmp_path: Path) -> None:
+    expected = timm.create_model("test_vit", num_classes=7)
+    save_file(expected.state_dict(), tmp_path / "seven.safetensors")
+    same(open_model("test_vit", checkpoint=tmp_path / "seven.safetensors").model, expected)
+
+
+def test_arguments_go_to_the_host(tmp_path: Path) -> None:
+    write_model(tmp_path, "argued-clip")
+    open_clip.add_model_config(tmp_path / "argued-clip.json")
+    clip: Any = open_model("open_clip:argued-clip", pretrained=False, args={"output_dict": True}).model
+    assert clip.output_dict
+    assert open_model("test_vit", pretrained=False, args={"depth": 3}).model.blocks[2:]  # type: ignore[index]
+    make_prompts(tmp_path)
+    assert next(open_model(tmp_path / "llava", args={"dtype": torch.float64}).model.parameters()).dtype == torch.float64
+
+
+def write_trap(folder: Path) -> str:
+    torch.save({"state_dict": {}, "callback": Trap(folder / "ran")}, folder / "trap.pt")
+    return str(folder / "trap.pt")
+
+
+def write_cut(folder: Path) -> str:
+    """Return a folder of transformers whose weights are cut."""
+    save_image_model("vit", folder / "cut")
+    file = folder / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-9])
+    return str(folder / "cut")
+
+
+def write_weights(folder: Path) -> str:
+    save_file({"a": torch.zeros(1)}, folder / "weights.safetensors")
+    return str(folder / "weights.safetensors")
+
+
+def write_saved(folder: Path, method: Any) -> str:
+    mmod.save_pretrained(mmod.apply_(timm.create_model("test_vit"), method), folder / "saved")
+    return str(folder / "saved")
+
+
+Refused = Callable[[Path], object]
+REFUSED: dict[str, tuple[Refused, str]] = {
+    "a name of timm": (lambda _: open_model("test_vitt"), "timm knows no model 'test_vitt'; .*test_vit"),
+    "a name of open_clip": (
+        lambda _: open_model("open_clip:ViT-B-33"),
+        "open_clip knows no model 'ViT-B-33'; .*ViT-B-32",
+    ),
+    "a missing folder": (
+        lambda _: open_model("models/none"),
+        "no folder of a model at 'models/none'; a model of a hub is",
+    ),
+    "an empty folder": (lambda folder: open_model(folder), r"holds neither a run \(config.yaml\) nor a model saved by"),
+    "weights alone": (
+        lambda folder: open_model(write_weights(folder)),
+        "names no model: name the model, and this file",
+    ),
+    "an untrusted pickle": (
+        lambda folder: open_model("test_vit", checkpoint=write_trap(folder)),
+        "is no whole file of tensors and plain values",
+    ),
+    "cut weights": (lambda folder: open_model(write_cut(folder)), "model.safetensors' is no complete safetensors file"),
+    "other weights": (
+        lambda folder: open_model("test_vit", checkpoint=write_weights(folder)),
+        "does not fit the model",
+    ),
+    "a size that patches do not divide": (
+        lambda _: open_model("test_vit", pretrained=False, image_size=100).preprocessing,
+        "image_size must be a multiple of the model's patches, 16 px",
+    ),
+    "a size of a model of any size": (
+        lambda _: open_model("resnet10t", pretrained=False, image_size=96),
+        "resnet10t takes no img_size",
+    ),
+    "a size of a saved model": (
+        lambda folder: open_model(write_saved(folder, mmod.methods.Merge(r=1)), image_size=96),
+        "has its own weights and size of images: leave out image_size",
+    ),
+    "random weights of a saved model": (
+        lambda folder: open_model(write_saved(folder, mmod.methods.Merge(r=1)), pretrained=False),
+        "it is taken as it is",
+    ),
+    "a dense model that is not there": (
+        lambda folder: open_model(write_saved(folder, mmod.methods.Recursions()), dense=True),
+        "changed by recursions, which replaced dense weights",
+    ),
+    "arguments of a module": (lambda _: open_model(nn.Linear(1, 1), args={"a": 1}), "Linear .*: leave out args"),
+    "no module": (lambda _: open_model(3), "spec must be a name, a path, .* got 3"),  # type: ignore[arg-type]
+    "inputs of a module": (
+        lambda _: open_model(nn.Linear(1, 1)).preprocessing,
+        "does not say how its inputs are prepared",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_opened_is_refused_by_name(case: str, tmp_path: Path) -> None:
+    call, message = REFUSED[case]
+    with pytest.raises((ValueError, FileNotFoundError, TypeError), match=message):
+        call(tmp_path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_only_paths_of_weights_in_a_run_are_a_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for name in ("model/model.safetensors", "config.yaml", "audit/audit.json", "checkpoints/step-1/ema.safetensors"):
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).touch()
+    inside = [run, run / "model", run / "model/model.safetensors", run / "checkpoints/step-1/ema.safetensors"]
+    assert [find_run(path) for path in inside] == [run] * 4
+    outside = [run / "config.yaml", run / "audit", run / "audit/audit.json", tmp_path, run / "missing"]
+    assert [find_run(path) for path in outside] == [None] * 5
+    assert model_folder(run) is None
+    (run / "model/config.json").touch()
+    assert [model_folder(path) for path in inside[:3]] == [run / "model"] * 3
+
+
+# What makes a model, or reads weights, by a name.
+MAKERS = ("timm.create_model", "open_clip.create_model", "torch.load", "load_pretrained")
+METHODS = ("from_pretrained", "from_config")
+# Adapters build what a saved folder describes, a hub's folder is fetched, and an embedding is made of a table.
+OTHERS = {"adapters/timm.py", "adapters/transformers/saving.py", "registry/clip_benchmark.py", "training/chat/model.py"}
+
+
+def test_models_are_made_from_names_in_one_folder() -> None:
+    package = Path(mmod.__file__).parent
+    makers = set()
+    for path in package.rglob("*.py"):
+        calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        names = [ast.unparse(function) for function in calls]
+        if any(name in MAKERS or name.rpartition(".")[2] in METHODS for name in names):
+            makers.add(path.relative_to(package).as_posix())
+    assert {name for name in makers if not name.startswith("opening/")} == OTHERS
+
+
+def test_a_changed_model_is_not_changed_again(tmp_path: Path) -> None:
+    mmod.save_pretrained(mmod.route_(timm.create_model("test_vit"), "gradual"), tmp_path / "saved")
+    model = {"name": str(tmp_path / "saved"), "pretrained": True}
+    data = {"source": "folder", "root": "unused", "image_size": 160, "channels": 3, "mean": [0.5] * 3, "std": [0.5] * 3}
+    fields = {"output": str(tmp_path / "run"), "model": model, "data": data, "device": "cpu"}
+    assert mmod.is_routed(kind_of(config_class("image").from_dict(fields)).load())
+    with pytest.raises(ValueError, match="is a model that routing changed: name the dense model, or train it"):
+        kind_of(config_class("image").from_dict({**fields, "methods": [MERGE]})).load()
