@@ -23,7 +23,6 @@ from tests.kit.scripts import ROOT, run_script
 
 PACKAGE = ROOT / "mmod"
 IMPORT_ORDER = [
-    "extras",
     "lazy",
     "random_state",
     "threads",
