@@ -130,20 +130,20 @@ def audit(
         if store is not None:
             for batch in islice(batches, 1):
                 identity = contexts.identity(_labelled(batch).batch)
-        evaluate = partial(_evaluated, store=None if store is None else Store(store), identity=identity, shown=progress)
+        tables_of = partial(_evaluated, store=None if store is None else Store(store), identity=identity, shown=progress)
         # The first pass, of which "mean mask" takes the positions that are kept most often.
-        decided = evaluate(contexts, _Contexts.decided, "positions", sets["positions_from"])
+        decided = tables_of(contexts, _Contexts.decided, "positions", sets["positions_from"])
         contexts = dataclasses.replace(contexts, positions=kind_counts(decided))
-        tables = list(evaluate(contexts, _Contexts.audited, "audit", batches))
+        tables = list(tables_of(contexts, _Contexts.audited, "audit", batches))
         elsewhere = {}
         for name, dataset in others.items():
-            elsewhere[name] = list(evaluate(contexts, _Contexts.compared, f"audit of {name}", dataset))
+            elsewhere[name] = list(tables_of(contexts, _Contexts.compared, f"audit of {name}", dataset))
     return compare(tables, elsewhere, routed, by_name, config)
 
 
 def _evaluated(
     contexts: _Contexts,
-    evaluate: Callable[[_Contexts, LabelledBatch, BatchTables | None], BatchTables],
+    compute_tables: Callable[[_Contexts, LabelledBatch, BatchTables | None], BatchTables],
     name: str,
     batches: Iterable[Any],
     *,
@@ -157,7 +157,7 @@ def _evaluated(
     with progress_bar(batches, desc=name, total=total, shown=shown) as bar:
         for number, batch in enumerate(bar):
             there = dataclasses.replace(contexts, dataset=name, number=number)
-            compute = partial(evaluate, there, _labelled(batch), previous)
+            compute = partial(compute_tables, there, _labelled(batch), previous)
             if store is None:
                 previous = compute()
             else:
