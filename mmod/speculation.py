@@ -101,7 +101,7 @@ class DraftReport:
 
 
 @torch.no_grad()
-def judge_drafts(
+def evaluate_drafts(
     model: Any, input_ids: Tensor, new_tokens: int = 64, rounds: int = 3, draft_tokens: int | None = None
 ) -> DraftReport:
     """Generate greedily with the full pass of a routed model, with and without its drafts.
@@ -143,7 +143,7 @@ def judge_drafts(
 
 
 def _all_kept(config: RoutingConfig) -> RoutingConfig:
-    """Return a config with which the same router keeps all tokens: all squashed scores reach 0, and no loss counts."""
+    """Return a config by which the same router keeps all tokens: normalised scores reach 0, and no loss counts."""
     return config.replace(select=Threshold(0.0), losses={}, language={"inference_threshold": None, "predictor": False})
 
 

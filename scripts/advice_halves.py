@@ -1,10 +1,10 @@
 """How often is advice from some photographs right on others? `python scripts/advice_halves.py FOLDER FILE RESULT`.
 
 FOLDER holds train/CLASS and test/CLASS, FILE the weights of timm's ViT-S/14 (DINOv2). A linear classifier of the first
-11 blocks' features is fitted on the photographs for training. All candidates of `mmod.advise` are judged on those for
-testing, by how often their top class is the dense model's, and timed in turns. Advice is then taken from many random
-halves of the photographs, and from smaller parts, and compared with what the others say. RESULT takes a store, from
-which the same command resumes, and the table. Caltech-101 at 140 pixels takes about 40 CPU minutes.
+11 blocks' features is fitted on the photographs for training. All candidates of `mmod.advise` are evaluated on those
+for testing, by how often their top class is the dense model's, and timed in turns. Advice is then taken from many
+random halves of the photographs, and from smaller parts, and compared with what the others say. RESULT takes a store,
+from which the same command resumes, and the table. Caltech-101 at 140 pixels takes about 40 CPU minutes.
 """
 
 import argparse
@@ -32,7 +32,7 @@ from mmod.io.store import STORE, Store
 from mmod.planning.advice import LEAST_SPEEDUP, Advice
 from mmod.planning.candidate import Candidate
 from mmod.planning.samples import AGREEMENT, FIRST_LOOK, Images
-from mmod.planning.trials import ROUNDS, changed_models, judge_once, rows_of
+from mmod.planning.trials import ROUNDS, changed_models, evaluate_once, rows_of
 from mmod.planning.untrained import image_candidates
 from scripts.doc_tables import markdown
 
@@ -62,15 +62,15 @@ class Recorded(NamedTuple):
 def advice_from(recorded: Recorded, places: np.ndarray) -> Advice:
     """Return what `mmod.advise` says of some photographs, whose scores are read instead of measured."""
 
-    def judge(name: str, start: int, stop: int) -> Measured:
+    def evaluate(name: str, start: int, stop: int) -> Measured:
         scores = recorded.scores[name][places[start:stop]]
         return Measured({}, samples=len(scores), outcomes={AGREEMENT: scores})
 
     candidates = {name: Candidate(name) for name in recorded.scores if name != DENSE}
     table = Table()
-    table.add(DENSE, 0, judge(DENSE, 0, len(places)))
+    table.add(DENSE, 0, evaluate(DENSE, 0, len(places)))
     first = min(FIRST_LOOK, len(places))
-    compare_early(table, candidates, judge, lambda: recorded.times, AGREEMENT, first, progress=False)
+    compare_early(table, candidates, evaluate, lambda: recorded.times, AGREEMENT, first, progress=False)
     rows = rows_of(table, AGREEMENT, candidates, dict.fromkeys(candidates), "image", BLOCKS)
     return Advice(tuple(rows), {}, AGREEMENT, None, 1.0, BATCH, len(places), 0.0)
 
@@ -162,7 +162,7 @@ def classifier(weights: Path, folder: Path, file: Path) -> Any:
 
 
 def record(folder: Path, weights: Path, result: Path) -> Recorded:
-    """Judge and time all candidates on the photographs for testing."""
+    """Evaluate and time all candidates on the photographs for testing."""
     store = Store(result / STORE)
     identity = {"photographs": str(folder), "weights": str(weights)}
     recorded = store.get(identity, timed_on="cpu")
@@ -180,7 +180,7 @@ def record(folder: Path, weights: Path, result: Path) -> Recorded:
         by_name = {DENSE: Candidate(DENSE), **{candidate.name: candidate for candidate in candidates}}
         scores = {}
         for name in models:
-            rows = judge_once(store, samples, by_name, models, name, 0, len(samples))
+            rows = evaluate_once(store, samples, by_name, models, name, 0, len(samples))
             scores[name] = rows.outcomes[AGREEMENT]
         readings = {name: {"batch": samples.reading(changed)} for name, changed in models.items()}
         times = time_models(readings, rounds=ROUNDS, device=torch.device("cpu"))["batch"]
@@ -198,7 +198,7 @@ def table_of_parts(recorded: Recorded) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Judge all candidates, replay the advice and print the table."""
+    """Evaluate all candidates, replay the advice and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("weights", type=Path)

@@ -76,7 +76,7 @@ def run(output: Path) -> None:
 
 
 def study(output: Path) -> None:
-    """Train a dense model, fine-tune it with two routers, judge the three, and save after each step."""
+    """Train a dense model, fine-tune it with two routers, evaluate the three, and save after each step."""
     dense = output.parent / "dense.yaml"
     dense.write_text(yaml.safe_dump(config(output).to_dict()))
     routers: dict[str, dict[str, Any]] = {"a-mod": {"preset": "a-mod"}, "random": {"router": "random"}}

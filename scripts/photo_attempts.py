@@ -375,7 +375,7 @@ def fitted(x_ND: Tensor, label_N: Tensor, classes: int, strength: float = 0.01) 
     return lambda x: ((x - mean) / deviation @ weight + bias).argmax(1)
 
 
-def judged(forward: Forward, side: int, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> np.ndarray:
+def evaluated(forward: Forward, side: int, train: tuple[Tensor, Tensor], test: tuple[Tensor, Tensor]) -> np.ndarray:
     """Return the confusion matrix of every tested image (N, classes, classes)."""
     classes = int(max(train[1].max(), test[1].max())) + 1
     # Every second patch suffices for the fit.
@@ -427,7 +427,7 @@ def main() -> None:
     first: np.ndarray | None = None
     print("| | ms | mean IoU % | to the first row |\n|---|---|---|---|")
     for name, (side, forward) in entries.items():
-        result = judged(forward, side, train, test)
+        result = evaluated(forward, side, train, test)
         first = result if first is None else first
         gap = resampling.of(functools.partial(difference, result, first))
         score = figures_of({"confusion": result}, len(result))["mean_iou"]

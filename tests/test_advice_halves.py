@@ -44,7 +44,7 @@ def test_advice_is_wrong_where_the_others_disagree() -> None:
     assert not is_decided(advice)
 
 
-def test_a_small_model_is_judged_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_model_is_evaluated_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     generator = np.random.default_rng(0)
     for split in ("train", "test"):
         for name in ("cats", "dogs", "hens"):

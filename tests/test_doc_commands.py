@@ -217,7 +217,7 @@ def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_models_are_judged_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_models_are_evaluated_by_photos(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(times, "interleave", lambda calls, **_: {name: [1.0, 1.0] for name in calls})
     tower = {"image_size": 32, "patch_size": 16, "width": 32, "layers": 2, "head_width": 16}
     text = {"context_length": 8, "vocab_size": 64, "width": 16, "heads": 2, "layers": 1}

@@ -17,7 +17,7 @@ import mmod
 from mmod import RoutingConfig
 from mmod.blocks.record import UNCOLLECTED
 from mmod.config import LOSSES
-from mmod.routing import Evidence, Kept, Router, Routing, TokenMarks
+from mmod.routing import Evidence, Kept, Router, Routing, TokenMasks
 from tests.kit.zoo import make_images, make_model
 
 NAME = "test_vit"
@@ -137,13 +137,13 @@ def test_padding_and_protected_tokens_do_not_count(loss: str, protects: str) -> 
         valid[row, :length] = True
         protect[row, list(kept)] = True
         marked = protect[row : row + 1, :length] if protects == "marked" else None
-        alone = router(x[row : row + 1, :length], importance[row : row + 1, :length], TokenMarks(None, marked))
+        alone = router(x[row : row + 1, :length], importance[row : row + 1, :length], TokenMasks(None, marked))
         singles.append(alone)
         terms.append((LOSSES[loss](alone, router), length, length - 2))
     for garbage in (0.0, 100.0):
         filled = torch.where(valid.unsqueeze(-1), x, garbage).requires_grad_()
         weight = torch.where(valid, importance, garbage)
-        batch = router(filled, weight, TokenMarks(valid, protect if protects == "marked" else None))
+        batch = router(filled, weight, TokenMasks(valid, protect if protects == "marked" else None))
         for row, alone in enumerate(singles):
             assert torch.equal(batch.keep_BN[row, : rows[row][0]], alone.keep_BN[0])
         loss_value = LOSSES[loss](batch, router)

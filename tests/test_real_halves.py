@@ -11,6 +11,7 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
+from scripts.real_halves.evaluate import answered, by_picture, evaluate, gap, loaded
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmod.data.readers.chat import ChatCollator
@@ -18,7 +19,6 @@ from mmod.training.chat.model import router_parameters
 from mmod.training.chat.processor import create_bpe_processor
 from scripts.real_halves import compare, learn, photographs, tune
 from scripts.real_halves.__main__ import make, save
-from scripts.real_halves.judge import answered, by_picture, gap, judge, loaded
 from scripts.real_halves.rows import Row, families, fitted, image_share
 
 CLASSES = ("Faces_easy", "car_side", "crab", "dollar_bill", "yin_yang")
@@ -180,12 +180,12 @@ def test_gamma_mod_is_tuned_and_answers(folder: Path, tied: bool) -> None:
     assert [len(asked) for asked in answers.values()] == [4, 4]
 
 
-def test_rows_are_judged_once(folder: Path) -> None:
+def test_rows_are_evaluated_once(folder: Path) -> None:
     save(loaded(folder / "untrained")[0], folder)
     journal = folder / "answers-4.jsonl"
     rows = {"dense": Row(), "all windows": Row(tokens=4), "fewer": Row(patches=2)}
     for _ in range(2):
-        judge(folder / "model", folder / "questions", rows, journal, 4, limit=6)
+        evaluate(folder / "model", folder / "questions", rows, journal, 4, limit=6)
     assert len(journal.read_text().splitlines()) == 3
     answered = by_picture(journal)
     said = [json.loads(line)["answers"] for line in journal.read_text().splitlines()]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from mmod.speculation import every_token, full_pass, judge_drafts
+from mmod.speculation import evaluate_drafts, every_token, full_pass
 from tests.kit.cover import in_turn
 from tests.kit.vlm_zoo import make_language
 
@@ -90,14 +90,14 @@ def test_weights_are_shared_and_the_model_is_left_as_it_was() -> None:
 def test_a_report_counts_what_was_drafted_and_accepted() -> None:
     model, prompt = make("llama", "threshold"), torch.randint(3, 80, (1, 6))
     model.generation_config.eos_token_id = None
-    report = judge_drafts(model, prompt, new_tokens=12, rounds=1)
+    report = evaluate_drafts(model, prompt, new_tokens=12, rounds=1)
     assert report.identical
     assert report.accepted + report.passes == 12
     assert 0 <= report.accepted <= report.drafted
     assert "the same tokens" in str(report)
     # A draft by every token is accepted whole.
-    full_report = judge_drafts(full_pass(model), prompt, new_tokens=12, rounds=1)
+    full_report = evaluate_drafts(full_pass(model), prompt, new_tokens=12, rounds=1)
     assert full_report.acceptance == pytest.approx(1, abs=0.25)
     assert full_report.passes < 12
     with pytest.raises(ValueError, match="one sample"):
-        judge_drafts(model, prompt.expand(2, -1))
+        evaluate_drafts(model, prompt.expand(2, -1))

@@ -15,7 +15,7 @@ import yaml
 from torch import Tensor, nn
 
 import mmod
-from mmod.io.claim import flatten
+from mmod.io.records import flatten
 from mmod.io.yaml import merged
 from mmod.studies.advised import open_advised
 from mmod.training import TrainConfig, fit

@@ -47,7 +47,7 @@ from mmod.config import RoutingConfig
 from mmod.ops import Packing, attend_to_all, keys_and_values
 from mmod.ops.context import ProjectionName, known_projections
 from mmod.ops.views import is_visible
-from mmod.routing import Router, Routing, TokenMarks
+from mmod.routing import Router, Routing, TokenMasks
 from mmod.threads import PerThread
 
 
@@ -69,7 +69,7 @@ class BlockStack:
 
     Args:
         names: Module names of the blocks in the model, in order.
-        prefix: Number of tokens that are always kept: the leading ones, unless a block's `marks` says which.
+        prefix: Number of tokens that are always kept: the leading ones, unless a block's `masks` says which.
         call_of: Returns a block's `BlockCall` from its config, or from None for a dense block; raises a ValueError that
             says why the block cannot be routed.
         calls: The calls of the module that holds the blocks, by thread.
@@ -205,14 +205,14 @@ class NamedArguments(BlockCall):
             raise TypeError(f"a routed block got unknown arguments {unknown}, it takes {self.names}")
         return {name: value for name, value in named.items() if value is not None and value is not False}
 
-    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMarks:
+    def masks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMasks:
         """Return padding from the attention mask: tokens that no query may attend to."""
         mask = arguments.get(self.mask)
         # A bias of pairs that is no mask hides nothing.
         if mask is None or mask.ndim != 4 or self.mask == "shared_rel_pos_bias":
-            return TokenMarks()
+            return TokenMasks()
         valid_BN = is_visible(mask).any(dim=1).any(dim=1)
-        return TokenMarks(valid_BN.expand(x_BND.shape[0], -1))
+        return TokenMasks(valid_BN.expand(x_BND.shape[0], -1))
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether the block can run on packed rows: not with masks, nor with per-batch stochastic depth."""

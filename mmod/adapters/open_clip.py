@@ -37,7 +37,7 @@ from mmod.blocks import (
     host_class,
 )
 from mmod.ops.context import ProjectionName
-from mmod.routing import Routing, TokenMarks
+from mmod.routing import Routing, TokenMasks
 from mmod.threads import PerThread
 
 BLOCKS: tuple[type[nn.Module], ...] = (
@@ -168,8 +168,8 @@ class ClipBlock(NamedArguments):
     causal: bool = False
 
     @property
-    def marks_always(self) -> bool:  # type: ignore[override]
-        """Whether `marks` says something even if the block gets the tokens alone."""
+    def masks_always(self) -> bool:  # type: ignore[override]
+        """Whether `masks` says something even if the block gets the tokens alone."""
         return self.captions is not None
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -179,17 +179,17 @@ class ClipBlock(NamedArguments):
             raise TypeError("routed blocks support self-attention only: k_x and v_x are for cross-attention")
         return named
 
-    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMarks:
+    def masks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMasks:
         """Return which tokens of a caption are padding, and which are always kept."""
         if self.captions is None:
-            return TokenMarks()
+            return TokenMasks()
         caption = self.captions.find(x_BND, self.number)
         if caption is None or caption.shape != x_BND.shape[:2]:
             raise RuntimeError(
                 f"a routed text tower needs token ids: run encode_text or the tower, not its blocks on "
                 f"{tuple(x_BND.shape)}"
             )
-        return caption.marks
+        return caption.masks
 
     def select_tokens(self, arguments: Mapping[str, Any], x_BND: Tensor, routing: Routing | None) -> dict[str, Any]:
         """Return the mask of the kept tokens, in the host's shape."""
@@ -228,7 +228,7 @@ class ClipBlock(NamedArguments):
 class CaptionPass(Pass):
     """What the blocks of a text tower read in one forward pass: which tokens of the captions are padding."""
 
-    marks: TokenMarks
+    masks: TokenMasks
 
 
 class CaptionMarks:
@@ -254,21 +254,21 @@ class CaptionMarks:
     def begin(self, text_BL: Tensor) -> None:
         """Begin a forward pass."""
         started = self.passes.begin(text_BL)
-        started.marks = self.marks(text_BL)
-        assert started.marks.protect_BN is not None
-        started.shape = tuple(started.marks.protect_BN.shape)
+        started.masks = self.masks(text_BL)
+        assert started.masks.protect_BN is not None
+        started.shape = tuple(started.masks.protect_BN.shape)
 
-    def marks(self, text_BL: Tensor) -> TokenMarks:
+    def masks(self, text_BL: Tensor) -> TokenMasks:
         """Return which tokens are padding, and which are always kept: the first, and the one with the embedding."""
         length = text_BL.shape[1] + int(self.class_token)
         position_N = torch.arange(length, device=text_BL.device)
         pooled_B = self._pooled(text_BL, length)
         protect_BN = (position_N == 0) | (position_N == pooled_B.unsqueeze(1))
         if self.class_token or self.masks_padding:
-            return TokenMarks(self._unmasked(text_BL) | protect_BN, protect_BN)
+            return TokenMasks(self._unmasked(text_BL) | protect_BN, protect_BN)
         if self.causal and self.pool in ("argmax", "eos"):
-            return TokenMarks(position_N <= pooled_B.unsqueeze(1), protect_BN)
-        return TokenMarks(None, protect_BN)
+            return TokenMasks(position_N <= pooled_B.unsqueeze(1), protect_BN)
+        return TokenMasks(None, protect_BN)
 
     def _pooled(self, text_BL: Tensor, length: int) -> Tensor:
         """Return the position that the embedding is read from (B)."""

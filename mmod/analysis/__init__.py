@@ -3,8 +3,8 @@
 # The one list of this package's names.
 # ruff: noqa: F401
 from mmod.analysis.audit.choices import DecisionContext
-from mmod.analysis.audit.generation import judge_generation
-from mmod.analysis.audit.judges import LabelledBatch, judge_answers, judge_classes
+from mmod.analysis.audit.evaluations import LabelledBatch, evaluate_answers, evaluate_classes
+from mmod.analysis.audit.generation import evaluate_generation
 from mmod.analysis.audit.result import Audit
 from mmod.analysis.audit.run import audit
 from mmod.analysis.audit.shifts import SHIFTS

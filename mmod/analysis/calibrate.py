@@ -34,7 +34,7 @@ def match_topk_(model: nn.Module, images: Tensor, static: bool = False) -> None:
         score_BN = decisions[name].score_BN
         # What joined another token before competes no more.
         joined_BN = score_BN == -torch.inf
-        level_BN = router.config.router.squashed(score_BN, ~joined_BN if joined_BN.any() else None)
+        level_BN = router.config.router.normalised(score_BN, ~joined_BN if joined_BN.any() else None)
         count = kept_count(level_BN.shape[1], router.capacity, router.prefix)
         free = level_BN[:, router.prefix :].masked_fill(joined_BN[:, router.prefix :], -torch.inf)
         threshold = between(free[free > -torch.inf], free.shape[0] * (count - router.prefix))

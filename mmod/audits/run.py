@@ -16,8 +16,8 @@ from torch.utils._pytree import tree_map
 
 from mmod import audit, is_routed
 from mmod.analysis.audit.choices import choices, default_choices
-from mmod.analysis.audit.generation import Generation, judge_generation
-from mmod.analysis.audit.judges import check_classes
+from mmod.analysis.audit.evaluations import check_classes
+from mmod.analysis.audit.generation import Generation, evaluate_generation
 from mmod.analysis.audit.plots import draw_audit
 from mmod.analysis.audit.result import Audit
 from mmod.analysis.plots import draw_sample_maps
@@ -26,9 +26,9 @@ from mmod.analysis.style import save_figure
 from mmod.audits.config import AUDITS, record_of
 from mmod.audits.sets import Batches, read_set, sets_of, shifts_of
 from mmod.data.loader import text_stream
-from mmod.io.claim import claim_folder
 from mmod.io.environment import environment
 from mmod.io.files import read_json_object, write_atomically
+from mmod.io.records import record_config
 from mmod.io.store import STORE, Store
 from mmod.opening.runs import RUN_CONFIG, find_run, run_classes
 from mmod.studies.results import save_picture
@@ -50,7 +50,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     result = folder / "audit.json"
     options = config.audit
     if result.exists():
-        claim_folder(folder, record_of(config), file="config.json", kind="an audit")
+        record_config(folder, record_of(config), file="config.json", kind="an audit")
         return Audit.from_dict(read_json_object(result)["audit"])
     if config.kind == "text" and options.generation % config.data.length:
         raise ValueError(
@@ -71,13 +71,13 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     shifts = shifts_of(kind)
     others = {name: read_set(kind, model, changes) for name, changes in options.others.items()}
     # Once the options are checked, so that a refused audit leaves no folder.
-    claim_folder(folder, record_of(config), file="config.json", kind="an audit")
+    record_config(folder, record_of(config), file="config.json", kind="an audit")
     batches = read_set(kind, model)
     report = audit(
         model,
         batches,
         dataclasses.replace(options, conditions=conditions),
-        judge=partial(_judge, kind),
+        evaluate=partial(_evaluate, kind),
         reference=options.reference and _dense(kind, options.reference),
         beside=baselines,
         shifts=shifts,
@@ -92,7 +92,7 @@ def audit_run(config: Any, *, command: str | None = None, progress: bool = True)
     return report
 
 
-def _judge(kind: Any, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+def _evaluate(kind: Any, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     """Return loss and accuracy of every sample of a batch."""
     rows = kind.evaluate(model, _on_device(kind, batch))
     if "labels" in rows:
@@ -129,7 +129,7 @@ def _generation(kind: Any, model: nn.Module) -> Generation | None:
     length = config.data.length + options.generation
     stream = text_stream(dataclasses.replace(config.data, length=length, val_limit=options.texts))
     tokens_BN = torch.cat([tokens for tokens, _ in stream.batches(0)]).to(device_of(kind))
-    return judge_generation(model, tokens_BN, config.data.length, config.seed)
+    return evaluate_generation(model, tokens_BN, config.data.length, config.seed)
 
 
 def _maps(kind: Any, model: nn.Module) -> Figure | None:

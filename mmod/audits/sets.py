@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from mmod import is_routed
 from mmod.adapters import find_stack, image_stack, patch_grid
 from mmod.analysis.audit.choices import REFERENCE_ENTROPY
-from mmod.analysis.audit.judges import LabelledBatch
+from mmod.analysis.audit.evaluations import LabelledBatch
 from mmod.analysis.audit.run import Shift
 from mmod.analysis.audit.shifts import SHIFTS, ImageShift
 from mmod.data.config import DataConfig

@@ -17,7 +17,7 @@ from mmod.benchmarks.report import HIDDEN, Options, Row, Runs
 from mmod.data.loader import TextReader, read_corpus
 from mmod.io.tables import Column
 from mmod.opening.runs import RUN_CONFIG
-from mmod.speculation import DraftReport, judge_drafts
+from mmod.speculation import DraftReport, evaluate_drafts
 from mmod.training.engine.parse import read_config
 from mmod.training.text.config import TrainConfig
 from mmod.values import check_distinct
@@ -113,7 +113,7 @@ def _prompts(config: DraftConfig, trained: TrainConfig) -> list[Tensor]:
 
 
 def _run(config: DraftConfig, model: Any, prompts: Sequence[Tensor], length: int) -> list[Row]:
-    reports = [judge_drafts(model, prompt, config.new_tokens, config.rounds, length or None) for prompt in prompts]
+    reports = [evaluate_drafts(model, prompt, config.new_tokens, config.rounds, length or None) for prompt in prompts]
     return [summarise(length, reports)]
 
 

@@ -134,7 +134,7 @@ def _keep(router: Router, score_N: Tensor) -> list[int]:
     select = router.config.select
     if not isinstance(select, Threshold):
         return kept_of(score_N.tolist(), max(1, prefix, math.floor(router.capacity * tokens)), prefix)
-    level = router.config.router.squashed(score_N[None])[0].tolist()
+    level = router.config.router.normalised(score_N[None])[0].tolist()
     return [token for token in range(tokens) if token < prefix or level[token] >= select.single]
 
 
@@ -307,7 +307,7 @@ def _margin(routing: Routing, router: Router) -> Tensor:
     score_BN = routing.score_BN
     prefix = router.prefix
     if isinstance(router.config.select, Threshold):
-        level_BN = router.config.router.squashed(score_BN)[:, prefix:]
+        level_BN = router.config.router.normalised(score_BN)[:, prefix:]
         return (level_BN - router.config.select.single).abs().amin(dim=1) / level_BN.abs().amax(dim=1)
     kept = routing.kept.index_BK.shape[1] - prefix
     if not 0 < kept < score_BN.shape[1] - prefix:

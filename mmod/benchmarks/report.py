@@ -11,10 +11,10 @@ from typing import Annotated, Any, NamedTuple
 import torch
 
 from mmod.analysis.timing import Spread
-from mmod.io.claim import check_same
 from mmod.io.environment import environment
 from mmod.io.files import parse_json, write_atomically
-from mmod.io.jobs import Job, Runner, Tick
+from mmod.io.jobs import Callback, Job, Runner
+from mmod.io.records import check_same
 from mmod.io.store import STORE, Store
 from mmod.io.tables import Column, table_of
 from mmod.values import Checked
@@ -137,7 +137,7 @@ def benchmark(config: Options, progress: bool = True) -> BenchmarkReport:
     def identity_of_run(name: str) -> dict[str, Any]:
         return {"work": "benchmark", "config": identity["config"], "run": name}
 
-    def measure(job: Job[None], tick: Tick) -> list[Row]:
+    def measure(job: Job[None], callback: Callback) -> list[Row]:
         return store.once(identity_of_run(job.name), runs.calls[job.name], timed_on=config.device)
 
     def report_so_far() -> BenchmarkReport:

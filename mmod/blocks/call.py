@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmod.blocks.conversion import NO_SHELL, Shell
 from mmod.ops import Packing
-from mmod.routing import Routing, TokenGroups, TokenMarks
+from mmod.routing import Routing, TokenGroups, TokenMasks
 
 
 class Halves:
@@ -42,7 +42,7 @@ class BlockCall(Protocol):
         halves: The block's attention and MLP halves, or None if they cannot run separately.
         fused_norm: Name of the block's first norm if it can be fused with gathering rows, else empty.
         caches: The block has a cache, which is told what its next update receives.
-        marks_always: `marks` says something even if the block gets the tokens alone.
+        masks_always: `masks` says something even if the block gets the tokens alone.
         narrows_always: `select_tokens` is needed for kept tokens even if the block gets the tokens alone.
         shell: Classes around a method's mixin that give the host's block the interface that methods expect.
     """
@@ -52,7 +52,7 @@ class BlockCall(Protocol):
     halves: Halves | None = None
     fused_norm: str = ""
     caches: bool = False
-    marks_always: bool = False
+    masks_always: bool = False
     narrows_always: bool = False
     shell: Shell = NO_SHELL
 
@@ -73,7 +73,7 @@ class BlockCall(Protocol):
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the block's arguments after the tokens by name; raise for those that cannot be narrowed."""
 
-    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMarks | TokenGroups:
+    def masks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMasks | TokenGroups:
         """Return which tokens are padding and which are always kept."""
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:

@@ -26,7 +26,7 @@ from mmod.blocks.symbolic import trace_as_node
 from mmod.config import CHANGE, LOSSES, RoutingConfig, Threshold
 from mmod.ops import capture_importance
 from mmod.ops.intercept import AttentionIntercept, unseen_attention
-from mmod.routing import BorrowedScore, Router, Routing, TokenMarks, token_change
+from mmod.routing import BorrowedScore, Router, Routing, TokenMasks, token_change
 from mmod.routing.shared import NAME as SHARED_ROUTER
 from mmod.threads import PerThread
 
@@ -35,7 +35,7 @@ _TRACED = (
     "a routed model cannot be traced by torch.jit.trace or torch.onnx.export(dynamo=False), which would record how "
     f"many tokens are kept of this one input. {_EXPORT}"
 )
-_NO_MARKS = TokenMarks()
+_NO_MASKS = TokenMasks()
 
 
 @dataclass(eq=False, kw_only=True)
@@ -227,7 +227,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         if execution.between_halves:
             x = self.attend(x, arguments, shared, rows)
         # Decide: alone, or by what the span knows.
-        tokens = call.marks(arguments, x) if arguments or call.marks_always else _NO_MARKS
+        tokens = call.masks(arguments, x) if arguments or call.masks_always else _NO_MASKS
         scored = self.normed(x) if execution.scores_norm else x
         if span is None or shared is None:
             routing = router(scored, None, tokens)
@@ -302,7 +302,7 @@ class RoutedBlock(Deciding, ConvertedBlock):
         attend = partial(call.halves.attend, self, z, arguments)
         if state.observes:
             assert shared is not None
-            queries_BN = call.marks(arguments, z).queries_BN
+            queries_BN = call.masks(arguments, z).queries_BN
             y, shared.score_BN = self.observe(attend, z, queries_BN, self.router.config.importance)
         else:
             y = attend()
@@ -327,7 +327,7 @@ class ImportanceBlock(ConvertedBlock):
             return super().forward(x, *args, **kwargs)
         shared = state.span.begin(x)
         shared.busy = True
-        queries_BN = state.call.marks(state.call.bind(args, kwargs), x).queries_BN
+        queries_BN = state.call.masks(state.call.bind(args, kwargs), x).queries_BN
         run = partial(super().forward, x, *args, **kwargs)
         y, shared.score_BN = self.observe(run, x, queries_BN, state.importance)
         shared.busy = False

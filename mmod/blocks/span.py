@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mmod.blocks.passes import Pass, Passes, StackCalls, recomputing
 from mmod.blocks.rows import Rows, gather_kept
-from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMarks
+from mmod.routing import Router, Routing, Rule, TokenGroups, TokenMasks
 from mmod.threads import PerThread
 
 
@@ -26,7 +26,7 @@ class Decision(NamedTuple):
     """A decision of one block of a span, and what it was made by."""
 
     rule: Rule
-    tokens: TokenMarks | TokenGroups
+    tokens: TokenMasks | TokenGroups
     routing: Routing
 
 
@@ -126,7 +126,7 @@ class Span(Passes[SpanPass]):
         )
 
     def decided(
-        self, x_BND: Tensor, shared: SpanPass, state: InSpan, router: Router, tokens: TokenMarks | TokenGroups
+        self, x_BND: Tensor, shared: SpanPass, state: InSpan, router: Router, tokens: TokenMasks | TokenGroups
     ) -> Routing | None:
         """Return a block's decision if the span knows it, or makes it among the tokens kept before; else None.
 
@@ -156,7 +156,7 @@ class Span(Passes[SpanPass]):
         return narrowed
 
     def remember(
-        self, routing: Routing, shared: SpanPass, state: InSpan, router: Router, tokens: TokenMarks | TokenGroups
+        self, routing: Routing, shared: SpanPass, state: InSpan, router: Router, tokens: TokenMasks | TokenGroups
     ) -> None:
         """Keep a block's decision, and the scores if it is the first to compute them, for the blocks after it."""
         if shared.score_BN is None and self.scored_by_first:
@@ -206,7 +206,7 @@ class Span(Passes[SpanPass]):
         return router.shares_decisions and (router.config.joins or not torch.compiler.is_compiling())
 
     def _same_rule(
-        self, shared: SpanPass, place: int, router: Router, device: torch.device, tokens: TokenMarks | TokenGroups
+        self, shared: SpanPass, place: int, router: Router, device: torch.device, tokens: TokenMasks | TokenGroups
     ) -> Routing | None:
         """Return the block's earlier decision, or that of a block before it by the same rule on the same tokens."""
         rule = router.rule

@@ -1,12 +1,12 @@
-"""A comparison that stops early: most candidates are judged on few samples alone."""
+"""A comparison that stops early: most candidates are evaluated on few samples alone."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 
 from mmod.analysis.timing import relative_times
-from mmod.compare.table import DENSE, Measured, Table, compare, judged, mean_of, unbeaten
-from mmod.io.jobs import Job, Runner, Tick
+from mmod.compare.table import DENSE, Measured, Table, compare, evaluated, mean_of, unbeaten
+from mmod.io.jobs import Callback, Job, Runner
 
 BATCH = "batch"
 """Name of the pass that is timed."""
@@ -17,44 +17,44 @@ _SLACK = 0.02
 def compare_early(
     table: Table,
     names: Iterable[str],
-    judge: Callable[[str, int, int], Measured],
+    evaluate: Callable[[str, int, int], Measured],
     time: Callable[[], dict[str, list[float]]],
     figure: str,
     first: int,
     *,
     progress: bool,
 ) -> None:
-    """Judge all candidates on few samples, and those near the Pareto front on all that the dense model is judged on.
+    """Evaluate all candidates on few samples, and those near the Pareto front on all that the dense model has.
 
     Args:
         table: Rows of the dense model; rows of the others and times join them.
         names: The others.
-        judge: Returns the rows of a candidate by name, from one sample to another.
+        evaluate: Returns the rows of a candidate by name, from one sample to another.
         time: Returns the milliseconds of all by round, which are measured between the two looks.
         figure: The outcome that decides who is better.
         first: Samples of the first look.
     """
-    total = judged(table, DENSE)
+    total = evaluated(table, DENSE)
     runner = Runner(progress=progress, title="advise", leave=False)
 
     def look(names: Iterable[str], stop: int) -> None:
-        def measure(job: Job[None], tick: Tick) -> Measured:
-            return judge(job.name, judged(table, job.name), stop)
+        def measure(job: Job[None], callback: Callback) -> Measured:
+            return evaluate(job.name, evaluated(table, job.name), stop)
 
-        jobs = [Job(name, 0, None) for name in names if judged(table, name) < stop]
+        jobs = [Job(name, 0, None) for name in names if evaluated(table, name) < stop]
         for _ in compare(table, jobs, measure, runner):
             pass
 
     look(names, first)
     table.times[BATCH] = time()
     ms = milliseconds(table, BATCH)
-    # Judged before any gets more samples: a score of more would not compare.
+    # Evaluated before any gets more samples: a score of more would not compare.
     means = {name: mean_of(table, figure, name) for name in ms}
     near = unbeaten(ms, lambda one, other: means[one] > means[other] + _SLACK, tolerance=1.0)
     while near:
         look(near, total)
         # More samples may have taken from the front what had beaten others on few.
-        near = [name for name in front_of(table, figure, ms) if judged(table, name) < total]
+        near = [name for name in front_of(table, figure, ms) if evaluated(table, name) < total]
 
 
 def milliseconds(table: Table, of: str) -> dict[str, float]:

@@ -23,7 +23,7 @@ from mmod.analysis.statistics import (
     resampled_means,
     share_of,
 )
-from mmod.io.jobs import AnyJob, Runner, Tick
+from mmod.io.jobs import AnyJob, Callback, Runner
 from mmod.io.store import Store
 
 DENSE = "dense"
@@ -88,7 +88,7 @@ class Table:
 
 
 def compare(
-    table: Table, jobs: Sequence[AnyJob], measure: Callable[[AnyJob, Tick], Measured], runner: Runner
+    table: Table, jobs: Sequence[AnyJob], measure: Callable[[AnyJob, Callback], Measured], runner: Runner
 ) -> Iterator[AnyJob]:
     """Measure candidates and seeds, and yield each job once its rows are in the table.
 
@@ -107,7 +107,7 @@ def measured_once(store: Store, identity: Mapping[str, Any], measure: Callable[[
     return Measured(**store.once(identity, lambda: measure()._asdict()))
 
 
-def judged(table: Table, name: str) -> int:
+def evaluated(table: Table, name: str) -> int:
     """Return the number of samples of a candidate's first seed; 0 before it is measured."""
     return table.runs[name][0].samples if name in table.runs else 0
 
@@ -155,7 +155,7 @@ def gap(table: Table, figure: str, name: str, other: str | None) -> Estimate | N
         resampling = _resampling(table.runs[name][0].samples, _DRAWS)
         return resampling.of(lambda weight_SN: weigh(one_outcomes, weight_SN) - weigh(other_outcomes, weight_SN))
     if figure in one_outcomes:
-        # Candidates may be judged on the first samples alone.
+        # Candidates may be evaluated on the first samples alone.
         count = min(len(one_outcomes[figure]), len(other_outcomes[figure]))
         change_N = one_outcomes[figure][:count] - other_outcomes[figure][:count]
         if not count:

@@ -23,7 +23,7 @@ class Threshold(Checked, group="select"):
     Args:
         threshold: One number, or one per routed block. A learned score passes through a sigmoid first. Importance and
             norm are divided by their mean over the image, so 1 is average. Random and stride scores lie in [0, 1],
-            redundancy in [0, 2]. See `mmod.Score.squashed`.
+            redundancy in [0, 2]. See `mmod.Score.normalised`.
         min_tokens: Keep at least this many tokens, the highest scores first.
         max_tokens: Keep at most this many tokens. It fixes tensor shapes, which `torch.export` needs. Without it, every
             token has a slot in a graph of `torch.compile`, which fits any number of kept tokens and saves nothing, and
@@ -280,7 +280,7 @@ class Score(Checked, group="router"):
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what scores tokens")
 
-    def squashed(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+    def normalised(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the values that a threshold is compared with (B, N), from raw scores.
 
         A score that learns passes through a sigmoid; see also `relative`. `valid_BN` is False where a token does not

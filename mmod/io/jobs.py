@@ -24,7 +24,7 @@ from mmod.io.threads import timing_threads
 Config = TypeVar("Config")
 AnyJob = TypeVar("AnyJob", bound="Job[Any]")
 Result = TypeVar("Result")
-Tick = Callable[[float], None]
+Callback = Callable[[float], None]
 """Receives the progress of a job, from 0 to 1."""
 
 
@@ -67,7 +67,7 @@ class Runner:
         if self.progress:
             say(line)
 
-    def run(self, jobs: Sequence[AnyJob], do: Callable[[AnyJob, Tick], Result]) -> Iterator[tuple[AnyJob, Result]]:
+    def run(self, jobs: Sequence[AnyJob], do: Callable[[AnyJob, Callback], Result]) -> Iterator[tuple[AnyJob, Result]]:
         """Do the jobs by `do`, which other processes get pickled, and yield every finished job with its result."""
         layout = f"{self.title}: {{percentage:.0f}} % |{{bar}}| {{desc}}, {{remaining}} left"
         work = sum(job.work for job in jobs)
@@ -83,7 +83,7 @@ class Runner:
                 yield job, result
 
     def _side_by_side(
-        self, jobs: Sequence[AnyJob], do: Callable[[AnyJob, Tick], Result], bar: _Bar
+        self, jobs: Sequence[AnyJob], do: Callable[[AnyJob, Callback], Result], bar: _Bar
     ) -> Iterator[tuple[AnyJob, Result]]:
         context = multiprocessing.get_context("spawn")
         reports = context.SimpleQueue()
@@ -178,10 +178,10 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
-def _work(do: Callable[[AnyJob, Tick], Result], job: AnyJob, index: int) -> Result:
-    def tick(share: float) -> None:
+def _work(do: Callable[[AnyJob, Callback], Result], job: AnyJob, index: int) -> Result:
+    def callback(share: float) -> None:
         _reports.put((index, share, os.getpid(), time.process_time()))
 
-    result = do(job, tick)
-    tick(1.0)
+    result = do(job, callback)
+    callback(1.0)
     return result

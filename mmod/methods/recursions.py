@@ -298,7 +298,7 @@ class Cycle(Added, Deciding):
         """Return which tokens are not padding (B, N); None for all."""
         call = self.mod_state.calls[0]
         if not self.mod_state.language:
-            return NamedArguments.marks(call, arguments, x_BND).valid_BN
+            return NamedArguments.masks(call, arguments, x_BND).valid_BN
         if self.mod_state.config.choice != "tokens" and not self._alone(x_BND):
             if call.cached(arguments):
                 refuse_generation("recursions")

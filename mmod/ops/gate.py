@@ -41,7 +41,7 @@ def apply_gate(score: Tensor, gate: str, scale: float = 1.0) -> Tensor | None:
 
 
 def step_gate(level: Tensor, threshold: float) -> Tensor:
-    """Return 1 where a squashed score reaches the threshold and 0 elsewhere, with a straight-through gradient.
+    """Return 1 where a normalised score reaches the threshold and 0 elsewhere, with a straight-through gradient.
 
     Source: the straight-through estimator, Bengio et al., arXiv 1308.3432, as in Router-Tuning, arXiv 2410.13184.
 

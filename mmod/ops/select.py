@@ -187,7 +187,7 @@ def select_threshold(
     valid_BN: Tensor | None = None,
     protect_BN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, int | None]:
-    """Keep the tokens whose squashed score reaches a threshold.
+    """Keep the tokens whose normalised score reaches a threshold.
 
     With `max_tokens`, shapes are static. Without it, the number of slots is the largest count in the batch, which takes
     one host synchronisation. Under `torch.func.vmap` and in compiled graphs, which permit none, every token has a slot.
@@ -264,7 +264,7 @@ _warn_static._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def select_images(level_B: Tensor, threshold: float, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Keep images whose squashed score reaches a threshold, with one host synchronisation.
+    """Keep images whose normalised score reaches a threshold, with one host synchronisation.
 
     Returns:
         The kept images, ascending (S); and the same as slots: token indices (B, K), and which slots are valid

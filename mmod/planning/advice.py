@@ -98,7 +98,7 @@ class Advice:
 
     @property
     def samples(self) -> str:
-        """What the model was judged on: "images" or "prompts"."""
+        """What the model was evaluated on: "images" or "prompts"."""
         return "images" if self.cache is None else "prompts"
 
     @property

@@ -26,7 +26,7 @@ from mmod.methods.route import capacities, routed_blocks, routing_configs
 from mmod.model import set_capacity_, unroute_
 from mmod.ops.select import kept_count
 from mmod.planning.plan_search import BlockCosts, best_choices, stopwatch
-from mmod.routing import Router, Routing, TokenGroups, TokenMarks, Weights
+from mmod.routing import Router, Routing, TokenGroups, TokenMasks, Weights
 from mmod.routing.router import Rule
 from mmod.threads import PerThread
 from mmod.values import check_value, one_of
@@ -138,7 +138,7 @@ class PartialSlots(NamedTuple):
         score_BN = routing.score_BN
         kept = routing.kept
         tokens = routing.evidence.tokens
-        assert isinstance(tokens, TokenMarks)
+        assert isinstance(tokens, TokenMasks)
         level_BN = score_BN.detach().masked_fill(tokens.protected(score_BN, prefix), torch.inf)
         level_BK = level_BN.gather(1, kept.index_BK)
         if kept.valid_BK is not None:
@@ -175,7 +175,7 @@ class LearnedRouter(Router):
         self,
         x_BND: Tensor,
         importance_BN: Tensor | None = None,
-        tokens: TokenMarks | TokenGroups | None = None,
+        tokens: TokenMasks | TokenGroups | None = None,
         earlier: Routing | None = None,
     ) -> Routing:
         """Decide for a batch of tokens, see `Router.forward`; the last slots run at a part of their weight."""

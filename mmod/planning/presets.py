@@ -180,7 +180,7 @@ def distilled() -> dict[str, Any]:
 
 @register_preset("gamma-mod")
 def gamma_mod(depth: int) -> dict[str, Any]:
-    """Luo et al., arXiv 2410.13859, for language models: one score for all layers, squashed by a sigmoid.
+    """Luo et al., arXiv 2410.13859, for language models: one score for all layers, normalised by a sigmoid.
 
     The score reads the output of the layer's first norm; the released two-class softmax equals the sigmoid of the
     difference of its two rows. All layers but the first three and the last are routed, as released; the paper selects

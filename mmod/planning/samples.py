@@ -1,4 +1,4 @@
-"""What a changed model is judged on: images, or prompts. N: samples, R: rows of outputs, F: features, T: tokens."""
+"""What a changed model is evaluated on: images, or prompts. N: samples, R: rows of outputs, F: features, T: tokens."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CORRECT = "correct"
 
 
 class Images:
-    """Images that changed models are judged on, with the dense model's outputs for them, and perhaps with labels.
+    """Images that changed models are evaluated on, with the dense model's outputs for them, and perhaps with labels.
 
     Attributes:
         measure: How outputs are compared.
@@ -40,7 +40,7 @@ class Images:
         identity: The model and the samples, as a store knows them; their dense outputs and labels stand for them.
         first: Number of samples of the first look.
         batch_size: Samples of a timed batch.
-        has_labels: Whether accuracy is judged.
+        has_labels: Whether accuracy is evaluated.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Images:
         x = self.pixels[torch.arange(self.batch_size) % len(self)].to(self.device)
         return Reading(lambda: image_output(model, x), self.batch_size)
 
-    def judge(self, model: nn.Module, start: int, stop: int) -> Measured:
+    def evaluate(self, model: nn.Module, start: int, stop: int) -> Measured:
         """Return whether the top class of some images is the dense model's, or the mean cosine over rows."""
         dense_NRF = self.dense_NRF[start:stop].float()
         changed_NRF = self._outputs(model, start, stop).float()
@@ -121,7 +121,7 @@ class Images:
 
 
 class Prompts:
-    """Batches of prompts, judged by the next token at the answers where there are labels, and at all text otherwise.
+    """Batches of prompts, evaluated by the next token at the answers where there are labels, and at all text otherwise.
 
     Attributes are those of `Images`.
     """
@@ -158,7 +158,7 @@ class Prompts:
         tokens = sum(int(real_tokens(batch).sum()) for batch in self.batches) // len(self)
         return flops(model, Prompt(tokens - images, images)).cache_bytes
 
-    def judge(self, model: nn.Module, start: int, stop: int) -> Measured:
+    def evaluate(self, model: nn.Module, start: int, stop: int) -> Measured:
         """Return the shares of a prompt's next tokens that are the dense model's, and the answer's."""
         scores: list[float] = []
         correct: list[float] = []

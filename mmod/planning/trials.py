@@ -16,7 +16,7 @@ from mmod.adapters import BlockStack, find_part, find_stacks, own_name
 from mmod.analysis.modes import in_mode
 from mmod.analysis.timing import ratios
 from mmod.compare.early import BATCH, compare_early, front_of, milliseconds
-from mmod.compare.table import DENSE, Measured, Table, gap, interval_of, judged, mean_of, measured_once
+from mmod.compare.table import DENSE, Measured, Table, evaluated, gap, interval_of, mean_of, measured_once
 from mmod.compare.times import time_models
 from mmod.io.store import STORE, Store
 from mmod.methods.base import methods_of
@@ -46,17 +46,17 @@ def advise(
     """Try candidates that need no training and say which one pays on these images or prompts and this machine.
 
     All candidates run on the first 64 images and are timed in turns; those near the Pareto front run on all images. A
-    model with a head is judged by how often its top class is the dense model's, another one by the cosine of features,
-    and one with an output per patch (`global_pool=""`) by the cosine of its patches. A language model is judged by how
-    often its next token is the dense model's, and timed by the prefill. Where batches have labels, the change of
-    accuracy decides.
+    model with a head is evaluated by how often its top class is the dense model's, another one by the cosine of
+    features, and one with an output per patch (`global_pool=""`) by the cosine of its patches. A language model is
+    evaluated by how often its next token is the dense model's, and timed by the prefill. Where batches have labels, the
+    change of accuracy decides.
 
     Args:
         model: A dense image model of timm, of transformers or of your own, a CLIP model, or a language model of
             transformers that reads images; it runs in evaluation mode and is unchanged.
         batches: Images (B, C, H, W), or pairs of images and labels (B,), such as a loader; preprocessed for the model.
             For a language model, what its processor returns, perhaps with `labels`; plans are searched on the first
-            fifth of these batches, and all candidates are judged on the others.
+            fifth of these batches, and all candidates are evaluated on the others.
         part: The part to make cheaper; None takes "image" where there are several, or "language".
         images: Number of images or prompts, the first of the batches.
         batch_size: Images of a timed batch; for a language model it is the first batch.
@@ -73,7 +73,7 @@ def advise(
     Raises:
         TypeError: A batch that holds no images, or no prompts.
         ValueError: A candidate needs training, the model is changed already or cannot be routed, there are no images,
-            one batch alone to search plans and judge them, or the folder's store is damaged.
+            one batch alone to search plans and evaluate them, or the folder's store is damaged.
 
     Example:
         >>> import timm, torch
@@ -98,12 +98,12 @@ def advise(
         models, refused = changed_models(model, samples, depth, chosen)
         by_name = {candidate.name: candidate for candidate in chosen if candidate.name in models}
         table = Table()
-        table.add(DENSE, 0, samples.judge(model, 0, len(samples)))
+        table.add(DENSE, 0, samples.evaluate(model, 0, len(samples)))
         figure = CORRECT if samples.has_labels else AGREEMENT
         results = Store(store)
-        judge = partial(judge_once, results, samples, by_name, models)
+        evaluate = partial(evaluate_once, results, samples, by_name, models)
         time = partial(_times, results, samples, by_name, models)
-        compare_early(table, by_name, judge, time, figure, samples.first, progress=progress)
+        compare_early(table, by_name, evaluate, time, figure, samples.first, progress=progress)
         caches = {name: samples.cache_bytes(models[name]) for name in by_name}
         rows = tuple(rows_of(table, figure, by_name, caches, part, depth))
     advice = Advice(
@@ -153,7 +153,7 @@ def _images(
     candidates: Sequence[Candidate] | None,
     batch_size: int,
 ) -> tuple[Images, Sequence[Candidate]]:
-    """Return images to judge candidates on, and the candidates."""
+    """Return images to evaluate candidates on, and the candidates."""
     pixels, labels = first_images(batches, count)
     samples = Images(model, part, stack.prefix, pixels, labels, batch_size)
     if candidates is None:
@@ -170,13 +170,13 @@ def _prompts(
     candidates: Sequence[Candidate] | None,
     store: Path | None,
 ) -> tuple[Prompts, Sequence[Candidate]]:
-    """Return prompts to judge candidates on, and the candidates; plans are searched on a fifth of the batches."""
+    """Return prompts to evaluate candidates on, and the candidates; plans are searched on a fifth of the batches."""
     prompts = first_prompts(batches, count, next(model.parameters()).device)
     if candidates is not None:
         return Prompts(model, part, prompts), candidates
     searched = -(-len(prompts) // 5)
     if searched == len(prompts):
-        raise ValueError("one batch of prompts cannot both find plans and judge them: pass two or more")
+        raise ValueError("one batch of prompts cannot both find plans and evaluate them: pass two or more")
     candidates = language_candidates(model, part, depth, prompts[:searched], store)
     return Prompts(model, part, prompts[searched:]), candidates
 
@@ -219,7 +219,7 @@ def changed_models(
     return models, refused
 
 
-def judge_once(
+def evaluate_once(
     store: Store,
     samples: Images | Prompts,
     candidates: Mapping[str, Candidate],
@@ -228,10 +228,10 @@ def judge_once(
     start: int,
     stop: int,
 ) -> Measured:
-    """Judge a candidate on some of the samples, once."""
+    """Evaluate a candidate on some of the samples, once."""
     named = {"candidate": name, "code": candidates[name].code(samples.part, 0)}
     identity = {**samples.identity, **named, "start": start, "stop": stop}
-    return measured_once(store, identity, lambda: samples.judge(models[name], start, stop))
+    return measured_once(store, identity, lambda: samples.evaluate(models[name], start, stop))
 
 
 def _times(
@@ -271,7 +271,7 @@ def rows_of(
             ratios(times[DENSE], times[name]),
             interval_of(table, AGREEMENT, name),
             gap(table, figure, name, DENSE) if figure == CORRECT else None,
-            judged(table, name),
+            evaluated(table, name),
             candidate.code(part, depth),
             candidate.config(part, depth),
             candidate.advice,

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmod.io.claim import FolderTakenError
+from mmod.io.records import FolderTakenError
 
 
 def main(arguments: Sequence[str]) -> None:

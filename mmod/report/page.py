@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from mmod.analysis.style import inline_svg
-from mmod.io.claim import claim_folder
 from mmod.io.files import read_text, write_atomically
+from mmod.io.records import record_config
 from mmod.io.tables import Table, write_csv
 from mmod.report.charts import HEADER, Chart, audit_charts, health_chart, rows_over_runs
 from mmod.report.sources import PAGE, AuditRecord, RunRecord, StudyRecord, read_sources
@@ -71,7 +71,7 @@ def write_report(folders: Sequence[str | Path], output: str | Path | None = None
     sources = [Path(folder) for folder in folders]
     studies, audits, runs = read_sources(sources)
     target = Path(output) if output is not None else sources[0] / "report"
-    claim_folder(target, {"folders": [str(path.resolve()) for path in sources]}, file="report.json", kind="a report")
+    record_config(target, {"folders": [str(path.resolve()) for path in sources]}, file="report.json", kind="a report")
 
     def figure(chart: Chart) -> str:
         write_atomically(target / f"{chart.name}.svg", chart.svg)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 PADDING, KEPT = -1, 0
 
 
-class TokenMarks(NamedTuple):
+class TokenMasks(NamedTuple):
     """Which tokens of images or captions are padding, and which are always kept.
 
     Args:
@@ -205,7 +205,7 @@ class Evidence(NamedTuple):
     """
 
     score_BN: Tensor
-    tokens: TokenMarks | TokenGroups = TokenMarks()
+    tokens: TokenMasks | TokenGroups = TokenMasks()
     importance_BN: Tensor | None = None
     predicted_BN: Tensor | None = None
 

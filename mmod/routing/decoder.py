@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mmod.config import RoutingConfig, Score, Threshold
 from mmod.ops.gate import apply_gate, step_gate
-from mmod.routing.decision import KEPT, Evidence, Kept, Routing, TokenGroups, TokenMarks, Weights
+from mmod.routing.decision import KEPT, Evidence, Kept, Routing, TokenGroups, TokenMasks, Weights
 from mmod.routing.groups import select_within, slots_of
 from mmod.routing.router import Router
 from mmod.routing.score.drawn import Drawn
@@ -73,7 +73,7 @@ class DecoderRouter(Router):
         self,
         x_BND: Tensor,
         importance_BN: Tensor | None = None,
-        tokens: TokenMarks | TokenGroups | None = None,
+        tokens: TokenMasks | TokenGroups | None = None,
         earlier: Routing | None = None,
     ) -> Routing:
         """Decide for a batch of tokens, see `Router.forward`; no tokens of texts are joined."""
@@ -129,25 +129,25 @@ class DecoderRouter(Router):
 
     def _score_rows(self, x_BND: Tensor, score: Score, importance_BN: Tensor | None, free_BN: Tensor) -> Tensor:
         """Return raw scores of rows (B, N) that hold one sample each."""
-        score_BN = super()._score(x_BND, score, importance_BN, TokenMarks(free_BN))
+        score_BN = super()._score(x_BND, score, importance_BN, TokenMasks(free_BN))
         if score.positional and score_BN is not importance_BN:
             # By rank among the tokens that may be skipped, so that padding and text do not change the draw.
             score_BN = score_BN.gather(1, (free_BN.cumsum(1) - 1).clamp(min=0))
         return score_BN
 
-    def _squashed(self, score_BN: Tensor, tokens: TokenGroups) -> Tensor:
+    def _normalised(self, score_BN: Tensor, tokens: TokenGroups) -> Tensor:
         """Return the values that a threshold is compared with (B, N), relative to those of the same sample."""
         segments = tokens.segments
-        squashed = self.config.router.squashed
+        normalised = self.config.router.normalised
         if segments is None:
-            return squashed(score_BN, tokens.free_BN)
+            return normalised(score_BN, tokens.free_BN)
         free_SL = segments.split(tokens.free_BN) & segments.valid_SL
-        return segments.pack(squashed(segments.split(score_BN), free_SL))
+        return segments.pack(normalised(segments.split(score_BN), free_SL))
 
     def _run_all_of(self, score_BN: Tensor, threshold: float, tokens: TokenGroups) -> Routing:
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""
         there_BN = tokens.group_BN >= KEPT
-        gate_BN = torch.where(tokens.free_BN, step_gate(self._squashed(score_BN, tokens), threshold), 1.0)
+        gate_BN = torch.where(tokens.free_BN, step_gate(self._normalised(score_BN, tokens), threshold), 1.0)
         index_BK, valid_BK, total = slots_of(there_BN)
         gate_BK = gate_BN.gather(1, index_BK)
         kept = Kept(index_BK, valid_BK, total, idle_BK=gate_BK == 0)
@@ -166,8 +166,8 @@ class DecoderRouter(Router):
         if threshold is None:
             return select_within(score_BN, self.capacity, tokens)
         free_BN = tokens.free_BN
-        squashed_BN = self._squashed(score_BN.detach(), tokens)
-        keep_BN = (tokens.group_BN == KEPT) | (free_BN & (squashed_BN >= threshold))
+        normalised_BN = self._normalised(score_BN.detach(), tokens)
+        keep_BN = (tokens.group_BN == KEPT) | (free_BN & (normalised_BN >= threshold))
         if tokens.alone:
             return torch.zeros_like(keep_BN, dtype=torch.long), keep_BN, None
         return slots_of(keep_BN)

@@ -16,7 +16,7 @@ from mmod.config import Merged, Placement, RoutingConfig, Score, Threshold, rati
 from mmod.ops import first_rows, nearest_rows, size_groups, unit_rows
 from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.select import cannot_count, kept_count, select_images, select_threshold, select_topk
-from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, TokenMarks, Weights
+from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, TokenMasks, Weights
 from mmod.routing.grouping import Comparing, Grouping
 from mmod.threads import PerThread
 
@@ -56,7 +56,7 @@ class Router(nn.Module):
         (torch.Size([2, 5]), True)
     """
 
-    chooses_among: type[TokenMarks] | type[TokenGroups] = TokenMarks
+    chooses_among: type[TokenMasks] | type[TokenGroups] = TokenMasks
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ class Router(nn.Module):
         self,
         x_BND: Tensor,
         importance_BN: Tensor | None = None,
-        tokens: TokenMarks | TokenGroups | None = None,
+        tokens: TokenMasks | TokenGroups | None = None,
         earlier: Routing | None = None,
     ) -> Routing:
         """Decide for a batch of tokens.
@@ -136,7 +136,7 @@ class Router(nn.Module):
             x_BND: The tokens to score, the block's input or a norm of it (B, N, D).
             importance_BN: Importance in the preceding dense block (B, N), required by "attention"; or the scores that
                 the first block of a span computed for all.
-            tokens: `TokenMarks`, `TokenGroups` in a language model, or None for images without padding.
+            tokens: `TokenMasks`, `TokenGroups` in a language model, or None for images without padding.
             earlier: The previous decision, if the router selects among the tokens that it keeps; `x_BND` are then its
                 rows (B, K, D). Tokens merged into a token that is now dropped move with it.
 
@@ -151,33 +151,33 @@ class Router(nn.Module):
             # The score compares all pairs, and so does what joins tokens: they share the rows of norm 1.
             unit_BNE = unit_rows(x_BND, config.router.channels)
         if earlier is not None:
-            marks: Any = TokenMarks(earlier.evidence.tokens.valid_BN)
+            masks: Any = TokenMasks(earlier.evidence.tokens.valid_BN)
             importance_BN = earlier.evidence.importance_BN
             score_BN = self._score_kept(x_BND, earlier, unit_BNE)
         else:
-            marks = tokens if type(tokens) is self.chooses_among else self._checked(tokens)
-            score_BN = self._score(x_BND, config.router, importance_BN, marks, unit_BNE)
+            masks = tokens if type(tokens) is self.chooses_among else self._checked(tokens)
+            score_BN = self._score(x_BND, config.router, importance_BN, masks, unit_BNE)
         if not self.prefix:
-            marks = TokenMarks(marks.valid_BN)
+            masks = TokenMasks(masks.valid_BN)
         gate = config.gate
         if isinstance(config.select, Threshold):
             # What joined another token before competes no more.
-            among = marks if earlier is None else TokenMarks(earlier.keep_BN)
+            among = masks if earlier is None else TokenMasks(earlier.keep_BN)
             kept, gate_BK = self._select_by_threshold(score_BN, among, config.select)
         else:
             index_BK, valid_BK, gate_BK, inverse_BN = select_topk(
-                score_BN, rule.capacity, self.prefix, marks.valid_BN, marks.protect_BN, gate=gate.name, scale=gate.scale
+                score_BN, rule.capacity, self.prefix, masks.valid_BN, masks.protect_BN, gate=gate.name, scale=gate.scale
             )
             kept = Kept(index_BK, valid_BK, inverse_BN=inverse_BN)
         skipped_BN = None
         if config.skipped == "scale":
             skipped_BN = apply_gate(score_BN, gate.name, gate.scale)
-        evidence = Evidence(score_BN, marks, None if self.shares_own_score else importance_BN)
+        evidence = Evidence(score_BN, masks, None if self.shares_own_score else importance_BN)
         routing = Routing(kept, evidence, Weights(gate_BK, skipped_BN))
         return self.join(routing, x_BND, earlier, unit_BNE) if config.joins else routing
 
-    def _checked(self, tokens: TokenMarks | TokenGroups | None) -> Any:
-        tokens = TokenMarks() if tokens is None else tokens
+    def _checked(self, tokens: TokenMasks | TokenGroups | None) -> Any:
+        tokens = TokenMasks() if tokens is None else tokens
         if not isinstance(tokens, self.chooses_among):
             raise TypeError(
                 f"a {type(self).__name__} needs {self.chooses_among.__name__}, got {type(tokens).__name__}: run the "
@@ -186,9 +186,9 @@ class Router(nn.Module):
         return tokens
 
     def _select_by_threshold(
-        self, score_BN: Tensor, tokens: TokenMarks, select: Threshold
+        self, score_BN: Tensor, tokens: TokenMasks, select: Threshold
     ) -> tuple[Kept, Tensor | None]:
-        """Return the tokens, or the images, whose squashed score reaches a threshold, and their gates (B, K)."""
+        """Return the tokens, or the images, whose normalised score reaches a threshold, and their gates (B, K)."""
         config = self.config
         gate = config.gate
         if gate.name == "step" and self.training:
@@ -196,7 +196,7 @@ class Router(nn.Module):
         gate_BK = None
         # Where images cannot be counted, each has slots for its tokens, which all have the score of the image.
         if config.router.per_image and not cannot_count():
-            level_B = config.router.squashed(score_BN.detach(), tokens.valid_BN)[:, 0]
+            level_B = config.router.normalised(score_BN.detach(), tokens.valid_BN)[:, 0]
             image_S, index_BK, there_BK = select_images(level_B, select.single, score_BN.shape[1])
             if index_BK.shape[1]:
                 gate_BK = apply_gate(score_BN, gate.name, gate.scale)
@@ -206,7 +206,7 @@ class Router(nn.Module):
                     gate_BK = torch.zeros_like(score_BN) if gate_BK is None else 0 * gate_BK
             return Kept(index_BK, there_BK, image_S=image_S), gate_BK
         index_BK, valid_BK, total = select_threshold(
-            config.router.squashed(score_BN.detach(), tokens.valid_BN),
+            config.router.normalised(score_BN.detach(), tokens.valid_BN),
             select.single,
             prefix=self.prefix,
             min_tokens=self._fewest(select, score_BN.shape[1]),
@@ -239,11 +239,11 @@ class Router(nn.Module):
             # As if every token had the state of the row that it joined.
             assert earlier.joined.slot_BN is not None
             x_BND = rows_BKD.gather(1, earlier.joined.slot_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
-            score_BN = self._score(x_BND, config.router, None, TokenMarks())
+            score_BN = self._score(x_BND, config.router, None, TokenMasks())
             return _above_dropped(score_BN).masked_fill(~earlier.keep_BN, -torch.inf)
         if not self.shares_own_score:
             return _above_dropped(earlier.score_BN).masked_fill(~earlier.keep_BN, -torch.inf)
-        score_BK = self._score(rows_BKD, config.router, None, TokenMarks(earlier.kept.valid_BK), unit_BNE)
+        score_BK = self._score(rows_BKD, config.router, None, TokenMasks(earlier.kept.valid_BK), unit_BNE)
         score_BK = _above_dropped(score_BK)
         if earlier.kept.valid_BK is not None:
             score_BK = score_BK.masked_fill(~earlier.kept.valid_BK, -torch.inf)
@@ -261,13 +261,13 @@ class Router(nn.Module):
         if not self.config.joins:
             return routing
         kept = routing.kept
-        marks = routing.evidence.tokens
-        assert isinstance(marks, TokenMarks)
-        everyone = kept.valid_BK is None and marks.valid_BN is None and marks.protect_BN is None
+        masks = routing.evidence.tokens
+        assert isinstance(masks, TokenMasks)
+        everyone = kept.valid_BK is None and masks.valid_BN is None and masks.protect_BN is None
         if isinstance(self.score, Grouping):
             slot_BN = self._first_of_group(routing)
         elif earlier is None:
-            slot_BN = self._nearest(routing, rows, kept.index_BK, marks.valid_BN, unit_BNE)
+            slot_BN = self._nearest(routing, rows, kept.index_BK, masks.valid_BN, unit_BNE)
         else:
             slot_BN = before_BN = earlier.joined.slot_BN
             assert before_BN is not None
@@ -322,9 +322,9 @@ class Router(nn.Module):
                 f"kept; capacity {float(self.capacity)} keeps {kept} of {routing.score_BN.shape[1]}"
             )
 
-    def _run_all(self, score_BN: Tensor, threshold: float, tokens: TokenMarks) -> tuple[Kept, Tensor]:
+    def _run_all(self, score_BN: Tensor, threshold: float, tokens: TokenMasks) -> tuple[Kept, Tensor]:
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""
-        gate_BN = step_gate(self.config.router.squashed(score_BN, tokens.valid_BN), threshold)
+        gate_BN = step_gate(self.config.router.normalised(score_BN, tokens.valid_BN), threshold)
         if self.prefix:
             gate_BN = torch.where(tokens.protected(score_BN, self.prefix), 1.0, gate_BN)
         index_BN = torch.arange(score_BN.shape[1], device=score_BN.device).expand(score_BN.shape[0], -1)

@@ -54,7 +54,7 @@ def main(arguments: Sequence[str]) -> None:
         batches = [batch]
     else:
         model, batches, facts = read_prompts(options)
-        note = "Plans were searched on a fifth of the prompts, and all candidates judged on the others."
+        note = "Plans were searched on a fifth of the prompts, and all candidates evaluated on the others."
         note = " ".join(filter(None, [facts, note]))
     name = options.model.removeprefix("/").replace("/", "-").replace(":", "-")
     folder = Path(options.output or f"runs/advise/{name}")

@@ -1,4 +1,4 @@
-"""The model that advice is asked for: dense, with a head that returns what is judged."""
+"""The model that advice is asked for: dense, with a head that returns what is evaluated."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _flexible(model: nn.Module) -> nn.Module:
 
 
 def _take_off_head(model: Any, name: str, measure: str | None) -> None:
-    """Let a model return what `--measure` judges, or refuse it."""
+    """Let a model return what `--measure` evaluates, or refuse it."""
     library = find_library(model)
     if library == "open_clip":
         _check_clip_measure(measure)
@@ -82,4 +82,4 @@ def _take_off_head(model: Any, name: str, measure: str | None) -> None:
 
 def _check_clip_measure(measure: str | None) -> None:
     if measure not in (None, "features"):
-        raise ValueError(f"a model of open_clip is judged by its image features, got --measure {measure}")
+        raise ValueError(f"a model of open_clip is evaluated by its image features, got --measure {measure}")

@@ -1,4 +1,4 @@
-"""The candidates of a study, from its config: routed models, shallower dense ones, and rivals without a router."""
+"""The candidates of a study, from its config: routed models, shallower dense ones, and baselines without a router."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def candidates_of(config: StudyConfig, dense: Any, tuned: Any) -> list[Candidate
         epochs = dense.epochs + (tuned.epochs if config.tune else 0)
         if config.isoflop == "scratch":
             candidates += _shallow(candidates, dense, epochs)
-        rivals = {series: _run_budgets(config, budgets) for series, budgets in config.rivals.items()}
-        candidates += create_rivals(rivals, config.controls, epochs=epochs, is_trained=config.tune)
+        baselines = {series: _run_budgets(config, budgets) for series, budgets in config.baselines.items()}
+        candidates += create_baselines(baselines, config.controls, epochs=epochs, is_trained=config.tune)
     elif isinstance(config, ChatStudyConfig):
-        candidates += create_rivals(config.rivals, config.controls, epochs=0, is_trained=config.tune)
+        candidates += create_baselines(config.baselines, config.controls, epochs=0, is_trained=config.tune)
     return candidates
 
 
@@ -106,8 +106,8 @@ def _shallow(candidates: Sequence[Candidate], dense: Any, epochs: int) -> list[C
     ]
 
 
-def create_rivals(
-    rivals: Mapping[str, Mapping[float, Mapping[str, Any]]],
+def create_baselines(
+    baselines: Mapping[str, Mapping[float, Mapping[str, Any]]],
     controls: Mapping[str, str | None],
     *,
     epochs: int,
@@ -116,19 +116,20 @@ def create_rivals(
     """Return the candidates of a study that have no router.
 
     Args:
-        rivals: Series to capacity of the routed models that a rival is matched to, to its fields: `kind: resolution`
-            with `image_size`, `kind: smaller` with `args` and perhaps a `checkpoint`, or one of a training config's
-            `methods`; any may have `image_size` and `changes` of the training config. Experts take its `routing` too.
+        baselines: Series to capacity of the routed models that a baseline is matched to, to its fields: `kind:
+            resolution` with `image_size`, `kind: smaller` with `args` and perhaps a `checkpoint`, or one of a training
+            config's `methods`; any may have `image_size` and `changes` of the training config. Experts take its
+            `routing` too.
         controls: Name of a series to the one that it is compared with besides the dense model.
         epochs: Length of a training from scratch.
         is_trained: Whether models that start from the dense one are fine-tuned.
     """
     candidates = []
-    for series, budgets in rivals.items():
-        for capacity, rival in budgets.items():
+    for series, budgets in baselines.items():
+        for capacity, baseline in budgets.items():
             name = f"{series}-{capacity:g}"
-            refuse_set_by_study(f"{name}: changes", rival.get("changes", {}))
-            special = _special(name, dict(rival), epochs)
+            refuse_set_by_study(f"{name}: changes", baseline.get("changes", {}))
+            special = _special(name, dict(baseline), epochs)
             control = controls.get(series)
             candidates.append(
                 Candidate(
@@ -136,7 +137,7 @@ def create_rivals(
                     series=series,
                     budget=capacity,
                     control=None if control is None else f"{control}-{capacity:g}",
-                    image_size=rival.get("image_size"),
+                    image_size=baseline.get("image_size"),
                     is_trained=is_trained or special.get("from_scratch", False),
                     **special,
                 )
@@ -145,20 +146,20 @@ def create_rivals(
 
 
 def _special(name: str, fields: dict[str, Any], epochs: int) -> dict[str, Any]:
-    """Return what the kind of a rival sets of a candidate."""
+    """Return what the kind of a baseline sets of a candidate."""
     size = fields.pop("image_size", None)
     changes = fields.pop("changes", {})
     kind = fields.get("kind")
-    one_of(f"rivals.{name}.kind", kind, [*sorted({*METHODS} - {"routing"}), "resolution", "smaller"])
+    one_of(f"baselines.{name}.kind", kind, [*sorted({*METHODS} - {"routing"}), "resolution", "smaller"])
     if kind == "resolution":
-        refuse_unknown(f"field of rivals.{name}", fields, ["kind", "image_size"])
+        refuse_unknown(f"field of baselines.{name}", fields, ["kind", "image_size"])
         if size is None:
-            raise ValueError(f"rivals.{name} needs image_size")
+            raise ValueError(f"baselines.{name} needs image_size")
         return {"changes": changes}
     if kind == "smaller":
-        refuse_unknown(f"field of rivals.{name}", fields, ["kind", "args", "checkpoint"])
+        refuse_unknown(f"field of baselines.{name}", fields, ["kind", "args", "checkpoint"])
         if fields.get("args") is None:
-            raise ValueError(f"rivals.{name} needs args")
+            raise ValueError(f"baselines.{name} needs args")
         if "checkpoint" in fields:
             model = {key: fields[key] for key in ("args", "checkpoint")}
             return {"changes": merged({"model": model}, changes)}

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _RIGHT = "right/"
-# A rival counts as cheap as a model up to this factor in FLOPs.
+# A baseline counts as cheap as a model up to this factor in FLOPs.
 _AS_CHEAP = 1.1
 # Characters in a line of the question beside its picture.
 _LINE = 18
@@ -55,8 +55,8 @@ _COLUMNS = (
     "right",
     "to_dense",
     "to_control",
-    "to_rival",
-    "rival",
+    "to_baseline",
+    "baseline",
     "before",
 )
 
@@ -93,7 +93,7 @@ def _count(config: ChatStudyConfig, run: Run[TrainConfig], model: nn.Module, row
     """Count FLOPs and cache of reading a prompt of mean length, and draw which image tokens are kept."""
     kind = ChatKind(run.config)
     prompts, text, image = kind.prompts(config.latency_batch)
-    # Shares refer to the dense model's prompts; a rival's images may be smaller.
+    # Shares refer to the dense model's prompts; a baseline's images may be smaller.
     full = dataclasses.replace(run.config, model=dataclasses.replace(run.config.model, image_size=None))
     _, _, full_image = ChatKind(full).prompts(config.latency_batch)
     routed = flops(model, Prompt(text, image), rows.kept if is_routed(model) else None).routed
@@ -114,15 +114,15 @@ def _count(config: ChatStudyConfig, run: Run[TrainConfig], model: nn.Module, row
     }
 
 
-def _rivals(config: ChatStudyConfig, table: Table, candidates: Candidates) -> dict[str, dict[str, list[str]]]:
+def _baselines(config: ChatStudyConfig, table: Table, candidates: Candidates) -> dict[str, dict[str, list[str]]]:
     """Return the models of other series that are about as cheap as each."""
     share = {name: table.costs[name]["flops_share"] for name in candidates}
 
-    def is_rival(other: str, name: str) -> bool:
+    def is_baseline(other: str, name: str) -> bool:
         is_other = candidates[other].series != candidates[name].series
         return is_other and share[other] <= _AS_CHEAP * share[name]
 
-    return {"": {name: [other for other in share if is_rival(other, name)] for name in share}}
+    return {"": {name: [other for other in share if is_baseline(other, name)] for name in share}}
 
 
 def _add_decoding(
@@ -151,7 +151,7 @@ STUDY = StudyKind(
     describe=_describe,
     count=_count,
     add_times=_add_decoding,
-    rivals=_rivals,
+    baselines=_baselines,
     tell=_tell,
 )
 """LLaVA-style models of transformers."""

@@ -36,7 +36,7 @@ class StudyConfig(Checked):
         kind: The kind of study.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         finetune: Fields to set differently again when a model is fine-tuned from the dense one.
-        budgets: The budgets of series and rivals that are run; null for all.
+        budgets: The budgets of series and baselines that are run; null for all.
         capacities: Capacities of the routed blocks; null runs a series as it is, like one that sets `capacity`.
         train_dense: Train the dense model first; False loads it as the config's `model` says.
         tune: Fine-tune; False evaluates routed models without training.
@@ -77,7 +77,7 @@ class StudyConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.series or not self.capacities:
-            raise ValueError("a study needs at least one entry in routers or rivals, and in capacities")
+            raise ValueError("a study needs at least one entry in routers or baselines, and in capacities")
         for capacity in self.capacities:
             if capacity is not None:
                 rational(capacity)
@@ -98,8 +98,8 @@ class StudyConfig(Checked):
 
     @property
     def series(self) -> list[str]:
-        """Names of all series apart from the dense model's; some kinds have rivals."""
-        return [*self.routers, *getattr(self, "rivals", ())]
+        """Names of all series apart from the dense model's; some kinds have baselines."""
+        return [*self.routers, *getattr(self, "baselines", ())]
 
     def following(self) -> StudyConfig | None:
         """Return the study that follows this one, in a folder of its `output`; None for none."""
@@ -189,10 +189,10 @@ class TimmStudyConfig(StudyConfig):
     Args:
         isoflop: "scratch" also trains dense models with fewer blocks and about the FLOPs of the routed ones, for as
             many epochs as training and fine-tuning have together; "none" leaves them out.
-        rivals: Names of series to their budgets, the capacities of the routed models that they are matched to, with a
-            training config's `method`, `kind: resolution`, or `kind: smaller` with changed `args` of the model. Rivals
-            and series of `routers` may have an `image_size`, rivals `changes` too. Smaller models, and methods that
-            cannot use dense weights, are trained from scratch for all epochs.
+        baselines: Names of series to their budgets, the capacities of the routed models that they are matched to, with
+            a training config's `method`, `kind: resolution`, or `kind: smaller` with changed `args` of the model.
+            Baselines and series of `routers` may have an `image_size`, baselines `changes` too. Smaller models, and
+            methods that cannot use dense weights, are trained from scratch for all epochs.
         rates: Factors of the learning rate, of which every model uses the best on `rate_split` with the first seed;
             null searches none.
         maps: Sample images over which routing is drawn.
@@ -200,7 +200,7 @@ class TimmStudyConfig(StudyConfig):
 
     score: str
     isoflop: Literal["scratch", "none"] = "scratch"
-    rivals: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
+    baselines: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
     rates: Annotated[list[float] | None, "(0, inf)"] = None
     rate_split: str = "val"
     latency_batches: list[int] = field(default_factory=lambda: [1, 8])
@@ -259,7 +259,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
         strengths: Values of scikit-learn's `C` among which the linear classifier chooses by cross-validation; one value
             needs no choice.
         folds: Folds of the cross-validation in a single split.
-        classifier: "each" model has a classifier of its own features. "dense" judges cheaper versions of the dense
+        classifier: "each" model has a classifier of its own features. "dense" evaluates cheaper versions of the dense
             model by its classifier, as they are used without training, so that only tested images run; models of other
             weights or images still have their own.
     """
@@ -292,7 +292,7 @@ class FeaturesStudyConfig(TimmStudyConfig):
         if (self.feature == "patches") != (self.score == "mean_iou"):
             raise ValueError(f"score 'mean_iou' is that of feature 'patches', got {self.score!r} of {self.feature!r}")
         if self.feature == "patches" and self.tune:
-            raise ValueError("a study of patches judges features without training: tune=False")
+            raise ValueError("a study of patches evaluates features without training: tune=False")
         if self.classifier == "dense" and (self.tune or self.processes > 1):
             raise ValueError(
                 "classifier='dense' needs tune=False and processes=1: the dense model's features come first"
@@ -355,7 +355,7 @@ class ChatStudyConfig(StudyConfig):
 
     Args:
         part: The part that is routed.
-        rivals: Smaller images: names of series to their budgets, the capacities of the routed models that they are
+        baselines: Smaller images: names of series to their budgets, the capacities of the routed models that they are
             matched to, with `{kind: resolution, image_size: SIDE}`.
         maps: Evaluation questions for which kept image tokens are drawn; 0 draws none.
     """
@@ -365,16 +365,16 @@ class ChatStudyConfig(StudyConfig):
     capacities: list[float | None] = field(default_factory=lambda: [None])
     before: bool = False
     part: Literal["language", "vision"] = "language"
-    rivals: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
+    baselines: dict[str, dict[float, dict[str, Any]]] = field(default_factory=dict)
     maps: Annotated[int, "[0, inf)"] = 4
     latency_batch: int = 8
     latency_rounds: int = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name, budgets in self.rivals.items():
+        for name, budgets in self.baselines.items():
             for fields in budgets.values():
-                one_of(f"rivals.{name}.kind", fields.get("kind"), ["resolution"])
+                one_of(f"baselines.{name}.kind", fields.get("kind"), ["resolution"])
 
     def check(self, dense: Any, tuned: Any) -> None:
         """Refuse training configs without questions."""

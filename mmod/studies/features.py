@@ -19,7 +19,7 @@ from mmod.compare.table import DENSE, Measured, Outcomes, Table, Weigh, gap, gap
 from mmod.data.config import DataConfig
 from mmod.data.labels import IGNORED
 from mmod.data.loader import BatchStream, image_stream
-from mmod.io.jobs import Tick
+from mmod.io.jobs import Callback
 from mmod.io.store import Store
 from mmod.opening.timm import check_published
 from mmod.studies import image
@@ -166,27 +166,29 @@ def figures_of(outcomes: Outcomes, images: int) -> dict[str, float]:
     return {name: float(WEIGH[name](outcomes, equal)[0]) for name in ("mean_iou", "patches")}
 
 
-def _judged_by(config: FeaturesStudyConfig) -> list[str]:
-    """Return the figures by which features are judged."""
+def _evaluated_by(config: FeaturesStudyConfig) -> list[str]:
+    """Return the figures by which features are evaluated."""
     return ["mean_iou"] if config.feature == "patches" else ["knn", "linear"]
 
 
-def measure(config: FeaturesStudyConfig, run: Run[TrainConfig], tick: Tick, *, store: Store, plans: Plans) -> Measured:
-    """Compute a model's features and judge them; where it is fine-tuned, those of the fine-tuned model."""
+def measure(
+    config: FeaturesStudyConfig, run: Run[TrainConfig], callback: Callback, *, store: Store, plans: Plans
+) -> Measured:
+    """Compute a model's features and evaluate them; where it is fine-tuned, those of the fine-tuned model."""
     run = ready(config, plans, run)
     started = run.config
     further: dict[str, float] = {}
     if run.is_trained:
         if config.before:
             further["before"] = _probe(config, store, started).figures[config.score]
-        further["top1"] = train(started, tick).top1
+        further["top1"] = train(started, callback).top1
         started = started.started_from(started.output)
-    rows = _probe(config, store, started, tick, _classifier_of(config, run))
+    rows = _probe(config, store, started, callback, _classifier_of(config, run))
     return rows._replace(figures={**rows.figures, **further})
 
 
 def _classifier_of(config: FeaturesStudyConfig, run: Run[TrainConfig]) -> TrainConfig | None:
-    """Return the config of the dense model if its classifier judges a run, for which its features are needed."""
+    """Return the config of the dense model if its classifier evaluates a run, for which its features are needed."""
     dense = TrainConfig.from_dict(config.dense_fields)
     is_cheaper = run.name != DENSE and (run.config.model, run.config.data) == (dense.model, dense.data)
     if config.classifier == "each" or not is_cheaper:
@@ -198,13 +200,13 @@ def _probe(
     study: FeaturesStudyConfig,
     store: Store,
     config: TrainConfig,
-    tick: Tick = lambda share: None,
+    callback: Callback = lambda share: None,
     dense: TrainConfig | None = None,
 ) -> Measured:
-    """Judge the features of the model that a run starts from, once.
+    """Evaluate the features of the model that a run starts from, once.
 
     Args:
-        dense: Config of the dense model, whose classifier judges; None for one of its own features.
+        dense: Config of the dense model, whose classifier evaluates; None for one of its own features.
     """
     features = {}
     for name in _splits(config.data):
@@ -216,11 +218,13 @@ def _probe(
         "strengths": study.strengths,
         "folds": study.folds,
     }
-    return measured_once(store, identity, functools.partial(_judge, study, config, tick, dense))
+    return measured_once(store, identity, functools.partial(_evaluate, study, config, callback, dense))
 
 
-def _judge(study: FeaturesStudyConfig, config: TrainConfig, tick: Tick, dense: TrainConfig | None) -> Measured:
-    """Compute the features of the model that a run starts from, and judge them."""
+def _evaluate(
+    study: FeaturesStudyConfig, config: TrainConfig, callback: Callback, dense: TrainConfig | None
+) -> Measured:
+    """Compute the features of the model that a run starts from, and evaluate them."""
     streams = {name: _decoded(fields) for name, fields in _splits(config.data).items()}
     if len(streams) == 1:
         # Refused before a model is made.
@@ -234,7 +238,9 @@ def _judge(study: FeaturesStudyConfig, config: TrainConfig, tick: Tick, dense: T
         owner = _model_of(name, config, dense)
         identity = identity_of_features(study, owner, name)
         if owner is config:
-            extracted = extract(model, stream, store, identity, study.feature, precision=config.precision, tick=tick)
+            extracted = extract(
+                model, stream, store, identity, study.feature, precision=config.precision, callback=callback
+            )
             features.append(extracted)
         else:
             features.append(read_features(store, identity))
@@ -271,13 +277,13 @@ def identity_of_features(study: FeaturesStudyConfig, config: TrainConfig, split:
 
 
 def complete(config: FeaturesStudyConfig, table: Table, rows: Rows, runs: Mapping[str, Run[Any]]) -> Rows:
-    """Add the differences of features to the dense model's and rivals', and their cosine with dense ones."""
+    """Add the differences of features to the dense model's and baselines', and their cosine with dense ones."""
     dense_ND = _tested_features(config, runs[DENSE])
     completed = []
     for row in rows:
-        partners = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("rival_")}}
+        partners = {"dense": DENSE, **{column: row[column] for column in row if column.startswith("baseline_")}}
         differences = {}
-        for figure in _judged_by(config):
+        for figure in _evaluated_by(config):
             for column, partner in partners.items():
                 differences[f"{figure}_to_{column}"] = gap(table, figure, row["name"], partner)
         x_ND = _tested_features(config, runs[row["name"]])
@@ -302,7 +308,7 @@ def _tell(config: FeaturesStudyConfig, table: Table, candidates: Candidates, row
     def verdict(table: Table, score: str, names: Sequence[str]) -> str:
         """Say which models do not differ significantly from the dense one."""
         sentences = []
-        for figure in _judged_by(config):
+        for figure in _evaluated_by(config):
             to_dense = gaps(table, figure, dict.fromkeys(names, DENSE))
             close = [name for name, value in to_dense.items() if value is not None and not value.is_clear]
             few = listed(close, most=6) or "none"
@@ -324,7 +330,7 @@ STUDY = StudyKind(
     times=image.TIMES,
     count=image.count,
     describe=image.describe,
-    rivals=image.rivals,
+    baselines=image.baselines,
 )
 """Features of timm's models."""
 

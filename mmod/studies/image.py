@@ -79,7 +79,7 @@ def count(config: TimmStudyConfig, run: Run[TrainConfig], model: nn.Module, rows
     return {"gflops": gflops, "peak_mb": peak / 1e6}
 
 
-def rivals(config: TimmStudyConfig, table: Table, candidates: Candidates) -> dict[str, dict[str, list[str]]]:
+def baselines(config: TimmStudyConfig, table: Table, candidates: Candidates) -> dict[str, dict[str, list[str]]]:
     """Return the models without a router that are as fast as each, by batch size."""
     by_size = {}
     for size, ms in _known_times(config, table, candidates).items():
@@ -178,7 +178,7 @@ def _summary(config: TimmStudyConfig) -> dict[str, Column]:
 
 
 def _with_batch_sizes(config: TimmStudyConfig, names: Sequence[str]) -> dict[str, Column]:
-    """Return columns by name, those of times and of rivals that are as fast for every batch size."""
+    """Return columns by name, those of times and of baselines that are as fast for every batch size."""
     sizes = config.batch_sizes
     columns: dict[str, Column] = {}
     gap_names = [name for name in names if name.endswith("to_dense")]
@@ -191,11 +191,11 @@ def _with_batch_sizes(config: TimmStudyConfig, names: Sequence[str]) -> dict[str
             continue
         columns[name] = (title, form)
         if name in gap_names:
-            rival = f"{name.removesuffix('dense')}rival"
-            heading = f"{title.removesuffix('dense')}rival"
-            columns |= {f"{rival}_b{size}": (f"{heading} b{size}", form) for size in sizes}
+            baseline = f"{name.removesuffix('dense')}baseline"
+            heading = f"{title.removesuffix('dense')}baseline"
+            columns |= {f"{baseline}_b{size}": (f"{heading} b{size}", form) for size in sizes}
         if name == gap_names[-1]:
-            columns |= {f"rival_b{size}": (f"rival b{size}", "") for size in sizes}
+            columns |= {f"baseline_b{size}": (f"baseline b{size}", "") for size in sizes}
     return columns
 
 
@@ -206,7 +206,7 @@ STUDY = StudyKind(
     times=TIMES,
     count=count,
     describe=describe,
-    rivals=rivals,
+    baselines=baselines,
     tell=tell,
 )
 """Classifiers of images or of patches."""

@@ -65,7 +65,7 @@ class StudyKind:
         weigh: See `Table.weigh`.
         describe: Facts, from the run of the dense model.
         add_times: Adds what is measured or follows once all models have been timed.
-        rivals: The candidates that each is compared with where they are as cheap, by a suffix of columns.
+        baselines: The candidates that each is compared with where they are as cheap, by a suffix of columns.
         complete: Adds columns to the rows of candidates, from their runs of the first seed.
     """
 
@@ -79,5 +79,5 @@ class StudyKind:
     weigh: Mapping[str, Weigh] = field(default_factory=dict)
     describe: Callable[[Any, Run[Any], nn.Module], Facts] | None = None
     add_times: Callable[[Any, Mapping[str, Kind], Mapping[str, nn.Module], Times], None] | None = None
-    rivals: Callable[[Any, Table, Candidates], Mapping[str, Mapping[str, Sequence[str]]]] | None = None
+    baselines: Callable[[Any, Table, Candidates], Mapping[str, Mapping[str, Sequence[str]]]] | None = None
     complete: Callable[[Any, Table, Rows, Mapping[str, Run[Any]]], Rows] | None = None

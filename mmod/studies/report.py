@@ -36,8 +36,8 @@ def write_study(
         runs: The runs of the first seed by name.
         more: Further entries of the record: the machine, and what the runs were trained with.
     """
-    rivals = {} if kind.rivals is None else kind.rivals(config, table, candidates)
-    points = points_of(table, candidates, config.score, rivals)
+    baselines = {} if kind.baselines is None else kind.baselines(config, table, candidates)
+    points = points_of(table, candidates, config.score, baselines)
     epochs: Mapping[str, str] = more["epochs"]
     rows: Rows = [point.row() | ({"epochs": epochs[point.name]} if epochs else {}) for point in points]
     if kind.complete is not None:
@@ -66,21 +66,21 @@ def write_study(
 
 
 def points_of(
-    table: Table, candidates: Candidates, score: str, rivals: Mapping[str, Mapping[str, Sequence[str]]]
+    table: Table, candidates: Candidates, score: str, baselines: Mapping[str, Mapping[str, Sequence[str]]]
 ) -> list[Point]:
-    """Return candidates with their differences to the dense model, to their control and to the best of their rivals.
+    """Return candidates with their differences to the dense model, to their control and to the best of their baselines.
 
     Args:
-        rivals: See `StudyKind.rivals`.
+        baselines: See `StudyKind.baselines`.
     """
     to_dense = gaps(table, score, dict.fromkeys(candidates, DENSE))
     # A control may not be measured yet.
     to_control = gaps(table, score, {name: candidate.control for name, candidate in candidates.items()})
-    to_rivals: dict[str, dict[str, Estimate | str | None]] = {name: {} for name in candidates}
-    for suffix, others in rivals.items():
-        best_rival = {name: best(table, score, names) for name, names in others.items()}
-        for name, gap in gaps(table, score, best_rival).items():
-            to_rivals[name] |= {f"to_rival{suffix}": gap, f"rival{suffix}": best_rival[name]}
+    to_baselines: dict[str, dict[str, Estimate | str | None]] = {name: {} for name in candidates}
+    for suffix, others in baselines.items():
+        best_baseline = {name: best(table, score, names) for name, names in others.items()}
+        for name, gap in gaps(table, score, best_baseline).items():
+            to_baselines[name] |= {f"to_baseline{suffix}": gap, f"baseline{suffix}": best_baseline[name]}
     return [
         Point(
             name,
@@ -90,7 +90,7 @@ def points_of(
             table.figures(name),
             to_dense[name],
             to_control[name],
-            to_rivals[name],
+            to_baselines[name],
         )
         for name, candidate in candidates.items()
     ]

@@ -54,8 +54,8 @@ COLUMNS: dict[str, Column] = {
     "right": ("right %", "±.1f"),
     "to_dense": ("to dense", ""),
     "to_control": ("to control", ""),
-    "to_rival": ("to the best as cheap", ""),
-    "rival": ("which", ""),
+    "to_baseline": ("to the best as cheap", ""),
+    "baseline": ("which", ""),
     "patches": ("patches %", ".1f"),
     "before": ("before tuning", "±.2f"),
     "cosine": ("cosine", ".3f"),
@@ -75,8 +75,8 @@ class Point:
     figures: dict[int, Mapping[str, float]]
     to_dense: Estimate | None
     to_control: Estimate | None
-    # The difference to the best rival that is as fast, and the rival's name, by column.
-    to_rivals: Mapping[str, Estimate | str | None] = field(default_factory=dict)
+    # The difference to the best baseline that is as fast, and the baseline's name, by column.
+    to_baselines: Mapping[str, Estimate | str | None] = field(default_factory=dict)
 
     def row(self) -> dict[str, Any]:
         """Return all columns by name."""
@@ -87,7 +87,7 @@ class Point:
             **self.cost,
             "to_dense": self.to_dense,
             "to_control": self.to_control,
-            **self.to_rivals,
+            **self.to_baselines,
         }
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from mmod.compare.table import Measured, Table, compare, mean_of, measured_once
 from mmod.io.files import sha256
-from mmod.io.jobs import AnyJob, Job, Runner, Tick
+from mmod.io.jobs import AnyJob, Callback, Job, Runner
 from mmod.io.store import Store
 from mmod.opening.weights import find_weights
 from mmod.planning.options import PlanOptions
@@ -67,7 +67,7 @@ def load(run: Run[Any]) -> nn.Module:
     return kind_of(config).load()
 
 
-def measure_run(config: Any, run: Run[Any], tick: Tick, *, store: Store, plans: Plans) -> Measured:
+def measure_run(config: Any, run: Run[Any], callback: Callback, *, store: Store, plans: Plans) -> Measured:
     """Do one run: train its model, or evaluate it as it starts.
 
     Args:
@@ -80,7 +80,7 @@ def measure_run(config: Any, run: Run[Any], tick: Tick, *, store: Store, plans: 
     before = {}
     if run.is_tuned and config.before:
         before["before"] = evaluate_start(store, run.config).figures[config.score]
-    rows = rows_of(train(run.config, tick))
+    rows = rows_of(train(run.config, callback))
     return rows._replace(figures={**rows.figures, **before})
 
 
@@ -91,9 +91,9 @@ def evaluate_start(store: Store, config: RunConfig) -> Measured:
     return measured_once(store, identity, lambda: rows_of(kind.assess(kind.load())))
 
 
-def train(config: Any, tick: Tick) -> Any:
+def train(config: Any, callback: Callback) -> Any:
     """Train a run, or read the result of a finished one; return the evaluation to report."""
-    evaluation = kind_of(config).fit(progress=False, tick=tick).best
+    evaluation = kind_of(config).fit(progress=False, callback=callback).best
     if evaluation is None:
         raise ValueError("there is nothing to ask: set data.val")
     return evaluation
@@ -159,7 +159,7 @@ def best_rates(
     table: Table,
     figure: str,
     by_trial: Mapping[Trial, AnyJob],
-    measure: Callable[[AnyJob, Tick], Measured],
+    measure: Callable[[AnyJob, Callback], Measured],
     runner: Runner,
     before: Sequence[AnyJob] = (),
 ) -> dict[str, float]:

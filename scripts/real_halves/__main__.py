@@ -1,8 +1,9 @@
-"""A vision-language model of trained halves, made, trained and judged: `python -m scripts.real_halves COMMAND FOLDER`.
+"""A vision-language model of trained halves, made, trained, evaluated: `python -m scripts.real_halves COMMAND FOLDER`.
 
 FOLDER takes everything that is written. `make` needs the weights and photographs, see `--help`. Training costs an hour
-and a half of one CPU thread, judging two, tuning two. A stopped command goes on where it was, and several processes may
-judge or tune together. `torchrun --nproc_per_node 2 -m scripts.real_halves train FOLDER` trains in two processes.
+and a half of one CPU thread, evaluating two, tuning two. A stopped command goes on where it was, and several processes
+may evaluate or tune together. `torchrun --nproc_per_node 2 -m scripts.real_halves train FOLDER` trains in two
+processes.
 """
 
 import argparse
@@ -17,8 +18,8 @@ from transformers import LlavaForConditionalGeneration
 
 from scripts.doc_tables import markdown
 from scripts.real_halves import compare, learn
+from scripts.real_halves.evaluate import evaluate, loaded
 from scripts.real_halves.features import features_of
-from scripts.real_halves.judge import judge, loaded
 from scripts.real_halves.model import create
 from scripts.real_halves.photographs import Thing, write_questions
 from scripts.real_halves.tune import ADAPTED, journal_of, tune, tuned_table
@@ -62,8 +63,8 @@ def train(folder: Path) -> None:
         # Products run in half precision; the embeddings stay exact, as images join them.
         if name.endswith("base_layer.weight"):
             weight.data = weight.data.bfloat16()
-    judged = {name: (talks[name], features[name]) for name in ("naming", "places")}
-    learn.Training(model, talks["train"], features["train"], folder / "training", judged).run(_STAGES)
+    evaluated = {name: (talks[name], features[name]) for name in ("naming", "places")}
+    learn.Training(model, talks["train"], features["train"], folder / "training", evaluated).run(_STAGES)
     if not dist.is_initialized() or dist.get_rank() == 0:
         save(model, folder)
 
@@ -82,8 +83,8 @@ def save(trained: LlavaForConditionalGeneration, folder: Path) -> None:
 
 
 def write_tables(folder: Path, patches: int) -> None:
-    """Write and print the tables of what was judged, and of what was tuned if something was."""
-    tables = {"judged": compare.table(folder, patches)}
+    """Write and print the tables of what was evaluated, and of what was tuned if something was."""
+    tables = {"evaluated": compare.table(folder, patches)}
     if journal_of(folder, patches).exists():
         tables["tuned"] = tuned_table(folder, patches)
     for name, table in tables.items():
@@ -104,13 +105,13 @@ def main() -> None:
     making.add_argument("--photographs", type=Path, required=True, help="folder of Caltech-101 with its lists")
     training = commands.add_parser("train", help="train it")
     training.add_argument("folder", type=Path)
-    judging = commands.add_parser("judge", help="answer the questions with every way to spend less")
-    judging.add_argument("folder", type=Path)
-    judging.add_argument("--patches", type=int, default=10, help="side of the images in patches")
-    judging.add_argument("--limit", type=int, default=500, help="questions of each file")
-    judging.add_argument("--rows", nargs="*", help="names of rows; all by default")
-    judging.add_argument("--no-plans", action="store_true", help="leave out the plans that are searched")
-    tables = commands.add_parser("table", help="write the tables of what was judged and tuned, with times")
+    evaluating = commands.add_parser("evaluate", help="answer the questions with every way to spend less")
+    evaluating.add_argument("folder", type=Path)
+    evaluating.add_argument("--patches", type=int, default=10, help="side of the images in patches")
+    evaluating.add_argument("--limit", type=int, default=500, help="questions of each file")
+    evaluating.add_argument("--rows", nargs="*", help="names of rows; all by default")
+    evaluating.add_argument("--no-plans", action="store_true", help="leave out the plans that are searched")
+    tables = commands.add_parser("table", help="write the tables of what was evaluated and tuned, with times")
     tables.add_argument("folder", type=Path)
     tables.add_argument("--patches", type=int, default=10, help="side of the images in patches")
     tuning = commands.add_parser("tune", help="fine-tune it by several ways to spend less")
@@ -133,7 +134,9 @@ def main() -> None:
         rows = compare.rows(options.folder, options.patches, not options.no_plans)
         chosen = {name: rows[name] for name in options.rows or rows}
         journal = options.folder / f"answers-{options.patches}.jsonl"
-        judge(options.folder / "model", options.folder / "questions", chosen, journal, options.patches, options.limit)
+        evaluate(
+            options.folder / "model", options.folder / "questions", chosen, journal, options.patches, options.limit
+        )
 
 
 if __name__ == "__main__":

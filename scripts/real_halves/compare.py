@@ -1,4 +1,4 @@
-"""The rows that are judged, with plans searched in the trained model, and the table of their answers and costs."""
+"""The rows that are evaluated, with plans searched in the trained model, and the table of their answers and costs."""
 
 import json
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from scripts.real_halves.evaluate import by_picture, gap, halve, loaded, prefill_times
 
 import mmod
 from mmod import Option, RoutingConfig
@@ -16,7 +17,6 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.io.store import STORE
 from mmod.planning import horizon, search_plan
-from scripts.real_halves.judge import by_picture, gap, halve, loaded, prefill_times
 from scripts.real_halves.model import TRAINED
 from scripts.real_halves.rows import FASTV, LAST_TOKEN, SPREAD, Row, families, fitted, image_share
 
@@ -33,7 +33,7 @@ _OPTIONS = [Option(0.0), Option(0.25), Option(0.0, context="all"), Option(0.25, 
 _ROUTERS: dict[str, Any] = {"evenly spread": "stride", "by the last token's attention": LAST_TOKEN}
 _ROUNDS = 7
 _RIVALS = (SPREAD, "pooled tokens", "fewer pixels")
-_COMMANDS = ["python -m scripts.real_halves judge FOLDER", "python -m scripts.real_halves table FOLDER"]
+_COMMANDS = ["python -m scripts.real_halves evaluate FOLDER", "python -m scripts.real_halves table FOLDER"]
 
 
 def rows(folder: Path, patches: int, plans: bool = True) -> dict[str, Row]:
@@ -103,7 +103,7 @@ def _search(folder: Path, patches: int) -> dict[str, dict[str, Any]]:
     questions = folder / "questions"
     talks = open_conversations(str(questions / "train.json"), ConversationsConfig(images=str(questions)))
     chosen = talks.read(range(_SEARCHED_ON))
-    # One question a picture, as in the judgement.
+    # One question a picture, as in the evaluation.
     chosen = [talk._replace(messages=talk.messages[:2]) for talk in chosen]
     collator = ChatCollator(processor)
     batches = [collator(chosen[start : start + _BATCH]) for start in range(0, len(chosen), _BATCH)]
@@ -148,18 +148,18 @@ def _in_front(curve: Any, last: int, router: Any) -> Callable[[float], RoutingCo
 
 
 def table(folder: Path, patches: int) -> dict[str, Any]:
-    """Return the table of the rows that were judged, as `scripts.doc_tables` writes it.
+    """Return the table of the rows that were evaluated, as `scripts.doc_tables` writes it.
 
     Differences are in points, paired by picture.
     """
     answered = by_picture(folder / f"answers-{patches}.jsonl")
     is_searched = (folder / f"plans-{patches}.json").exists()
-    judged = {name: row for name, row in rows(folder, patches, is_searched).items() if name in answered}
-    times = prefill_times(folder / "model", folder / "questions", judged, patches, _ROUNDS)
+    evaluated = {name: row for name, row in rows(folder, patches, is_searched).items() if name in answered}
+    times = prefill_times(folder / "model", folder / "questions", evaluated, patches, _ROUNDS)
     dense, _ = loaded(folder / "model")
     dense.to("meta")
     lines = list[list[Any]]()
-    for name, row in judged.items():
+    for name, row in evaluated.items():
         image = (row.tokens or row.patches or patches) ** 2
         share = image_share(dense, row.language, _TEXT, image, patches**2)
         cache = times[name]["cache"] / times[DENSE]["cache"]
@@ -169,15 +169,15 @@ def table(folder: Path, patches: int) -> dict[str, Any]:
             line.append(None if name == DENSE else ends(gap(sums, answered[DENSE][file])))
         budget = name.rpartition(", ")[2]
         # Judges of other models find that these are hard to beat.
-        for rival in _RIVALS:
-            other = answered.get(f"{rival}, {budget}")
-            is_compared = other is not None and name != f"{rival}, {budget}"
+        for baseline in _RIVALS:
+            other = answered.get(f"{baseline}, {budget}")
+            is_compared = other is not None and name != f"{baseline}, {budget}"
             line.append(ends(gap(together(answered[name]), together(other))) if is_compared and other else None)
         lines.append(line)
     titles = ["", "image FLOPs", "prefill, ms", "cache", "naming %", "to dense", "places %", "to dense"]
     difference = "{:+.1f} [{:+.1f}, {:+.1f}]"
     formats = ["{}", "{:.2f}", "{:.0f}", "{:.2f}", *["{:.1f}", difference] * 2, *[difference] * len(_RIVALS)]
-    columns = [*titles, *(f"all, to {rival}" for rival in _RIVALS)]
+    columns = [*titles, *(f"all, to {baseline}" for baseline in _RIVALS)]
     return {"commands": _COMMANDS, "columns": columns, "formats": formats, "rows": lines}
 
 

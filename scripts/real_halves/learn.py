@@ -253,14 +253,14 @@ class Training:
         talks: What is asked in training.
         features: Features (pictures, P, D) of its pictures.
         folder: Keeps the state.
-        judged: Questions that are answered now and then, with the features of their pictures.
+        evaluated: Questions that are answered now and then, with the features of their pictures.
     """
 
     model: Any
     talks: Talks
     features: Tensor
     folder: Path
-    judged: Mapping[str, tuple[Talks, Tensor]]
+    evaluated: Mapping[str, tuple[Talks, Tensor]]
     seconds: float = 0.0
 
     def run(self, stages: Sequence[Stage]) -> None:
@@ -292,7 +292,7 @@ class Training:
                 print(f"stage {number} step {done}/{steps} loss {mean(losses[-_SAVED_EVERY:]):.3f}", flush=True)
                 self._write(number + done // steps, done % steps, optimizer)
             if _rank() == 0 and (done % _JUDGED_EVERY == 0 or done == steps):
-                for name, (asked, seen) in self.judged.items():
+                for name, (asked, seen) in self.evaluated.items():
                     print(name, right_answers(self.model, asked, seen, stage.pooled, 150), flush=True)
 
     def _step(self, chosen: Sequence[Talk], stage: Stage, optimizer: torch.optim.Optimizer) -> float:

@@ -30,7 +30,7 @@ class Row:
     Args:
         language: Routing of the language model.
         vision: Routing of the tower.
-        patches: Side of the image in patches; None for the judged one.
+        patches: Side of the image in patches; None for the evaluated one.
         tokens: Side of the grid of image tokens, means over as many windows of patches; None for one token a patch.
     """
 

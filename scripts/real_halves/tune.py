@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, inject_adapter_in_model
+from scripts.real_halves.evaluate import answered, halve, loaded
 from torch import nn
 
 import mmod
@@ -20,7 +21,6 @@ from mmod.data.readers.conversations import ChatSample, ConversationsConfig, ope
 from mmod.planning import ratio_decay
 from mmod.training.chat.model import router_parameters
 from scripts.real_halves.compare import ends
-from scripts.real_halves.judge import answered, halve, loaded
 from scripts.real_halves.learn import scheduled
 from scripts.real_halves.rows import SPREAD, Row, families, fitted, image_share
 
@@ -133,7 +133,7 @@ def _fit(
 
 
 def tune(folder: Path, patches: int, seeds: int, limit: int, names: Sequence[str] | None = None) -> None:
-    """Fine-tune and judge every row, or those of some names, with every seed that the journal lacks."""
+    """Fine-tune and evaluate every row, or those of some names, with every seed that the journal lacks."""
     journal = journal_of(folder, patches)
     found = rows(folder, patches)
     for seed in range(seeds):

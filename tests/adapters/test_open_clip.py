@@ -188,7 +188,7 @@ def test_importance_is_the_mean_of_the_map(name: str) -> None:
         attention_BN = maps[block_name].mean(1)
         valid_BN = torch.ones_like(routing.keep_BN)
         if not block_name.startswith("visual") and name != "ViT-L-14-CLIPA":
-            valid_BN = getattr(model, "text", model).token_embedding.mod_state.marks(captions).valid_BN
+            valid_BN = getattr(model, "text", model).token_embedding.mod_state.masks(captions).valid_BN
         expected = (attention_BN * valid_BN.unsqueeze(-1)).sum(1) / valid_BN.sum(1, keepdim=True)
         torch.testing.assert_close(routing.evidence.importance_BN, expected, atol=1e-6, rtol=1e-5)
 

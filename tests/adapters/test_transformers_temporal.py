@@ -186,9 +186,9 @@ def test_what_has_no_frame_before_it_is_refused() -> None:
         TemporalScore()(torch.zeros(1, 2, 3))
     batch = video("qwen2-vl", (1,), FRAMES)
     model = routed("qwen2-vl", VIDEOS)
-    marks = batch["input_ids"] == VIDEO
+    masks = batch["input_ids"] == VIDEO
     with pytest.raises(ValueError, match="frames of a video are unknown: pass video_grid_thw"):
-        model(inputs_embeds=merged_embeddings(make_joint("qwen2-vl"), batch), image_mask=2 * marks)
+        model(inputs_embeds=merged_embeddings(make_joint("qwen2-vl"), batch), image_mask=2 * masks)
     model = routed("llava", IMAGES)
     batch = prompt("llava", (1,))
     cache = cache_of(model(**batch, use_cache=True))

@@ -44,7 +44,7 @@ def rows(seeds: int = 3, **times: float) -> list[dict[str, Any]]:
 FRONT = {"a-mod-0.25", "a-mod-0.5", "mod-0.5", "dense"}
 
 
-def marks_of(axis: Any) -> list[Any]:
+def masks_of(axis: Any) -> list[Any]:
     return [line for line in axis.lines if (line.get_gid() or "").startswith("hint ")]
 
 
@@ -77,7 +77,7 @@ def test_a_lost_model_stretches_no_axis_and_is_stated() -> None:
         bottom, top = axis.get_ylim()
         assert 70 < bottom < 80
         assert 93 < top < 100
-        (arrow,) = (mark for mark in marks_of(axis) if mark.get_gid().startswith("hint untrained"))
+        (arrow,) = (mark for mark in masks_of(axis) if mark.get_gid().startswith("hint untrained"))
         assert arrow.get_ydata()[0] == bottom
     assert figure.get_suptitle().endswith("below the axis: untrained-0.5 12.0")
     # One that costs least is on the front, however low it scores.
@@ -116,7 +116,7 @@ def test_no_name_lies_on_another_or_on_a_point() -> None:
     figure.draw_without_rendering()
     for axis in figure.axes:
         names = [text.get_window_extent() for text in axis.texts if text.get_text()]
-        points = [mark.get_window_extent() for mark in marks_of(axis)]
+        points = [mark.get_window_extent() for mark in masks_of(axis)]
         assert len(points) == 9
         assert not any(one.overlaps(two) for one, two in itertools.combinations(names, 2))
         assert not any(name.overlaps(point) for name in names for point in points)
@@ -129,7 +129,7 @@ def test_series_have_one_colour_and_marker_in_all_panels_and_figures() -> None:
     styles_of: dict[str, set[tuple[str, str]]] = {}
     for figure in figures:
         for axis in figure.axes:
-            for mark in marks_of(axis):
+            for mark in masks_of(axis):
                 name = mark.get_gid().removeprefix("hint ").partition(":")[0].rpartition("-")[0] or "dense"
                 styles_of.setdefault(name, set()).add((mark.get_color(), mark.get_marker()))
     assert set(styles_of) == {"dense", "a-mod", "mod", "random", "shallow", "untrained"}

@@ -199,7 +199,7 @@ def test_patches_show_the_object_clutter_or_nothing() -> None:
             assert shown[row, column] == expected
 
 
-def test_an_early_exit_model_is_judged_beside(run: Path, tmp_path: Path) -> None:
+def test_an_early_exit_model_is_evaluated_beside(run: Path, tmp_path: Path) -> None:
     fields = yaml.safe_load((run / "config.yaml").read_text())
     leaves = {"kind": "exit", "confidence": 0.105, "blocks": [0]}
     model = {**fields["model"], "checkpoint": str(run.parent / "moved")}

@@ -50,7 +50,7 @@ def test_a_run_on_pairs_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture
     assert not (tmp_path / "dense/audit").exists()
 
 
-def test_pairs_are_judged_as_clip_loses_on_them() -> None:
+def test_pairs_are_evaluated_as_clip_loses_on_them() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -50,7 +50,7 @@ def test_a_run_on_text_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[
         main([str(tmp_path / "dense"), *QUICK])
 
 
-def test_windows_are_judged_one_by_one() -> None:
+def test_windows_are_evaluated_one_by_one() -> None:
     model = create_dense(text_config(Path("run")).model).eval()
     tokens = torch.randint(256, (3, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():

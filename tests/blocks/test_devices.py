@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import mmod
 from mmod.adapters.transformers.layers import CompactRotary
 from mmod.blocks import Span, StackCalls
-from mmod.routing import Evidence, Kept, Router, Routing, TokenMarks, share_score
+from mmod.routing import Evidence, Kept, Router, Routing, TokenMasks, share_score
 from mmod.threads import PerThread
 
 FAR = torch.device("meta")
@@ -51,9 +51,9 @@ def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.Monke
     shared = span.begin(torch.empty(2, 6, 8))
     shared.score_BN = torch.rand(2, 6)
     if decided:
-        span.remember(decides(torch.rand(2, 6, 8), shared.score_BN), shared, at(1), decides, TokenMarks())
+        span.remember(decides(torch.rand(2, 6, 8), shared.score_BN), shared, at(1), decides, TokenMasks())
     assert span.enter(x, at(2), decides, training=False) is shared
-    assert span.decided(x, shared, at(2), decides, TokenMarks()) is None
+    assert span.decided(x, shared, at(2), decides, TokenMasks()) is None
     recorded = []
 
     def choose(score_BN: Tensor) -> Routing:
@@ -61,7 +61,7 @@ def test_importance_comes_to_its_reader(decided: bool, monkeypatch: pytest.Monke
         return Routing(Kept(torch.zeros(2, 3, dtype=torch.long, device=score_BN.device)), Evidence(score_BN))
 
     monkeypatch.setattr(decides, "forward", lambda x, score_BN, tokens: choose(score_BN))
-    routing = decides(x, shared.score_BN, TokenMarks())
+    routing = decides(x, shared.score_BN, TokenMasks())
     assert recorded == [FAR]
     assert routing.kept.index_BK.device == FAR
 
@@ -72,11 +72,11 @@ def test_whom_tokens_joined_comes_to_its_reader(capacity: float) -> None:
     span = make_span(scored_by_first=True)
     near = torch.rand(2, 8, 8)
     shared = span.begin(near)
-    span.remember(decides(near), shared, at(0), decides, TokenMarks())
+    span.remember(decides(near), shared, at(0), decides, TokenMasks())
     reads = Router(decides.config, dim=8, block=2, capacity=capacity)
     x = torch.empty(2, 8, 8, device=FAR)
     assert span.enter(x, at(1), reads, training=False) is shared
-    routing = span.decided(x, shared, at(1), reads, TokenMarks())
+    routing = span.decided(x, shared, at(1), reads, TokenMasks())
     assert routing is not None
     assert routing.kept.index_BK.shape == (2, int(8 * capacity))
     assert routing.joined.slot_BN is not None

@@ -1,4 +1,4 @@
-"""A comparison that stops early: who is judged on all samples, and that the others are out of reach."""
+"""A comparison that stops early: who is evaluated on all samples, and that the others are out of reach."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mmod.compare.early import compare_early, front_of, milliseconds
-from mmod.compare.table import DENSE, Measured, Table, judged
+from mmod.compare.table import DENSE, Measured, Table, evaluated
 
 SAMPLES = 12
 FIRST = 4
@@ -20,26 +20,26 @@ FIRST = 4
         min_size=1,
     )
 )
-def test_the_front_is_judged_on_all_samples_and_each_sample_once(models: dict[str, tuple[int, list[int]]]) -> None:
+def test_the_front_is_evaluated_on_all_samples_and_each_sample_once(models: dict[str, tuple[int, list[int]]]) -> None:
     outcomes = {DENSE: np.ones(SAMPLES)} | {name: np.array(right, float) for name, (_, right) in models.items()}
     ms = {DENSE: 6.0} | {name: float(time) for name, (time, _) in models.items()}
     asked: dict[str, list[int]] = {name: [] for name in models}
 
-    def judge(name: str, start: int, stop: int) -> Measured:
+    def evaluate(name: str, start: int, stop: int) -> Measured:
         asked[name] += range(start, stop)
         return Measured({}, samples=stop - start, outcomes={"right": outcomes[name][start:stop]})
 
     table = Table()
     table.add(DENSE, 0, Measured({}, samples=SAMPLES, outcomes={"right": outcomes[DENSE]}))
     times = {name: [value] * 3 for name, value in ms.items()}
-    compare_early(table, models, judge, lambda: times, "right", FIRST, progress=False)
+    compare_early(table, models, evaluate, lambda: times, "right", FIRST, progress=False)
     assert milliseconds(table, "batch") == ms
     for name in models:
         assert asked[name] in (list(range(FIRST)), list(range(SAMPLES)))
-        assert table.runs[name][0].outcomes["right"].tolist() == outcomes[name][: judged(table, name)].tolist()
-    assert all(judged(table, name) == SAMPLES for name in front_of(table, "right", ms))
-    # Who is judged on few samples is beaten by one that is as fast, and that was clearly better on as many.
+        assert table.runs[name][0].outcomes["right"].tolist() == outcomes[name][: evaluated(table, name)].tolist()
+    assert all(evaluated(table, name) == SAMPLES for name in front_of(table, "right", ms))
+    # Who is evaluated on few samples is beaten by one that is as fast, and that was clearly better on as many.
     for name in models:
         others = [other for other in models if other != name and ms[other] <= ms[name]]
         better = [other for other in others if outcomes[other][:FIRST].mean() > outcomes[name][:FIRST].mean()]
-        assert judged(table, name) == SAMPLES or better
+        assert evaluated(table, name) == SAMPLES or better

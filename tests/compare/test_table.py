@@ -30,7 +30,7 @@ from mmod.compare.table import (
     measured_once,
     unbeaten,
 )
-from mmod.io.jobs import Job, Runner, Tick
+from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.store import Store
 from mmod.studies.report import verdict
 
@@ -129,7 +129,7 @@ def test_models_without_a_partner_are_not_compared() -> None:
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=20), st.data())
-def test_samples_are_paired_as_far_as_both_are_judged(scores: list[float], data: st.DataObject) -> None:
+def test_samples_are_paired_as_far_as_both_are_evaluated(scores: list[float], data: st.DataObject) -> None:
     count = data.draw(st.integers(1, len(scores)))
     changed = data.draw(st.lists(st.floats(0, 1), min_size=count, max_size=count))
     table = by_sample({"dense": scores, "a": changed, "none": []})
@@ -153,7 +153,7 @@ def test_a_figure_of_weighted_samples_is_bootstrapped_over_the_same_draws(sample
     def root_mean_square(rows: Mapping[str, np.ndarray], weight_SN: np.ndarray) -> np.ndarray:
         return np.sqrt(weight_SN @ rows["x"] ** 2)
 
-    table = Table(weigh={"rms": root_mean_square}, draws=400)
+    table = Table(weigh={"rms": root_mean_square})
     for name, values in outcomes.items():
         table.add(name, 0, Measured({}, samples=samples, outcomes={"x": values}))
     value = gap(table, "rms", "a", "dense")
@@ -162,7 +162,7 @@ def test_a_figure_of_weighted_samples_is_bootstrapped_over_the_same_draws(sample
         math.sqrt(mean(outcomes["a"] ** 2)) - math.sqrt(mean(outcomes["dense"] ** 2)), abs=1e-9
     )
     # The slow definition: the figure of images that are drawn one by one.
-    drawn = np.random.default_rng(0).multinomial(samples, np.full(samples, 1 / samples), size=400)
+    drawn = np.random.default_rng(0).multinomial(samples, np.full(samples, 1 / samples), size=2000)
     places = [np.repeat(np.arange(samples), counts) for counts in drawn]
     differences = [
         math.sqrt(mean(outcomes["a"][place] ** 2)) - math.sqrt(mean(outcomes["dense"][place] ** 2)) for place in places
@@ -199,7 +199,7 @@ def test_a_figure_that_some_seeds_lack_has_the_mean_of_the_others() -> None:
 def test_a_stopped_comparison_measures_nothing_again(tmp_path: Path) -> None:
     done = []
 
-    def measure(job: Job[float], tick: Tick) -> Measured:
+    def measure(job: Job[float], callback: Callback) -> Measured:
         def compute() -> Measured:
             if len(done) == 2:
                 raise KeyboardInterrupt

@@ -105,7 +105,7 @@ def _child(case: Case, folder: Path, answer: Connection) -> None:
     sys.addaudithook(lambda event, arguments: _watch(event, arguments, str(folder), deeds))
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as written:
         try:
-            fault, message = _judge(case, written)
+            fault, message = _evaluate(case, written)
         except BaseException:
             fault, message = f"unexpected: {traceback.format_exc(limit=-3)}", ""
     peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
@@ -130,7 +130,7 @@ def _watch(event: str, arguments: tuple[Any, ...], folder: str, deeds: list[str]
         deeds.append(f"{event} {full}")
 
 
-def _judge(case: Case, written: io.StringIO) -> tuple[str, str]:
+def _evaluate(case: Case, written: io.StringIO) -> tuple[str, str]:
     """Return what differs from the documented outcome, and the message."""
     try:
         result = case.read("raise")
@@ -139,11 +139,11 @@ def _judge(case: Case, written: io.StringIO) -> tuple[str, str]:
         if case.documented == "read":
             return f"refused: {message[:300]}", message
         fault = _fault_of(message, case.mentions)
-        return fault or (_judge_count(case) if case.documented == "counted" else ""), message
+        return fault or (_evaluation_count(case) if case.documented == "counted" else ""), message
     return ("" if case.documented == "read" else f"not refused, but read as {str(result)[:200]!r}"), ""
 
 
-def _judge_count(case: Case) -> str:
+def _evaluation_count(case: Case) -> str:
     for path in Path().iterdir():
         if path.is_file() or path.is_symlink():
             path.unlink()

@@ -15,7 +15,7 @@ from mmod.config import RoutingConfig
 from mmod.data.convert.pairs import PairsConversion, convert_pairs
 from mmod.data.corrupt import CorruptReport
 from mmod.data.readers.shards import ShardSource
-from mmod.io.claim import claim_folder
+from mmod.io.records import record_config
 from mmod.training import TrainConfig
 from mmod.training.engine.parse import parse_config
 from mmod.training.engine.run_folder import read_fit
@@ -131,7 +131,7 @@ def note_cases() -> Iterator[Case]:
 
     def claim(file: str, text: bytes, _: Any) -> Any:
         Path(file).write_bytes(text)
-        return claim_folder(".", {"a": 1}, file=file, kind="a run")
+        return record_config(".", {"a": 1}, file=file, kind="a run")
 
     def index(change: Callable[[bytes], bytes], _: Any) -> Any:
         Path("0.tar").write_bytes(body({"7.png": PNG, "7.cls": b"7"}) + END)

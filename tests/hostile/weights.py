@@ -217,7 +217,7 @@ def _half_done() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "partial.json"
         try:
-            mmod.audit(**audits.options(), judge=audits.stopping(58), store=file)
+            mmod.audit(**audits.options(), evaluate=audits.stopping(58), store=file)
         except audits.Stopped:
             return file.read_bytes()
     raise AssertionError("the audit ended")

@@ -14,19 +14,19 @@ from pathlib import Path
 import pytest
 
 from mmod.io import jobs
-from mmod.io.jobs import Job, Runner, Tick
+from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.stop import Stop, exit_after, heeding, signal_name
 from tests.kit.processes import FORKING, run_processes
 
 JOBS = [Job(name, seed, f"{name}{seed}") for seed in (0, 1) for name in ("base", "dense", "a-mod")]
 
 
-def report(job: Job[str], tick: Tick) -> tuple[str, int]:
-    tick(0.5)
+def report(job: Job[str], callback: Callback) -> tuple[str, int]:
+    callback(0.5)
     return job.config, os.getpid()
 
 
-def fail(job: Job[str], tick: Tick) -> None:
+def fail(job: Job[str], callback: Callback) -> None:
     if job.name == "base" and job.seed == 1:
         time.sleep(120)
     raise ValueError(f"{job.config} does not fit")
@@ -98,7 +98,7 @@ def stopped_study(pids: Path, number: int, everywhere: bool) -> None:
     list(Runner(2, False).run([Job("base", seed, str(pids)) for seed in (0, 1)], save_when_stopped))
 
 
-def save_when_stopped(job: Job[str], tick: Tick) -> None:
+def save_when_stopped(job: Job[str], callback: Callback) -> None:
     with heeding(Stop()) as stop:
         with open(job.config, "a") as file:
             file.write(f"{os.getpid()} ")
@@ -108,7 +108,7 @@ def save_when_stopped(job: Job[str], tick: Tick) -> None:
         exit_after(stop.number, f"{signal_name(stop.number)}: saved")
 
 
-def linger(job: Job[str], tick: Tick) -> None:
+def linger(job: Job[str], callback: Callback) -> None:
     with open(job.config, "a") as file:
         file.write(f"{os.getpid()} ")
     time.sleep(250)
@@ -130,9 +130,9 @@ def is_running(pid: int) -> bool:
 
 
 def test_the_bar_weighs_runs_by_their_work(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowly(job: Job[str], tick: Tick) -> None:
+    def slowly(job: Job[str], callback: Callback) -> None:
         for share in (0.25, 0.5, 0.25, 1.0):
-            tick(share)
+            callback(share)
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     list(Runner().run(JOBS, slowly))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import mmod.io.progress
-from mmod.io.jobs import Job, Runner, Tick
+from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.progress import SECONDS, progress_bar
 from tests.kit.scripts import ROOT
 
@@ -69,9 +69,9 @@ def test_on_a_terminal_there_is_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_study_off_a_terminal_says_what_is_done_in_lines(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
-    def do(job: Job[str], tick: Tick) -> None:
+    def do(job: Job[str], callback: Callback) -> None:
         clock.now += SECONDS
-        tick(1.0)
+        callback(1.0)
 
     jobs = [Job(name, seed, "config") for seed in range(2) for name in ("dense", "mod")]
     assert len(list(Runner().run(jobs, do))) == 4

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mmod.io.claim import flatten
 from mmod.io.configs import config_names, existing_config
+from mmod.io.records import flatten
 from mmod.io.yaml import merged, parse_yaml, read_yaml, stack_configs
 from mmod.training import TrainConfig
 

@@ -84,7 +84,7 @@ def check_cache_changes_nothing(model: Any, batch: dict[str, Any], steps: int = 
     cache, logits = cache_of(out), [out.logits]
     ids, mask = batch["input_ids"], batch["attention_mask"]
     # The arguments that mark image tokens grow with the prompt.
-    marks = {name: batch[name] for name in ("mm_token_type_ids", "token_type_ids") if name in batch}
+    masks = {name: batch[name] for name in ("mm_token_type_ids", "token_type_ids") if name in batch}
     sectioned = getattr(model.model, "rope_deltas", None) is not None
     last = mask.cumsum(1).argmax(1)
     generator = torch.Generator().manual_seed(3)
@@ -92,13 +92,13 @@ def check_cache_changes_nothing(model: Any, batch: dict[str, Any], steps: int = 
         word = torch.randint(3, IMAGE, (len(ids), 1), generator=generator)
         ids, mask = torch.cat([ids, word], 1), torch.cat([mask, torch.ones_like(word)], 1)
         place = {}
-        marks = {name: torch.cat([kinds, _kind_of_words(model, name, word)], 1) for name, kinds in marks.items()}
+        masks = {name: torch.cat([kinds, _kind_of_words(model, name, word)], 1) for name, kinds in masks.items()}
         if sectioned:
             # As `generate` does: time, height and width of a word are its place after the images' own.
             place = {"position_ids": (mask.sum(1, keepdim=True) - 1 + model.model.rope_deltas).expand(3, -1, -1)}
         out = model(input_ids=word, attention_mask=mask, **{CACHE: cache}, use_cache=True, **place)
         logits.append(out.logits)
-    whole = {**batch, "input_ids": ids, "attention_mask": mask, **marks}
+    whole = {**batch, "input_ids": ids, "attention_mask": mask, **masks}
     # A loss may ignore the last token of an answer.
     labels = torch.nn.functional.pad(ids[:, -steps:-1], (ids.shape[1] - steps, 1), value=-100)
     full = model(**whole, labels=labels, use_cache=False).logits

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis import SHIFTS, LabelledBatch, judge_classes
+from mmod.analysis import SHIFTS, LabelledBatch, evaluate_classes
 from tests.kit.zoo import make_images, make_model
 
 NAME = "vit_tiny_patch16_224"
@@ -55,15 +55,15 @@ def options() -> dict[str, Any]:
 
 
 def stopping(calls: int) -> Any:
-    """Return a judge that judges so many times."""
+    """Return an evaluation that evaluates so many times."""
     left = itertools.count(calls, -1)
 
-    def judge(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    def evaluate(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         if not next(left):
             raise Stopped
-        return judge_classes(model, batch)
+        return evaluate_classes(model, batch)
 
-    return judge
+    return evaluate
 
 
 def first_array(value: Any) -> dict[str, str]:

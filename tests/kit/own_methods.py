@@ -27,7 +27,7 @@ class Contrast(mmod.Score):
     def make(self, place: Any) -> nn.Module:
         return ContrastScore(place.dim, self.power)
 
-    def squashed(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+    def normalised(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         return score_BN / score_BN.amax(dim=1, keepdim=True)
 
 

@@ -51,8 +51,8 @@ _NOT_RESULTS = {
     "torch",
     "recommended",
     "on_front",
-    "to_rival",
-    "rival",
+    "to_baseline",
+    "baseline",
 }
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]\d+)?")
 _ONE_STEP = {"epochs": 1, "epoch_steps": 1, "device": "cpu"}
@@ -176,14 +176,14 @@ def features(folder: Path) -> dict[str, float]:
     }
     torch.manual_seed(1)
     save_file(timm.create_model("vit_tiny_patch16_224", **args).state_dict(), weights)
-    rivals = {
+    baselines = {
         "merging": {0.5: {"kind": "merge", "r": 2}},
         "resolution": {0.5: {"kind": "resolution", "image_size": 12}},
     }
     routers = {"late": {"router": "redundancy", "blocks": "late", "skipped": "merge"}, "random": {"router": "random"}}
     fields = {"kind": "features", "images": str(images), "checkpoint": str(weights), "neighbours": 3, "folds": 3}
     return of_study(
-        folder, dense, **fields, routers=routers, rivals=rivals, seeds=1, latency_batch=2, latency_batches=[1]
+        folder, dense, **fields, routers=routers, baselines=baselines, seeds=1, latency_batch=2, latency_batches=[1]
     )
 
 
@@ -228,8 +228,8 @@ def chat(folder: Path) -> dict[str, float]:
         "trainer": {**CHAT["trainer"], "save_strategy": "no"},
     }
     routers = {"p-mod": {"preset": "p-mod"}, "random": {"router": "random", "blocks": [1, 2], "capacity": 0.25}}
-    rivals = {"resolution": {0.25: {"kind": "resolution", "image_size": 16}}}
-    study = {"kind": "chat", "routers": routers, "rivals": rivals, "finetune": {"trainer": {"max_steps": 1}}}
+    baselines = {"resolution": {0.25: {"kind": "resolution", "image_size": 16}}}
+    study = {"kind": "chat", "routers": routers, "baselines": baselines, "finetune": {"trainer": {"max_steps": 1}}}
     return of_runs(folder, "chat", dense) | of_study(folder, dense, **study, latency_batch=2)
 
 

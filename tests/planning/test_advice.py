@@ -195,7 +195,7 @@ def test_figures_are_those_of_models_changed_by_the_printed_lines(
     options: dict[str, Any], clock: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock({})
-    # Recipes near the front are judged in two steps.
+    # Recipes near the front are evaluated in two steps.
     monkeypatch.setattr(samples, "FIRST_LOOK", 4)
     images = pictures(10)
     with torch.no_grad():
@@ -290,7 +290,7 @@ def test_a_killed_call_goes_on_and_another_finds_its_own(
     done = len(ran)
     assert mmod.advise(make(), [pictures(4)], **options) == advice
     assert len(ran) == done
-    # Other images, labels or weights are judged anew, and one candidate more is alone in being judged.
+    # Other images, labels or weights are evaluated anew, and one candidate more is alone in being evaluated.
     labels = torch.arange(4) % 3
     turned = make()
     turned.head.weight.data = turned.head.weight.data.flip(0)
@@ -333,7 +333,7 @@ def test_what_cannot_be_applied_is_left_out_with_its_reason(clock: Callable[...,
     assert not {row.name for row in advice.rows} & set(advice.refused)
 
 
-def test_a_clip_model_is_judged_by_its_image_features(clock: Callable[..., None]) -> None:
+def test_a_clip_model_is_evaluated_by_its_image_features(clock: Callable[..., None]) -> None:
     clock({})
     advice = mmod.advise(make_clip("ViT-B-32"), [make_images("ViT-B-32", 4)], progress=False)
     assert advice.measure == "cosine of features"
@@ -350,7 +350,7 @@ def questions(number: int, labels: bool = False) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("labels", [False, True])
-def test_a_language_model_is_judged_by_its_next_tokens(
+def test_a_language_model_is_evaluated_by_its_next_tokens(
     labels: bool, clock: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock({"as FastV": 5.0})
@@ -396,7 +396,7 @@ def test_a_language_model_is_judged_by_its_next_tokens(
 @pytest.mark.parametrize(
     ("model", "batches", "message"),
     [
-        (lambda: make_joint("llava"), questions(1), "one batch of prompts cannot both find plans and judge them"),
+        (lambda: make_joint("llava"), questions(1), "one batch of prompts cannot both find plans and evaluate them"),
         (lambda: make_joint("llava"), [], "no prompts: batches is empty"),
         (lambda: make_language("llama"), questions(2), "reads text: use mmod.search_plan"),
         (lambda: make(), [], "no images: batches is empty"),

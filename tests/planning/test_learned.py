@@ -26,7 +26,7 @@ from mmod.planning.learned import (
     learn_capacity_,
     settle_capacity_,
 )
-from mmod.routing import Evidence, Kept, Router, Routing, TokenMarks, Weights, kept_count, select_topk
+from mmod.routing import Evidence, Kept, Router, Routing, TokenMasks, Weights, kept_count, select_topk
 from tests.kit.zoo import make_images, make_model
 
 LINEAR = mmod.RoutingConfig(router="linear", blocks="all")
@@ -111,7 +111,7 @@ def test_weights_are_those_of_a_loop(
     capacity, lower = Fraction(upper, 8), Fraction(upper - 1, 8)
     gate = "sigmoid" if gated else "identity"
     index_BK, valid_BK, gate_BK, _ = select_topk(score_BN, capacity, prefix, real_BN, gate=gate)
-    routing = Routing(Kept(index_BK, valid_BK), Evidence(score_BN, TokenMarks(real_BN)), Weights(gate_BK))
+    routing = Routing(Kept(index_BK, valid_BK), Evidence(score_BN, TokenMasks(real_BN)), Weights(gate_BK))
     share = torch.tensor(0.25, dtype=torch.float64)
     weight = PartialSlots(lower, share).weigh(routing, prefix)
     assert weight.weights.gate_BK is not None

@@ -182,7 +182,7 @@ def test_vision_models_of_transformers(name: str) -> None:
     assert report.share == pytest.approx(search.share(search.plan), abs=1e-3)
 
 
-def test_clip_of_transformers_is_judged_by_its_image_features() -> None:
+def test_clip_of_transformers_is_evaluated_by_its_image_features() -> None:
     model = folders.make_image_model("clip")
     batch = {"pixel_values": torch.randn(2, 3, folders.SIDE, folders.SIDE), "input_ids": torch.tensor([[5, 6], [7, 8]])}
     with torch.no_grad():

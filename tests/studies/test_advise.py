@@ -59,7 +59,7 @@ def test_a_folder_of_images_gives_a_report(tmp_path: Path, capsys: pytest.Captur
     assert visible(output) == {"advice.json", "advice.md", "advice.png", "store.jsonl"}
 
 
-def test_a_checkpoint_of_as_many_classes_is_judged_by_accuracy(
+def test_a_checkpoint_of_as_many_classes_is_evaluated_by_accuracy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, model = make_folder(tmp_path / "images", 3, 2), timm.create_model("test_vit", num_classes=3)
@@ -86,7 +86,7 @@ def test_a_checkpoint_of_as_many_classes_is_judged_by_accuracy(
 @pytest.mark.parametrize(
     ("more", "measure"), [((), "cosine of features"), (("--measure", "patches"), "cosine of patches")]
 )
-def test_a_checkpoint_of_another_size_is_converted_and_judged_at_the_size_asked_for(
+def test_a_checkpoint_of_another_size_is_converted_and_evaluated_at_the_size_asked_for(
     more: tuple[str, ...], measure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = make_folder(tmp_path / "images", 1, 3)
@@ -201,7 +201,7 @@ def test_measures_that_a_model_cannot_have_are_refused(tmp_path: Path) -> None:
     save_file(headless.state_dict(), tmp_path / "weights.safetensors")
     with pytest.raises(ValueError, match="has no classes: use --measure features"):
         open_advised("test_vit", str(tmp_path / "weights.safetensors"), measure="top1")
-    with pytest.raises(ValueError, match="judged by its image features, got --measure patches"):
+    with pytest.raises(ValueError, match="evaluated by its image features, got --measure patches"):
         open_advised("open_clip:ViT-B-32", measure="patches")
 
 

@@ -40,8 +40,8 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ChatStudyConfig:
 
 
 def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rivals = {"resolution": {0.25: {"kind": "resolution", "image_size": 16}}}
-    study = dataclasses.replace(study, rivals=rivals)
+    baselines = {"resolution": {0.25: {"kind": "resolution", "image_size": 16}}}
+    study = dataclasses.replace(study, baselines=baselines)
     result = run_study(study, progress=False)
     points = {point.name: point for point in result.points}
     assert list(points) == ["dense", "p-mod", "random", "resolution-0.25"]
@@ -56,9 +56,13 @@ def test_a_study_compares_and_can_be_continued(study: ChatStudyConfig, monkeypat
     assert all(len(point.figures) == 2 and point.row()["right_std"] is not None for point in result.points)
     assert dense.to_dense is dense.to_control is None
     # Of another series, and at most a tenth dearer.
-    assert smaller.to_rivals == {"to_rival": None, "rival": None}
-    assert {points[name].to_rivals["rival"] for name in ("p-mod", "random")} <= {"p-mod", "random", "resolution-0.25"}
-    assert dense.to_rivals["rival"] in ("p-mod", "random", "resolution-0.25")
+    assert smaller.to_baselines == {"to_baseline": None, "baseline": None}
+    assert {points[name].to_baselines["baseline"] for name in ("p-mod", "random")} <= {
+        "p-mod",
+        "random",
+        "resolution-0.25",
+    }
+    assert dense.to_baselines["baseline"] in ("p-mod", "random", "resolution-0.25")
     for name in ("p-mod", "random"):
         gap = points[name].to_dense
         assert gap is not None
@@ -114,8 +118,8 @@ def test_wrong_studies_are_named(study: ChatStudyConfig) -> None:
         dataclasses.replace(study, latency_rounds=0)
     with pytest.raises(ValueError, match="maps must be an integer of at least 0, got -1"):
         dataclasses.replace(study, maps=-1)
-    with pytest.raises(ValueError, match=r"rivals.prune.kind must be .*'resolution'"):
-        dataclasses.replace(study, rivals={"prune": {0.5: {"kind": "prune"}}})
+    with pytest.raises(ValueError, match=r"baselines.prune.kind must be .*'resolution'"):
+        dataclasses.replace(study, baselines={"prune": {0.5: {"kind": "prune"}}})
     with pytest.raises(ValueError, match=r"no data\.val"):
         plan(dataclasses.replace(study, changes={"data": {"val": None}}))[1]
 

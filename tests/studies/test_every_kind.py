@@ -54,7 +54,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
 ) -> None:
     recipe = kind_of(_tiny(kind, tmp_path))
     shares: list[float] = []
-    trained: RoutedResult = recipe.fit(progress=False, tick=shares.append).best
+    trained: RoutedResult = recipe.fit(progress=False, callback=shares.append).best
     done = dataclasses.replace(recipe.config.finished(recipe.config.output), output=str(tmp_path / "done"))
     path = tmp_path / "done.yaml"
     path.write_text(yaml.safe_dump(done.to_dict()))

@@ -86,7 +86,7 @@ def config(files: Path, output: Path, **changes: Any) -> FeaturesStudyConfig:
             "random": {"router": "random"},
             "small": {"router": "random", "image_size": 12},
         },
-        "rivals": {
+        "baselines": {
             "resolution": {
                 1.0: {"kind": "resolution", "image_size": 16},
                 0.6: {"kind": "resolution", "image_size": 12},
@@ -112,8 +112,8 @@ def run(study: FeaturesStudyConfig) -> tuple[StudyResult, list[dict[str, Any]]]:
 def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -> None:
     result, rows = run(config(given_files, tmp_path / "study"))
     by_name = {row["name"]: row for row in rows}
-    routed, rivals = ["attention-0.5", "random-0.5", "small-0.5"], ["resolution-1", "resolution-0.6"]
-    assert list(by_name) == ["dense", *routed, *rivals, "merging-0.5", "both-0.5"]
+    routed, baselines = ["attention-0.5", "random-0.5", "small-0.5"], ["resolution-1", "resolution-0.6"]
+    assert list(by_name) == ["dense", *routed, *baselines, "merging-0.5", "both-0.5"]
     # Fewer pixels and fewer tokens add up.
     for both, more in (("small-0.5", "random-0.5"), ("both-0.5", "merging-0.5")):
         assert by_name[both]["gflops"] < min(by_name["resolution-0.6"]["gflops"], by_name[more]["gflops"])
@@ -126,7 +126,7 @@ def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -
     for row in rows:
         assert row["gflops"] > 0
         assert all(row[column] > 0 for column in ("latency_ms", "latency_ms_b1", "speedup", "speedup_b1", "peak_mb"))
-        for gap in (row["to_dense"], row["knn_to_dense"], row["to_control"], row["to_rival_b2"]):
+        for gap in (row["to_dense"], row["knn_to_dense"], row["to_control"], row["to_baseline_b2"]):
             assert gap is None or gap.low <= gap.value <= gap.high
         for probe, gap in (("knn", row["knn_to_dense"]), ("linear", row["to_dense"])):
             assert row["name"] == "dense" or gap.value == pytest.approx(row[probe] - dense[probe], abs=1e-4)
@@ -135,10 +135,10 @@ def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -
     assert by_name["attention-0.5"]["to_control"] is not None
     assert dense["knn"] > 60, "classes differ in colour"
     for row in rows:
-        rival = by_name.get(row["rival_b2"] or "")
-        assert rival is None or rival["series"] not in ("attention", "random", "small")
-        for column, probe in (("linear_to_rival_b2", "linear"), ("knn_to_rival_b2", "knn")):
-            assert rival is None or row[column].value == pytest.approx(row[probe] - rival[probe], abs=1e-4)
+        baseline = by_name.get(row["baseline_b2"] or "")
+        assert baseline is None or baseline["series"] not in ("attention", "random", "small")
+        for column, probe in (("linear_to_baseline_b2", "linear"), ("knn_to_baseline_b2", "knn")):
+            assert baseline is None or row[column].value == pytest.approx(row[probe] - baseline[probe], abs=1e-4)
     assert "36 images; 95 % intervals" in result.table
     (ranking,) = (line for line in result.table.splitlines() if ", the fastest first: " in line)
     assert ranking.count(",") <= 6
@@ -146,7 +146,7 @@ def test_models_are_compared_image_by_image(given_files: Path, tmp_path: Path) -
         assert (tmp_path / "study" / f"{picture}.png").stat().st_size
 
 
-def test_cheaper_versions_of_the_dense_model_are_judged_by_its_classifier(given_files: Path, tmp_path: Path) -> None:
+def test_cheaper_versions_of_the_dense_model_are_evaluated_by_its_classifier(given_files: Path, tmp_path: Path) -> None:
     for split, numbers in (("train", range(8)), ("test", range(8, EACH))):
         for label in range(CLASSES):
             folder = tmp_path / "split" / split / f"class{label}"
@@ -162,7 +162,7 @@ def test_cheaper_versions_of_the_dense_model_are_judged_by_its_classifier(given_
     }
     fitted = {name for name in runs if {**identities[name]["fitted"], "batch": 0} in features}
     others = {"small-0.5", "resolution-0.6", "both-0.5"}
-    # The same images at the same size are those of the dense model, which is also the rival at its size.
+    # The same images at the same size are those of the dense model, which is also the baseline at its size.
     assert fitted == {"dense", "resolution-1", *others}
     train = read_features(features, identities["dense"]["fitted"])
     for name in ("attention-0.5", "merging-0.5", "resolution-1", "resolution-0.6"):
@@ -183,7 +183,7 @@ def test_too_few_images_of_a_class_are_refused_before_any_model_is_made(
 ) -> None:
     made: list[object] = []
     monkeypatch.setattr(ImageKind, "create", lambda self: made.append(self.config))
-    study = config(given_files, tmp_path / "study", folds=EACH + 1, rivals={}, routers=ONE)
+    study = config(given_files, tmp_path / "study", folds=EACH + 1, baselines={}, routers=ONE)
     with pytest.raises(ValueError, match=rf"folds={EACH + 1} .* class 0 has {EACH}"):
         run_study(study, progress=False)
     assert not made
@@ -225,7 +225,7 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
     given_files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     routers = {"random": {"router": "random"}}
-    uninterrupted, _ = run(config(given_files, tmp_path / "whole", routers=routers, rivals={}))
+    uninterrupted, _ = run(config(given_files, tmp_path / "whole", routers=routers, baselines={}))
     batches, read = BatchStream.batches, []
 
     def stopping(self: BatchStream, epoch: int, start: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -235,7 +235,7 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
                 raise KeyboardInterrupt
             yield batch
 
-    stopped = config(given_files, tmp_path / "stopped", routers=routers, rivals={})
+    stopped = config(given_files, tmp_path / "stopped", routers=routers, baselines={})
     with monkeypatch.context() as patched:
         patched.setattr(BatchStream, "batches", stopping)
         for _ in range(2):
@@ -259,7 +259,7 @@ def test_a_study_that_was_stopped_goes_on_to_the_same(
 def test_unreadable_images_are_counted_or_raise(given_files: Path, tmp_path: Path) -> None:
     shutil.copytree(given_files / "photos", tmp_path / "photos")
     (tmp_path / "photos" / "class0" / "0.png").write_bytes(b"no image")
-    options: dict[str, Any] = {"routers": {"random": {"router": "random"}}, "rivals": {}}
+    options: dict[str, Any] = {"routers": {"random": {"router": "random"}}, "baselines": {}}
     broken = config(given_files, tmp_path / "study", images=str(tmp_path / "photos"), **options)
     assert "35 images (1 could not be read)" in run(broken)[0].table
     strict = dataclasses.replace(broken, output=str(tmp_path / "strict"), changes={"data": {"on_corrupt": "raise"}})
@@ -278,7 +278,7 @@ def test_a_split_of_their_own_fits_the_classifiers_and_tuning_goes_through_train
         images=str(tmp_path / "photos"),
         changes={"data": {"train_split": "train", "val_split": "val"}},
         routers={"attention": {"router": "attention"}},
-        rivals={},
+        baselines={},
         limit=18,
         tune=True,
         tune_dense=True,

@@ -158,7 +158,7 @@ PRUNE = {"prune": {0.7: {"kind": "prune", "keep": 0.6}, 0.5: {"kind": "prune", "
 
 
 def test_models_are_named_by_the_budget_whose_fields_they_have(study: ImageStudyConfig) -> None:
-    plain = dataclasses.replace(study, routers=BUDGETS, rivals=PRUNE, isoflop="none", seeds=1)
+    plain = dataclasses.replace(study, routers=BUDGETS, baselines=PRUNE, isoflop="none", seeds=1)
     _, jobs = plan(plain)
     assert [job.name for job in jobs[2:]] == ["a-mod-0.7", "a-mod-0.5", "prune-0.7", "prune-0.5"]
     assert [job.config.image_routing.capacity for job in jobs[2:4]] == [0.6, 0.3]
@@ -174,7 +174,7 @@ def test_seeds_repeat_no_study_that_trains_nothing(study: ImageStudyConfig) -> N
         tune=False,
         tune_dense=False,
         isoflop="none",
-        rivals=PRUNE,
+        baselines=PRUNE,
         then={"output": "tuned", "tune": True, "seeds": 2},
     )
     assert {job.seed for job in plan(plain)[1]} == {0}
@@ -234,7 +234,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"routers": {}}, ValueError, "at least one entry in routers or rivals, and in capacities"),
+        ({"routers": {}}, ValueError, "at least one entry in routers or baselines, and in capacities"),
         ({"processes": 0}, ValueError, "processes must be an integer of at least 1, got 0"),
         ({"tune": False}, ValueError, "tune=False leaves nothing to fine-tune"),
         (
@@ -262,7 +262,7 @@ def test_advice_names_the_best_model_at_each_speed_and_those_as_good(study: Imag
             "blocks must be ascending numbers from 0 to 3, each once, got",
         ),
         (
-            {"rivals": {"exit": {0.5: {"kind": "prune", "blocks": [99]}}}},
+            {"baselines": {"exit": {0.5: {"kind": "prune", "blocks": [99]}}}},
             ValueError,
             "model 'exit-0.5' of the study: .*blocks must be ascending numbers from 0 to",
         ),
@@ -354,7 +354,7 @@ def test_the_smallest_study_runs_on_ones_own_weights_and_folder(tmp_path: Path) 
         "dense.data.root": tmp_path / "images",
         "dense.data.image_size": 32,
         "dense.data.channels": 1,
-        "rivals": {
+        "baselines": {
             "tome": {0.7: {"kind": "merge", "r": 3}},
             "smaller-image": {0.5: {"kind": "resolution", "image_size": 24}},
         },

@@ -34,7 +34,7 @@ def study(tmp_path: Path) -> ImageStudyConfig:
         score="mean_iou",
         routers={"a-mod": {"preset": "a-mod"}, "random": {"router": "random"}},
         isoflop="none",
-        rivals={
+        baselines={
             "prune": {0.5: {"kind": "prune", "keep": 0.5, "blocks": [1]}},
             "merge": {0.5: {"kind": "merge", "r": 12}},
             "resolution": {0.5: {"kind": "resolution", "image_size": 24}},
@@ -65,7 +65,7 @@ def test_a_study_of_patches(study: ImageStudyConfig) -> None:
     assert (result.folder / "maps-a-mod-0.5.png").exists()
 
 
-def test_rivals_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_of_the_study_cost_what_routed_models_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     config = parse_config(["configs/tradeoff/patches.yaml"], ImageStudyConfig)
     dense = TrainConfig.load("configs/patches/dense.yaml")

@@ -66,7 +66,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> FeaturesStudyConfig:
             "merged": {"router": "redundancy", "skipped": {"name": "merge", "before": "mlp"}, "blocks": [1, 2]},
             "random": {"router": "random", "blocks": [1, 2]},
         },
-        rivals={
+        baselines={
             "resolution": {0.5: {"kind": "resolution", "image_size": 12}},
             "merging": {0.5: {"kind": "merge", "r": 2}},
             "pruning": {0.5: {"kind": "prune", "keep": 0.5, "blocks": [1]}},

@@ -13,7 +13,7 @@ import yaml
 from mmod import Gate, LanguageRouting, Merged, RoutingConfig, Threshold
 from mmod.data.config import AugmentConfig, DataConfig
 from mmod.data.loader import _transform
-from mmod.io.claim import claim_folder
+from mmod.io.records import record_config
 from mmod.opening.language import described
 from mmod.opening.weights import find_weights, read_weights
 from mmod.training import TrainConfig
@@ -153,7 +153,7 @@ def test_a_foreign_record_is_left_alone(text: str, message: str, tmp_path: Path)
     path = tmp_path / "config.yaml"
     path.write_text(text)
     with pytest.raises(ValueError, match=r".+") as error:
-        claim_folder(tmp_path, {"a": 1}, file="config.yaml", kind="a run")
+        record_config(tmp_path, {"a": 1}, file="config.yaml", kind="a run")
     one_line(error.value, message)
     assert path.read_text() == text
 
@@ -161,7 +161,7 @@ def test_a_foreign_record_is_left_alone(text: str, message: str, tmp_path: Path)
 def test_what_a_record_holds_is_read_back(tmp_path: Path) -> None:
     record = TrainConfig.from_dict(KINDS[TrainConfig]).to_dict()
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(record))
-    assert claim_folder(tmp_path, record, file="config.yaml", kind="a run")
+    assert record_config(tmp_path, record, file="config.yaml", kind="a run")
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_hidden_layers", "intermediate_size"])

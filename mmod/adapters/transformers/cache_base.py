@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from mmod.routing import TokenGroups, TokenMarks
+from mmod.routing import TokenGroups, TokenMasks
 
 # transformers 5.24 renamed the cache of models and layers, and takes the old keyword until 5.40.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__annotations__ else "past_key_values"
@@ -57,7 +57,7 @@ class CachedTokens:
         """Return positions and validity (B, L) of the keys that `update` will return."""
         raise NotImplementedError
 
-    def remember(self, tokens: TokenMarks | TokenGroups) -> None:
+    def remember(self, tokens: TokenMasks | TokenGroups) -> None:
         """Store in which samples tokens competed for selection, for later tokens."""
         # Where text may be skipped too, tokens are decided independently of earlier ones.
         if isinstance(tokens, TokenGroups) and tokens.strict and tokens.skips:

@@ -249,13 +249,13 @@ class GroupHook(ModelHook):
         protected_BN = kwargs.pop(PROTECTED, None)
         image_BN = kwargs.pop(IMAGES, None)
         if image_BN is not None:
-            self.check_marks()
+            self.check_masks()
         arguments = {**dict(zip(self.names, args)), **kwargs}
         # As a keyword of the host's own call, which gradient checkpointing repeats with the layer.
         kwargs[GROUPS] = self.groups(module, arguments, protected_BN, image_BN)
         return args, kwargs
 
-    def check_marks(self) -> None:
+    def check_masks(self) -> None:
         """Raise a ValueError if a mask of image tokens has no meaning, because text may be skipped too."""
         if self.tokens == "all":
             raise ValueError(

@@ -24,7 +24,7 @@ from mmod.adapters.transformers.masks import mask_of_kept, mask_of_queries, vali
 from mmod.adapters.transformers.structure import read_structure, sees_both_ways
 from mmod.blocks.call import DecoderCall
 from mmod.ops import Packing, gather_rows
-from mmod.routing import Routing, TokenGroups, TokenMarks
+from mmod.routing import Routing, TokenGroups, TokenMasks
 
 # Names of the residual branches of a decoder layer, and of a vision tower's.
 OPERATORS: Mapping[str, str] = {"attention": "self_attn", "mlp": "mlp"}
@@ -93,9 +93,9 @@ class DecoderLayerCall(DecoderCall):
             )
         return groups
 
-    def marks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMarks | TokenGroups:
+    def masks(self, arguments: Mapping[str, Any], x_BND: Tensor) -> TokenMasks | TokenGroups:
         """Return the groups of the tokens."""
-        return self.groups(arguments) or TokenMarks()
+        return self.groups(arguments) or TokenMasks()
 
     def can_pack(self, block: nn.Module, arguments: Mapping[str, Any]) -> bool:
         """Return whether rows can be packed: in prefill, with causal attention only."""

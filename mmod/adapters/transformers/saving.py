@@ -140,7 +140,7 @@ def _generate(model: Any, host_generate: Callable[..., Any], inputs: Any = None,
     given = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     sizes = [value.shape[:2] for value in given.values()]
     if image_BN is not None:
-        hook.check_marks()
+        hook.check_masks()
         for size in sizes[:1]:
             checked_mask(IMAGES, image_BN, (size[0], size[1]))
     elif len(given) == 2 and sizes[0] == sizes[1] and hook.tokens == "image":

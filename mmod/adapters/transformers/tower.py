@@ -78,7 +78,7 @@ class TowerLayer(ConvertedBlock):
             # The layers before are traced without a graph; the caller's context ends this.
             torch.set_grad_enabled(True)
             return start
-        valid_IP = state.call.marks(state.call.bind(args, kwargs), x).valid_BN
+        valid_IP = state.call.masks(state.call.bind(args, kwargs), x).valid_BN
         y, importance_IP = self.observe(run, x, valid_IP, state.importance)
         if not recomputing():
             seen.importances.append(importance_IP)

@@ -70,7 +70,7 @@ def across_of(tables: Sequence[BatchTables], routed: Sequence[str]) -> Across:
             if len(part) > 1:
                 returning.add(_returning(list(keeps.values()), free_BN))
     back = returning.mean() if returning.sums[0] else None
-    kind, verdict = _judge(back, len(names))
+    kind, verdict = _evaluate(back, len(names))
     again: list[list[Estimate | None]] = []
     for i in names:
         # Parts of a model with different tokens have no pairs.
@@ -111,7 +111,7 @@ def _followers(decisions: Sequence[str], routed: Sequence[str]) -> dict[str, lis
     return followers
 
 
-def _judge(returning: Estimate | None, decisions: int) -> tuple[Kind, str]:
+def _evaluate(returning: Estimate | None, decisions: int) -> tuple[Kind, str]:
     if returning is None:
         decider = "One router decides for all routed blocks" if decisions == 1 else "Each part decides once"
         return "one decision", f"{decider}: tokens are kept by all of them or by none."

@@ -78,7 +78,7 @@ class Generation:
 
 
 @torch.no_grad()
-def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) -> Generation:
+def evaluate_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) -> Generation:
     """Compare decisions token by token with the top-k, in texts and in what the model writes behind their first window.
 
     The top-k is taken within each window, as in training, of the scores that the decisions token by token lead to.
@@ -95,7 +95,7 @@ def judge_generation(model: Any, tokens_BN: Tensor, window: int, seed: int = 0) 
         >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
         >>> model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20, eos_token_id=None)).eval()
         >>> model = mmod.route_(model, mmod.RoutingConfig(router="linear", language={"inference_threshold": 0.5}))
-        >>> result = judge_generation(model, torch.arange(40).view(2, 20) % 20, window=10)
+        >>> result = evaluate_generation(model, torch.arange(40).view(2, 20) % 20, window=10)
         >>> [(stretch.text, stretch.first, stretch.last) for stretch in result.stretches]
         [('written', 0, 9), ('written', 10, 19), ('generated', 0, 9), ('generated', 10, 19)]
     """

@@ -26,7 +26,7 @@ class Reference(NamedTuple):
 
 
 def consult(
-    model: nn.Module, judged: Callable[[], Tensor], learned: Mapping[str, Routing], conditions: Collection[str]
+    model: nn.Module, evaluated: Callable[[], Tensor], learned: Mapping[str, Routing], conditions: Collection[str]
 ) -> Reference:
     """Run a dense model on a batch, once, and return what the conditions need."""
     captured: dict[str, capture_importance] = {}
@@ -40,7 +40,7 @@ def consult(
         stack.enter_context(inside([(modules[name], capture) for name, capture in captured.items()]))
         if REFERENCE_ENTROPY in conditions:
             entropies = stack.enter_context(token_entropy(model))
-        loss_B = judged()
+        loss_B = evaluated()
     values = {
         DENSE_ATTENTION: {name: capture.importance_BN for name, capture in captured.items()},
         REFERENCE_ENTROPY: dict.fromkeys(learned, entropies[-1] if entropies else None),

@@ -201,7 +201,7 @@ def compare(
     is_none = not is_clear and gap.high < config.margin and images >= _FEW
     position = None if best is None else names[best]
     influence = influence_of(tables)
-    kind, verdict = judge(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
+    kind, verdict = evaluate(gap, explained, position, influence, is_clear=is_clear, is_none=is_none)
     strata, beside = _pairs(tables, others)
     return Audit(
         images=images,
@@ -269,7 +269,7 @@ def _pairs(
     return pairs, beside
 
 
-def judge(
+def evaluate(
     gap: Estimate,
     explained: Estimate | None,
     best: str | None,

@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from mmod.adapters import watch_grid
 from mmod.analysis.audit.choices import LEARNED, RANDOM, Choice, DecisionContext, FreeDecision, choices
+from mmod.analysis.audit.evaluations import Evaluate, LabelledBatch, evaluate_classes
 from mmod.analysis.audit.information import POSITION, KindCounts, check_shapes, kind_counts, rolled_twice
-from mmod.analysis.audit.judges import Judge, LabelledBatch, judge_classes
 from mmod.analysis.audit.oracle import worth_of
 from mmod.analysis.audit.reference import Reference, consult
 from mmod.analysis.audit.replace import free_tokens, keep_best, only_free, replaced_decisions
@@ -49,7 +49,7 @@ def audit(
     batches: Iterable[Any],
     config: AuditConfig | None = None,
     *,
-    judge: Judge = judge_classes,
+    evaluate: Evaluate = evaluate_classes,
     positions_from: Iterable[Any] | None = None,
     custom: Mapping[str, Callable[[DecisionContext], Tensor]] | None = None,
     reference: nn.Module | None = None,
@@ -79,8 +79,8 @@ def audit(
         batches: The evaluation set, shuffled. It is iterated twice, so it must not be a generator. A batch may be an
             `mmod.analysis.LabelledBatch`, with labels of its samples and tokens.
         config: The conditions to compare, and how precisely.
-        judge: Runs the model on a batch and returns the loss and the accuracy in [0, 1] of each sample, (B,) each. The
-            default takes images and classes; `mmod.analysis.judge_answers` takes batches of a language model.
+        evaluate: Runs the model on a batch and returns the loss and the accuracy in [0, 1] of each sample, (B,) each.
+            The default takes images and classes; `mmod.analysis.evaluate_answers` takes batches of a language model.
         positions_from: Batches of a training set on which "mean mask" is computed; None for the evaluation set.
         custom: Further conditions: functions from an `mmod.analysis.DecisionContext` to ranks (B, N), highest kept.
         reference: The dense baseline. Its loss defines strata of difficulty, and it adds two conditions.
@@ -124,13 +124,15 @@ def audit(
         raise ValueError(f"shifts and others both name {', '.join(both)}: choose another name")
     by_name = choices(config.conditions, custom, has_reference=reference is not None)
     routed = list(routed_blocks(model))
-    contexts = _Contexts(model, judge, by_name, config, shifts, beside, reference)
+    contexts = _Contexts(model, evaluate, by_name, config, shifts, beside, reference)
     with in_mode(False, model, reference, *beside.values()):
         identity: dict[str, Any] = {}
         if store is not None:
             for batch in islice(batches, 1):
                 identity = contexts.identity(_labelled(batch).batch)
-        tables_of = partial(_evaluated, store=None if store is None else Store(store), identity=identity, shown=progress)
+        tables_of = partial(
+            _evaluated, store=None if store is None else Store(store), identity=identity, shown=progress
+        )
         # The first pass, of which "mean mask" takes the positions that are kept most often.
         decided = tables_of(contexts, _Contexts.decided, "positions", sets["positions_from"])
         contexts = dataclasses.replace(contexts, positions=kind_counts(decided))
@@ -237,7 +239,7 @@ class _Contexts:
     """
 
     model: nn.Module
-    judge: Judge
+    evaluate: Evaluate
     choices: Mapping[str, Choice]
     config: AuditConfig
     shifts: Mapping[str, Shift]
@@ -362,19 +364,19 @@ class _Contexts:
 
         def record(name: str, x_BND: Tensor, routing: Routing, left_BN: Tensor | None) -> None:
             if name in routings:
-                raise ValueError(f"{name} decided twice on a batch: `judge` must run the model once")
+                raise ValueError(f"{name} decided twice on a batch: `evaluate` must run the model once")
             routings[name] = routing
 
         with replaced_decisions(self.model, record), watch_grid(self.model) as seen:
             loss_B, accuracy_B = self._outcome(self.model, batch)
         if not routings:
             raise ValueError(
-                "no router of the model decided: `judge` runs another model, or a compiled one. Pass the model itself"
+                "no router of the model decided: `evaluate` runs another or a compiled model. Pass the model itself"
             )
         for name, routing in routings.items():
             if not len(loss_B) == len(accuracy_B) == len(routing.kept.index_BK):
                 raise ValueError(
-                    f"`judge` returned losses of {len(loss_B)} and accuracies of {len(accuracy_B)} images, and {name} "
+                    f"`evaluate` returned losses of {len(loss_B)}, accuracies of {len(accuracy_B)} images, and {name} "
                     f"decided on {len(routing.kept.index_BK)}: return one value per image"
                 )
         return (loss_B, accuracy_B), routings, seen.grid
@@ -414,8 +416,8 @@ class _Contexts:
         return self._replaced(learned, choice)[0]
 
     def _outcome(self, model: nn.Module, batch: Any) -> _Outcome:
-        """Run the judge, and raise unless all losses and accuracies are finite."""
-        loss_B, accuracy_B = self.judge(model, batch)
+        """Run the evaluation, and raise unless all losses and accuracies are finite."""
+        loss_B, accuracy_B = self.evaluate(model, batch)
         self._check_finite("loss", loss_B)
         self._check_finite("accuracy", accuracy_B)
         return loss_B, accuracy_B

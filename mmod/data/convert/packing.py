@@ -20,10 +20,10 @@ from PIL import Image
 
 from mmod.data.corrupt import UnusableError
 from mmod.data.readers.images import EXTENSIONS, convert_image, open_image
-from mmod.io.claim import claim_folder
 from mmod.io.files import open_shard, read_json_object, write_atomically
 from mmod.io.options import add_fields, with_options
 from mmod.io.progress import progress_bar
+from mmod.io.records import record_config
 from mmod.values import from_plain
 
 SETTINGS = "conversion.json"
@@ -91,7 +91,7 @@ def pack_shards(
     source = Path(config.source).stat()
     # Size and time of the source: a changed table must not resume into shards of the old one.
     settings = {**dataclasses.asdict(config), "bytes": source.st_size, "modified": source.st_mtime_ns}
-    claim_folder(config.output, settings, file=SETTINGS, kind="a conversion", free_keys=free_keys)
+    record_config(config.output, settings, file=SETTINGS, kind="a conversion", free_keys=free_keys)
     folder = Path(config.output)
     numbered = enumerate(items)
 

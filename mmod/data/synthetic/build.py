@@ -14,9 +14,9 @@ import numpy as np
 from PIL import Image
 
 from mmod.data.synthetic.handwriting import SPLITS, DrawnConfig
-from mmod.io.claim import check_same, read_claim
 from mmod.io.files import locked, open_shard, read_json_object, replacing, sha256
 from mmod.io.progress import progress_bar
+from mmod.io.records import check_same, read_record
 
 MANIFEST = "manifest.json"
 SIZES = "sizes.json"
@@ -72,7 +72,7 @@ class SyntheticSet(Generic[Config]):
         root = Path(root)
         # Concurrent processes wait for the first one. The folder appears only when complete.
         with locked(root, wait=True):
-            existing = read_claim(root, MANIFEST)
+            existing = read_record(root, MANIFEST)
             if existing is not None:
                 return self._check(root, existing, config)
             manifest: dict[str, Any] = {"format": self.format, "parameters": asdict(config)}

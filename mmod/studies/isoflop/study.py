@@ -12,7 +12,7 @@ from mmod.analysis.prefill import training_flops
 from mmod.analysis.statistics import published
 from mmod.compare.table import Measured, Table, compare, mean_of, means_over_seeds
 from mmod.data.loader import text_stream
-from mmod.io.jobs import Job, Runner, Tick
+from mmod.io.jobs import Callback, Job, Runner
 from mmod.io.yaml import merged, read_yaml
 from mmod.planning.candidate import Candidate
 from mmod.studies.config import IsoflopConfig
@@ -174,14 +174,14 @@ def _find_rates(config: IsoflopConfig, places: list[Place], runner: Runner) -> d
     return best
 
 
-def _train(job: Job[TrainConfig], tick: Tick) -> Measured:
-    return rows_of(TextKind(job.config).fit(progress=False, tick=tick).best)
+def _train(job: Job[TrainConfig], callback: Callback) -> Measured:
+    return rows_of(TextKind(job.config).fit(progress=False, callback=callback).best)
 
 
-def _try(job: Job[TrainConfig], tick: Tick) -> Measured:
+def _try(job: Job[TrainConfig], callback: Callback) -> Measured:
     """Return what a learning rate gains, negatively infinite where the loss diverges."""
     try:
-        return Measured({_GAIN: -_train(job, tick).figures["loss"]})
+        return Measured({_GAIN: -_train(job, callback).figures["loss"]})
     except FloatingPointError:
         return Measured({_GAIN: -math.inf})
 

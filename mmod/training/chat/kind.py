@@ -21,7 +21,7 @@ from transformers import IntervalStrategy
 from mmod import is_routed
 from mmod.adapters.transformers.cache_base import cache_of
 from mmod.analysis import Prompt, flops
-from mmod.analysis.audit.judges import judge_answers
+from mmod.analysis.audit.evaluations import evaluate_answers
 from mmod.compare.times import Reading
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingChats, find_conversations
@@ -40,7 +40,7 @@ from mmod.training.chat.trainer import RoutedTrainer, hidden_bars, train_to_end,
 from mmod.training.engine.distributed import together, wait_for_all
 from mmod.training.engine.evaluate import Rows, decisions_of, kept_rows
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
-from mmod.training.engine.kind import Tick, device_of, load
+from mmod.training.engine.kind import Callback, device_of, load
 from mmod.training.engine.preflight import check_warmup
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
 
@@ -91,8 +91,8 @@ class ChatKind:
         apply_methods(model, self.config)
         return model
 
-    def fit(self, *, progress: bool = True, tick: Tick = lambda share: None) -> FitResult[EvalResult | None]:
-        """Train, or read the result of a finished run; `tick` is not called. See `mmod.training.fit`."""
+    def fit(self, *, progress: bool = True, callback: Callback = lambda share: None) -> FitResult[EvalResult | None]:
+        """Train, or read the result of a finished run; `callback` is not called. See `mmod.training.fit`."""
         rank = int(os.environ.get("RANK", 0))
         world = int(os.environ.get("WORLD_SIZE", 1))
         return run_once(self.config, rank, world, partial(read_fit, kind=EvalResult), partial(self._train, progress))
@@ -159,7 +159,7 @@ class ChatKind:
     def evaluate(self, model: nn.Module, batch: Any) -> Rows:
         """Return "loss" and "outcome", whether all tokens of the answers are the most likely, of every conversation."""
         with decisions_of(model) as decisions:
-            loss_B, outcome_B = judge_answers(model, batch)
+            loss_B, outcome_B = evaluate_answers(model, batch)
         return {"loss": loss_B, "outcome": outcome_B, **kept_rows(decisions)}
 
     def assess(self, model: nn.Module, progress: bool = False) -> EvalResult:

@@ -22,7 +22,7 @@ from mmod.training.engine.evaluate import Rows
 from mmod.training.engine.task import Task
 
 Streams = tuple[BatchStream, BatchStream]
-Tick = Callable[[float], object]
+Callback = Callable[[float], object]
 """Receives the share of a run that is done, from 0 to 1."""
 
 
@@ -56,7 +56,7 @@ class Kind(Protocol):
     def check_schedule(self) -> None:
         """Raise a ValueError if the run would train in vain in one process, as far as is known before data are read."""
 
-    def fit(self, *, progress: bool = True, tick: Tick = ...) -> Any:
+    def fit(self, *, progress: bool = True, callback: Callback = ...) -> Any:
         """Train, or read the result of a finished run; see `mmod.training.fit`."""
 
     def estimate(self) -> Any:

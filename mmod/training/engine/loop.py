@@ -38,7 +38,7 @@ from mmod.training.engine.distributed import (
     wait_for_all,
 )
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
-from mmod.training.engine.kind import LoopKind, Streams, Tick, seed_draws, step_samples, steps_of_epoch
+from mmod.training.engine.kind import Callback, LoopKind, Streams, seed_draws, step_samples, steps_of_epoch
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
@@ -59,7 +59,7 @@ def fit(
     *,
     streams: Streams | None = None,
     progress: bool = True,
-    tick: Tick = lambda share: None,
+    callback: Callback = lambda share: None,
 ) -> FitResult[Any]:
     """Train, or read the result of a finished run; see `mmod.training.fit`."""
     config = kind.config
@@ -68,7 +68,7 @@ def fit(
         autocast(process.device, config.precision)
 
         def train(claim: Callable[[], object]) -> FitResult[Any]:
-            trainer = _Trainer(kind, process, streams, claim, tick, progress=progress and process.is_first)
+            trainer = _Trainer(kind, process, streams, claim, callback, progress=progress and process.is_first)
             with stop_signals() as trainer.stop:
                 return trainer.run()
 
@@ -84,7 +84,7 @@ class _Trainer:
         process: Process,
         streams: Streams | None,
         claim: Callable[[], object],
-        tick: Callable[[float], object],
+        callback: Callable[[float], object],
         *,
         progress: bool,
     ) -> None:
@@ -94,7 +94,7 @@ class _Trainer:
         self.process = process
         self.progress = progress
         self.claim = claim
-        self.tick = tick
+        self.callback = callback
         self.stop: StopRequest
         self.folder = Path(config.output)
         self.usage = Usage(process.device)
@@ -211,7 +211,7 @@ class _Trainer:
                 with self.usage.step(samples):
                     self._step(group, logged=logged)
                 bar.update(samples)
-                self.tick(self.step / (self.epochs * self.steps_per_epoch))
+                self.callback(self.step / (self.epochs * self.steps_per_epoch))
                 if self.step == first and self.process.is_first:
                     # A start that fails before its first step leaves the folder free.
                     self.claim()

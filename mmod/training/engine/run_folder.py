@@ -15,8 +15,8 @@ from typing import Any, Generic, TypeVar
 import yaml
 
 from mmod.data.labels import CLASSES, read_classes
-from mmod.io.claim import FolderTakenError, check_same, differences, flatten, read_claim
 from mmod.io.files import DamagedFileError, locked, parse_json, write_atomically
+from mmod.io.records import FolderTakenError, check_same, differences, flatten, read_record
 from mmod.io.tensors import check_complete
 from mmod.opening.runs import FINAL_MODEL, LAST_WEIGHTS, RUN_CONFIG
 from mmod.training.engine.config import RunConfig
@@ -88,7 +88,7 @@ def run_once(
     record = {**config.to_dict(), "world_size": world}
 
     def finished() -> Done | None:
-        existing = read_claim(folder, RUN_CONFIG)
+        existing = read_record(folder, RUN_CONFIG)
         if existing is not None:
             equal_steps = _step_samples(existing) is not None and _step_samples(existing) == _step_samples(record)
             free_keys = config.free_keys | (_BATCH_KEYS if equal_steps else frozenset())

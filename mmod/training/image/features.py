@@ -46,7 +46,7 @@ def extract(
     kind: FeatureKind = "head",
     *,
     precision: str = "fp32",
-    tick: Callable[[float], object] = lambda share: None,
+    callback: Callable[[float], object] = lambda share: None,
 ) -> Features:
     """Compute the features of a stream's images, every few batches once.
 
@@ -79,7 +79,7 @@ def extract(
     with in_mode(False, model), torch.no_grad():
         for start in range(first, total, _CHUNK):
             store.put({**identity, "batch": start}, [torch.cat(parts) for parts in zip(*read_chunk())])
-            tick(min(start + _CHUNK, total) / total)
+            callback(min(start + _CHUNK, total) / total)
     return read_features(store, identity)
 
 

@@ -91,7 +91,7 @@ class TrainConfig(LoopConfig):
         sources = [self.data.train] if isinstance(self.data.train, str) else self.data.train
         if self.data.val == embedded.val and not any(source.startswith("scenes:") for source in sources):
             raise ValueError(
-                f"data.val is {embedded.val!r}, by which a model of {self.data.train!r} would be judged: set it to "
+                f"data.val is {embedded.val!r}, by which a model of {self.data.train!r} would be evaluated: set it to "
                 "pairs of yours"
             )
         kind = (self.zero_shot or "scenes").partition(":")[0]

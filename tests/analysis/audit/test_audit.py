@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis import DecisionContext, LabelledBatch, judge_answers, judge_classes
+from mmod.analysis import DecisionContext, LabelledBatch, evaluate_answers, evaluate_classes
 from mmod.analysis.audit.choices import default_choices
-from mmod.analysis.audit.result import judge
+from mmod.analysis.audit.result import evaluate
 from mmod.analysis.statistics import Estimate
 from tests.kit.clip_zoo import make_captions, make_clip
 from tests.kit.clip_zoo import make_images as make_clip_images
@@ -44,7 +44,7 @@ def test_few_images_do_not_tell() -> None:
 @pytest.mark.parametrize(("low", "high", "says"), [(-9, 8, "too few"), (-9, 0.1, "no better"), (2, 9, "is worth")])
 def test_a_verdict_says_what_the_interval_of_its_worth_does(low: float, high: float, says: str) -> None:
     gap = Estimate((low + high) / 2, low, high)
-    _, verdict = judge(gap, None, None, None, is_clear=low > 0, is_none=says == "no better")
+    _, verdict = evaluate(gap, None, None, None, is_clear=low > 0, is_none=says == "no better")
     assert says in verdict
     assert f"[{low:+.1f}, {high:+.1f}] points of accuracy over random tokens" in verdict
 
@@ -52,14 +52,14 @@ def test_a_verdict_says_what_the_interval_of_its_worth_does(low: float, high: fl
 def test_a_random_choice_is_one_draw_for_all_blocks() -> None:
     model, kept = plant(content), []
 
-    def judge(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def evaluate(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         with mmod.trace(model) as decisions:
-            outcome = judge_classes(model, batch)
+            outcome = evaluate_classes(model, batch)
         kept.append([routing.keep_BN for routing in decisions.values()])
         return outcome
 
     mmod.audit(
-        model, batches_of(8, seed=0), mmod.AuditConfig(conditions=["random"], draws=2, resamples=100), judge=judge
+        model, batches_of(8, seed=0), mmod.AuditConfig(conditions=["random"], draws=2, resamples=100), evaluate=evaluate
     )
     first, second = kept[-2:]
     for one, other in (first, second):
@@ -98,7 +98,7 @@ def test_inverted_keeps_exactly_what_was_dropped() -> None:
     model = mmod.route_(make_model(SMALL), mmod.RoutingConfig(router="norm", capacity=0.5, protect_prefix=False))
     kept = []
 
-    def judge(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
         with mmod.trace(model) as decisions:
             model(batch)
         kept.append(decisions["blocks.1"].keep_BN)
@@ -107,7 +107,7 @@ def test_inverted_keeps_exactly_what_was_dropped() -> None:
     images = make_images(SMALL, 4)
     learned = small_learned(model, images)
     mmod.audit(
-        model, [images], mmod.AuditConfig(conditions=["random", "inverted"], draws=1, resamples=100), judge=judge
+        model, [images], mmod.AuditConfig(conditions=["random", "inverted"], draws=1, resamples=100), evaluate=evaluate
     )
     tokens = learned.shape[1]
     lowest = kept[-1]
@@ -179,17 +179,17 @@ def test_modes_and_decisions_are_left_as_they_were() -> None:
     assert torch.equal(model.eval()(images[0][0]), before)
 
 
-def judge_pairs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def evaluate_pairs(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     image_BD, text_BD = model(*batch)[:2]
     logits = 10 * image_BD @ text_BD.T
     target = torch.arange(len(logits))
     return nn.functional.cross_entropy(logits, target, reduction="none"), (logits.argmax(1) == target).float()
 
 
-def test_a_judge_of_ones_own_audits_both_towers_of_a_clip_model() -> None:
+def test_a_evaluate_of_ones_own_audits_both_towers_of_a_clip_model() -> None:
     model = mmod.route_(make_clip("ViT-B-32"), image=mmod.RoutingConfig(), text=mmod.RoutingConfig())
     batch = (make_clip_images("ViT-B-32", 3), make_captions("ViT-B-32"))
-    across = mmod.audit(model, [batch, batch], mmod.AuditConfig(draws=1, resamples=100), judge=judge_pairs).across
+    across = mmod.audit(model, [batch, batch], mmod.AuditConfig(draws=1, resamples=100), evaluate=evaluate_pairs).across
     parts = {name.rpartition(".")[0] for name in across.decisions}
     assert len(parts) == 2
     assert set(across.never) == {next(name for name in across.decisions if name.startswith(part)) for part in parts}
@@ -197,12 +197,12 @@ def test_a_judge_of_ones_own_audits_both_towers_of_a_clip_model() -> None:
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_answers_of_a_vision_language_model_are_judged(side: str) -> None:
+def test_answers_of_a_vision_language_model_are_evaluated(side: str) -> None:
     model = mmod.route_(make_joint("llava"), language=LINEAR)
     batches = [prompt("llava", (1, 2), seed=seed, side=side) for seed in range(3)]
     for batch in batches:
         batch["labels"] = batch["input_ids"].where(batch["attention_mask"].bool() & (batch["input_ids"] < IMAGE), -100)
-    audit = mmod.audit(model, batches, mmod.AuditConfig(draws=2, resamples=100), judge=judge_answers)
+    audit = mmod.audit(model, batches, mmod.AuditConfig(draws=2, resamples=100), evaluate=evaluate_answers)
     losses = []
     for batch in batches:
         for row, images in enumerate((slice(0, 1), slice(1, 3))):
@@ -219,7 +219,7 @@ def test_answers_of_patches_are_averaged_over_each_image() -> None:
     model, images = make_model(SMALL, global_pool=""), make_images(SMALL, 5)
     targets = torch.randint(7, (5, 16))
     logits = model(images)[:, 1:]
-    loss_B, accuracy_B = judge_classes(model, (images, targets))
+    loss_B, accuracy_B = evaluate_classes(model, (images, targets))
     for image in range(5):
         expected = nn.functional.cross_entropy(logits[image], targets[image])
         assert float(loss_B[image]) == pytest.approx(float(expected), rel=1e-5)
@@ -245,11 +245,11 @@ def test_answers_of_patches_are_averaged_over_each_image() -> None:
         ({"grid": (4, 5)}, r"grid=\(4, 5\) must have as many places as tokens may be skipped, 16"),
         ({"grid": (0, 16)}, "grid must be"),
         (
-            {"judge": lambda model, batch: (model(batch[0])[:, 0] * torch.nan,) * 2},
+            {"evaluate": lambda model, batch: (model(batch[0])[:, 0] * torch.nan,) * 2},
             "loss of sample 0 in batch 0 of 'pos",
         ),
-        ({"judge": lambda model, batch: (torch.zeros(8), torch.zeros(8))}, "no router of the model decided"),
-        ({"judge": lambda model, batch: (model(batch[0])[:3, 0],) * 2}, "losses of 3 and accuracies of 3 images"),
+        ({"evaluate": lambda model, batch: (torch.zeros(8), torch.zeros(8))}, "no router of the model decided"),
+        ({"evaluate": lambda model, batch: (model(batch[0])[:3, 0],) * 2}, "losses of 3 and accuracies of 3 images"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -275,8 +275,8 @@ def test_what_cannot_be_audited_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing in this VisionTransformer is routed"):
         mmod.audit(make_model(SMALL), [])
     with pytest.raises(ValueError, match="each sample needs an answer"):
-        judge_answers(make_model(SMALL), {"labels": torch.full((2, 3), -100)})
-    with pytest.raises(ValueError, match="pass `judge`"):
+        evaluate_answers(make_model(SMALL), {"labels": torch.full((2, 3), -100)})
+    with pytest.raises(ValueError, match="pass `evaluate`"):
         mmod.audit(plant("random"), [(make_images(SMALL, 2)[:, :1, :16, :16], torch.rand(2, 4))])
     with pytest.raises(ValueError, match="a batch must be two tensors, images and their classes, got NoneType"):
         mmod.audit(plant("random"), [None])

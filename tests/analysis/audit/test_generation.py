@@ -12,7 +12,7 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
-from mmod.analysis.audit.generation import Generation, judge_generation
+from mmod.analysis.audit.generation import Generation, evaluate_generation
 from mmod.values import from_plain
 from tests.kit.vlm_zoo import make_language
 
@@ -53,11 +53,11 @@ def decoded(model: Any, tokens: Tensor) -> tuple[dict[str, Tensor], dict[str, Te
 @pytest.mark.parametrize("by", ROUTINGS)
 def test_figures_are_those_of_a_plain_loop_over_decisions_of_decoding(by: str) -> None:
     model, tokens = make(by), texts()
-    judged = judge_generation(model, tokens, WINDOW)
-    assert (judged.by, judged.window, judged.texts) == (by, WINDOW, 5)
+    evaluated = evaluate_generation(model, tokens, WINDOW)
+    assert (evaluated.by, evaluated.window, evaluated.texts) == (by, WINDOW, 5)
     keeps, scores = decoded(model, tokens)
     count = int(ROUTINGS[by].capacity * WINDOW)  # type: ignore[operator]
-    for number, stretch in enumerate(judged.stretches[:3]):
+    for number, stretch in enumerate(evaluated.stretches[:3]):
         assert (stretch.text, stretch.first, stretch.last) == ("written", 6 * number, 6 * number + 5)
         alike, kept = [], []
         for name, keep_BN in keeps.items():
@@ -68,35 +68,35 @@ def test_figures_are_those_of_a_plain_loop_over_decisions_of_decoding(by: str) -
                 kept += keep_BN[text, stretch_slice].tolist()
         assert stretch.agreement.value == pytest.approx(sum(alike) / len(alike))
         assert stretch.kept.value == pytest.approx(sum(kept) / len(kept))
-    first, *_, last = judged.stretches[:3]
-    assert judged.decay["written"].value == pytest.approx(last.agreement.value - first.agreement.value)
+    first, *_, last = evaluated.stretches[:3]
+    assert evaluated.decay["written"].value == pytest.approx(last.agreement.value - first.agreement.value)
     # What is generated begins as what was written.
     for name in ("loss", "kept", "agreement", "above_chance"):
-        stretch_slice, begun = (getattr(stretch, name).value for stretch in (first, judged.stretches[3]))
+        stretch_slice, begun = (getattr(stretch, name).value for stretch in (first, evaluated.stretches[3]))
         assert begun == pytest.approx(stretch_slice, rel=1e-5)
-    assert from_plain(Generation, json.loads(json.dumps(dataclasses.asdict(judged))), limit=None) == judged
-    assert len(judged.table().rows) == 1 + 6
-    assert f"The {by} decides token by token, beside the top-k of windows of 6; 5 texts." in str(judged)
+    assert from_plain(Generation, json.loads(json.dumps(dataclasses.asdict(evaluated))), limit=None) == evaluated
+    assert len(evaluated.table().rows) == 1 + 6
+    assert f"The {by} decides token by token, beside the top-k of windows of 6; 5 texts." in str(evaluated)
 
 
 def test_draws_follow_the_seed_alone() -> None:
     model = make("score")
     torch.manual_seed(1)
     before = torch.get_rng_state()
-    one = judge_generation(model, texts(), WINDOW, seed=3)
+    one = evaluate_generation(model, texts(), WINDOW, seed=3)
     assert torch.equal(torch.get_rng_state(), before)
     torch.manual_seed(2)
-    assert judge_generation(model, texts(), WINDOW, seed=3) == one
-    assert judge_generation(model, texts(), WINDOW, seed=4).stretches[3:] != one.stretches[3:]
+    assert evaluate_generation(model, texts(), WINDOW, seed=3) == one
+    assert evaluate_generation(model, texts(), WINDOW, seed=4).stretches[3:] != one.stretches[3:]
 
 
 def test_what_cannot_be_compared_is_refused() -> None:
     with pytest.raises(ValueError, match=r"two windows of 6 tokens long or more, in whole windows, got 15"):
-        judge_generation(make("score"), texts()[:, :15], WINDOW)
+        evaluate_generation(make("score"), texts()[:, :15], WINDOW)
     with pytest.raises(ValueError, match="got 6"):
-        judge_generation(make("score"), texts()[:, :6], WINDOW)
+        evaluate_generation(make("score"), texts()[:, :6], WINDOW)
     threshold = mmod.RoutingConfig(router="linear", select="threshold")
     for routing in (threshold, mmod.RoutingConfig(router="linear")):
         model = mmod.route_(make_language("llama", vocab_size=20).eval(), routing)
         with pytest.raises(ValueError, match="takes the top-k in training and decides each token alone"):
-            judge_generation(model, texts(), WINDOW)
+            evaluate_generation(model, texts(), WINDOW)

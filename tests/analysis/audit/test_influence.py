@@ -170,13 +170,15 @@ def test_images_are_rolled_by_whole_patches_and_nothing_else_changes() -> None:
 
 @pytest.mark.parametrize("arrange", [lambda x, y: {"x": x, "y": y}, lambda x, y: [[x], y]], ids=["dict", "lists"])
 def test_images_are_found_in_batches_of_any_form(arrange: Callable[[Tensor, Tensor], Any]) -> None:
-    def judge(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    def evaluate(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         images, targets = (batch["x"], batch["y"]) if isinstance(batch, dict) else (batch[0][0], batch[1])
-        return mmod.analysis.judge_classes(model, (images, targets))
+        return mmod.analysis.evaluate_classes(model, (images, targets))
 
     batches = [arrange(*batch_parts) for batch_parts in batches_of(200, 0)]
     assert (
-        mmod.audit(plant(position), batches, mmod.AuditConfig(conditions=["random"], resamples=100), judge=judge).kind
+        mmod.audit(
+            plant(position), batches, mmod.AuditConfig(conditions=["random"], resamples=100), evaluate=evaluate
+        ).kind
         == "position"
     )
 
@@ -184,10 +186,10 @@ def test_images_are_found_in_batches_of_any_form(arrange: Callable[[Tensor, Tens
 def test_without_a_grid_the_verdict_speaks_of_the_data_alone() -> None:
     """Images in rows of patches that nobody knows the grid of are not moved."""
 
-    def judge(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    def evaluate(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         rows, targets = batch
         images = rows.reshape(-1, SIDE, SIDE, PATCH, PATCH).transpose(2, 3).reshape(-1, 1, SIDE * PATCH, SIDE * PATCH)
-        return mmod.analysis.judge_classes(model, (images, targets))
+        return mmod.analysis.evaluate_classes(model, (images, targets))
 
     flat = [
         (images.reshape(-1, SIDE, PATCH, SIDE, PATCH).transpose(2, 3).reshape(-1, TOKENS, PATCH * PATCH), targets)
@@ -195,8 +197,8 @@ def test_without_a_grid_the_verdict_speaks_of_the_data_alone() -> None:
     ]
     config = mmod.AuditConfig(["random", "centre"], draws=1, resamples=200)
     for score in (content, position):
-        audit = mmod.audit(plant(score), flat, config, judge=judge)
+        audit = mmod.audit(plant(score), flat, config, evaluate=evaluate)
         assert audit.influence is None
         assert audit.kind == "inconclusive"
         assert "its content was not moved" in audit.verdict
-    assert mmod.audit(plant("random"), flat, config, judge=judge).kind == "no better than random"
+    assert mmod.audit(plant("random"), flat, config, evaluate=evaluate).kind == "no better than random"

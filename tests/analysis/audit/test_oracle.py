@@ -29,7 +29,7 @@ def test_rank_agreement_is_that_of_scipy() -> None:
 def test_scores_that_are_what_tokens_are_worth_agree_wholly(sign: int) -> None:
     worth = torch.randn(1 + TOKENS)
 
-    def judge(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
         with mmod.trace(model) as decisions:
             model(batch)
         kept = decisions["blocks.1"].keep_BN
@@ -38,7 +38,7 @@ def test_scores_that_are_what_tokens_are_worth_agree_wholly(sign: int) -> None:
     model = plant(lambda x_BND: (sign * worth).expand(x_BND.shape[:2]), blocks=(1,))
     batches = [batches_of(6, seed=0)[0][0], batches_of(5, seed=1)[0][0]]
     audit = mmod.audit(
-        model, batches, mmod.AuditConfig(conditions=["random"], draws=1, leave_one_out=1), judge=judge
+        model, batches, mmod.AuditConfig(conditions=["random"], draws=1, leave_one_out=1), evaluate=evaluate
     ).leave_one_out
     assert audit is not None
     assert audit.images == 6

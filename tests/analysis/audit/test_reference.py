@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis import DecisionContext, judge_answers
+from mmod.analysis import DecisionContext, evaluate_answers
 from mmod.analysis.audit.reference import token_entropy
 from tests.kit.vlm_zoo import make_joint, make_language, prompt
 from tests.kit.zoo import make_images, make_model
@@ -78,7 +78,7 @@ def test_image_tokens_of_a_vision_language_model_are_ranked_by_what_comes_next()
         model,
         [batch],
         mmod.AuditConfig(conditions=["random", "reference entropy"], draws=1, resamples=100),
-        judge=judge_answers,
+        evaluate=evaluate_answers,
         reference=dense,
         custom={"look": lambda place: contexts.append(place) or place.x_BND.norm(dim=-1)},
     )
@@ -94,9 +94,9 @@ def test_models_without_such_a_head_are_refused() -> None:
     routed = mmod.route_(make_model("vit_tiny_patch16_224"), mmod.RoutingConfig(router="norm"))
     big, small = make_images("vit_tiny_patch16_224", 3), torch.randn(3, 3, 32, 32)
 
-    def judge(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(model: nn.Module, batch: Tensor) -> tuple[Tensor, Tensor]:
         return (model(small if model is other else batch)[:, 0],) * 2
 
     config = mmod.AuditConfig(["random", "reference entropy"], draws=1, resamples=100)
     with pytest.raises(ValueError, match=r"no reference entropy of the 17 tokens in blocks\.\d"):
-        mmod.audit(routed, [big], config, judge=judge, reference=other)
+        mmod.audit(routed, [big], config, evaluate=evaluate, reference=other)

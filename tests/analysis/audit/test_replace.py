@@ -11,7 +11,7 @@ from torch import Tensor
 
 import mmod
 from mmod.analysis.audit.replace import free_tokens, keep_best, replaced_decisions
-from mmod.routing import DecoderRouter, Router, Routing, TokenMarks, assign_groups
+from mmod.routing import DecoderRouter, Router, Routing, TokenMasks, assign_groups
 from tests.kit.zoo import make_images, make_model
 
 CONFIGS = {
@@ -128,9 +128,9 @@ def test_the_best_free_tokens_are_kept_and_as_many(kind: str, seed: int) -> None
         protect_BN = torch.arange(tokens) == torch.randint(4, (images, 1), generator=draw)
         router = Router(config, prefix=1, **options)
         marks = {
-            "prefix": TokenMarks(),
-            "padding": TokenMarks(valid_BN),
-            "protected": TokenMarks(valid_BN, protect_BN),
+            "prefix": TokenMasks(),
+            "padding": TokenMasks(valid_BN),
+            "protected": TokenMasks(valid_BN, protect_BN),
         }[kind]
         protected = protect_BN if kind == "protected" else torch.arange(tokens).expand(images, -1) == 0
         group_BN = (~protected & (valid_BN if kind != "prefix" else torch.ones_like(valid_BN))).long()

@@ -26,12 +26,12 @@ def test_an_audit_that_was_cut_finds_what_it_would_have_found(tmp_path: Path) ->
     # Within the positions, in the batch after that whose tokens are left out, and in the other set.
     for calls in (4, 58, 40):
         with pytest.raises(Stopped):
-            mmod.audit(**options(), judge=stopping(calls), store=file)
+            mmod.audit(**options(), evaluate=stopping(calls), store=file)
     assert sets_in(file.read_bytes()) == {"positions": 2, "audit": 3, "audit of other": 1}
-    audit = mmod.audit(**options(), judge=stopping(5), store=file)
+    audit = mmod.audit(**options(), evaluate=stopping(5), store=file)
     assert audit.to_dict() == uninterrupted.to_dict()
-    # All is done, so that nothing but the first batch is judged again, by each of three models.
-    assert mmod.audit(**options(), judge=stopping(3), store=file).to_dict() == uninterrupted.to_dict()
+    # All is done, so that nothing but the first batch is evaluated again, by each of three models.
+    assert mmod.audit(**options(), evaluate=stopping(3), store=file).to_dict() == uninterrupted.to_dict()
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_of_a_set_that_has_grown_the_further_batches_alone_are_evaluated(tmp_pat
     plain = {**options(), "config": RANDOM_ALONE, "shifts": {}, "beside": {}, "others": {}}
     mmod.audit(**{**plain, "batches": LABELLED[:2]}, store=tmp_path / "partial.json")
     # Two models on the first batch, then one batch: as learned, the dense model, rolled twice, and random tokens.
-    audit = mmod.audit(**plain, judge=stopping(2 + 5), store=tmp_path / "partial.json")
+    audit = mmod.audit(**plain, evaluate=stopping(2 + 5), store=tmp_path / "partial.json")
     assert audit.to_dict() == mmod.audit(**plain).to_dict()
 
 
@@ -91,7 +91,7 @@ def half_done(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """Return the file of an audit that was cut."""
     file = tmp_path_factory.mktemp("half") / "partial.json"
     with pytest.raises(Stopped):
-        mmod.audit(**options(), judge=stopping(58), store=file)
+        mmod.audit(**options(), evaluate=stopping(58), store=file)
     return file.read_bytes()
 
 
@@ -124,7 +124,7 @@ def test_batches_that_are_done_are_passed_over_in_the_bar(
 ) -> None:
     plain = {**options(), "config": RANDOM_ALONE, "shifts": {}, "beside": {}, "others": {}}
     with pytest.raises(Stopped):
-        mmod.audit(**plain, judge=stopping(10), store=tmp_path / "partial.json")
+        mmod.audit(**plain, evaluate=stopping(10), store=tmp_path / "partial.json")
     capfd.readouterr()
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     mmod.audit(**plain, store=tmp_path / "partial.json", progress=True)

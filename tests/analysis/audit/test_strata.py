@@ -78,7 +78,7 @@ def test_batches_do_not_matter_and_findings_are_read_again() -> None:
     assert "| shift | noise | 60 |" in " ".join(str(audits[0]).split())
 
 
-def test_another_set_is_judged_as_if_it_were_the_only_one() -> None:
+def test_another_set_is_evaluated_as_if_it_were_the_only_one() -> None:
     name = "vit_tiny_patch16_224"
     sets = {key: list(zip(make_images(name, 9, key).split(4), (torch.arange(9) % 7).split(4))) for key in range(2)}
     model = mmod.route_(make_model(name), mmod.RoutingConfig(router="linear", capacity=0.4))

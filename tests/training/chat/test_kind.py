@@ -23,8 +23,8 @@ from mmod.data.corrupt import CorruptDataError
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, ReplacingChats, open_conversations
 from mmod.data.synthetic.questions import export_questions
-from mmod.io.claim import FolderTakenError
 from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
+from mmod.io.records import FolderTakenError
 from mmod.io.tensors import read_tensors, write_tensors
 from mmod.training import fit
 from mmod.training.chat.config import ModelConfig

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mmod.io.claim import FolderTakenError
+from mmod.io.records import FolderTakenError
 from mmod.training import TrainConfig, fit
 from mmod.training.engine.config import RunConfig
 from mmod.training.engine.parse import parse_config

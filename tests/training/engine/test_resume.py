@@ -336,7 +336,7 @@ def test_a_run_whose_folder_is_removed_ends_with_its_path_and_creates_nothing(tm
     streams = TensorStream(8, seed=0), TensorStream(8, seed=None)
     message = r"run/checkpoints/step-000000004-epoch-00000' could not be written: No such file or directory"
     with pytest.raises(UnwrittenError, match=message):
-        kind_of(config).fit(streams=streams, progress=False, tick=remove)  # type: ignore[call-arg]
+        kind_of(config).fit(streams=streams, progress=False, callback=remove)  # type: ignore[call-arg]
     assert not (tmp_path / "run").exists()
 
 

@@ -61,7 +61,7 @@ def test_a_step_has_the_largest_the_smallest_and_some_between(tmp_path: Path, mo
     assert {step[2] for step in steps} == {0.5, 0.75}
 
 
-def test_an_elastic_run_is_judged_at_each_capacity(tmp_path: Path) -> None:
+def test_an_elastic_run_is_evaluated_at_each_capacity(tmp_path: Path) -> None:
     done = run(elastic(tmp_path / "run", epochs=1, ema=EmaConfig(0.5)))
     again = elastic(tmp_path / "again", model={"checkpoint": str(tmp_path / "run")})
     model, _ = ImageKind(again).create_models()

@@ -59,7 +59,7 @@ def test_an_epoch_may_end_before_its_data(tmp_path: Path) -> None:
 def test_the_share_that_is_done_is_told_after_each_step(tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=2, batch_size=8, accumulate=2, epoch_steps=2)
     streams, shares = (TensorStream(8, seed=0), TensorStream(8, seed=None)), list[float]()
-    ImageKind(config).fit(streams=streams, progress=False, tick=shares.append)  # type: ignore[arg-type]
+    ImageKind(config).fit(streams=streams, progress=False, callback=shares.append)  # type: ignore[arg-type]
     assert shares == [0.25, 0.5, 0.75, 1.0]
 
 

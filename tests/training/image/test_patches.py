@@ -1,4 +1,4 @@
-"""Labels for every patch: what a model answers, what it is trained on, and how it is judged."""
+"""Labels for every patch: what a model answers, what it is trained on, and how it is evaluated."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from sklearn.metrics import accuracy_score, jaccard_score
 from torch import Tensor, nn
 
 import mmod
-from mmod.analysis.audit.judges import judge_classes
+from mmod.analysis.audit.evaluations import evaluate_classes
 from mmod.data.config import DataConfig
 from mmod.data.loader import image_stream
 from mmod.studies.features import classify_patches
@@ -184,7 +184,7 @@ def test_a_cheaper_run_from_a_dense_one(changes: dict[str, Any], data: DataConfi
         assert evaluation.accuracies().keys() >= {"objects", "mean_iou"}
         assert evaluation.mean_kept < 1
     assert fit(config, progress=False).best == done.best
-    # The run's moving average in a model of its own is judged alike.
+    # The run's moving average in a model of its own is evaluated alike.
     resumed = replace(config, model=replace(config.model, checkpoint=str(tmp_path / "tuned")))
     assert evaluate(ImageKind(resumed).create_models()[0], image_stream(data)) == done.best
 
@@ -274,7 +274,7 @@ def test_patches_without_a_class_count_nowhere(seed: int, images: int, batch: in
     assert evaluation.mean_iou == pytest.approx(100 * jaccard_score(true, guess, labels=labels, average="macro"))
     expected = F.cross_entropy(logits[has_class], targets[has_class])
     assert evaluation.loss == pytest.approx(expected.item(), rel=1e-5)
-    # The logits of such patches change no loss and no figure of any criterion, nor an audit's judgement.
+    # The logits of such patches change no loss and no figure of any criterion, nor an audit's evaluation.
     numbers = torch.arange(images).float().reshape(-1, 1, 1, 1)
     changed = torch.where(has_class[..., None], logits, logits + 5)
     for loss in (LossConfig(), LossConfig(smoothing=0.1), LossConfig("bce")):
@@ -285,12 +285,12 @@ def test_patches_without_a_class_count_nowhere(seed: int, images: int, batch: in
         assert torch.equal(one["task"], other["task"])
         assert torch.equal(one["top1"], other["top1"])
     with torch.no_grad():
-        judged, again = (judge_classes(Table(table), (numbers, targets)) for table in (logits, changed))
-    assert all(torch.equal(*pair) for pair in zip(judged, again))
+        evaluated, again = (evaluate_classes(Table(table), (numbers, targets)) for table in (logits, changed))
+    assert all(torch.equal(*pair) for pair in zip(evaluated, again))
     for place in range(images):
         row, known = logits[place][has_class[place]].float(), targets[place][has_class[place]]
-        assert judged[0][place] == pytest.approx(F.cross_entropy(row, known).item(), rel=1e-5)
-        assert judged[1][place] == pytest.approx((row.argmax(-1) == known).float().mean().item())
+        assert evaluated[0][place] == pytest.approx(F.cross_entropy(row, known).item(), rel=1e-5)
+        assert evaluated[1][place] == pytest.approx((row.argmax(-1) == known).float().mean().item())
 
 
 def test_a_run_on_maps_with_255_trains_and_names_the_classes_that_are_there(tmp_path: Path) -> None:

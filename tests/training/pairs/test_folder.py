@@ -1,4 +1,4 @@
-"""Folders of transformers' CLIP and SigLIP train and are judged as models of open_clip are."""
+"""Folders of transformers' CLIP and SigLIP train and are evaluated as models of open_clip are."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_similarities_are_those_of_the_host(saved: tuple[Path, Any]) -> None:
     torch.testing.assert_close(similarity + output.get("logit_bias", 0), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_a_routed_run_is_trained_judged_and_reopened(saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_routed_run_is_trained_evaluated_and_reopened(saved: tuple[Path, Any], tmp_path: Path) -> None:
     folder, host = saved
     loss = "siglip" if host.config.model_type == "siglip" else "clip"
     config = config_of(folder, tmp_path / "run", routing={"image": {"router": "linear", "capacity": 0.5}}, loss=loss)
@@ -84,7 +84,7 @@ def test_a_routed_run_is_trained_judged_and_reopened(saved: tuple[Path, Any], tm
         PairsKind(dense).load()
 
 
-def test_capacity_1_is_judged_as_the_dense_model(saved: tuple[Path, Any], tmp_path: Path) -> None:
+def test_capacity_1_is_evaluated_as_the_dense_model(saved: tuple[Path, Any], tmp_path: Path) -> None:
     folder, _ = saved
     results = []
     for name, routing in {"dense": None, "routed": {"image": {"router": "linear", "capacity": 1.0}}}.items():

@@ -1,4 +1,4 @@
-"""Studies with rivals of routing: what is compared, at which learning rate, and what may be said of it."""
+"""Studies with baselines of routing: what is compared, at which learning rate, and what may be said of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from mmod.studies.study import epochs_of, plan, run_study
 from tests.kit.image_study import DENSE
 from tests.kit.sets import SETS
 
-RIVALS: dict[str, dict[float, dict[str, Any]]] = {
+BASELINES: dict[str, dict[float, dict[str, Any]]] = {
     "prune": {0.5: {"kind": "prune", "keep": 0.5, "blocks": [1], "fuse": False}},
     "merge": {0.5: {"kind": "merge", "r": 3}},
     "exit": {0.5: {"kind": "exit", "confidence": 0.105, "blocks": [0, 1]}},
@@ -38,7 +38,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
         isoflop="none",
         maps=0,
         changes={"data": {"root": str(SETS / "digits"), "val_split": "test"}},
-        rivals=RIVALS,
+        baselines=BASELINES,
         routers={"random": {"router": "random"}},
         latency_batch=16,
         latency_batches=[1, 8],
@@ -46,20 +46,20 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> ImageStudyConfig:
     )
 
 
-def test_rivals_are_tuned_costed_timed_and_compared(study: ImageStudyConfig) -> None:
+def test_baselines_are_tuned_costed_timed_and_compared(study: ImageStudyConfig) -> None:
     result = run_study(study, progress=False)
     rows = {point.name: point.row() for point in result.points}
-    assert list(rows) == ["dense", "random-0.5", *(f"{name}-0.5" for name in RIVALS)]
+    assert list(rows) == ["dense", "random-0.5", *(f"{name}-0.5" for name in BASELINES)]
     for name, row in rows.items():
         assert min(row[key] for key in ("latency_ms", "latency_ms_b1", "latency_ms_b8", "speedup_b8", "peak_mb")) > 0
         assert name == "dense" or 0 < row["gflops"] < rows["dense"]["gflops"]
         assert ("before" in row) == (name not in ANEW)
         for size, ms in ((8, "latency_ms_b8"), (16, "latency_ms")):
-            rival = row[f"rival_b{size}"]
-            if rival is not None:
-                assert rival not in (name, "random-0.5", "recursions-0.5")
-                assert rows[rival][ms] <= 1.02 * row[ms]
-                assert row[f"to_rival_b{size}"].value == pytest.approx(row["top1"] - rows[rival]["top1"])
+            baseline = row[f"baseline_b{size}"]
+            if baseline is not None:
+                assert baseline not in (name, "random-0.5", "recursions-0.5")
+                assert rows[baseline][ms] <= 1.02 * row[ms]
+                assert row[f"to_baseline_b{size}"].value == pytest.approx(row["top1"] - rows[baseline]["top1"])
     assert 0 < rows["exit-0.5"]["kept"] < 1
     assert "ms / image b1" in result.table
     assert result.table.count(" 1 + 1 |") == len(rows) - len(ANEW)
@@ -67,9 +67,9 @@ def test_rivals_are_tuned_costed_timed_and_compared(study: ImageStudyConfig) -> 
     assert re.search(r"Images: digits:tiny, 32 px; \d+% of patches flat.*One seed: ", result.table, re.DOTALL)
 
 
-def test_a_missing_checkpoint_of_a_rival_ends_the_study_before_its_first_run(study: ImageStudyConfig) -> None:
+def test_a_missing_checkpoint_of_a_baseline_ends_the_study_before_its_first_run(study: ImageStudyConfig) -> None:
     small = {0.5: {"kind": "smaller", "args": {"depth": 2}, "checkpoint": "runs/none"}}
-    config = dataclasses.replace(study, output=f"{study.output}-missing", rivals={"small": small})
+    config = dataclasses.replace(study, output=f"{study.output}-missing", baselines={"small": small})
     with pytest.raises(FileNotFoundError, match="no checkpoint at 'runs/none'"):
         run_study(config, progress=False)
     assert not Path(config.output).exists()
@@ -80,7 +80,10 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
     config = dataclasses.replace(
         study,
         routers={"tuned": tuned, "still": {"router": "coin", "select": "threshold", "tune": False}},
-        rivals={"small": {0.5: {"kind": "smaller", "args": {}, "changes": {"data": {"image_size": 24}}}}, **RIVALS},
+        baselines={
+            "small": {0.5: {"kind": "smaller", "args": {}, "changes": {"data": {"image_size": 24}}}},
+            **BASELINES,
+        },
         controls={"tuned": "still", "still": None, "small": "recursions"},
         tune_dense=False,
     )
@@ -101,8 +104,8 @@ def test_series_say_what_differs_in_their_runs(study: ImageStudyConfig) -> None:
 
 
 def test_a_study_of_what_starts_from_scratch_alone_trains_all_as_long(study: ImageStudyConfig) -> None:
-    rivals = {name: RIVALS[name] for name in ("narrow", "recursions")}
-    scratch: dict[str, Any] = {"routers": {}, "tune": False, "tune_dense": False, "rivals": rivals}
+    baselines = {name: BASELINES[name] for name in ("narrow", "recursions")}
+    scratch: dict[str, Any] = {"routers": {}, "tune": False, "tune_dense": False, "baselines": baselines}
     _, jobs = plan(dataclasses.replace(study, **scratch))
     assert [job.name for job in jobs] == ["dense", *ANEW]
     assert all(job.is_trained and not job.is_tuned for job in jobs)
@@ -110,9 +113,15 @@ def test_a_study_of_what_starts_from_scratch_alone_trains_all_as_long(study: Ima
 
 
 def test_each_model_gets_the_rate_that_was_best_on_the_validation_split(study: ImageStudyConfig) -> None:
-    few = {name: RIVALS[name] for name in ("merge", "narrow")}
+    few = {name: BASELINES[name] for name in ("merge", "narrow")}
     searched = dataclasses.replace(
-        study, output=f"{study.output}-rates", rivals=few, rates=[1.0, 2.0], seeds=2, before=False, latency_batches=[8]
+        study,
+        output=f"{study.output}-rates",
+        baselines=few,
+        rates=[1.0, 2.0],
+        seeds=2,
+        before=False,
+        latency_batches=[8],
     )
     result = run_study(searched, progress=False)
     assert "At batch 8, no entrant that is as fast is significantly better" in result.table
@@ -141,14 +150,17 @@ def _result(folder: Path) -> float:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"rivals": {"a": {0.5: {"kind": "halve"}}}}, "'recursions', 'resize', 'resolution', 'smaller'"),
-        ({"rivals": {"a": {0.5: {"kind": "prune", "keeps": 1}}}}, "keep, blocks, fuse, by"),
-        ({"rivals": {"a": {0.5: {"kind": "smaller", "depth": 1}}}}, "depth; valid ones are kind, args"),
-        ({"rivals": {"a": {0.5: {"kind": "resolution"}}}}, "rivals.a-0.5 needs image_size"),
-        ({"rivals": {"a": {"kind": "merge"}}}, "rivals must be"),
-        ({"rivals": {"a": {0.5: {"kind": "recursions", "routing": {}}}}}, "unknown field of method recursions routing"),
+        ({"baselines": {"a": {0.5: {"kind": "halve"}}}}, "'recursions', 'resize', 'resolution', 'smaller'"),
+        ({"baselines": {"a": {0.5: {"kind": "prune", "keeps": 1}}}}, "keep, blocks, fuse, by"),
+        ({"baselines": {"a": {0.5: {"kind": "smaller", "depth": 1}}}}, "depth; valid ones are kind, args"),
+        ({"baselines": {"a": {0.5: {"kind": "resolution"}}}}, "baselines.a-0.5 needs image_size"),
+        ({"baselines": {"a": {"kind": "merge"}}}, "baselines must be"),
         (
-            {"rivals": {"a": {0.5: {**RIVALS["merge"][0.5], "changes": {"seed": 1}}}}},
+            {"baselines": {"a": {0.5: {"kind": "recursions", "routing": {}}}}},
+            "unknown field of method recursions routing",
+        ),
+        (
+            {"baselines": {"a": {0.5: {**BASELINES["merge"][0.5], "changes": {"seed": 1}}}}},
             "changes must not set seed",
         ),
         ({"routers": {"a": {"router": "random", "changes": {"routing": {}}}}}, "changes must not set routing"),
@@ -156,7 +168,9 @@ def _result(folder: Path) -> float:
         ({"rates": [1.0, 0.0]}, "rates must be"),
     ],
 )
-def test_wrong_rivals_fail_before_the_first_run(study: ImageStudyConfig, changes: dict[str, Any], message: str) -> None:
+def test_wrong_baselines_fail_before_the_first_run(
+    study: ImageStudyConfig, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises((ValueError, TypeError), match=message):
         run_study(dataclasses.replace(study, output=f"{study.output}-wrong", **changes), progress=False)
     assert not Path(f"{study.output}-wrong").exists()

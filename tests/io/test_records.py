@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from mmod.io.claim import FolderTakenError, claim_folder, read_claim
+from mmod.io.records import FolderTakenError, read_record, record_config
 
 RECORD = {"lr": 1e-4, "sizes": (1, 2), "data": {"name": "2020-01-01", "seed": 3}, "args": {}}
 
@@ -11,7 +11,7 @@ RECORD = {"lr": 1e-4, "sizes": (1, 2), "data": {"name": "2020-01-01", "seed": 3}
 def test_a_record_claims_its_folder_once(tmp_path: Path, file: str) -> None:
     def claim(free_keys: tuple[str, ...] = (), **changes: object) -> bool:
         record = {**RECORD, **changes}
-        return claim_folder(tmp_path / "run", record, file=file, kind="a run", free_keys=free_keys)
+        return record_config(tmp_path / "run", record, file=file, kind="a run", free_keys=free_keys)
 
     assert not claim()
     written = (tmp_path / "run" / file).read_bytes()
@@ -30,17 +30,17 @@ def test_a_folder_with_other_files_is_not_taken(tmp_path: Path, name: str) -> No
     # Left by a start that failed before it kept its record.
     (tmp_path / "checkpoints" / "empty").mkdir(parents=True)
     (tmp_path / ".config.json.partial").touch()
-    assert read_claim(tmp_path, "config.json") is None
+    assert read_record(tmp_path, "config.json") is None
     (tmp_path / name).parent.mkdir(exist_ok=True)
     (tmp_path / name).write_text("mine")
     with pytest.raises(FolderTakenError, match=r"holds files but no config\.json: choose a new or empty folder"):
-        claim_folder(tmp_path, RECORD, file="config.json", kind="a run")
+        record_config(tmp_path, RECORD, file="config.json", kind="a run")
     with pytest.raises(FolderTakenError):
-        claim_folder(tmp_path / name, RECORD, file="config.json", kind="a run")
+        record_config(tmp_path / name, RECORD, file="config.json", kind="a run")
 
 
 def test_a_record_that_is_none_is_named(tmp_path: Path) -> None:
     for content in ("[1]", "{"):
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ValueError, match=r"config\.json"):
-            claim_folder(tmp_path, RECORD, file="config.json", kind="a run")
+            record_config(tmp_path, RECORD, file="config.json", kind="a run")

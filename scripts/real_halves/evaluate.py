@@ -62,7 +62,7 @@ def answered(model: Any, collator: ChatCollator, questions: Path, limit: int) ->
     return found
 
 
-def judge(
+def evaluate(
     folder: Path, questions: Path, rows: Mapping[str, Row], journal: Path, patches: int, limit: int = 500
 ) -> None:
     """Answer the questions with every row that the journal lacks; several processes may share a journal."""

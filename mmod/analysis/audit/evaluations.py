@@ -1,4 +1,4 @@
-"""Judges: functions that return a model's loss and accuracy per image or sample, and the batches that they take.
+"""Evaluations: functions that return a model's loss and accuracy per image or sample, and the batches that they take.
 
 Axes: B images or samples, N patches or tokens, C channels."""
 
@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from mmod.adapters import image_output
 
 _IGNORED = -100
-_PASS_JUDGE = "pass `judge`, which returns the loss and the accuracy of each image of such a batch"
+_PASS_FUNCTION = "pass `evaluate`, which returns the loss and the accuracy of each image of such a batch"
 # Entries of a batch that the forward pass does not take.
 _NO_INPUTS = ("labels", "protected_mask")
 
-Judge = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
+Evaluate = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 """Runs a model on a batch, once, and returns the loss and the accuracy in [0, 1] of each image or sample, (B,) each."""
 
 
@@ -28,7 +28,7 @@ class LabelledBatch(NamedTuple):
     """A batch with labels of its samples and of its tokens.
 
     Args:
-        batch: What the judge takes.
+        batch: What the evaluation takes.
         strata: Labels of the samples, such as `{"kind": ["a", "b"], "size": [3, 9]}`. The learned choice is compared
             with the random one among samples with the same label, or in terciles of numbers.
         token_kinds: Labels of the tokens, including prefix and padding, such as
@@ -40,7 +40,7 @@ class LabelledBatch(NamedTuple):
     token_kinds: Mapping[str, ArrayLike] = MappingProxyType({})
 
 
-def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def evaluate_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return cross-entropy and accuracy of every image of a batch.
 
     Args:
@@ -50,7 +50,7 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
     device = next(model.parameters()).device
     if not isinstance(batch, (tuple, list)) or len(batch) != 2 or not all(isinstance(value, Tensor) for value in batch):
         raise ValueError(
-            f"a batch must be two tensors, images and their classes, got {type(batch).__name__}: {_PASS_JUDGE}"
+            f"a batch must be two tensors, images and their classes, got {type(batch).__name__}: {_PASS_FUNCTION}"
         )
     images, targets = (value.to(device) for value in batch)
     logits = image_output(model, images).float()
@@ -59,7 +59,7 @@ def judge_classes(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tenso
     if targets.is_floating_point() or logits.shape[:-1] != targets.shape:
         raise ValueError(
             f"the model returns logits {tuple(logits.shape)}, the classes are {targets.dtype} {tuple(targets.shape)}: "
-            f"{_PASS_JUDGE}"
+            f"{_PASS_FUNCTION}"
         )
     has_class = targets != _IGNORED if targets.ndim == 2 else torch.ones_like(targets, dtype=torch.bool)
     classes = logits.shape[-1]
@@ -81,7 +81,7 @@ def check_classes(count_B: Tensor) -> None:
         raise ValueError(f"each image needs a patch with a class: all patches of an image are {_IGNORED}")
 
 
-def judge_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def evaluate_answers(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the mean loss of every sample's answers, and 1 if the most likely tokens are all right, else 0.
 
     Args:

@@ -15,11 +15,11 @@ class FolderTakenError(FileExistsError, ValueError):
     """A folder holds results of another config, or unrelated files."""
 
 
-def claim_folder(
+def record_config(
     folder: str | Path, record: Mapping[str, Any], *, file: str, kind: str, free_keys: Collection[str] = ()
 ) -> bool:
     """Record a config as JSON in a free folder, or check the folder's record; return whether there was one."""
-    existing = read_claim(folder, file)
+    existing = read_record(folder, file)
     if existing is not None:
         check_same(folder, existing, record, kind=kind, free_keys=free_keys)
         return True
@@ -28,7 +28,7 @@ def claim_folder(
     return False
 
 
-def read_claim(folder: str | Path, file: str) -> dict[str, Any] | None:
+def read_record(folder: str | Path, file: str) -> dict[str, Any] | None:
     """Read the record of a folder; None if it holds only hidden files and empty folders, as a failed start leaves."""
     folder = Path(folder)
     if (folder / file).is_file():
