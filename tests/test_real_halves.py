@@ -11,7 +11,6 @@ import timm
 import torch
 from PIL import Image
 from safetensors.torch import save_file
-from scripts.real_halves.evaluate import answered, by_picture, evaluate, gap, loaded
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from mmod.data.readers.chat import ChatCollator
@@ -19,6 +18,7 @@ from mmod.training.chat.model import router_parameters
 from mmod.training.chat.processor import create_bpe_processor
 from scripts.real_halves import compare, learn, photographs, tune
 from scripts.real_halves.__main__ import make, save
+from scripts.real_halves.evaluate import answered, by_picture, evaluate, gap, loaded
 from scripts.real_halves.rows import Row, families, fitted, image_share
 
 CLASSES = ("Faces_easy", "car_side", "crab", "dollar_bill", "yin_yang")

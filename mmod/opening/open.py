@@ -80,19 +80,17 @@ def open_model(
         Compose(...)
     """
     args = dict(args or {})
-    options: dict[str, Any] = {"checkpoint": checkpoint, "image_size": image_size}
-    opened: Opened
     if isinstance(spec, nn.Module):
         check_module(spec)
-        _refuse(f"the {type(spec).__name__}", **options, args=args)
+        _refuse(f"the {type(spec).__name__}", checkpoint, image_size, args)
         opened = _module(spec)
     elif isinstance(spec, Mapping):
         from mmod.opening.language import open_described
 
-        _refuse("a config", **options)
+        _refuse("a config", checkpoint, image_size)
         opened = open_described(spec, args)
     elif isinstance(spec, (str, Path)):
-        opened = _named(str(spec), pretrained, args, dense, advice, **options)
+        opened = _named(str(spec), pretrained, args, dense, advice, checkpoint, image_size)
     else:
         raise TypeError(f"spec must be a name, a path, fields of a config or a module, got {spec!r}")
     opened.model.eval()

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from scripts.real_halves.evaluate import by_picture, gap, halve, loaded, prefill_times
 
 import mmod
 from mmod import Option, RoutingConfig
@@ -17,6 +16,7 @@ from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.io.store import STORE
 from mmod.planning import horizon, search_plan
+from scripts.real_halves.evaluate import by_picture, gap, halve, loaded, prefill_times
 from scripts.real_halves.model import TRAINED
 from scripts.real_halves.rows import FASTV, LAST_TOKEN, SPREAD, Row, families, fitted, image_share
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from scripts.real_halves.evaluate import answered, halve, loaded
 from torch import nn
 
 import mmod
@@ -21,6 +20,7 @@ from mmod.data.readers.conversations import ChatSample, ConversationsConfig, ope
 from mmod.planning import ratio_decay
 from mmod.training.chat.model import router_parameters
 from scripts.real_halves.compare import ends
+from scripts.real_halves.evaluate import answered, halve, loaded
 from scripts.real_halves.learn import scheduled
 from scripts.real_halves.rows import SPREAD, Row, families, fitted, image_share
 

@@ -320,5 +320,5 @@ def test_a_changed_model_is_not_changed_again(tmp_path: Path) -> None:
     data = {"source": "folder", "root": "unused", "image_size": 160, "channels": 3, "mean": [0.5] * 3, "std": [0.5] * 3}
     fields = {"output": str(tmp_path / "run"), "model": model, "data": data, "device": "cpu"}
     assert mmod.is_routed(kind_of(config_class("image").from_dict(fields)).load())
-    with pytest.raises(ValueError, match="is a model that routing changed: name the dense model, or train it"):
+    with pytest.raises(ValueError, match="was changed by routing: name the dense model, or train it"):
         kind_of(config_class("image").from_dict({**fields, "methods": [MERGE]})).load()

@@ -38,10 +38,9 @@ def create_models(kind: LoopKind) -> tuple[nn.Module, nn.Module | None]:
     model: Any = kind.prepare()
     changed = ", ".join(method.kind for method in methods_of(model))
     if changed and config.applied:
-        name = getattr(config.model, "name", None)
         raise ValueError(
-            f"model.name={name!r} is a model that {changed} changed: name the dense model, or train it as it is, with "
-            "`routing: null` and no methods"
+            f"the model that the config names was changed by {changed}: name the dense model, or train it as it is, "
+            "with `routing: null` and no methods"
         )
     added = {} if checkpoint is None else kind.load_dense(model, checkpoint, config.applied)
     # Copied before methods are applied: a dense teacher is the starting model itself.
