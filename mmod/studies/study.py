@@ -184,7 +184,7 @@ def _check_runs(config: StudyConfig, runs: Sequence[Run[Any]]) -> None:
     for run in runs:
         started = run.config
         # Not there yet; its architecture is the dense model's.
-        if str(Path(str(started.model.checkpoint)).parent) in written:
+        if not isinstance(started, LoopConfig) and started.model.checkpoint in written:
             started = dataclasses.replace(started, model=dense.model)
         kind = kind_of(started)
         try:

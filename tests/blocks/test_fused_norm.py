@@ -25,7 +25,7 @@ CONFIGS = {
 # Relative and absolute errors between two paths in the same type.
 TOLERANCES = {torch.float32: (1e-4, 1e-5), torch.float16: (1e-2, 1e-2), torch.bfloat16: (5e-2, 5e-2)}
 PLACES = [
-    pytest.param(device, dtype, masks=pytest.mark.gpu if device == "cuda" else ())
+    pytest.param(device, dtype, marks=pytest.mark.gpu if device == "cuda" else ())
     for device, dtype in [("cpu", torch.float32), *(("cuda", dtype) for dtype in TOLERANCES)]
 ]
 

@@ -17,11 +17,11 @@ from tests.kit.cover import cover, in_turn
 
 # A process either interprets all its kernels or compiles them.
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_CUDA = pytest.param("cuda", masks=pytest.mark.gpu)
+_CUDA = pytest.param("cuda", marks=pytest.mark.gpu)
 DEVICES = ["cpu", _CUDA] if INTERPRETED else [_CUDA]
 # Devices and dtypes together: the interpreter computes wrongly in bf16.
 PLACES = [
-    pytest.param(*values, masks=pytest.mark.gpu if "cuda" in values else (), id="-".join(map(str, values)))
+    pytest.param(*values, marks=pytest.mark.gpu if "cuda" in values else (), id="-".join(map(str, values)))
     for values in [
         *([("cpu", torch.float32), ("cpu", torch.float16)] if INTERPRETED else []),
         *[("cuda", dtype) for dtype in (torch.float32, torch.float16, torch.bfloat16)],
@@ -39,7 +39,7 @@ def everywhere(*axes: Iterable[Any]) -> list[Any]:
     elif interpreted:
         combined += cover(interpreted, *values)
     combined += itertools.product([place for place in PLACES if "cuda" in place.values], *values)
-    return [pytest.param(*place.values, *remaining, masks=place.masks) for place, *remaining in combined]
+    return [pytest.param(*place.values, *remaining, marks=place.marks) for place, *remaining in combined]
 
 
 @contextmanager

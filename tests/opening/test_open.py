@@ -26,6 +26,7 @@ from mmod.opening.runs import find_run, model_folder
 from mmod.training import fit
 from mmod.training.engine import loop
 from mmod.training.kinds import config_class, kind_of, parse_kind
+from tests.kit.chat_configs import MODEL
 from tests.kit.clip_zoo import make_clip
 from tests.kit.folders import save_image_model
 from tests.kit.pairs_worker import write_model
@@ -43,7 +44,11 @@ def fields_of(kind: str, folder: Path) -> dict[str, Any]:
     """Return the config of a small run of a kind, without its output."""
     if kind == "pairs":
         return pairs(folder)
-    fields: dict[str, dict[str, Any]] = {"image": IMAGE, "text": TEXT, "chat": CHAT}
+    fields: dict[str, dict[str, Any]] = {
+        "image": IMAGE,
+        "text": TEXT,
+        "chat": {**CHAT, "model": {"config": MODEL, "processor": "words"}},
+    }
     return dict(fields[kind])
 
 

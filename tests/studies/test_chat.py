@@ -102,7 +102,7 @@ def test_jobs_start_from_the_dense_model_of_their_seed(study: ChatStudyConfig) -
     for job in jobs:
         assert job.config.seed == job.seed
         if job.name != "base":
-            assert job.config.model.checkpoint == f"{study.output}/seed{job.seed}/base/model"
+            assert job.config.model.checkpoint == f"{study.output}/seed{job.seed}/base"
             assert job.config.trainer["max_steps"] == 2
     capacities = [job.config.routing["language"]["capacity"] for job in jobs if job.config.routing]
     assert capacities == [0.5, 0.25] * 4

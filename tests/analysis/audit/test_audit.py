@@ -249,7 +249,7 @@ def test_answers_of_patches_are_averaged_over_each_image() -> None:
             "loss of sample 0 in batch 0 of 'pos",
         ),
         ({"evaluate": lambda model, batch: (torch.zeros(8), torch.zeros(8))}, "no router of the model decided"),
-        ({"evaluate": lambda model, batch: (model(batch[0])[:3, 0],) * 2}, "losses of 3 and accuracies of 3 images"),
+        ({"evaluate": lambda model, batch: (model(batch[0])[:3, 0],) * 2}, "losses of 3, accuracies of 3 images"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
