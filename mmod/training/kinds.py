@@ -1,4 +1,4 @@
-"""The kinds of training by name: their configs, recipes and commands `mmod train KIND`."""
+"""The kinds of training by name: their configs, and the commands `mmod train KIND`."""
 
 from __future__ import annotations
 
