@@ -28,6 +28,7 @@ from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingCh
 from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing, write_atomically
+from mmod.io.jobs import Callback
 from mmod.io.processes import gathered
 from mmod.opening.runs import FINAL_MODEL
 from mmod.training.chat.config import TrainConfig
@@ -40,7 +41,7 @@ from mmod.training.chat.trainer import RoutedTrainer, hidden_bars, train_to_end,
 from mmod.training.engine.distributed import together, wait_for_all
 from mmod.training.engine.evaluate import Rows, decisions_of, kept_rows
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
-from mmod.training.engine.kind import Callback, device_of, load
+from mmod.training.engine.kind import device_of, load
 from mmod.training.engine.preflight import check_warmup
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
 

@@ -10,8 +10,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from mmod.analysis import Trace, trace
+from mmod.analysis import trace
 from mmod.analysis.modes import in_mode
+from mmod.blocks import deciding_modules
 from mmod.data.stream import BatchStream
 from mmod.io.processes import gathered
 from mmod.io.progress import progress_bar
@@ -80,7 +81,7 @@ def read_rows(
 @contextmanager
 def decisions_of(model: nn.Module) -> Iterator[Mapping[str, Routing]]:
     """Context with the decisions of one forward pass by module, once it has run; none of a dense model."""
-    if not Trace(model).names:
+    if not deciding_modules(model):
         yield {}
         return
     with trace(model) as decisions:

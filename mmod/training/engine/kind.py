@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from mmod.analysis import FlopReport
 from mmod.blocks import deciding_modules
 from mmod.compare.times import Reading
 from mmod.data.loader import BatchStream
+from mmod.io.jobs import Callback
 from mmod.methods import Method
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.distributed import Process, choose_device
@@ -22,8 +23,6 @@ from mmod.training.engine.evaluate import Rows
 from mmod.training.engine.task import Task
 
 Streams = tuple[BatchStream, BatchStream]
-Callback = Callable[[float], object]
-"""Receives the share of a run that is done, from 0 to 1."""
 
 
 class Kind(Protocol):
@@ -48,7 +47,7 @@ class Kind(Protocol):
         """Create the model that the run starts from, methods applied, on the CPU and in training mode."""
 
     def load(self) -> nn.Module:
-        """Create that model as `load` does, for evaluation."""
+        """Create that model as `load` does: drawn as in training, on the run's device, in evaluation mode."""
 
     def sketch(self) -> nn.Module:
         """Create that model on the meta device, from names and sizes alone; a ValueError if methods do not fit it."""

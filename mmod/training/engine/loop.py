@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.labels import Classes
 from mmod.io.files import replacing
+from mmod.io.jobs import Callback
 from mmod.io.processes import gathered
 from mmod.io.progress import progress_bar
 from mmod.io.tables import write_csv
@@ -38,7 +39,7 @@ from mmod.training.engine.distributed import (
     wait_for_all,
 )
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
-from mmod.training.engine.kind import Callback, LoopKind, Streams, seed_draws, step_samples, steps_of_epoch
+from mmod.training.engine.kind import LoopKind, Streams, seed_draws, step_samples, steps_of_epoch
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
