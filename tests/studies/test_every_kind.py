@@ -52,10 +52,10 @@ UNITS = {"image": {"image"}, "pairs": {"image", "text"}, "chat": {"prompt"}, "te
 def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = kind_of(_tiny(kind, tmp_path))
+    training = kind_of(_tiny(kind, tmp_path))
     shares: list[float] = []
-    trained: RoutedResult = recipe.fit(progress=False, callback=shares.append).best
-    done = dataclasses.replace(recipe.config.finished(recipe.config.output), output=str(tmp_path / "done"))
+    trained: RoutedResult = training.fit(progress=False, callback=shares.append).best
+    done = dataclasses.replace(training.config.finished(training.config.output), output=str(tmp_path / "done"))
     path = tmp_path / "done.yaml"
     path.write_text(yaml.safe_dump(done.to_dict()))
     assert kind_named([str(path), "--seed", "1"]) == kind
@@ -69,7 +69,7 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
 
     plan.main([str(path), "--plan.batches", "2", "--plan.batch_size", "2", "--plan.budget", "0.8"])
     searched = mmod.RoutingConfig.load(tmp_path / "done/plan/flops-0.8.json")
-    routed = mmod.route_(kind_of(done).load(), **{recipe.part: searched})
+    routed = mmod.route_(kind_of(done).load(), **{training.part: searched})
     assert mmod.routed_blocks(routed)
     assert "divergence added by each option" in capsys.readouterr().out
 

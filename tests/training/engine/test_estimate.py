@@ -29,11 +29,11 @@ def test_an_estimate_of_an_image_run_is_what_the_run_does(tmp_path: Path, routin
         ema=EmaConfig(),
         device="cpu",
     )
-    recipe: Any = kind_of(config)
-    estimate = recipe.estimate()
+    kind: Any = kind_of(config)
+    estimate = kind.estimate()
     assert not (tmp_path / "run").exists()
 
-    model = recipe.create().train()
+    model = kind.create().train()
     images = next(iter(image_stream(config.data, 0).batches(0)))[0]
     with ActivationMemory([images, *model.parameters(), *model.buffers()]) as memory:
         logits = model(images)
@@ -45,7 +45,7 @@ def test_an_estimate_of_an_image_run_is_what_the_run_does(tmp_path: Path, routin
     image_flops = mmod.flops(model, (1, 32, 32)).routed
     assert estimate.flops == {"image": image_flops}
     assert estimate.step_flops == 3 * 3 * 64 * image_flops
-    result = recipe.fit(progress=False)
+    result = kind.fit(progress=False)
     assert (estimate.epochs, estimate.steps) == (result.epochs, result.steps)
 
 

@@ -117,8 +117,8 @@ def test_timm_chooses_the_same_weights(layout: str, tmp_path: Path) -> None:
 
 def test_a_teacher_is_read_in_the_same_way(tmp_path: Path) -> None:
     torch.save(LAYOUTS["DeiT"][0], tmp_path / "teacher.pth")
-    recipe = ImageKind(config(tmp_path, model=ModelConfig(NAME, SMALL)))
-    teacher = recipe.create_teacher(str(tmp_path / "teacher.pth"), recipe.prepare(weights=False))
+    kind = ImageKind(config(tmp_path, model=ModelConfig(NAME, SMALL)))
+    teacher = kind.create_teacher(str(tmp_path / "teacher.pth"), kind.prepare(weights=False))
     same(teacher.state_dict(), AVERAGE)
 
 

@@ -120,11 +120,11 @@ def test_an_interrupted_run_ends_as_another_does(kind: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("epochs", "expected"), [(None, [True, True, True]), (2, [True, True, False])])
 def test_the_first_epochs_are_routed(epochs: int | None, expected: list[bool], tmp_path: Path) -> None:
-    recipe = ImageKind(tiny_config(output=tmp_path, in_training=InTrainingConfig(RANDOM, epochs=epochs)))
-    model, _ = recipe.create_models()
+    kind = ImageKind(tiny_config(output=tmp_path, in_training=InTrainingConfig(RANDOM, epochs=epochs)))
+    model, _ = kind.create_models()
     is_routed = []
     for epoch in range(3):
-        recipe.start_epoch([model], epoch)
+        kind.start_epoch([model], epoch)
         is_routed.append(mmod.is_routed(model))
     assert is_routed == expected
 

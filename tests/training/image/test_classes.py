@@ -58,9 +58,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def assessed(config: TrainConfig) -> tuple[EvalResult, Any]:
-    recipe = ImageKind(config)
-    model = recipe.load()
-    return recipe.assess(model), model
+    kind = ImageKind(config)
+    model = kind.load()
+    return kind.assess(model), model
 
 
 def of_run(trained: Path, data: Path, **changes: Any) -> TrainConfig:

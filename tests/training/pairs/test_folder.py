@@ -77,8 +77,8 @@ def test_a_routed_run_is_trained_evaluated_and_reopened(saved: tuple[Path, Any],
     assert type(reopened) is not type(host)
     assert isinstance(reopened, type(host))
     again = config_of(tmp_path / "run" / "model", tmp_path / "again", loss=loss)
-    recipe = PairsKind(again)
-    assert recipe.assess(recipe.load()).columns() == pytest.approx(result.evaluation.columns())
+    kind = PairsKind(again)
+    assert kind.assess(kind.load()).columns() == pytest.approx(result.evaluation.columns())
     dense = config_of(folder, tmp_path / "dense", model={"name": str(folder), "checkpoint": str(tmp_path / "run")})
     with pytest.raises(ValueError, match="router"):
         PairsKind(dense).load()
@@ -88,8 +88,8 @@ def test_capacity_1_is_evaluated_as_the_dense_model(saved: tuple[Path, Any], tmp
     folder, _ = saved
     results = []
     for name, routing in {"dense": None, "routed": {"image": {"router": "linear", "capacity": 1.0}}}.items():
-        recipe = PairsKind(config_of(folder, tmp_path / name, routing=routing))
-        results.append(recipe.assess(recipe.load()).columns())
+        kind = PairsKind(config_of(folder, tmp_path / name, routing=routing))
+        results.append(kind.assess(kind.load()).columns())
     dense, routed = ({key: value for key, value in columns.items() if "kept" not in key} for columns in results)
     assert routed == pytest.approx(dense)
 
