@@ -132,9 +132,9 @@ def name_front(
     from matplotlib.transforms import Bbox
 
     bottom = axis.get_ylim()[0]
-    places = axis.transData.transform([(mark.cost, max(bottom, mark.score)) for mark in marks])
+    points = axis.transData.transform([(mark.cost, max(bottom, mark.score)) for mark in marks])
     boxes: list[Bbox] = []
-    for mark, (x, y) in zip(marks, places):
+    for mark, (x, y) in zip(marks, points):
         half = styles[mark.series]["markersize"] / 144 * axis.figure.dpi
         boxes.append(Bbox.from_extents(x - half, y - half, x + half, y + half))
     front = front_of(marks, faster)

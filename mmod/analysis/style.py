@@ -184,11 +184,11 @@ def _free_box(axis: Axes, text: Text, point: tuple[float, float], taken: Sequenc
     """Place a text near its point where it overlaps nothing, and return its box; None without room."""
     room = axis.get_window_extent()
     box = text.get_window_extent()
-    places = [((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)]
+    centres = [((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)]
     for far, (x, y) in itertools.product((9, 18, 30, 44, 64, 90), itertools.product((0, 1, -1), (1, -1, 0))):
-        places.append((point[0] + x * (box.width / 2 + far), point[1] + y * (box.height / 2 + far)))
-    for place in places:
-        text.set_position(tuple(axis.transData.inverted().transform(place)))
+        centres.append((point[0] + x * (box.width / 2 + far), point[1] + y * (box.height / 2 + far)))
+    for centre in centres:
+        text.set_position(tuple(axis.transData.inverted().transform(centre)))
         box = text.get_window_extent()
         inside = room.x0 <= box.x0 and box.x1 <= room.x1 and room.y0 <= box.y0 and box.y1 <= room.y1
         if inside and not any(box.overlaps(other) for other in taken):

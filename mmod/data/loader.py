@@ -326,8 +326,8 @@ class TextReader:
 
     def read(self, indices: np.ndarray, seeds: tuple[int, int]) -> Batch:
         """Read one batch; see `mmod.data.stream.BatchReader.read`."""
-        places = self.starts[indices][:, None] + np.arange(self.length + 1)
-        window = torch.from_numpy(self.text[places].astype(np.int64))
+        index_BL = self.starts[indices][:, None] + np.arange(self.length + 1)
+        window = torch.from_numpy(self.text[index_BL].astype(np.int64))
         return Batch(window[:, :-1], window[:, 1:], [])
 
 

@@ -79,7 +79,7 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     """
     if isinstance(record, BrokenLine):
         raise ValueError(record.reason)
-    messages = [_check_message(place, said) for place, said in enumerate(_turns(record))]
+    messages = [_check_message(index, said) for index, said in enumerate(_turns(record))]
     system = record.get("system")
     if system:
         if not isinstance(system, str) or any(message.role == "system" for message in messages):
@@ -115,37 +115,37 @@ def _turns(record: Any) -> list[Any]:
     return turns
 
 
-def _check_message(place: int, said: Any) -> Message:
+def _check_message(index: int, said: Any) -> Message:
     name = None
     content = None
     if isinstance(said, Mapping):
         is_llava = "from" in said
         name, content = (said.get("from"), said.get("value")) if is_llava else (said.get("role"), said.get("content"))
-    text = "".join(_part_text(place, part) for part in content) if isinstance(content, list) else content
+    text = "".join(_part_text(index, part) for part in content) if isinstance(content, list) else content
     if not isinstance(said, Mapping) or not isinstance(text, str):
-        raise ValueError(f"message {place} is not of the form {{from, value}} or {{role, content}}")
+        raise ValueError(f"message {index} is not of the form {{from, value}} or {{role, content}}")
     if not isinstance(name, str) or name not in ROLES:
-        raise ValueError(f"message {place} is from {brief(name)}; valid: {', '.join(ROLES)}")
+        raise ValueError(f"message {index} is from {brief(name)}; valid: {', '.join(ROLES)}")
     unread = [key for key in said if said[key] and (key == "tool_calls" or _is_media(key, others=True))]
     if unread:
-        raise ValueError(f"message {place} has {unread[0]!r}, which this reader does not read")
+        raise ValueError(f"message {index} has {unread[0]!r}, which this reader does not read")
     if not text.strip():
-        raise ValueError(f"message {place} is empty")
+        raise ValueError(f"message {index} is empty")
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"message {place} has no form in UTF-8: {error}") from error
+        raise ValueError(f"message {index} has no form in UTF-8: {error}") from error
     return Message(ROLES[name], text)
 
 
-def _part_text(place: int, part: Any) -> str:
+def _part_text(index: int, part: Any) -> str:
     """Return the text of a part of a message, `<image>` for an image."""
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "image":
         return IMAGE
     if kind != "text" or not isinstance(part.get("text"), str):
         raise ValueError(
-            f"message {place} has a part of type {brief(kind)}, which this reader does not read; valid: image, and "
+            f"message {index} has a part of type {brief(kind)}, which this reader does not read; valid: image, and "
             "text with a text"
         )
     text: str = part["text"]
@@ -164,12 +164,12 @@ def _check_media(record: Mapping[str, Any], messages: list[Message], has_images:
         is_unread = _is_media(key, others=not has_images) or key == "tools"
         if value and is_unread and key not in _IMAGES:
             raise ValueError(f"has {key!r}, which this reader does not read; images are named by `image` or `images`")
-    for place, message in enumerate(messages):
+    for index, message in enumerate(messages):
         found = _FOREIGN.search(message.text)
         if found is None and message.role == "user":
             found = _FOREIGN_IN_QUESTIONS.search(message.text)
         if found is not None:
-            raise ValueError(f"message {place} holds {found[0]!r}, which this reader does not read; write {IMAGE}")
+            raise ValueError(f"message {index} holds {found[0]!r}, which this reader does not read; write {IMAGE}")
 
 
 def _check_turns(messages: list[Message]) -> None:
@@ -178,9 +178,9 @@ def _check_turns(messages: list[Message]) -> None:
         raise ValueError("nothing is said")
     if any(message.role == "system" for message in messages[1:]):
         raise ValueError("a system message that is not the first")
-    for place, role in enumerate(spoken):
-        if role != ("user", "assistant")[place % 2]:
-            raise ValueError(f"turn {place} is the {role}'s: a question must come first and an answer after each")
+    for index, role in enumerate(spoken):
+        if role != ("user", "assistant")[index % 2]:
+            raise ValueError(f"turn {index} is the {role}'s: a question must come first and an answer after each")
     if spoken[-1] != "assistant":
         raise ValueError("the last question has no answer")
 

@@ -80,8 +80,8 @@ class ImageReader:
         for attempt in range(len(self) if self.replace else 1):
             try:
                 # Within the epoch, for sources that have other indices in each.
-                place = index % len(self)
-                return self.source.read(index - place + (place + attempt) % len(self), self.mode)
+                position = index % len(self)
+                return self.source.read(index - position + (position + attempt) % len(self), self.mode)
             except UnreadableSampleError as error:
                 faults.append(error.fault)
         return None

@@ -132,7 +132,7 @@ class RemoteFiles:
             self._retry(url, attempt)
 
     def open(self, url: str) -> io.BufferedReader:
-        """Open a file for reading at any place, in steps of 8 MiB."""
+        """Open a file for reading at any position, in steps of 8 MiB."""
         return io.BufferedReader(_Ranges(self, url), 8 * _CHUNK)
 
     def _ask(self, url: str, question: Callable[[FileSystem, str], Result]) -> Result:
@@ -206,7 +206,7 @@ class _Ranges(io.RawIOBase):
         self._files = files
         self._url = url
         self._size = size
-        self._place = 0
+        self._position = 0
 
     def readable(self) -> bool:
         return True
@@ -215,15 +215,15 @@ class _Ranges(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._place, io.SEEK_END: self._size}[whence]
-        self._place = max(0, start + offset)
-        return self._place
+        start = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._size}[whence]
+        self._position = max(0, start + offset)
+        return self._position
 
     def readinto(self, buffer: Any) -> int:
-        size = max(0, min(len(buffer), self._size - self._place))
+        size = max(0, min(len(buffer), self._size - self._position))
         if size:
-            buffer[:size] = self._files.read(self._url, self._place, size)
-        self._place += size
+            buffer[:size] = self._files.read(self._url, self._position, size)
+        self._position += size
         return size
 
 

@@ -115,7 +115,7 @@ class Store:
 
     def _forget(self) -> None:
         # By the hash of a result's identity, start and length of the last line that holds one.
-        self._places: dict[str, tuple[int, int]] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
         self._versions: set[str] = set()
         self._header = b""
         # Bytes and results of the file that have been read.
@@ -136,9 +136,9 @@ class Store:
             raise ValueError(f"{error}. Delete it or choose another file") from error
         with file:
             self._read(file)
-            if key not in self._places:
+            if key not in self._spans:
                 return None
-            start, size = self._places[key]
+            start, size = self._spans[key]
             file.seek(start)
             return file.read(size)
 
@@ -193,7 +193,7 @@ class Store:
                 say(f"{str(self.path)!r} is of an older format and not read: it is kept as {aside.name!r}")
 
     def _add(self, line: bytes) -> None:
-        """Note the place of a line by the hash of its identity."""
+        """Note where a line is by the hash of its identity."""
         self._number += 1
         text = line[9:-1]
         if line[:9] != _checksum(text) + b" ":
@@ -205,7 +205,7 @@ class Store:
         if not isinstance(record, dict) or record.keys() != {"mmod", "identity", "value"}:
             self._refuse(f"result {self._number} has no version, identity and value")
         del record["value"]
-        self._places[_key(record)] = (self._end, len(line))
+        self._spans[_key(record)] = (self._end, len(line))
         self._versions.add(str(record["mmod"]))
         self._end += len(line)
 
@@ -276,13 +276,13 @@ class Store:
     def _compact(self) -> None:
         """Replace the file by one without superseded lines if these outweigh the others."""
         assert self.path is not None
-        live = sum(size for _, size in self._places.values())
+        live = sum(size for _, size in self._spans.values())
         if self._end - len(self._header) <= 2 * live:
             return
         with replacing(self.path) as partial, self.path.open("rb") as old, partial.open("wb") as new:
             # Another header tells other processes to read all of it.
             new.write(_new_header())
-            for start, size in sorted(self._places.values()):
+            for start, size in sorted(self._spans.values()):
                 old.seek(start)
                 new.write(old.read(size))
 

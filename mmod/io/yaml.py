@@ -121,9 +121,9 @@ def merged(fields: Mapping[str, Any], changes: Mapping[str, Any], null_removes: 
 
 def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     """Read a file merged over its bases; `above` are the files that extend it."""
-    place = path.resolve()
-    if place in above:
-        chain = " -> ".join(str(file) for file in (*above[above.index(place) :], place))
+    resolved = path.resolve()
+    if resolved in above:
+        chain = " -> ".join(str(file) for file in (*above[above.index(resolved) :], resolved))
         raise ValueError(f"a config is a base of itself: {chain}; remove a `base`")
     fields = _read(path)
     stacked = dict[str, Any]()
@@ -137,7 +137,7 @@ def _stack(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
         file = beside if beside.is_file() else shipped_config(base)
         if file is None:
             raise FileNotFoundError(f"{str(path)!r}: no base {base!r}, at {str(beside)!r} or in `mmod configs`")
-        stacked = merged(stacked, _stack(file, (*above, place)), null_removes=True)
+        stacked = merged(stacked, _stack(file, (*above, resolved)), null_removes=True)
     return merged(stacked, fields, null_removes=True)
 
 

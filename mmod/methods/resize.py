@@ -93,10 +93,10 @@ class Resize(Method):
         if not hasattr(owner, "dynamic_img_size"):
             name, options = _image_model(model, stack)
             side: Any = stack.grid.module.stride  # type: ignore[union-attr]
-            attach(model.get_submodule(name), ResizeHook(Target(height, width, int(side[1])), options))
+            attach(model.get_submodule(name), ResizeHook(TargetSize(height, width, int(side[1])), options))
             return
         patch_embed: Any = owner.get_submodule("patch_embed")
-        target = Target(height, width, patch_width=int(patch_embed.patch_size[1]))
+        target = TargetSize(height, width, patch_width=int(patch_embed.patch_size[1]))
         convert(owner, ResizingModel, target)
         # For code of others that embeds patches itself.
         convert(patch_embed, ResizingPatches, target)
@@ -128,7 +128,7 @@ class ResizeHook(ModelHook):
         options: Further arguments by which the model takes images of any size.
     """
 
-    def __init__(self, target: Target, options: Mapping[str, bool]) -> None:
+    def __init__(self, target: TargetSize, options: Mapping[str, bool]) -> None:
         self.target = target
         self.options = options
 
@@ -143,7 +143,7 @@ class ResizeHook(ModelHook):
         return args, {**kwargs, **named, **options}
 
 
-class Target(NamedTuple):
+class TargetSize(NamedTuple):
     """The size of resized images in pixels, and the width of a patch."""
 
     height: int
@@ -162,7 +162,7 @@ class ResizingModel(Mixin):
     """
 
     keeps_name = True
-    mod_state: Target
+    mod_state: TargetSize
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns for the resized images."""
@@ -182,7 +182,7 @@ class ResizingModel(Mixin):
 class ResizingPatches(Mixin):
     """Mixin of a patch embedding that first resizes its images (B, C, H, W) to the size `mod_state`."""
 
-    mod_state: Target
+    mod_state: TargetSize
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Return the patches of the resized images."""
@@ -195,7 +195,7 @@ class ResizingPatches(Mixin):
         return rows, columns
 
 
-def resized(images: Tensor, target: Target) -> Tensor:
+def resized(images: Tensor, target: TargetSize) -> Tensor:
     """Return resized images (B, C, H, W).
 
     Raises:

@@ -30,8 +30,8 @@ def find_run(path: str | Path) -> Path | None:
     # The deepest is a file in a checkpoint: checkpoints/step-000000002-epoch-00001/ema.safetensors.
     for folder in (path, *list(path.parents)[:3]):
         if (folder / RUN_CONFIG).is_file():
-            place = path.relative_to(folder).parts[:1]
-            known = not place or place[0] in (FINAL_MODEL, LAST_WEIGHTS, CHECKPOINTS)
+            below = path.relative_to(folder).parts[:1]
+            known = not below or below[0] in (FINAL_MODEL, LAST_WEIGHTS, CHECKPOINTS)
             return folder if known else None
     return None
 

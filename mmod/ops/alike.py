@@ -79,13 +79,13 @@ def _constant(make: Callable[..., Constant]) -> Callable[..., Constant]:
 def _signs(channels: int) -> Tensor:
     """Return a pseudo-random sign for each channel, from the upper bits of a multiplicative hash."""
     # Knuth's multiplier, 2**32 over the golden ratio; the kernel computes the same signs.
-    place_D = torch.arange(channels, device="cpu")
-    return 1.0 - 2.0 * (((place_D + 1) * 2654435761 >> 19) & 1).float()
+    position_D = torch.arange(channels, device="cpu")
+    return 1.0 - 2.0 * (((position_D + 1) * 2654435761 >> 19) & 1).float()
 
 
 @_constant
 def _spread_order(tokens: int, prefix: int) -> tuple[Tensor, Tensor]:
-    """Return the tokens after a prefix in spread order (N), and the place of every token in it, 0 for the prefix."""
+    """Return the tokens after a prefix in spread order (N), and the position of every token in it, 0 for the prefix."""
     order_N = spread_evenly(tokens, torch.device("cpu")).argsort(descending=True)
     return order_N + prefix, F.pad(order_N.argsort() + 1, (prefix, 0))
 
@@ -134,7 +134,7 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
     """Rows are put in order first: a tile then compares its rows with those before them, and no others."""
     images = unit_BNE.shape[0]
     tokens = unit_BNE.shape[1] - prefix
-    order_N, place_N = _spread_order(tokens, prefix)
+    order_N, position_N = _spread_order(tokens, prefix)
     unit_BNE = unit_BNE.index_select(1, order_N)
     # The prefix scores 2, as if it were as far from others as can be.
     best_BN = unit_BNE.new_full((images, 1 + tokens), -1.0)
@@ -157,7 +157,7 @@ def _redundancy_in_order(unit_BNE: Tensor, prefix: int) -> Tensor:
             among_themselves = alike[..., start:] if start else alike
             among_themselves.add_(_hide_later(stop - start))
             torch.amax(alike, dim=-1, out=part_BN[:, 1 + start : 1 + stop])
-    return 1 - best_BN.clamp_(min=-1).index_select(1, place_N)
+    return 1 - best_BN.clamp_(min=-1).index_select(1, position_N)
 
 
 def _nearest_of_all(unit_BNE: Tensor, row_BK: Tensor, prefix: int, valid_BK: Tensor | None) -> Tensor:

@@ -85,13 +85,13 @@ class capture_importance(AttentionIntercept):
         if self.average == "class_token":
             return importance_of_map(attention[:, :, :1])
         if self.average == "last_token":
-            return importance_of_map(_row(attention, self._last_place(attention)))
+            return importance_of_map(_row(attention, self._last_position(attention)))
         views = None
         if self.average == "per_viewer":
             views = count_views(score, False, score.shape[-2], self.valid_BN, score.device)
         return importance_of_map(attention, self.valid_BN, views)
 
-    def _last_place(self, rows: Tensor) -> Tensor:
+    def _last_position(self, rows: Tensor) -> Tensor:
         """Return the index of each sample's last real token (B), from rows (B, H, N, E)."""
         tokens_N = torch.arange(rows.shape[-2], device=rows.device)
         if self.valid_BN is None:
@@ -101,15 +101,15 @@ class capture_importance(AttentionIntercept):
     def _last_query(self, q_BHNE: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return the query of each sample's last real token, and its mask over keys (B, 1 or H, 1, N)."""
         tokens = q_BHNE.shape[2]
-        place_B = self._last_place(q_BHNE)
-        visible_BN = torch.arange(tokens, device=q_BHNE.device) <= place_B.unsqueeze(1)
+        position_B = self._last_position(q_BHNE)
+        visible_BN = torch.arange(tokens, device=q_BHNE.device) <= position_B.unsqueeze(1)
         if self.valid_BN is not None:
             visible_BN = visible_BN & self.valid_BN
         visible = visible_BN[:, None, None]
         if mask is not None:
-            row = _row(mask.expand(q_BHNE.shape[0], -1, tokens, -1), place_B)
+            row = _row(mask.expand(q_BHNE.shape[0], -1, tokens, -1), position_B)
             visible = visible & row if row.dtype == torch.bool else row.masked_fill(~visible, -torch.inf)
-        return _row(q_BHNE, place_B), visible
+        return _row(q_BHNE, position_B), visible
 
     def _add(self, importance_BN: Tensor) -> None:
         # A running mean: a block may attend several times.
@@ -120,9 +120,9 @@ class capture_importance(AttentionIntercept):
             self.importance_BN = self.importance_BN + (importance_BN - self.importance_BN) / self.calls
 
 
-def _row(values: Tensor, place_B: Tensor) -> Tensor:
+def _row(values: Tensor, position_B: Tensor) -> Tensor:
     """Return one row of each sample (B, H, 1, E) of values (B, H, N, E)."""
-    index = place_B.view(-1, 1, 1, 1).expand(-1, values.shape[1], 1, values.shape[3])
+    index = position_B.view(-1, 1, 1, 1).expand(-1, values.shape[1], 1, values.shape[3])
     return values.gather(2, index)
 
 

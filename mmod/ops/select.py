@@ -314,7 +314,7 @@ def _ranks(score_BN: Tensor, prefix: int, protect_BN: Tensor | None) -> Tensor:
 
 
 def best_first(score: Tensor, count: int | None = None) -> Tensor:
-    """Return the places of the highest scores of the last axis, best first; all of them for None.
+    """Return the positions of the highest scores of the last axis, best first; all of them for None.
 
     Ties go to the lowest index and NaN ranks last, also in ONNX.
 
@@ -331,7 +331,7 @@ def _best(score_BN: Tensor, count: int, prefix: int, protect_BN: Tensor | None) 
 
 
 def _lowest_first(rank: Tensor, count: int) -> Tensor:
-    """Return the places of the lowest ranks of the last axis, which NaN follow."""
+    """Return the positions of the lowest ranks of the last axis, which NaN follow."""
     if torch.compiler.is_exporting() and torch.onnx.is_in_onnx_export():
         # ONNX has no stable sort, but its TopK breaks ties by the lower index.
         rank = rank.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)

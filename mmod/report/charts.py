@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Titles of figures; see `mmod.training.engine.health`.
 _TITLES = {
     "kept": "share of tokens kept",
-    "same_places": "the same places in all images",
+    "same_positions": "the same positions in all images",
     "gradient": "share of scores with a gradient",
     "spread": "spread of scores",
     "gate": "mean gate",

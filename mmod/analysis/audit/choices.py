@@ -103,14 +103,16 @@ def _shuffled(context: DecisionContext) -> Tensor:
 def rank_first(first_BN: Tensor, score_BN: Tensor) -> Tensor:
     """Return ranks by score, from 0, with marked tokens above all others (B, N)."""
     order_BN = score_BN.double().argsort(dim=1, stable=True)
-    places = torch.arange(score_BN.shape[1], device=score_BN.device).expand(score_BN.shape)
-    rank_BN = torch.empty_like(order_BN).scatter_(1, order_BN, places)
+    position_BN = torch.arange(score_BN.shape[1], device=score_BN.device).expand(score_BN.shape)
+    rank_BN = torch.empty_like(order_BN).scatter_(1, order_BN, position_BN)
     return rank_BN + first_BN * score_BN.shape[1]
 
 
 CHOICES: Mapping[str, Choice] = {
     RANDOM: Choice("random", lambda context: _draws(context.draw, context.images, context.x_BND.shape[1])),
-    "stride": Choice("position", lambda place: spread_evenly(place.x_BND.shape[1], place.x_BND.device)[place.order_BN]),
+    "stride": Choice(
+        "position", lambda context: spread_evenly(context.x_BND.shape[1], context.x_BND.device)[context.order_BN]
+    ),
     "centre": Choice("position", _centre),
     "border": Choice("position", lambda context: -_centre(context)),
     "mean mask": Choice("position", lambda context: context.frequency_F[context.order_BN]),

@@ -68,9 +68,9 @@ class KindCounts:
         kinds = max(self.counts_G2K.shape[2], int(kind_BN.max()) + 1)
         self.counts_G2K = F.pad(self.counts_G2K, (0, kinds - self.counts_G2K.shape[2]))
         # One histogram over all pairs of group and kind.
-        place_BN = torch.arange(images.start, images.stop).unsqueeze(1) % _GROUPS * kinds + kind_BN
+        cell_BN = torch.arange(images.start, images.stop).unsqueeze(1) % _GROUPS * kinds + kind_BN
         for row, counted_BN in enumerate((keep_BN & free_BN, free_BN)):
-            count = torch.bincount(place_BN[counted_BN], minlength=_GROUPS * kinds)
+            count = torch.bincount(cell_BN[counted_BN], minlength=_GROUPS * kinds)
             self.counts_G2K[:, row] += count.view(_GROUPS, kinds)
 
     def add_kinds(self, kinds: TokenKinds, keep_BN: Tensor, free_BN: Tensor, images: range) -> None:
@@ -180,7 +180,7 @@ class Influence:
     """Shares of a router's choice that content and position explain, each alone.
 
     Each image is evaluated twice, rolled by whole patches drawn at random, so that all content is equally likely at
-    every place, whatever the data. The remainder is their interaction, other patches, or chance.
+    every position, whatever the data. The remainder is their interaction, other patches, or chance.
 
     Args:
         content: Share of the variance of being kept that a patch's content explains wherever it stands, in [0, 1].
@@ -205,12 +205,12 @@ class Influence:
 
 def influence_of(tables: Iterable[BatchTables]) -> Influence | None:
     """Return what decides where content is moved, the mean over decisions; None where nothing was moved."""
-    # By decision: by place, and by whether the same content was kept at another place.
+    # By decision: by position, and by whether the same content was kept at another position.
     counts: dict[str, tuple[KindCounts, KindCounts]] = {}
     images = 0
     grid = None
     for table in tables:
-        # Images of another grid have other places.
+        # Images of another grid have other positions.
         if table.moved is None or (grid or table.moved.grid) != table.moved.grid:
             continue
         grid = table.moved.grid
@@ -218,11 +218,11 @@ def influence_of(tables: Iterable[BatchTables]) -> Influence | None:
         shifts = _shifts(table.images, grid)
         first, second = table.moved.keep
         for name in first:
-            by_place, again = counts.setdefault(name, (KindCounts(), KindCounts()))
+            by_position, again = counts.setdefault(name, (KindCounts(), KindCounts()))
             kept = [first[name].unpacked(), second[name].unpacked()]
             free_BF = torch.ones_like(kept[0])
             for keep_BF in kept:
-                by_place.add(torch.arange(keep_BF.shape[1]).expand(keep_BF.shape), keep_BF, free_BF, table.images)
+                by_position.add(torch.arange(keep_BF.shape[1]).expand(keep_BF.shape), keep_BF, free_BF, table.images)
             was_BF = _rolled_back(kept[0], shifts[0], grid)
             is_BF = _rolled_back(kept[1], shifts[1], grid)
             again.add(was_BF.long(), is_BF, free_BF, table.images)
@@ -244,9 +244,9 @@ def rolled_twice(batch: Any, grid: tuple[int, int], images: range) -> list[Any]:
 
 def _shifts(images: range, grid: tuple[int, int]) -> Tensor:
     """Return by how many rows and columns each image is rolled, in two ways (2, B, 2)."""
-    # Two different places for all content, so that what stays in place is not taken for what stays with content.
-    places = [np.random.default_rng((image,)).choice(math.prod(grid), 2, replace=False) for image in images]
-    return torch.from_numpy(np.stack(np.unravel_index(np.stack(places, axis=1), grid), axis=-1))
+    # Two different positions for all content, so that what stays in place is not taken for what stays with content.
+    positions = [np.random.default_rng((image,)).choice(math.prod(grid), 2, replace=False) for image in images]
+    return torch.from_numpy(np.stack(np.unravel_index(np.stack(positions, axis=1), grid), axis=-1))
 
 
 def roll_patches(batch: Any, shift_B2: Tensor, grid: tuple[int, int]) -> Any:
@@ -272,16 +272,16 @@ def roll_patches(batch: Any, shift_B2: Tensor, grid: tuple[int, int]) -> Any:
 
 
 def _rolled_back(keep_BF: Tensor, shift_B2: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return what is kept by the place where its content was before (B, F)."""
+    """Return what is kept by the position where its content was before (B, F)."""
     maps = zip(keep_BF.unflatten(1, grid), (-shift_B2).tolist())
     return torch.stack([keep.roll(shift, (0, 1)).flatten() for keep, shift in maps])
 
 
-def _shares(places: KindCounts, again: KindCounts) -> Tensor:
+def _shares(positions: KindCounts, again: KindCounts) -> Tensor:
     """Return the shares of content and of position, of all images and without each group of them (2, 1 + G)."""
-    position_G = _of_position(places.left_out)
+    position_G = _of_position(positions.left_out)
     # A position that counts is never the same twice, which lowers what content seems to decide.
-    content_G = _of_content(again.left_out) + position_G / (places.counts_G2K.shape[2] - 1)
+    content_G = _of_content(again.left_out) + position_G / (positions.counts_G2K.shape[2] - 1)
     return torch.stack([content_G, position_G])
 
 
@@ -293,7 +293,7 @@ def _of_content(counts_G2K: Tensor) -> Tensor:
 
 
 def _of_position(counts_G2K: Tensor) -> Tensor:
-    """Return the share of the variance of being kept that lies between places (G)."""
+    """Return the share of the variance of being kept that lies between positions (G)."""
     kept_GK, there_GK = counts_G2K.unbind(1)
     mean_G1 = kept_GK.sum(1, keepdim=True) / there_GK.sum(1, keepdim=True)
     between_G = (there_GK * (kept_GK / there_GK.clamp(min=1) - mean_G1).square()).sum(1) / there_GK.sum(1)

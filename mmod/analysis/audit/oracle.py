@@ -64,7 +64,7 @@ def worth_of(
         worth[name], norm_BN = _worth(loss_of, loss_B, name, routing, open_BN)
         agreement[name] = rank_agreement(routing.score_BN, worth[name], open_BN).cpu()
         norm[name] = rank_agreement(norm_BN, worth[name], open_BN).cpu()
-    oracle_B = loss_of(Choice("other", lambda place: worth[place.block]))
+    oracle_B = loss_of(Choice("other", lambda context: worth[context.block]))
     losses = {"loss": loss_B, "oracle": oracle_B - loss_B, "random": loss_of(random) - loss_B}
     return {"agreement": agreement, "norm": norm, "losses": {name: value_B.cpu() for name, value_B in losses.items()}}
 
@@ -91,14 +91,14 @@ def _worth(loss_of: LossOf, loss_B: Tensor, name: str, routing: Routing, free_BN
     for token in range(int(free_BN.sum(1).max())):
         flipped_BN = (order_BN == token) & free_BN
 
-        def rank(place: DecisionContext, flipped_BN: Tensor = flipped_BN) -> Tensor:
+        def rank(context: DecisionContext, flipped_BN: Tensor = flipped_BN) -> Tensor:
             nonlocal norm_BN
-            rank_BN = rank_first(place.learned.keep_BN, place.learned.score_BN).double()
-            if place.block != name:
+            rank_BN = rank_first(context.learned.keep_BN, context.learned.score_BN).double()
+            if context.block != name:
                 return rank_BN
-            norm_BN = place.x_BND.float().norm(dim=-1)
+            norm_BN = context.x_BND.float().norm(dim=-1)
             # A kept token falls below all others, a skipped one rises above them.
-            turned_BN = torch.where(place.learned.keep_BN, -1.0, float(rank_BN.shape[1] * 2))
+            turned_BN = torch.where(context.learned.keep_BN, -1.0, float(rank_BN.shape[1] * 2))
             return torch.where(flipped_BN, turned_BN, rank_BN)
 
         change_B = loss_of(Choice("other", rank)).double() - loss_B.double()
@@ -120,7 +120,7 @@ def rank_agreement(one_BN: Tensor, other_BN: Tensor, free_BN: Tensor) -> Tensor:
 
 
 def _ranks(value_BN: Tensor, free_BN: Tensor) -> Tensor:
-    """Return ranks among the tokens that count, the mean of their places for equal ones, and 0 elsewhere (B, N)."""
+    """Return ranks among the tokens that count, the mean of their positions for equal ones, and 0 elsewhere (B, N)."""
     lower_BNN = (value_BN[:, None] < value_BN[:, :, None]) & free_BN[:, None]
     equal_BNN = (value_BN[:, None] == value_BN[:, :, None]) & free_BN[:, None]
     return torch.where(free_BN, lower_BNN.sum(2) + 0.5 * equal_BNN.sum(2), 0.0).double()

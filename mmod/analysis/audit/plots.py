@@ -53,9 +53,9 @@ def draw_gaps(strata: Sequence[Stratum], other: str) -> Figure:
 
 
 def _draw_intervals(axis: Axes, names: Sequence[str], estimates: Sequence[Estimate], colours: Sequence[str]) -> None:
-    for place, (name, estimate, colour) in enumerate(zip(names, estimates, colours)):
-        axis.plot([estimate.low, estimate.high], [place, place], color=colour, linewidth=1.6)
-        (mark,) = axis.plot(estimate.value, place, marker="o", color=colour)
+    for height, (name, estimate, colour) in enumerate(zip(names, estimates, colours)):
+        axis.plot([estimate.low, estimate.high], [height, height], color=colour, linewidth=1.6)
+        (mark,) = axis.plot(estimate.value, height, marker="o", color=colour)
         add_hint(mark, f"{name}: {estimate.value:.2f} [{estimate.low:.2f}, {estimate.high:.2f}]")
     axis.set_yticks(range(len(names)), names)
     axis.set_ylim(len(names) - 0.5, -0.5)

@@ -191,8 +191,8 @@ def compare(
     gap = estimate_of(mean_2C[0, 0] - mean_2C[0, random], above_S)
     # What the verdict rests on: by interval and by test, since intervals of few images are too short.
     is_clear = gap.low > 0 and uncorrected[random - 1] < _LEVEL
-    positions = [place for place, name in enumerate(names) if place and choices[name].family == "position"]
-    best = max(positions, key=lambda place: mean_2C[0, place], default=None)
+    positions = [number for number, name in enumerate(names) if number and choices[name].family == "position"]
+    best = max(positions, key=lambda number: mean_2C[0, number], default=None)
     explained = None
     if best is not None and is_clear:
         # Resamples in which the router is no better than random have no share to explain.
@@ -228,16 +228,16 @@ def _conditions(
     gap_I2C = value_I2C - value_I2C[:, :, :1]
     gap_S2C = drawn_S2C - drawn_S2C[:, :, :1]
     conditions = []
-    for place, name in enumerate(names):
-        accuracy, loss = (estimate_of(mean_2C[figure, place], drawn_S2C[:, figure, place]) for figure in range(2))
+    for number, name in enumerate(names):
+        accuracy, loss = (estimate_of(mean_2C[figure, number], drawn_S2C[:, figure, number]) for figure in range(2))
         if name == LEARNED:
             conditions.append(Condition(name, "learned", accuracy, loss))
             continue
         accuracy_change, loss_change = (
-            estimate_of(gap_I2C[:, figure, place].mean(), gap_S2C[:, figure, place]) for figure in range(2)
+            estimate_of(gap_I2C[:, figure, number].mean(), gap_S2C[:, figure, number]) for figure in range(2)
         )
-        accuracy_p, loss_p = p_2C[:, place - 1].tolist()
-        spread = float(gap_I2C[:, 1, place].std())
+        accuracy_p, loss_p = p_2C[:, number - 1].tolist()
+        spread = float(gap_I2C[:, 1, number].std())
         effect = loss_change.value / spread if spread else 0.0
         changes = accuracy_change, loss_change, accuracy_p, loss_p, effect
         conditions.append(Condition(name, choices[name].family, accuracy, loss, *changes))

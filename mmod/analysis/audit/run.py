@@ -426,8 +426,8 @@ class _Contexts:
         """Raise a ValueError that names the first sample whose value is not finite."""
         if not bool(value_B.isfinite().all()):
             sample = int(value_B.isfinite().int().argmin())
-            place = f"sample {sample} in batch {self.number} of {self.dataset!r}"
-            raise ValueError(f"{name} of {place} must be finite, got {float(value_B[sample])}")
+            where = f"sample {sample} in batch {self.number} of {self.dataset!r}"
+            raise ValueError(f"{name} of {where} must be finite, got {float(value_B[sample])}")
 
 
 def _rows(outcome: _Outcome) -> Outcomes:

@@ -52,7 +52,7 @@ def _low_resolution(x_BCHW: Tensor, images: range) -> Tensor:
 
 
 def _clutter(x_BCHW: Tensor, images: range) -> Tensor:
-    """Paste four squares of an image, a fifth of its side each, at other places of it."""
+    """Paste four squares of an image, a fifth of its side each, at other positions in it."""
     cluttered = x_BCHW.clone()
     side = max(1, round(_FRAGMENT * min(x_BCHW.shape[-2:])))
     limits = torch.tensor(x_BCHW.shape[-2:]) - side + 1

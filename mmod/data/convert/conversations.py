@@ -108,11 +108,11 @@ def _check(record: Any, files: ImageFiles) -> dict[str, bytes]:
     except ValueError as error:
         raise UnusableError("invalid record", str(error)) from error
     members = {"json": json.dumps(record).encode()}
-    for place, name in enumerate(image_names(record)):
+    for number, name in enumerate(image_names(record)):
         data = read_image(files.locate(name))
         image, _ = check_image(data, f"{name}: ")
         # The extension follows the content; file names may lie.
-        members[f"{place}.{file_extension(image)}"] = data
+        members[f"{number}.{file_extension(image)}"] = data
     return members
 
 

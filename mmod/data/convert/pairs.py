@@ -200,14 +200,14 @@ def _read_coco(config: PairsConversion) -> Iterator[TableRow]:
     if not isinstance(images, list) or not isinstance(annotations, list):
         raise ValueError(f"{config.source!r} is no COCO annotation file: it needs lists `images` and `annotations`")
     names: dict[Any, Any] = {}
-    for place, image in enumerate(images):
+    for index, image in enumerate(images):
         if not isinstance(image, dict) or not isinstance(image.get("id"), (int, str)) or "file_name" not in image:
-            raise ValueError(f"{config.source!r}: image {place} is not of the form {{id, file_name}}")
+            raise ValueError(f"{config.source!r}: image {index} is not of the form {{id, file_name}}")
         if names.setdefault(image["id"], image["file_name"]) != image["file_name"]:
             raise ValueError(f"{config.source!r}: two images have the id {image['id']!r}")
-    for place, annotation in enumerate(annotations):
+    for index, annotation in enumerate(annotations):
         if not isinstance(annotation, dict) or not isinstance(annotation.get("image_id"), (int, str)):
-            yield TableRow(None, None, f"annotation {place} is not of the form {{image_id, caption}}")
+            yield TableRow(None, None, f"annotation {index} is not of the form {{image_id, caption}}")
         else:
             yield TableRow(names.get(annotation["image_id"]), annotation.get("caption"))
 

@@ -23,7 +23,7 @@ IGNORED = -100
 
 
 class PlainTokens(NamedTuple):
-    """Places in the tokens of a conversation before images take theirs: of the images' tokens and the first answer's.
+    """Positions of image tokens and of the first answer in a conversation with one token for each image.
 
     `fault` says why labels cannot be located; None if they can.
     """
@@ -121,11 +121,11 @@ class ChatCollator:
     def _answers(self, text: str, chat: ChatSample) -> list[tuple[int, int]]:
         """Return start and end of each answer in the rendered text."""
         spans = []
-        for place, message in enumerate(chat.messages):
+        for index, message in enumerate(chat.messages):
             if message.role != "assistant":
                 continue
-            before = self.render(chat.messages[:place], ask=True)
-            after = text if place + 1 == len(chat.messages) else self.render(chat.messages[: place + 1])
+            before = self.render(chat.messages[:index], ask=True)
+            after = text if index + 1 == len(chat.messages) else self.render(chat.messages[: index + 1])
             if not (text.startswith(after) and after.startswith(before)):
                 raise ValueError(f"the chat template changes earlier turns when later ones follow, as in {chat.key!r}")
             spans.append((len(before), len(after)))
@@ -156,14 +156,14 @@ class ChatCollator:
         )
         tokens = torch.tensor(plain["input_ids"])
         in_answer = torch.from_numpy(_inside(plain["offset_mapping"], answers))
-        place = text_places(tokens.numpy(), ids_N.numpy(), image)
-        if place is None:
+        position_T = text_positions(tokens.numpy(), ids_N.numpy(), image)
+        if position_T is None:
             raise ValueError(
                 f"{type(self.processor).__name__} changes the text around images in {chat.key!r}: labels cannot be "
                 "located"
             )
         is_answer_N = torch.zeros_like(ids_N, dtype=torch.bool)
-        is_answer_N[torch.from_numpy(place)] = in_answer[tokens != image]
+        is_answer_N[torch.from_numpy(position_T)] = in_answer[tokens != image]
         return is_answer_N
 
     def tokens_without_images(self, chat: ChatSample) -> np.ndarray:
@@ -216,7 +216,7 @@ class ChatCollator:
         return batch
 
 
-def text_places(plain: np.ndarray, processed: np.ndarray, image: int) -> np.ndarray | None:
+def text_positions(plain: np.ndarray, processed: np.ndarray, image: int) -> np.ndarray | None:
     """Return where the text of a conversation is after a processor has put in the tokens of images.
 
     An image may take several tokens, of which not all are image tokens: processors of split images write markers of
@@ -224,20 +224,20 @@ def text_places(plain: np.ndarray, processed: np.ndarray, image: int) -> np.ndar
 
     Args:
         plain: Tokens with one image token for each image (N,).
-        processed: Tokens in which images took their places (M,).
+        processed: Tokens with all tokens of each image (M,).
         image: The image token.
 
     Returns:
-        Places of the text tokens among the processed ones; None if the text between two images is not found again.
+        Positions of the text tokens among the processed ones; None if the text between two images is not found again.
 
     Example:
-        >>> text_places(np.array([1, 9, 2, 3]), np.array([1, 8, 9, 9, 8, 2, 3]), image=9)
+        >>> text_positions(np.array([1, 9, 2, 3]), np.array([1, 8, 9, 9, 8, 2, 3]), image=9)
         array([0, 5, 6])
     """
     texts = np.split(plain, np.flatnonzero(plain == image))
     # Each but the first begins with the image token in front of it.
     texts = [texts[0], *(text[1:] for text in texts[1:])]
-    places = []
+    positions = []
     end = 0
     for number, text in enumerate(texts):
         first = end + min(number, 1)
@@ -252,8 +252,8 @@ def text_places(plain: np.ndarray, processed: np.ndarray, image: int) -> np.ndar
         if start is None:
             return None
         end = start + len(text)
-        places.append(np.arange(start, end))
-    return np.concatenate(places)
+        positions.append(np.arange(start, end))
+    return np.concatenate(positions)
 
 
 def _inside(offsets: Sequence[tuple[int, int]], spans: Sequence[tuple[int, int]]) -> np.ndarray:
@@ -280,8 +280,8 @@ def _pack(batch: dict[str, Any]) -> dict[str, Any]:
 def _content(message: Message) -> list[dict[str, str]]:
     """Split a message at its images, in the format of chat templates."""
     content: list[dict[str, str]] = []
-    for place, words in enumerate(message.text.split(IMAGE)):
-        if place:
+    for number, words in enumerate(message.text.split(IMAGE)):
+        if number:
             content.append({"type": "image"})
         if words.strip():
             content.append({"type": "text", "text": words.strip()})
@@ -343,8 +343,8 @@ class LengthSampler(Sampler[int]):
             window = order[start : start + self.batch * _WINDOW]
             window = window[np.argsort(self._lengths[window], kind="stable")]
             full = len(window) // self.batch * self.batch
-            for place in rng.permutation(full // self.batch):
-                yield from window[place * self.batch : (place + 1) * self.batch].tolist()
+            for number in rng.permutation(full // self.batch):
+                yield from window[number * self.batch : (number + 1) * self.batch].tolist()
             yield from window[full:].tolist()
 
 
@@ -356,8 +356,8 @@ def _spread(order: list[int], seeing: np.ndarray, share: int) -> list[int]:
         if seeing[batch].any():
             continue
         donor = donors[-1]
-        place = int(np.flatnonzero(seeing[donor])[-1])
-        batch[-1], donor[place] = donor[place], batch[-1]
+        last = int(np.flatnonzero(seeing[donor])[-1])
+        batch[-1], donor[last] = donor[last], batch[-1]
         if seeing[donor].sum() == 1:
             donors.pop()
     return list(chain.from_iterable(batches))

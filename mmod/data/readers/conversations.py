@@ -119,7 +119,7 @@ class ChatDataset:
     def __getitem__(self, index: int) -> ChatSample:
         """Read one conversation and decode its images."""
         row = self.record(index)
-        images = tuple(_open_image(place, row["key"]) for place in row["images"])
+        images = tuple(_open_image(image, row["key"]) for image in row["images"])
         return ChatSample(
             row["key"], tuple(Message(*message) for message in row["messages"]), images, tuple(row["kinds"])
         )
@@ -140,9 +140,9 @@ class ChatDataset:
             raise IndexError(f"conversation {index} of {len(self)}")
         return json.loads(self._lines[self._ends[index] : self._ends[index + 1]].tobytes())
 
-    def without(self, places: Collection[int]) -> ChatDataset:
+    def without(self, indices: Collection[int]) -> ChatDataset:
         """Return the other conversations, with the same report."""
-        return ChatDataset((self.record(index) for index in range(len(self)) if index not in places), self.report)
+        return ChatDataset((self.record(index) for index in range(len(self)) if index not in indices), self.report)
 
     def content(self) -> memoryview:
         """Return all conversations as bytes, with the paths of their images."""
@@ -171,11 +171,11 @@ class ReplacingChats(ChatDataset):
     def __getitem__(self, index: int) -> ChatSample:
         """Read one conversation, or the one that replaces it."""
         faults: list[Fault] = []
-        for place in (index, *((index + step) % len(self) for step in range(1, len(self)))):
-            if faults and not self.images[place]:
+        for candidate in (index, *((index + step) % len(self) for step in range(1, len(self)))):
+            if faults and not self.images[candidate]:
                 continue
             try:
-                return super().__getitem__(place)._replace(faults=tuple(faults))
+                return super().__getitem__(candidate)._replace(faults=tuple(faults))
             except UnreadableConversationError as error:
                 if self.report.on_corrupt == "raise":
                     raise
@@ -221,14 +221,14 @@ def open_conversations(source: str, config: ConversationsConfig | None = None, p
 
 
 def _read_file(path: Path, files: ImageFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
-    for place, record in enumerate(progress_bar(read_records(path), desc="check", unit="record", shown=progress)):
+    for number, record in enumerate(progress_bar(read_records(path), desc="check", unit="record", shown=progress)):
         try:
             messages = check_record(record)
             images = [files.locate(name) for name in image_names(record)]
         except ValueError as error:
-            report.add([Fault(str(path), str(place), str(error))])
+            report.add([Fault(str(path), str(number), str(error))])
             continue
-        yield _row(record, messages, images, place)
+        yield _row(record, messages, images, number)
 
 
 def _read_shards(files: ShardFiles, report: CorruptReport, progress: bool) -> Iterator[dict[str, Any]]:
@@ -262,21 +262,23 @@ def _shard_row(file: BinaryIO, key: str, members: Members) -> dict[str, Any]:
         raise ValueError("two images have the same name")
     ordered = sorted(images, key=lambda name: int(name.split(".")[0]) if name.split(".")[0].isdecimal() else 0)
     messages = check_record(record, len(images))
-    places = [[file.name, images[name][0].offset_data, images[name][0].size] for name in ordered]
-    return _row(record, messages, places, key)
+    stored = [[file.name, images[name][0].offset_data, images[name][0].size] for name in ordered]
+    return _row(record, messages, stored, key)
 
 
-def _row(record: Mapping[str, Any], messages: tuple[Message, ...], images: list[Any], place: object) -> dict[str, Any]:
-    key = str(record.get("id", place))
+def _row(
+    record: Mapping[str, Any], messages: tuple[Message, ...], images: list[Any], default: object
+) -> dict[str, Any]:
+    key = str(record.get("id", default))
     return {"key": key, "messages": messages, "images": images, "kinds": record.get("kinds") or []}
 
 
-def _open_image(place: str | list[Any], key: str) -> Image.Image:
-    name = place if isinstance(place, str) else str(place[0])
+def _open_image(stored: str | list[Any], key: str) -> Image.Image:
+    name = stored if isinstance(stored, str) else str(stored[0])
     try:
-        if isinstance(place, str):
-            return decode_image(read_image(place), "RGB")
+        if isinstance(stored, str):
+            return decode_image(read_image(stored), "RGB")
         with open(name, "rb") as file:
-            return decode_image(read_at(file, place[1], place[2]), "RGB")
+            return decode_image(read_at(file, stored[1], stored[2]), "RGB")
     except (OSError, ValueError) as error:
         raise UnreadableConversationError(Fault(name, key, str(error))) from error

@@ -55,14 +55,14 @@ def walk_images(folder: str, named: Collection[str] = ()) -> tuple[Images, list[
     loops = Counter[str]()
     hidden = Counter[str]()
     others = Counter[str]()
-    for place, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
-        below = os.path.relpath(place, folder)
+    for parent, folders, files in os.walk(folder, followlinks=True, onerror=_refuse):
+        below = os.path.relpath(parent, folder)
         label = "" if below == os.curdir else below.split(os.sep)[0]
         entered = []
         for name in folders:
             if name.startswith(NO_CLASS) and (label or name not in named):
                 tools[name] += 1
-            elif _is_loop(place, name):
+            elif _is_loop(parent, name):
                 loops[name] += 1
             else:
                 entered.append(name)
@@ -74,7 +74,7 @@ def walk_images(folder: str, named: Collection[str] = ()) -> tuple[Images, list[
             if name.startswith("."):
                 hidden[name] += 1
             elif ending[1:] in IMAGE_EXTENSIONS:
-                paths.append(os.path.join(place, name))
+                paths.append(os.path.join(parent, name))
             else:
                 others[ending or "none"] += 1
     if not images[""]:
@@ -94,9 +94,9 @@ def _refuse(error: OSError) -> None:
     raise error
 
 
-def _is_loop(place: str, name: str) -> bool:
-    path = os.path.join(place, name)
-    return os.path.islink(path) and Path(os.path.realpath(place)).is_relative_to(os.path.realpath(path))
+def _is_loop(parent: str, name: str) -> bool:
+    path = os.path.join(parent, name)
+    return os.path.islink(path) and Path(os.path.realpath(parent)).is_relative_to(os.path.realpath(path))
 
 
 def _counted(counts: Mapping[str, int]) -> str:

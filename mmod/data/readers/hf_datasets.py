@@ -153,8 +153,8 @@ class StreamedSource:
     """Samples of a streamed dataset, by an index that is cheap to read in ascending order.
 
     In training the files are dealt out to lanes, each of which shuffles its files and its samples by seed and epoch,
-    and index `epoch * N + lane * (N // lanes) + place` is a sample of a lane; a lane that is shorter begins again. A
-    batch is read from one lane, so that a process or worker reads its lanes alone, and skips to a place without
+    and index `epoch * N + lane * (N // lanes) + position` is a sample of a lane; a lane that is shorter begins again. A
+    batch is read from one lane, so that a process or worker reads its lanes alone, and skips to a position without
     decoding images. Without a seed, index is the position in the dataset.
 
     Args:
@@ -203,9 +203,9 @@ class StreamedSource:
 
     def read(self, index: int, mode: str) -> tuple[Image.Image, Any]:
         """Read one sample; see `ImageSource.read`."""
-        epoch, place = divmod(index, self._count)
-        lane, place = divmod(place, self._count // self.lanes) if self.lanes else (0, place)
-        image, target = self._raw(epoch, lane % max(self.lanes, 1), place)
+        epoch, position = divmod(index, self._count)
+        lane, position = divmod(position, self._count // self.lanes) if self.lanes else (0, position)
+        image, target = self._raw(epoch, lane % max(self.lanes, 1), position)
         try:
             target = self._parse_target(target)
             if image is None:
@@ -213,7 +213,7 @@ class StreamedSource:
             data = image["bytes"] if image["bytes"] is not None else _read_file(image["path"])
             return decode_image(data, mode), target
         except (OSError, ValueError) as error:
-            name = f"lane {lane} of epoch {epoch}, {place}" if self.lanes else str(place)
+            name = f"lane {lane} of epoch {epoch}, {position}" if self.lanes else str(position)
             raise UnreadableSampleError(Fault(self._source, name, str(error))) from error
 
     def _parse_target(self, target: Any) -> Any:
@@ -225,15 +225,15 @@ class StreamedSource:
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "_open": {}}
 
-    def _raw(self, epoch: int, lane: int, place: int) -> tuple[Any, Any]:
+    def _raw(self, epoch: int, lane: int, position: int) -> tuple[Any, Any]:
         """Return a sample without decoding it; a lane that is further already is opened again."""
-        following, samples = self._open.get((epoch, lane), (place + 1, iter(())))
-        if following > place:
+        following, samples = self._open.get((epoch, lane), (position + 1, iter(())))
+        if following > position:
             self._open = {key: state for key, state in self._open.items() if key[0] == epoch}
             following = 0
             samples = self._samples(epoch, lane)
-        sample = next(islice(samples, place - following, None))
-        self._open[epoch, lane] = place + 1, samples
+        sample = next(islice(samples, position - following, None))
+        self._open[epoch, lane] = position + 1, samples
         return sample
 
     def _samples(self, epoch: int, lane: int) -> Iterator[tuple[Any, Any]]:

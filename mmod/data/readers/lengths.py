@@ -39,7 +39,7 @@ Size = tuple[int, int]
 """Width and height of an image in pixels."""
 
 
-class ImageTokens(NamedTuple):
+class ImageLength(NamedTuple):
     """Tokens that a processor writes for an image: all of them, and those up to the last that is no marker."""
 
     length: int
@@ -67,8 +67,8 @@ def open_checked(
     if not prompts:
         folder = Path(source).parent if config.root is None else Path(config.root)
         faults = {**_kept_check(chats, collator, folder, progress), **faults}
-    for place, reason in sorted(faults.items()):
-        chats.report.add([Fault(source, f"conversation {place}, {chats.record(place)['key']!r}", reason)])
+    for index, reason in sorted(faults.items()):
+        chats.report.add([Fault(source, f"conversation {index}, {chats.record(index)['key']!r}", reason)])
     if len(faults) == len(chats):
         raise ValueError(f"no conversation is left; of the first, {chats.record(0)['key']!r}: {faults[0]}")
     return chats.without(faults) if faults else chats
@@ -79,11 +79,11 @@ def _foreign_tokens(chats: ChatDataset, processor: Any) -> dict[int, str]:
     values = {value for name, value in vars(processor).items() if name.endswith("_token") and isinstance(value, str)}
     special = sorted(value for value in values if value.strip() and value != IMAGE)
     faults = {}
-    for place in range(len(chats)):
-        texts = [text for _, text in chats.record(place)["messages"]]
+    for index in range(len(chats)):
+        texts = [text for _, text in chats.record(index)["messages"]]
         token = next((token for token in special if any(token in text for text in texts)), None)
         if token is not None:
-            faults[place] = f"a message holds {token!r}, a token of {type(processor).__name__} that is no text"
+            faults[index] = f"a message holds {token!r}, a token of {type(processor).__name__} that is no text"
     return faults
 
 
@@ -91,19 +91,19 @@ def _kept_check(chats: ChatDataset, collator: ChatCollator, folder: Path, progre
     """Return the faults of encoding; those of a long check are kept in the folder if it exists and can be written."""
     if len(chats) < _WORTH_KEEPING:
         return _check(chats, collator, progress)
-    place = folder / f".conversations-{_digest(chats, collator)}.check"
+    path = folder / f".conversations-{_digest(chats, collator)}.check"
     is_writable = os.access(folder, os.W_OK)
     # One process of a node checks, and the others read its result.
-    with locked(place, wait=True) if is_writable else contextlib.nullcontext():
+    with locked(path, wait=True) if is_writable else contextlib.nullcontext():
         try:
-            kept = parse_json(place.read_bytes(), str(place))
+            kept = parse_json(path.read_bytes(), str(path))
             return {int(number): str(reason) for number, reason in kept.items()}
         except (OSError, ValueError, AttributeError):
             faults = _check(chats, collator, progress)
         # It saves time only, so a full folder is no error.
         with contextlib.suppress(OSError):
             if is_writable:
-                write_atomically(place, json.dumps(faults))
+                write_atomically(path, json.dumps(faults))
         return faults
 
 
@@ -117,7 +117,7 @@ def _digest(chats: ChatDataset, collator: ChatCollator) -> str:
     tokenizer |= {"padding": None, "truncation": None}
     parts = (_VERSION, transformers.__version__, type(processor), described, tokenizer, processor.chat_template)
     digest.update("\n".join(map(str, (*parts, collator.max_length))).encode())
-    images = chain.from_iterable(chats.record(place)["images"] for place in range(len(chats)))
+    images = chain.from_iterable(chats.record(index)["images"] for index in range(len(chats)))
     # Sizes count, so files that were exchanged are read again.
     for name in sorted({image if isinstance(image, str) else image[0] for image in images}):
         with contextlib.suppress(OSError):
@@ -130,19 +130,19 @@ def _check(chats: ChatDataset, collator: ChatCollator, progress: bool) -> dict[i
     """Return why conversations cannot be encoded, by their number."""
     sizes, faults = _read_sizes(chats, progress)
     tokens, refused = _ask(collator, sorted(set(chain.from_iterable(sizes.values()))), progress)
-    for place, needed in sizes.items():
+    for index, needed in sizes.items():
         wrong = [refused[size] for size in needed if size in refused]
         if wrong:
-            faults[place] = wrong[0]
-    left = [place for place in range(len(chats)) if place not in faults]
+            faults[index] = wrong[0]
+    left = [index for index in range(len(chats)) if index not in faults]
     with progress_bar(desc="check lengths", unit="record", total=len(left), shown=progress, leave=False) as bar:
         for start in range(0, len(left), _BATCH):
             batch = left[start : start + _BATCH]
-            texts = collator.plain_tokens([_without_images(chats.record(place)) for place in batch])
-            for place, text in zip(batch, texts):
-                reason = _reason(text, [tokens[size] for size in sizes.get(place, ())], collator.max_length)
+            texts = collator.plain_tokens([_without_images(chats.record(index)) for index in batch])
+            for index, text in zip(batch, texts):
+                reason = _reason(text, [tokens[size] for size in sizes.get(index, ())], collator.max_length)
                 if reason is not None:
-                    faults[place] = reason
+                    faults[index] = reason
             bar.update(len(batch))
     return faults
 
@@ -150,35 +150,35 @@ def _check(chats: ChatDataset, collator: ChatCollator, progress: bool) -> dict[i
 def _read_sizes(chats: ChatDataset, progress: bool) -> tuple[dict[int, list[Size]], dict[int, str]]:
     """Return the sizes of the images of conversations, from the files' headers; and why those of others are unknown."""
 
-    def read(place: int) -> list[Size] | str:
+    def read(index: int) -> list[Size] | str:
         try:
-            return [_image_size(image) for image in chats.record(place)["images"]]
+            return [_image_size(image) for image in chats.record(index)["images"]]
         except (OSError, ValueError) as error:
             return str(error)
 
     sizes: dict[int, list[Size]] = {}
     faults: dict[int, str] = {}
-    places = np.flatnonzero(chats.images).tolist()
+    indices = np.flatnonzero(chats.images).tolist()
     with ThreadPoolExecutor(_THREADS) as pool:
         results = progress_bar(
-            pool.map(read, places), desc="read sizes", unit="record", total=len(places), shown=progress, leave=False
+            pool.map(read, indices), desc="read sizes", unit="record", total=len(indices), shown=progress, leave=False
         )
-        for place, result in zip(places, results):
+        for index, result in zip(indices, results):
             if isinstance(result, str):
-                faults[place] = result
+                faults[index] = result
             else:
-                sizes[place] = result
+                sizes[index] = result
     return sizes, faults
 
 
 def _ask(
     collator: ChatCollator, sizes: Sequence[Size], progress: bool
-) -> tuple[dict[Size, ImageTokens], dict[Size, str]]:
+) -> tuple[dict[Size, ImageLength], dict[Size, str]]:
     """Return the tokens that the processor makes of a blank image of each size; and why it refuses other sizes."""
     whole = replace(collator, max_length=None, packed=False)
     image = collator.processor.image_token_id
     plain = whole.tokens_without_images(ChatSample("", _QUESTION, ()))
-    tokens: dict[Size, ImageTokens] = {}
+    tokens: dict[Size, ImageLength] = {}
     refused: dict[Size, str] = {}
     for size in progress_bar(sizes, desc="encode sizes", unit="size", shown=progress, leave=False):
         sample = ChatSample(f"an image of {size[0]}x{size[1]} pixels", _QUESTION, (Image.new("RGB", size),))
@@ -187,9 +187,9 @@ def _ask(
         except ValueError as error:
             refused[size] = str(error)
             continue
-        # The image took the place of one token.
+        # The image replaced one token.
         start = int(np.flatnonzero(plain == image)[0])
-        tokens[size] = ImageTokens(len(ids) - len(plain) + 1, int(np.flatnonzero(ids == image)[-1]) + 1 - start)
+        tokens[size] = ImageLength(len(ids) - len(plain) + 1, int(np.flatnonzero(ids == image)[-1]) + 1 - start)
     return tokens, refused
 
 
@@ -197,7 +197,7 @@ def _without_images(row: Mapping[str, Any]) -> ChatSample:
     return ChatSample(row["key"], tuple(Message(*message) for message in row["messages"]), ())
 
 
-def _reason(text: PlainTokens, images: Sequence[ImageTokens], limit: int | None) -> str | None:
+def _reason(text: PlainTokens, images: Sequence[ImageLength], limit: int | None) -> str | None:
     """Return why a conversation cannot be encoded, given the tokens of its text and images; None if it can."""
     if text.fault is not None:
         return text.fault
@@ -205,7 +205,7 @@ def _reason(text: PlainTokens, images: Sequence[ImageTokens], limit: int | None)
         return f"the chat template writes {len(text.images)} tokens of images for {len(images)} images"
     if limit is None:
         return None
-    # Each image takes the place of one token.
+    # Each image replaces one token.
     added = np.cumsum([0, *(image.length - 1 for image in images)])
     if images and (end := int(text.images[-1] + added[-2]) + images[-1].end) > limit:
         return f"max_length={limit} cuts off an image: the last one ends after {end} tokens"
@@ -215,9 +215,9 @@ def _reason(text: PlainTokens, images: Sequence[ImageTokens], limit: int | None)
     return None
 
 
-def _image_size(place: str | list[Any]) -> Size:
+def _image_size(stored: str | list[Any]) -> Size:
     """Return the size of an image from its header."""
-    name, start, length = (place, 0, None) if isinstance(place, str) else place
+    name, start, length = (stored, 0, None) if isinstance(stored, str) else stored
     with open(name, "rb") as file:
         file.seek(start)
         data = file.read(_HEADER if length is None else min(length, _HEADER))

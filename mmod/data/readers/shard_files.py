@@ -74,7 +74,7 @@ class ShardFiles:
         return path
 
     def open(self, number: int) -> BinaryIO:
-        """Open a shard for reading at any place."""
+        """Open a shard for reading at any position."""
         path = self.path(number)
         return self._files.open(self.urls[number]) if path is None else open(path, "rb")
 
@@ -131,27 +131,27 @@ class ShardFiles:
         url = self.urls[number]
         copy = self._copies[number]
         size, tag = self._identity(number)
-        place = self._index_path(number, suffix)
-        index = _read_index(place, url, size, tag)
+        path = self._index_path(number, suffix)
+        index = _read_index(path, url, size, tag)
         if index is not None:
             return index
         # Copying takes long, so each remote shard has a lock.
-        with _locked(place) if copy is not None else contextlib.nullcontext():
-            index = _read_index(place, url, size, tag)
+        with _locked(path) if copy is not None else contextlib.nullcontext():
+            index = _read_index(path, url, size, tag)
             if index is None and self.path(number) is None and not url.startswith("pipe:"):
                 # A published index lies beside the shard, and has no later version of the shard's time.
                 folder, _, name = url.rpartition("/")
                 published = self._files.read_all(f"{folder}/.{name}.{suffix}.index")
                 index = None if published is None else _parse_index(published, url, size, None)
                 if index is not None:
-                    _write_index(place, index, size, tag)
+                    _write_index(path, index, size, tag)
             if index is None:
                 if self._files.config.copy or url.startswith("pipe:"):
                     self.fetch(number)
                     size = os.path.getsize(self.path(number) or "")
                 with self.open(number) as file:
                     index = make(file, url)
-                _write_index(place, index, size, tag)
+                _write_index(path, index, size, tag)
         return index
 
     def _identity(self, number: int) -> tuple[int | None, str | None]:
@@ -192,18 +192,18 @@ def _copy_path(url: str, folder: str) -> Path:
 
 
 @contextlib.contextmanager
-def _locked(place: Path) -> Iterator[None]:
+def _locked(path: Path) -> Iterator[None]:
     """Hold a lock where one can be written; a read-only folder keeps no index either."""
     with contextlib.suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-    with locked(place, wait=True) if os.access(place.parent, os.W_OK) else contextlib.nullcontext():
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with locked(path, wait=True) if os.access(path.parent, os.W_OK) else contextlib.nullcontext():
         yield
 
 
-def _read_index(place: Path, url: str, size: int | None, tag: str | None) -> Index | None:
+def _read_index(path: Path, url: str, size: int | None, tag: str | None) -> Index | None:
     """Return a kept index if it is of this version of the shard."""
     try:
-        return _parse_index(place.read_bytes(), url, size, tag)
+        return _parse_index(path.read_bytes(), url, size, tag)
     except OSError:
         return None
 
@@ -228,12 +228,12 @@ def _parse_index(data: bytes, url: str, size: int | None, tag: str | None) -> In
     return rows, [Fault(url, str(sample), str(reason)) for sample, reason in faults]
 
 
-def _write_index(place: Path, index: Index, size: int | None, tag: str | None) -> None:
+def _write_index(path: Path, index: Index, size: int | None, tag: str | None) -> None:
     rows, faults = index
     header = {"version": _VERSION, "size": size, "tag": tag, "samples": len(rows)}
     head = json.dumps({**header, "faults": [fault[1:] for fault in faults]})
     # An index saves time only, so a folder that cannot be written is no error.
-    with contextlib.suppress(OSError), replacing(place, shared=True, durable=False) as partial:
+    with contextlib.suppress(OSError), replacing(path, shared=True, durable=False) as partial:
         partial.write_bytes(head.encode() + b"\n" + rows.astype("<i8").tobytes())
 
 

@@ -44,7 +44,7 @@ _BLOCK = tarfile.BLOCKSIZE
 _DIGITS = 18
 
 
-class Target(NamedTuple):
+class LabelMember(NamedTuple):
     """The label member of a sample: its lower-case extension, and a parser that raises a ValueError."""
 
     extension: str
@@ -75,13 +75,13 @@ def parse_patches(data: bytes, side: int) -> list[int]:
     return patch_classes(np.asarray(image), side)
 
 
-def label_map(side: int) -> Target:
+def label_map(side: int) -> LabelMember:
     """Return the target for one class per patch with this side in pixels."""
-    return Target("seg.png", partial(parse_patches, side=side))
+    return LabelMember("seg.png", partial(parse_patches, side=side))
 
 
-CLASS = Target("cls", parse_class)
-CAPTION = Target("txt", parse_caption)
+CLASS = LabelMember("cls", parse_class)
+CAPTION = LabelMember("txt", parse_caption)
 
 
 def expand_pattern(pattern: str | Sequence[str]) -> list[str]:
@@ -130,7 +130,7 @@ class ShardSource:
         report: CorruptReport,
         cache: str | Path | None = None,
         progress: bool = False,
-        target: Target = CLASS,
+        target: LabelMember = CLASS,
         remote: RemoteConfig | None = None,
     ):
         self.target = target

@@ -68,11 +68,11 @@ class TimmSource:
             with stream:
                 return decode_image(stream.read(), mode), self._number(label)
         except (OSError, ValueError, SyntaxError) as error:
-            raise UnreadableSampleError(Fault(*self._place(index), str(error))) from error
+            raise UnreadableSampleError(Fault(*self._location(index), str(error))) from error
         except (TypeError, LookupError, AssertionError) as error:
             # Of timm's readers, for rows without an image or with a label outside the class map.
             reason = f"{type(error).__name__}: {error}"
-            raise UnreadableSampleError(Fault(*self._place(index), reason)) from error
+            raise UnreadableSampleError(Fault(*self._location(index), reason)) from error
 
     def labels(self) -> list[int]:
         """Return the class of each sample, -1 for none, without decoding images if the data set allows it."""
@@ -108,7 +108,7 @@ class TimmSource:
                 "texts by options={'class_map': {...}}, or another column by options={'target_key': ...}"
             )
 
-    def _place(self, index: int) -> tuple[str, str]:
+    def _location(self, index: int) -> tuple[str, str]:
         if hasattr(self._owner, "samples"):
             return str(self._owner.samples[index][0]), ""
         return self._name, str(index)

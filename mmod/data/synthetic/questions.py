@@ -129,7 +129,7 @@ def compose_chats(config: QuestionsConfig, split: str) -> Iterator[SyntheticChat
             continue
         scene = _compose(config, painter, config.digits[0], rng)
         kinds = [question_type for question_type in ONE_IMAGE if len(scene.classes) >= ONE_IMAGE[question_type]]
-        chosen = [kinds[place] for place in rng.permutation(len(kinds))[: config.turns]]
+        chosen = [kinds[index] for index in rng.permutation(len(kinds))[: config.turns]]
         yield SyntheticChat((scene,), tuple(_ask(question_type, scene, rng) for question_type in chosen))
 
 
@@ -144,9 +144,9 @@ def _single(
     if question_type == "two":
         scenes = tuple(_compose(config, painter, 2, rng) for _ in range(2))
         questions = []
-        for place in rng.permutation(2)[:turns]:
-            scene = scenes[place]
-            question = f"which digit is the largest in the {('first', 'second')[place]} image ?"
+        for index in rng.permutation(2)[:turns]:
+            scene = scenes[index]
+            question = f"which digit is the largest in the {('first', 'second')[index]} image ?"
             questions.append(Turn("two", question, str(scene.classes[scene.largest])))
         return SyntheticChat(scenes, tuple(questions))
     scene = _compose(config, painter, ONE_IMAGE[question_type], rng)
@@ -180,12 +180,12 @@ def _compose(config: QuestionsConfig, painter: Painter, least: int, rng: np.rand
     classes = [int(digit) for digit in rng.permutation(10)[:count]]
     chosen = [int(rng.choice(painter.by_class[digit])) for digit in classes]
     digits = [
-        painter.digit(source, config.small if place else config.large, rng) for place, source in enumerate(chosen)
+        painter.digit(source, config.small if number else config.large, rng) for number, source in enumerate(chosen)
     ]
     boxes = painter.apart([len(digit) for digit in digits], config.step, rng, _GAP)
     for digit, (left, top, *_) in zip(digits, boxes):
         paste(canvas, digit, left, top)
-    order = sorted(range(count), key=lambda place: boxes[place][0] + boxes[place][2])
+    order = sorted(range(count), key=lambda index: boxes[index][0] + boxes[index][2])
     return QuestionScene(canvas, tuple(classes[i] for i in order), order.index(0), tuple(chosen[i] for i in order))
 
 

@@ -39,7 +39,7 @@ class SceneContent(NamedTuple):
 def all_contents() -> list[SceneContent]:
     """Return all possible contents, in a fixed order."""
     parts = product(range(10), range(10), SIZES, SIZES, RELATIONS, GROUNDS)
-    return [SceneContent((first, second), (size, other), *place) for first, second, size, other, *place in parts]
+    return [SceneContent((first, second), (size, other), *setting) for first, second, size, other, *setting in parts]
 
 
 @dataclass(frozen=True)
@@ -103,10 +103,10 @@ def compose_pairs(config: ScenesConfig, split: str) -> Iterator[Pair]:
     painter = Painter(config, split)
     contents = all_contents()
     for index in range(config.scenes[split]):
-        turn, place = divmod(index, len(contents))
-        if place == 0:
+        turn, position = divmod(index, len(contents))
+        if position == 0:
             order = np.random.default_rng([*painter.seeds, turn]).permutation(len(contents))
-        yield _compose(config, painter, contents[order[place]], np.random.default_rng([*painter.seeds, index, 1]))
+        yield _compose(config, painter, contents[order[position]], np.random.default_rng([*painter.seeds, index, 1]))
 
 
 def _compose(config: ScenesConfig, painter: Painter, content: SceneContent, rng: np.random.Generator) -> Pair:

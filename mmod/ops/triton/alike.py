@@ -34,18 +34,18 @@ def unit_kernel(  # type: ignore[no-untyped-def]
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     image = (row // tokens).to(tl.int64)
     token = (row % tokens).to(tl.int64)
-    place = tl.arange(0, CHANNELS)
+    sum_index = tl.arange(0, CHANNELS)
     total = tl.zeros([ROWS, CHANNELS], tl.float32)
     for start in range(0, channels, sums):
-        channel = (start + place).to(tl.int64)
-        mask = (row < rows)[:, None] & ((place < sums) & (channel < channels))[None, :]
+        channel = (start + sum_index).to(tl.int64)
+        mask = (row < rows)[:, None] & ((sum_index < sums) & (channel < channels))[None, :]
         value = load_float(x + (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel, mask)
         if SIGNED:
             value = value * (1.0 - 2.0 * ((((channel + 1) * 2654435761) >> 19) & 1).to(tl.float32))[None, :]
         total += value
     total = total / tl.maximum(tl.sqrt(tl.sum(total * total, 1)), 1e-12)[:, None]
-    mask = (row < rows)[:, None] & (place < sums)[None, :]
-    tl.store(out + row.to(tl.int64)[:, None] * sums + place[None, :], total, mask=mask)
+    mask = (row < rows)[:, None] & (sum_index < sums)[None, :]
+    tl.store(out + row.to(tl.int64)[:, None] * sums + sum_index[None, :], total, mask=mask)
 
 
 @triton.jit
@@ -78,7 +78,7 @@ def _cosine(  # type: ignore[no-untyped-def]
 @triton.jit
 def redundancy_kernel(  # type: ignore[no-untyped-def]
     x,
-    place,
+    position,
     valid,
     out,
     tokens,
@@ -97,7 +97,7 @@ def redundancy_kernel(  # type: ignore[no-untyped-def]
     inside_m = row < tokens
     rank_m = row - prefix
     if HAS_VALID:
-        rank_m = tl.load(place + base + row, mask=inside_m, other=0)
+        rank_m = tl.load(position + base + row, mask=inside_m, other=0)
     rank_m = _spread(tl.maximum(rank_m, 0))
     top = tl.full([ROWS], -1.0, tl.float32)
     for start in range(0, tokens, COLUMNS):
@@ -106,7 +106,7 @@ def redundancy_kernel(  # type: ignore[no-untyped-def]
         rank_n = column - prefix
         if HAS_VALID:
             inside_n = inside_n & (tl.load(valid + base + column, mask=inside_n, other=0) != 0)
-            rank_n = tl.load(place + base + column, mask=inside_n, other=0)
+            rank_n = tl.load(position + base + column, mask=inside_n, other=0)
         rank_n = _spread(tl.maximum(rank_n, 0))
         alike = _cosine(
             x + (base + row) * channels,
@@ -201,19 +201,19 @@ def redundancy(out: Tensor, unit_BNE: Tensor, prefix: int = 0, valid_BN: Tensor 
     """Compute `mmod.ops.redundancy_scores`."""
     unit_BNE = unit_BNE.contiguous()
     images, tokens, channels = unit_BNE.shape
-    place = out
+    position = out
     valid = out
     if valid_BN is not None:
         counted_BN = valid_BN[:, prefix:]
-        place_BN = (counted_BN.cumsum(1, dtype=torch.int32) - 1).clamp(min=0)
-        place = torch.nn.functional.pad(place_BN, (prefix, 0)).contiguous()
+        position_BN = (counted_BN.cumsum(1, dtype=torch.int32) - 1).clamp(min=0)
+        position = torch.nn.functional.pad(position_BN, (prefix, 0)).contiguous()
         valid = valid_BN.contiguous().view(torch.uint8)
     blocks = triton.cdiv(tokens, _OPTIONS["ROWS"])
     launch(
         redundancy_kernel,
         (images * blocks,),
         unit_BNE,
-        place,
+        position,
         valid,
         out,
         tokens,

@@ -18,7 +18,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def load_rows(base, row, stride, inside, width: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Load rows of one head; places outside are zero."""
+    """Load rows of one head; rows outside are zero."""
     channel = tl.arange(0, BLOCK_E)
     mask = inside[:, None]
     if width < BLOCK_E:
@@ -28,7 +28,7 @@ def load_rows(base, row, stride, inside, width: tl.constexpr, BLOCK_E: tl.conste
 
 @triton.jit
 def store_rows(base, row, stride, inside, value, width: tl.constexpr, BLOCK_E: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Store rows of one head, without the places outside."""
+    """Store rows of one head, without those outside."""
     channel = tl.arange(0, BLOCK_E)
     mask = inside[:, None]
     if width < BLOCK_E:
@@ -38,7 +38,7 @@ def store_rows(base, row, stride, inside, value, width: tl.constexpr, BLOCK_E: t
 
 @triton.jit
 def _hide(score, row_m, row_n, inside_n, valid, CAUSAL: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Give pairs that may not attend the score minus infinity: padding, later tokens, places past the end."""
+    """Give pairs that may not attend the score minus infinity: padding, later tokens, positions past the end."""
     if valid is not None:
         inside_n = inside_n & (tl.load(valid + row_n, mask=inside_n, other=0) != 0)
     visible = inside_n[None, :]

@@ -75,8 +75,8 @@ def mean_kernel(  # type: ignore[no-untyped-def]
         number = load_float(size + image * slots + group, group < slots)
         total = total / tl.maximum(number, 1.0)[:, None]
     mask = (group < slots)[:, None] & (channel < channels)[None, :]
-    place = (image * slots + group)[:, None] * channels + channel[None, :]
-    tl.store(out + place, total.to(out.dtype.element_ty), mask=mask)
+    offset = (image * slots + group)[:, None] * channels + channel[None, :]
+    tl.store(out + offset, total.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -105,10 +105,10 @@ def add_kernel(  # type: ignore[no-untyped-def]
     joined = tl.load(slot + row, mask=row < rows, other=-1).to(tl.int64)
     mask = (row < rows)[:, None] & (channel < channels)[None, :]
     value = load_float(x + (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel, mask)
-    place = (image * update_image + joined * update_slot)[:, None] + channel[None, :] * update_channel
-    value += load_float(update + place, mask & (joined >= 0)[:, None])
-    place = row.to(tl.int64)[:, None] * channels + channel[None, :]
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+    offset = (image * update_image + joined * update_slot)[:, None] + channel[None, :] * update_channel
+    value += load_float(update + offset, mask & (joined >= 0)[:, None])
+    offset = row.to(tl.int64)[:, None] * channels + channel[None, :]
+    tl.store(out + offset, value.to(out.dtype.element_ty), mask=mask)
 
 
 def size_groups(results: tuple[Tensor, ...], slot_BN: Tensor, slots: int, dtype: torch.dtype) -> None:

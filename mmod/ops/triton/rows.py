@@ -24,7 +24,7 @@ NORM_CHUNK = 32
 
 @triton.jit
 def _split(row, size):  # type: ignore[no-untyped-def]
-    """Return the image of each row and its place there."""
+    """Return the image of each row and its row there."""
     return (row // size).to(tl.int64), (row % size).to(tl.int64)
 
 
@@ -95,21 +95,21 @@ def merge_kernel(  # type: ignore[no-untyped-def]
     from_block = mask & kept[:, None]
     value = tl.zeros([ROWS, CHANNELS], dtype=tl.float32)
     if HAS_X:
-        place = (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel
-        value = load_float(x + place, mask & (~kept)[:, None])
+        offset = (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel
+        value = load_float(x + offset, mask & (~kept)[:, None])
     if HAS_Y:
-        place = (image * y_image + slot * y_slot)[:, None] + channel[None, :] * y_channel
-        after = load_float(y + place, from_block)
+        offset = (image * y_image + slot * y_slot)[:, None] + channel[None, :] * y_channel
+        after = load_float(y + offset, from_block)
         if HAS_GATE:
-            place = (image * z_image + slot * z_slot)[:, None] + channel[None, :] * z_channel
-            before = load_float(z + place, from_block)
+            offset = (image * z_image + slot * z_slot)[:, None] + channel[None, :] * z_channel
+            before = load_float(z + offset, from_block)
             weight = load_float(gate + image * slots + slot, kept)[:, None]
             change = after - before
             # The form of torch.lerp: exact at gate 0 and at gate 1.
             after = tl.where(weight < 0.5, before + weight * change, after - change * (1 - weight))
         value = tl.where(from_block, after, value)
-    place = row.to(tl.int64)[:, None] * channels + channel[None, :]
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+    offset = row.to(tl.int64)[:, None] * channels + channel[None, :]
+    tl.store(out + offset, value.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -152,16 +152,16 @@ def merge_grad_kernel(  # type: ignore[no-untyped-def]
     for start in range(0, channels, CHANNELS):
         channel = (start + tl.arange(0, CHANNELS)).to(tl.int64)
         mask = inside[:, None] & (channel < channels)[None, :]
-        place = (image * grad_image + token * grad_token)[:, None] + channel[None, :] * grad_channel
-        out = load_float(grad + place, mask & filled[:, None])
-        place = (image * z_image + slot * z_slot)[:, None] + channel[None, :] * z_channel
-        before = load_float(z + place, mask)
-        place = (image * y_image + slot * y_slot)[:, None] + channel[None, :] * y_channel
-        after = load_float(y + place, mask)
+        offset = (image * grad_image + token * grad_token)[:, None] + channel[None, :] * grad_channel
+        out = load_float(grad + offset, mask & filled[:, None])
+        offset = (image * z_image + slot * z_slot)[:, None] + channel[None, :] * z_channel
+        before = load_float(z + offset, mask)
+        offset = (image * y_image + slot * y_slot)[:, None] + channel[None, :] * y_channel
+        after = load_float(y + offset, mask)
         total += tl.sum(out * (after - before), axis=1)
-        place = row.to(tl.int64)[:, None] * channels + channel[None, :]
-        tl.store(grad_z + place, (out * (1 - weight)).to(grad_z.dtype.element_ty), mask=mask)
-        tl.store(grad_y + place, (out * weight).to(grad_y.dtype.element_ty), mask=mask)
+        offset = row.to(tl.int64)[:, None] * channels + channel[None, :]
+        tl.store(grad_z + offset, (out * (1 - weight)).to(grad_z.dtype.element_ty), mask=mask)
+        tl.store(grad_y + offset, (out * weight).to(grad_y.dtype.element_ty), mask=mask)
     tl.store(grad_gate + row, tl.where(filled, total, 0.0).to(grad_gate.dtype.element_ty), mask=inside)
 
 
@@ -199,8 +199,8 @@ def gather_norm_kernel(  # type: ignore[no-untyped-def]
     token = tl.load(index + image * index_image + slot * index_slot, mask=inside, other=0).to(tl.int64)
     mask = inside[:, None] & across[None, :]
     value = load_float(x + (image * x_image + token * x_token)[:, None] + channel[None, :] * x_channel, mask)
-    place = row.to(tl.int64)[:, None] * channels + channel[None, :]
-    tl.store(out + place, value.to(out.dtype.element_ty), mask=mask)
+    offset = row.to(tl.int64)[:, None] * channels + channel[None, :]
+    tl.store(out + offset, value.to(out.dtype.element_ty), mask=mask)
     if CENTRED:
         centre = tl.sum(value, axis=1) / channels
         value = tl.where(mask, value - centre[:, None], 0.0)
@@ -212,7 +212,7 @@ def gather_norm_kernel(  # type: ignore[no-untyped-def]
         value = value * load_float(weight + channel, across)[None, :]
     if HAS_BIAS:
         value = value + load_float(bias + channel, across)[None, :]
-    tl.store(normed + place, value.to(normed.dtype.element_ty), mask=mask)
+    tl.store(normed + offset, value.to(normed.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -237,7 +237,7 @@ def gather_norm_grad_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):
-    """Write the gradient of each named row to its place in grad_x, and sums over CHUNK rows for weight and bias."""
+    """Write the gradient of each named row to its row of grad_x, and sums over CHUNK rows for weight and bias."""
     channel = tl.arange(0, CHANNELS).to(tl.int64)
     across = channel < channels
     factor = load_float(weight + channel, across)[None, :] if HAS_WEIGHT else 1.0
@@ -249,9 +249,9 @@ def gather_norm_grad_kernel(  # type: ignore[no-untyped-def]
         image = (row // slots).to(tl.int64)
         token = tl.load(index + row, mask=inside, other=0).to(tl.int64)
         mask = inside[:, None] & across[None, :]
-        place = row.to(tl.int64)[:, None] * channels + channel[None, :]
-        value = load_float(z + place, mask)
-        outer = load_float(grad_normed + place, mask)
+        offset = row.to(tl.int64)[:, None] * channels + channel[None, :]
+        value = load_float(z + offset, mask)
+        outer = load_float(grad_normed + offset, mask)
         deviation = tl.load(scale + row, mask=inside, other=0.0)[:, None]
         if CENTRED:
             value = value - tl.load(mean + row, mask=inside, other=0.0)[:, None]
@@ -262,12 +262,12 @@ def gather_norm_grad_kernel(  # type: ignore[no-untyped-def]
         change = inner - value * (tl.sum(inner * value, axis=1) / channels)[:, None]
         if CENTRED:
             change = change - (tl.sum(inner, axis=1) / channels)[:, None]
-        change = change * deviation + load_float(grad_z + place, mask)
-        place = (image * tokens + token)[:, None] * channels + channel[None, :]
-        tl.store(grad_x + place, change.to(grad_x.dtype.element_ty), mask=mask)
-    place = tl.program_id(0).to(tl.int64) * channels + channel
-    tl.store(grad_weight + place, total_weight, mask=across)
-    tl.store(grad_bias + place, total_bias, mask=across)
+        change = change * deviation + load_float(grad_z + offset, mask)
+        offset = (image * tokens + token)[:, None] * channels + channel[None, :]
+        tl.store(grad_x + offset, change.to(grad_x.dtype.element_ty), mask=mask)
+    offset = tl.program_id(0).to(tl.int64) * channels + channel
+    tl.store(grad_weight + offset, total_weight, mask=across)
+    tl.store(grad_bias + offset, total_bias, mask=across)
 
 
 def gather_rows(out: Tensor, x_BND: Tensor, index_BK: Tensor, inverse_BN: Tensor | None = None) -> None:

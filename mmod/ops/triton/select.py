@@ -131,11 +131,11 @@ def gate_grad_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
 ):
     """Bring the gradients of gates back to the scores of their tokens; all others have none."""
-    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = place < total
-    image = (place // tokens).to(tl.int64)
-    token = (place % tokens).to(tl.int64)
-    slot = tl.load(inverse + place, mask=inside, other=-1)
+    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = position < total
+    image = (position // tokens).to(tl.int64)
+    token = (position % tokens).to(tl.int64)
+    slot = tl.load(inverse + position, mask=inside, other=-1)
     change = load_float(grad + image * slots + slot, slot >= 0) * factor
     if GATE != 1:
         value = load_float(score + image * score_image + token * score_token, inside)
@@ -145,7 +145,7 @@ def gate_grad_kernel(  # type: ignore[no-untyped-def]
         else:
             share = _tanh(value)
             change = change * (1 - share * share)
-    tl.store(out + place, tl.where(slot >= 0, change, 0.0).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + position, tl.where(slot >= 0, change, 0.0).to(out.dtype.element_ty), mask=inside)
 
 
 def select_topk(

@@ -81,8 +81,8 @@ def estimate(config: TrainConfig) -> ChatEstimate:
     train = ReplacingChats(open_checked(config.data.train, config.data, collator))
     val = None if config.data.val is None else open_conversations(config.data.val, config.data)
     check_start(config, arguments, processor.tokenizer, train, val)
-    places = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
-    batches = [collator([train[int(place)]]) for place in places]
+    indices = np.linspace(0, len(train) - 1, min(_SAMPLES, len(train))).astype(int)
+    batches = [collator([train[int(index)]]) for index in indices]
     lengths = [batch["input_ids"].shape[1] for batch in batches]
     tokens = round(mean(lengths))
     image_tokens = round(mean(float((entry["input_ids"] == processor.image_token_id).sum()) for entry in batches))

@@ -210,7 +210,7 @@ class ChatKind:
         device = device_of(self)
         talks = ReplacingChats(open_checked(self.config.data.train, self.config.data, collator))
         count = min(len(talks), batches * size)
-        chosen = [place * len(talks) // count for place in range(count)]
+        chosen = [number * len(talks) // count for number in range(count)]
 
         def encoded(chats: list[ChatSample]) -> dict[str, Tensor]:
             talks.report.add(chain.from_iterable(chat.faults for chat in chats))
@@ -234,8 +234,8 @@ class ChatKind:
     def talks(self, count: int) -> list[ChatSample]:
         """Return up to `count` evaluation conversations with one image, whose prompts have similar lengths."""
         questions = self.questions
-        places = [index for index in range(len(questions)) if questions.images[index] == 1][:count]
-        talks = questions.read(places)
+        indices = [index for index in range(len(questions)) if questions.images[index] == 1][:count]
+        talks = questions.read(indices)
         if not talks:
             raise ValueError("no evaluation question has one image that can be read, so there is nothing to time")
         return talks

@@ -56,6 +56,6 @@ def check_start(
 def _answers_of(chats: ChatDataset) -> Iterator[list[str]]:
     """Yield the answers in some of the conversations, spread evenly over the data."""
     count = min(_SEARCHED, len(chats))
-    for place in range(count):
-        messages = chats.record(place * len(chats) // count)["messages"]
+    for number in range(count):
+        messages = chats.record(number * len(chats) // count)["messages"]
         yield [text for role, text in messages if role == "assistant"]

@@ -31,7 +31,7 @@ class Figures(NamedTuple):
     Args:
         kept: Share of tokens kept; in language models, of the tokens that may be skipped.
         load: Share kept of the tokens that may be skipped.
-        same_places: Agreement of images on the kept places beyond chance: 0 for independent choices, 1 for equal ones.
+        same_positions: Agreement of images on the kept positions beyond chance: 0 for independent choices, 1 for equal.
         spread: Standard deviation of scores within an image, mean over images; over images if each has one score.
         level: Root mean square of the scores.
         gate: Mean gate of the kept tokens.
@@ -40,7 +40,7 @@ class Figures(NamedTuple):
 
     kept: float
     load: float | None
-    same_places: float | None
+    same_positions: float | None
     spread: float | None
     level: float
     gate: float | None
@@ -48,7 +48,7 @@ class Figures(NamedTuple):
     gradient: float | None = None
 
 
-FIGURES = ("kept", "gradient", "same_places", "spread", "gate", "gate_std")
+FIGURES = ("kept", "gradient", "same_positions", "spread", "gate", "gate_std")
 """The statistics in a row of `routers.csv`, in order."""
 
 
@@ -160,7 +160,7 @@ def figures_of(routing: Routing, router: Router) -> Figures:
     return Figures(
         kept=_share(keep_BN, counted_BN) or 0.0,
         load=_share(keep_BN, free_BN),
-        same_places=None if per_image else _same_places(keep_BN, free_BN),
+        same_positions=None if per_image else _same_positions(keep_BN, free_BN),
         spread=spread,
         level=level,
         gate=float(gate_S.mean()) if len(gate_S) else None,
@@ -211,8 +211,8 @@ def _spread(score_BN: Tensor, free_BN: Tensor, *, per_image: bool) -> tuple[floa
     return float((deviation_BN.square().sum(1, keepdim=True) / count_B1).sqrt().mean()), level
 
 
-def _same_places(keep_BN: Tensor, free_BN: Tensor) -> float | None:
-    """Return how often two images keep the same place: 0 as by chance, 1 always; None where places cannot differ."""
+def _same_positions(keep_BN: Tensor, free_BN: Tensor) -> float | None:
+    """Return how often two images keep the same position: 0 as by chance, 1 always; None where they cannot differ."""
     keep_BF = only_free(keep_BN, free_BN)
     exists_BF = only_free(free_BN, free_BN)
     kept_F = keep_BF.sum(0).double()
@@ -233,8 +233,8 @@ _ALL = 0.95
 _NOTHING = 0.01
 _CONTENT = "'attention', 'norm' or 'linear'"
 _SAYS = {
-    "scores": "its scores are the same for all tokens, so that places decide",
-    "places": "it keeps the same places in every image of a batch, as a fixed pattern would",
+    "scores": "its scores are the same for all tokens, so that positions decide",
+    "positions": "it keeps the same positions in every image of a batch, as a fixed pattern would",
     "all": "it keeps nearly all tokens that it may skip, so that little is saved",
     "nothing": "it keeps hardly any of the tokens that it may skip",
     "gradient": "no score has a gradient, so that it does not learn",
@@ -245,7 +245,7 @@ def _reason(config: RoutingConfig, figures: Figures) -> str | None:
     """Return the reason of a collapse, None for a healthy block; the first that applies explains the others."""
     load = figures.load
     spread = figures.spread
-    same = figures.same_places
+    same = figures.same_positions
     reads = not config.router.positional
     if config.router.learns and load and figures.gradient == 0:
         return "gradient"
@@ -253,7 +253,7 @@ def _reason(config: RoutingConfig, figures: Figures) -> str | None:
         return "scores"
     if isinstance(config.select, Threshold) and load is not None and not _NOTHING < load < _ALL:
         return "all" if load >= _ALL else "nothing"
-    return "places" if reads and same is not None and same >= _SAME else None
+    return "positions" if reads and same is not None and same >= _SAME else None
 
 
 def _advice(reason: str, config: RoutingConfig) -> str:
@@ -281,5 +281,5 @@ def _advice(reason: str, config: RoutingConfig) -> str:
         kept = f" losses.membership={config.losses['membership']:g} makes firm what is kept already: lower it."
     return (
         "losses={'importance': 1.0} teaches it what attention finds; router='attention' needs no training, and "
-        f"router='stride' keeps fixed places at no cost.{kept}"
+        f"router='stride' keeps fixed positions at no cost.{kept}"
     )

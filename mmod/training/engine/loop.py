@@ -278,14 +278,14 @@ class _Trainer:
         step = self.step + 1
         usable = all_finite([*self.model.parameters(), *self.model.buffers()])
         seed_draws(self.config.seed, step, self.process.rank)
-        place = find_nonfinite(self.task, group, self.process.device)
+        where = find_nonfinite(self.task, group, self.process.device)
         # Running statistics may hold what was not finite; the weights do not.
         if usable and self.step:
             self._save()
         good = next(iter(list_checkpoints(self._checkpoints)), None)
         raise FloatingPointError(
             f"the loss, or its gradient, stopped being finite at step {step} (epoch {self.epoch + 1}); last good "
-            f"checkpoint: {good or 'none was written yet'}; first in {place}. A smaller optim.lr, grad_clip or "
+            f"checkpoint: {good or 'none was written yet'}; first in {where}. A smaller optim.lr, grad_clip or "
             "precision fp32 may help"
         )
 

@@ -78,7 +78,7 @@ def load_dense(
 
     Methods whose weights replace dense ones in the checkpoint are applied first.
     """
-    replacing = [place for place, method in enumerate(methods) if method.replaced_in(state)]
+    replacing = [number for number, method in enumerate(methods) if method.replaced_in(state)]
     for method in methods[: max(replacing, default=-1) + 1]:
         apply_(model, method)
     names = set(model.state_dict())

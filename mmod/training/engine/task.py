@@ -46,7 +46,7 @@ def total(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"loss": torch.stack([part.float() for part in parts.values()]).sum(), **parts}
 
 
-class Pass(NamedTuple):
+class MicroBatch(NamedTuple):
     """One forward and backward pass of an optimiser step: the arguments of the task's forward, and its weight."""
 
     arguments: tuple[Any, ...]
@@ -92,7 +92,7 @@ class Task(nn.Module):
             self.teacher.eval()
         return self
 
-    def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
+    def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[MicroBatch]:
         """Yield the passes of an optimiser step, one per batch of the group, which is on the CPU.
 
         By default a pass takes a batch, and weighs as much as its share of the step's samples.
@@ -100,7 +100,7 @@ class Task(nn.Module):
         samples = sum(len(targets) for _, targets in group)
         for batch in group:
             count = len(batch[1])
-            yield Pass(to_device(batch, device), count / samples, count)
+            yield MicroBatch(to_device(batch, device), count / samples, count)
 
     def after_step(self) -> None:
         """Called after each optimiser step; does nothing by default."""
@@ -119,13 +119,13 @@ def gradient_norm(model: nn.Module) -> Tensor:
 
 def find_nonfinite(task: Task, group: Sequence[Batch], device: torch.device) -> str:
     """Repeat the forward passes of a step; name the batch and the module that were not finite first."""
-    places = []
+    found = []
     # All passes in every process, because some tasks gather features between them.
     for number, one_pass in enumerate(task.passes(group, device), 1):
-        place, loss = _first_nonfinite(task, one_pass.arguments)
+        where, loss = _first_nonfinite(task, one_pass.arguments)
         if not all_finite([loss]):
-            places.append(f"{place}, batch {number} of {len(group)}")
-    return places[0] if places else "a gradient, or another process"
+            found.append(f"{where}, batch {number} of {len(group)}")
+    return found[0] if found else "a gradient, or another process"
 
 
 def _first_nonfinite(task: Task, arguments: tuple[Any, ...]) -> tuple[str, Tensor]:

@@ -16,7 +16,7 @@ from mmod import auxiliary_loss, set_capacity_
 from mmod.adapters import image_facts, image_output
 from mmod.adapters.grids import resized_to_labels
 from mmod.data.labels import IGNORED
-from mmod.training.engine.task import Batch, Pass, Task, autocast, divergence, total
+from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, divergence, total
 from mmod.training.image.config import ElasticConfig
 
 
@@ -57,7 +57,7 @@ class ClassificationTask(Task):
             self.final = _FinalTokens(model), _FinalTokens(self.teacher)
         self.mixup = mixup
 
-    def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
+    def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[MicroBatch]:
         """Yield one pass per batch, with mixed images; see `Task.passes`."""
         for _, targets in group:
             check_targets(targets, self.classes)

@@ -181,8 +181,8 @@ def rank_both_ways(images: Tensor, texts: Tensor, tokens: Tensor) -> tuple[Tenso
         (tensor([1, 1, 1]), tensor([2, 1, 1]))
     """
     captions, copy_N = torch.unique(tokens, dim=0, return_inverse=True)
-    place_N = torch.arange(len(tokens), device=tokens.device)
-    once_C = place_N.new_full((len(captions),), len(tokens)).scatter_reduce(0, copy_N, place_N, "amin")
+    position_N = torch.arange(len(tokens), device=tokens.device)
+    once_C = position_N.new_full((len(captions),), len(tokens)).scatter_reduce(0, copy_N, position_N, "amin")
     caption_N = copy_N.to(images.device)
     distinct_C = once_C.to(images.device)
     return (
@@ -228,8 +228,8 @@ def classify_scenes(model: Any, tokenizer: Tokenizer, images: Tensor, tokens: Te
     """Return top-1 and top-5 accuracy in percent on the first digit of each scene, read from its caption."""
     names, templates = zero_shot_prompts()
     prompts = tokenizer([template.format(name) for name, template in product(names, templates)])
-    places = {tuple(row): place // len(templates) for place, row in enumerate(prompts.tolist())}
-    classes = [places.get(tuple(row)) for row in tokens.tolist()]
+    class_of = {tuple(row): number // len(templates) for number, row in enumerate(prompts.tolist())}
+    classes = [class_of.get(tuple(row)) for row in tokens.tolist()]
     if None in classes:
         raise ValueError(f"pair {classes.index(None)} has a caption of another kind than the embedded set's")
     logits = images @ _classifier(model, tokenizer, names, templates)

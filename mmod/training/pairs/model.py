@@ -59,13 +59,13 @@ def create_loss(kind: str, process: Process) -> nn.Module:
     Every process compares its rows with the gathered features of all, and gradients pass through the gathering, so
     several processes compute what one would on the full batch.
     """
-    place: dict[str, Any] = {"rank": process.rank, "world_size": process.world}
+    ranks: dict[str, Any] = {"rank": process.rank, "world_size": process.world}
     if kind == "siglip":
-        return SigLipLoss(**place)
+        return SigLipLoss(**ranks)
     gathering = {"local_loss": True, "gather_with_grad": True} if process.world > 1 else {}
     kinds: dict[str, Callable[..., nn.Module]] = {
         "clip": open_clip.ClipLoss,
         "coca": partial(open_clip.CoCaLoss, caption_loss_weight=2.0, clip_loss_weight=1.0),
         "distill": open_clip.DistillClipLoss,
     }
-    return kinds[kind](**place, **gathering)
+    return kinds[kind](**ranks, **gathering)

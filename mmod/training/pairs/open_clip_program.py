@@ -22,7 +22,7 @@ _DESCRIPTION = """Run open_clip's training program on a routed model: everything
 def main(arguments: Sequence[str]) -> None:
     """Run open_clip's program as the command line `[--image ROUTING] [--text ROUTING] -- ARGUMENTS` says."""
     arguments = list(arguments)
-    place = arguments.index("--") if "--" in arguments else len(arguments)
+    split = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
         description=_DESCRIPTION, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
@@ -30,12 +30,12 @@ def main(arguments: Sequence[str]) -> None:
         text = f"YAML mapping: how the {tower} tower is routed, fields of mmod.RoutingConfig or `preset: NAME`"
         parser.add_argument(f"--{tower}", type=parse_option, metavar="ROUTING", help=text)
     parser.add_argument("--models", metavar="PATH", help="JSON file or folder with further model configs")
-    options = parser.parse_args(arguments[:place])
+    options = parser.parse_args(arguments[:split])
     towers = {name: fields for name, fields in (("image", options.image), ("text", options.text)) if fields is not None}
     if not towers:
         parser.error("give --image or --text or both: the routing of a tower")
     parts = {name: resolve_routing(fields) for name, fields in towers.items()}
-    train_open_clip(arguments[place + 1 :], models=options.models, **parts)
+    train_open_clip(arguments[split + 1 :], models=options.models, **parts)
 
 
 def train_open_clip(

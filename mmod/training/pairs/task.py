@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmod import auxiliary_loss
-from mmod.training.engine.task import Batch, Pass, Task, autocast, to_device
+from mmod.training.engine.task import Batch, MicroBatch, Task, autocast, to_device
 
 TensorDict = dict[str, Tensor]
 _SCALARS = ("logit_scale", "logit_bias")
@@ -36,11 +36,11 @@ class PairsTask(Task):
         self.criterion = criterion
         self.distiller = distiller
 
-    def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[Pass]:
+    def passes(self, group: Sequence[Batch], device: torch.device) -> Iterator[MicroBatch]:
         """Yield one pass per batch, with the features of the others; see `Task.passes`."""
         moved = [to_device(batch, device) for batch in group]
         if len(moved) == 1:
-            yield Pass((*moved[0], [], 0), 1.0, len(moved[0][0]))
+            yield MicroBatch((*moved[0], [], 0), 1.0, len(moved[0][0]))
             return
         # Both passes of a batch draw the same (dropout, random routing).
         seed = torch.initial_seed()
@@ -52,7 +52,7 @@ class PairsTask(Task):
             cached.append({name: value for name, value in features.items() if value.ndim})
         for index, (images, texts) in enumerate(moved):
             torch.manual_seed(seed + index)
-            yield Pass((images, texts, cached, index), 1.0, len(images))
+            yield MicroBatch((images, texts, cached, index), 1.0, len(images))
 
     def after_step(self) -> None:
         """Keep the logit scale at 100 at most, as CLIP and open_clip do."""
@@ -115,6 +115,6 @@ def _join(features: TensorDict, cached: list[TensorDict], index: int) -> TensorD
     joined = {}
     for name, value in features.items():
         if value.ndim and cached:
-            value = torch.cat([value if place == index else batch[name] for place, batch in enumerate(cached)])
+            value = torch.cat([value if number == index else batch[name] for number, batch in enumerate(cached)])
         joined[name] = value.float() if value.is_floating_point() else value
     return joined

@@ -113,8 +113,8 @@ def test_a_healthy_router_gives_no_warning(config: mmod.RoutingConfig) -> None:
 
 def test_figures_say_what_was_planted() -> None:
     kept = {name: trained(routed(name))[0][-1] for name in ("stride", "random", "linear")}
-    assert kept["stride"]["same_places"] == pytest.approx(1.0)
-    assert abs(kept["random"]["same_places"]) < 0.2
+    assert kept["stride"]["same_positions"] == pytest.approx(1.0)
+    assert abs(kept["random"]["same_positions"]) < 0.2
     assert kept["stride"]["gradient"] is kept["stride"]["gate"] is None
     # The gate of kept tokens alone reaches the loss; a loss on all scores reaches all of them.
     assert kept["linear"]["gradient"] == pytest.approx(30 / 100, abs=0.02)
@@ -125,7 +125,7 @@ def test_figures_say_what_was_planted() -> None:
 
 @pytest.mark.parametrize("images", [1, 2, 5])
 @pytest.mark.parametrize("tokens", [3, 8])
-def test_agreement_of_places_counts_pairs_of_images(images: int, tokens: int) -> None:
+def test_agreement_of_positions_counts_pairs_of_images(images: int, tokens: int) -> None:
     torch.manual_seed(images)
     router = Router(mmod.RoutingConfig(router="norm"), dim=4, block=0, capacity=0.5, prefix=1)
     routing = router(torch.randn(images, tokens, 4))
@@ -134,10 +134,10 @@ def test_agreement_of_places_counts_pairs_of_images(images: int, tokens: int) ->
     pairs = [(i, j) for i in range(images) for j in range(images) if i != j]
     kept = sum(len(keep[i]) for i, _ in pairs)
     if not kept:
-        assert figures.same_places is None
+        assert figures.same_positions is None
         return
     again, chance = sum(len(keep[i] & keep[j]) for i, j in pairs) / kept, sum(map(len, keep)) / int(free.sum())
-    assert figures.same_places == pytest.approx((again - chance) / (1 - chance))
+    assert figures.same_positions == pytest.approx((again - chance) / (1 - chance))
     assert figures.load == pytest.approx(chance)
     assert figures.spread == pytest.approx(float(routing.score_BN[:, 1:].std(1, correction=0).mean()), rel=1e-5)
 
@@ -149,7 +149,7 @@ def test_tokens_of_groups_are_counted_by_their_order() -> None:
     routing = router(torch.randn(2, 6, 4), tokens=assign_groups(free, free & valid, valid))
     figures = figures_of(routing, router)
     assert figures.kept == figures.load == pytest.approx(0.5)
-    assert figures.same_places is not None
+    assert figures.same_positions is not None
 
 
 def test_rows_survive_logs() -> None:
