@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import numbers
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from mmod.config.plan import DEPTH, rescaled
 from mmod.config.registry import PARTS, PRESETS, revised
 from mmod.config.routing import ROUTING_FIELDS, RoutingConfig
 from mmod.io.tables import markdown_table
-from mmod.values import check_value, refuse_unknown
+from mmod.values import check_value, one_of, refuse_unknown
 
 # Stands for a depth that is not known yet, or that changes leave nothing to.
 _USUAL_DEPTH = 24
@@ -186,59 +186,46 @@ def read_routing(fields: Mapping[str, Any]) -> RoutingConfig:
     return RoutingConfig.from_dict(fields)
 
 
-@dataclass(frozen=True)
-class PresetEntry:
-    """A preset in the list that `presets` returns.
-
-    Args:
-        name: What `mmod.preset` calls it.
-        for_images: It can route models of images and captions.
-        for_language: It can route language models.
-        needs_training: Its router has weights, which start random.
-        summary: What it does, in one line.
-    """
-
-    name: str
-    for_images: bool
-    for_language: bool
-    needs_training: bool
-    summary: str
-
-
-class PresetList(tuple[PresetEntry, ...]):
-    """Entries of presets, which print as a table."""
+class PresetList(tuple[str, ...]):
+    """Names of presets, which print as a table of what each is for."""
 
     def __repr__(self) -> str:
         """Return a table with a row for each preset."""
         rows = []
-        for entry in self:
-            models = ["images"] * entry.for_images + ["language"] * entry.for_language
-            rows.append((entry.name, ", ".join(models), "yes" if entry.needs_training else "no", entry.summary))
+        for name in self:
+            models = [part for part in ("image", "language") if _fits(name, part)]
+            summary, *_ = (inspect.getdoc(PRESETS[name]) or "").split("\n\n")
+            trained = "yes" if preset(name).router.learns else "no"
+            rows.append((name, ", ".join(models), trained, " ".join(summary.split())))
         return markdown_table(("preset", "models", "needs training", "what it does"), rows)
 
     __str__ = __repr__
     _repr_markdown_ = __repr__  # Notebooks show it.
 
 
-def presets() -> PresetList:
-    """Return the presets of `mmod.preset`, with the models that they are for; printed, they are a table.
+def presets(part: str | None = None, needs_training: bool | None = None) -> PresetList:
+    """Return the names of the presets, as `mmod.route_` takes them; printed, they are a table.
+
+    Args:
+        part: Those for models of "image" or for "language" models alone; None for all.
+        needs_training: Whether their routers have weights, which start random; None for both.
 
     Example:
-        >>> [entry.name for entry in presets() if entry.for_images and not entry.needs_training]
-        ['a-mod', 'gradual', 'ipcv']
+        >>> tuple(presets("image", needs_training=False))
+        ('a-mod', 'gradual', 'ipcv')
     """
-    return PresetList(_entries())
+    if part is not None:
+        one_of("part", part, ("image", "language"))
+    names = [name for name in sorted(PRESETS) if part is None or _fits(name, part)]
+    if needs_training is not None:
+        names = [name for name in names if preset(name).router.learns == needs_training]
+    return PresetList(names)
 
 
-def _entries() -> Iterator[PresetEntry]:
-    for name in sorted(PRESETS):
-        config = preset(name)
-        router = config.router
-        summary, *_ = (inspect.getdoc(PRESETS[name]) or "").split("\n\n")
-        yield PresetEntry(
-            name,
-            for_images=not (spelled(config.language) or router.tied),
-            for_language=not (config.joins or router.per_image or router.reads_grid),
-            needs_training=router.learns,
-            summary=" ".join(summary.split()),
-        )
+def _fits(name: str, part: str) -> bool:
+    """Return whether a preset can route models of images and captions, or language models."""
+    config = preset(name)
+    router = config.router
+    if part == "image":
+        return not (spelled(config.language) or router.tied)
+    return not (config.joins or router.per_image or router.reads_grid)

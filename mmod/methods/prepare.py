@@ -112,9 +112,8 @@ def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int])
     first = stack.names[0]
     if not stack.language and spelled(config.language):
         options = ", ".join(f"language.{name}" for name in spelled(config.language))
-        known = presets()
-        for_language = [entry.name for entry in known if not entry.for_images]
-        for_images = [entry.name for entry in known if entry.for_images]
+        for_images = presets("image")
+        for_language = [name for name in presets() if name not in for_images]
         raise ValueError(
             f"{first} is no layer of a language model: remove the options {options}. Presets for language models alone "
             f"are {', '.join(map(repr, for_language))}; presets for images are {', '.join(map(repr, for_images))}"

@@ -299,19 +299,20 @@ def test_unknown_options_of_a_preset_are_told_its_own() -> None:
 def test_the_list_says_what_each_preset_is_for() -> None:
     lines = [line for line in repr(mmod.presets()).splitlines() if not line.startswith(("| preset ", "| :"))]
     assert [line.split()[1] for line in lines] == sorted(PRESETS)
-    for entry in mmod.presets():
-        assert entry.summary or entry.name not in (*FOR_IMAGES, *FOR_LANGUAGE)
-        if entry.for_images:
-            model = mmod.route_(make(), entry.name)
-            learned = [name for name, _ in model.named_parameters() if ".router." in name]
-            assert bool(learned) == entry.needs_training
-        if entry.for_language:
-            # Frames need a model that gets videos.
-            model = make_joint("qwen2-vl" if entry.name == "evs" else "llava", num_hidden_layers=7)
-            mmod.route_(model, language=entry.name)
+    assert all(line.split("|")[4].strip() for line in lines if line.split()[1] in (*FOR_IMAGES, *FOR_LANGUAGE))
+    for name in mmod.presets("image"):
+        model = mmod.route_(make(), name)
+        learned = [key for key, _ in model.named_parameters() if ".router." in key]
+        assert bool(learned) == (name in mmod.presets(needs_training=True))
+    for name in mmod.presets("language"):
+        # Frames need a model that gets videos.
+        model = make_joint("qwen2-vl" if name == "evs" else "llava", num_hidden_layers=7)
+        mmod.route_(model, language=name)
+    with pytest.raises(ValueError, match="part must be one of 'image', 'language', got 'text'"):
+        mmod.presets("text")
 
 
-@pytest.mark.parametrize("name", [entry.name for entry in mmod.presets() if entry.for_images])
+@pytest.mark.parametrize("name", mmod.presets("image"))
 def test_a_loop_over_presets_needs_no_case(name: str) -> None:
     model = mmod.route_(make(), name).train()
     loss = model(make_images(NAME, 2)).square().mean() + mmod.auxiliary_loss(model)
