@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from mmod.adapters import BlockStack, find_parts, find_stacks, own_name
+from mmod.adapters.images import image_facts
 from mmod.analysis.counting import PassCounts, count_pass
 from mmod.analysis.flop_report import REST, BlockFlops, FlopReport, PrefillFlops
 from mmod.analysis.prefill import Prompt, count_prefill
@@ -19,7 +20,7 @@ from mmod.blocks import Deciding, ImportanceBlock, RoutedBlock, deciding_modules
 from mmod.methods.base import methods_inside, restore_
 from mmod.values import brief, check_module, check_value
 
-Size = int | tuple[int, int, int] | Mapping[str, Tensor]
+Size = int | tuple[int, int] | tuple[int, int, int] | Mapping[str, Tensor]
 
 
 @overload
@@ -52,9 +53,9 @@ def flops(model: nn.Module, input_size: Size | Prompt, kept: Any = None) -> Flop
     Args:
         model: A model of a supported library or a part of one, such as `clip.visual`, routed or dense; it stays
             unchanged. A model without blocks that can be routed, such as a ResNet, is counted as a whole.
-        input_size: Channels, height and width of the image, or one number for a square RGB image. Or the model's
-            arguments by name: `{"text": ids}` counts the text tower of a CLIP model. Or the `Prompt` of a language
-            model, as numbers of tokens.
+        input_size: Height and width of the image, channels in front of them if they are not the model's, or one number
+            for a square. Or the model's arguments by name: `{"text": ids}` counts the text tower of a CLIP model. Or
+            the `Prompt` of a language model, as numbers of tokens.
         kept: For threshold routing, whose cost depends on the data: share of tokens (or images) kept in [0, 1], for
             all routed blocks or by module name, or a trace over representative images. Counts are rounded down to
             tokens. Blocks with `max_tokens` run that many slots, including empty ones. For a `Prompt`, shares of the
@@ -244,19 +245,23 @@ def _reads_images_alone(model: nn.Module) -> bool:
     return own_name("image", parts) in parts and not hasattr(model, "get_image_features")
 
 
-def _inputs(
-    model: nn.Module, stacks: Mapping[str, BlockStack], input_size: int | tuple[int, int, int] | Mapping[str, Tensor]
-) -> dict[str, Tensor]:
+def _inputs(model: nn.Module, stacks: Mapping[str, BlockStack], input_size: Size) -> dict[str, Tensor]:
     """Return a model's arguments by name, without data."""
     if isinstance(input_size, Mapping) and all(isinstance(value, Tensor) for value in input_size.values()):
         return {name: value.to("meta") for name, value in input_size.items()}
     if not _reads_images_alone(model):
         raise ValueError(f"this {type(model).__name__} takes more than an image: give its arguments by name")
-    size = (3, input_size, input_size) if isinstance(input_size, int) else input_size
+    size = (input_size, input_size) if isinstance(input_size, int) else input_size
+    channels = image_facts(model).channels
+    if isinstance(size, (tuple, list)) and len(size) == 2:
+        size = (channels or 3, *size)
     if not isinstance(size, (tuple, list)) or len(size) != 3 or not all(isinstance(x, int) and x > 0 for x in size):
         raise ValueError(
-            f"input_size must be (channels, height, width), one number or arguments by name, got {brief(input_size)}"
+            "input_size must be (channels, height, width), (height, width), one number or arguments by name, got "
+            f"{brief(input_size)}"
         )
+    if channels not in (None, size[0]):
+        raise ValueError(f"this {type(model).__name__} cannot take image {tuple(size)}: it reads {channels} channels")
     inputs = {"image": torch.empty(1, *size, device="meta", dtype=next(model.parameters()).dtype)}
     for name, stack in stacks.items():
         if stack.sequence is not None:

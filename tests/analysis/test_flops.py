@@ -236,9 +236,11 @@ def test_blocks_that_keep_nothing_cost_their_router_alone(operator: str) -> None
     assert report.routed == counted_flops
 
 
-@pytest.mark.parametrize("size", [None, 0, (3, 64), (3, 64, 6.4), "64", {"x": None}, torch.zeros(3)])
+@pytest.mark.parametrize("size", [None, 0, (64,), (3, 64, 6.4), "64", {"x": None}, torch.zeros(3)])
 def test_what_is_no_size_is_refused(size: object) -> None:
-    with pytest.raises(ValueError, match=r"input_size must be \(channels, height, width\), one number or arguments"):
+    with pytest.raises(
+        ValueError, match=r"input_size must be \(channels, height, width\), \(height, width\), one number or arguments"
+    ):
         flops(make_model("vit_tiny_patch16_224"), size)
 
 
@@ -246,11 +248,9 @@ def test_errors_name_what_is_wrong() -> None:
     model, side = make("vit")
     with pytest.raises(ValueError, match="kept is for models whose cost follows from the data"):
         flops(mmod.route_(model), side, kept=0.5)
-    with pytest.raises(ValueError, match=r"input_size must be .* got \(3, 64\)"):
-        flops(model, (3, 64))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"input_size must be .* got tensor") as error:
         flops(model, torch.zeros(2, 3, 32, 32))  # type: ignore[arg-type]
-    assert len(str(error.value)) < 300
+    assert len(str(error.value)) < 320
     with pytest.raises(ValueError, match="supported are models of"):
         flops(torch.nn.Linear(2, 2), 64)
     language = mmod.route_(make_language("llama"), mmod.RoutingConfig(router="linear"))
@@ -385,7 +385,7 @@ def test_routing_saves_memory_for_training() -> None:
     assert report.activation_bytes < report.training_bytes
 
 
-@pytest.mark.parametrize("size", [150, (3, 160, 150), (3, 160), 64.5, "160", 0])
+@pytest.mark.parametrize("size", [150, (3, 160, 150), (1, 160, 160), (3, 160), 64.5, "160", 0])
 def test_images_that_a_model_cannot_take_are_refused_in_one_line(size: object) -> None:
     model = timm.create_model("test_vit")
     with pytest.raises(ValueError, match=r"cannot take image|input_size must be") as error:
