@@ -7,6 +7,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import itertools
 import math
 import numbers
 import operator
@@ -181,6 +182,10 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
         name: Dotted key of the values in their file, for messages; empty for all of it.
         limit: Range of all numbers; None allows NaN, which results may hold.
 
+    Raises:
+        ValueError: A value is wrong, a key unknown or missing; several mistakes are told together.
+        TypeError: The only mistake is a value of another type.
+
     Example:
         >>> @dataclasses.dataclass
         ... class Span:
@@ -194,18 +199,41 @@ def from_plain(cls: type[Config], values: object, name: str = "", limit: Limit |
     config_class: Any = cls
     hints = _hints(config_class)
     prefix = f"{name}." if name else ""
-    for key in values:
-        if key not in hints:
-            where = f"in group {name!r}" if name else "at the top level"
-            valid = ", ".join(sorted(hints))
-            raise ValueError(f"unknown config key {f'{prefix}{key}'!r}; valid keys {where}: {valid}")
-    fields = {key: _from_plain(hints[key], value, f"{prefix}{key}", limit) for key, value in values.items()}
-    for key, value in fields.items():
-        check_value(f"{prefix}{key}", value, hints[key], limit)
+    fields: dict[str, Any] = {}
+    errors: list[Exception] = []
+    for key, value in values.items():
+        try:
+            if key not in hints:
+                where = f"in group {name!r}" if name else "at the top level"
+                valid = ", ".join(sorted(hints))
+                raise ValueError(f"unknown config key {f'{prefix}{key}'!r}; valid keys {where}: {valid}")
+            fields[key] = _from_plain(hints[key], value, f"{prefix}{key}", limit)
+            check_value(f"{prefix}{key}", fields[key], hints[key], limit)
+        except (TypeError, ValueError) as error:
+            errors.append(error)
     missing = [prefix + key for key in required_fields(config_class) if key not in values]
     if missing:
-        raise ValueError(f"keys that are required: {', '.join(missing)}")
+        errors.append(ValueError(f"keys that are required: {', '.join(missing)}"))
+    if errors:
+        raise _together(errors)
     return cls(**fields)
+
+
+class _SeveralError(ValueError):
+    """Several mistakes in one file, which a user mends at once."""
+
+    def __init__(self, mistakes: Sequence[str]) -> None:
+        self.mistakes = mistakes
+        numbered = "; ".join(f"({number}) {mistake}" for number, mistake in enumerate(mistakes, 1))
+        super().__init__(f"{len(mistakes)} mistakes: {numbered}")
+
+
+def _together(errors: Sequence[Exception]) -> Exception:
+    """Return the only error, or one that tells all; those of a group inside count one by one."""
+    if len(errors) == 1:
+        return errors[0]
+    told = [error.mistakes if isinstance(error, _SeveralError) else [str(error)] for error in errors]
+    return _SeveralError(list(itertools.chain.from_iterable(told)))
 
 
 def required_fields(cls: Any) -> list[str]:

@@ -66,6 +66,12 @@ def test_plain_values_become_dataclasses_and_tuples() -> None:
         ([1], TypeError, r"a config file must be a mapping of keys to values, got \[1\]"),
         ({}, ValueError, "required: points"),
         (
+            {"colour": 1, "end": {"name": 2, "sides": 3}},
+            ValueError,
+            r"4 mistakes: \(1\) unknown config key 'colour'.*; \(2\) end.name must be .*; "
+            r"\(3\) unknown config key 'end.sides'.*; \(4\) keys that are required: points",
+        ),
+        (
             {"points": [], "colour": 1},
             ValueError,
             "unknown config key 'colour'; valid keys at the top level: end",
