@@ -143,6 +143,8 @@ def finished_run(config: Any, run: Path, weights: str | Path) -> Any:
 
 
 _DRY = "--dry-run"
+# What advice reads besides the model.
+ADVISED = {"image": "--images FOLDER", "chat": "--prompts FILE"}
 
 
 def is_first_process() -> bool:
@@ -164,6 +166,8 @@ def next_commands(config: RunConfig, result: FitResult[Any]) -> str:
             commands[f"mmod audit {folder}"] = "what its routers learned"
         elif not config.methods:
             commands[f"mmod plan {folder}"] = "which tokens may miss which operator, without training"
+            if config.kind in ADVISED:
+                commands[f"mmod advise {folder} {ADVISED[config.kind]}"] = "what makes it faster, without training"
     width = max(map(len, commands), default=0)
     return "\n".join([*lines, *(f"  {command:<{width}}  # {purpose}" for command, purpose in commands.items())])
 

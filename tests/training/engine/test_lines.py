@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from mmod.cli import main
 from mmod.training import TrainConfig, fit
@@ -97,12 +98,21 @@ def test_a_finished_run_names_commands_that_can_follow(
     file.write_text(yaml.safe_dump(config.to_dict()))
     main(["train", "image", str(file)])
     printed = capsys.readouterr().out.splitlines()
-    place = next(number for number, line in enumerate(printed) if line.startswith("next: the final model is in "))
-    assert Path(*shlex.split(printed[place])[-1:]).is_dir()
-    commands = [shlex.split(line, comments=True) for line in printed[place + 1 :]]
-    assert [words[1] for words in commands] == ["evaluate", "plan" if routing is None else "audit"]
-    small = {"plan": ["--plan.batches", "1"], "audit": ["--audit.draws", "1", "--audit.maps", "0"]}
+    first = next(number for number, line in enumerate(printed) if line.startswith("next: the final model is in "))
+    assert Path(*shlex.split(printed[first])[-1:]).is_dir()
+    commands = [shlex.split(line, comments=True) for line in printed[first + 1 :]]
+    assert [words[1] for words in commands] == ["evaluate", *(["plan", "advise"] if routing is None else ["audit"])]
+    images = tmp_path / "images"
+    images.mkdir()
+    for number, side in enumerate((32, 40)):
+        Image.new("L", (side, side), 90 * number).save(images / f"{number}.png")
+    small = {
+        "plan": ["--plan.batches", "1"],
+        "audit": ["--audit.draws", "1", "--audit.maps", "0"],
+        "advise": ["--number", "2", "--batch_size", "1", "--output", str(tmp_path / "advice")],
+    }
     for words in commands:
+        words = [str(images) if word == "FOLDER" else word for word in words]
         main([*words[1:], *small.get(words[1], []), "--device", "cpu"])
         assert capsys.readouterr().out
 
