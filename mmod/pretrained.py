@@ -17,7 +17,7 @@ from mmod.adapters.tokens import proofs_of, restore_proofs
 from mmod.blocks import host_class
 from mmod.io.files import parse_json, replacing, write_atomically
 from mmod.io.tensors import read_tensors, write_tensors
-from mmod.methods.base import methods_of
+from mmod.methods.base import methods_inside, methods_of
 from mmod.values import brief, check_module
 
 FORMAT_VERSION = 4
@@ -188,6 +188,11 @@ def apply_again(model: nn.Module, changes: Changes) -> None:
 def _describe(model: nn.Module, architecture: str | Mapping[str, Any] | None) -> dict[str, Any]:
     """Return the JSON description from which `_build` makes the model again."""
     methods = methods_of(model)
+    if not methods and methods_inside(model):
+        raise ValueError(
+            f"this {type(model).__name__} is a part of a changed model: save that model, or change the part itself by "
+            "mmod.route_ or mmod.apply_ before the model is built around it"
+        )
     if not methods:
         raise ValueError(f"no method changed this {type(model).__name__}: call mmod.route_ or mmod.apply_ first")
     library = find_library(model) or OWN

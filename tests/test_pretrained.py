@@ -167,6 +167,11 @@ def quantized(first: bool) -> nn.Module:
         (lambda: nn.Sequential(routed()), "wraps"),
         (lambda: exchange_head(routed()), "exchanged"),
         (lambda: routed(act_layer=nn.ReLU), "JSON"),
+        (
+            lambda: mmod.route_(nn.Sequential(timm.create_model("test_vit")))[0],
+            "part of a changed model: save that model",
+        ),
+        (lambda: mmod.route_(timm.create_model("test_vit", features_only=True)), "forward_intermediates returns"),
     ],
     ids=[
         "quantized first",
@@ -178,6 +183,8 @@ def quantized(first: bool) -> nn.Module:
         "wrapped",
         "exchanged head",
         "class as argument",
+        "part",
+        "features",
     ],
 )
 def test_what_cannot_be_saved(make: Callable[[], nn.Module], message: str, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from timm.models import (
     resnet,
     vision_transformer,
 )
+from timm.models._features import FeatureGetterNet
 from torch import Tensor, nn
 
 from mmod.adapters import tokens
@@ -189,6 +190,11 @@ def describe(model: nn.Module, architecture: str | Mapping[str, Any] | None = No
         raise ValueError(
             f"cannot save this {type(model).__name__}: only a model returned by timm.create_model can be rebuilt. Save "
             "the model itself, not a wrapper, a compiled model or a feature extractor"
+        )
+    if isinstance(model, FeatureGetterNet):
+        raise ValueError(
+            "cannot save this FeatureGetterNet, which features_only=True made: route and save the model without "
+            "it, whose forward_intermediates returns the features"
         )
     cfg = filter_pretrained_cfg(dict(vars(model)["pretrained_cfg"]), remove_source=True, remove_null=True)
     cfg.pop("state_dict", None)

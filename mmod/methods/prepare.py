@@ -252,9 +252,11 @@ def _check_others(name: str, block: nn.Module, config: RoutingConfig, call: Bloc
 
 
 def check_zero(name: str, router: Router, capacity: Fraction) -> None:
-    """Refuse a capacity of 0 in a block where no token is always kept."""
-    if not capacity and not router.always_keeps:
-        raise ValueError(f"capacity 0 leaves {name} no token to run on: there it must be in (0, 1]")
+    """Refuse a capacity of 0 in a block where no token is always kept, or skipped tokens join kept ones."""
+    if not capacity and (router.config.joins or not router.always_keeps):
+        raise ValueError(
+            f"capacity 0 leaves {name} no token to run on, or for skipped ones to join: there it must be in (0, 1]"
+        )
 
 
 def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity: float) -> Router:

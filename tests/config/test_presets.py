@@ -8,6 +8,7 @@ import json
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -310,6 +311,17 @@ def test_the_list_says_what_each_preset_is_for() -> None:
         mmod.route_(model, language=name)
     with pytest.raises(ValueError, match="part must be one of 'image', 'language', got 'text'"):
         mmod.presets("text")
+
+
+@pytest.mark.parametrize("name", mmod.presets("image"))
+def test_a_capacity_of_zero_works_or_is_refused_before_the_first_image(name: str) -> None:
+    model = make().eval()
+    config = mmod.preset(name, capacity=0)
+    refused = config.joins or name == "mindskip"
+    with pytest.raises(ValueError, match=r"capacity 0 leaves blocks\.") if refused else nullcontext():
+        mmod.route_(model, config)
+    assert mmod.is_routed(model) != refused
+    assert torch.isfinite(model(make_images(NAME, 1))).all()
 
 
 @pytest.mark.parametrize("name", mmod.presets("image"))
