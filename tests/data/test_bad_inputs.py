@@ -31,11 +31,11 @@ def test_converters_drop_exactly_the_images_that_readers_count() -> None:
         Path(f"{number}.png").write_bytes(data)
     Path("t.csv").write_text("image,caption\n" + "".join(f"{number}.png,a\n" for number in range(len(files))))
     expected = {"image cannot be decoded": len(IMAGES)}
-    report = convert_pairs(PairsConversion("t.csv", "pairs"), progress=False)
+    report = convert_pairs(PairsConversion("t.csv", "pairs", on_corrupt="skip"), progress=False)
     assert (report["samples"], report["dropped"]) == (len(SOUND), expected)
     records = [{"image": f"{number}.png", "conversations": SAID} for number in range(len(files))]
     Path("t.json").write_text(json.dumps(records))
-    config = ConversationsConversion("t.json", "talks", on_fault="drop", shards=True)
+    config = ConversationsConversion("t.json", "talks", on_corrupt="skip", shards=True)
     checked = convert_conversations(config, progress=False)
     assert (checked["samples"], checked["dropped"]) == (len(SOUND), expected)
     shards = open_conversations("talks/*.tar")
@@ -46,7 +46,7 @@ def test_converters_drop_exactly_the_images_that_readers_count() -> None:
 @pytest.mark.parametrize("suffix", [".json", ".jsonl"])
 def test_files_that_are_no_json(suffix: str, name: str) -> None:
     Path(f"t{suffix}").write_bytes(NO_JSON[name])
-    config = ConversationsConversion(f"t{suffix}", "out", on_fault="drop")
+    config = ConversationsConversion(f"t{suffix}", "out", on_corrupt="skip")
     if suffix == ".jsonl":
         # A line is a record, which may be left out; here that leaves none.
         sound = json.dumps({"conversations": SAID, "image": "0.png"}).encode()
@@ -63,7 +63,7 @@ def test_files_that_are_no_json(suffix: str, name: str) -> None:
         with pytest.raises(ValueError, match=r"^t\.json is no (JSON: |text in UTF-8)"):
             read()
     with pytest.raises(ValueError, match=r"'t\.json' is no (JSON: |text in UTF-8)"):
-        convert_pairs(PairsConversion("t.json", "out"), progress=False)
+        convert_pairs(PairsConversion("t.json", "out", on_corrupt="skip"), progress=False)
 
 
 @pytest.mark.parametrize("name", LINES)
@@ -75,7 +75,7 @@ def test_lines_are_counted_with_file_and_line(name: str) -> None:
         open_conversations("t.jsonl")
     conversations = open_conversations("t.jsonl", ConversationsConfig(on_corrupt="skip"))
     assert (len(conversations), conversations.report.counts) == (2, {"t.jsonl": 1})
-    config = ConversationsConversion("t.jsonl", "out", on_fault="drop")
+    config = ConversationsConversion("t.jsonl", "out", on_corrupt="skip")
     assert convert_conversations(config, progress=False)["samples"] == 2
     assert max(len(str(caught.value)), len(str(conversations.report)), Path("out/dropped.csv").stat().st_size) < 6000
 
@@ -96,7 +96,7 @@ def test_records_of_wrong_types(name: str) -> None:
         open_conversations("t.json")
     conversations = open_conversations("t.json", ConversationsConfig(on_corrupt="skip"))
     assert (len(conversations), conversations.report.counts) == (1, {"t.json": 1})
-    config = ConversationsConversion("t.json", "out", on_fault="drop")
+    config = ConversationsConversion("t.json", "out", on_corrupt="skip")
     assert convert_conversations(config, progress=False)["dropped"] == {"invalid record": 1}
 
 
@@ -116,7 +116,7 @@ def test_rows_of_wrong_types_are_dropped_with_their_reason() -> None:
     Path("0.png").write_bytes(PNG)
     rows = b"0.png,a\n0.png\n,a\n0.png,\n0.png,\xe9\n0\0.png,a\n0.png,a, b\n0.png,c,\n"
     Path("t.csv").write_bytes(b"image,caption\n" + rows)
-    report = convert_pairs(PairsConversion("t.csv", "csv"), progress=False)
+    report = convert_pairs(PairsConversion("t.csv", "csv", on_corrupt="skip"), progress=False)
     assert report["samples"] == 2
     singles = ("no image", "caption is not UTF-8", "image cannot be read", "invalid row")
     assert report["dropped"] == {"no caption": 2, **dict.fromkeys(singles, 1)}
@@ -128,14 +128,14 @@ def test_rows_of_wrong_types_are_dropped_with_their_reason() -> None:
         {"image_id": 1, "caption": 3},
     ]
     Path("t.json").write_text(json.dumps({"images": [{"id": 1, "file_name": "0.png"}], "annotations": annotations}))
-    report = convert_pairs(PairsConversion("t.json", "coco"), progress=False)
+    report = convert_pairs(PairsConversion("t.json", "coco", on_corrupt="skip"), progress=False)
     assert (report["samples"], report["dropped"]) == (1, {"invalid row": 2, "no caption": 2})
     columns = {"paths": ["0.png", "../0.png", "", None], "bytes": [PNG, PNG[:99], b"", None], "numbers": [1, 2, 3, 4]}
     for name, images in columns.items():
         for captions, kept in ((["a"] * 4, name != "numbers"), ([1, 2, 3, 4], False), ([["a"]] * 4, False)):
             pq.write_table(pa.table({"image": images, "caption": captions}), "t.parquet")
             output = f"{name}-{type(captions[0]).__name__}"
-            report = convert_pairs(PairsConversion("t.parquet", output), progress=False)
+            report = convert_pairs(PairsConversion("t.parquet", output, on_corrupt="skip"), progress=False)
             assert (report["samples"], sum(report["dropped"].values())) == (int(kept), 4 - int(kept))
 
 
@@ -187,7 +187,7 @@ def test_broken_notes_of_conversions_and_builds_are_named(name: str) -> None:
         if name.startswith("digits"):
             DIGITS.build("digits", "tiny")
         else:
-            convert_pairs(PairsConversion("t.csv", "out"), progress=False)
+            convert_pairs(PairsConversion("t.csv", "out", on_corrupt="skip"), progress=False)
 
     again()
     for data in (b"", b"{", b"[]", b"null", b"[" * 200_000):

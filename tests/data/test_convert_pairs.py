@@ -16,7 +16,7 @@ from PIL import Image
 
 import mmod.data.convert.pairs as script
 from mmod.data.convert.pairs import PairsConversion, convert_pairs
-from mmod.data.corrupt import CorruptReport
+from mmod.data.corrupt import CorruptDataError, CorruptReport
 from mmod.data.readers.shards import CAPTION, ShardSource
 from tests.kit.deep_images import DEEP, RAMP, UNSCALED
 
@@ -58,7 +58,7 @@ def write_csv(path: Path, rows: list[tuple[str, ...]]) -> Path:
 
 
 def config(source: Path, **changes: Any) -> PairsConversion:
-    options = {"images": str(source.parent / "images"), "shard_size": 6, **changes}
+    options = {"images": str(source.parent / "images"), "shard_size": 6, "on_corrupt": "skip", **changes}
     return PairsConversion(str(source), str(source.parent / "shards"), **options)
 
 
@@ -173,6 +173,19 @@ def test_an_interrupted_conversion_goes_on_and_ends_equal(folder: Path, monkeypa
     assert not converted
 
 
+def test_rows_that_cannot_be_used_are_left_out_only_where_the_user_says_so(folder: Path) -> None:
+    strict = config(write_csv(folder / "t.csv", [*ROWS, *DROPS]), on_corrupt="raise")
+    with pytest.raises(CorruptDataError, match=rf"{len(DROPS)} of .* the first is {len(ROWS)}, .*on_corrupt='skip'"):
+        convert_pairs(strict, progress=False)
+    assert not [*(folder / "shards").glob("[!.]*.tar"), *(folder / "shards").glob("sizes.json")]
+    assert len((folder / "shards/dropped.csv").read_text().splitlines()) > len(DROPS)
+    with pytest.MonkeyPatch.context() as patch:
+        # What was converted stays.
+        patch.setattr(script, "_convert", None)
+        report = convert_pairs(dataclasses.replace(strict, on_corrupt="skip"), progress=False)
+    assert report["samples"] == len(ROWS) == len(samples(folder / "shards"))
+
+
 def test_nothing_of_the_users_is_overwritten(folder: Path) -> None:
     source = write_csv(folder / "t.csv", ROWS)
     convert_pairs(config(source), progress=False)
@@ -203,7 +216,7 @@ def test_conversion_of_pairs_leaves_no_deep_image_to_other_readers(tmp_path: Pat
         (tmp_path / f"{number}.x").write_bytes(data)
     rows = "".join(f"{number}.x,number {number}\n" for number in range(len(DEEP) + len(UNSCALED)))
     (tmp_path / "t.csv").write_text(f"image,caption\n{rows}")
-    report = convert_pairs(PairsConversion(f"{tmp_path}/t.csv", f"{tmp_path}/out"), progress=False)
+    report = convert_pairs(PairsConversion(f"{tmp_path}/t.csv", f"{tmp_path}/out", on_corrupt="skip"), progress=False)
     assert report["dropped"] == {"image cannot be decoded": len(UNSCALED)}
     source = ShardSource(f"{tmp_path}/out/*.tar", CorruptReport(), target=CAPTION)
     for index in range(len(DEEP)):

@@ -10,23 +10,21 @@ same command resumes an interrupted check. Invalid records are dropped only with
 from __future__ import annotations
 
 import json
-import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from mmod.data.convert.packing import (
-    DROPPED,
     PackConfig,
     check_image,
     file_extension,
     pack_shards,
+    publish,
     run_conversion,
-    write_report,
 )
-from mmod.data.corrupt import CorruptDataError, UnusableError
+from mmod.data.corrupt import UnusableError
 from mmod.data.readers.images import ImageFiles, read_image
 from mmod.data.records import check_record, image_names, read_records
 from mmod.io.files import write_atomically
@@ -41,8 +39,6 @@ class ConversationsConversion(PackConfig):
 
     Args:
         shard_size: Records that are checked before progress is saved, and records per shard.
-        on_fault: "raise" checks all records, writes the report, and then fails if any is invalid, without a checked
-            set. "drop" removes invalid records; it reuses what "raise" has checked.
         shards: Also write webdataset shards that contain the images.
 
     Raises:
@@ -50,7 +46,6 @@ class ConversationsConversion(PackConfig):
     """
 
     shard_size: Annotated[int, "[1, inf)"] = 5000
-    on_fault: Literal["raise", "drop"] = "raise"
     shards: bool = False
 
     def __post_init__(self) -> None:
@@ -66,7 +61,7 @@ def convert_conversations(config: ConversationsConversion, progress: bool = True
         FileNotFoundError: If the source does not exist.
         FileExistsError: If the output holds other files, or a check of another source or with other settings.
         ValueError: If the source is no list of records.
-        CorruptDataError: If a record is invalid and `on_fault` is "raise"; the report is written first.
+        CorruptDataError: If a record is invalid and `on_corrupt` is "raise"; the report is written first.
     """
     records = read_records(Path(config.source))
     if not records:
@@ -78,26 +73,16 @@ def convert_conversations(config: ConversationsConversion, progress: bool = True
         len(records),
         lambda number, record: _check(record, files),
         lambda record: str(record.get("id", "")) if isinstance(record, Mapping) else "",
-        # Hidden until all records are checked: with on_fault="raise" an incomplete set must not look like a set.
-        shards=".{}.tar" if config.shards else None,
-        free_keys=("threads", "output", "on_fault"),
+        shards=config.shards,
         progress=progress,
     )
     invalid = {row[0] for row in dropped}
     valid = [record for number, record in enumerate(records) if number not in invalid]
     images = Counter(len(image_names(record)) for record in valid)
-    report = write_report(
+    report = publish(
         config, len(valid), dropped, records_by_images={str(count): images[count] for count in sorted(images)}
     )
-    folder = Path(config.output)
-    if dropped and config.on_fault == "raise":
-        raise CorruptDataError(
-            f"{len(dropped)} of {len(records)} records are invalid: {report['dropped']}; "
-            f"{folder / DROPPED} lists them, and on_fault='drop' removes them"
-        )
-    for path in folder.glob(".*.tar"):
-        os.replace(path, folder / path.name.removeprefix("."))
-    write_atomically(folder / CHECKED, json.dumps(valid, ensure_ascii=False) + "\n")
+    write_atomically(Path(config.output) / CHECKED, json.dumps(valid, ensure_ascii=False) + "\n")
     return report
 
 

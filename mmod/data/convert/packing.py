@@ -7,6 +7,7 @@ import csv
 import dataclasses
 import io
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -18,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 
 from PIL import Image
 
-from mmod.data.corrupt import UnusableError
+from mmod.data.corrupt import CorruptDataError, OnCorrupt, UnusableError
 from mmod.data.readers.images import EXTENSIONS, convert_image, open_image
 from mmod.io.files import open_shard, read_json_object, write_atomically
 from mmod.io.options import add_fields, with_options
@@ -30,6 +31,8 @@ SETTINGS = "conversion.json"
 REPORT = "report.json"
 DROPPED = "dropped.csv"
 _STATS = "_stats.json"
+# Fields that may change when a conversion resumes.
+_FREE = ("threads", "output", "on_corrupt")
 
 # MPO files hold several photographs; the first is a regular JPEG.
 _ALIASES = {"MPO": "JPEG"}
@@ -54,6 +57,8 @@ class PackConfig:
         follow_links: Also read images outside `images` that symbolic links in it point to.
         shard_size: Items of the source per shard.
         threads: Threads that read and encode images.
+        on_corrupt: "raise" converts everything, writes the report, and then fails if an item cannot be used. "skip"
+            leaves such items out; it reuses what "raise" has converted.
     """
 
     source: str
@@ -62,6 +67,7 @@ class PackConfig:
     follow_links: bool = False
     shard_size: Annotated[int, "[1, inf)"] = 10000
     threads: Annotated[int, "[1, inf)"] = 4
+    on_corrupt: OnCorrupt = "raise"
 
 
 def pack_shards(
@@ -71,8 +77,7 @@ def pack_shards(
     convert: Callable[[int, Item], dict[str, bytes]],
     label: Callable[[Item], str],
     *,
-    shards: str | None = "{}.tar",
-    free_keys: Sequence[str] = ("threads", "output"),
+    shards: bool = True,
     progress: bool = True,
 ) -> tuple[dict[str, int], list[list[Any]]]:
     """Convert items to shards of `config.shard_size` items, from the start or from the first shard that is missing.
@@ -82,8 +87,7 @@ def pack_shards(
         total: Number of items.
         convert: From an item's number and the item to the members of its sample; raises an `UnusableError`.
         label: From an item to its name in the report.
-        shards: File name of a shard, with `{}` for its number; None writes no shards.
-        free_keys: Fields of the config that may change when the conversion resumes.
+        shards: Write shards, which `publish` shows.
 
     Returns:
         Samples by shard number (five digits), and for each dropped item its number, label, reason and details.
@@ -91,7 +95,7 @@ def pack_shards(
     source = Path(config.source).stat()
     # Size and time of the source: a changed table must not resume into shards of the old one.
     settings = {**dataclasses.asdict(config), "bytes": source.st_size, "modified": source.st_mtime_ns}
-    record_config(config.output, settings, file=SETTINGS, kind="a conversion", free_keys=free_keys)
+    record_config(config.output, settings, file=SETTINGS, kind="a conversion", free_keys=_FREE)
     folder = Path(config.output)
     numbered = enumerate(items)
 
@@ -113,7 +117,7 @@ def pack_shards(
                 continue
             samples = 0
             dropped = []
-            with open_shard(folder / shards.format(number)) if shards else nullcontext() as writer:
+            with open_shard(folder / f".{number}.tar") if shards else nullcontext() as writer:
                 # In windows, because `pool.map` would read all items into memory before the first is written.
                 while window := list(islice(entries, 16 * config.threads)):
                     for (index, item), outcome in zip(window, pool.map(attempt, window)):
@@ -140,14 +144,29 @@ def check_image(data: bytes, prefix: str = "") -> tuple[Image.Image, Image.Image
         raise UnusableError("image cannot be decoded", f"{prefix}{error}") from error
 
 
-def write_report(config: PackConfig, samples: int, dropped: Sequence[Sequence[Any]], **details: Any) -> dict[str, Any]:
-    """Write `report.json` with the counts and these details, and `dropped.csv` with every dropped item."""
+def publish(config: PackConfig, samples: int, dropped: Sequence[Sequence[Any]], **details: Any) -> dict[str, Any]:
+    """Write `report.json` with the counts and these details, and `dropped.csv` with dropped items; show the shards.
+
+    Raises:
+        CorruptDataError: If an item was dropped and `config.on_corrupt` is "raise"; the report is written first.
+    """
     reasons = dict(Counter(reason for _, _, reason, _ in dropped).most_common())
     report = {"items": samples + len(dropped), "samples": samples, "dropped": reasons, **details}
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([("item", "name", "reason", "details"), *dropped])
-    write_atomically(Path(config.output) / DROPPED, text.getvalue())
-    write_atomically(Path(config.output) / REPORT, json.dumps(report, indent=2) + "\n")
+    folder = Path(config.output)
+    write_atomically(folder / DROPPED, text.getvalue())
+    write_atomically(folder / REPORT, json.dumps(report, indent=2) + "\n")
+    if dropped and config.on_corrupt == "raise":
+        number, name, reason, told = dropped[0]
+        raise CorruptDataError(
+            f"{len(dropped)} of {report['items']} items cannot be used: {reasons}; the first is {number}, {name!r}, "
+            f"{': '.join(filter(None, (reason, told)))}. {folder / DROPPED} lists them, and on_corrupt='skip' leaves "
+            "them out"
+        )
+    # Hidden until here: an incomplete set must not look like a set.
+    for path in folder.glob(".*.tar"):
+        os.replace(path, folder / path.name.removeprefix("."))
     return report
 
 

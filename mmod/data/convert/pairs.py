@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 
 from PIL import Image
 
-from mmod.data.convert.packing import PackConfig, check_image, file_extension, pack_shards, run_conversion, write_report
+from mmod.data.convert.packing import PackConfig, check_image, file_extension, pack_shards, publish, run_conversion
 from mmod.data.corrupt import UnusableError
 from mmod.data.labels import read_caption
 from mmod.data.readers.images import ImageFiles, is_deep, read_image
@@ -85,6 +85,7 @@ def convert_pairs(config: PairsConversion, progress: bool = True) -> dict[str, A
         FileExistsError: If the output holds other files, or a conversion of another table or with other settings.
         ValueError: If the table has no rows or lacks a column; the message names its columns.
         ModuleNotFoundError: If the table is Parquet and pyarrow is not installed.
+        CorruptDataError: If a row cannot be used and `on_corrupt` is "raise"; the report is written first.
     """
     total = count_rows(config)
     if not total:
@@ -99,8 +100,9 @@ def convert_pairs(config: PairsConversion, progress: bool = True) -> dict[str, A
         progress=progress,
     )
     shards = {f"{number}.tar": samples for number, samples in counts.items()}
+    report = publish(config, sum(shards.values()), dropped, shards=shards)
     write_atomically(Path(config.output) / SIZES, json.dumps(shards, indent=2) + "\n")
-    return write_report(config, sum(shards.values()), dropped, shards=shards)
+    return report
 
 
 def _convert(number: int, row: TableRow, config: PairsConversion, files: ImageFiles) -> dict[str, bytes]:

@@ -256,10 +256,10 @@ def convert(folder: Path, **changes: Any) -> Any:
 def test_conversion_lists_what_it_leaves_out(folder: Path) -> None:
     bad = [{**SOUND, "image": "bad.png"}, {**SOUND, "image": "gone.png"}, *FAULTS.values()]
     write(folder, [SOUND, TWO, *bad, NONE])
-    with pytest.raises(CorruptDataError, match="on_fault='drop'"):
+    with pytest.raises(CorruptDataError, match="on_corrupt='skip'"):
         convert(folder)
     assert not (folder / "out" / "conversations.json").exists()
-    report = convert(folder, on_fault="drop")
+    report = convert(folder, on_corrupt="skip")
     assert (report["items"], report["samples"]) == (len(bad) + 3, 3)
     assert report["records_by_images"] == {"0": 1, "1": 1, "2": 1}
     assert report["dropped"] == {"invalid record": len(FAULTS), "image cannot be decoded": 1, "image not found": 1}
@@ -366,7 +366,7 @@ def test_broken_lines_are_named(folder: Path, line: bytes) -> None:
         open_conversations(str(path))
     conversations = open_conversations(str(path), ConversationsConfig(on_corrupt="skip"))
     assert (len(conversations), conversations.report.counts) == (2, {str(path): 1})
-    config = ConversationsConversion(str(path), f"{folder}/out", on_fault="drop")
+    config = ConversationsConversion(str(path), f"{folder}/out", on_corrupt="skip")
     assert convert_conversations(config, progress=False)["dropped"] == {"invalid record": 1}
     assert "line 3 is no " in (folder / "out" / "dropped.csv").read_text()
 
@@ -380,5 +380,5 @@ def test_conversion_keeps_to_its_folder(folder: Path) -> None:
     (folder / "other" / "file").write_text("mine")
     with pytest.raises(FileExistsError, match=r"holds files but no conversion\.json"):
         convert_conversations(ConversationsConversion(f"{folder}/all.json", f"{folder}/other"), progress=False)
-    with pytest.raises(ValueError, match="on_fault"):
-        ConversationsConversion("a.json", "b", on_fault="ignore")
+    with pytest.raises(ValueError, match="on_corrupt"):
+        ConversationsConversion("a.json", "b", on_corrupt="ignore")

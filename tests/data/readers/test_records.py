@@ -133,7 +133,7 @@ def test_what_no_reader_reads_is_a_fault_by_its_name(name: str, folder: Path) ->
         [conversations.record(index)["key"] for index in range(len(conversations))],
         conversations.report.counts,
     ) == (["0"], {path: 1})
-    report = convert_conversations(ConversationsConversion(path, f"{folder}/out", on_fault="drop"), progress=False)
+    report = convert_conversations(ConversationsConversion(path, f"{folder}/out", on_corrupt="skip"), progress=False)
     assert report["dropped"] == {"invalid record": 1}
 
 
