@@ -34,10 +34,8 @@ if TYPE_CHECKING:
         Option,
         advise,
         attention_ranks,
-        learn_capacity_,
         plan_divergence,
         search_plan,
-        settle_capacity_,
     )
     from mmod.pretrained import load_pretrained, save_pretrained
     from mmod.registry.hub import push_to_hub
@@ -74,10 +72,8 @@ __getattr__, __dir__, __all__ = lazy_names(
             "Option",
             "advise",
             "attention_ranks",
-            "learn_capacity_",
             "plan_divergence",
             "search_plan",
-            "settle_capacity_",
         ],
         "mmod.pretrained": ["load_pretrained", "save_pretrained"],
         "mmod.registry.hub": ["push_to_hub"],

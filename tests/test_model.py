@@ -158,7 +158,6 @@ class TestRoute:
             mmod.unroute_,
             mmod.freeze_dense_,
             mmod.auxiliary_loss,
-            mmod.settle_capacity_,
             undo_,
             lambda model: mmod.set_capacity_(model, 0.5),
             lambda model: mmod.trace(model).__enter__(),

@@ -209,7 +209,7 @@ CALLS = {
     ),
     "thresholds of a routed model": Call(
         "model = mmod.route_(vit()); images = torch.randn(2, 3, 160, 160)",
-        "mmod.planning.calibrate_thresholds(model, images, budget=0.7)",
+        "mmod.lab.calibrate_thresholds(model, images, budget=0.7)",
         "is routed already",
         ("mmod.unroute_(model)",),
     ),

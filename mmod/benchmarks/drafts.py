@@ -16,8 +16,8 @@ from mmod.analysis.timing import Spread
 from mmod.benchmarks.report import HIDDEN, Options, Row, Runs
 from mmod.data.loader import TextReader, read_corpus
 from mmod.io.tables import Column
+from mmod.lab import DraftReport, evaluate_drafts
 from mmod.opening.runs import RUN_CONFIG
-from mmod.speculation import DraftReport, evaluate_drafts
 from mmod.training.engine.parse import read_config
 from mmod.training.text.config import TrainConfig
 from mmod.values import check_distinct

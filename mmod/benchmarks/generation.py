@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mmod.analysis.calibrate import between
 from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.timing import Spread, interleave, ratios
@@ -23,6 +22,7 @@ from mmod.benchmarks.oracle import WrongOutputError, check_close, ungated
 from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 from mmod.config import PRESETS, RoutingConfig
 from mmod.io.tables import Column
+from mmod.lab.thresholds import between
 from mmod.methods.route import routed_blocks
 from mmod.model import route_
 from mmod.planning import preset

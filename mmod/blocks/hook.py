@@ -37,9 +37,6 @@ class ModelHook:
     def install(self) -> None:
         """Convert the block that the hook reads; routing makes it dense again with all others."""
 
-    def release(self) -> None:
-        """Remove what the hook added to the model."""
-
 
 def attach(module: nn.Module, hook: ModelHook) -> None:
     """Call a hook before every forward pass of a module, and after it if it has an `after`."""
@@ -61,9 +58,6 @@ def model_hooks(model: nn.Module) -> list[ModelHook]:
 
 def detach_hooks(model: nn.Module, kind: type = ModelHook) -> None:
     """Remove the hooks of a class from a model, by default all of its routing."""
-    for hook in model_hooks(model):
-        if isinstance(hook, kind):
-            hook.release()
     for module in model.modules():
         for before in list(module._forward_pre_hooks.values()):
             if isinstance(before, kind):

@@ -1,4 +1,4 @@
-"""Which blocks to route at which capacity: presets, schedules, plan search and learned capacities."""
+"""Which blocks to route at which capacity: presets, schedules and plan search."""
 
 from typing import TYPE_CHECKING
 
@@ -11,12 +11,9 @@ if TYPE_CHECKING:
     from mmod.planning.advice import Advice
     from mmod.planning.arank import LayerRanks, attention_ranks
     from mmod.planning.candidate import Candidate
-    from mmod.planning.image_horizon import Horizon, horizon
-    from mmod.planning.learned import LearnedPlan, learn_capacity_, settle_capacity_
     from mmod.planning.plan_search import Option, PlanSearch
     from mmod.planning.schedules import drop_once, falling, ratio_decay, stage_drop
     from mmod.planning.search import plan_divergence, search_plan
-    from mmod.planning.thresholds import calibrate_thresholds
     from mmod.planning.trials import advise
 
 __getattr__, __dir__, __all__ = lazy_names(
@@ -26,12 +23,9 @@ __getattr__, __dir__, __all__ = lazy_names(
         "mmod.planning.advice": ["Advice"],
         "mmod.planning.arank": ["LayerRanks", "attention_ranks"],
         "mmod.planning.candidate": ["Candidate"],
-        "mmod.planning.image_horizon": ["Horizon", "horizon"],
-        "mmod.planning.learned": ["LearnedPlan", "learn_capacity_", "settle_capacity_"],
         "mmod.planning.plan_search": ["Option", "PlanSearch"],
         "mmod.planning.schedules": ["drop_once", "falling", "ratio_decay", "stage_drop"],
         "mmod.planning.search": ["plan_divergence", "search_plan"],
-        "mmod.planning.thresholds": ["calibrate_thresholds"],
         "mmod.planning.trials": ["advise"],
     },
 )

@@ -87,9 +87,9 @@ def gradual(depth: int, mean: float = 0.6, start: int = 1) -> dict[str, Any]:
 
     `mean` is the mean capacity of the routed blocks and `start` the first of them, see `mmod.planning.falling`. A
     number as `capacity` scales this plan to that mean, also below 0.4, which five equal steps cannot reach. Similarity
-    is measured on 64 sums of channels. `mmod.planning.calibrate_thresholds` makes the number of tokens depend on the
-    image. Merging between attention and MLP, and attention that counts merged tokens, come from ToMe, Bolya et al.,
-    arXiv 2210.09461. ToMe merges in every block, compares keys, and never splits merged tokens.
+    is measured on 64 sums of channels. Merging between attention and MLP, and attention that counts merged tokens, come
+    from ToMe, Bolya et al., arXiv 2210.09461, which merges in every block, compares keys, and never splits merged
+    tokens.
     """
     plan = falling(depth, mean, steps=min(5, depth - start), start=start)
     return {

@@ -93,7 +93,8 @@ def evaluate_start(store: Store, config: RunConfig) -> Measured:
 
 def train(config: Any, callback: Callback) -> Any:
     """Train a run, or read the result of a finished one; return the evaluation to report."""
-    evaluation = kind_of(config).fit(progress=False, callback=callback).best
+    kind = kind_of(config)
+    evaluation = kind.fit(progress=False, after_step=lambda step: callback(step.done / step.total)).best
     if evaluation is None:
         raise ValueError("there is nothing to ask: set data.val")
     return evaluation

@@ -24,12 +24,12 @@ from mmod.lazy import lazy_names
 # ruff: noqa: F401
 if TYPE_CHECKING:
     from mmod.training.engine.config import EmaConfig, OptimConfig, ScheduleConfig
+    from mmod.training.engine.kind import Step
     from mmod.training.engine.run_folder import FitResult
     from mmod.training.image.config import (
         DistillConfig,
         ElasticConfig,
         InTrainingConfig,
-        LearnCapacityConfig,
         LossConfig,
         MixupConfig,
         ModelConfig,
@@ -43,12 +43,12 @@ __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "mmod.training.engine.config": ["EmaConfig", "OptimConfig", "ScheduleConfig"],
+        "mmod.training.engine.kind": ["Step"],
         "mmod.training.engine.run_folder": ["FitResult"],
         "mmod.training.image.config": [
             "DistillConfig",
             "ElasticConfig",
             "InTrainingConfig",
-            "LearnCapacityConfig",
             "LossConfig",
             "MixupConfig",
             "ModelConfig",

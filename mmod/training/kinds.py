@@ -22,7 +22,7 @@ from mmod.values import check_value, one_of
 if TYPE_CHECKING:
     from mmod.training.chat import config as chat
     from mmod.training.chat.evaluate import EvalResult as ChatResult
-    from mmod.training.engine.kind import Kind
+    from mmod.training.engine.kind import AfterStep, Kind
     from mmod.training.engine.run_folder import FitResult
     from mmod.training.image import config as image
     from mmod.training.image.evaluate import EvalResult
@@ -63,19 +63,28 @@ def kind_of(config: Any) -> Kind:
 
 
 @typing.overload
-def fit(config: image.TrainConfig, *, streams: Any = None, progress: bool = True) -> FitResult[EvalResult]: ...
+def fit(
+    config: image.TrainConfig, *, streams: Any = ..., progress: bool = ..., after_step: AfterStep = ...
+) -> FitResult[EvalResult]: ...
 @typing.overload
-def fit(config: pairs.TrainConfig, *, streams: Any = None, progress: bool = True) -> FitResult[PairsResult]: ...
+def fit(
+    config: pairs.TrainConfig, *, streams: Any = ..., progress: bool = ..., after_step: AfterStep = ...
+) -> FitResult[PairsResult]: ...
 @typing.overload
-def fit(config: text.TrainConfig, *, streams: Any = None, progress: bool = True) -> FitResult[TextResult]: ...
+def fit(
+    config: text.TrainConfig, *, streams: Any = ..., progress: bool = ..., after_step: AfterStep = ...
+) -> FitResult[TextResult]: ...
 @typing.overload
-def fit(config: chat.TrainConfig, *, progress: bool = True) -> FitResult[ChatResult | None]: ...
+def fit(
+    config: chat.TrainConfig, *, progress: bool = ..., after_step: AfterStep = ...
+) -> FitResult[ChatResult | None]: ...
 def fit(config: RunConfig, **options: Any) -> Any:
     """Train a model of any kind, from scratch or from where the run in its folder stopped.
 
     Args:
-        options: `progress=False` hides bars; `streams` are training and evaluation batches to use instead of those that
-            `config.data` names.
+        options: `progress=False` hides bars; `after_step` is a function that is called with a `Step` after each
+            optimiser step, in every process, and is no part of the run's config; `streams` are training and evaluation
+            batches to use instead of those that `config.data` names.
 
     Returns:
         The result; that of the earlier run if the folder holds a finished run of the same config.

@@ -15,7 +15,8 @@ from mmod.analysis.statistics import Estimate
 from mmod.data.readers.chat import ChatCollator
 from mmod.data.readers.conversations import ConversationsConfig, open_conversations
 from mmod.io.store import STORE
-from mmod.planning import horizon, search_plan
+from mmod.lab import horizon
+from mmod.planning import search_plan
 from scripts.real_halves.evaluate import by_picture, gap, halve, loaded, prefill_times
 from scripts.real_halves.model import TRAINED
 from scripts.real_halves.rows import FASTV, LAST_TOKEN, SPREAD, Row, families, fitted, image_share

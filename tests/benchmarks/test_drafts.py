@@ -11,7 +11,7 @@ import pytest
 from mmod.benchmarks import DraftConfig, benchmark
 from mmod.benchmarks.command import main
 from mmod.benchmarks.drafts import summarise
-from mmod.speculation import DraftReport
+from mmod.lab import DraftReport
 from mmod.training import fit
 from tests.kit.text_configs import PREDICTOR, text_config
 

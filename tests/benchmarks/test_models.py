@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmod
-from mmod.analysis.calibrate import SLACK, between, match_topk_
 from mmod.analysis.memory import held_by_blocks, peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.benchmarks import BenchmarkConfig, WrongOutputError, benchmark, check_dense, check_reference, free_routing
@@ -25,6 +24,7 @@ from mmod.benchmarks.models.paths import control, sharing_copy
 from mmod.benchmarks.models.variants import Step, check_compiled
 from mmod.benchmarks.oracle import clear_images
 from mmod.io.tables import markdown_table
+from mmod.lab.thresholds import SLACK, between, match_topk_
 from mmod.ops.select import Selection
 
 TINY: dict[str, Any] = {

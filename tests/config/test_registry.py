@@ -11,8 +11,8 @@ import torch
 
 import mmod
 from mmod import RoutingConfig, Threshold
-from mmod.analysis.calibrate import match_topk_
 from mmod.config import registry
+from mmod.lab import match_topk_
 from tests.kit.own_methods import Contrast, ContrastScore
 from tests.kit.processes import run_processes
 from tests.kit.zoo import make_images, make_model

@@ -27,6 +27,7 @@ from mmod.training import (
     fit,
 )
 from mmod.training.engine.config import DistributedConfig
+from mmod.training.engine.kind import AfterStep
 
 MODEL = {"img_size": 16, "patch_size": 4, "in_chans": 1, "embed_dim": 16, "depth": 4, "num_heads": 2}
 # Figures that differ between equal runs.
@@ -98,11 +99,13 @@ def tiny_config(output: Path | str, *, batch_size: int = 8, args: Any = None, **
     return TrainConfig(output=str(output), model=ModelConfig(**model), data=data, **(defaults | changes))
 
 
-def run(config: TrainConfig, *, rank: int = 0, world: int = 1, **options: Any) -> FitResult:
+def run(
+    config: TrainConfig, *, rank: int = 0, world: int = 1, after_step: AfterStep = lambda step: None, **options: Any
+) -> FitResult:
     """Train on tensors instead of the data that the config names; options are those of `TensorStream`."""
     train = TensorStream(config.data.batch_size, seed=config.seed, rank=rank, world=world, **options)
     test = TensorStream(config.data.batch_size, seed=None, rank=rank, world=world)
-    return fit(config, streams=(train, test), progress=False)
+    return fit(config, streams=(train, test), progress=False, after_step=after_step)
 
 
 def without_usage(result: Mapping[str, Any]) -> dict[str, Any]:

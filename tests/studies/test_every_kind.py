@@ -13,6 +13,7 @@ import mmod
 from mmod.io.yaml import read_yaml
 from mmod.studies import assess, plan
 from mmod.training.engine.evaluate import RoutedResult
+from mmod.training.engine.kind import Step
 from mmod.training.kinds import config_class, kind_named, kind_of
 from mmod.training.table import KINDS
 from tests.kit.chat_configs import vlm_config
@@ -53,8 +54,9 @@ def test_a_run_is_evaluated_and_searched_as_it_was_trained(
     kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     training = kind_of(_tiny(kind, tmp_path))
-    shares: list[float] = []
-    trained: RoutedResult = training.fit(progress=False, callback=shares.append).best
+    steps: list[Step] = []
+    trained: RoutedResult = training.fit(progress=False, after_step=steps.append).best
+    assert [step.done for step in steps] == [*range(1, steps[-1].total + 1)]
     done = dataclasses.replace(training.config.finished(training.config.output), output=str(tmp_path / "done"))
     path = tmp_path / "done.yaml"
     path.write_text(yaml.safe_dump(done.to_dict()))

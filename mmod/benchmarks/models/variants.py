@@ -15,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.analysis.calibrate import match_topk_
 from mmod.analysis.flops import flops
 from mmod.analysis.memory import held_by_blocks
 from mmod.analysis.trace import Trace, trace
@@ -29,6 +28,7 @@ from mmod.benchmarks.oracle import (
     clear_images,
 )
 from mmod.config import RoutingConfig
+from mmod.lab import match_topk_
 from mmod.methods.route import routed_blocks
 from mmod.model import route_
 

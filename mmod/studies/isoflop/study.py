@@ -18,7 +18,7 @@ from mmod.planning.candidate import Candidate
 from mmod.studies.config import IsoflopConfig
 from mmod.studies.isoflop.report import draw, optima, table, verdict
 from mmod.studies.results import StudyResult, write_outcome
-from mmod.studies.runs import best_rates, rows_of, with_rate
+from mmod.studies.runs import best_rates, rows_of, train, with_rate
 from mmod.training.engine.kind import steps_of_epoch
 from mmod.training.text.config import TrainConfig
 from mmod.training.text.kind import TextKind
@@ -175,7 +175,7 @@ def _find_rates(config: IsoflopConfig, places: list[Place], runner: Runner) -> d
 
 
 def _train(job: Job[TrainConfig], callback: Callback) -> Measured:
-    return rows_of(TextKind(job.config).fit(progress=False, callback=callback).best)
+    return rows_of(train(job.config, callback))
 
 
 def _try(job: Job[TrainConfig], callback: Callback) -> Measured:

@@ -28,7 +28,6 @@ from mmod.data.readers.conversations import ChatDataset, ChatSample, ReplacingCh
 from mmod.data.readers.lengths import open_checked
 from mmod.data.synthetic.questions import prior_of
 from mmod.io.files import replacing, write_atomically
-from mmod.io.jobs import Callback
 from mmod.io.processes import gathered
 from mmod.opening.runs import FINAL_MODEL
 from mmod.training.chat.config import TrainConfig
@@ -41,7 +40,7 @@ from mmod.training.chat.trainer import RoutedTrainer, hidden_bars, train_to_end,
 from mmod.training.engine.distributed import together, wait_for_all
 from mmod.training.engine.evaluate import Rows, decisions_of, kept_rows
 from mmod.training.engine.health import evaluated, rows_of_logs, write_rows
-from mmod.training.engine.kind import device_of, load
+from mmod.training.engine.kind import AfterStep, device_of, load
 from mmod.training.engine.preflight import check_warmup
 from mmod.training.engine.run_folder import FitResult, read_fit, run_once, write_result
 
@@ -92,13 +91,16 @@ class ChatKind:
         apply_methods(model, self.config)
         return model
 
-    def fit(self, *, progress: bool = True, callback: Callback = lambda share: None) -> FitResult[EvalResult | None]:
-        """Train, or read the result of a finished run; `callback` is not called. See `mmod.training.fit`."""
+    def fit(self, *, progress: bool = True, after_step: AfterStep = lambda step: None) -> FitResult[EvalResult | None]:
+        """Train, or read the result of a finished run; see `mmod.training.fit`."""
         rank = int(os.environ.get("RANK", 0))
         world = int(os.environ.get("WORLD_SIZE", 1))
-        return run_once(self.config, rank, world, partial(read_fit, kind=EvalResult), partial(self._train, progress))
+        train = partial(self._train, progress, after_step)
+        return run_once(self.config, rank, world, partial(read_fit, kind=EvalResult), train)
 
-    def _train(self, progress: bool, claim: Callable[[], object]) -> FitResult[EvalResult | None]:
+    def _train(
+        self, progress: bool, after_step: AfterStep, claim: Callable[[], object]
+    ) -> FitResult[EvalResult | None]:
         """Train, evaluate and write the result, in a locked folder."""
         config = self.config
         folder = Path(config.output)
@@ -119,7 +121,7 @@ class ChatKind:
             data_collator=data.collator,
             processing_class=processor,
         )
-        train_to_end(trainer, folder, claim, progress)
+        train_to_end(trainer, folder, claim, after_step, progress)
         model = _save(trainer, folder / FINAL_MODEL, config)
         evaluation = self._answer(model, data, arguments.should_save, progress)
         return _write_result(trainer, folder, data, evaluation)

@@ -38,6 +38,7 @@ from mmod.training.engine.checkpoint import read_newest, write_sums
 from mmod.training.engine.config import OptimConfig
 from mmod.training.engine.distributed import StopRequest, stop_signals, sum_over_processes, wait_for_all
 from mmod.training.engine.health import RouterHealth, named, rows_of_logs, write_rows
+from mmod.training.engine.kind import AfterStep, Step
 from mmod.training.engine.logging import note, note_resumed
 from mmod.training.engine.optim import complete_states, create_optimizer
 from mmod.training.engine.task import all_finite
@@ -360,6 +361,7 @@ class RunCallback(TrainerCallback):
     """Claims the run folder after the first step, shows a bar, finishes checkpoints, and stops after a signal."""
 
     claim: Callable[[], object] | None
+    after_step: AfterStep
     stop: StopRequest
     progress: bool
     folder: Path
@@ -394,7 +396,9 @@ class RunCallback(TrainerCallback):
         """Close the bar."""
         self._bar.close()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, optimizer: Any = None, **_: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
         """Claim the folder once; stop after a signal; complete the states of a split optimiser, which may be saved."""
         self._bar.update(state.global_step - self._bar.n)
         if args.fsdp:
@@ -402,6 +406,7 @@ class RunCallback(TrainerCallback):
         if self.claim is not None:
             self.claim()
             self.claim = None
+        self.after_step(Step(state.global_step, state.max_steps, model, None, optimizer))
         if self.stop.agreed() and state.global_step < state.max_steps:
             self.stopped = control.should_save = control.should_training_stop = True
 
@@ -418,7 +423,9 @@ class RunCallback(TrainerCallback):
             write_rows(Path(args.output_dir).parent, rows_of_logs(state.log_history))
 
 
-def train_to_end(trainer: RoutedTrainer, folder: Path, claim: Callable[[], object], progress: bool) -> None:
+def train_to_end(
+    trainer: RoutedTrainer, folder: Path, claim: Callable[[], object], after_step: AfterStep, progress: bool
+) -> None:
     """Train in a run folder, from its last checkpoint if it has one; exit after a stop signal, whose step is saved.
 
     Args:
@@ -426,7 +433,8 @@ def train_to_end(trainer: RoutedTrainer, folder: Path, claim: Callable[[], objec
     """
     saves = trainer.args.should_save
     with stop_signals() as stop, hidden_bars():
-        callback = RunCallback(claim if saves else None, stop, progress and bool(trainer.args.disable_tqdm), folder)
+        shows = progress and bool(trainer.args.disable_tqdm)
+        callback = RunCallback(claim if saves else None, after_step, stop, shows, folder)
         trainer.add_callback(callback)
         # The bar shows what it prints.
         trainer.remove_callback(PrinterCallback)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -15,7 +15,6 @@ from mmod.analysis import FlopReport
 from mmod.blocks import deciding_modules
 from mmod.compare.times import Reading
 from mmod.data.loader import BatchStream
-from mmod.io.jobs import Callback
 from mmod.methods import Method
 from mmod.training.engine.config import LoopConfig
 from mmod.training.engine.distributed import Process, choose_device
@@ -23,6 +22,28 @@ from mmod.training.engine.evaluate import Rows
 from mmod.training.engine.task import Task
 
 Streams = tuple[BatchStream, BatchStream]
+
+
+class Step(NamedTuple):
+    """An optimiser step of a run that was just done; what `after_step` of `mmod.training.fit` is called with.
+
+    Attributes:
+        done: Number of steps done; a run that resumes goes on with the step after its checkpoint's.
+        total: Number of steps of the run.
+        model: The model in training.
+        average: Its moving average; None without one.
+        optimizer: The optimiser, with the learning rate of each of its groups.
+    """
+
+    done: int
+    total: int
+    model: nn.Module
+    average: nn.Module | None
+    optimizer: torch.optim.Optimizer
+
+
+AfterStep = Callable[[Step], object]
+"""A function that a run calls after each optimiser step, in every process."""
 
 
 class Kind(Protocol):
@@ -55,7 +76,7 @@ class Kind(Protocol):
     def check_schedule(self) -> None:
         """Raise a ValueError if the run would train in vain in one process, as far as is known before data are read."""
 
-    def fit(self, *, progress: bool = True, callback: Callback = ...) -> Any:
+    def fit(self, *, progress: bool = True, after_step: AfterStep = ...) -> Any:
         """Train, or read the result of a finished run; see `mmod.training.fit`."""
 
     def estimate(self) -> Any:
@@ -120,8 +141,8 @@ class LoopKind(Kind, Protocol):
     def evaluate_set(self, model: nn.Module, stream: BatchStream, process: Process, progress: bool) -> Any:
         """Evaluate a model, on its device, over the evaluation batches of this process."""
 
-    def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
-        """Prepare the model, and its moving average if there is one, for an epoch (from 0)."""
+    def start_epoch(self, model: nn.Module, epoch: int) -> None:
+        """Prepare the model for an epoch (from 0)."""
 
     def export(self, model: nn.Module, folder: Path) -> None:
         """Write the final weights into a folder that does not exist yet."""

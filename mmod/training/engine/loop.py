@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from mmod.data.corrupt import CorruptReport, Fault
 from mmod.data.labels import Classes
 from mmod.io.files import replacing
-from mmod.io.jobs import Callback
 from mmod.io.processes import gathered
 from mmod.io.progress import progress_bar
 from mmod.io.tables import write_csv
@@ -39,7 +38,7 @@ from mmod.training.engine.distributed import (
     wait_for_all,
 )
 from mmod.training.engine.health import RouterHealth, evaluated, named, write_rows
-from mmod.training.engine.kind import LoopKind, Streams, seed_draws, step_samples, steps_of_epoch
+from mmod.training.engine.kind import AfterStep, LoopKind, Step, Streams, seed_draws, step_samples, steps_of_epoch
 from mmod.training.engine.logging import Meters, TensorBoard, Usage, note, note_resumed
 from mmod.training.engine.optim import create_optimizer, create_schedule
 from mmod.training.engine.parallel import Replicas, Shards
@@ -60,7 +59,7 @@ def fit(
     *,
     streams: Streams | None = None,
     progress: bool = True,
-    callback: Callback = lambda share: None,
+    after_step: AfterStep = lambda step: None,
 ) -> FitResult[Any]:
     """Train, or read the result of a finished run; see `mmod.training.fit`."""
     config = kind.config
@@ -69,7 +68,7 @@ def fit(
         autocast(process.device, config.precision)
 
         def train(claim: Callable[[], object]) -> FitResult[Any]:
-            trainer = _Trainer(kind, process, streams, claim, callback, progress=progress and process.is_first)
+            trainer = _Trainer(kind, process, streams, claim, after_step, progress=progress and process.is_first)
             with stop_signals() as trainer.stop:
                 return trainer.run()
 
@@ -85,7 +84,7 @@ class _Trainer:
         process: Process,
         streams: Streams | None,
         claim: Callable[[], object],
-        callback: Callable[[float], object],
+        after_step: AfterStep,
         *,
         progress: bool,
     ) -> None:
@@ -95,7 +94,7 @@ class _Trainer:
         self.process = process
         self.progress = progress
         self.claim = claim
-        self.callback = callback
+        self.after_step = after_step
         self.stop: StopRequest
         self.folder = Path(config.output)
         self.usage = Usage(process.device)
@@ -147,7 +146,7 @@ class _Trainer:
         if self.step and self.progress:
             note_resumed(self.folder, self.step, self.epochs * self.steps_per_epoch)
         while self.epoch < self.epochs:
-            self.kind.start_epoch(self.parallel.models, self.epoch)
+            self.kind.start_epoch(self.model, self.epoch)
             self._train_epoch()
             row: dict[str, float] = {"epoch": self.epoch, "step": self.step, "lr": self._learning_rate()}
             self.meters.gather(keep=True)
@@ -212,12 +211,14 @@ class _Trainer:
                 with self.usage.step(samples):
                     self._step(group, logged=logged)
                 bar.update(samples)
-                self.callback(self.step / (self.epochs * self.steps_per_epoch))
                 if self.step == first and self.process.is_first:
                     # A start that fails before its first step leaves the folder free.
                     self.claim()
                     if self.classes is not None:
                         record_classes(self.folder, self.classes.numbers)
+                average = None if self.ema is None else self.ema.module
+                total = self.epochs * self.steps_per_epoch
+                self.after_step(Step(self.step, total, self.model, average, self.optimizer))
                 if logged:
                     self._log(bar)
                 if config.checkpoint_every and self.step % config.checkpoint_every == 0:

@@ -37,7 +37,6 @@ class Replicas:
         self.model = model
         self.average = average
         self.process = process
-        # All models whose capacity a schedule changes.
         self.models = [model] if average is None else [model, average]
         if compiled:
             model.compile()
@@ -94,7 +93,6 @@ class Shards(Replicas):
     ) -> None:
         super().__init__(model, average, process, precision, compiled=False)
         self._full = copy.deepcopy(model)
-        self.models.append(self._full)
         mesh = init_device_mesh(process.device.type, (process.world,))
         half = torch.bfloat16 if precision == "bf16" else None
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)

@@ -139,23 +139,6 @@ class ElasticConfig(Checked, group="elastic"):
 
 
 @dataclass(frozen=True)
-class LearnCapacityConfig(Checked, group="learn_capacity"):
-    """A capacity per routed block, learned in the first epochs; see `mmod.learn_capacity_`.
-
-    Args:
-        budget: Share of the dense model's FLOPs, or milliseconds per forward pass of a batch of `data.batch_size`.
-        epochs: Epochs in which capacities are learned; later ones train at the resulting plan.
-        cost: Unit of the budget, "flops" or "milliseconds".
-        rate: Learning rate of the capacity offsets relative to that of the weights.
-    """
-
-    budget: Annotated[float, "(0, inf)"]
-    epochs: Annotated[int, "[1, inf)"]
-    cost: Literal["flops", "milliseconds"] = "flops"
-    rate: Annotated[float, "(0, inf)"] = 100.0
-
-
-@dataclass(frozen=True)
 class InTrainingConfig(Checked, group="in_training"):
     """Methods that make training steps cheaper; the model is evaluated and saved dense.
 
@@ -200,7 +183,6 @@ class TrainConfig(engine.LoopConfig):
         mixup: Mixup and cutmix; None for neither.
         distill: The teacher, if any.
         elastic: Train one checkpoint for several capacities; None for that of `routing` alone.
-        learn_capacity: Learn the capacity of every routed block, instead of that of `routing`; None for not.
         in_training: Methods for training alone, of a model that is dense otherwise; None for none.
         trained: "routers" trains routers alone (Router-Tuning); None trains all weights.
     """
@@ -213,7 +195,6 @@ class TrainConfig(engine.LoopConfig):
     mixup: MixupConfig | None = None
     distill: DistillConfig = field(default_factory=DistillConfig)
     elastic: ElasticConfig | None = None
-    learn_capacity: LearnCapacityConfig | None = None
     in_training: InTrainingConfig | None = None
     trained: Literal["routers"] | None = None
 
@@ -222,7 +203,6 @@ class TrainConfig(engine.LoopConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_elastic()
-        self._check_learn_capacity()
         if self.distill.features is not None and self.teacher() is None:
             raise ValueError(f"distill.features={self.distill.features:g} needs a teacher: set distill.teacher")
         if self.in_training is not None:
@@ -231,8 +211,8 @@ class TrainConfig(engine.LoopConfig):
                 raise ValueError("a model changed by in_training.methods cannot be trained with grad_checkpointing")
             check_value("in_training.epochs", self.in_training.epochs, int | None, f"[1, {self.epochs}]")
         if self.distributed.sharded:
-            # They change the model, or read its weights, between steps.
-            self._refuse_with("distributed.kind='fsdp'", "in_training", "learn_capacity")
+            # It changes the model between steps.
+            self._refuse_with("distributed.kind='fsdp'", "in_training")
         if self.trained is not None and (not self.routings or not self.model.has_weights):
             raise ValueError("trained='routers' needs routing, and trained weights to be frozen: set model.checkpoint")
         if self.mixup is not None and self.data.batch_size % 2:
@@ -258,18 +238,6 @@ class TrainConfig(engine.LoopConfig):
         # Recomputed blocks would run at the capacity of the last sample.
         self._refuse_with("elastic", "grad_checkpointing")
 
-    def _check_learn_capacity(self) -> None:
-        if self.learn_capacity is None:
-            return
-        self._refuse_with("learn_capacity", "elastic", "grad_checkpointing", "compile")
-        if not self.routings:
-            raise ValueError("learn_capacity needs a routing config")
-        if self.learn_capacity.epochs >= self.epochs:
-            raise ValueError(
-                f"learn_capacity.epochs={self.learn_capacity.epochs} must be below epochs={self.epochs}, so that the "
-                "last epoch trains at the final capacity"
-            )
-
     def _refuse_with(self, name: str, *others: str) -> None:
         taken = [other for other in others if getattr(self, other)]
         if taken:
@@ -282,8 +250,8 @@ class TrainConfig(engine.LoopConfig):
 
     def continued(self, folder: str, length: Mapping[str, Any]) -> Self:
         """Return the config of a run that trains on; see `RunConfig.continued`."""
-        # They describe the first epochs alone, and capacities that were learned are no longer those of `routing`.
-        self._refuse_with("a continued run", "learn_capacity", "in_training")
+        # It describes the first epochs alone.
+        self._refuse_with("a continued run", "in_training")
         return super().continued(folder, length)
 
     @property

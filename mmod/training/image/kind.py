@@ -14,7 +14,7 @@ from timm.data import Mixup
 from timm.models import save_for_hf
 from torch import Tensor, nn
 
-from mmod import flops, freeze_dense_, learn_capacity_, set_capacity_, settle_capacity_, undo_
+from mmod import flops, freeze_dense_, set_capacity_, undo_
 from mmod.adapters import find_library, image_facts, image_output
 from mmod.analysis import FlopReport
 from mmod.compare.times import Reading
@@ -26,7 +26,6 @@ from mmod.opening.open import open_model, open_start
 from mmod.opening.runs import run_classes
 from mmod.opening.transformers import read_state
 from mmod.opening.weights import classifier_names, converted, load_weights
-from mmod.planning.learned import capacity_hook
 from mmod.pretrained import save_pretrained
 from mmod.training.engine import start
 from mmod.training.engine.distributed import Process
@@ -69,14 +68,9 @@ class ImageKind:
         return model
 
     def finish(self, model: nn.Module) -> None:
-        """Freeze dense weights or learn capacities, if the config says so."""
+        """Freeze dense weights, if the config says so."""
         if self.config.trained is not None:
             freeze_dense_(model)
-        config = self.config.learn_capacity
-        if config is not None:
-            device = device_of(self)
-            example = torch.zeros(self.config.data.batch_size, *self.image_shape, device=device)
-            learn_capacity_(model.to(device), config.budget, example, cost=config.cost, rate=config.rate)
 
     def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
         """Load a checkpoint by timm's names, with a new classifier if one is asked for; see `LoopKind.load_dense`."""
@@ -216,11 +210,7 @@ class ImageKind:
         return [images.to(device_of(self)) for images, _ in image_stream(prepared).batches(0)]
 
     def export(self, model: nn.Module, folder: Path) -> None:
-        """Write a folder for `mmod.load_pretrained`, or for the host if the model is dense: timm's by `local-dir:`.
-
-        Learned capacities are also written to `plan.json`.
-        """
-        learned = None if capacity_hook(model) is None else settle_capacity_(model)
+        """Write a folder for `mmod.load_pretrained`, or for the host if the model is dense: timm's by `local-dir:`."""
         mean, std = normalisation(self.config.data)
         prepared = evaluation_fields(self.config.data)
         numbers = run_classes(self.config.output)
@@ -238,24 +228,16 @@ class ImageKind:
             if numbers is not None:
                 described["model_config"] = {"label_names": {str(number): name for name, number in numbers.items()}}
             save_for_hf(model, str(folder), safe_serialization=True, **described)
-        if learned is not None:
-            learned.plan.save(folder / "plan.json")
 
-    def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
-        """Stop learning capacities, and apply the methods for training alone."""
-        learned = self.config.learn_capacity
-        if learned is not None and epoch >= learned.epochs:
-            hooks = [hook for hook in map(capacity_hook, models) if hook is not None]
-            for hook in hooks:
-                # The moving average takes the capacities that the model has learned.
-                hook.hold(hooks[0].chosen())
+    def start_epoch(self, model: nn.Module, epoch: int) -> None:
+        """Apply the methods for training alone, or undo them after their last epoch."""
         changes = self.config.in_training
         if changes is not None and changes.epochs is not None and epoch >= changes.epochs:
             # Without an evaluation in the last epoch, the model is still changed.
-            _make_dense(models[0])
-        elif changes is not None and not methods_of(models[0]):
+            _make_dense(model)
+        elif changes is not None and not methods_of(model):
             for method in changes.applied:
-                method.apply_(models[0])
+                method.apply_(model)
 
 
 def _make_dense(model: nn.Module) -> None:

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from mmod.data.stream import BatchStream
 from mmod.methods.base import decided_alone, deciding_together, methods_of
-from mmod.speculation import every_token
 from mmod.training.engine.evaluate import KEPT, RoutedResult, Rows, decisions_of, kept_means, kept_rows, read_rows
 from mmod.training.engine.task import autocast
-from mmod.training.text.model import logits_of
+from mmod.training.text.model import every_token, logits_of
 from mmod.values import check_value
 
 _PARTS = 8

@@ -61,7 +61,7 @@ class TextKind:
     def finish(self, model: nn.Module) -> None:
         """Change nothing: all weights train."""
 
-    def start_epoch(self, models: Sequence[nn.Module], epoch: int) -> None:
+    def start_epoch(self, model: nn.Module, epoch: int) -> None:
         """Change nothing: all epochs are alike."""
 
     def find_data(self) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from mmod.analysis import Prompt, flops
+from mmod.config import RoutingConfig, Threshold
 from mmod.methods.base import deciding_together
+from mmod.methods.route import deciding_by
 from mmod.opening.open import open_start
 from mmod.training.text.config import BYTES, ModelConfig
 
@@ -27,6 +30,16 @@ def create_dense(config: ModelConfig) -> Any:
 def logits_of(model: Any, tokens: Tensor) -> Tensor:
     """Return the logits (B, L, 256) of the byte after each of some bytes (B, L)."""
     return model(input_ids=tokens, use_cache=False).logits
+
+
+def every_token(model: nn.Module) -> AbstractContextManager[None]:
+    """Context in which all tokens of a routed model run in all layers, weighted by their gates."""
+    return deciding_by(model, all_kept)
+
+
+def all_kept(config: RoutingConfig) -> RoutingConfig:
+    """Return a config by which the same router keeps all tokens: normalised scores reach 0, and no loss counts."""
+    return config.replace(select=Threshold(0.0), losses={}, language={"inference_threshold": None, "predictor": False})
 
 
 def window_flops(model: Any, length: int, kept: Mapping[str, float] | None = None) -> int:

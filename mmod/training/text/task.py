@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod import auxiliary_loss
-from mmod.speculation import every_token
 from mmod.training.engine.task import Task, autocast, divergence, total
-from mmod.training.text.model import logits_of
+from mmod.training.text.model import every_token, logits_of
 
 
 class TextTask(Task):

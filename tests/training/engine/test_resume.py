@@ -29,6 +29,7 @@ from mmod.io.files import DamagedFileError, LockedError, UnwrittenError, locked
 from mmod.opening.weights import find_weights, list_checkpoints
 from mmod.training import EmaConfig, OptimConfig, TrainConfig, evaluate
 from mmod.training.engine.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from mmod.training.engine.kind import Step
 from mmod.training.engine.run_folder import run_once
 from mmod.training.kinds import kind_of
 from tests.kit.disk import small_disk
@@ -329,14 +330,13 @@ def test_a_read_only_folder_keeps_the_earlier_checkpoint(tmp_path: Path, monkeyp
 def test_a_run_whose_folder_is_removed_ends_with_its_path_and_creates_nothing(tmp_path: Path) -> None:
     config = tiny_config(output=tmp_path / "run", epochs=1, checkpoint_every=2)
 
-    def remove(share: float) -> None:
-        if share == 0.5:
+    def remove(step: Step) -> None:
+        if step.done == 3:
             shutil.rmtree(tmp_path / "run")
 
-    streams = TensorStream(8, seed=0), TensorStream(8, seed=None)
     message = r"run/checkpoints/step-000000004-epoch-00000' could not be written: No such file or directory"
     with pytest.raises(UnwrittenError, match=message):
-        kind_of(config).fit(streams=streams, progress=False, callback=remove)  # type: ignore[call-arg]
+        run(config, after_step=remove)
     assert not (tmp_path / "run").exists()
 
 

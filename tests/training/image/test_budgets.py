@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import mmod
-from mmod.training import ElasticConfig, EmaConfig, InTrainingConfig, LearnCapacityConfig, evaluate
+from mmod.training import ElasticConfig, EmaConfig, InTrainingConfig, evaluate
 from mmod.training.image.kind import ImageKind
 from mmod.training.image.task import ElasticTask
 from tests.kit.engine_worker import TensorStream, run, tiny_config, weights
@@ -124,7 +124,7 @@ def test_the_first_epochs_are_routed(epochs: int | None, expected: list[bool], t
     model, _ = kind.create_models()
     is_routed = []
     for epoch in range(3):
-        kind.start_epoch([model], epoch)
+        kind.start_epoch(model, epoch)
         is_routed.append(mmod.is_routed(model))
     assert is_routed == expected
 
@@ -174,47 +174,3 @@ def test_wrong_values() -> None:
     for both in ({}, {"routing": RANDOM, "methods": [{"kind": "merge"}]}):
         with pytest.raises(ValueError, match="needs one of routing and methods"):
             InTrainingConfig(**both)
-
-
-LEARNED = {"router": "linear", "blocks": "all"}
-
-
-def learned(output: Path, **changes: Any) -> Any:
-    fields = {"routing": LEARNED, "learn_capacity": LearnCapacityConfig(0.7, epochs=2, rate=50.0), "epochs": 3}
-    return tiny_config(output=output, **{**fields, **changes})
-
-
-def test_learned_capacities_are_kept_with_the_model(tmp_path: Path) -> None:
-    done = run(learned(tmp_path / "run", ema=EmaConfig(0.5)))
-    plan = mmod.RoutingConfig.load(tmp_path / "run/model/plan.json")
-    assert plan == mmod.RoutingConfig.load(tmp_path / "run/last/plan.json")
-    assert len(set(plan.capacity)) > 1
-    model = mmod.load_pretrained(tmp_path / "run/model")
-    assert tuple(mmod.capacities(model).values()) == plan.capacity
-    assert mmod.flops(model, (1, 16, 16)).share <= 0.7 + 1e-6
-    assert evaluate(model, TensorStream(8, seed=None)) == done.average  # type: ignore[arg-type]
-    # Images have 17 tokens.
-    assert list(done.evaluation.kept.values()) == [max(1, int(17 * capacity + 1e-9)) / 17 for capacity in plan.capacity]
-
-
-def test_capacities_are_learned_on_where_a_run_stopped(tmp_path: Path) -> None:
-    uninterrupted = run(learned(tmp_path / "whole"))
-    with pytest.raises(SystemExit):
-        run(learned(tmp_path / "cut"), signals={3: signal.SIGTERM})
-    assert run(learned(tmp_path / "cut")).evaluation == uninterrupted.evaluation
-    assert mmod.RoutingConfig.load(tmp_path / "cut/model/plan.json") == mmod.RoutingConfig.load(
-        tmp_path / "whole/model/plan.json"
-    )
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"routing": None}, "learn_capacity needs a routing config"),
-        ({"compile": True}, "learn_capacity cannot be combined with compile"),
-        ({"epochs": 2}, "learn_capacity.epochs=2 must be below epochs=2"),
-    ],
-)
-def test_where_capacities_are_not_learned(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=message):
-        learned(tmp_path, **changes)

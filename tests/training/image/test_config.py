@@ -71,7 +71,6 @@ def test_plain_values_are_as_strict_as_a_file(path: Path) -> None:
         ("--distill.teacher=dense", r"needs trained weights: set model\.checkpoint or model\.pretrained"),
         ("--loss.smoothing=2", r"loss\.smoothing must be a number in \[0, 1\), got 2"),
         ("--schedule.sched=plateau", "depends on metrics"),
-        ("--learn_capacity.epochs=2 --learn_capacity.budget=0.5", "learn_capacity needs a routing config"),
         ("--routing.capacity=0.5 --elastic.capacities=[0.25,1.0]", r"at least as many as elastic\.samples=4"),
         ("--distill.features=1.0", r"distill\.features=1 needs a teacher"),
         ("--in_training.routing.router=linear", "routing adds weights, which the dense model cannot keep"),

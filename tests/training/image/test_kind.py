@@ -19,7 +19,7 @@ from torch import Tensor
 
 import mmod
 from mmod.data.loader import evaluation_fields
-from mmod.training import DistillConfig, EmaConfig, evaluate, fit
+from mmod.training import DistillConfig, EmaConfig, Step, evaluate, fit
 from mmod.training.engine.kind import seed_draws
 from mmod.training.image.kind import ImageKind
 from tests.kit.engine_worker import TensorStream, main, run, tiny_config, weights
@@ -56,11 +56,18 @@ def test_an_epoch_may_end_before_its_data(tmp_path: Path) -> None:
     assert [row["step"] for row in uninterrupted.history] == [3, 6]
 
 
-def test_the_share_that_is_done_is_told_after_each_step(tmp_path: Path) -> None:
-    config = tiny_config(output=tmp_path / "run", epochs=2, batch_size=8, accumulate=2, epoch_steps=2)
-    streams, shares = (TensorStream(8, seed=0), TensorStream(8, seed=None)), list[float]()
-    ImageKind(config).fit(streams=streams, progress=False, callback=shares.append)  # type: ignore[arg-type]
-    assert shares == [0.25, 0.5, 0.75, 1.0]
+def test_a_function_is_called_after_each_step(tmp_path: Path) -> None:
+    config = tiny_config(output=tmp_path / "run", epochs=2, accumulate=2, epoch_steps=2, ema=EmaConfig(0.5))
+    steps: list[Step] = []
+    run(config, after_step=steps.append)
+    assert [(step.done, step.total) for step in steps] == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    last = steps[-1]
+    assert {step.model for step in steps} == {last.model}
+    assert last.average is not None
+    # The final model of a run is the average, and `last` the model itself.
+    for model, folder in ((last.average, "model"), (last.model, "last")):
+        saved = weights(tmp_path / "run" / folder)
+        assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import signal
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 from pathlib import Path
@@ -17,16 +18,11 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import mmod
-from mmod.planning import learned
-from mmod.planning.learned import (
-    LearnedCapacity,
-    LearnedRouter,
-    PartialSlots,
-    capacity_hook,
-    learn_capacity_,
-    settle_capacity_,
-)
+from mmod.lab import LearnedCapacity, capacity, fit_capacity, learn_capacity_, settle_capacity_
+from mmod.lab.capacity import LearnedRouter, PartialSlots, capacity_hook
 from mmod.routing import Evidence, Kept, Router, Routing, TokenMasks, Weights, kept_count, select_topk
+from mmod.training import EmaConfig, FitResult, evaluate
+from tests.kit.engine_worker import TensorStream, run, tiny_config
 from tests.kit.zoo import make_images, make_model
 
 LINEAR = mmod.RoutingConfig(router="linear", blocks="all")
@@ -128,17 +124,20 @@ def test_weights_are_those_of_a_loop(
             assert float(weight.weights.gate_BK[image, slot]) == pytest.approx(expected)
 
 
-def learning_model(name: str, config: mmod.RoutingConfig, budget: float = 0.6) -> tuple[nn.Module, Tensor]:
+def learning_model(
+    name: str, config: mmod.RoutingConfig, budget: float = 0.6
+) -> tuple[nn.Module, LearnedCapacity, Tensor]:
     model = mmod.route_(make_model(name), config).train()
     images = make_images(name, 2)
-    return learn_capacity_(model, budget, images, rate=1.0), images
+    return model, learn_capacity_(model, budget, images, rate=1.0), images
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_loss_has_its_gradient(way: str) -> None:
-    model, images = learning_model(MODELS[0], WAYS[way], 0.83 if way in ("mlp", "attention", "all") else 0.7)
-    model, images = model.double(), images.double()
-    offsets = model.learned_capacity.offsets
+    budget = 0.83 if way in ("mlp", "attention", "all") else 0.7
+    model, learned, images = learning_model(MODELS[0], WAYS[way], budget)
+    model, learned, images = model.double(), learned.double(), images.double()
+    offsets = learned.offsets
     offsets.data = 0.3 * numbers(1, len(offsets))
 
     def loss() -> Tensor:
@@ -161,15 +160,14 @@ def test_the_loss_has_its_gradient(way: str) -> None:
 
 @pytest.mark.parametrize(("name", "way"), list(zip(MODELS, ["shared", "linear", "linear"])))
 def test_what_is_settled_is_a_plan_within_the_budget(name: str, way: str, tmp_path: Path) -> None:
-    model, images = learning_model(name, WAYS[way], 0.7)
-    model.learned_capacity.offsets.data = numbers(3, len(model.learned_capacity.offsets)).float()
+    model, learned, images = learning_model(name, WAYS[way], 0.7)
+    learned.offsets.data = numbers(3, len(learned.offsets)).float()
     with torch.no_grad():
         expected = model.eval()(images)
         other = copy.deepcopy(model)(images)
     assert torch.equal(other, expected)
     plan = settle_capacity_(model)
     assert torch.equal(model(images), expected)
-    assert "learned_capacity" not in dict(model.named_modules())
     assert plan.plan.capacity == tuple(mmod.capacities(model).values())
     counted = mmod.flops(model, tuple(images.shape[1:])).share
     # Few tokens: a block's next one may not fit any more.
@@ -185,21 +183,13 @@ def test_what_is_settled_is_a_plan_within_the_budget(name: str, way: str, tmp_pa
     assert (tmp_path / "plan.png").stat().st_size
 
 
-def test_unroute_ends_it_and_held_capacities_stay() -> None:
-    model, images = learning_model(MODELS[0], LINEAR)
-    dense = make_model(MODELS[0])
-    hook = capacity_hook(model)
-    assert hook is not None
-    hook.hold(hook.chosen())
-    held = hook.chosen()
-    model(images).sum().backward()
-    offsets = model.learned_capacity.offsets
-    assert torch.equal(offsets.grad, torch.zeros_like(offsets))
-    offsets.data = numbers(4, len(offsets)).float()
-    assert hook.chosen() == held == [router.capacity for router in hook.routers]
+def test_the_model_does_not_hold_what_is_learned_and_unroute_ends_it() -> None:
+    model, _, images = learning_model(MODELS[0], LINEAR)
+    routed = mmod.route_(make_model(MODELS[0]), LINEAR)
+    assert model.state_dict().keys() == routed.state_dict().keys()
     mmod.unroute_(model)
-    assert model.state_dict().keys() == dense.state_dict().keys()
-    assert torch.equal(model.eval()(images), dense(images))
+    assert capacity_hook(model) is None
+    assert torch.equal(model.eval()(images), make_model(MODELS[0])(images))
 
 
 def test_milliseconds_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,7 +198,7 @@ def test_milliseconds_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
         # Half of the time is outside of the blocks.
         return lambda configs: (20.0, [0.5 + 0.5 * float(config.capacity) for config in configs])
 
-    monkeypatch.setattr(learned, "stopwatch", stopwatch)
+    monkeypatch.setattr(capacity, "stopwatch", stopwatch)
     model = mmod.route_(make_model(MODELS[0]), LINEAR)
     learn_capacity_(model, 15.0, make_images(MODELS[0], 2), cost="milliseconds")
     hook = capacity_hook(model)
@@ -239,19 +229,17 @@ def test_what_cannot_be_learned_is_refused(config: mmod.RoutingConfig, options: 
 
 
 def test_learning_begins_and_ends_once() -> None:
-    model, images = learning_model(MODELS[0], LINEAR)
+    model, _, images = learning_model(MODELS[0], LINEAR)
     with pytest.raises(ValueError, match="being learned already"):
         learn_capacity_(model, 0.5, images)
-    with pytest.raises(ValueError, match="cannot save"):
-        mmod.save_pretrained(model, "nowhere")
     settle_capacity_(model)
     with pytest.raises(ValueError, match="learns no capacities"):
         settle_capacity_(model)
 
 
 def test_a_pass_changes_no_settings_that_other_threads_read() -> None:
-    model, images = learning_model(MODELS[0], LINEAR)
-    model.learned_capacity.offsets.data = numbers(3, len(model.learned_capacity.offsets)).float()
+    model, learned, images = learning_model(MODELS[0], LINEAR)
+    learned.offsets.data = numbers(3, len(learned.offsets)).float()
     routers = [block.router for block in mmod.routed_blocks(model).values()]
     settings = [router.capacity for router in routers]
     inside: list[list[Fraction]] = []
@@ -269,8 +257,8 @@ def test_a_pass_changes_no_settings_that_other_threads_read() -> None:
 
 
 def test_passes_of_other_threads_do_not_end_the_weights_of_this_one() -> None:
-    model, images = learning_model(MODELS[0], LINEAR)
-    model.learned_capacity.offsets.data = numbers(3, len(model.learned_capacity.offsets)).float()
+    model, learned, images = learning_model(MODELS[0], LINEAR)
+    learned.offsets.data = numbers(3, len(learned.offsets)).float()
     expected = model(images)
     started: list[None] = []
     with ThreadPoolExecutor(1) as pool:
@@ -285,8 +273,8 @@ def test_passes_of_other_threads_do_not_end_the_weights_of_this_one() -> None:
 
 
 def test_copies_learn_and_routers_get_their_class_back() -> None:
-    model, images = learning_model(MODELS[0], WAYS["shared"], 0.83)
-    model.learned_capacity.offsets.data = numbers(3, len(model.learned_capacity.offsets)).float()
+    model, learned, images = learning_model(MODELS[0], WAYS["shared"], 0.83)
+    learned.offsets.data = numbers(3, len(learned.offsets)).float()
     expected = model(images)
     for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(copied(images), expected)
@@ -298,11 +286,60 @@ def test_copies_learn_and_routers_get_their_class_back() -> None:
 
 def test_routers_that_peft_copies_learn() -> None:
     peft = pytest.importorskip("peft")
-    model, images = learning_model(MODELS[0], LINEAR)
-    model.learned_capacity.offsets.data = numbers(3, len(model.learned_capacity.offsets)).float()
+    model, learned, images = learning_model(MODELS[0], LINEAR)
+    learned.offsets.data = numbers(3, len(learned.offsets)).float()
     expected = model(images)
-    config = peft.LoraConfig(target_modules=["qkv"], modules_to_save=["router", "learned_capacity"])
+    config = peft.LoraConfig(target_modules=["qkv"], modules_to_save=["router"])
     wrapped = peft.get_peft_model(model, config)
     assert torch.equal(wrapped(images), expected)
     settle_capacity_(wrapped.get_base_model())
     assert not any(isinstance(module, LearnedRouter) for module in wrapped.modules())
+
+
+ROUTING = {"router": "linear", "blocks": "all"}
+
+
+def fit_tiny(output: Path, budget: float = 0.7, steps: int = 8, **changes: Any) -> FitResult:
+    config = tiny_config(output=output, **{"routing": ROUTING, "epochs": 2, **changes})
+    streams = TensorStream(8, seed=0), TensorStream(8, seed=None)
+    return fit_capacity(config, budget, steps, rate=50.0, streams=streams, progress=False)
+
+
+def test_a_run_learns_capacities_and_keeps_them(tmp_path: Path) -> None:
+    result = fit_tiny(tmp_path / "run", ema=EmaConfig(0.5))
+    plan = mmod.RoutingConfig.load(tmp_path / "run/plan.json")
+    assert len(set(plan.capacity)) > 1
+    for folder in ("model", "last"):
+        model = mmod.load_pretrained(tmp_path / "run" / folder)
+        assert tuple(mmod.capacities(model).values()) == plan.capacity
+    assert mmod.flops(model, (1, 16, 16)).share <= 0.7 + 1e-6
+    assert evaluate(model, TensorStream(8, seed=None)) == result.evaluation  # type: ignore[arg-type]
+    # Images have 17 tokens.
+    kept = [max(1, int(17 * capacity + 1e-9)) / 17 for capacity in plan.capacity]
+    assert list(result.evaluation.kept.values()) == kept
+    # A finished run is read.
+    assert fit_tiny(tmp_path / "run", ema=EmaConfig(0.5)).evaluation == result.evaluation
+
+
+def test_a_run_that_resumes_learns_no_capacities(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        run(tiny_config(output=tmp_path, routing=ROUTING), signals={3: signal.SIGTERM})
+    with pytest.raises(ValueError, match="goes on after step 4: choose another output"):
+        fit_tiny(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"routing": None}, "set routing"),
+        ({"compile": True}, "cannot be combined with compile"),
+        ({"grad_checkpointing": True, "precision": "fp16"}, "with grad_checkpointing, precision='fp16'"),
+        ({"distributed": {"kind": "fsdp"}}, "with distributed.kind='fsdp'"),
+        ({"steps": 1}, "steps must be an integer of at least 2, got 1"),
+        ({"steps": 12}, "steps must be below 12, those of the run, got 12"),
+        ({"budget": 2.0}, r"budget must be a number in \(0, 1\)"),
+    ],
+)
+def test_runs_that_cannot_learn_capacities_are_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_tiny(tmp_path, **changes)

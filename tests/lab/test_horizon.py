@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import mmod
+from mmod.lab.horizon import Horizon, horizon
 from mmod.planning.divergence import kl_divergence, outputs
-from mmod.planning.image_horizon import Horizon, horizon
 from tests.kit.vlm_zoo import IMAGE, JOINT, PAD, make_joint, make_language, merged_embeddings, prompt, video
 
 DEPTH = 4

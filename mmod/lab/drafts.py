@@ -8,23 +8,18 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from mmod.config import RoutingConfig, Threshold
-from mmod.methods.route import deciding_by, routing_configs
+from mmod.methods.route import routing_configs
 from mmod.model import route_, unroute_
+from mmod.training.text.model import all_kept
 
 Model = TypeVar("Model", bound=nn.Module)
-
-
-def every_token(model: nn.Module) -> AbstractContextManager[None]:
-    """Context in which all tokens of a routed model run in all layers, weighted by their gates."""
-    return deciding_by(model, _all_kept)
 
 
 def full_pass(model: Model) -> Model:
@@ -43,16 +38,17 @@ def full_pass(model: Model) -> Model:
         A second model in the same mode, with shared parameters: training one trains the other.
 
     Example:
+        >>> import mmod
         >>> from transformers import LlamaConfig, LlamaForCausalLM
         >>> sizes = dict(hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
         >>> draft = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=20, eos_token_id=None)).eval()
-        >>> draft = route_(draft, RoutingConfig(router="linear", language={"inference_threshold": 0.5}))
+        >>> draft = mmod.route_(draft, mmod.RoutingConfig(router="linear", language={"inference_threshold": 0.5}))
         >>> full, prompt = full_pass(draft), torch.tensor([[3, 1, 4, 1, 5]])
         >>> words = full.generate(prompt, assistant_model=draft, max_new_tokens=6, do_sample=False, pad_token_id=0)
         >>> words.shape
         torch.Size([1, 11])
     """
-    configs = {part: _all_kept(config) for part, config in routing_configs(model).items()}
+    configs = {part: all_kept(config) for part, config in routing_configs(model).items()}
     # A deep copy takes from this mapping what it shall not copy.
     shared: dict[int, Any] = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}
     full = route_(unroute_(copy.deepcopy(model, shared)), tokens=None, **configs)
@@ -140,11 +136,6 @@ def evaluate_drafts(
         draft_seconds=seconds["draft"],
         identical=bool(torch.equal(tokens["plain"], tokens["draft"])),
     )
-
-
-def _all_kept(config: RoutingConfig) -> RoutingConfig:
-    """Return a config by which the same router keeps all tokens: normalised scores reach 0, and no loss counts."""
-    return config.replace(select=Threshold(0.0), losses={}, language={"inference_threshold": None, "predictor": False})
 
 
 @contextmanager

@@ -6,19 +6,19 @@ Axes: L routed blocks, G quarters, B images, N tokens, K slots per image, D chan
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from mmod.adapters import BlockStack, find_stacks
-from mmod.analysis.flops import flops
-from mmod.blocks.hook import ModelHook, attach, detach_hooks, model_hooks
+from mmod.analysis import flops
+from mmod.blocks import ModelHook, attach, detach_hooks, model_hooks
 from mmod.config import RoutingConfig, spelled
 from mmod.io.tables import markdown_table
 from mmod.lazy import name_missing_extra
@@ -29,12 +29,17 @@ from mmod.planning.plan_search import BlockCosts, best_choices, stopwatch
 from mmod.routing import Router, Routing, TokenGroups, TokenMasks, Weights
 from mmod.routing.router import Rule
 from mmod.threads import PerThread
+from mmod.training.engine.distributed import sum_over_processes
+from mmod.training.engine.kind import Step
+from mmod.training.engine.run_folder import FitResult
+from mmod.training.image.config import TrainConfig
+from mmod.training.image.evaluate import EvalResult
+from mmod.training.kinds import fit
 from mmod.values import check_value, one_of
 
-Model = TypeVar("Model", bound=nn.Module)
-
-NAME = "learned_capacity"
 COSTS = ("flops", "milliseconds")
+PLAN = "plan.json"
+"""The learned plan in the folder of a run."""
 # A capacity between two eighths weighs the tokens between them by a fraction.
 STEPS = 8
 # Costs are counted or measured at quarters, and interpolated: they are close to linear.
@@ -44,7 +49,7 @@ HUNDREDTHS = tuple(Fraction(number, 100) for number in range(101))
 
 
 class LearnedCapacity(nn.Module):
-    """Capacities of a model's routed blocks, one parameter each.
+    """Capacities of a model's routed blocks: the parameter `offsets` has one number for each block.
 
     Args:
         costs: Cost of every block at ascending quarters, as a share of the dense model's cost (L, G). Five quarters
@@ -54,17 +59,13 @@ class LearnedCapacity(nn.Module):
 
     costs_LG: Tensor
     room: Tensor
-    chosen_L: Tensor
 
     def __init__(self, costs: Sequence[Sequence[float]], fixed: float, budget: float, rate: float) -> None:
         super().__init__()
         self.rate = rate
         self.offsets = nn.Parameter(torch.zeros(len(costs)))
-        # A buffer, so that a resumed run keeps its measured costs.
         self.register_buffer("costs_LG", torch.tensor(costs))
         self.register_buffer("room", torch.tensor(budget - fixed))
-        # Final capacities in hundredths; -1 while they are learned.
-        self.register_buffer("chosen_L", torch.full((len(costs),), -1))
         least = sum(row[0] for row in costs) + fixed
         most = sum(row[-1] for row in costs) + fixed
         if not least < budget < most:
@@ -77,11 +78,6 @@ class LearnedCapacity(nn.Module):
     def grid(self) -> list[Fraction]:
         """Capacities with known costs (G)."""
         return list(QUARTERS[-self.costs_LG.shape[1] :])
-
-    @property
-    def settled(self) -> bool:
-        """Whether learning has ended."""
-        return int(self.chosen_L[0]) >= 0
 
     def forward(self) -> Tensor:
         """Return the capacities (L), differentiable by the offsets."""
@@ -149,7 +145,7 @@ class PartialSlots(NamedTuple):
         else:
             count_B1 = tokens.valid_BN.sum(1, keepdim=True) * self.lower.numerator // self.lower.denominator
             whole_BK = rank_BK < count_B1.clamp(min=max(1, prefix))
-        # Distributed training needs a gradient of every parameter, even 0.
+        # Every offset gets a gradient, even 0.
         weight_BK = torch.where(whole_BK, 1 + 0 * self.share, self.share)
         gate_BK = routing.weights.gate_BK
         weights = Weights(weight_BK if gate_BK is None else gate_BK * weight_BK, routing.weights.skipped_BN)
@@ -222,7 +218,7 @@ class CapacityHook(ModelHook):
             # A copy on the meta device, made to count FLOPs, has no values and keeps its capacities.
             return
         learned_L = self.module() if module.training and torch.is_grad_enabled() else None
-        if learned_L is None or self.module.settled:
+        if learned_L is None:
             lower = upper = self.chosen()
         else:
             places = [min(int(capacity * STEPS), STEPS - 1) for capacity in learned_L.tolist()]
@@ -241,21 +237,9 @@ class CapacityHook(ModelHook):
             router.override(None)
             router.partial.value = None
 
-    def release(self) -> None:
-        """Remove the parameters, and give the routers their class back."""
-        delattr(self.model, NAME)
-        end_learning(self.model)
-
-    def hold(self, chosen: Sequence[Fraction]) -> None:
-        """Fix the capacities and stop learning them."""
-        self.module.chosen_L.copy_(torch.tensor([int(100 * capacity) for capacity in chosen]))
-        set_capacity_(self.model, list(map(float, chosen)))
-
     def chosen(self) -> list[Fraction]:
-        """Return the fixed capacities, or those of the nearest plan within the budget."""
+        """Return the capacities of the nearest plan within the budget."""
         module = self.module
-        if module.settled:
-            return [HUNDREDTHS[index] for index in module.chosen_L.tolist()]
         offsets = module.offsets.tolist()
         if self._rounded is None or self._rounded[0] != offsets:
             # The tolerance covers rounding: the budget is a share of a sum.
@@ -337,14 +321,14 @@ class LearnedPlan:
 
 
 def learn_capacity_(
-    model: Model,
+    model: nn.Module,
     budget: float,
     example: Tensor,
     *,
     cost: str = "flops",
     rate: float = 100.0,
-) -> Model:
-    """Return the model with a parameter for the capacity of every routed block, trained under a fixed total cost.
+) -> LearnedCapacity:
+    """Learn the capacity of every routed block of a model under a fixed total cost; return the parameter to train.
 
     Block l has the capacity `low + (1 - low) * sigmoid(rate * offset_l + level)`. Its offset is a parameter. The level
     is one number for all blocks: every forward pass solves for the level at which the total cost equals the budget. So
@@ -353,16 +337,20 @@ def learn_capacity_(
     exact gradient by the capacity. In evaluation mode, and without gradients, blocks run at the nearest plan in
     hundredths within the budget.
 
-    All offsets start at 0, that is, at equal capacities that meet the budget. `settle_capacity_` or `mmod.unroute_`
-    ends the learning.
+    All offsets start at 0, that is, at equal capacities that meet the budget. Call `settle_capacity_` before the model
+    is saved; `mmod.unroute_` ends the learning too.
 
     Args:
-        model: A routed image model with top-k selection and without gradient checkpointing. Create the optimizer after
-            this call, which adds a parameter. The hook runs only when the model itself is called, not its blocks.
+        model: A routed image model with top-k selection and without gradient checkpointing. The hook runs only when the
+            model itself is called, not its blocks.
         budget: Share of the dense model's FLOPs in (0, 1), or milliseconds, see `cost`.
         example: A batch of images (B, C, H, W), on the model's device.
         cost: Unit of the budget: "flops", or "milliseconds" of one forward pass over the example, measured here.
         rate: Learning rate of the offsets relative to the weights', for optimizers that normalise gradients (Adam).
+
+    Returns:
+        The module with the offsets, on the device of the example. The model does not hold it: give its parameter to
+        the optimizer.
 
     Source: DiffRate, arXiv 2305.17997 (compression rates per block by the gradient of the loss); DSA, arXiv 2004.02164
         (shares per layer under one budget by gradient). Partial weights and the budget level are this library's.
@@ -370,8 +358,10 @@ def learn_capacity_(
     Example:
         >>> import timm, mmod
         >>> model = mmod.route_(timm.create_model("test_vit"), mmod.RoutingConfig(blocks="all", router="linear"))
-        >>> model = learn_capacity_(model, 0.6, torch.randn(2, 3, 160, 160))
+        >>> learned = learn_capacity_(model, 0.6, torch.randn(2, 3, 160, 160))
+        >>> optimizer = torch.optim.AdamW([*model.parameters(), *learned.parameters()])
         >>> model(torch.randn(2, 3, 160, 160)).sum().backward()
+        >>> optimizer.step()
         >>> result = settle_capacity_(model.eval())
         >>> 0.58 < result.share <= 0.6, result.plan.blocks == (0, 1, 2, 3, 4, 5)
         (True, True)
@@ -398,25 +388,24 @@ def learn_capacity_(
     rising = (np.maximum.accumulate(costs.options, axis=1) / costs.total).tolist()
     share = budget / costs.total if cost == "milliseconds" else budget
     module = LearnedCapacity(rising, fixed / costs.total, share, rate).to(example.device)
-    setattr(model, NAME, module)
     hook = CapacityHook(model, module, tuple(routed_blocks(model)), tokens, share, cost)
     for block in routed_blocks(model).values():
         begin_learning(block.router)
     # Counts of FLOPs and printed capacities are then those of the budget.
     set_capacity_(model, list(map(float, hook.chosen())))
     attach(model, hook)
-    return model
+    return module
 
 
 def settle_capacity_(model: nn.Module) -> LearnedPlan:
     """Return the nearest plan within the budget, route by it, and end the learning of capacities.
 
     Raises:
-        ValueError: No capacities are learned, see `mmod.learn_capacity_`.
+        ValueError: No capacities are learned, see `learn_capacity_`.
     """
     hook = capacity_hook(model)
     if hook is None:
-        raise ValueError(f"this {type(model).__name__} learns no capacities: call mmod.learn_capacity_ first")
+        raise ValueError(f"this {type(model).__name__} learns no capacities: call mmod.lab.learn_capacity_ first")
     _, config, stack = _routed_part(model)
     chosen = hook.chosen()
     learned = tuple(hook.learned())
@@ -424,8 +413,101 @@ def settle_capacity_(model: nn.Module) -> LearnedPlan:
     shares = tuple(row[HUNDREDTHS.index(capacity)] for row, capacity in zip(hook.costs(), chosen))
     plan = config.replace(capacity=tuple(map(float, chosen))).resolved(len(stack.blocks))
     detach_hooks(model, CapacityHook)
+    end_learning(model)
     set_capacity_(model, list(map(float, chosen)))
     return LearnedPlan(hook.names, learned, plan, shares, hook.budget - room, hook.budget, hook.cost)
+
+
+def fit_capacity(
+    config: TrainConfig, budget: float, steps: int, *, cost: str = "flops", rate: float = 100.0, **options: Any
+) -> FitResult[EvalResult]:
+    """Train an image classifier as `mmod.training.fit` does, and learn its capacities in the first steps.
+
+    The first step trains the capacities of `config.routing`. Those up to the last of `steps` train learned ones, by
+    Adam at the run's learning rate, and all others the plan that was learned. It is written to `plan.json` in the run's
+    folder. A run that was interrupted while it learned cannot resume.
+
+    Args:
+        config: A run with routing, in fp32 or bf16, not compiled and without gradient checkpointing, FSDP or `elastic`.
+        budget: See `learn_capacity_`, and for `cost` and `rate` too.
+        steps: Number of optimiser steps that end the learning, below that of the run.
+        options: Further arguments of `mmod.training.fit`.
+
+    Raises:
+        ValueError: The config has one of these, or the run is too short, or it resumes.
+
+    Example:
+        >>> import tempfile, mmod
+        >>> from mmod.data.config import DataConfig
+        >>> from mmod.training import ModelConfig
+        >>> folder = tempfile.mkdtemp()
+        >>> args = {"img_size": 32, "patch_size": 8, "in_chans": 1, "embed_dim": 16, "depth": 2, "num_heads": 2}
+        >>> model = ModelConfig("vit_tiny_patch16_224", {**args, "num_classes": 10})
+        >>> data = DataConfig("digits:tiny", root=f"{folder}/digits")
+        >>> routing = {"router": "linear", "blocks": "all"}
+        >>> config = TrainConfig(output=f"{folder}/run", model=model, data=data, routing=routing, epochs=1)
+        >>> result = fit_capacity(config, 0.7, steps=3, progress=False)
+        >>> mmod.RoutingConfig.load(f"{folder}/run/plan.json").blocks
+        (0, 1)
+    """
+    check_value("steps", steps, int, "[2, inf)")
+    if not config.routings:
+        raise ValueError("capacities are learned of routed blocks: set routing")
+    taken = [name for name in ("compile", "grad_checkpointing", "elastic") if getattr(config, name)]
+    taken += ["distributed.kind='fsdp'"] if config.distributed.sharded else []
+    taken += ["precision='fp16'"] if config.precision == "fp16" else []
+    if taken:
+        raise ValueError(f"learned capacities cannot be combined with {', '.join(taken)}")
+
+    def learn(model: nn.Module, example: Tensor) -> LearnedCapacity:
+        return learn_capacity_(model, budget, example, cost=cost, rate=rate)
+
+    return fit(config, after_step=_Learning(config, steps, learn), **options)
+
+
+class _Learning:
+    """Learns the capacities of a run: `fit` calls it after each step."""
+
+    def __init__(self, config: TrainConfig, steps: int, learn: Callable[[nn.Module, Tensor], LearnedCapacity]) -> None:
+        self.config = config
+        self.steps = steps
+        self.learn = learn
+        self.optimizer: torch.optim.Optimizer | None = None
+
+    def __call__(self, step: Step) -> None:
+        if self.optimizer is None:
+            self._begin(step)
+        elif step.done <= self.steps:
+            self._update(step)
+        if step.done == self.steps:
+            plan = settle_capacity_(step.model).plan
+            if step.average is not None:
+                set_capacity_(step.average, plan.capacity)
+            if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+                plan.save(Path(self.config.output) / PLAN, overwrite=True)
+
+    def _begin(self, step: Step) -> None:
+        if step.done > 1:
+            raise ValueError(
+                f"capacities are learned from the first step on, and {self.config.output!r} goes on after step "
+                f"{step.done - 1}: choose another output"
+            )
+        if self.steps >= step.total:
+            raise ValueError(f"steps must be below {step.total}, those of the run, got {self.steps}")
+        data = self.config.data
+        device = next(step.model.parameters()).device
+        example = torch.zeros(data.batch_size, data.channels, data.image_size, data.image_size, device=device)
+        self.optimizer = torch.optim.Adam(self.learn(step.model, example).parameters())
+
+    def _update(self, step: Step) -> None:
+        assert self.optimizer is not None
+        (group,) = self.optimizer.param_groups
+        group["lr"] = max(other["lr"] for other in step.optimizer.param_groups)
+        for offsets in group["params"]:
+            # The sum serves as well as the mean: Adam's updates do not depend on the scale of gradients.
+            offsets.grad = sum_over_processes(offsets.grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
 
 
 def capacity_hook(model: nn.Module) -> CapacityHook | None:

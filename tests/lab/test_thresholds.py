@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import mmod
-from mmod.planning import calibrate_thresholds
+from mmod.lab import calibrate_thresholds
 from mmod.planning.schedules import falling
 from mmod.routing import Router
 from tests.kit.zoo import PLAIN, make_model

@@ -1,0 +1,27 @@
+"""What was tried and does not pay by the figures of our pages: learned capacities, drafts, thresholds, the horizon.
+
+Nothing else in the package imports from here. The functions use public names of mmod, and of training one hook:
+`after_step` of `mmod.training.fit`.
+"""
+
+from typing import TYPE_CHECKING
+
+from mmod.lazy import lazy_names
+
+# For type checkers; at run time, lazy_names imports the same names on first use.
+# ruff: noqa: F401
+if TYPE_CHECKING:
+    from mmod.lab.capacity import LearnedCapacity, LearnedPlan, fit_capacity, learn_capacity_, settle_capacity_
+    from mmod.lab.drafts import DraftReport, evaluate_drafts, full_pass
+    from mmod.lab.horizon import Horizon, horizon
+    from mmod.lab.thresholds import calibrate_thresholds, match_topk_
+
+__getattr__, __dir__, __all__ = lazy_names(
+    __name__,
+    {
+        "mmod.lab.capacity": ["LearnedCapacity", "LearnedPlan", "fit_capacity", "learn_capacity_", "settle_capacity_"],
+        "mmod.lab.drafts": ["DraftReport", "evaluate_drafts", "full_pass"],
+        "mmod.lab.horizon": ["Horizon", "horizon"],
+        "mmod.lab.thresholds": ["calibrate_thresholds", "match_topk_"],
+    },
+)
