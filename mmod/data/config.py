@@ -114,7 +114,6 @@ class DataConfig(StreamConfig, SourceConfig):
         crop_pct: Share of the resized image that the evaluation crop keeps. Set 1 for images that already have
             `image_size`. Embedded sets are never cropped.
         interpolation: Interpolation of the evaluation resize.
-        in_memory: Decode all images once and keep them as uint8; None does so for embedded sets without augmentation.
         options: Further arguments of `timm.data.create_dataset`. Of class folders `class_map` alone: numbers of classes
             by name, or a file of them in the form of `classes`; folders that it does not name are left out.
         classes: File with the names of the model's classes, in the order of its outputs: one in each line, or JSON. The
@@ -141,7 +140,6 @@ class DataConfig(StreamConfig, SourceConfig):
     augment: AugmentConfig | None = None
     crop_pct: Annotated[float, "(0, 1]"] = 0.875
     interpolation: Annotated[str, _INTERPOLATIONS] = "bicubic"
-    in_memory: bool | None = None
     options: dict[str, Any] = field(default_factory=dict)
     classes: str | None = None
     columns: tuple[str, str] = ("image", "label")
@@ -161,8 +159,6 @@ class DataConfig(StreamConfig, SourceConfig):
             values = getattr(self, name)
             if values is not None and len(values) != self.channels:
                 raise ValueError(f"{name}={values} must have channels={self.channels} values")
-        if self.in_memory and self.augment is not None:
-            raise ValueError("in_memory=True keeps images as evaluated; it cannot be combined with augment")
 
     def _check_maps(self) -> None:
         """Raise a ValueError unless the squares of "maps:SIDE" divide into patches."""

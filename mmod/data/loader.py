@@ -60,7 +60,13 @@ def find_images(config: DataConfig) -> None:
 
 
 def image_stream(
-    config: DataConfig, seed: int | None = None, rank: int = 0, world: int = 1, *, model: ModelClasses | None = None
+    config: DataConfig,
+    seed: int | None = None,
+    rank: int = 0,
+    world: int = 1,
+    *,
+    model: ModelClasses | None = None,
+    in_memory: bool | None = None,
 ) -> BatchStream:
     """Create the stream of one process: images (B, C, H, W) and their classes (B), or those of patches (B, N).
 
@@ -68,6 +74,7 @@ def image_stream(
         seed: Of order and augmentation of the training images, the same in all processes; None reads every evaluation
             image once, in order.
         model: The classes of the model, to which those of the images are matched by name; None takes `config.classes`.
+        in_memory: Decode all images once and keep them as uint8; None does so for embedded sets without augmentation.
 
     Raises:
         ValueError: The source is missing, too small for one batch, or does not match the config.
@@ -105,7 +112,9 @@ def image_stream(
     mean, std = normalisation(config)
     mode = "L" if config.channels == 1 else "RGB"
     reader: ImageReader | MemoryReader
-    if config.in_memory or (config.in_memory is None and _is_embedded(config) and config.augment is None):
+    if in_memory is None:
+        in_memory = _is_embedded(config) and config.augment is None
+    if in_memory:
         unscaled = ImageReader(source, mode, _transform(config, training, normalise=False))
         samples = unscaled.read(np.arange(len(source)), None)
         report.add(samples.faults)

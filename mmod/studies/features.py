@@ -337,7 +337,7 @@ STUDY = StudyKind(
 
 def _splits(config: DataConfig) -> dict[str, str]:
     """Return configs, in JSON, of the tested images, and where they are another split, of those to fit on first."""
-    tested = dataclasses.replace(config, augment=None, in_memory=True)
+    tested = dataclasses.replace(config, augment=None)
     fitted = dataclasses.replace(tested, val_split=config.train_split, val_limit=config.train_limit)
     splits = {_FITTED: fitted, _TESTED: tested}
     if config.train_split == config.val_split:
@@ -348,7 +348,7 @@ def _splits(config: DataConfig) -> dict[str, str]:
 @functools.lru_cache(maxsize=2)
 def _decoded(fields: str) -> BatchStream:
     """Return the images of a data config in JSON, decoded once for all models of their size."""
-    return image_stream(from_plain(DataConfig, json.loads(fields)))
+    return image_stream(from_plain(DataConfig, json.loads(fields)), in_memory=True)
 
 
 def split_by_class(labels: np.ndarray, count: int) -> list[Split]:

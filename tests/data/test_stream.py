@@ -174,8 +174,8 @@ def test_evaluation_is_every_sample_once_in_order(folder):
 
 def test_the_memory_path_equals_decoding_each_time(digits, folder):
     for config in (digits, folder_config(folder, image_size=12, crop_pct=0.8, mean=None, std=None)):
-        fast = list(image_stream(replace(config, in_memory=True), 1).batches(0))
-        slow = list(image_stream(replace(config, in_memory=False, workers=1), 1).batches(0))
+        fast = list(image_stream(config, 1, in_memory=True).batches(0))
+        slow = list(image_stream(replace(config, workers=1), 1, in_memory=False).batches(0))
         for (images, classes), (expected, expected_classes) in zip(fast, slow, strict=True):
             assert images.dtype == torch.float32
             assert classes.dtype == torch.int64
@@ -207,9 +207,9 @@ def damaged_folder(folder: Path, root: Path, broken: list[int]) -> list[str]:
 @pytest.mark.parametrize("in_memory", [False, True])
 def test_a_corrupt_image_raises(folder, tmp_path, workers, in_memory):
     damaged_folder(folder, tmp_path, [4])
-    config = folder_config(tmp_path, workers=workers, in_memory=in_memory)
+    config = folder_config(tmp_path, workers=workers)
     with pytest.raises(CorruptDataError, match=r"004\.png: image of 200 bytes cannot be decoded.*on_corrupt='skip'"):
-        list(image_stream(config).batches(0))
+        list(image_stream(config, in_memory=in_memory).batches(0))
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -225,7 +225,7 @@ def test_skipping_replaces_in_training_and_leaves_out_in_evaluation(folder, tmp_
     evaluation = image_stream(config)
     assert [number for images, _ in evaluation.batches(0) for number in numbers(images)] == [0, 3, 6, 9, 1, 2, 5, 8]
     assert evaluation.report.counts == {path: 1 for path in broken if "val" in path}
-    memory = image_stream(replace(config, in_memory=True), 0)
+    memory = image_stream(config, 0, in_memory=True)
     assert memory.num_samples == 24
     assert memory.report.counts == train.report.counts
 
@@ -239,7 +239,7 @@ def test_an_evaluation_leaves_out_batches_without_a_readable_sample(folder, tmp_
         assert sum(stream.report.counts.values()) == 3
     damaged_folder(folder, tmp_path, list(range(27)))
     with pytest.raises(CorruptDataError, match="none of 10 samples"):
-        image_stream(folder_config(tmp_path, in_memory=True, on_corrupt="skip"))
+        image_stream(folder_config(tmp_path, on_corrupt="skip"), in_memory=True)
     stream = image_stream(folder_config(tmp_path, on_corrupt="skip"))
     with pytest.raises(CorruptDataError, match="no sample can be read; 10 corrupt"):
         stream.first_batch()
@@ -284,7 +284,6 @@ def test_streams_that_cannot_be_made(tmp_path, change, message):
         ({"workers": -1}, "data.workers must be an integer of at least 0, got -1"),
         ({"crop_pct": 1.5}, r"data.crop_pct must be a number in \(0, 1\], got 1.5"),
         ({"mean": (0.5, 0.5)}, "channels=1 values"),
-        ({"in_memory": True, "augment": AugmentConfig()}, "cannot be combined with augment"),
     ],
 )
 def test_config_values_out_of_range_are_named(change, message):
