@@ -32,7 +32,6 @@ class AugmentConfig(Checked, group="data.augment"):
 
     Args:
         scale: Area of the crop, as a share of the image; None for timm's default.
-        ratio: Aspect ratio of the crop; None for timm's default.
         hflip: Probability of a horizontal flip.
         color_jitter: Strength of the colour jitter; unused when `auto_augment` replaces it.
         auto_augment: A policy such as "rand-m9-mstd0.5-inc1" or "3a"; None for no policy.
@@ -42,7 +41,6 @@ class AugmentConfig(Checked, group="data.augment"):
     """
 
     scale: Annotated[tuple[float, float] | None, "(0, inf)"] = None
-    ratio: Annotated[tuple[float, float] | None, "(0, inf)"] = None
     hflip: Annotated[float, "[0, 1]"] = 0.5
     color_jitter: Annotated[float, "[0, inf)"] = 0.4
     auto_augment: str | None = None
