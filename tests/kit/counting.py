@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
 import torch
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-_OPS = torch.ops.aten
-_ON_CPU = {
-    _OPS._scaled_dot_product_flash_attention_for_cpu: _OPS._scaled_dot_product_flash_attention,
-    _OPS._scaled_dot_product_flash_attention_for_cpu_backward: _OPS._scaled_dot_product_flash_attention_backward,
-}
+_FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 def flop_counter() -> FlopCounterMode:
     """Return torch's counter, which in torch 2.11 leaves out fused attention on a CPU."""
-    counter = FlopCounterMode(display=False)
-    for on_cpu, on_gpu in _ON_CPU.items():
-        counter.flop_registry.setdefault(on_cpu, flop_registry[on_gpu])
-    return counter
+    if _FORWARD in flop_registry:
+        return FlopCounterMode(display=False)
+    return FlopCounterMode(display=False, custom_mapping={_FORWARD: _forward, _BACKWARD: _backward})
+
+
+# Torch's formulas for other devices refuse keys of fewer heads than queries.
+def _forward(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+
+
+def _backward(
+    out: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any
+) -> int:
+    # Scores once more, their gradient, and those of values, queries and keys.
+    return 2 * prod(query[:-1]) * key[-2] * (3 * query[-1] + 2 * value[-1])
