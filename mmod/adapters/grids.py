@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from mmod.adapters.base import BlockStack
 from mmod.adapters.find import find_library, find_stacks
 from mmod.adapters.images import image_facts
-from mmod.blocks import Grid, GridSource
+from mmod.blocks import GridSource
+from mmod.config import Grid
 from mmod.ops.grids import resized
 
 

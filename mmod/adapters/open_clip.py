@@ -72,16 +72,20 @@ def find_parts(model: Any) -> dict[str, Part]:
 def _image_tower(tower: Any, name: str) -> BlockStack:
     if isinstance(tower, TimmModel):
         stack = timm_adapter.find_blocks(tower.trunk)
-        return dataclasses.replace(
-            stack, library="open_clip", names=tuple(f"{name}trunk.{block}" for block in stack.names)
-        )
+        names = tuple(f"{name}trunk.{block}" for block in stack.names)
+        grid = stack.grid
+        if grid is not None and hasattr(tower, "image_std"):
+            # open_clip normalises images for the tower, whatever timm says of the trunk.
+            grid = grid._replace(std=tuple(tower.image_std))
+        return dataclasses.replace(stack, library="open_clip", names=names, grid=grid)
     if not isinstance(tower, transformer.VisionTransformer):
         raise ValueError(
             f"cannot route the image tower {type(tower).__name__}: it is no transformer. Route only the text tower: "
             "mmod.route_(model, text=config)"
         )
     stack = _stack(tower.transformer, f"{name}transformer.resblocks", prefix=1)
-    grid = GridSource(tower.conv1, grid_of_map)
+    std = getattr(tower, "image_std", None)
+    grid = GridSource(tower.conv1, grid_of_map, None if std is None else tuple(std))
     return dataclasses.replace(stack, class_token=True, host="open_clip", grid=grid)
 
 

@@ -98,7 +98,10 @@ def _grid_source(owner: nn.Module) -> GridSource | None:
         # Returned beside the tokens; None for a batch of several sizes.
         return GridSource(owner.embeds, operator.itemgetter(1))
     projection = getattr(getattr(owner, "patch_embed", None), "proj", None)
-    return None if projection is None else GridSource(projection, grid_of_map)
+    if projection is None:
+        return None
+    std = (getattr(owner, "pretrained_cfg", None) or {}).get("std")
+    return GridSource(projection, grid_of_map, None if std is None else tuple(std))
 
 
 def _block_lists(model: nn.Module) -> list[tuple[str, nn.Sequential | nn.ModuleList]]:

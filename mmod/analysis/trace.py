@@ -11,7 +11,8 @@ from torch import Tensor, nn
 
 from mmod.adapters import SeenGrid, image_stack, watch_grid
 from mmod.analysis.maps import draw_maps
-from mmod.blocks import Deciding, Grid, deciding_modules
+from mmod.blocks import Deciding, deciding_modules
+from mmod.config import Grid
 from mmod.io.tables import markdown_table
 from mmod.methods.base import method_owners, methods_inside
 from mmod.routing import Routing

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmod.blocks.conversion import host_class, mixin_forwards
 from mmod.blocks.hook import ModelHook, attach, detach, package_of
-from mmod.blocks.passes import Grid
+from mmod.config import Grid
 
 
 def has_replaced_forward(module: nn.Module) -> bool:

@@ -19,9 +19,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from mmod.config import Patches
 from mmod.threads import PerThread
 
-# How many unfinished passes, and grids that wait for one, a thread remembers of a stack outside calls of the model.
+# How many unfinished passes, and patches that wait for one, a thread remembers of a stack outside calls of the model.
 UNFINISHED = 8
 
 
@@ -74,10 +75,6 @@ class StackCall:
             self.task = torch._C._current_graph_task_id()
 
 
-Grid = tuple[int, int]
-"""Rows and columns of patches."""
-
-
 class StackCalls:
     """The calls of a stack in one thread: the running one, inside those around it.
 
@@ -88,7 +85,7 @@ class StackCalls:
     def __init__(self) -> None:
         self.running = StackCall()
         self.entered: Pass | None = None
-        self._grids: list[Grid | None] = []
+        self._patches: list[Patches] = []
         self._began = False
 
     def begin(self, call: StackCall) -> None:
@@ -100,7 +97,7 @@ class StackCalls:
         if self.running.outer is not None:
             self.running = self.running.outer
         self.entered = None
-        self._grids = []
+        self._patches = []
 
     def current(self) -> tuple[StackCall, bool]:
         """Return the call that this code runs in, and whether the host's code alone leads here from its beginning.
@@ -117,19 +114,22 @@ class StackCalls:
             self.running = self.running.outer
         return self.running, True
 
-    def show_grid(self, grid: Grid | None) -> None:
-        """Take the grid of patches that were made for the next pass."""
+    def show_patches(self, patches: Patches) -> None:
+        """Note what is known of patches that were made for the next pass."""
         if self._began:
-            self._grids = []
+            self._patches = []
         self._began = False
-        self._grids = [*self._grids[1 - UNFINISHED :], grid]
+        self._patches = [*self._patches[1 - UNFINISHED :], patches]
 
-    def take_grid(self) -> Grid | None:
-        """Return the grid of a pass that begins; None where patches of several grids wait for their passes."""
+    def take_patches(self) -> Patches:
+        """Return what is known of the patches of a pass that begins; less where several wait for their passes."""
         self._began = True
-        if any(grid != self._grids[0] for grid in self._grids):
-            return None
-        return self._grids[0] if self._grids else None
+        if not self._patches:
+            return Patches()
+        first, *others = self._patches
+        if not others:
+            return first
+        return Patches(first.grid if all(other.grid == first.grid for other in others) else None)
 
 
 def _packages_since(beginning: FrameType) -> set[str] | None:
@@ -153,7 +153,7 @@ class Pass:
         place: Place of the last module that the pass entered.
         owner: The `Passes` that made it.
         shape: Shape of the first module's input (B, N).
-        grid: Rows and columns of the images' patches, where a score reads them; else None.
+        patches: What is known of the images' patches, where a score reads it.
         uninterrupted: See `StackCall`.
         by_host: The host's own code runs the modules, in a call of the model.
         read_blocks: Numbers of the blocks whose output the host collects in an uninterrupted pass.
@@ -164,7 +164,7 @@ class Pass:
         self.place = 0
         self.owner: object = None
         self.shape: tuple[int, ...] = ()
-        self.grid: Grid | None = None
+        self.patches = Patches()
         self.uninterrupted = False
         self.by_host = False
         self.read_blocks: Collection[int] = ()
@@ -231,7 +231,7 @@ class Passes(Generic[AnyPass]):
         started.owner = self
         started.shape = tuple(x.shape[:2])
         calls = self.calls.value
-        started.grid = calls.take_grid()
+        started.patches = calls.take_patches()
         call, host_alone = calls.current()
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != call.task:
             # A part of the model is recomputed.
@@ -239,7 +239,7 @@ class Passes(Generic[AnyPass]):
             look = _look(x)
             match = self._by_address.get(look[0])
             if match is not None and match.look == look:
-                started.grid = match.found.grid
+                started.patches = match.found.patches
             return started
         started.by_host = host_alone and call.outer is not None
         started.uninterrupted = host_alone and call.uninterrupted
@@ -256,8 +256,8 @@ class Passes(Generic[AnyPass]):
             del call.passes[: 1 - UNFINISHED]
         if self.goes_on:
             call.passes.append(started)
-        if started.grid is not None:
-            # A recomputed first block finds the grid by its input.
+        if started.patches.grid is not None:
+            # A recomputed first block finds them by its input.
             self.hand_on(started, x)
         return started
 

@@ -141,8 +141,9 @@ class Rows:
 
     @property
     def shrinks(self) -> bool:
-        """Whether there are fewer rows than tokens, and no empty ones."""
-        return self.routing.kept.valid_BK is None and self.slots < self.x_BND.shape[1]
+        """Whether there are fewer rows than tokens, and empty ones only where the rows stand for groups."""
+        fills = self.routing.kept.valid_BK is None or self.routing.joined.slot_BN is not None
+        return fills and self.slots < self.x_BND.shape[1]
 
     def serves(self, rule: Rule) -> bool:
         """Return whether a block can select among the rows, or keeps all of them."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple, get_args
 
 from mmod.values import Checked, check_fields, one_of
 
@@ -200,6 +200,23 @@ IMPORTANCE: tuple[str, ...] = get_args(Importance)
 CHANGE = "change"
 
 
+Grid = tuple[int, int]
+"""Rows and columns of patches."""
+
+
+class Patches(NamedTuple):
+    """What the patch embedding tells a forward pass of the images' patches.
+
+    Args:
+        grid: Rows and columns; None where a batch has no common ones, or they are unknown.
+        seen: What the score has seen of the pixels, see `Score.see`; None where it reads none, or where the patches of
+            several batches wait for their passes.
+    """
+
+    grid: Grid | None = None
+    seen: tuple[Tensor, ...] | None = None
+
+
 @dataclass(frozen=True)
 class Placement:
     """Where a score is used.
@@ -209,8 +226,7 @@ class Placement:
         block: Index of the block in its model.
         prefix: Leading tokens that are always kept.
         dtype: Type of the parameters; scores are fp32.
-        grid: Returns rows and columns of the patches of the running forward pass, None where they are unknown; None
-            outside a model.
+        patches: Returns what is known of the patches of the running forward pass; None outside a model.
     """
 
     dim: int
@@ -219,7 +235,7 @@ class Placement:
     prefix: int = 0
     device: torch.device | None = None
     dtype: torch.dtype | None = None
-    grid: Callable[[], tuple[int, int] | None] | None = None
+    patches: Callable[[], Patches] | None = None
 
 
 @dataclass(frozen=True)
@@ -237,7 +253,8 @@ class Score(Checked, group="router"):
             that they receive there, or how far it moves them.
         relative: A threshold is compared with the score over its mean in the image, so that 1 means average.
         tied: All routed layers score with one weight, stored once.
-        reads_grid: The score reads the grid of patches, `Placement.grid`.
+        reads_grid: The score reads the grid of patches, `Placement.patches`.
+        reads_pixels: The score reads what `see` returns of the patches' pixels, `Placement.patches`.
         reads_frames: The score reads which token stands at the same place one frame earlier. First frames are never
             skipped.
         images: Successive images count as frames.
@@ -255,6 +272,7 @@ class Score(Checked, group="router"):
     relative: ClassVar[bool] = False
     tied: ClassVar[bool] = False
     reads_grid: ClassVar[bool] = False
+    reads_pixels: ClassVar[bool] = False
     reads_frames: ClassVar[bool] = False
     images: ClassVar[bool] = False
     compares: ClassVar[bool] = False
@@ -279,6 +297,16 @@ class Score(Checked, group="router"):
         None, and with importance (B, N) where the score reads it. It returns raw fp32 scores (B, N).
         """
         raise NotImplementedError(f"{type(self).__name__} does not say what scores tokens")
+
+    def see(self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None) -> tuple[Tensor, ...]:
+        """Return what the score needs of the pixels of patches, as few numbers (B, N): a pass keeps them.
+
+        Args:
+            pixels_BRCHE: Pixels as the patch embedding gets them: B images, R rows and C columns of patches, H channels
+                of E pixels.
+            std: What each channel was divided by when it was normalised; None where the model does not say.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what it reads of pixels")
 
     def normalised(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the values that a threshold is compared with (B, N), from raw scores.

@@ -212,7 +212,7 @@ def presets(part: str | None = None, needs_training: bool | None = None) -> Pres
 
     Example:
         >>> tuple(presets("image", needs_training=False))
-        ('a-mod', 'gradual', 'ipcv')
+        ('a-mod', 'gradual', 'ipcv', 'pixelprune')
     """
     if part is not None:
         one_of("part", part, ("image", "language"))

@@ -7,10 +7,21 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from mmod.adapters import BlockStack
-from mmod.blocks import BlockCall, GridOfPass, ImportanceState, Mixin, RoutedState, Span, is_converted
+from mmod.blocks import (
+    BlockCall,
+    GridSource,
+    ImportanceState,
+    Mixin,
+    PatchesOfPass,
+    RoutedState,
+    Span,
+    check_cuts,
+    is_converted,
+)
 from mmod.config import CHANGE, Merged, RoutingConfig, Threshold, presets, spelled
 from mmod.config.plan import Row
 from mmod.routing import Router
@@ -142,6 +153,8 @@ def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int])
             f"router {config.router.name!r} needs the rows and columns of an image's patches, which {first} does not "
             "show: it is no block of an image model, or of one whose patches are not made by one projection"
         )
+    if config.router.reads_pixels and stack.grid is not None:
+        _check_pixels(stack.grid, config, first)
     if config.router.reads_grid and stack.prefix and not config.protect_prefix:
         raise ValueError(
             f"protect_prefix must be True: router {config.router.name!r} reads the grid of patches, and {stack.prefix} "
@@ -152,6 +165,19 @@ def _check_part(stack: BlockStack, config: RoutingConfig, blocks: Sequence[int])
         raise ValueError(f"router.importance='class_token': the tokens of {first} do not begin with a class token")
     if importance in ("last_token", "vision_tower") and not stack.language:
         raise ValueError(f"router.importance={importance!r} is for language models: {first} is no layer of one")
+
+
+def _check_pixels(source: GridSource, config: RoutingConfig, first: str) -> None:
+    """Raise a ValueError unless the pixels of each patch can be read before the first block."""
+    try:
+        check_cuts(source.module)
+    except ValueError as error:
+        raise ValueError(
+            f"router {config.router.name!r} needs patches of pixels of their own, before {first}: {error}"
+        ) from error
+    # An option that does not fit these images is told of now and not in the first pass.
+    channels = cast(nn.Conv2d, source.module).in_channels
+    config.router.see(torch.zeros(1, 1, 1, channels, 1), source.std)
 
 
 def _configs_by_block(config: RoutingConfig, rows: Sequence[Row]) -> dict[int, RoutingConfig]:
@@ -271,7 +297,7 @@ def _make_router(stack: BlockStack, config: RoutingConfig, index: int, capacity:
         prefix=stack.prefix if config.protect_prefix and not config.router.per_image else 0,
         device=parameter.device,
         dtype=parameter.dtype,
-        grid=None if stack.grid is None else GridOfPass(stack.calls),
+        patches=None if stack.grid is None else PatchesOfPass(stack.calls),
     )
     return router.train(block.training)
 

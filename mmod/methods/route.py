@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from typing import Annotated, Any
 
 from torch import Tensor, nn
@@ -169,8 +170,10 @@ class Route(Method):
             hooks += stack.hooks(self.parts[name])
         _check_read_blocks(hooks, conversions)
         for name, stack in stacks.items():
-            if self.parts[name].router.reads_grid and stack.grid is not None:
-                hooks.append((stack.grid.module, GridHook(stack.calls, stack.grid.read)))
+            score = self.parts[name].router
+            if score.reads_grid and stack.grid is not None:
+                see = partial(score.see, std=stack.grid.std) if score.reads_pixels else None
+                hooks.append((stack.grid.module, GridHook(stack.calls, stack.grid.read, see)))
         for name, stack in stacks.items():
             for block, router, state in conversions[name]:
                 if isinstance(state, RoutedState):

@@ -10,6 +10,7 @@ from mmod.ops.alike import nearest_rows, redundancy_scores, signed_sums, spread_
 from mmod.ops.backend import Backend, choices, use
 from mmod.ops.capture import add_key_bias, attend_by_image, capture_importance, capture_inputs
 from mmod.ops.context import PartialProjections, Projection, attend_to_all, keys_and_values
+from mmod.ops.duplicates import FIRST, Duplicates, find_duplicates, first_of_cells
 from mmod.ops.hashing import random_scores
 from mmod.ops.importance import (
     attention_importance,
@@ -17,7 +18,7 @@ from mmod.ops.importance import (
     class_token_importance,
     importance_of_map,
 )
-from mmod.ops.merging import add_updates, first_rows, group_sizes, mean_rows, size_groups
+from mmod.ops.merging import add_updates, group_sizes, held_slots, mean_rows, size_groups
 from mmod.ops.packed import Packing, attend_within, pack_rows, packed_attention
 from mmod.ops.rows import gather_norm, gather_rows, inverse_rows, lerp_rows, merge_rows, scatter_rows
 from mmod.ops.select import Selection, select_topk

@@ -15,24 +15,17 @@ from mmod.ops.backend import Kernel, kernel_op, op, transforming
 from mmod.ops.rows import flat_rows
 
 
-def first_rows(first_N: Tensor, row_BK: Tensor, valid_BK: Tensor | None = None) -> Tensor:
-    """Return for every row the slot of its group's first row (B, N); a kept row has its own slot.
+def held_slots(row_BK: Tensor, rows: int, valid_BK: Tensor | None) -> Tensor:
+    """Return the slot that holds each row, -1 where none does (B, N).
 
     Args:
-        first_N: First row of each row's group, which is kept.
         row_BK: Row of each slot.
         valid_BK: False where a slot is empty (B, K), or None.
 
     Example:
-        >>> first_rows(torch.tensor([0, 0, 2, 2]), torch.tensor([[0, 2, 3]]))
-        tensor([[0, 0, 1, 2]])
+        >>> held_slots(torch.tensor([[0, 2, 3]]), 4, None)
+        tensor([[ 0, -1,  1,  2]])
     """
-    held_BN = held_slots(row_BK, first_N.shape[0], valid_BK)
-    return torch.where(held_BN >= 0, held_BN, held_BN[:, first_N])
-
-
-def held_slots(row_BK: Tensor, rows: int, valid_BK: Tensor | None) -> Tensor:
-    """Return the slot that holds each row, -1 where none does (B, N)."""
     slot_BK = torch.arange(row_BK.shape[1], device=row_BK.device).expand_as(row_BK)
     if valid_BK is not None:
         # An empty slot may point at a row that a valid slot holds; "amax" then prefers the valid slot.

@@ -100,6 +100,19 @@ def gradual(depth: int, mean: float = 0.6, start: int = 1) -> dict[str, Any]:
     }
 
 
+@register_preset("pixelprune")
+def pixelprune() -> dict[str, Any]:
+    """PixelPrune, arXiv 2604.00886, in a vision tower: patches whose pixels equal those of a neighbour do not run.
+
+    For pages, screens and drawings, whose patches are mostly equal. Decided before the first block, from the pixels
+    that the model gets; no weight and no calibration. Differences: the source removes patches, here they merge with one
+    that is kept in their cell of 4 x 4 patches, attention counts them, and all patches go out. A patch is compared with
+    the kept one, where the source compares neighbours; `router={"tolerance": 6, "std": ...}` joins patches that differ
+    by a few grey levels, as after JPEG. The source skips the same patches in the language model too.
+    """
+    return {"router": "duplicate", "select": Threshold(), "skipped": Merged(), "blocks": "all"}
+
+
 @register_preset("ipcv")
 def ipcv(depth: int) -> dict[str, Any]:
     """IPCV, arXiv 2512.18747, in a vision tower: from the fourth block on, 0.35 of the tokens, those that the third one

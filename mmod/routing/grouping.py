@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
-import torch
 from torch import Tensor, nn
 
 
@@ -16,12 +15,12 @@ class Comparing(nn.Module):
 
 
 class Grouping(nn.Module):
-    """A score whose skipped tokens join the first token of their group, which must score best so that it is kept."""
+    """A score that says which kept token a skipped one joins; the first token of a group must score best."""
 
     @abstractmethod
     def groups(self, tokens: int) -> int:
         """Return the number of groups of N tokens; every token that is always kept is one."""
 
     @abstractmethod
-    def first(self, tokens: int, device: torch.device) -> Tensor:
-        """Return the first token of each token's group (N)."""
+    def leaders(self, keep_BN: Tensor) -> Tensor:
+        """Return the kept token that each token joins, itself where it is kept (B, N)."""

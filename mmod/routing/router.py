@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mmod.config import Merged, Placement, RoutingConfig, Score, Threshold, rational, spelled
-from mmod.ops import first_rows, nearest_rows, size_groups, unit_rows
+from mmod.config import Merged, Patches, Placement, RoutingConfig, Score, Threshold, rational, spelled
+from mmod.ops import held_slots, nearest_rows, size_groups, unit_rows
 from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.select import cannot_count, kept_count, select_images, select_threshold, select_topk
 from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, TokenMasks, Weights
@@ -47,7 +47,7 @@ class Router(nn.Module):
         capacity: Share of tokens kept.
         prefix: Number of tokens that are always kept: the leading ones, unless a call marks others.
         dtype: Dtype of the parameters; scores are fp32.
-        grid: See `mmod.config.Placement`.
+        patches: See `mmod.config.Placement`.
 
     Example:
         >>> router = Router(RoutingConfig(router="linear"), dim=8, block=1, capacity=0.5, prefix=1)
@@ -68,7 +68,7 @@ class Router(nn.Module):
         prefix: int = 0,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
-        grid: Callable[[], tuple[int, int] | None] | None = None,
+        patches: Callable[[], Patches] | None = None,
     ) -> None:
         super().__init__()
         self.prefix = prefix
@@ -77,7 +77,7 @@ class Router(nn.Module):
         self.planned = rational(capacity)
         self._settings = Rule(config, self.planned)
         self._override: PerThread[Rule | None] = PerThread(type(None))
-        place = Placement(dim, block, config.gate, prefix, device, dtype, grid)
+        place = Placement(dim, block, config.gate, prefix, device, dtype, patches)
         self.score: nn.Module | None = config.router.make(place)
 
     @property
@@ -265,7 +265,7 @@ class Router(nn.Module):
         assert isinstance(masks, TokenMasks)
         everyone = kept.valid_BK is None and masks.valid_BN is None and masks.protect_BN is None
         if isinstance(self.score, Grouping):
-            slot_BN = self._first_of_group(routing)
+            slot_BN = self._slot_of_leader(routing)
         elif earlier is None:
             slot_BN = self._nearest(routing, rows, kept.index_BK, masks.valid_BN, unit_BNE)
         else:
@@ -298,8 +298,8 @@ class Router(nn.Module):
         unit_BNE = unit_rows(rows, self.config.router.channels) if unit_BNE is None else unit_BNE
         return nearest_rows(unit_BNE, slot_BK, self.prefix, routing.kept.valid_BK, real)
 
-    def _first_of_group(self, routing: Routing) -> Tensor | None:
-        """Return the kept first token of every token's group; None if all are kept."""
+    def _slot_of_leader(self, routing: Routing) -> Tensor | None:
+        """Return the slot of the kept token that every token joins by its group; None if all are kept."""
         assert isinstance(self.score, Grouping)
         index_BK = routing.kept.index_BK
         tokens = routing.score_BN.shape[1]
@@ -312,7 +312,8 @@ class Router(nn.Module):
                 f"router={self.config.router.name!r} keeps a token of each of {groups} groups; capacity "
                 f"{float(self.capacity)} keeps {index_BK.shape[1]} of {tokens}"
             )
-        return first_rows(self.score.first(tokens, index_BK.device), index_BK, routing.kept.valid_BK)
+        held_BN = held_slots(index_BK, tokens, routing.kept.valid_BK)
+        return held_BN.gather(1, self.score.leaders(held_BN >= 0))
 
     def _check_joined(self, routing: Routing) -> None:
         kept = routing.kept.index_BK.shape[1]

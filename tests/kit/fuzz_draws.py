@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import mmod
+from mmod.config import SCORES
 from tests.kit import clip_zoo, vlm_zoo
 from tests.kit.zoo import make_images, make_model
 
@@ -170,6 +171,7 @@ ROUTERS = (
     "important_diversity",
     "redundancy",
     "cells",
+    "duplicate",
     "change",
     "coin",
     "function",
@@ -262,11 +264,11 @@ def _fields(random: Random, part: str, depth: int, joint: bool) -> dict[str, Any
     wild = random.random() < 0.125
     text = part == "language" and not wild
     router = _router(random, wild or part == "language")
-    while text and ("coin" in str(router) or "cells" in str(router) or "per" in str(router)):
+    while text and any(word in str(router) for word in ("coin", "cells", "duplicate", "per")):
         router = _router(random, wild or part == "language")
     name, options = (router["name"], router) if isinstance(router, dict) else (router, {})
     learns, per_image = name == "linear" or callable(router), name == "coin" or options.get("per") == "sequence"
-    shared = name in ("attention", "change", "random", "stride", "diversity", "redundancy", "cells", "temporal")
+    shared = name in SCORES and SCORES[name].shared
     blocks: Any = random.choice(["every_other", "late", "all", None])
     from_before = name in ("attention", "change", "important_diversity") and not wild
     if blocks is None or (blocks == "all" and from_before):
@@ -350,6 +352,12 @@ def _router(random: Random, language: bool) -> Any:
         options = {"images": random.random() < 0.9}
     elif name == "redundancy":
         options = {"channels": _maybe(random, 0.5, lambda: random.choice([1, 8, 500]))}
+    elif name == "duplicate":
+        options = {
+            "tolerance": _maybe(random, 0.5, lambda: random.choice([-1.0, 0.0, 6.0, 200.0])),
+            "cell": _maybe(random, 0.5, lambda: random.choice([2, 3, 8])),
+            "std": 0.3,
+        }
     elif name == "cells":
         options = {"side": _maybe(random, 0.5, lambda: random.randint(2, 5)), "width": _maybe(random, 0.3, lambda: 4)}
     options = {key: value for key, value in options.items() if value is not None}

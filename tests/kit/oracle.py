@@ -1,6 +1,9 @@
-"""The definition of routing, as a forward pass that tests compare models with."""
+"""Slow definitions: of routing, as a forward pass that tests compare models with, and of duplicate patches."""
 
 from __future__ import annotations
+
+import itertools
+import math
 
 import torch
 from torch import Tensor, nn
@@ -12,3 +15,37 @@ def reference_forward(model: nn.Module, images: Tensor) -> Tensor:
     """Run a routed timm model by its definition; gradients reach the model's parameters."""
     loop = ImageLoop(model)
     return torch.cat([loop.run(image)[0] for image in images.split(1)])
+
+
+def duplicates_by_loop(
+    pixels_RCHE: Tensor, tolerance: float, cell: int | None, levels: tuple[float, ...]
+) -> tuple[list[float], list[int]]:
+    """Return, patch by patch of a picture, the difference to the patch that stands for it, and that patch.
+
+    Args:
+        pixels_RCHE: Pixels in float64: R rows and C columns of patches, H channels of E pixels.
+        levels: Grey levels of a unit of each channel.
+    """
+    rows, columns = pixels_RCHE.shape[:2]
+    side = max(rows, columns) if cell is None else cell
+    differences: list[float] = []
+    stands: list[int] = []
+    for row, column in itertools.product(range(rows), range(columns)):
+        differences.append(256.0 if row % side == column % side == 0 else 255.0)
+        stands.append(row * columns + column)
+        nearest = math.inf
+        joined = stands[-1]
+        for up, left in ((0, 1), (1, 0), (1, 1)):
+            if row % side < up or column % side < left:
+                continue
+            other = stands[(row - up) * columns + column - left]
+            apart_H = (pixels_RCHE[row, column] - pixels_RCHE[other // columns, other % columns]).abs().amax(dim=1)
+            apart = max(float(value) * level for value, level in zip(apart_H, levels))
+            if apart < nearest:
+                nearest = apart
+                joined = other
+        differences[-1] = min(differences[-1], nearest)
+        # Pixels in fp32 are exact to a fraction of a level.
+        if nearest <= tolerance + (tolerance > 0) / 64:
+            stands[-1] = joined
+    return differences, stands

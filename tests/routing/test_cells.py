@@ -10,7 +10,7 @@ import torch
 
 import mmod
 from mmod.config import Placement
-from mmod.ops import first_rows
+from mmod.ops import held_slots
 from mmod.routing import Router
 from mmod.routing.score.cells import CellScore
 from tests.kit.zoo import make_images, make_model
@@ -67,9 +67,8 @@ def test_even_cells_are_the_first_to_merge() -> None:
 
 
 def test_slots_that_are_empty_stand_for_nothing() -> None:
-    first = torch.tensor([0, 0, 2, 2])
     kept, valid = torch.tensor([[0, 2, 3], [0, 2, 0]]), torch.tensor([[True, True, True], [True, True, False]])
-    assert first_rows(first, kept, valid).tolist() == [[0, 0, 1, 2], [0, 0, 1, 1]]
+    assert held_slots(kept, 4, valid).tolist() == [[0, -1, 1, 2], [0, -1, 1, -1]]
 
 
 def test_a_merged_cell_stays_merged_in_later_blocks() -> None:

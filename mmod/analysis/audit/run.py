@@ -30,8 +30,7 @@ from mmod.analysis.audit.result import Audit, compare
 from mmod.analysis.audit.strata import DIFFICULTY, check_labels
 from mmod.analysis.audit.tables import AUDITED, BatchTables, Mask, Moved, Outcomes, TokenKinds
 from mmod.analysis.modes import in_mode
-from mmod.blocks import Grid
-from mmod.config import AuditConfig
+from mmod.config import AuditConfig, Grid
 from mmod.io.progress import progress_bar
 from mmod.io.store import Store, fingerprint
 from mmod.methods.route import routed_blocks

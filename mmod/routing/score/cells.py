@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.config import Placement, Score, register_score
+from mmod.config import Patches, Placement, Score, register_score
 from mmod.ops import group_sizes, mean_rows
 from mmod.routing.grouping import Grouping
 
@@ -37,7 +37,7 @@ class Cells(Score):
 
     def make(self, place: Placement) -> nn.Module:
         """Return the module that scores tokens."""
-        return CellScore(place.prefix, self.side, self.width, place.grid)
+        return CellScore(place.prefix, self.side, self.width, place.patches)
 
 
 class CellScore(Grouping):
@@ -57,13 +57,13 @@ class CellScore(Grouping):
         prefix: int = 0,
         side: int = 2,
         width: int | None = None,
-        grid: Callable[[], tuple[int, int] | None] | None = None,
+        patches: Callable[[], Patches] | None = None,
     ) -> None:
         super().__init__()
         self.prefix = prefix
         self.side = side
         self.width = width
-        self.grid = grid
+        self.patches = patches
 
     def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) for tokens (B, N, D)."""
@@ -91,6 +91,11 @@ class CellScore(Grouping):
         rows, width = self._grid(tokens)
         return self.prefix + -(-rows // self.side) * -(-width // self.side)
 
+    def leaders(self, keep_BN: Tensor) -> Tensor:
+        """Return the first token of its cell for each token that is not kept (B, N)."""
+        token_N = torch.arange(keep_BN.shape[1], device=keep_BN.device)
+        return torch.where(keep_BN, token_N, self.first(keep_BN.shape[1], keep_BN.device))
+
     def first(self, tokens: int, device: torch.device) -> Tensor:
         """Return the first token of each token's cell (N,), itself for leading tokens."""
         rows, width = self._grid(tokens)
@@ -101,7 +106,7 @@ class CellScore(Grouping):
     def _grid(self, tokens: int) -> tuple[int, int]:
         """Return rows and columns of the tokens after the prefix: the model's grid, or outside a model a square."""
         patches = tokens - self.prefix
-        grid = None if self.grid is None else self.grid()
+        grid = None if self.patches is None else self.patches().grid
         if grid is None:
             return self._grid_by_width(patches)
         if self.width not in (None, grid[1]):
@@ -116,7 +121,7 @@ class CellScore(Grouping):
         return grid
 
     def _grid_by_width(self, patches: int) -> tuple[int, int]:
-        if self.width is None and self.grid is not None:
+        if self.width is None and self.patches is not None:
             raise ValueError(
                 f"router 'cells' does not know rows and columns of {patches} patches, for images of several sizes or "
                 "blocks that run without the patch embedding: run the whole model on images of one size, or set `width`"

@@ -1,0 +1,123 @@
+"""Patches whose pixels another patch of the same picture shows already.
+
+Axes: B pictures, R rows and C columns of patches, N = R * C patches, H channels of a pixel, E pixels of a patch, S
+cells, P patches of a cell, D patches of a diagonal, F numbers of a patch.
+"""
+
+from __future__ import annotations
+
+from math import inf
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+# More than any difference of pixels, in grey levels of 255.
+FIRST = 256.0
+
+
+class Duplicates(NamedTuple):
+    """What stands for the patches of pictures.
+
+    Args:
+        difference_BN: Largest difference of a channel, in grey levels of 255, to the most similar of the patches that
+            stand for the left, the upper and the upper-left neighbour; `FIRST` at the first patch of a cell.
+        stands_BN: The patch that stands for each, itself where none is similar enough.
+    """
+
+    difference_BN: Tensor
+    stands_BN: Tensor
+
+
+def alike_below(tolerance: float) -> float:
+    """Return the difference up to which patches are alike.
+
+    Differences of normalised pixels are exact to a 64th of a grey level; that equal pixels differ by 0 is exact.
+    """
+    return tolerance if tolerance <= 0 else tolerance + 1 / 64
+
+
+def cell_sides(grid: tuple[int, int], cell: int | None) -> tuple[int, int]:
+    """Return rows and columns of a cell: squares of `cell` patches a side, or for None the whole grid."""
+    return (min(cell, grid[0]), min(cell, grid[1])) if cell is not None else grid
+
+
+def first_of_cells(grid: tuple[int, int], cell: int | None, device: torch.device) -> Tensor:
+    """Return the first patch of each patch's cell (N).
+
+    Example:
+        >>> first_of_cells((2, 3), 2, torch.device("cpu"))
+        tensor([0, 0, 2, 0, 0, 2])
+    """
+    height, width = cell_sides(grid, cell)
+    row_R = torch.arange(grid[0], device=device)
+    column_C = torch.arange(grid[1], device=device)
+    return ((row_R - row_R % height).unsqueeze(1) * grid[1] + column_C - column_C % width).flatten()
+
+
+@torch.no_grad()
+def find_duplicates(pixels_BRCHE: Tensor, tolerance: float, cell: int | None, levels_H: Tensor) -> Duplicates:
+    """Return which patch stands for each patch of pictures.
+
+    Each cell is read by itself, from its first patch on. A patch is compared with the patches that stand for its left,
+    its upper and its upper-left neighbour, and joins the most similar one, the first of equals, if they differ by at
+    most `tolerance`. Otherwise it stands for itself, as the first of a cell does. NaN differs from everything.
+
+    Patches of a diagonal do not depend on each other, so that one step serves a diagonal of all cells.
+
+    Args:
+        pixels_BRCHE: Pixels of the patches, as a model gets them.
+        tolerance: Grey levels of 255; at 0 patches join equal ones alone, below 0 none.
+        cell: Patches along a side of a cell; None for one cell, the picture.
+        levels_H: Grey levels of a unit of each channel.
+
+    Source: PixelPrune, arXiv 2604.00886, whose patches join a neighbour's with equal pixels; cells, and the comparison
+        with the patch that is kept, are this library's.
+
+    Example:
+        >>> pixels = torch.tensor([0.0, 0.0, 1.0, 0.0]).view(1, 2, 2, 1, 1)
+        >>> find_duplicates(pixels, 0.0, None, torch.tensor([255.0]))
+        Duplicates(difference_BN=tensor([[256.,   0., 255.,   0.]]), stands_BN=tensor([[0, 0, 2, 0]]))
+    """
+    pictures, rows, columns, channels, _ = pixels_BRCHE.shape
+    height, width = cell_sides((rows, columns), cell)
+    down, across = -(-rows // height), -(-columns // width)
+    if down * height != rows or across * width != columns:
+        # Patches beyond the lower and right edges are nobody's left or upper neighbour.
+        pixels_BRCHE = F.pad(pixels_BRCHE, (0, 0, 0, 0, 0, across * width - columns, 0, down * height - rows))
+    cells = pixels_BRCHE.unflatten(2, (across, width)).unflatten(1, (down, height)).transpose(2, 3)
+    pixels_SPF = cells.reshape(pictures * down * across, height * width, -1)
+    device = pixels_SPF.device
+    limit = alike_below(tolerance)
+    begin_S1 = torch.arange(pixels_SPF.shape[0], device=device).unsqueeze(1) * (height * width)
+    stands_SP = torch.arange(height * width, device=device).repeat(pixels_SPF.shape[0], 1)
+    difference_SP = torch.full(stands_SP.shape, FIRST, device=device)
+    for diagonal in range(1, height + width - 1):
+        row_D = torch.arange(max(0, diagonal - width + 1), min(height, diagonal + 1), device=device)
+        column_D = diagonal - row_D
+        patch_D = row_D * width + column_D
+        pixels_SDF = pixels_SPF.index_select(1, patch_D).float()
+        joined_SD = stands_SP[:, patch_D]
+        least_SD = torch.full(joined_SD.shape, inf, device=device)
+        for up, left in ((0, 1), (1, 0), (1, 1)):
+            other_SD = stands_SP[:, (patch_D - up * width - left).clamp(min=0)]
+            other_SDF = pixels_SPF.flatten(0, 1).index_select(0, (begin_S1 + other_SD).flatten()).view_as(pixels_SDF)
+            apart_SDH = (pixels_SDF - other_SDF.float()).abs().unflatten(2, (channels, -1)).amax(dim=-1)
+            apart_SD = (apart_SDH * levels_H).amax(dim=-1).nan_to_num(nan=inf)
+            # The first row and column of a cell have fewer neighbours.
+            apart_SD = apart_SD.masked_fill((row_D < up) | (column_D < left), inf)
+            joined_SD = torch.where(apart_SD < least_SD, other_SD, joined_SD)
+            least_SD = torch.minimum(least_SD, apart_SD)
+        stands_SP = stands_SP.index_copy(1, patch_D, torch.where(least_SD <= limit, joined_SD, patch_D))
+        difference_SP = difference_SP.index_copy(1, patch_D, least_SD.clamp(max=FIRST - 1))
+    # From places in a cell to those in the grid.
+    stands = stands_SP.view(pictures, down, across, height * width)
+    row = stands // width + height * torch.arange(down, device=device).view(-1, 1, 1)
+    column = stands % width + width * torch.arange(across, device=device).view(-1, 1)
+
+    def in_grid(values: Tensor) -> Tensor:
+        by_row = values.reshape(pictures, down, across, height, width).transpose(2, 3).flatten(3, 4).flatten(1, 2)
+        return by_row[:, :rows, :columns].flatten(1)
+
+    return Duplicates(in_grid(difference_SP), in_grid(row * columns + column))

@@ -1,0 +1,122 @@
+"""A score without parameters: how far the pixels of a patch are from those of a patch that is kept for it.
+
+Axes: B images, N tokens, R rows and C columns of patches, H channels, E pixels of a patch, D channels of a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from mmod.config import Patches, Placement, Score, register_score
+from mmod.ops import FIRST, Duplicates, find_duplicates, first_of_cells
+from mmod.ops.duplicates import alike_below
+from mmod.routing.grouping import Grouping
+
+
+@register_score("duplicate")
+@dataclass(frozen=True, kw_only=True)
+class Duplicate(Score):
+    """The difference of a patch's pixels to a patch that is kept for it, in grey levels of 255.
+
+    Consecutive routed blocks share it. A patch is compared with the patches that are kept for its left, its upper and
+    its upper-left neighbour in its cell, and joins the most similar one. With `select="threshold"`, at any threshold in
+    (0, 1], patches that differ by at most `tolerance` are skipped. Top-k keeps the patches that differ most.
+
+    Args:
+        tolerance: Largest difference of a channel at which patches are duplicates, in grey levels of 255: 0 for equal
+            pixels alone, and below 0 for no duplicates.
+        cell: Patches along a side of a cell, of which at least one is kept; None for the whole image. The smaller, the
+            nearer is the patch that a skipped one joins.
+        std: What pixels were divided by when they were normalised, one number or one for each channel, as the image
+            processor says. None takes the model's. A tolerance above 0 needs it; without it, patches that differ are
+            ranked by the pixels that the model gets.
+
+    Source: PixelPrune, arXiv 2604.00886, which drops patches with the pixels of a neighbour; cells are this library's.
+    """
+
+    shared: ClassVar[bool] = True
+    reads_grid: ClassVar[bool] = True
+    reads_pixels: ClassVar[bool] = True
+    tolerance: Annotated[float, "(-inf, 255]"] = 0.0
+    cell: Annotated[int | None, "[2, inf)"] = 4
+    std: Annotated[float | tuple[float, ...] | None, "(0, inf)"] = None
+
+    def make(self, place: Placement) -> nn.Module:
+        """Return the module that scores tokens."""
+        return DuplicateScore(place.prefix, self.cell, place.patches)
+
+    def see(self, pixels_BRCHE: Tensor, std: tuple[float, ...] | None) -> Duplicates:
+        """Return which patch stands for each patch, see `find_duplicates`."""
+        channels = pixels_BRCHE.shape[3]
+        by_channel = std if self.std is None else self.std
+        if by_channel is None and self.tolerance > 0:
+            raise ValueError(
+                f"router.tolerance={self.tolerance} is in grey levels, and the model does not say what its pixels were "
+                "divided by: set router.std to the image_std of its image processor, as to (0.229, 0.224, 0.225)"
+            )
+        if isinstance(by_channel, tuple) and len(by_channel) != channels:
+            raise ValueError(f"router.std must be one number, or one for each of {channels} channels, got {by_channel}")
+        # Equal pixels are equal on any scale.
+        scale = torch.tensor(1 / 255 if by_channel is None else by_channel, device=pixels_BRCHE.device)
+        return find_duplicates(pixels_BRCHE, self.tolerance, self.cell, 255 * scale.expand(channels))
+
+    def normalised(self, score_BN: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Return 1 for patches that are no duplicates, and less than 0.5 for others, by their difference (B, N)."""
+        return torch.where(score_BN > alike_below(self.tolerance), 1.0, score_BN / (2 * FIRST))
+
+
+class DuplicateScore(Grouping):
+    """Score patches by `find_duplicates`, as a pass was told before its first block.
+
+    Leading tokens, which are no patches, have the largest score.
+    """
+
+    def __init__(self, prefix: int, cell: int | None, patches: Callable[[], Patches] | None) -> None:
+        super().__init__()
+        self.prefix = prefix
+        self.cell = cell
+        self.patches = patches
+
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None) -> Tensor:
+        """Return the scores (B, N) for tokens (B, N, D)."""
+        _, seen = self._seen()
+        images, tokens = x_BND.shape[:2]
+        if seen.difference_BN.shape != (images, tokens - self.prefix):
+            raise ValueError(
+                f"router 'duplicate' has seen the pixels of {tuple(seen.difference_BN.shape)} (images, patches), and "
+                f"the block got {images} images of {tokens} tokens, {self.prefix} of which are no patches: patch "
+                "dropout or another method removed some, or images were joined. Run the whole model, with "
+                "patch_drop_rate=0"
+            )
+        return F.pad(seen.difference_BN.to(x_BND.device), (self.prefix, 0), value=FIRST)
+
+    def groups(self, tokens: int) -> int:
+        """Return the number of cells and leading tokens."""
+        (rows, columns), _ = self._seen()
+        height, width = (rows, columns) if self.cell is None else (self.cell, self.cell)
+        return self.prefix + -(-rows // height) * -(-columns // width)
+
+    def leaders(self, keep_BN: Tensor) -> Tensor:
+        """Return the patch that stands for each, or the first of the cell where that one is not kept (B, N)."""
+        grid, seen = self._seen()
+        token_N = torch.arange(keep_BN.shape[1], device=keep_BN.device)
+        first_N = torch.cat([token_N[: self.prefix], first_of_cells(grid, self.cell, keep_BN.device) + self.prefix])
+        stands_BN = seen.stands_BN.to(keep_BN.device) + self.prefix
+        stands_BN = torch.cat([token_N[: self.prefix].expand(keep_BN.shape[0], -1), stands_BN], dim=1)
+        joined_BN = torch.where(keep_BN.gather(1, stands_BN), stands_BN, first_N)
+        return torch.where(keep_BN, token_N, joined_BN)
+
+    def _seen(self) -> tuple[tuple[int, int], Duplicates]:
+        patches = Patches() if self.patches is None else self.patches()
+        if patches.grid is None or patches.seen is None:
+            raise ValueError(
+                "router 'duplicate' compares the pixels that the patch embedding gets, and knows none of this pass: "
+                "run the whole model on images of one size, one batch after the other"
+            )
+        return patches.grid, Duplicates(*patches.seen)
