@@ -8,9 +8,13 @@ import re
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from mmod.config import registry
+from tests.kit.oracle import max_min_order
 from tests.kit.pages import FENCE
 from tests.kit.scripts import run_script
 
@@ -21,6 +25,7 @@ PRINTED = {
     "route_clip_towers.py": ["capacity 0.25: ", "for a caption", "similarity of images and captions"],
     "generate_with_small_cache.py": ["of the cache", "routed: True | same words: True"],
 }
+SCORES = {"important_diversity.py": ["kept by important_diversity: {'blocks.1': 0.49"]}
 NOTEBOOK = ["stride     1.8", "equal: True", "loss "]
 
 
@@ -31,6 +36,7 @@ def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_every_example_is_run() -> None:
     assert {path.name for path in EXAMPLES.glob("*.py")} == set(PRINTED)
+    assert {path.name for path in EXAMPLES.glob("scores/*.py")} == set(SCORES)
 
 
 @pytest.mark.parametrize("name", PRINTED)
@@ -41,6 +47,34 @@ def test_programs_run(name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert all(text in printed for text in PRINTED[name]), printed
     if name == "route_timm_vit.py":
         assert Path("routing_maps.png").stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", SCORES)
+def test_scores_are_named_by_configs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run_score(name)
+    printed = capsys.readouterr().out
+    assert all(text in printed for text in SCORES[name]), printed
+
+
+def run_score(name: str) -> dict[str, Any]:
+    """Run the file of a score, which registers it, and return its names."""
+    names = runpy.run_path(str(EXAMPLES / "scores" / name), run_name="__main__")
+    # Other tests list the scores of mmod.
+    del registry.SCORES._entries[Path(name).stem], registry.SCORES._places[Path(name).stem]
+    return names
+
+
+def test_important_tokens_that_are_far_apart_come_first() -> None:
+    make = run_score("important_diversity.py")["ImportantDiversityScore"]
+    x, importance = torch.randn(2, 16, 6), torch.rand(2, 16)
+    valid = torch.arange(16) < torch.tensor([[16], [14]])
+    score = make(prefix=1)(x, valid, importance)
+    assert (score[:, 0] == 2).all()
+    for sample, real in enumerate((16, 14)):
+        order = max_min_order(x[sample, 1:real], importance[sample, 1:real])
+        for count in (1, 2, 7):
+            assert set(score[sample, 1:real].topk(count).indices.tolist()) == set(order[:count])
+        assert (score[sample, real:] == -1).all()
 
 
 def test_the_first_notebook_is_the_page_whose_code_runs() -> None:

@@ -93,7 +93,7 @@ def test_importance_is_counted_where_it_is_spent(importance: str) -> None:
 @torch.no_grad()
 @pytest.mark.parametrize(
     "router",
-    ["diversity", "important_diversity", {"name": "redundancy", "channels": 8}],
+    ["diversity", {"name": "redundancy", "channels": 8}],
     ids=lambda router: str(router),
 )
 def test_products_of_all_pairs_are_counted(router: Any) -> None:

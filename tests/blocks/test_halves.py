@@ -173,7 +173,7 @@ def test_the_attention_costs_more_and_the_mlp_as_much() -> None:
     ("changes", "message"),
     [
         ({"skipped": {"name": "follow", "before": "mlp"}}, "skipped='follow' has no options, got before"),
-        ({"router": "important_diversity"}, "shares its score between blocks, got 'important_diversity'"),
+        ({"router": "norm"}, "shares its score between blocks, got 'norm'"),
         ({"router": "linear"}, "shares its score between blocks, got 'linear'"),
         ({"skipped": {"before": "norm"}}, "skipped.before must be one of 'block', 'mlp', got 'norm'"),
     ],

@@ -74,8 +74,8 @@ def test_names_that_nobody_registered_are_refused_with_the_valid_ones(tmp_path: 
     assert run_processes(load_without_contrast, tmp_path, log=tmp_path / "log") == [1]
     said = (tmp_path / "log").read_text()
     assert (
-        "router must be one of 'attention', 'cells', 'change', 'coin', 'diversity', 'duplicate', 'function', "
-        "'important_diversity', 'linear', 'norm', 'random', 'redundancy', 'stride', 'temporal', got" in said
+        "router must be one of 'attention', 'cells', 'change', 'coin', 'diversity', 'duplicate', 'function', 'linear', "
+        "'norm', 'random', 'redundancy', 'stride', 'temporal', got" in said
     )
     assert "mmod.register_score" in said
     with pytest.raises(ValueError, match=r"a loss must be one of 'capacity', .*'spread', got 'sprad'.*register_loss"):

@@ -168,7 +168,6 @@ ROUTERS = (
     "stride",
     "norm",
     "diversity",
-    "important_diversity",
     "redundancy",
     "cells",
     "duplicate",
@@ -270,7 +269,7 @@ def _fields(random: Random, part: str, depth: int, joint: bool) -> dict[str, Any
     learns, per_image = name == "linear" or callable(router), name == "coin" or options.get("per") == "sequence"
     shared = name in SCORES and SCORES[name].shared
     blocks: Any = random.choice(["every_other", "late", "all", None])
-    from_before = name in ("attention", "change", "important_diversity") and not wild
+    from_before = name in ("attention", "change") and not wild
     if blocks is None or (blocks == "all" and from_before):
         blocks = sorted(random.sample(range(0 if wild else 1, depth), random.randint(1, depth - 1)))
     count = len(mmod.RoutingConfig(blocks=blocks).resolved(depth).blocks)
@@ -342,7 +341,7 @@ def _router(random: Random, language: bool) -> Any:
             "initial": _maybe(random, 0.2, lambda: random.choice([-1.0, 0.0, 2.0])),
             "tied": _maybe(random, 0.1 * language, lambda: True),
         }
-    if name in ("linear", "attention", "important_diversity"):
+    if name in ("linear", "attention"):
         reads = ["mean", "per_viewer", "class_token", *(["last_token", "vision_tower"] if language else [])]
         options["importance"] = _maybe(random, 0.3, lambda: random.choice(reads))
     if name in ("random", "coin"):

@@ -1,4 +1,5 @@
-"""Slow definitions: of routing, as a forward pass that tests compare models with, and of duplicate patches."""
+"""Slow definitions of routing, as a forward pass that tests compare models with, of duplicate patches, and of max-min
+selection."""
 
 from __future__ import annotations
 
@@ -49,3 +50,17 @@ def duplicates_by_loop(
         if nearest <= tolerance + (tolerance > 0) / 64:
             stands[-1] = joined
     return differences, stands
+
+
+def max_min_order(x_ND: Tensor, weight_N: Tensor) -> list[int]:
+    """Return the tokens in the order in which max-min selection takes them."""
+    unit = torch.nn.functional.normalize(x_ND.double(), dim=-1)
+    far = 1 - unit @ unit.T
+    taken: list[int] = []
+    for _ in range(len(x_ND)):
+        value = {}
+        for one in set(range(len(x_ND))) - set(taken):
+            others = taken or [other for other in range(len(x_ND)) if other != one]
+            value[one] = float(weight_N[one] * min(far[one, other] for other in others))
+        taken.append(max(value, key=value.__getitem__))
+    return taken

@@ -1,4 +1,4 @@
-"""Scores without parameters that spread the kept tokens out: far from each other, weighed by importance or not."""
+"""A score without parameters that spreads the kept tokens out: far from each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from mmod.config import Placement, Score, WithImportance, register_score
+from mmod.config import Placement, Score, register_score
 from mmod.ops import unit_rows
 from mmod.routing.grouping import Comparing
 
@@ -27,28 +27,14 @@ class Diversity(Score):
         return DiversityScore(place.prefix)
 
 
-@register_score("important_diversity")
-@dataclass(frozen=True)
-class ImportantDiversity(WithImportance, Diversity):
-    """Importance of a token times how far it is from those that are chosen before it, see `DiversityScore`.
-
-    Args:
-        importance: Which queries count, see `mmod.config.WithImportance`.
-    """
-
-    shared: ClassVar[bool] = False
-    reads_importance: ClassVar[bool] = True
-
-
 class DiversityScore(Comparing):
     """Score tokens so that the k best are those that max-min selection takes, for every k.
 
-    Selection takes the token i with the largest `w_i min_j d(i, j)`, where d is the cosine distance and j runs over the
-    tokens that are taken, or over all others before any is. That value is its score; the first token has twice the
-    largest w, which none exceeds. w is importance, or 1. `prefix` tokens take no part and have the score 2.
+    Selection takes the token i with the largest `min_j d(i, j)`, where d is the cosine distance and j runs over the
+    tokens that are taken, or over all others before any is. That value is its score; the first token has 2, which none
+    exceeds. `prefix` tokens take no part and have the score 2.
 
-    Source: DivPrune, Alvar et al., arXiv 2503.02175, algorithm 1, with w = 1; there the tokens are the language model's
-        inputs. The weight is this library's.
+    Source: DivPrune, Alvar et al., arXiv 2503.02175, algorithm 1; there the tokens are the language model's inputs.
 
     Example:
         >>> x = torch.tensor([[[1.0, 0.0], [0.0, 1.0], [1.0, 0.1], [-1.0, 0.0]]])
@@ -61,32 +47,23 @@ class DiversityScore(Comparing):
         self.prefix = prefix
 
     @torch.no_grad()
-    def forward(
-        self,
-        x_BND: Tensor,
-        valid_BN: Tensor | None = None,
-        importance_BN: Tensor | None = None,
-        unit_BNE: Tensor | None = None,
-    ) -> Tensor:
+    def forward(self, x_BND: Tensor, valid_BN: Tensor | None = None, unit_BNE: Tensor | None = None) -> Tensor:
         """Return the scores (B, N) of tokens (B, N, D); those where `valid_BN` is False take no part and have -1."""
         unit_BND = (unit_rows(x_BND) if unit_BNE is None else unit_BNE)[:, self.prefix :]
         tokens = unit_BND.shape[1]
         far_BNN = (1 - unit_BND @ unit_BND.transpose(1, 2)).clamp_min(0)
         out_BN = torch.zeros_like(far_BNN[:, 0], dtype=torch.bool)
-        weight_BN = torch.ones_like(far_BNN[:, 0])
-        if importance_BN is not None:
-            weight_BN = importance_BN[:, self.prefix :].float()
         if valid_BN is not None:
             out_BN = ~valid_BN[:, self.prefix :]
-        score_BN = torch.full_like(weight_BN, -1.0)
+        score_BN = torch.full_like(far_BNN[:, 0], -1.0)
         # Tokens that take no part are near to nothing; nor is a token near to itself.
         itself_NN = torch.eye(tokens, dtype=torch.bool, device=x_BND.device)
         least_BN = far_BNN.masked_fill(out_BN[:, None] | itself_NN, torch.inf).amin(dim=-1).clamp(max=2)
         for step in range(tokens):
-            value_BN = (weight_BN * least_BN).masked_fill(out_BN, -1.0)
+            value_BN = least_BN.masked_fill(out_BN, -1.0)
             value_B1, chosen_B1 = value_BN.max(dim=1, keepdim=True)
             # An image whose tokens are all taken chooses one of them again, which keeps its score.
-            first_B1 = 2 * weight_BN.amax(dim=1, keepdim=True) if step == 0 else value_B1
+            first_B1 = torch.full_like(value_B1, 2.0) if step == 0 else value_B1
             score_B1 = torch.where(value_B1 < 0, score_BN.gather(1, chosen_B1), first_B1)
             score_BN = score_BN.scatter(1, chosen_B1, score_B1)
             taken_BN = far_BNN.gather(1, chosen_B1.unsqueeze(-1).expand(-1, -1, tokens))[:, 0]
