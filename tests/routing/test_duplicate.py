@@ -39,7 +39,7 @@ def page(side: int, seed: int = 0, patch: int = 8) -> Tensor:
 def make_host(name: str) -> tuple[Any, str, int]:
     """Return a model, its part that reads images, and the side of its images."""
     if name == "open_clip":
-        model = make_clip("ViT-B-32").visual
+        model: Any = make_clip("ViT-B-32").visual
         return model, "image", int(model.image_size[0])
     if name in TIMM:
         model = make_model(name)
@@ -57,8 +57,9 @@ def output(model: Any, images: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def route(model: nn.Module, part: str, config: mmod.RoutingConfig = CONFIG, **changes: Any) -> nn.Module:
-    return mmod.route_(model, **{part: config.replace(**changes)})
+def route(model: nn.Module, part: str, **changes: Any) -> Any:
+    parts: dict[str, Any] = {part: CONFIG.replace(**changes)}
+    return mmod.route_(model, **parts)
 
 
 @torch.no_grad()
@@ -116,7 +117,7 @@ def test_a_tower_that_keeps_all_is_dense_and_a_batch_is_its_images(name: str) ->
     images = torch.cat([page(side, seed) for seed in range(3)])
     images[2] = 0.5
     dense = output(model, images)
-    keeps_all = {"router": {"tolerance": -1.0}}
+    keeps_all: Any = {"router": {"tolerance": -1.0}}
     for skipped, select in (("merge", "threshold"), ("follow", "threshold"), ("pass", "threshold"), ("merge", "topk")):
         route(model, part, skipped=skipped, select=select, capacity=1.0, **keeps_all)
         torch.testing.assert_close(output(model, images), dense, atol=2e-5, rtol=2e-5)
