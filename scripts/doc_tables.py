@@ -1,17 +1,17 @@
 """Write the tables of figures in the docs from the JSON files beside them: `python scripts/doc_tables.py [--check]`.
 
-`docs/results/PAGE.json` holds the tables of `docs/PAGE.md` by name: the `commands` that measure the figures, or `how`
-they were measured where no command does, the titles of the `columns`, and the `rows`. A cell is a number, several
-numbers (a mean and its deviation, a difference and the ends of its interval), text, or null. `formats` say how the
-numbers of each column are written, `row_formats` those of each row. In the page a table stands between
-`<!-- table NAME -->` and `<!-- end -->`.
+`docs/results/PAGE.json` holds the tables of `docs/PAGE.md` by name, and `docs/notebook/results` those of the notebook's
+pages: the `commands` that measure the figures, or `how` they were measured where no command does, the titles of the
+`columns`, and the `rows`. A cell is a number, several numbers (a mean and its deviation, a difference and the ends of
+its interval), text, null, or a ratio of figures in another table (`ratio`). `formats` say how the numbers of each column are written,
+`row_formats` those of each row. In the page a table stands between `<!-- table NAME -->` and `<!-- end -->`.
 """
 
 import argparse
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +41,29 @@ def markdown(table: dict[str, Any]) -> str:
 def _cell(value: Any, form: str) -> str:
     if value is None or isinstance(value, str):
         return value or ""
+    if isinstance(value, dict):
+        return form.format(ratio(**value))
     return form.format(*value) if isinstance(value, list) else form.format(value)
+
+
+def ratio(of: str, rows: Sequence[int], columns: Sequence[str], times: float) -> float:
+    """Return the sum of some columns in one row of a table over that in another row.
+
+    Args:
+        of: The table, as `FILE#NAME`, the file relative to `docs`.
+        rows: Numbers of the row above the line and of that below it.
+        columns: Titles of the columns.
+        times: A factor, 100 for percent.
+    """
+    file, _, name = of.partition("#")
+    table = json.loads((DOCS / file).read_text())[name]
+    places = [table["columns"].index(title) for title in columns]
+    above, below = (sum(_first(table["rows"][number][place]) for place in places) for number in rows)
+    return times * above / below
+
+
+def _first(value: Any) -> float:
+    return float(value[0] if isinstance(value, list) else value)
 
 
 def written(page: str, tables: dict[str, Any]) -> str:
@@ -58,8 +80,8 @@ def written(page: str, tables: dict[str, Any]) -> str:
 
 def pages() -> Iterator[tuple[Path, dict[str, Any]]]:
     """Yield the path of every page with tables of figures, and the tables."""
-    for path in sorted((DOCS / "results").glob("*.json")):
-        yield DOCS / f"{path.stem}.md", json.loads(path.read_text())
+    for path in sorted(DOCS.rglob("results/*.json")):
+        yield path.parents[1] / f"{path.stem}.md", json.loads(path.read_text())
 
 
 def update(check: bool = False) -> list[str]:
@@ -81,8 +103,8 @@ def main() -> None:
     check = parser.parse_args().check
     changed = update(check)
     if check and changed:
-        sys.exit(f"tables differ from docs/results: {', '.join(changed)}; run `python scripts/doc_tables.py`")
-    print("written:", ", ".join(changed) or "nothing, all tables are as in docs/results")
+        sys.exit(f"tables differ from the JSON beside them: {', '.join(changed)}; run `python scripts/doc_tables.py`")
+    print("written:", ", ".join(changed) or "nothing, all tables are those of the JSON beside them")
 
 
 if __name__ == "__main__":

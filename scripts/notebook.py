@@ -28,7 +28,7 @@ def cells(page: str) -> list[tuple[str, str]]:
     parts = re.split(r"^```python\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
     typed = [("code" if number % 2 else "markdown", part.strip()) for number, part in enumerate(parts)]
     return [
-        (kind, text if kind == "code" else re.sub(r"\]\((?=[\w-]+\.md)", "](../docs/", text))
+        (kind, text if kind == "code" else re.sub(r"\]\((?=[\w/-]+\.md)", "](../docs/", text))
         for kind, text in typed if text
     ]  # fmt: skip
 

@@ -19,7 +19,7 @@ MAPS = "maps-gradual-0.5.png"
 
 def marks() -> list[Mark]:
     """Return the models of the main job by their speed-up in batches of 32."""
-    table = json.loads((ROOT / "docs/results/equal_time.json").read_text())["the-main-job"]
+    table = json.loads((ROOT / "docs/notebook/results/equal_time.json").read_text())["the-main-job"]
     found = []
     for row in table["rows"]:
         values = dict(zip(table["columns"], row))

@@ -1,4 +1,4 @@
-"""Measure how training and its data hold up, and write the tables of docs/reliability.md.
+"""Measure how training and its data hold up, and write the tables of docs/notebook/reliability.md.
 
 python -m scripts.reliability                  # everything, half an hour on two cores
 python -m scripts.reliability hostile steps    # some of the measurements; the page shows the last of each
@@ -33,7 +33,7 @@ from mmod.io.files import write_atomically
 from mmod.training import ModelConfig, TrainConfig, fit
 from scripts import doc_tables
 
-RESULTS = doc_tables.DOCS / "results/reliability.json"
+RESULTS = doc_tables.DOCS / "notebook/results/reliability.json"
 _MIB = 1 << 20
 
 

@@ -35,7 +35,7 @@ class RedundancyReport:
 
     @property
     def suggestion(self) -> str:
-        """What to try first, as measured on images of all kinds; see docs/equal_time.md.
+        """What to try first, as measured on images of all kinds; see docs/notebook/equal_time.md.
 
         Example:
             >>> print(RedundancyReport(256, 16, flat=0.04, kept_99=0.9, kept_95=0.8).suggestion)

@@ -211,7 +211,7 @@ def test_weights_that_cannot_be_fetched_are_named_at_once(monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("name", ["dinov2-untrained", "segmentation-untrained"])
 def test_the_published_tables_are_of_the_model_of_their_command(name: str, tmp_path: Path) -> None:
-    page = (ROOT / "docs/equal_time.md").read_text()
+    page = (ROOT / "docs/notebook/equal_time.md").read_text()
     command, _, table = page.partition(f"    mmod tradeoff {name} ")[2].partition("\n")
     words = [tmp_path / "weights" if word == "FILE" else word for word in shlex.split(command)]
     config = read_config([str(find_config(name)), *map(str, words), "--maps", "0"], FeaturesStudyConfig)
