@@ -3,8 +3,9 @@
 `docs/results/PAGE.json` holds the tables of `docs/PAGE.md` by name, and `docs/notebook/results` those of the notebook's
 pages: the `commands` that measure the figures, or `how` they were measured where no command does, the titles of the
 `columns`, and the `rows`. A cell is a number, several numbers (a mean and its deviation, a difference and the ends of
-its interval), text, null, or a ratio of figures in another table (`ratio`). `formats` say how the numbers of each column are written,
-`row_formats` those of each row. In the page a table stands between `<!-- table NAME -->` and `<!-- end -->`.
+its interval), text, null, or a ratio of figures in another table (see `ratio`). `formats` say how the numbers of each
+column are written, `row_formats` those of each row. In the page a table stands between `<!-- table NAME -->` and
+`<!-- end -->`.
 """
 
 import argparse

@@ -299,16 +299,6 @@ def test_the_formatter_lays_out_all_code(folder: str) -> None:
     assert [path for path, text in texts.items() if dense_lines(text)["fmt comment"]] == []
 
 
-@pytest.mark.parametrize("page", ["README.md", "ARCHITECTURE.md", "docs/index.md"])
-def test_examples_of_pages_run(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
-    assert blocks
-    monkeypatch.chdir(tmp_path)
-    scope: dict[str, object] = {}
-    for block in blocks:
-        exec(compile(block.replace("pretrained=True", "pretrained=False"), page, "exec"), scope)
-
-
 def test_readme_commands_exist() -> None:
     commands = tuple(" ".join(word for word in command.split() if word.islower()) for command in COMMANDS)
     for command in re.findall(r"(?:&& |`|^ +|-m )mmod ([a-z][^`\n]*)", (ROOT / "README.md").read_text(), re.MULTILINE):

@@ -73,7 +73,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     make_prompts(tmp_path)
     (tmp_path / "photos").mkdir()
     shutil.copy(tmp_path / "one.png", tmp_path / "photos")
-    (tmp_path / "questions.json").rename(tmp_path / "talks.json")
+    (tmp_path / "questions.json").rename(tmp_path / "conversations.json")
     return tmp_path
 
 

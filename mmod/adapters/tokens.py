@@ -45,6 +45,7 @@ class Tokens:
         ...         self.patches = torch.nn.Conv2d(3, 16, 8, 8)
         ...         layer = torch.nn.TransformerEncoderLayer(16, 2, 32, batch_first=True, norm_first=True)
         ...         self.layers = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).layers
+        ...
         ...     def forward(self, x):
         ...         x = self.patches(x).flatten(2).transpose(1, 2)
         ...         for layer in self.layers:

@@ -216,7 +216,14 @@ class Evidence(NamedTuple):
 
 
 class Routing(NamedTuple):
-    """A block's decision for a batch, made by its router."""
+    """A block's decision for a batch, made by its router.
+
+    Attributes:
+        kept: Which rows run, in which slots.
+        evidence: The scores, and what else decided.
+        weights: What the gate weighs the update by.
+        joined: Which kept token a skipped one joined, if any.
+    """
 
     kept: Kept
     evidence: Evidence

@@ -33,7 +33,7 @@ FOREIGN = (
     "python train.py",
     "pytest",
     "ruff ",
-    "mkdocs ",
+    "zensical ",
     "MMOD_FUZZ",
 )
 DOWNLOADS = ("python tools/run_timm_tests.py", "python tools/run_transformers_tests.py")
