@@ -137,7 +137,7 @@ def _choices_of(parser: CommandParser) -> Any:
 def completions(line: str) -> list[str]:
     """Return the words that may end a command line: commands, then names of configs.
 
-    A shell asks for them after `complete -o default -C "mmod --complete" mmod`.
+    A shell requests them after `complete -o default -C "mmod --complete" mmod`.
 
     Example:
         >>> completions("mmod tr"), completions("mmod train i"), completions("mmod tradeoff tradeoff/digits-s")

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 class PerThread(threading.local, Generic[T]):
-    """One object for each thread, made when the thread first asks; copies and pickles start anew.
+    """One object for each thread, made when the thread first reads it; copies and pickles start anew.
 
     Args:
         make: Makes the object: a plain one, whose attributes compilers can follow.

@@ -241,7 +241,9 @@ def _rows(kind: Any, prefix: str) -> Iterator[str]:
         values = describe(hint, limit) if limit else describe(hint)
         if (group := dataclass_in(hint)) is not None:
             values = re.sub(rf"an? {group.__name__}", f"the group `{item.name}`", values)
-        cells = [f"`{prefix}{item.name}`", values, _shown(item), meanings.get(item.name, "")]
+        # A list stays one in a cell.
+        meaning = re.sub(r"\n\s*- ", "<br>- ", meanings.get(item.name, ""))
+        cells = [f"`{prefix}{item.name}`", values, _shown(item), meaning]
         yield "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"
 
 

@@ -123,7 +123,7 @@ def _sides(value: Any) -> Sides | None:
 
 
 def image_output(model: nn.Module, images: Tensor, part: str = "image") -> Tensor:
-    """Return a model's output for images (B, C, H, W): logits, or else features of images or of their tokens.
+    """Return a model's output for images (B, C, H, W): logits if it has a head, otherwise features per image or token.
 
     Example:
         >>> import torch, transformers

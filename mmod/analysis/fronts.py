@@ -128,7 +128,7 @@ def lost_marks(marks: Sequence[Mark], faster: bool = False) -> str:
 def name_front(
     axis: Axes, marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]], faster: bool = False
 ) -> None:
-    """Name the dense model and those on the front beside their marks; the figure must be laid out already."""
+    """Name the dense model and those on the front next to their marks; the figure must be laid out already."""
     from matplotlib.transforms import Bbox
 
     bottom = axis.get_ylim()[0]
@@ -152,7 +152,7 @@ def name_front(
 
 
 def legend_of(axes: Sequence[Axes], marks: Sequence[Mark], styles: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the handles of the series without a model that is named in the panels, and of the front."""
+    """Return legend handles for the front, and for each series of which no model is labelled in a panel."""
     from matplotlib.lines import Line2D
 
     named = {text.get_text() for text in chain.from_iterable(axis.texts for axis in axes)}

@@ -28,7 +28,7 @@ def draw_maps(images: Tensor, names: Sequence[str], maps: Tensor, labels: Sequen
         images: One or three channels (B, C, height, width).
         names: Names of the blocks.
         maps: True where a block kept a patch (blocks, B, rows, columns).
-        labels: Text beside each image.
+        labels: Text next to each image.
     """
     pictures = _pictures(images)
     if maps.shape[1] != len(images):

@@ -163,7 +163,7 @@ class Trace(Mapping[str, Routing]):
         Args:
             images: What the traced pass saw (B, 1 or 3 channels, height, width). Images outside [0, 1], as normalised
                 ones, are shown from their lowest value, black, to their highest, white.
-            labels: Text beside each image.
+            labels: Text next to each image.
             prefix: See `maps`, which also describes `grid` and `image_BN`.
 
         Raises:

@@ -22,7 +22,7 @@ class AuditOptions(AuditConfig):
         others: Further sets on which learned and random choice are compared: names to changed keys of `data`, as in
             `{aligned: {source: "digits:aligned"}}`.
         beside: Folders of baseline runs of the same kind, evaluated on the same set and strata.
-        questions: Conversations of `data.val` that are asked, drawn at random; null for all. Those without images are
+        questions: Conversations of `data.val` to evaluate, drawn at random; null for all. Those without images are
             left out.
         generation: Bytes that a model of text writes after prompts of `data.length`, to compare its decisions byte by
             byte with the top-k, which it must have been trained with; a multiple of `data.length`, or 0 for none.

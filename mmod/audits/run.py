@@ -120,7 +120,7 @@ def _cost(kind: Any, model: nn.Module, batches: Batches) -> float:
 
 
 def _generation(kind: Any, model: nn.Module) -> Generation | None:
-    """Return the decisions of a model while it writes long texts; None where the config asks for none."""
+    """Return the decisions of a model while it writes long texts; None if the config has none."""
     config = kind.config
     options = config.audit
     if config.kind != "text" or not options.generation:

@@ -177,7 +177,7 @@ def read_set(kind: Any, model: nn.Module, changes: Mapping[str, Any] | None = No
 
 
 def shifts_of(kind: Any) -> dict[str, Shift]:
-    """Return the shifts that a config asks for, as functions of batches."""
+    """Return the shifts that a config names, as functions of batches."""
     names = kind.config.audit.shifts
     refuse_unknown("shift of audit.shifts", names, list(SHIFTS))
     return {name: partial(sets_of(kind.config.kind).change, SHIFTS[name]) for name in names}

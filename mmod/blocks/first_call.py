@@ -108,7 +108,7 @@ class _Watch:
 
 
 class FirstGrid(OnceHook):
-    """Tells once of tokens beside patches and prefix, such as learned prompts, which are skipped like patches.
+    """Warns once of tokens besides patches and prefix, such as learned prompts, which are skipped like patches.
 
     Args:
         read: Returns the grid of patches from the output of the module that shows it.

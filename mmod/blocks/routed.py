@@ -266,11 +266,11 @@ class RoutedBlock(Deciding, ConvertedBlock):
 
     @property
     def has_loss(self) -> bool:
-        """Whether the config asks for a loss."""
+        """Whether the config has a loss."""
         return bool(self.router.config.losses)
 
     def losses(self, routing: Routing) -> list[Tensor]:
-        """Return the weighted losses of a decision that the config asks for."""
+        """Return the weighted losses of a decision that the config names."""
         router = self.router
         return [weight * LOSSES[name](routing, router) for name, weight in router.config.losses.items()]
 

@@ -172,7 +172,7 @@ def gaps(table: Table, figure: str, partners: Partners) -> dict[str, Estimate | 
 
 
 def best(table: Table, figure: str, names: Iterable[str]) -> str | None:
-    """Return the candidate with the best mean, the first of equal ones; None of none."""
+    """Return the candidate with the best mean: the first of ties, or None without candidates."""
     return max(names, key=lambda name: mean_of(table, figure, name), default=None)
 
 

@@ -1,6 +1,6 @@
 """Options of an audit, shared by `mmod.audit` and the command.
 
-They stand here and not beside the audit because the command's `--help` imports them, and answers without torch.
+They are here and not next to the audit because the command's `--help` imports them, and answers without torch.
 """
 
 from __future__ import annotations

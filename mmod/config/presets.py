@@ -30,10 +30,10 @@ def preset(name: str, depth: int | None = None, **changes: Any) -> RoutingConfig
         name: A name of that list.
         depth: Number of blocks of the model. "p-mod", "mindskip", "gradual", "gamma-mod", "evenly-spread", "ipcv" and
             "v2drop" choose blocks by it; without it they choose when a model is routed, see `mmod.config.Preset`.
-        changes: Options of the preset, such as `mean` of "gradual", and fields of `RoutingConfig` to override; a
-            mapping overrides single options of a part. One `capacity` is that of every routed block. Where the preset
-            plans a capacity for each block, as "gradual" and "p-mod" do, it becomes their mean and the plan keeps its
-            shape; several replace the plan's, and another number of `blocks` needs a `capacity`.
+        changes: Options of the preset, such as `mean` of "gradual", and fields of `RoutingConfig` to override. A
+            mapping overrides single options of a part. One `capacity` holds for every routed block. If the preset plans
+            a capacity per block, as "gradual" and "p-mod" do, the number becomes their mean and the plan keeps its
+            shape. Several capacities replace the planned ones. Another number of `blocks` needs a `capacity`.
 
     Raises:
         ValueError: Unknown name or field.

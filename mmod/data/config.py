@@ -90,16 +90,18 @@ class DataConfig(StreamConfig, SourceConfig):
     """Config of a data set of images.
 
     Args:
-        source: "digits" or "digits:DIFFICULTY", the embedded set, built into `root` on demand; "crowds" or
-            "crowds:DIFFICULTY", with a label per patch; "shards:PATTERN", webdataset shards, with `{split}` in the
-            pattern; "maps:SIDE", images and label maps scaled to squares of SIDE pixels, see
-            `mmod.data.readers.images.MapSource`; "hf-datasets:NAME:SPLIT", "hf-datasets:NAME@SUBSET:SPLIT" or
-            "hf-datasets:BUILDER:FILES" (such as "hf-datasets:parquet:data/{split}-*.parquet"), streamed by `datasets`,
-            also with `{split}`; "folder", a folder of class folders for each split, `ROOT/SPLIT/CLASS/`, see
-            `mmod.data.readers.folders.walk_images`; or a name for `timm.data.create_dataset`: "torch/...", "hfds/...".
-        root: Folder of the data. Embedded sets default to `runs/data/TITLE-DIFFICULTY`, such as
-            `runs/data/cluttered-digits-tiny`. For shards, the folder of
-            copies of remote ones and of indices.
+        source: Where images come from, one of
+
+            - "folder": class folders for each split, `ROOT/SPLIT/CLASS/IMAGE`;
+            - "shards:PATTERN": webdataset shards, with `{split}` in the pattern;
+            - "hf-datasets:NAME:SPLIT" or "hf-datasets:NAME@SUBSET:SPLIT": a data set of the hub, streamed;
+            - "hf-datasets:BUILDER:FILES": files, such as "hf-datasets:parquet:data/{split}-*.parquet";
+            - "maps:SIDE": images and label maps, scaled to squares of SIDE pixels;
+            - "torch/NAME" or "hfds/NAME": a name for `timm.data.create_dataset`;
+            - "digits" or "digits:DIFFICULTY": the embedded digits, made on demand;
+            - "crowds" or "crowds:DIFFICULTY": the same with a label per patch.
+        root: Folder of the data. Embedded sets default to `runs/data/TITLE-DIFFICULTY`. Shards keep indices, and copies
+            of remote shards, here.
         train_split: Split to train on.
         val_split: Split to evaluate on.
         train_limit: Number of training images, drawn once and spread evenly over the classes; None uses all.
@@ -112,17 +114,15 @@ class DataConfig(StreamConfig, SourceConfig):
         crop_pct: Share of the resized image that the evaluation crop keeps. Set 1 for images that already have
             `image_size`. Embedded sets are never cropped.
         interpolation: Interpolation of the evaluation resize.
-        options: Further arguments of `timm.data.create_dataset`. Of class folders `class_map` alone: numbers of classes
-            by name, or a file of them in the form of `classes`; folders that it does not name are left out.
-        classes: File with the names of the model's classes, in the order of its outputs: one in each line, or JSON. The
-            names of the data are matched to them. Needed only for weights whose run folder has no `classes.json`, and
-            for class folders whose names begin with `.`, `__` or `@`. None numbers the classes of the training data in
-            order of their names.
+        options: Further arguments of `timm.data.create_dataset`. Class folders take `class_map` alone: the number of
+            each class by name, or a file like `classes`. Folders that it does not name are left out.
+        classes: File with the names of the model's classes in the order of its outputs, one a line or JSON. Names of
+            the data are matched to them. It is needed for weights whose run folder has no `classes.json`, and for class
+            folders whose names begin with `.`, `__` or `@`. None numbers the training classes in order of their names.
         columns: Columns of images and classes of "hf-datasets:".
-        label_patch: Side of a patch in pixels, for one class per patch: the most frequent class of its pixels in the
-            label map (the member `.seg.png` of shards, or the map of "maps:SIDE"). Images are square, and maps have
-            the same size. Pixels of value 255 have no class, nor have patches of such pixels only. None for one class
-            per image.
+        label_patch: Side of a patch in pixels, for one class per patch; None for one class per image. A patch has the
+            most frequent class of its pixels in the label map (`.seg.png` in shards, or the map of "maps:SIDE"). Images
+            are square, and maps have their size. Pixels of value 255 have no class.
     """
 
     source: str = "digits"

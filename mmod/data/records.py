@@ -69,7 +69,7 @@ def check_record(record: Any, images: int | None = None) -> tuple[Message, ...]:
     """Check a record and return its messages, with the role names of chat templates and `<image>` for images.
 
     Args:
-        images: Number of images beside the record; None reads it from the record.
+        images: Number of images that come with the record; None reads it from the record.
 
     Example:
         >>> content = [{"type": "image"}, {"type": "text", "text": "which digit ?"}]

@@ -79,6 +79,6 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _folder() -> Path:
-    """Return the folder of the configs: inside an installed package, or beside it in a repository."""
+    """Return the folder of the configs: inside an installed package, or next to it in a repository."""
     inside = _PACKAGE / "configs"
     return inside if inside.is_dir() else _PACKAGE.parent / "configs"

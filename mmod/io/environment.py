@@ -16,7 +16,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
     """Return what a measurement depends on: versions, processor or GPU, and threads.
 
     Raises:
-        ValueError: A GPU is asked for and torch sees none.
+        ValueError: A GPU is requested and torch sees none.
     """
     machine: dict[str, Any] = {"mmod": __version__, "torch": str(torch.__version__)}
     machine |= {"python": platform.python_version(), "device": device}

@@ -265,11 +265,11 @@ class LockedError(RuntimeError):
 
 @contextmanager
 def locked(folder: str | Path, *, wait: bool) -> Iterator[None]:
-    """Hold the lock of a folder: a file beside it, which the system releases when the process ends or crashes.
+    """Hold the lock of a folder: a file next to it, which the system releases when the process ends or crashes.
 
     Raises:
         LockedError: Another process holds it, and `wait` is false.
-        UnwrittenError: The folder beside which the file stands cannot be written.
+        UnwrittenError: The folder that holds the file cannot be written.
     """
     from filelock import FileLock, Timeout
 

@@ -69,9 +69,10 @@ AnyStop = TypeVar("AnyStop", bound=Stop)
 
 @contextmanager
 def heeding(stop: AnyStop) -> Iterator[AnyStop]:
-    """Context in which `stop` notes the stop signals; outside the main thread it notes none.
+    """Context manager in which `stop` records stop signals; outside of the main thread it records none.
 
-    Signals that are ignored, as under nohup, or that a scheduler's library handles, as submitit does, stay theirs.
+    It leaves alone signals that are ignored, as under nohup, and signals that a scheduler's library handles, such as
+    submitit.
     """
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -31,7 +31,7 @@ def calibrate_thresholds(
 
     The plan of `config` is scaled to the budget. Every routed block then gets the threshold at which it keeps as many
     tokens of all the images together as the plan says. Thresholds are numbers: what an image keeps does not depend on
-    the images beside it. In a batch, images that keep fewer tokens than another are padded, so single images are
+    the other images. In a batch, images that keep fewer tokens than another are padded, so single images are
     fastest.
 
     Args:

@@ -30,7 +30,7 @@ class Mixture(Method):
         choice: "topk": each expert or recursion takes its top tokens, among all tokens of an image or text (expert
             choice). "tokens": each token chooses by itself (token choice). "score" and "predictor" are for language
             models, which generate one token at a time: they choose by top-k in training. In evaluation, "score" takes
-            each token whose logit is at least 0, and "predictor" asks a small network that reads the token without a
+            each token whose logit is at least 0, and "predictor" uses a small network that reads the token without a
             gradient.
         balance: Weight of the load-balance loss, for "tokens".
         membership: Weight of the loss by which "score" and "predictor" learn to predict the top-k choice.

@@ -111,7 +111,7 @@ class PrunedModel(Mixin):
 def prune_tokens(
     share: float, fuse: bool, grid: Grid, inputs: AttentionInputs, prefix: int
 ) -> tuple[Grid, Restore] | None:
-    """Keep the prefix and the share of patches that receive the most attention; fuse the others if asked to."""
+    """Keep the prefix and the share of patches that receive the most attention; fuse the others on request."""
     x_BND = grid.x_BND
     patches = x_BND.shape[1] - prefix
     kept = math.ceil(share * patches)

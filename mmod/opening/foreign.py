@@ -34,9 +34,9 @@ class ForeignWeights(NamedTuple):
 
 
 def select_weights(content: Mapping[Any, Any]) -> ForeignWeights:
-    """Return the weights in a checkpoint, of several the moving average.
+    """Return the weights in a checkpoint; if it has several sets, the moving average.
 
-    Names lose what wrappers add, and the name of the attribute that holds the model in Lightning and DINO.
+    Prefixes of wrappers are removed from the names, also those of Lightning and DINO.
 
     Example:
         >>> content = {"model": {"module.a": 1}, "model_ema": {"_orig_mod.a": 2}, "epoch": 3}

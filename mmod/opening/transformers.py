@@ -148,7 +148,7 @@ def _create_changed(folder: str | Path, pretrained: bool, args: Mapping[str, Any
 
 
 def _class_of(config: Any, fresh: bool) -> Any:
-    """Return the class of the model that a folder holds, or of a classifier on it where a new one is asked for."""
+    """Return the class of the model that a folder holds, or of a classifier on it where a new one is requested."""
     import transformers
 
     name = next(iter(config.architectures or ()), "")

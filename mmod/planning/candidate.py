@@ -1,4 +1,4 @@
-"""What is compared: a model made from the dense one, spelled as the keys of a training config."""
+"""What is compared: a model made from the dense one, written as keys of a training config."""
 
 from __future__ import annotations
 

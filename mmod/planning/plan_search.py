@@ -166,7 +166,7 @@ def stopwatch(model: nn.Module, part: str, batch: Any) -> Clock:
 
 
 def best_choices(losses: Sequence[Sequence[float]], costs: Sequence[Sequence[float]], budget: float) -> list[int]:
-    """Return the index of one item per class: the lowest sum of losses with costs within the budget.
+    """Choose one item per class with the lowest sum of losses under a budget of cost; return their indices.
 
     A multiple-choice knapsack, solved by dynamic programming.
 

@@ -21,7 +21,7 @@ NAME = "mmod"
 def load_routed(
     model_name: str, pretrained: str, cache_dir: str | None = None, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, Callable[..., Any], Callable[..., Any]]:
-    """Return a routed model, its image transform and its tokenizer, as CLIP_benchmark asks for them.
+    """Return a routed model, its image transform and its tokenizer, as CLIP_benchmark expects them.
 
     Args:
         model_name: Architecture in open_clip, which says how captions are split into tokens.

@@ -200,7 +200,7 @@ def draw_health(rows: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def rows_over_runs(audits: Sequence[AuditRecord]) -> list[list[str]]:
-    """Return a row for every figure of every name that several runs have, with 95 % intervals over these."""
+    """Return a row for each figure and name that several runs have, with 95 % intervals over the runs."""
     groups: dict[str, list[dict[str, float]]] = {}
     for record in audits:
         groups.setdefault(record.name.rpartition("/")[2], []).append(_figures(record))

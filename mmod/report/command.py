@@ -10,7 +10,7 @@ from mmod.io.records import FolderTakenError
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Write the report that a command line asks for and print its path."""
+    """Write the report that a command line describes and print its path."""
     parser = argparse.ArgumentParser(
         description="Show studies, audits and training runs on one page that opens in a browser without a network.",
         allow_abbrev=False,

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file without scripts that asks no network for anything."""
+"""The page of a report: one HTML file without scripts, which needs no network."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _PLAN = (
 
 
 def write_report(folders: Sequence[str | Path], output: str | Path | None = None) -> Path:
-    """Write the results of studies, audits and training runs as one HTML file, each figure as SVG and CSV beside it.
+    """Write the results of studies, audits and training runs as one HTML file, each figure as SVG and CSV next to it.
 
     Args:
         folders: Folders of studies and runs, or folders that hold several of them.

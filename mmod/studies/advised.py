@@ -1,4 +1,4 @@
-"""The model that advice is asked for: dense, with a head that returns what is evaluated."""
+"""The model that advice is for: dense, with a head that returns what is evaluated."""
 
 from __future__ import annotations
 

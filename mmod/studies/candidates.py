@@ -116,11 +116,11 @@ def create_baselines(
     """Return the candidates of a study that have no router.
 
     Args:
-        baselines: Series to capacity of the routed models that a baseline is matched to, to its fields: `kind:
-            resolution` with `image_size`, `kind: smaller` with `args` and perhaps a `checkpoint`, or one of a training
-            config's `methods`; any may have `image_size` and `changes` of the training config. Experts take its
-            `routing` too.
-        controls: Name of a series to the one that it is compared with besides the dense model.
+        baselines: The fields of each baseline, by series and by the capacity of the routed models that it matches. They
+            are `kind: resolution` with `image_size`, `kind: smaller` with `args` and perhaps a `checkpoint`, or one of
+            a training config's `methods`. Any baseline may have `image_size` and `changes` of the training config;
+            experts may have `routing`.
+        controls: Names of series, by the series that is compared with them besides the dense model.
         epochs: Length of a training from scratch.
         is_trained: Whether models that start from the dense one are fine-tuned.
     """

@@ -125,7 +125,7 @@ class StudyConfig(Checked):
         return sorted({*self.latency_batches, self.latency_batch})
 
     def time_columns(self, columns: tuple[str, str], size: int) -> tuple[str, str]:
-        """Return the names of a batch size's columns, from those of the batch size that is drawn."""
+        """Return the names of the columns for one batch size, made from those of `latency_batch`."""
         ms, speedup = columns
         further = "" if size == self.latency_batch else f"_b{size}"
         return f"{ms}{further}", f"{speedup}{further}"

@@ -93,7 +93,7 @@ def classify_images(features: Sequence[Features], study: FeaturesStudyConfig) ->
 
 
 def classify_patches(features: Sequence[Features], study: FeaturesStudyConfig) -> dict[str, np.ndarray]:
-    """Classify the tested patches by a linear classifier that is fitted on those of the other split.
+    """Classify the patches of the test split by a linear classifier fitted on those of the training split.
 
     Returns:
         The confusion matrix of every tested image (N, classes, classes).

@@ -1,4 +1,4 @@
-"""Studies of image classifiers: accuracy against FLOPs, latency and memory, beside models without a router."""
+"""Studies of image classifiers: accuracy against FLOPs, latency and memory, with baselines that have no router."""
 
 from __future__ import annotations
 

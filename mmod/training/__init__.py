@@ -1,19 +1,15 @@
 """Training: image classifiers, image-text pairs, conversations and text.
 
-`engine` has what the kinds share: the contract of a kind (`kind.py`), the model that a run starts from (`start.py`),
-run folder, checkpoints, logs, processes, command lines, checks before the first step (`preflight.py`) and the loop.
-Conversations run in transformers' Trainer and share everything else; the other kinds run in the loop.
+Each kind of training is a folder with the same five files:
 
-Every kind is a folder with the same files:
+- `config.py`: the options, as `ModelConfig` and `TrainConfig`. It is imported without torch, so that `--help` is fast.
+- `model.py`: opens the dense model.
+- `task.py`: the objective, a subclass of `engine.task.Task`; for conversations, transformers' Trainer.
+- `evaluate.py`: evaluates one batch, and sums up an evaluation as `EvalResult`.
+- `kind.py`: the object whose functions the loop and all commands call (`engine.kind.Kind`).
 
-- `config.py`: `ModelConfig`, with `has_weights` and `started_from`, and `TrainConfig`, a subclass of `LoopConfig`
-  (`RunConfig` without the loop). It is imported without torch, so that `--help` is fast.
-- `model.py`: opens the dense model (`mmod/opening`) and creates the objects around it.
-- `task.py`: the objective, a subclass of `engine.task.Task`; a trainer if another library has the loop.
-- `evaluate.py`: the rows of a batch, and `EvalResult`, a `RoutedResult` whose `columns()` are columns of the history.
-- `kind.py`: the frozen object whose functions the loop and all commands call. It inherits nothing.
-
-A new kind is such a folder, a row in `mmod/training/table.py`, and the same folder of tests.
+`engine` holds what the kinds share: run folders, checkpoints, logs, processes, checks before the first step, and the
+training loop. A new kind is such a folder, a row in `mmod/training/table.py`, and the same folder of tests.
 """
 
 from typing import TYPE_CHECKING

@@ -128,7 +128,7 @@ class Labels:
 
     @property
     def running_BN(self) -> Tensor | None:
-        """Labels of this thread's pass (B, N), as its caller gave them; None without, or outside one."""
+        """The labels (B, N) passed to this thread's forward pass; None without labels or outside of a pass."""
         return self._running.value.labels_BN
 
     @running_BN.setter

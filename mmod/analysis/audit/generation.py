@@ -1,4 +1,4 @@
-"""Decisions of a language model token by token, beside the top-k that it was trained with, while a text grows long.
+"""Decisions of a language model token by token, compared with the top-k that it was trained with, as a text grows.
 
 Axes: B texts, N tokens."""
 

@@ -26,8 +26,8 @@ Replace = Callable[[str, Tensor, Routing, "Tensor | None"], "Routing | None"]
 def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
     """Replace what routers decide, in forward passes inside the block.
 
-    Blocks that share a decision ask one router, so that it is replaced once for all of them. Where tokens join others,
-    they join by the router's rule, and later blocks of a span choose among those that the replaced one keeps.
+    Blocks that share a decision have one router, so the decision is replaced once for all of them. Skipped tokens still
+    join kept ones by the router's own rule. Later blocks of a span choose among the tokens that the replacement keeps.
     """
     blocks = routed_blocks(model)
     for name, block in blocks.items():

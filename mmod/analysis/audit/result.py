@@ -247,7 +247,7 @@ def _conditions(
 def _pairs(
     tables: Sequence[BatchTables], others: Mapping[str, Sequence[BatchTables]]
 ) -> tuple[OutcomePairs, OutcomePairs]:
-    """Return outcomes of the learned choice by group and stratum: beside random tokens, and beside other models."""
+    """Return outcomes of the learned choice by group and stratum: against random tokens, and against other models."""
     members = members_of([table.labels for table in tables])
     audited = outcomes_of(tables)
     learned = audited[LEARNED]

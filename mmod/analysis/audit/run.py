@@ -60,41 +60,44 @@ def audit(
 ) -> Audit:
     """Test whether a routed model's decisions depend on content or position, and whether they beat random choices.
 
-    The model is frozen. Every image is evaluated with the tokens that the routers keep, and with the same number of
-    tokens under counterfactual conditions:
+    The model is frozen. Each image is evaluated with the tokens that the routers keep. Then it is evaluated again with
+    as many other tokens, under several conditions:
 
-    - "random", "token norm", and fixed positions: "stride", "centre", "border", and "mean mask", the positions that the
-      router keeps most often;
+    - "random": random tokens;
+    - "token norm": the tokens of largest norm;
+    - "stride", "centre", "border": fixed positions;
+    - "mean mask": the positions that the router keeps most often;
     - "inverted": dropped tokens before kept ones, the lowest score first;
     - "shuffled": the positions that the router keeps in the previous image;
-    - with a `reference`: "dense attention", the tokens with the most attention in the same block of that model, and
-      "reference entropy", the tokens at which that model is least certain.
+    - "dense attention", with a `reference`: the tokens with the most attention in the same block of that model;
+    - "reference entropy", with a `reference`: the tokens at which that model is least certain.
 
-    The best fixed position is chosen on the audited images. Where batches have images on a grid, the influence of
-    content and position is measured on the same images rolled by full patches, see `Influence`.
+    The best fixed position is chosen on the audited images. If batches hold images on a grid, the influence of content
+    and position is also measured, on the same images rolled by full patches (see `Influence`).
 
     Args:
         model: A routed model; its mode is restored at the end.
-        batches: The evaluation set, shuffled. It is iterated twice, so it must not be a generator. A batch may be an
+        batches: The evaluation set, shuffled; a list or loader, because it is iterated twice. A batch may be an
             `mmod.analysis.LabelledBatch`, with labels of its samples and tokens.
         config: The conditions to compare, and how precisely.
         evaluate: Runs the model on a batch and returns the loss and the accuracy in [0, 1] of each sample, (B,) each.
             The default takes images and classes; `mmod.analysis.evaluate_answers` takes batches of a language model.
         positions_from: Batches of a training set on which "mean mask" is computed; None for the evaluation set.
-        custom: Further conditions: functions from an `mmod.analysis.DecisionContext` to ranks (B, N), highest kept.
-        reference: The dense baseline. Its loss defines strata of difficulty, and it adds two conditions.
+        custom: Further conditions by name. Each is a function from an `mmod.analysis.DecisionContext` to ranks (B, N);
+            the highest ranks are kept.
+        reference: The dense baseline. It adds two conditions, and its loss divides images into strata of difficulty.
         beside: Baselines by name, such as early exit at the same budget, to compare on all images and by strata.
-        shifts: Functions by name that return changed batches, from a batch and the indices of its images, such as
-            those in `mmod.analysis.SHIFTS`; the comparison is repeated on them.
-        others: Further sets by name, on which the comparison is repeated.
-        store: File that keeps the tables of each batch, see `mmod.io.store.Store`, from which an interrupted audit
-            resumes. Other audits may share it.
+        shifts: Corruptions by name, on which the comparison is repeated, such as those in `mmod.analysis.SHIFTS`. Each
+            is a function from a batch and the indices of its images to a changed batch.
+        others: Further data sets by name, on which the comparison is repeated.
+        store: File for the tables of each batch, from which an interrupted audit resumes (see `mmod.io.store.Store`).
+            Several audits may share it.
         progress: Show a progress bar.
 
     Raises:
-        TypeError: Batches are not iterable, or can be iterated only once, or a config or labels of another type.
-        ValueError: A model that cannot be audited, conditions, a grid or sets that do not fit, inputs or losses that
-            are not finite, fewer than two images, or a store that is damaged.
+        TypeError: Batches that cannot be iterated twice, or a config or labels of another type.
+        ValueError: The model cannot be audited; conditions, grid or data sets do not fit it; inputs or losses are not
+            finite; there are fewer than two images; or the store is damaged.
 
     Example:
         >>> import timm, torch, mmod
@@ -230,7 +233,7 @@ class _Learned(NamedTuple):
 
 @dataclass(frozen=True)
 class _Contexts:
-    """What an audit evaluates a batch with: a routed model with every choice of tokens, and models beside it.
+    """What an audit evaluates a batch with: a routed model with every choice of tokens, and its baselines.
 
     Args:
         positions: What each decision keeps by position, from a pass of its own.

@@ -1,4 +1,4 @@
-"""Distribution shifts: each image is changed as those of another set may be, independent of its batch.
+"""Distribution shifts, such as noise and blur: each image is changed independently of its batch.
 
 Axes: B images, C channels, H rows and W columns of pixels."""
 

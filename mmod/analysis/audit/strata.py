@@ -62,7 +62,7 @@ def check_labels(labels: Labels, samples: int, before: Labels | None) -> None:
 
 
 def members_of(parts: Sequence[Labels]) -> dict[tuple[str, str], Tensor]:
-    """Return for each group and stratum where an image is in it (I,); groups of one stratum are left out.
+    """Return a mask of the images (I,) for each group and stratum; a group with a single stratum is left out.
 
     Args:
         parts: The labels of each batch.

@@ -53,7 +53,8 @@ def open_checked(
 
     Those are texts with tokens of the processor, images of sizes that it refuses, images that `max_length` cuts off,
     and conversations that it leaves without an answer. Every text is tokenised, and the processor encodes a blank
-    image of each size. A long check is kept beside the data, and read again for equal data, processor and `max_length`.
+    image of each size. A long check is saved next to the data, and read again for equal data, processor and
+    `max_length`.
 
     Args:
         prompts: Only prompts are encoded, which are not cut.

@@ -35,7 +35,7 @@ class ShardFiles:
     """The shards of a list, read by number.
 
     Args:
-        cache: Folder for copies of remote shards; also for indices, by default beside the shards.
+        cache: Folder for copies of remote shards; also for indices, by default next to the shards.
     """
 
     def __init__(

@@ -120,7 +120,7 @@ class ShardSource:
 
     Args:
         pattern: See `expand_pattern`.
-        cache: Folder for copies of remote shards and for indices; None writes each index beside its shard.
+        cache: Folder for copies of remote shards and for indices; None writes each index next to its shard.
         target: The label member: `CLASS`, `CAPTION` or a `label_map`.
     """
 

@@ -160,7 +160,7 @@ def select_topk(
     gate: str,
     scale: float,
 ) -> None:
-    """Compute gates, indices, filled slots (B, K) and inverse map (B, N); those that are not asked for are empty."""
+    """Compute gates, indices, filled slots (B, K) and inverse map (B, N); those that are not requested are empty."""
     weight, index, filled, inverse = results
     images, tokens = score_BN.shape
     # The kernel reads no mask that is absent, but its argument must be a tensor.

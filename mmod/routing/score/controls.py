@@ -35,7 +35,7 @@ class Random(Score):
 @register_score("coin")
 @dataclass(frozen=True)
 class Coin(Score):
-    """A number drawn uniformly from [0, 1) for a whole image, in each routed block another.
+    """One random score per image and routed block, uniform in [0, 1).
 
     A threshold t keeps the share 1 - t of the images: the control of scores that decide per sequence.
 

@@ -26,7 +26,7 @@ class Added(nn.Module):
         """Give the weights their initial values, after a dense checkpoint was loaded; by default they get none."""
 
     def leave_meta(self) -> None:
-        """Note that the weights got memory without values."""
+        """Record that the weights left the meta device and have no values yet."""
         self.emptied = True
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Added:

@@ -32,7 +32,7 @@ def check_start(
 ) -> None:
     """Raise a ValueError about a run whose result would mislead.
 
-    It would end in its warm-up, train on many words that its tokenizer does not know, or be asked for answers that are
+    It would end in its warm-up, train on many words that its tokenizer does not know, or be tested by answers that are
     longer than it may give.
     """
     if arguments.lr_scheduler_type != "constant":

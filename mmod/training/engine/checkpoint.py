@@ -105,7 +105,7 @@ def _superseded(newest_first: Sequence[Path]) -> list[Path]:
 
 
 def write_sums(folder: Path, *, together: bool = False) -> None:
-    """Write the checksums of the files in a folder beside them; `together` shares the work of processes."""
+    """Write the checksums of the files in a folder next to them; `together` shares the work of processes."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != SUMS]
     sums = sums_of(folder, [str(path.relative_to(folder)) for path in files], together)
     if not together or process_rank() == 0:

@@ -115,7 +115,7 @@ class EmaConfig(Checked, group="ema"):
     use_warmup: bool = True
 
     def check_steps(self, steps: int) -> None:
-        """Raise a ValueError if the average after so many steps would largely be that of the start."""
+        """Raise a ValueError if the average after this many steps would consist largely of the first weights."""
         # The first step sets the average.
         updates = steps - 1
         start = self.decay**updates

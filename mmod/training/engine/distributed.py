@@ -125,7 +125,7 @@ class StopRequest(Stop):
         self._group: Any = dist.new_group(backend="gloo") if dist.is_initialized() else None
 
     def agreed(self) -> bool:
-        """Return whether any process was asked to stop; collective over processes."""
+        """Return whether any process got a signal to stop; collective over processes."""
         self._agreed = self.number
         if self._group is not None:
             number = torch.tensor(self.number)

@@ -29,7 +29,7 @@ class RunEstimate:
         weight_bytes: Memory of a process for the weights, with those of the teacher and the moving average.
         training_bytes: Memory of a process for gradients and two moments.
         activation_bytes: Memory held for the backward pass of one batch of one process.
-        full_bytes: Memory of a process for the whole weights that it evaluates beside its shards; 0 without shards.
+        full_bytes: Memory of a process for the whole weights that it evaluates besides its shards; 0 without shards.
     """
 
     epochs: float

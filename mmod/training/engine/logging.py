@@ -19,7 +19,7 @@ from mmod.training.engine.distributed import sum_over_processes
 
 
 def note(line: str) -> None:
-    """Print a line beside the bars, which are on the standard error stream."""
+    """Print a line above the bars, which are on the standard error stream."""
     say(line, file=sys.stderr)
 
 

@@ -73,12 +73,12 @@ class ImageKind:
             freeze_dense_(model)
 
     def load_dense(self, model: Any, checkpoint: str, methods: Sequence[Method] = ()) -> dict[str, Tensor]:
-        """Load a checkpoint by timm's names, with a new classifier if one is asked for; see `LoopKind.load_dense`."""
+        """Load a checkpoint by timm's names, with a new classifier if one is requested; see `LoopKind.load_dense`."""
         adapt = partial(self._adapted, checkpoint=checkpoint)
         return start.load_dense(model, read_state(checkpoint), checkpoint, methods, adapt)
 
     def _adapted(self, model: nn.Module, state: dict[str, Tensor], checkpoint: str) -> Mapping[str, Tensor]:
-        """Return weights as timm converts them, with a new classifier if a fresh one is asked for."""
+        """Return weights as timm converts them, with a new classifier if a fresh one is requested."""
         current = model.state_dict()
         head = classifier_names(model)
         state = converted(state, model)

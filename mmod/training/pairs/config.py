@@ -69,7 +69,7 @@ class TrainConfig(LoopConfig):
             defaults). None prepares them as for evaluation.
         loss: "clip" for the contrastive loss, "siglip" for the sigmoid one, "coca" for contrast and captioning.
         distill: The teacher, if any; the model imitates its similarities within a batch.
-        zero_shot: Also classify images by prompts: "scenes" asks for the first digit in the captions of the embedded
+        zero_shot: Also classify images by prompts: "scenes" classifies the first digit in the captions of the embedded
             set, "imagenet:FOLDER" classifies the images in FOLDER/CLASS/ by open_clip's ImageNet names and templates.
     """
 

@@ -166,7 +166,7 @@ def score(rows: Rows, device: torch.device, top1: float | None = None, top5: flo
 
 
 def rank_both_ways(images: Tensor, texts: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the number of wrong captions before the right one of each image, and of wrong images for each caption.
+    """Return how many wrong captions rank before the right one of each image, and wrong images of each caption.
 
     Equal captions are one caption: its copies would fill the first ranks of an image together.
 
