@@ -42,9 +42,8 @@ def markdown(table: dict[str, Any]) -> str:
 def _cell(value: Any, form: str) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    if isinstance(value, dict):
-        return form.format(ratio(**value))
-    return form.format(*value) if isinstance(value, list) else form.format(value)
+    values = value if isinstance(value, list) else [value]
+    return form.format(*(ratio(**item) if isinstance(item, dict) else item for item in values))
 
 
 def ratio(of: str, rows: Sequence[int], columns: Sequence[str], times: float) -> float:

@@ -89,7 +89,7 @@ def _linked(path: Path, text: str) -> str:
         file = "" if page == path else _relative(page, path.parent)
         return f"[`{name}`]({file}#{anchor(name)})"
 
-    parts = re.split(r"(^```.*?^```$|^#.*$)", text, flags=re.MULTILINE | re.DOTALL)
+    parts = re.split(r"(^```.*?^```$|^#[^\n]*$)", text, flags=re.MULTILINE | re.DOTALL)
     return "".join(
         part if number % 2 else re.sub(r"(?<!\[)`(mmod[\w.:]*)`", link, part) for number, part in enumerate(parts)
     )

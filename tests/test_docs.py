@@ -125,6 +125,8 @@ def test_a_changed_figure_and_a_table_without_a_place_are_noticed() -> None:
     table = next(iter(tables.values()))
     table["rows"][0][0] = "another model"
     assert "another model" in doc_tables.written(text, tables)
+    share = {"of": "notebook/results/equal_time.json#the-main-job", "rows": [2, 0], "columns": ["top-1 %"]}
+    assert doc_tables.ratio(**share, times=100) == pytest.approx(100 * 89.3 / 89.9)
     with pytest.raises(ValueError, match=r"without a place .*'unplaced'"):
         doc_tables.written(text, {**tables, "unplaced": table})
 
