@@ -2,7 +2,7 @@
 
 A type counts if a tiny model of it finds its image tokens, and with all of them kept computes what the dense model
 does, in a pass and in cached generation. A tower counts if it is routed likewise. The counts are written to
-`docs/results/transformers.json` and into the page.
+`docs/notebook/results/hosts.json` and into the page.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from scripts import doc_tables
 from tests.kit.vlm_types import FAMILIES, IMAGE, VIDEO
 from tests.kit.vlm_zoo import make_joint, prompt
 
-RESULTS = doc_tables.DOCS / "results" / "transformers.json"
+RESULTS = doc_tables.DOCS / "notebook" / "results" / "hosts.json"
 KEEP_ALL = mmod.RoutingConfig(router="stride", capacity=1.0, gate="identity")
 
 
