@@ -195,7 +195,7 @@ def close_groups(table: Table, figure: str, names: Sequence[str]) -> list[list[s
 
 
 def as_fast(ms: Mapping[str, float], name: str, tolerance: float = 1.02) -> list[str]:
-    """Return the other candidates that take no more time than one of them; measurements repeat to within 2 %."""
+    """Return the other candidates that take at most the time of one of them, and 2 % more for noise."""
     return [other for other, time in ms.items() if other != name and time <= tolerance * ms[name]]
 
 

@@ -117,13 +117,12 @@ class LanguageRouting(Checked, group="language"):
     """Options that only the layers of a language model have.
 
     Args:
-        tokens: Which tokens may be skipped, "image" or "all"; capacity is a share of them. "span" and a number choose
-            the top-k of image tokens apart: within each span, which is one image or one frame of a video
-            (VideoLLM-MoD), or among so many image tokens. None means "image" in a model that sees images and "all" in
-            others.
+        tokens: Which tokens may be skipped, "image" or "all"; capacity is a share of them. "span" takes the top-k of
+            image tokens within each image or frame of a video (VideoLLM-MoD); a number takes it within every so many
+            image tokens. None means "image" in a model that sees images and "all" in others.
         scored: What the score reads: the "input" of a layer, or the output of the layer's first "norm" (gamma-MoD).
-        predictor: In evaluation a small network decides, which learns to predict the top-k and sends no gradient into
-            the model (MoD). It needs the loss "membership" and `inference_threshold`.
+        predictor: In evaluation a small network decides (MoD). It learns to predict the top-k, without a gradient into
+            the model, and needs the loss "membership" and `inference_threshold`.
         inference_threshold: In evaluation keep the tokens whose score, after a sigmoid, reaches this value, instead of
             the top-k. Each token is then decided by itself, which generation needs where text tokens may be skipped.
         gate_on: What the gate weighs: the layer's whole "update", its "mlp" branch, or both "branches", attention and

@@ -77,7 +77,7 @@ class ModelClasses:
 
 
 def name_key(name: str) -> Any:
-    """Return the key of timm's order: by the text, numbers in it by value."""
+    """Return a sort key for timm's natural order, in which "9" comes before "10"."""
     from timm.utils.misc import natural_key
 
     # timm's key ignores case and leading zeros: names that differ in these alone need an order, too.

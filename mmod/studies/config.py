@@ -28,11 +28,13 @@ class StudyConfig(Checked):
         output: Folder of runs, table and pictures. A stopped study resumes there.
         dense: Training config of the dense model: a YAML file, or its fields. The study sets its `output`, `seed` and
             `routing`.
-        routers: Names of series to their routing: fields of `RoutingConfig`, or `preset: NAME` with changes, or
-            `plan: FILE` with other fields; or `search` with fields of `PlanOptions`, which searches a plan in the dense
-            model of every seed. All run at every capacity, the budget of a search. A series may also have `changes`,
-            fields of the training config that differ in its runs, `tune: false`, which leaves it untrained, and
-            `budgets`, which replace the capacities: names of budgets to the fields that they set.
+        routers: The routing of each series by its name: fields of `RoutingConfig`, `preset: NAME` with changes,
+            `plan: FILE` with other fields, or `search` with fields of `PlanOptions`, which searches a plan in the dense
+            model of every seed. Each series runs at every capacity, which is the budget of a search. It may also have
+
+            - `changes`: fields of the training config that differ in its runs;
+            - `tune: false`: leaves it untrained;
+            - `budgets`: replace the capacities; names of budgets with the fields that they set.
         kind: The kind of study.
         changes: Fields of the training config to set differently in all runs, nested as in the file.
         finetune: Fields to set differently again when a model is fine-tuned from the dense one.
@@ -44,10 +46,10 @@ class StudyConfig(Checked):
         before: Also evaluate models before they are fine-tuned.
         seeds: Number of seeds; all runs are repeated with every seed, unless nothing is trained.
         processes: Parallel runs, in processes of one thread; 1 runs them in this process.
-        then: Fields that differ in a second study, which follows; its `output` is a folder in this one's.
-        bases: Folder of another study of the same dense model and as many seeds: its dense models are used, and trained
-            where they are missing.
-        controls: Name of a series to the series that is its control, null for none; "random" unless named.
+        then: Fields that differ in a second study, which follows in a subfolder.
+        bases: Folder of another study with the same dense model and seeds. Its dense models are used, and trained if
+            they are missing.
+        controls: The control of a series, by its name; null for none. It is "random" for series that are not named.
         latency_batch: Samples in the batch whose latency is drawn; of images, also the batch whose memory is measured.
         latency_batches: Further batch sizes whose latency is measured.
         latency_rounds: Interleaved rounds of the measurement.

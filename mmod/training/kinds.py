@@ -147,7 +147,7 @@ def parse_kind(arguments: Sequence[str], config_of: Callable[[str], type[Any]] =
 
 
 def finished_run(config: Any, run: Path, weights: str | Path) -> Any:
-    """Return the config that starts from weights in a run folder, from the config in it."""
+    """Return the config in a run folder, changed to start from the weights there."""
     return dataclasses.replace(config, output=str(run)).finished(str(weights))
 
 

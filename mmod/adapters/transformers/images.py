@@ -44,7 +44,7 @@ class Clip(NamedTuple):
 
     Args:
         frames: Number of frames; 0 for tokens outside frames, such as newlines.
-        tokens: Tokens of each frame, or outside frames of all.
+        tokens: Number of tokens in each frame; without frames, the number of all tokens.
     """
 
     frames: int

@@ -32,13 +32,13 @@ _TOLD = (
 
 @dataclass(frozen=True)
 class Information:
-    """What the kind of a token says of whether a decision keeps it.
+    """Mutual information between the kind of a token and whether a decision keeps it.
 
     Intervals are over images by the jackknife, which also removes the upward bias of the estimate.
 
     Args:
-        bits: Mutual information of the kind and of being kept, in bits a token.
-        share: The same over the entropy of being kept: 0 where the kind says nothing, 1 where it says all.
+        bits: The mutual information, in bits per token.
+        share: The same as a share of the entropy of decisions: 0 if the kind says nothing, 1 if it decides.
         kept: Share that is kept of the tokens of each kind; empty for positions.
 
     Source: Quenouille, Biometrika 43 (1956), and Tukey, The Annals of Mathematical Statistics 29 (1958): the jackknife.

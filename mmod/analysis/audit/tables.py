@@ -75,7 +75,7 @@ class TokenKinds:
 
 @dataclass(frozen=True)
 class Moved:
-    """What decisions keep where the content of images is moved: in each of two passes, by decision, masks (B, F)."""
+    """Masks of kept tokens (B, F) by decision, in two passes over images whose content was moved."""
 
     grid: tuple[int, int]
     keep: list[dict[str, Mask]]

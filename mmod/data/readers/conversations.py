@@ -159,10 +159,10 @@ class ChatDataset:
 
 
 class ReplacingChats(ChatDataset):
-    """The same conversations for training: the next readable one with an image replaces one that cannot be read.
+    """The same conversations for training: one that cannot be read is replaced by the next readable one with an image.
 
-    So all processes keep the same number of batches, and as many with images. Its `faults` are to be counted by the
-    process that reads the batches. Without `on_corrupt="skip"`, it raises.
+    So all processes have the same number of batches, and as many with images. The process that reads the batches must
+    count the `faults`. Unless `on_corrupt` is "skip", a fault raises.
     """
 
     def __init__(self, talks: ChatDataset) -> None:

@@ -214,7 +214,7 @@ class Subset:
 
 
 def spread(labels: Sequence[int], count: int, seed: int = 0) -> np.ndarray:
-    """Draw `count` indices, ascending: equally many of each class, as long as a class has more."""
+    """Draw `count` ascending indices, as evenly over the classes as their sizes allow."""
     classes = np.asarray(labels)
     order = np.random.default_rng(seed).permutation(len(classes))
     order = order[np.argsort(classes[order], kind="stable")]

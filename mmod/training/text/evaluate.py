@@ -112,8 +112,8 @@ def evaluate_batch(model: nn.Module, batch: tuple[Tensor, Tensor], precision: st
 def evaluate_ways(model: nn.Module, batch: tuple[Tensor, Tensor], precision: str, elastic: bool) -> Rows:
     """Return the rows of a batch in every way in which the model can decide.
 
-    Those of the decisions of training have the names of `evaluate_batch`. "causal_loss" and "causal_kept/" are of
-    tokens that are decided alone, "full_loss" of all tokens in all layers. "agreement/" has the tokens that both ways
+    Decisions as in training have the names of `evaluate_batch`. "causal_loss" and "causal_kept/" are for tokens that
+    are decided one by one; "full_loss" is for all tokens in all layers. "agreement/" is True at tokens that both ways
     decide alike, by module (B, N).
     """
     with deciding_together(model), decisions_of(model) as decisions:
