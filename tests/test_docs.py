@@ -20,6 +20,7 @@ from urllib.parse import unquote
 import pytest
 import timm
 import yaml
+from packaging.requirements import Requirement
 from PIL import Image
 
 import mmod
@@ -110,6 +111,15 @@ def test_pages_stay_short() -> None:
     guides = [text for page, text in PAGES.items() if page.startswith("docs/") and page not in written]
     assert sum(map(words_in, notebook)) < 13_000
     assert sum(map(words_in, guides)) - sum(map(words_in, notebook)) < 13_400
+
+
+def test_installation_takes_the_address_of_a_repository() -> None:
+    lines = re.findall(r'^pip install "(mmod\[.*?)"', "\n".join(PAGES.values()), re.MULTILINE)
+    extras = set(re.findall(r"^(\w+) = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE))
+    assert len(lines) >= 6
+    for line in lines:
+        requirement = Requirement(line.replace("URL", "https://example.org/owner/mmod"))
+        assert requirement.extras <= extras
 
 
 def test_tables_of_figures_are_those_of_the_json_beside_the_pages() -> None:
