@@ -51,7 +51,7 @@ class Seen:
         boundaries: See `NamedArguments`; the tokens and arguments of one sequence are those of a batch here.
         layout: The form of one sequence, see `NamedArguments`; empty for a batch.
         numbers: Numbers of the blocks that attend within whole images; empty for all.
-        read: Numbers of the blocks whose output the model reads itself, besides the next block.
+        read: Numbers of the blocks whose output the model reads itself, beside the next block.
     """
 
     x_BND: Tensor
@@ -374,7 +374,7 @@ def _image_of_patches(model: nn.Module) -> tuple[int, int, int]:
 
 
 def _packed_patches(model: Any) -> dict[str, Any]:
-    """Return patches in rows, and their grid, as SigLIP 2 takes images of any shape."""
+    """Return patches in rows, with their grid beside them, as SigLIP 2 takes images of any shape."""
     config = getattr(model.config, "vision_config", model.config)
     side = int(config.num_patches**0.5)
     values = _draw(side * side, config.num_channels * config.patch_size**2)

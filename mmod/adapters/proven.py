@@ -49,7 +49,7 @@ class Proof:
         suffix: Tokens at the end that are no patches.
         dim: Channels of a token.
         numbers: Numbers of the blocks that can be routed, where others attend within windows; empty for all.
-        read: Numbers of the blocks whose output the model reads itself, besides the next block.
+        read: Numbers of the blocks whose output the model reads itself, beside the next block.
         mask: See `NamedArguments`; so are `rows`, `rope_prefix`, `layout`, `boundaries`, `places`, `fused`,
             `attention_calls`.
         in_tuple: The block returns a tuple that begins with the tokens.
@@ -123,7 +123,7 @@ class ProvenCall(NamedArguments):
     Args:
         required: The block's arguments without a default.
         suffix: Tokens at the end that are no patches, see `SuffixBlock`.
-        attention_config: A config of transformers, whose `_attn_implementation` names the attention; None without one.
+        attention_config: What names the implementation of attention, as configs of transformers do; None without.
     """
 
     required: tuple[str, ...] = ()

@@ -47,11 +47,10 @@ class Run(Job[Config]):
 
 
 def ready(config: Any, plans: Plans, run: Run[Any]) -> Run[Any]:
-    """Return a run with its searched plan in place; the search runs once for each dense model.
+    """Return a run with the plan of its seed's dense model, where one is searched; it joins the plans.
 
     Args:
         config: The study's.
-        plans: Plans that were searched before, by search; a new one is added.
     """
     if run.search is None:
         return run
