@@ -149,6 +149,8 @@ def _parameters(found: inspect.Signature) -> Iterator[str]:
 
 
 def _annotation(annotation: Any) -> str:
+    # Fields of a named tuple keep their annotations as references.
+    annotation = getattr(annotation, "__forward_arg__", annotation)
     return annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
 
 

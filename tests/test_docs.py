@@ -258,8 +258,8 @@ def test_every_public_name_has_an_entry_and_is_used_on_its_page() -> None:
         assert f"{value.__module__}.{value.__qualname__}" in listed, name
     for name, path in entries.items():
         text = path.read_text()
-        code = "".join(body for language, body in FENCE.findall(text) if language in ("python", "pycon"))
-        code += "".join(re.findall(r"`(mmod\.[^`]+)`", text))
+        code = "\n".join(body for language, body in FENCE.findall(text) if language in ("python", "pycon"))
+        code += "\n".join(["", *re.findall(r"`(mmod\.[^`]+)`", text)])
         assert re.search(rf"\b{name.rpartition('.')[2].rpartition(':')[2]}\b", code), f"{path.name} never uses {name}"
     internal = {name for name in entries if ":" in name}
     assert {entries[name].name for name in internal} == {"extending.md"}
