@@ -14,7 +14,9 @@ class BuildWithConfigs(build_py):
         """Copy the modules, then the configs."""
         super().run()
         if not self.editable_mode:
-            shutil.copytree("configs", Path(self.build_lib, "mmod", "configs"), dirs_exist_ok=True)
+            # The benchmarks are run from a clone.
+            left_out = shutil.ignore_patterns("benchmark")
+            shutil.copytree("configs", Path(self.build_lib, "mmod", "configs"), ignore=left_out, dirs_exist_ok=True)
 
 
 setup(cmdclass={"build_py": BuildWithConfigs})

@@ -1,4 +1,4 @@
-"""The command `mmod`: studies, training, benchmarks and data sets."""
+"""The command `mmod`: studies, training, audits and data sets."""
 
 from __future__ import annotations
 
@@ -65,7 +65,6 @@ COMMANDS = {
         "mmod.studies.plan", "which tokens may miss which operator, searched without training", _WEIGHTS
     ),
     "report FOLDER...": Command("mmod.report.command", "one page of studies and audits, for a browser"),
-    "benchmark MODE": Command("mmod.benchmarks.command", "time models, ops, generation, drafts, or a suite of them"),
     "data SET": Command("mmod.data.commands", "build an embedded data set, or draw a picture of it"),
     "configs [NAME]": Command("mmod.io.configs", "list the configs that come with mmod, or print one"),
 }

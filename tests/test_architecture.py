@@ -49,13 +49,21 @@ IMPORT_ORDER = [
     "audits",
     "report",
     "lab",
-    "benchmarks",
     "cli",
     "__main__",
 ]
 SOURCES = sorted(PACKAGE.rglob("*.py"))
-NAMES = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in SOURCES}
-MODULES = sorted(name for name in NAMES if not name.endswith("__main__"))
+TOOLS = ROOT / "tools"
+BENCHMARKS = sorted((TOOLS / "benchmarks").rglob("*.py"))
+
+
+def names_of(paths: list[Path]) -> dict[str, Path]:
+    """Return the files of modules by their names."""
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in paths}
+
+
+NAMES = names_of(SOURCES)
+EXAMPLES = {name: path for name, path in names_of([*SOURCES, *BENCHMARKS]).items() if ">>> " in path.read_text()}
 # What `import mmod` offers: folders after it may use the package's own names.
 PUBLIC = IMPORT_ORDER.index("analysis")
 HEAVY = ("torch", "timm", "triton", "open_clip", "transformers", "matplotlib", "webdataset", "sklearn", "torchvision")
@@ -104,6 +112,17 @@ def test_each_folder_imports_only_from_those_above_it() -> None:
         allowed = IMPORT_ORDER[: place + 1] + (["mmod"] if place > PUBLIC else [])
         below = {module for module, _ in imports(path) if [*module.split("."), "mmod"][1] not in allowed}
         assert not below, f"{path} imports {below}, which {folder} stands above"
+
+
+def test_the_package_imports_no_folder_beside_it() -> None:
+    beside = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"mmod", "datasets"}
+    for path in SOURCES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = [str(node.module)] if isinstance(node, ast.ImportFrom) else []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            below = {module for module in modules if module.partition(".")[0] in beside}
+            assert not below, f"{path} imports {below}, which the wheel does not have"
 
 
 def test_no_modules_import_each_other() -> None:
@@ -173,7 +192,7 @@ def test_type_checkers_read_the_names_of_lazy_packages() -> None:
                 checked[str(node.module)] = [alias.name for alias in node.names]
         assert ast.literal_eval(value.args[1]) == checked, f"{path} lists other names below `if TYPE_CHECKING:`"
         packages += 1
-    assert packages == 7
+    assert packages == 6
 
 
 def test_package_is_imported_without_its_sources(tmp_path: Path) -> None:
@@ -197,7 +216,7 @@ def test_names_of_the_package_need_no_host_library() -> None:
     assert out.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("name", [name for name in MODULES if ">>> " in NAMES[name].read_text()])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name: str) -> None:
     result = doctest.testmod(importlib.import_module(name), optionflags=doctest.NORMALIZE_WHITESPACE)
     assert result.attempted
@@ -217,23 +236,11 @@ def test_public_names_say_what_they_do(name: str) -> None:
         assert all(p.annotation is not inspect.Parameter.empty for p in inspect.signature(thing).parameters.values())
 
 
-# What a reader must hold counts, not the number of lines. A folder or module of the package joins by its name.
-CALM = [
-    "adapters",
-    "analysis",
-    "audits",
-    "benchmarks",
-    "blocks",
-    "cli",
-    "compare",
-    "config",
-    "data",
-    "io",
-    "lab",
-    "lazy",
-]
+# What a reader must hold counts, not the number of lines. A folder or module of the package, or of the tools, joins by
+# its name.
+CALM = ["adapters", "analysis", "audits", "blocks", "cli", "compare", "config", "data", "io", "lab"]
 CALM += ["losses", "methods", "model", "opening", "ops", "planning", "pretrained", "registry", "report", "routing"]
-CALM += ["studies", "threads", "training", "values"]
+CALM += ["lazy", "studies", "threads", "training", "values", "benchmarks"]
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
@@ -279,8 +286,8 @@ def test_dense_constructs_are_counted() -> None:
 def test_code_needs_no_second_reading(room: str) -> None:
     tuples = 0
     code = 0
-    for path in SOURCES:
-        name = path.relative_to(PACKAGE).as_posix()
+    for path in [*SOURCES, *BENCHMARKS]:
+        name = path.relative_to(TOOLS if path in BENCHMARKS else PACKAGE).as_posix()
         if name.partition("/")[0].removesuffix(".py") != room:
             continue
         lines = dense_lines(path.read_text())
@@ -309,7 +316,8 @@ def test_readme_commands_exist() -> None:
 
 @pytest.mark.parametrize("folder", ["configs", "docs", "examples", "mmod", "README.md", "CONTRIBUTING.md"])
 def test_commands_are_those_that_the_wheel_has(folder: str) -> None:
-    scripts = {path.stem for path in (ROOT / "tools").glob("*.py")} - {
+    scripts = {path.stem for path in TOOLS.glob("*.py")} - {
+        "benchmark",
         "run_timm_tests",
         "run_transformers_tests",
         "transformers_families",

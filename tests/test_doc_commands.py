@@ -18,9 +18,7 @@ import timm
 from PIL import Image
 from safetensors.torch import save_file
 
-import mmod.benchmarks
 from mmod import cli
-from mmod.benchmarks.report import BenchmarkReport
 from mmod.compare import times
 from mmod.studies.study import plan
 from mmod.training.kinds import kind_of
@@ -29,6 +27,9 @@ from tests.kit.conversations import write_own
 from tests.kit.folders import save_image_model
 from tests.kit.prompts import make_prompts
 from tests.kit.sets import SETS
+from tools.benchmarks import suite
+from tools.benchmarks.command import main as benchmark
+from tools.benchmarks.report import BenchmarkReport
 
 IMAGES = f"--data.source digits:tiny --data.root {SETS}/digits --data.batch_size 16 --data.val_limit 32 --device cpu"
 STEPS = "--epochs 2 --epoch_steps 1 --eval_every 2 --schedule.warmup_epochs 0"
@@ -125,7 +126,7 @@ def filled(command: str) -> str:
     for where, name, value in OPEN:
         if where in command:
             command = re.sub(rf"{re.escape(name)}\b", value, command)
-    return command.removeprefix("mmod ")
+    return command.replace(pages.BENCHMARK, "benchmark ").removeprefix("mmod ")
 
 
 # Pages on one's own data are run from their first line to their last, in tests/test_own_data.py.
@@ -177,7 +178,7 @@ def run(command: str) -> str:
         words += ["--in_training.epochs", "1"]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         try:
-            cli.main(words)
+            benchmark(words[1:]) if words[0] == "benchmark" else cli.main(words)
         except SystemExit as end:
             if end.code:
                 pytest.fail(f"mmod {shlex.join(words)} ended with {end.code}")
@@ -204,7 +205,7 @@ IMAGE = pytest.param("image", marks=pytest.mark.slow)
 def test_commands_run(group: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_clip_train.main, "main", lambda words: print(*words))
     report = BenchmarkReport("a suite", {}, {}, {}, [])
-    monkeypatch.setattr(mmod.benchmarks, "benchmark_suite", lambda config: report)
+    monkeypatch.setattr(suite, "benchmark_suite", lambda config: report)
     for output, command in RUNS.get(group, {}).items():
         run(f"{command} --output {output}")
     if group in ("chat", "data"):

@@ -29,7 +29,7 @@ from mmod.io.options import dataclass_in
 from mmod.training.kinds import config_class
 from mmod.training.table import KINDS
 from scripts import doc_tables, reference
-from tests.kit.pages import COMPLETE, DOWNLOADS, FENCE, FOLDERS, FOREIGN, NAMED, NESTED, PAGES, commands_of
+from tests.kit.pages import BENCHMARK, COMPLETE, DOWNLOADS, FENCE, FOLDERS, FOREIGN, NAMED, NESTED, PAGES, commands_of
 from tests.kit.scripts import ROOT, run_script
 
 
@@ -53,6 +53,7 @@ def test_commands_are_valid(command: str, monkeypatch: pytest.MonkeyPatch) -> No
 def test_every_command_of_a_page_is_known() -> None:
     known = (
         "mmod ",
+        BENCHMARK,
         "python datasets/",
         "python scripts/",
         "python -m scripts.",

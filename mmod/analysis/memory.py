@@ -1,20 +1,16 @@
-"""Activation memory: from shapes, measured in a run, and held by blocks for the backward pass."""
+"""Activation memory: from shapes, and measured in a run."""
 
 from __future__ import annotations
 
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from mmod.adapters import find_stack
-from mmod.analysis.modes import in_mode
 
 
 class ActivationMemory(TorchDispatchMode):
@@ -93,34 +89,3 @@ def peak_bytes(function: Callable[[], Any], device: torch.device) -> int:
         live += change.nbytes()
         peak = max(peak, live)
     return peak
-
-
-class HeldBytes(NamedTuple):
-    """Bytes that a block holds for the backward pass when it returns, and those of its output, which they include."""
-
-    block: int
-    stream: int
-
-
-def held_by_blocks(model: nn.Module, images: Tensor) -> dict[str, HeldBytes]:
-    """Run a forward pass in training mode and return the memory held for the backward pass, by block."""
-    stack = find_stack(model)
-    memory = ActivationMemory([images, *model.parameters(), *model.buffers()])
-    names = dict(zip(stack.blocks, stack.names))
-    before = dict[nn.Module, int]()
-    held = dict[str, HeldBytes]()
-
-    def enter(block: nn.Module, args: Any) -> None:
-        before[block] = memory.live
-
-    def leave(block: nn.Module, args: Any, out: Tensor) -> None:
-        held[names[block]] = HeldBytes(memory.live - before[block], out.untyped_storage().nbytes())
-
-    with ExitStack() as hooks, in_mode(True, model), torch.enable_grad():
-        for block in names:
-            hooks.enter_context(block.register_forward_pre_hook(enter))
-            hooks.enter_context(block.register_forward_hook(leave))
-        with memory:
-            output = model(images)
-        del output
-    return held

@@ -107,7 +107,7 @@ def model_card(model: nn.Module, repo: str, flops: FlopCounts, *, about: str = "
         *(f"## Method: {method.kind}\n\n{method.card(model)}" for method in methods),
         f"## Cost\n\n```\n{flops}\n```",
         "Counted, not timed: 2 FLOPs per multiplication and addition, by `mmod.flops`, for the "
-        "input named above. Time depends on the machine; `mmod benchmark` measures it.",
+        "input named above. Time depends on the machine; `mmod evaluate` measures it.",
     ]
     text = "\n\n".join(section for section in sections if section)
     return ModelCard(f"---\n{data.to_yaml()}\n---\n\n{text}\n")

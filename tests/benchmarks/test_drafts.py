@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from mmod.benchmarks import DraftConfig, benchmark
-from mmod.benchmarks.command import main
-from mmod.benchmarks.drafts import summarise
 from mmod.lab import DraftReport
 from mmod.training import fit
 from tests.kit.text_configs import PREDICTOR, text_config
+from tools.benchmarks.command import main
+from tools.benchmarks.drafts import DraftConfig, summarise
+from tools.benchmarks.report import benchmark
 
 
 @pytest.fixture(scope="module")

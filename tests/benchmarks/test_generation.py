@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from mmod.benchmarks import GenerationConfig, SuiteConfig, WrongOutputError, benchmark
-from mmod.benchmarks.generation import GenerationModels
-from mmod.benchmarks.suite import Criterion
 from mmod.config import PRESETS
+from tools.benchmarks.checks import WrongOutputError
+from tools.benchmarks.generation import GenerationConfig, GenerationModels
+from tools.benchmarks.report import benchmark
+from tools.benchmarks.suite import Criterion, SuiteConfig
 
 TINY: dict[str, Any] = {
     "image_tokens": [24],

@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 
-from mmod.benchmarks import SuiteConfig, SuiteFailedError, benchmark_suite, suite
-from mmod.benchmarks.command import main
-from mmod.benchmarks.program import COLUMNS, ProgramConfig
-from mmod.benchmarks.report import BenchmarkReport, Row, Runs, UnavailableError
 from mmod.io.yaml import read_yaml
 from tests.kit.processes import FORKING, run_processes
 from tests.kit.scripts import ROOT, run_script
+from tools.benchmarks import suite
+from tools.benchmarks.command import main
+from tools.benchmarks.program import COLUMNS, ProgramConfig
+from tools.benchmarks.report import BenchmarkReport, Row, Runs, UnavailableError
+from tools.benchmarks.suite import SuiteConfig, SuiteFailedError, benchmark_suite
 
 REHEARSAL = ROOT / "configs/benchmark/rehearsal.yaml"
 

@@ -15,17 +15,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mmod
-from mmod.analysis.memory import held_by_blocks, peak_bytes
+from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
-from mmod.benchmarks import BenchmarkConfig, WrongOutputError, benchmark, check_dense, check_reference, free_routing
-from mmod.benchmarks.command import main
-from mmod.benchmarks.models.benchmark import _Bench
-from mmod.benchmarks.models.paths import control, sharing_copy
-from mmod.benchmarks.models.variants import Step, check_compiled
-from mmod.benchmarks.oracle import clear_images
 from mmod.io.tables import markdown_table
 from mmod.lab.thresholds import SLACK, between, match_topk_
 from mmod.ops.select import Selection
+from tools.benchmarks.checks import WrongOutputError, check_dense, check_reference, clear_images
+from tools.benchmarks.command import main
+from tools.benchmarks.models.benchmark import BenchmarkConfig, _Bench
+from tools.benchmarks.models.held import held_by_blocks
+from tools.benchmarks.models.paths import control, free_routing, sharing_copy
+from tools.benchmarks.models.variants import Step, check_compiled
+from tools.benchmarks.report import benchmark
 
 TINY: dict[str, Any] = {
     "model": "test_vit",

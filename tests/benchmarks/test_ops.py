@@ -14,28 +14,19 @@ import torch
 import yaml
 
 import mmod
-from mmod.benchmarks import (
-    BenchmarkConfig,
-    Criterion,
-    OpBenchmarkConfig,
-    OpSize,
-    SuiteConfig,
-    SuiteFailedError,
-    WrongOutputError,
-    benchmark,
-    benchmark_suite,
-    suite,
-)
-from mmod.benchmarks.command import main
-from mmod.benchmarks.models.benchmark import _Bench
-from mmod.benchmarks.ops import benchmark as op_benchmark
-from mmod.benchmarks.ops import case as op_case
-from mmod.benchmarks.ops.benchmark import _calls, check_case
-from mmod.benchmarks.ops.case import Rates, Work
-from mmod.benchmarks.ops.cases import CASES, make_case
-from mmod.benchmarks.ops.cases.attention import packed_baselines
-from mmod.benchmarks.suite import State
 from mmod.io.store import STORE
+from tools.benchmarks import suite
+from tools.benchmarks.checks import WrongOutputError
+from tools.benchmarks.command import main
+from tools.benchmarks.models.benchmark import BenchmarkConfig, _Bench
+from tools.benchmarks.ops import benchmark as op_benchmark
+from tools.benchmarks.ops import case as op_case
+from tools.benchmarks.ops.benchmark import OpBenchmarkConfig, _calls, check_case
+from tools.benchmarks.ops.case import OpSize, Rates, Work
+from tools.benchmarks.ops.cases import CASES, make_case
+from tools.benchmarks.ops.cases.attention import packed_baselines
+from tools.benchmarks.report import benchmark
+from tools.benchmarks.suite import Criterion, State, SuiteConfig, SuiteFailedError, benchmark_suite
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -104,7 +95,7 @@ def test_compiled_forms_are_checked_too() -> None:
 @pytest.mark.parametrize(
     ("op", "target", "message"),
     [
-        ("gather_rows", "mmod.benchmarks.ops.cases.rows.gather_rows", "gather_rows by auto, result 0"),
+        ("gather_rows", "tools.benchmarks.ops.cases.rows.gather_rows", "gather_rows by auto, result 0"),
         ("merge_rows", "mmod.ops.rows.lerp_rows", "merge_rows by torch, result 0|merge_rows by auto, result 0"),
     ],
 )
@@ -276,7 +267,7 @@ def test_a_suite_goes_on_past_a_part_that_fails(
     )
     with monkeypatch.context() as patch:
         right = mmod.ops.gather_rows
-        patch.setattr("mmod.benchmarks.ops.cases.rows.gather_rows", lambda **inputs: right(**inputs) * 1.001)
+        patch.setattr("tools.benchmarks.ops.cases.rows.gather_rows", lambda **inputs: right(**inputs) * 1.001)
         with pytest.raises(SystemExit, match="parts of the suite failed: gather_rows: WrongOutputError"):
             main(command)
     report = json.loads((tmp_path / "out" / "benchmark.json").read_text())
@@ -298,10 +289,10 @@ def test_suites_are_read_strictly_and_name_their_command(monkeypatch: pytest.Mon
         def markdown(self) -> str:
             return ""
 
-    monkeypatch.setattr("mmod.benchmarks.benchmark_suite", lambda config: suites.append(config) or Printed())
+    monkeypatch.setattr("tools.benchmarks.suite.benchmark_suite", lambda config: suites.append(config) or Printed())
     main(["suite", "--config", str(path)])
     relative = path.relative_to(ROOT)
-    assert f"mmod benchmark suite --config {relative}" in path.read_text()
+    assert f"python tools/benchmark.py suite --config {relative}" in path.read_text()
     assert [threshold.name for threshold in suites[0].thresholds] == [
         threshold["name"] for threshold in yaml.safe_load(path.read_text()).get("thresholds", [])
     ]

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-import mmod.benchmarks
-from mmod.benchmarks.command import MODES
 from mmod.io.options import split_options, with_options
 from mmod.training.engine.parse import parse_config
 from mmod.values import from_plain
+from tools.benchmarks.command import MODES, config_class
 
 
 @dataclass
@@ -63,6 +62,6 @@ def test_what_is_no_option_with_a_value_is_refused(words: str) -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_help_of_every_benchmark_names_its_keys(mode: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        parse_config(["--help"], getattr(mmod.benchmarks, MODES[mode][0]))
+        parse_config(["--help"], config_class(mode))
     assert end.value.code == 0
     assert "  --out\n" in capsys.readouterr().out

@@ -17,6 +17,7 @@ FOLDERS = {name: (ROOT / name).read_text() for name in _FOLDERS}
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 # The same with its indent, as in lists.
 NESTED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:mmod [a-z]|python\s+tools/benchmark)[^`]+)`")
 INDENTED = re.compile(r"(?<=\n\n)((?: {4}.*\n)+)")
 # Programs of others, which tests do not start; those of the repository that need a download.
 FOREIGN = (
@@ -36,6 +37,7 @@ FOREIGN = (
     "zensical ",
     "MMOD_FUZZ",
 )
+BENCHMARK = "python tools/benchmark.py "
 DOWNLOADS = ("python tools/run_timm_tests.py", "python tools/run_transformers_tests.py")
 
 
@@ -45,13 +47,13 @@ def commands_of(text: str) -> list[str]:
     blocks += INDENTED.findall(FENCE.sub("", text))
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     commands = [re.sub(r"\s+#.*", "", line).strip() for line in lines]
-    inline = [re.sub(r"\s+", " ", words) for words in re.findall(r"`(mmod [a-z][^`]+)`", FENCE.sub("", text))]
+    inline = [re.sub(r"\s+", " ", words) for words in INLINE.findall(FENCE.sub("", text))]
     parts = [part.strip() for line in [*commands, *inline] for part in re.split(r"&&|; do |; done", line)]
     return [re.sub(r"^.*-m mmod ", "mmod ", part) for part in parts]
 
 
 def is_command(line: str) -> bool:
-    return line.startswith(("mmod ", "python datasets/", "python scripts/", "python -m scripts."))
+    return line.startswith(("mmod ", BENCHMARK, "python datasets/", "python scripts/", "python -m scripts."))
 
 
 NAMED = sorted(
@@ -62,7 +64,7 @@ NAMED = sorted(
 def is_complete(command: str) -> bool:
     """Whether a page says more than the name of a command of mmod, which its text may stop at."""
     names = [[word for word in name.split() if word.islower()] for name in cli.COMMANDS if "CONFIG" in name]
-    is_run = command.startswith("mmod ") and "..." not in command
+    is_run = command.startswith(("mmod ", BENCHMARK)) and "..." not in command
     return is_run and command.split()[1:] not in [*names, ["advise"], ["report"]]
 
 

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mmod.benchmarks.oracle import kept_of
 from mmod.config import rational
 from mmod.routing import kept_count, select_threshold, select_topk
+from tests.kit.oracle import kept_of
 
 # A few values only, so that ties are the rule.
 SCORES = st.sampled_from([-math.inf, -1.0, 0.0, 0.25, 0.5, 0.75, 2.0, math.inf, math.nan])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,8 +23,11 @@ class LostProcessError(RuntimeError):
 
 
 @contextmanager
-def one_line_errors() -> Iterator[None]:
+def one_line_errors(*folders: Path) -> Iterator[None]:
     """Context that ends the program with one line if mmod refuses something; other errors keep their traceback.
+
+    Args:
+        folders: Further code whose refusals are one line.
 
     Example:
         >>> from mmod.config import RoutingConfig
@@ -43,13 +46,13 @@ def one_line_errors() -> Iterator[None]:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(_LOST)
     except _REFUSALS as error:
-        if not _is_refusal(error):
+        if not _is_refusal(error, (_PACKAGE, *folders)):
             raise
         sys.exit(f"error: {error}")
 
 
-def _is_refusal(error: BaseException) -> bool:
-    """Return whether mmod itself raised an error, or the system named its file."""
+def _is_refusal(error: BaseException, folders: Sequence[Path]) -> bool:
+    """Return whether code in the folders raised an error, or the system named its file."""
     if isinstance(error, OSError) and error.filename is not None:
         return True
     cause = error.__cause__
@@ -58,4 +61,4 @@ def _is_refusal(error: BaseException) -> bool:
         raised = re.findall(r'^  File "(.+)", line \d+, in ', str(cause), flags=re.MULTILINE)[-1]
     else:
         raised = traceback.extract_tb(error.__traceback__)[-1].filename
-    return _PACKAGE in Path(raised).parents
+    return any(folder in Path(raised).parents for folder in folders)

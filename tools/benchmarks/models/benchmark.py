@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from mmod.adapters import find_stack
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
-from mmod.benchmarks.models.variants import DENSE, Step, Variant, Variants
-from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 from mmod.config import Preset, RoutingConfig, score
 from mmod.io.tables import Column
 from mmod.opening.open import open_model
 from mmod.planning.resolve import resolve_routing
 from mmod.values import check_distinct
+from tools.benchmarks.models.variants import DENSE, Step, Variant, Variants
+from tools.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 
 Execution = Literal["eager", "compiled", "exported", "cudagraphs"]
 

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from mmod.analysis.memory import peak_bytes
 from mmod.analysis.timing import Spread, interleave, ratios
-from mmod.benchmarks.ops.case import COPY, PRODUCT, Rates, Result, cache_flush, rate_probes
-from mmod.benchmarks.ops.cases import CASES, OpCase, OpSize, make_case
-from mmod.benchmarks.oracle import PLAIN_TOLERANCE, check_close, check_error_rule
-from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 from mmod.io.tables import Column
 from mmod.ops import use
 from mmod.values import check_distinct
+from tools.benchmarks.checks import PLAIN_TOLERANCE, check_close, check_error_rule
+from tools.benchmarks.ops.case import COPY, PRODUCT, Rates, Result, cache_flush, rate_probes
+from tools.benchmarks.ops.cases import CASES, OpCase, OpSize, make_case
+from tools.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 
 COMPILED = "{}, compiled"
 

@@ -15,12 +15,17 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Literal
 
-from mmod.benchmarks import generation, models, ops
-from mmod.benchmarks.generation import GenerationConfig
-from mmod.benchmarks.models.benchmark import BenchmarkConfig
-from mmod.benchmarks.ops.benchmark import OpBenchmarkConfig
-from mmod.benchmarks.program import ProgramConfig
-from mmod.benchmarks.report import (
+from mmod.io.files import read_text
+from mmod.io.progress import say
+from mmod.io.store import STORE, Store
+from mmod.io.tables import Column
+from mmod.values import refuse_unknown
+from tools.benchmarks import generation, models, ops
+from tools.benchmarks.generation import GenerationConfig
+from tools.benchmarks.models.benchmark import BenchmarkConfig
+from tools.benchmarks.ops.benchmark import OpBenchmarkConfig
+from tools.benchmarks.program import ProgramConfig
+from tools.benchmarks.report import (
     HIDDEN,
     NAME,
     BenchmarkReport,
@@ -32,11 +37,6 @@ from mmod.benchmarks.report import (
     identity_of,
     read_report,
 )
-from mmod.io.files import read_text
-from mmod.io.progress import say
-from mmod.io.store import STORE, Store
-from mmod.io.tables import Column
-from mmod.values import refuse_unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -256,7 +256,7 @@ def _run_part(member: Options, seconds: float, before: State, progress: bool) ->
     folder.mkdir(parents=True, exist_ok=True)
     context = multiprocessing.get_context("forkserver")
     # Imported once for all parts; each starts without a CUDA context, so a crash of one leaves the others alone.
-    context.set_forkserver_preload(["mmod.benchmarks.suite"])
+    context.set_forkserver_preload(["tools.benchmarks.suite"])
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(member, sender, progress), name=folder.name)
     process.start()

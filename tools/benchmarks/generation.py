@@ -18,8 +18,6 @@ from mmod.analysis.flops import flops
 from mmod.analysis.prefill import Prompt
 from mmod.analysis.timing import Spread, interleave, ratios
 from mmod.analysis.trace import trace
-from mmod.benchmarks.oracle import WrongOutputError, check_close, ungated
-from mmod.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 from mmod.config import PRESETS, RoutingConfig
 from mmod.io.tables import Column
 from mmod.lab.thresholds import between
@@ -28,6 +26,8 @@ from mmod.model import route_
 from mmod.planning import preset
 from mmod.routing import Routing, TokenGroups
 from mmod.values import check_distinct
+from tools.benchmarks.checks import WrongOutputError, check_close, ungated
+from tools.benchmarks.report import HIDDEN, Row, Runs, TimedOptions
 
 TOLERANCE = 1e-4
 # Two small words, so that no id of a word is that of the image token.

@@ -172,7 +172,7 @@ def make_case(op: str, size: OpSize, dtype: torch.dtype, device: torch.device, s
     """Return a registered op with inputs of a size.
 
     Example:
-        >>> import mmod.benchmarks.ops.cases
+        >>> import tools.benchmarks.ops.cases
         >>> case = make_case("gather_rows", OpSize(images=2, tokens=8), torch.float32, torch.device("cpu"))
         >>> case.op(**case.inputs).shape
         torch.Size([2, 4, 384])

@@ -16,10 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from mmod.analysis.flops import flops
-from mmod.analysis.memory import held_by_blocks
 from mmod.analysis.trace import Trace, trace
-from mmod.benchmarks.models.paths import control, free_routing, sharing_copy
-from mmod.benchmarks.oracle import (
+from mmod.config import RoutingConfig
+from mmod.lab import match_topk_
+from mmod.methods.route import routed_blocks
+from mmod.model import route_
+from tools.benchmarks.checks import (
     PLAIN_TOLERANCE,
     WrongOutputError,
     check_close,
@@ -27,10 +29,8 @@ from mmod.benchmarks.oracle import (
     check_reference,
     clear_images,
 )
-from mmod.config import RoutingConfig
-from mmod.lab import match_topk_
-from mmod.methods.route import routed_blocks
-from mmod.model import route_
+from tools.benchmarks.models.held import held_by_blocks
+from tools.benchmarks.models.paths import control, free_routing, sharing_copy
 
 CHECKED_IMAGES = 2
 # Of models in float32, whose errors average out over many sums.

@@ -9,11 +9,11 @@ from functools import partial
 
 from torch import Tensor
 
-from mmod.benchmarks.ops.case import Maker, OpCase, Work, register_case
 from mmod.config import Merged, RoutingConfig, score
 from mmod.methods.merge import merge_tokens
 from mmod.methods.reduction import AttentionInputs, Grid, no_attention
 from mmod.routing import Router
+from tools.benchmarks.ops.case import Maker, OpCase, Work, register_case
 
 PREFIX = 1
 

@@ -3,7 +3,7 @@
 import importlib
 import pkgutil
 
-from mmod.benchmarks.ops.case import CASES, OpCase, OpSize, make_case
+from tools.benchmarks.ops.case import CASES, OpCase, OpSize, make_case
 
 __all__ = ["CASES", "OpCase", "OpSize", "make_case"]
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from mmod.benchmarks.ops.case import Maker, OpCase, Result, Work, register_case
 from mmod.ops import attention_with_importance, capture_importance, packed_attention
+from tools.benchmarks.ops.case import Maker, OpCase, Result, Work, register_case
 
 
 def _attend_exactly(q_HNE: Tensor, k_HNE: Tensor, v_HNE: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,8 +11,8 @@ import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from mmod.benchmarks.report import Options, Row, Runs, UnavailableError
 from mmod.io.tables import Column
+from tools.benchmarks.report import Options, Row, Runs, UnavailableError
 
 COLUMNS: dict[str, Column] = {"result": ("result", "")}
 

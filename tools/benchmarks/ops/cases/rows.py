@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from mmod.benchmarks.ops.case import Maker, OpCase, Work, register_case
 from mmod.config import rational
 from mmod.ops import gather_norm, gather_rows, merge_rows, scatter_rows
 from mmod.ops.select import select_topk
+from tools.benchmarks.ops.case import Maker, OpCase, Work, register_case
 
 # The gate of routers that learn, by default.
 GATE_SCALE = 0.2
