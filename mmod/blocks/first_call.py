@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from mmod.blocks.conversion import host_class, mixin_forwards
-from mmod.blocks.hook import ModelHook, attach, detach, package_of
+from mmod.blocks.hook import ModelHook, attach, detach
 from mmod.config import Grid
 
 
 def has_replaced_forward(module: nn.Module) -> bool:
-    """Return whether a `forward` that is not mmod's was put on a module after it was converted."""
-    forward = vars(module).get("forward")
-    return forward is not None and package_of(forward) != "mmod" and bool(mixin_forwards(type(module)))
+    """Return whether a `forward` was put on a module after it was converted."""
+    return "forward" in vars(module) and bool(mixin_forwards(type(module)))
 
 
 class OnceHook(ModelHook):

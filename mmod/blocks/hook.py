@@ -201,11 +201,5 @@ def runs_code_of(package: str, module: nn.Module, name: str) -> bool:
     if package == "mmod" and getattr(code, "__globals__", {}).get("__name__") == "transformers.modeling_layers":
         # Layers of transformers wrap the forward of every subclass, for gradient checkpointing.
         code = code.__wrapped__
-    return package_of(code) == package
-
-
-def package_of(code: Any) -> str:
-    """Return the package that a function, or a partial of one, was written in."""
     # A decorator copies `__module__`, but not the globals.
-    names = getattr(getattr(code, "func", code), "__globals__", {})
-    return str(names.get("__name__", "")).partition(".")[0]
+    return str(getattr(code, "__globals__", {}).get("__name__", "")).partition(".")[0] == package
