@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 
 from mmod.io.yaml import read_yaml
+from mmod.training.engine.parse import read_config
 from tests.kit.processes import FORKING, run_processes
 from tests.kit.scripts import ROOT, run_script
 from tools.benchmarks import suite
-from tools.benchmarks.command import main
+from tools.benchmarks.command import config_class, main
 from tools.benchmarks.program import COLUMNS, ProgramConfig
 from tools.benchmarks.report import BenchmarkReport, Row, Runs, UnavailableError
 from tools.benchmarks.suite import SuiteConfig, SuiteFailedError, benchmark_suite
@@ -206,3 +207,13 @@ def test_the_half_hour_on_a_gpu_has_the_parts_of_its_rehearsal() -> None:
     assert set(full["first"]) - {"graphs"} == set(small["first"])
     boxes = [part["limit"] for kind in ("programs", "ops", "models", "generation") for part in full[kind]]
     assert sum(boxes) == 1390
+
+
+def test_programs_of_suites_are_there_and_take_their_options() -> None:
+    for name in ("gpu", "rehearsal"):
+        for program in read_yaml(REHEARSAL.with_stem(name))["programs"]:
+            words = program["command"]
+            assert all((ROOT / word).is_file() for word in words if word.endswith(".py"))
+            if "tools/benchmark.py" in words:
+                mode, *options = words[words.index("tools/benchmark.py") + 1 :]
+                read_config(options, config_class(mode))
