@@ -13,6 +13,7 @@ from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.adapters.transformers.images import IMAGE as SHOWS_IMAGE
 from mmod.adapters.transformers.images import VIDEO as SHOWS_VIDEO
 from mmod.adapters.transformers.images import ImageTokens
+from tests.kit.cover import cover
 from tests.kit.generation import routed
 from tests.kit.vlm_zoo import FRAME, IMAGE, JOINT, PATCHES, VIDEO, make_joint, pad, prompt, video
 
@@ -229,9 +230,10 @@ def test_images_behind_a_prefix_that_peft_has_tuned(name: str, config: mmod.Rout
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("method", SECOND_TURN)
-@pytest.mark.parametrize("name", ["llava", "llava-qwen2", "qwen2.5-vl", "qwen3-vl"])
+@pytest.mark.parametrize(
+    ("name", "method", "side"),
+    cover(["llava", "llava-qwen2", "qwen2.5-vl", "qwen3-vl"], SECOND_TURN, ["left", "right"]),
+)
 def test_a_second_turn_of_a_padded_chat_equals_its_samples(name: str, method: str, side: str) -> None:
     model, qwen = routed(name, SECOND_TURN[method]), name.startswith("qwen")
     first, turns = prompt(name, (1, 2)), pad([[5, 6, 7], [8, 9, 10, 11, 12]], side)

@@ -17,6 +17,7 @@ import mmod
 from mmod.adapters.transformers.cache import RoutedLayer
 from mmod.adapters.transformers.cache_base import CACHE, cache_of
 from mmod.methods import Experts, Recursions
+from tests.kit.cover import cover
 from tests.kit.generation import EVERYTHING, IMAGES_ONLY, SCORE, check_cache_changes_nothing, generate, routed
 from tests.kit.vlm_zoo import (
     IMAGE,
@@ -35,9 +36,9 @@ BY_ATTENTION = {
 }
 
 
-@pytest.mark.parametrize("trains", [False, True])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("method", [*IMAGES_ONLY, *BY_ATTENTION])
+@pytest.mark.parametrize(
+    ("method", "side", "trains"), cover([*IMAGES_ONLY, *BY_ATTENTION], ["left", "right"], [False, True])
+)
 def test_prefill_and_decode_equal_one_pass(method: str, side: str, trains: bool) -> None:
     model = routed("llava", {**IMAGES_ONLY, **BY_ATTENTION}[method]).train(trains)
     check_cache_changes_nothing(model, prompt("llava", (1, 0, 2), side=side))
@@ -92,9 +93,10 @@ def test_text_decides_for_itself(name: str, method: str) -> None:
     assert decisions
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("method", ["linear", "p-mod", "random", "attention"])
+@pytest.mark.parametrize(
+    ("method", "side", "attention"),
+    cover(["linear", "p-mod", "random", "attention"], ["left", "right"], ["sdpa", "eager"]),
+)
 def test_batch_equals_single_samples(method: str, side: str, attention: str) -> None:
     model = routed("llava", IMAGES_ONLY[method], attention)
     images = (1, 0, 3, 2, 0, 1, 1, 2)
@@ -157,16 +159,17 @@ def test_assisted_generation_equals_plain_generation(name: str) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("given", ["marked embeddings", "embeddings and ids", "marked ids", "ids"])
-@pytest.mark.parametrize("words", [1, 4, 40])
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [("linear", {}), ("linear", {"num_beams": 3}), ("attention", {}), ("frames", {}), ("change", {"num_beams": 2})],
+    ("way", "words", "given"),
+    cover(
+        [("linear", {}), ("linear", {"num_beams": 3}), ("attention", {}), ("frames", {}), ("change", {"num_beams": 2})],
+        [1, 4, 40],
+        ["marked embeddings", "embeddings and ids", "marked ids", "ids"],
+    ),
     ids=str,
 )
-def test_a_second_prompt_is_routed_by_its_own_tokens(
-    method: str, options: dict[str, Any], words: int, given: str
-) -> None:
+def test_a_second_prompt_is_routed_by_its_own_tokens(way: tuple[str, dict[str, Any]], words: int, given: str) -> None:
+    method, options = way
     model, batch = routed("llava", IMAGES_ONLY[method]), prompt("llava", (1, 1))
     embeds, image_mask = merged_embeddings(model, batch), batch["input_ids"] == IMAGE
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -232,9 +235,15 @@ def cut_out(model: Any, places: tuple[int, ...]) -> Any:
     return text
 
 
-@pytest.mark.parametrize("options", [{}, {"cache_implementation": "static"}], ids=["dynamic", "static"])
-@pytest.mark.parametrize("places", [(0,), (1,), (2,), (3,), (0, 1), (2, 3)], ids=str)
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "llava", "gemma3"])
+@pytest.mark.parametrize(
+    ("name", "places", "options"),
+    cover(
+        ["llama", "mistral-window", "llava", "gemma3"],
+        [(0,), (1,), (2,), (3,), (0, 1), (2, 3)],
+        [{}, {"cache_implementation": "static"}],
+    ),
+    ids=str,
+)
 def test_a_model_without_some_layers_caches_by_their_new_numbers(
     name: str, places: tuple[int, ...], options: dict[str, Any]
 ) -> None:

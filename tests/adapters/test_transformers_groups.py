@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import mmod
 from mmod.routing import DecoderRouter, assign_groups, select_within
+from tests.kit.cover import cover
 from tests.kit.vlm_types import SMALL
 from tests.kit.vlm_zoo import (
     IMAGE,
@@ -62,9 +63,14 @@ def test_image_tokens_are_found_in_embeddings() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("mask_name", ["image_mask", "mm_token_type_ids"])
-@pytest.mark.parametrize("method", ["p-mod", "videollm-mod", "a-mod"])
-@pytest.mark.parametrize("name", ["llava", "llava-next", "llava-onevision", "qwen2-vl", "qwen2.5-vl"])
+@pytest.mark.parametrize(
+    ("name", "method", "mask_name"),
+    cover(
+        ["llava", "llava-next", "llava-onevision", "qwen2-vl", "qwen2.5-vl"],
+        ["p-mod", "videollm-mod", "a-mod"],
+        ["image_mask", "mm_token_type_ids"],
+    ),
+)
 def test_merged_embeddings_say_where_images_are_or_are_refused(name: str, method: str, mask_name: str) -> None:
     model, batch = make_joint(name), prompt(name, (1, 0, 2))
     ids = batch["input_ids"]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import mmod
 from mmod.adapters.transformers.cache_base import CACHE
+from tests.kit.cover import cover
 from tests.kit.vlm_zoo import IMAGE, JOINT, make_joint, make_language, merged_embeddings, prompt
 
 PLACEHOLDER = -200
@@ -170,9 +171,15 @@ def test_embeddings_without_marks_are_refused_and_each_advice_works() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3, "num_return_sequences": 2}], ids=["greedy", "beams"])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("name", [name for name in JOINT if not name.startswith(("qwen", "smol", "gemma", "pali"))])
+@pytest.mark.parametrize(
+    ("name", "method", "options"),
+    cover(
+        [name for name in JOINT if not name.startswith(("qwen", "smol", "gemma", "pali"))],
+        METHODS,
+        [{}, {"num_beams": 3, "num_return_sequences": 2}],
+    ),
+    ids=str,
+)
 def test_generation_from_marked_embeddings_equals_that_from_ids(
     name: str, method: str, options: dict[str, Any]
 ) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pkgutil
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -88,7 +89,8 @@ def test_forced_kernels_are_checked_too(op: str) -> None:
     check(op, OpSize(images=1, tokens=5, heads=1, head_channels=8), torch.float32, True, ["triton"])
 
 
-def test_compiled_forms_are_checked_too() -> None:
+def test_compiled_forms_are_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     check("gather_rows", TINY, torch.float32, False, ["torch"], compiled=True)
 
 

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import mmod
+from tests.kit.cover import cover
 from tests.kit.processes import run_processes
 from tests.kit.starved_worker import NAME, loss_of, save_gradients, starved
 from tests.kit.vlm_zoo import make_language
@@ -45,9 +46,14 @@ def test_where_no_image_is_kept_any_gate_runs(gate: str) -> None:
     check_starved(model, make_images(NAME, 2), model.blocks)
 
 
-@pytest.mark.parametrize("operator", ["block", "mlp", "attention"])
-@pytest.mark.parametrize("gate", mmod.config.GATES)
-@pytest.mark.parametrize("name", [NAME, "vit_small_patch16_dinov3", "vit_base_patch16_siglip_224"])
+@pytest.mark.parametrize(
+    ("name", "gate", "operator"),
+    cover(
+        [NAME, "vit_small_patch16_dinov3", "vit_base_patch16_siglip_224"],
+        mmod.config.GATES,
+        ["block", "mlp", "attention"],
+    ),
+)
 def test_a_batch_of_which_no_image_is_kept_is_not_changed(name: str, gate: str, operator: str) -> None:
     config = NONE.replace(router=mmod.score("linear", per="sequence"), gate=gate, operator=operator)
     model, dense, images = make_model(name, depth=2), make_model(name, depth=2), make_images(name, 2)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from mmod.ops import attention_importance, attention_with_importance, capture_importance, use
 from tests.kit.attention_oracle import full_map
+from tests.kit.cover import cover
 from tests.kit.kernels import DEVICES
 
 
@@ -64,9 +65,9 @@ def test_importance_per_viewer_is_the_loop_over_keys(images, heads, tokens, kind
     torch.testing.assert_close(importance.double(), expected, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("padded", [False, True])
-@pytest.mark.parametrize("grouped", [False, True])
-@pytest.mark.parametrize("place", ["torch", "triton", "compiled"])
+@pytest.mark.parametrize(
+    ("place", "grouped", "padded"), cover(["torch", "triton", "compiled"], [False, True], [False, True])
+)
 @pytest.mark.parametrize("device", DEVICES)
 def test_every_way_of_causal_attention_counts_viewers(device: str, place: str, grouped: bool, padded: bool) -> None:
     q, k, v = (torch.randn(2, 1 if grouped and i else 2, 40, 16, device=device) for i in range(3))
