@@ -1,5 +1,5 @@
-"""Slow definitions: of routing, as a loop over single images, which benchmarks check models with too; of duplicate patches;
-and of max-min selection.
+"""Slow definitions: of routing, one image at a time, which benchmarks check models with too; of duplicate patches; of
+max-min selection.
 
 Axes: B images, N tokens.
 """
