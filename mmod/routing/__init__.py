@@ -4,10 +4,10 @@
 # ruff: noqa: F401
 from mmod.ops.gate import apply_gate
 from mmod.ops.select import kept_count, select_threshold, select_topk
-from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, TokenMasks, Weights
+from mmod.routing.decision import Evidence, Joined, Kept, Routing, Rule, TokenGroups, TokenMasks, Weights
 from mmod.routing.decoder import DecoderRouter, Predictor
 from mmod.routing.groups import assign_groups, decoded_groups, select_within
-from mmod.routing.router import Router, Rule
+from mmod.routing.router import Router
 from mmod.routing.score.change import token_change
 from mmod.routing.score.controls import NormScore, RandomScore, StrideScore
 from mmod.routing.score.diversity import DiversityScore

@@ -6,11 +6,14 @@ Axes: B images or samples, N tokens, K kept slots per image or sample.
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+
+from mmod.config import RoutingConfig
 
 # Groups of tokens that no router chooses among.
 PADDING, KEPT = -1, 0
@@ -249,3 +252,21 @@ class Routing(NamedTuple):
     def detach(self) -> Routing:
         """Return the same decision without its autograd graph."""
         return tree_map_only(Tensor, lambda value: value.detach(), self)
+
+
+class Rule(NamedTuple):
+    """What a router decides by.
+
+    Args:
+        config: How to score, select and gate; the score is the router's whatever the config says.
+        capacity: Share of tokens kept.
+    """
+
+    config: RoutingConfig
+    capacity: Fraction
+
+    def matches(self, other: Rule) -> bool:
+        """Return whether both decide alike on the same scores."""
+        # Blocks are routed by one config, so that the slow comparison of fields is rare.
+        same_config = self.config is other.config or self.config == other.config
+        return same_config and self.capacity == other.capacity

@@ -7,36 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from mmod.config import Merged, Patches, Placement, RoutingConfig, Score, Threshold, rational, spelled
-from mmod.ops import held_slots, nearest_rows, size_groups, unit_rows
+from mmod.config import Patches, Placement, RoutingConfig, Score, Threshold, rational, spelled
 from mmod.ops.gate import apply_gate, step_gate
 from mmod.ops.select import cannot_count, kept_count, select_images, select_threshold, select_topk
-from mmod.routing.decision import Evidence, Joined, Kept, Routing, TokenGroups, TokenMasks, Weights
-from mmod.routing.grouping import Comparing, Grouping
+from mmod.routing.decision import Evidence, Kept, Routing, Rule, TokenGroups, TokenMasks, Weights
+from mmod.routing.joiner import choose_joiner
 from mmod.threads import PerThread
-
-
-class Rule(NamedTuple):
-    """What a router decides by.
-
-    Args:
-        config: How to score, select and gate; the score is the router's whatever the config says.
-        capacity: Share of tokens kept.
-    """
-
-    config: RoutingConfig
-    capacity: Fraction
-
-    def matches(self, other: Rule) -> bool:
-        """Return whether both decide alike on the same scores."""
-        # Blocks are routed by one config, so that the slow comparison of fields is rare.
-        same_config = self.config is other.config or self.config == other.config
-        return same_config and self.capacity == other.capacity
 
 
 class Router(nn.Module):
@@ -79,6 +60,8 @@ class Router(nn.Module):
         self._override: PerThread[Rule | None] = PerThread(type(None))
         place = Placement(dim, block, config.gate, prefix, device, dtype, patches)
         self.score: nn.Module | None = config.router.make(place)
+        # Whom skipped tokens join: the nearest kept token, the first of their group, or none.
+        self.joiner = choose_joiner(config, self.score, prefix)
 
     @property
     def rule(self) -> Rule:
@@ -146,10 +129,7 @@ class Router(nn.Module):
         """
         rule = self._override.value or self._settings
         config = rule.config
-        unit_BNE = None
-        if config.joins and isinstance(self.score, Comparing):
-            # The score compares all pairs, and so does what joins tokens: they share the rows of norm 1.
-            unit_BNE = unit_rows(x_BND, config.router.channels)
+        unit_BNE = self.joiner.unit_rows(x_BND, config)
         if earlier is not None:
             masks: Any = TokenMasks(earlier.evidence.tokens.valid_BN)
             importance_BN = earlier.evidence.importance_BN
@@ -174,7 +154,7 @@ class Router(nn.Module):
             skipped_BN = apply_gate(score_BN, gate.name, gate.scale)
         evidence = Evidence(score_BN, masks, None if self.shares_own_score else importance_BN)
         routing = Routing(kept, evidence, Weights(gate_BK, skipped_BN))
-        return self.join(routing, x_BND, earlier, unit_BNE) if config.joins else routing
+        return self.joiner.join(routing, x_BND, rule, earlier, unit_BNE)
 
     def _checked(self, tokens: TokenMasks | TokenGroups | None) -> Any:
         tokens = TokenMasks() if tokens is None else tokens
@@ -209,7 +189,7 @@ class Router(nn.Module):
             config.router.normalised(score_BN.detach(), tokens.valid_BN),
             select.single,
             prefix=self.prefix,
-            min_tokens=self._fewest(select, score_BN.shape[1]),
+            min_tokens=max(select.min_tokens, self.joiner.fewest(score_BN.shape[1])),
             max_tokens=select.max_tokens,
             valid_BN=tokens.valid_BN,
             protect_BN=tokens.protect_BN,
@@ -217,13 +197,6 @@ class Router(nn.Module):
         if gate.name != "identity":
             gate_BK = apply_gate(score_BN.gather(1, index_BK), gate.name, gate.scale)
         return Kept(index_BK, valid_BK, total), gate_BK
-
-    def _fewest(self, select: Threshold, tokens: int) -> int:
-        """Return how many tokens a threshold keeps at least: where tokens join others, one for each group to join."""
-        if not self.config.joins:
-            return select.min_tokens
-        groups = self.score.groups(tokens) if isinstance(self.score, Grouping) else self.prefix + 1
-        return max(select.min_tokens, groups)
 
     def _score_kept(self, rows_BKD: Tensor, earlier: Routing, unit_BNE: Tensor | None) -> Tensor:
         """Return scores (B, N) from the rows that an earlier decision keeps, -inf at all other tokens."""
@@ -235,93 +208,18 @@ class Router(nn.Module):
                 f"skipped={spelled(config.skipped)!r} lets capacity fall from block to block and not rise: {rows} "
                 f"of {tokens} tokens are left for a capacity of {float(self.capacity)}"
             )
-        if isinstance(self.score, Grouping):
-            # As if every token had the state of the row that it joined.
-            assert earlier.joined.slot_BN is not None
-            x_BND = rows_BKD.gather(1, earlier.joined.slot_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
-            score_BN = self._score(x_BND, config.router, None, TokenMasks())
-            return _above_dropped(score_BN).masked_fill(~earlier.keep_BN, -torch.inf)
-        if not self.shares_own_score:
-            return _above_dropped(earlier.score_BN).masked_fill(~earlier.keep_BN, -torch.inf)
-        score_BK = self._score(rows_BKD, config.router, None, TokenMasks(earlier.kept.valid_BK), unit_BNE)
-        score_BK = _above_dropped(score_BK)
-        if earlier.kept.valid_BK is not None:
-            score_BK = score_BK.masked_fill(~earlier.kept.valid_BK, -torch.inf)
-        return torch.full_like(earlier.score_BN, -torch.inf).scatter(1, earlier.kept.index_BK, score_BK)
-
-    def join(
-        self, routing: Routing, rows: Tensor, earlier: Routing | None = None, unit_BNE: Tensor | None = None
-    ) -> Routing:
-        """Return a decision with the kept token that every other one joins, where skipped tokens join others.
-
-        Args:
-            rows: All tokens, or the rows of the earlier decision.
-            unit_BNE: The same rows at norm 1, if the score has computed them.
-        """
-        if not self.config.joins:
-            return routing
-        kept = routing.kept
-        masks = routing.evidence.tokens
-        assert isinstance(masks, TokenMasks)
-        everyone = kept.valid_BK is None and masks.valid_BN is None and masks.protect_BN is None
-        if isinstance(self.score, Grouping):
-            slot_BN = self._slot_of_leader(routing)
-        elif earlier is None:
-            slot_BN = self._nearest(routing, rows, kept.index_BK, masks.valid_BN, unit_BNE)
-        else:
-            slot_BN = before_BN = earlier.joined.slot_BN
-            assert before_BN is not None
-            at_BN = before_BN if everyone else before_BN.clamp(min=0)
-            next_BK = self._nearest(routing, rows, at_BN.gather(1, kept.index_BK), earlier.kept.valid_BK, unit_BNE)
-            if next_BK is not None:
-                slot_BN = next_BK.gather(1, at_BN)
-                slot_BN = slot_BN if everyone else torch.where(before_BN >= 0, slot_BN, -1)
-        if slot_BN is None:
-            return routing
-        size_BK = None
-        bias = None
-        if isinstance(self.config.skipped, Merged):
-            size_BK, bias = size_groups(slot_BN, kept.index_BK.shape[1], rows.dtype, all_join=everyone)
-            power = self.config.skipped.size_power
-            if power != 1:
-                bias = bias * power if power else None
-        # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
-        return Routing(kept, routing.evidence, routing.weights, Joined(slot_BN, size_BK, everyone, bias))
-
-    def _nearest(
-        self, routing: Routing, rows: Tensor, slot_BK: Tensor, real: Tensor | None, unit_BNE: Tensor | None
-    ) -> Tensor | None:
-        """Return the most similar kept row of every row; None if all are kept."""
-        if slot_BK.shape[1] == rows.shape[1] and self.config.select == "topk":
-            return None
-        self._check_joined(routing)
-        unit_BNE = unit_rows(rows, self.config.router.channels) if unit_BNE is None else unit_BNE
-        return nearest_rows(unit_BNE, slot_BK, self.prefix, routing.kept.valid_BK, real)
-
-    def _slot_of_leader(self, routing: Routing) -> Tensor | None:
-        """Return the slot of the kept token that every token joins by its group; None if all are kept."""
-        assert isinstance(self.score, Grouping)
-        index_BK = routing.kept.index_BK
-        tokens = routing.score_BN.shape[1]
-        if index_BK.shape[1] == tokens and self.config.select == "topk":
-            return None
-        self._check_joined(routing)
-        groups = self.score.groups(tokens)
-        if index_BK.shape[1] < groups:
-            raise ValueError(
-                f"router={self.config.router.name!r} keeps a token of each of {groups} groups; capacity "
-                f"{float(self.capacity)} keeps {index_BK.shape[1]} of {tokens}"
-            )
-        held_BN = held_slots(index_BK, tokens, routing.kept.valid_BK)
-        return held_BN.gather(1, self.score.leaders(held_BN >= 0))
-
-    def _check_joined(self, routing: Routing) -> None:
-        kept = routing.kept.index_BK.shape[1]
-        if kept <= self.prefix:
-            raise ValueError(
-                f"skipped={spelled(self.config.skipped)!r} needs a kept token beside the {self.prefix} that are always "
-                f"kept; capacity {float(self.capacity)} keeps {kept} of {routing.score_BN.shape[1]}"
-            )
+        # A score of groups reads all tokens, each with the state of the row that it joined.
+        spread_BND = self.joiner.spread(rows_BKD, earlier)
+        if spread_BND is None and self.shares_own_score:
+            score_BK = self._score(rows_BKD, config.router, None, TokenMasks(earlier.kept.valid_BK), unit_BNE)
+            score_BK = _above_dropped(score_BK)
+            if earlier.kept.valid_BK is not None:
+                score_BK = score_BK.masked_fill(~earlier.kept.valid_BK, -torch.inf)
+            return torch.full_like(earlier.score_BN, -torch.inf).scatter(1, earlier.kept.index_BK, score_BK)
+        score_BN = earlier.score_BN
+        if spread_BND is not None:
+            score_BN = self._score(spread_BND, config.router, None, TokenMasks())
+        return _above_dropped(score_BN).masked_fill(~earlier.keep_BN, -torch.inf)
 
     def _run_all(self, score_BN: Tensor, threshold: float, tokens: TokenMasks) -> tuple[Kept, Tensor]:
         """Run all tokens, skipped ones at weight 0, so that the score learns from them too."""

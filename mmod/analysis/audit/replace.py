@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from mmod.methods.route import routed_blocks
 from mmod.ops.gate import apply_gate
 from mmod.routing import Router, Routing, TokenGroups
-from mmod.routing.grouping import Grouping
+from mmod.routing.joiner import ToLeader
 
 Replace = Callable[[str, Tensor, Routing, "Tensor | None"], "Routing | None"]
 """From the name of a block, the tokens' states (B, N, D), what its router decided, and where a token is left to choose
@@ -32,7 +32,7 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
     blocks = routed_blocks(model)
     for name, block in blocks.items():
         router = block.router.config.router
-        if block.router.config.joins and isinstance(block.router.score, Grouping):
+        if isinstance(block.router.joiner, ToLeader):
             raise ValueError(
                 f"{name} has router={router.name!r}, whose tokens join the first of their group: decisions can be "
                 "replaced where a token may join any that is kept, as with 'redundancy'"
@@ -55,7 +55,7 @@ def replaced_decisions(model: nn.Module, replace: Replace) -> Iterator[None]:
             x_BND = rows.gather(1, slot_BN.clamp(min=0).unsqueeze(-1).expand(-1, -1, rows.shape[2]))
             left_BN = earlier.keep_BN
         replaced = replace(name, x_BND, routing, left_BN)
-        return None if replaced is None else router.join(replaced, rows, earlier)
+        return None if replaced is None else router.joiner.join(replaced, rows, router.rule, earlier)
 
     with ExitStack() as hooks:
         for name, block in blocks.items():

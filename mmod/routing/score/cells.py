@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from mmod.config import Patches, Placement, Score, register_score
 from mmod.ops import group_sizes, mean_rows
-from mmod.routing.grouping import Grouping
+from mmod.routing.joiner import Grouping
 
 
 @register_score("cells")

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from mmod.config import Placement, Score, register_score
 from mmod.ops import unit_rows
-from mmod.routing.grouping import Comparing
+from mmod.routing.joiner import Comparing
 
 
 @register_score("diversity")

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mmod.config import Patches, Placement, Score, register_score
 from mmod.ops import FIRST, Duplicates, find_duplicates, first_of_cells
 from mmod.ops.duplicates import alike_below
-from mmod.routing.grouping import Grouping
+from mmod.routing.joiner import Grouping
 
 
 @register_score("duplicate")

@@ -1,0 +1,225 @@
+"""Which kept token every skipped one joins, where skipped tokens follow others or merge with them.
+
+Axes: B images, N tokens, K kept slots per image, D channels, E compared channels.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor, nn
+
+from mmod.config import Merged, RoutingConfig, spelled
+from mmod.ops import held_slots, nearest_rows, size_groups, unit_rows
+from mmod.routing.decision import Joined, Routing, Rule, TokenMasks
+
+
+class Comparing(nn.Module):
+    """A score that compares all pairs of tokens by their cosine.
+
+    Its `forward` takes `unit_rows` of the tokens as `unit_BNE`: a router that compares them again computes them once.
+    """
+
+
+class Grouping(nn.Module):
+    """A score that says which kept token a skipped one joins; the first token of a group must score best."""
+
+    @abstractmethod
+    def groups(self, tokens: int) -> int:
+        """Return the number of groups of N tokens; every token that is always kept is one."""
+
+    @abstractmethod
+    def leaders(self, keep_BN: Tensor) -> Tensor:
+        """Return the kept token that each token joins, itself where it is kept (B, N)."""
+
+
+class Joiner:
+    """Joins no tokens: decisions stay as they are."""
+
+    def fewest(self, tokens: int) -> int:
+        """Return how many of N tokens must be kept, so that all others have one to join."""
+        return 0
+
+    def unit_rows(self, x_BND: Tensor, config: RoutingConfig) -> Tensor | None:
+        """Return rows of norm 1 (B, N, E) if the score reads them too; else None."""
+        return None
+
+    def spread(self, rows_BKD: Tensor, earlier: Routing) -> Tensor | None:
+        """Return the tokens (B, N, D) that are scored again after an earlier decision; None scores its rows alone."""
+        return None
+
+    def join(
+        self,
+        routing: Routing,
+        rows: Tensor,
+        rule: Rule,
+        earlier: Routing | None = None,
+        unit_BNE: Tensor | None = None,
+    ) -> Routing:
+        """Return a decision with the kept token that every other one joins.
+
+        Args:
+            rows: All tokens (B, N, D), or the rows of the earlier decision (B, K, D).
+            rule: What the router decided by.
+            earlier: The previous decision, among whose kept tokens this one chose.
+            unit_BNE: The rows at norm 1, see `unit_rows`.
+        """
+        return routing
+
+
+class ToNearest(Joiner):
+    """Joins each skipped token to the most similar kept one.
+
+    Args:
+        prefix: Number of tokens that are always kept, which no other joins.
+        compares: The score compares all pairs of tokens too, see `Comparing`.
+    """
+
+    def __init__(self, prefix: int, compares: bool) -> None:
+        self.prefix = prefix
+        self.compares = compares
+
+    def fewest(self, tokens: int) -> int:
+        """Return one more than the prefix."""
+        return self.prefix + 1
+
+    def unit_rows(self, x_BND: Tensor, config: RoutingConfig) -> Tensor | None:
+        """Return rows of norm 1 if the score compares tokens too, so that they are computed once."""
+        return unit_rows(x_BND, config.router.channels) if self.compares else None
+
+    def join(
+        self,
+        routing: Routing,
+        rows: Tensor,
+        rule: Rule,
+        earlier: Routing | None = None,
+        unit_BNE: Tensor | None = None,
+    ) -> Routing:
+        """Return a decision with the most similar kept token of every other one."""
+        if earlier is None:
+            valid_BN = routing.evidence.tokens.valid_BN
+            slot_BN = self._nearest(routing, rows, rule, routing.kept.index_BK, valid_BN, unit_BNE)
+            return _joined(routing, slot_BN, rule, rows.dtype)
+        # Tokens merged into a token that is now dropped move with it to its new group.
+        before_BN = earlier.joined.slot_BN
+        assert before_BN is not None
+        everyone = _joins_all(routing)
+        at_BN = before_BN if everyone else before_BN.clamp(min=0)
+        slot_BK = at_BN.gather(1, routing.kept.index_BK)
+        next_BK = self._nearest(routing, rows, rule, slot_BK, earlier.kept.valid_BK, unit_BNE)
+        if next_BK is None:
+            return _joined(routing, before_BN, rule, rows.dtype)
+        slot_BN = next_BK.gather(1, at_BN)
+        if not everyone:
+            slot_BN = torch.where(before_BN >= 0, slot_BN, -1)
+        return _joined(routing, slot_BN, rule, rows.dtype)
+
+    def _nearest(
+        self,
+        routing: Routing,
+        rows: Tensor,
+        rule: Rule,
+        slot_BK: Tensor,
+        valid: Tensor | None,
+        unit_BNE: Tensor | None,
+    ) -> Tensor | None:
+        """Return the most similar kept row of every row; None if all are kept."""
+        if slot_BK.shape[1] == rows.shape[1] and rule.config.select == "topk":
+            return None
+        _check_kept(routing, rule, self.prefix)
+        unit_BNE = unit_rows(rows, rule.config.router.channels) if unit_BNE is None else unit_BNE
+        return nearest_rows(unit_BNE, slot_BK, self.prefix, routing.kept.valid_BK, valid)
+
+
+class ToLeader(Joiner):
+    """Joins each skipped token to the kept one that leads its group.
+
+    Args:
+        prefix: Number of tokens that are always kept, which no other joins.
+        score: The score that groups tokens.
+    """
+
+    def __init__(self, prefix: int, score: Grouping) -> None:
+        self.prefix = prefix
+        self.score = score
+
+    def fewest(self, tokens: int) -> int:
+        """Return the number of groups."""
+        return self.score.groups(tokens)
+
+    def spread(self, rows_BKD: Tensor, earlier: Routing) -> Tensor:
+        """Return all tokens, each with the state of the row that it joined."""
+        assert earlier.joined.slot_BN is not None
+        return rows_BKD.gather(1, earlier.joined.slot_BN.unsqueeze(-1).expand(-1, -1, rows_BKD.shape[2]))
+
+    def join(
+        self,
+        routing: Routing,
+        rows: Tensor,
+        rule: Rule,
+        earlier: Routing | None = None,
+        unit_BNE: Tensor | None = None,
+    ) -> Routing:
+        """Return a decision with the kept token that leads every token's group."""
+        index_BK = routing.kept.index_BK
+        tokens = routing.score_BN.shape[1]
+        if index_BK.shape[1] == tokens and rule.config.select == "topk":
+            return routing
+        _check_kept(routing, rule, self.prefix)
+        groups = self.score.groups(tokens)
+        if index_BK.shape[1] < groups:
+            raise ValueError(
+                f"router={rule.config.router.name!r} keeps a token of each of {groups} groups; capacity "
+                f"{float(rule.capacity)} keeps {index_BK.shape[1]} of {tokens}"
+            )
+        held_BN = held_slots(index_BK, tokens, routing.kept.valid_BK)
+        slot_BN = held_BN.gather(1, self.score.leaders(held_BN >= 0))
+        return _joined(routing, slot_BN, rule, rows.dtype)
+
+
+def choose_joiner(config: RoutingConfig, score: nn.Module | None, prefix: int) -> Joiner:
+    """Return how the skipped tokens of a router join kept ones.
+
+    Args:
+        score: The module that scores tokens.
+        prefix: Number of tokens that are always kept.
+    """
+    if not config.joins:
+        return Joiner()
+    if isinstance(score, Grouping):
+        return ToLeader(prefix, score)
+    return ToNearest(prefix, compares=isinstance(score, Comparing))
+
+
+def _joins_all(routing: Routing) -> bool:
+    """Return whether every token joins a kept one, as far as shapes tell."""
+    masks = routing.evidence.tokens
+    assert isinstance(masks, TokenMasks)
+    return routing.kept.valid_BK is None and masks.valid_BN is None and masks.protect_BN is None
+
+
+def _joined(routing: Routing, slot_BN: Tensor | None, rule: Rule, dtype: torch.dtype) -> Routing:
+    """Return a decision whose tokens join slots (B, N), or that one if none does."""
+    if slot_BN is None:
+        return routing
+    everyone = _joins_all(routing)
+    size_BK = None
+    bias = None
+    skipped = rule.config.skipped
+    if isinstance(skipped, Merged):
+        size_BK, bias = size_groups(slot_BN, routing.kept.index_BK.shape[1], dtype, all_join=everyone)
+        if skipped.size_power != 1:
+            bias = bias * skipped.size_power if skipped.size_power else None
+    # Torch 2.11 cannot rebuild what `_replace` makes, if the value outlives a compiled graph.
+    return Routing(routing.kept, routing.evidence, routing.weights, Joined(slot_BN, size_BK, everyone, bias))
+
+
+def _check_kept(routing: Routing, rule: Rule, prefix: int) -> None:
+    """Raise a ValueError if a decision keeps no token that others could join."""
+    kept = routing.kept.index_BK.shape[1]
+    if kept <= prefix:
+        raise ValueError(
+            f"skipped={spelled(rule.config.skipped)!r} needs a kept token beside the {prefix} that are always kept; "
+            f"capacity {float(rule.capacity)} keeps {kept} of {routing.score_BN.shape[1]}"
+        )
